@@ -1,0 +1,47 @@
+"""Attention over paged KV: one entrance, several implementations of the same formula.
+
+Knows how to choose an implementation by device. The derivation is in README.md.
+"""
+
+import torch
+
+from kvchat_kernels.paged_attention.reference import paged_attention_reference
+from kvchat_kernels.paged_attention.sequences import PagedSequences
+from kvchat_kernels.paged_attention.span import FULL, AttentionSpan
+from kvchat_kernels.paged_attention.torch_cpu import paged_attention_cpu
+
+__all__ = ["FULL", "AttentionSpan", "PagedSequences", "paged_attention"]
+
+
+def paged_attention(
+    query: torch.Tensor,
+    key_pool: torch.Tensor,
+    value_pool: torch.Tensor,
+    sequences: PagedSequences,
+    *,
+    span: AttentionSpan = FULL,
+    scale: float,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    impl: str = "auto",
+) -> torch.Tensor:
+    """Attend each new token to its own sequence, whose KV (its own included) lies in the pools.
+
+    query        [num_tokens, num_heads, key_dim], the new tokens of all sequences in order
+    key_pool     [num_blocks, block_size, num_kv_heads, key_dim]
+    value_pool   [num_blocks, block_size, num_kv_heads, value_dim]
+    sinks        [num_heads], an extra logit per head that takes weight but adds no value
+    scale        multiplies the scores, before `softcap`
+    impl         auto, cpu or reference
+
+    Returns [num_tokens, num_heads, value_dim] in the query's dtype, owned by the caller. Slots that
+    no sequence's context covers are never read.
+    """
+    assert query.shape[0] == sequences.num_tokens
+    assert query.shape[1] % key_pool.shape[2] == 0
+    assert key_pool.shape[:3] == value_pool.shape[:3]
+    assert key_pool.shape[1] == sequences.block_size
+    if impl == "auto":
+        impl = "cpu" if query.device.type == "cpu" else "reference"
+    attend = paged_attention_cpu if impl == "cpu" else paged_attention_reference
+    return attend(query, key_pool, value_pool, sequences, span, scale, softcap, sinks)

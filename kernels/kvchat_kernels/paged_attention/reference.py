@@ -1,0 +1,58 @@
+"""Paged attention the obvious way: gather one sequence, softmax in float32, no cleverness.
+
+The twin every faster implementation is held equal to.
+"""
+
+import torch
+
+from kvchat_kernels.paged_attention.sequences import PagedSequences
+from kvchat_kernels.paged_attention.span import AttentionSpan
+
+
+def paged_attention_reference(
+    query: torch.Tensor,
+    key_pool: torch.Tensor,
+    value_pool: torch.Tensor,
+    sequences: PagedSequences,
+    span: AttentionSpan,
+    scale: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attend every row of `query` to its own sequence; see `paged_attention` for the shapes."""
+    outputs = []
+    start = 0
+    for index, query_len in enumerate(sequences.query_lens):
+        context_len = sequences.context_lens[index]
+        blocks = sequences.blocks_of(index, 0).long()
+        key = key_pool[blocks].flatten(0, 1)[:context_len]
+        value = value_pool[blocks].flatten(0, 1)[:context_len]
+        positions = torch.arange(context_len, device=query.device)
+        visible = span.mask(positions[context_len - query_len :], positions)
+        rows = query[start : start + query_len]
+        outputs.append(_attend(rows, key, value, visible, scale, softcap, sinks))
+        start += query_len
+    return torch.cat(outputs)
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    visible: torch.Tensor,
+    scale: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    group = query.shape[1] // key.shape[1]
+    key = key.repeat_interleave(group, dim=1)
+    value = value.repeat_interleave(group, dim=1)
+    scores = torch.einsum("qhd,khd->hqk", query.float(), key.float()) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~visible, float("-inf"))
+    if sinks is not None:
+        column = sinks.float()[:, None, None].expand(-1, query.shape[0], 1)
+        scores = torch.cat([scores, column], dim=-1)
+    weights = torch.softmax(scores, dim=-1)[..., : key.shape[0]]
+    return torch.einsum("hqk,khd->qhd", weights, value.float()).to(query.dtype)

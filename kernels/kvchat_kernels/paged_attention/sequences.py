@@ -1,0 +1,82 @@
+"""PagedSequences: which rows of a step belong to which sequence, and where its KV lies.
+
+Knows lengths and block tables. Does not know a layer, a head or a weight: one instance serves every
+layer of a forward pass.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+
+@dataclass(frozen=True)
+class PagedSequences:
+    """The sequences of one flattened batch, complete at birth and shared by all layers.
+
+    Rows of a batch are the new tokens of its sequences, one sequence after another. Lengths exist
+    twice: as tuples for code that runs on the host, and as device tensors for kernels, which must
+    not wait for the host.
+
+    query_lens      new tokens per sequence
+    context_lens    tokens per sequence including the new ones
+    block_tables    [num_sequences, max_blocks] int32, block ids in position order, 0 where unused
+    block_size      tokens per block
+    """
+
+    query_lens: tuple[int, ...]
+    context_lens: tuple[int, ...]
+    block_tables: torch.Tensor
+    block_size: int
+
+    def __post_init__(self) -> None:
+        assert len(self.query_lens) == len(self.context_lens) == self.block_tables.shape[0]
+        assert all(0 < q <= c for q, c in zip(self.query_lens, self.context_lens, strict=True))
+        assert max(self.context_lens) <= self.block_tables.shape[1] * self.block_size
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.query_lens)
+
+    @cached_property
+    def query_starts(self) -> torch.Tensor:
+        """[num_sequences + 1] int32 on the tables' device: first rows, then the end."""
+        starts = [0]
+        for length in self.query_lens:
+            starts.append(starts[-1] + length)
+        return torch.tensor(starts, dtype=torch.int32, device=self.block_tables.device)
+
+    @cached_property
+    def context_lens_device(self) -> torch.Tensor:
+        """[num_sequences] int32 on the tables' device."""
+        return torch.tensor(self.context_lens, dtype=torch.int32, device=self.block_tables.device)
+
+    @cached_property
+    def _tables_on_host(self) -> list[list[int]]:
+        return self.block_tables.tolist()
+
+    @cached_property
+    def _runs(self) -> dict[tuple[int, int], int | None]:
+        return {}
+
+    def run_start(self, sequence: int, first_block: int) -> int | None:
+        """Return the pool index where the table's blocks from `first_block` on lie in one run.
+
+        None where they are scattered. Found once and remembered: every layer asks the same.
+        """
+        key = (sequence, first_block)
+        if key not in self._runs:
+            end = -(-self.context_lens[sequence] // self.block_size)
+            ids = self._tables_on_host[sequence][first_block:end]
+            is_run = ids == list(range(ids[0], ids[0] + len(ids)))
+            self._runs[key] = ids[0] if is_run else None
+        return self._runs[key]
+
+    def blocks_of(self, sequence: int, first_token: int) -> torch.Tensor:
+        """Return the ids of the blocks that hold `first_token` and everything after it.
+
+        [num_blocks] int32; `first_token` is a multiple of the block size.
+        """
+        first = first_token // self.block_size
+        end = -(-self.context_lens[sequence] // self.block_size)
+        return self.block_tables[sequence, first:end]

@@ -1,0 +1,1 @@
+"""Floor 2: KV memory. Knows blocks, token ids and bytes; knows no layer, template or request."""

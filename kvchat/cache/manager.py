@@ -1,0 +1,214 @@
+"""CacheManager: the only door the engine uses. match -> reserve -> commit -> release.
+
+Joins the tree (what is known), the pool (what is free) and the tensors (where it lies), and keeps
+their reference counts in step. Knows no request, sampling or layer.
+"""
+
+from dataclasses import dataclass
+
+from kvchat.cache.block_pool import BlockPool
+from kvchat.cache.block_table import BlockTable
+from kvchat.cache.kv_pool import KvPool
+from kvchat.cache.radix_node import Node, pack
+from kvchat.cache.radix_tree import RadixTree, TreeInsert
+from kvchat.core.types import TokenIds
+
+
+@dataclass(frozen=True, slots=True)
+class CacheStatus:
+    """Blocks of the device tier by use, and what happened so far."""
+
+    num_blocks: int
+    num_free: int
+    num_cached: int
+    num_evicted: int
+    num_copied: int
+
+
+class CacheManager:
+    """Owns the block pool, the radix tree and, through `kv_pool`, the device memory.
+
+    With `reuse` off nothing is matched and nothing kept: every sequence starts cold. One thread
+    owns a manager.
+    """
+
+    def __init__(self, kv_pool: KvPool, reuse: bool = True) -> None:
+        self.kv_pool = kv_pool
+        self.block_size = kv_pool.geometry.block_size
+        self._reuse = reuse
+        self._pool = BlockPool(kv_pool.num_blocks)
+        self._tree = RadixTree(self.block_size)
+        self._num_evicted = 0
+        self._num_copied = 0
+
+    @property
+    def max_tokens(self) -> int:
+        """The longest sequence the device tier can hold while nothing else is running."""
+        return (self._pool.num_blocks - 1) * self.block_size
+
+    def status(self) -> CacheStatus:
+        return CacheStatus(
+            num_blocks=self._pool.num_blocks - 1,
+            num_free=self._pool.num_free,
+            num_cached=self._tree.num_blocks,
+            num_evicted=self._num_evicted,
+            num_copied=self._num_copied,
+        )
+
+    def measure(self, token_ids: TokenIds) -> int:
+        """Return how many leading tokens are cached in full blocks; changes nothing."""
+        return self._tree.measure(pack(token_ids)) if self._reuse else 0
+
+    def match(self, token_ids: TokenIds) -> BlockTable:
+        """Find the longest cached prefix and hold it; the caller must `release` the table.
+
+        Always leaves at least one token to compute, because sampling needs its logits. Where the
+        prefix ends inside a block, that block's KV is copied into one of the table's own.
+        """
+        if not self._reuse:
+            return self._hold(self._tree.root, [], 0, 0)
+        found = self._tree.match(pack(token_ids[:-1]))
+        num_full = len(found.blocks)
+        table = self._hold(found.node, list(found.blocks), num_full * self.block_size, num_full)
+        if found.head is not None:
+            self._copy_head(table, found.head, found.head_len)
+        return table
+
+    def _hold(
+        self, node: Node, blocks: list[int], cached_len: int, num_committed: int
+    ) -> BlockTable:
+        self._tree.lock(node)
+        self._pool.acquire(blocks)
+        return BlockTable(self.block_size, node, blocks, cached_len, num_committed)
+
+    def _copy_head(self, table: BlockTable, head: int, head_len: int) -> None:
+        """Take over the first `head_len` tokens of somebody else's block, if there is room."""
+        self._pool.acquire([head])  # keeps the block from being evicted to make room for its copy
+        if self._make_room(1):
+            table.blocks.append(self._copy_of(head, table.blocks[-1] if table.blocks else None))
+            table.cached_len += head_len
+        self._pool.release([head])
+
+    def _copy_of(self, source: int, previous: int | None) -> int:
+        [target] = self._pool.allocate(1, after=previous)
+        self.kv_pool.copy_block(source, target)
+        self._num_copied += 1
+        return target
+
+    def reserve(self, table: BlockTable, start: int, end: int) -> bool:
+        """Make positions `start` to `end - 1` writable; false, changing nothing, without room.
+
+        Grows the table, evicting what nobody uses, and copies a shared block before it is written.
+        """
+        size = self.block_size
+        shared = [
+            index
+            for index in range(start // size, len(table.blocks))
+            if self._pool.references(table.blocks[index]) > 1
+        ]
+        num_new = max(0, -(-end // size) - len(table.blocks))
+        if not self._make_room(num_new + len(shared)):
+            return False
+        for index in shared:
+            self._copy_on_write(table, index)
+        last = table.blocks[-1] if table.blocks else None
+        table.blocks.extend(self._pool.allocate(num_new, after=last))
+        return True
+
+    def _make_room(self, num_blocks: int) -> bool:
+        missing = num_blocks - self._pool.num_free
+        if missing > 0:
+            self._evict(missing)
+        return num_blocks <= self._pool.num_free
+
+    def _evict(self, num_blocks: int) -> None:
+        evicted = self._tree.evict(num_blocks, lambda block: self._pool.references(block) > 1)
+        self._num_evicted += len(evicted)
+        num_freed = self._pool.release(evicted)
+        assert num_freed == len(evicted)
+
+    def _copy_on_write(self, table: BlockTable, index: int) -> None:
+        source = table.blocks[index]
+        table.blocks[index] = self._copy_of(source, table.blocks[index - 1] if index else None)
+        self._pool.release([source])
+
+    def commit(self, table: BlockTable, token_ids: TokenIds) -> None:
+        """Enter the full blocks of `token_ids`, whose KV is complete, in the tree.
+
+        Where the tree knows the same ids already, the table takes over the tree's blocks and its
+        own become free.
+        """
+        num_full = len(token_ids) // self.block_size
+        if not self._reuse or num_full <= table.num_committed:
+            return
+        size = self.block_size
+        offered = table.blocks[table.num_committed : num_full]
+        ids = token_ids[table.num_committed * size : num_full * size]
+        result = self._tree.insert(table.node, pack(ids), offered)
+        self._settle(table, offered, result)
+        table.num_committed = num_full
+
+    def _settle(self, table: BlockTable, offered: list[int], result: TreeInsert) -> None:
+        """Bring references and locks in step with an insertion."""
+        start = table.num_committed
+        for offset, (own, kept) in enumerate(zip(offered, result.kept, strict=True)):
+            self._pool.acquire([kept])
+            if own != kept:
+                self._pool.release([own])
+                table.blocks[start + offset] = kept
+        self._pool.release(result.displaced)
+        self._tree.lock(result.node)
+        self._tree.unlock(table.node)
+        table.node = result.node
+
+    def fork(self, table: BlockTable, num_tokens: int) -> BlockTable:
+        """Return a table that shares the blocks of the first `num_tokens` tokens.
+
+        Whoever writes to a shared block copies it first, by way of `reserve`.
+        """
+        blocks = table.blocks[: -(-num_tokens // self.block_size)]
+        return self._hold(table.node, blocks, num_tokens, table.num_committed)
+
+    def release(self, table: BlockTable, token_ids: TokenIds) -> None:
+        """End the table's life, keeping the KV of `token_ids` for whoever asks next.
+
+        `token_ids` are the tokens whose KV is complete; a partly filled last block is kept too.
+        """
+        assert not table.is_released
+        self.commit(table, token_ids)
+        tail = token_ids[table.num_committed * self.block_size :]
+        if self._reuse and tail:
+            block = table.blocks[table.num_committed]
+            is_kept, displaced = self._tree.insert_tail(table.node, pack(tail), block)
+            if is_kept:
+                self._pool.acquire([block])
+            self._pool.release(displaced)
+        self._tree.unlock(table.node)
+        self._pool.release(table.blocks)
+        table.is_released = True
+
+    def clear(self) -> int:
+        """Forget everything nobody uses; return how many blocks became free."""
+        before = self._pool.num_free
+        self._evict(self._tree.num_blocks)
+        return self._pool.num_free - before
+
+    def check(self, tables: list[BlockTable] | None = None) -> None:
+        """Re-derive every invariant; with all live tables given, the reference counts too."""
+        self._pool.check()
+        self._tree.check()
+        expected = [0] * self._pool.num_blocks
+        for node in self._tree.nodes():
+            for block in node.blocks:
+                expected[block] += 1
+                assert self._pool.references(block) > 0, f"the tree holds free block {block}"
+        if tables is None:
+            return
+        for table in tables:
+            assert not table.is_released
+            assert table.num_committed * self.block_size <= table.capacity
+            for block in table.blocks:
+                expected[block] += 1
+        actual = [self._pool.references(block) for block in range(1, self._pool.num_blocks)]
+        assert actual == expected[1:], "reference counts differ from the users found"
+        assert self._tree.root.lock_count == len(tables), "locks differ from the live tables"

@@ -1,0 +1,345 @@
+"""RadixTree: which runs of token ids have their KV in which blocks.
+
+A compressed trie over token ids, cut at block boundaries. Integers and bytes only: knows no
+tensors, no reference counts and no requests. The naive twin in the tests is a dict of prefixes.
+
+Source of the idea: RadixAttention, Zheng et al., SGLang, 2024. What differs: a leaf may hold a
+partly filled block (a *tail*), and a match may end inside a block, whose head can then be copied.
+"""
+
+import heapq
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import count
+
+from kvchat.cache.radix_node import TOKEN_BYTES, Node, common_tokens, path_to_root
+
+# Beyond this many children, looking for one that shares the head of a block costs more than the few
+# tokens it could save.
+_MAX_HEADS_COMPARED = 64
+
+
+@dataclass(frozen=True, slots=True)
+class TreeMatch:
+    """The longest known prefix of some token ids.
+
+    node     the node whose end is the end of the matched full blocks
+    blocks   the full blocks, in order
+    head     a further block whose first `head_len` tokens match, or None
+    """
+
+    node: Node
+    blocks: tuple[int, ...]
+    head: int | None
+    head_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class TreeInsert:
+    """What an insertion did.
+
+    node        the node whose end is the end of the inserted blocks
+    kept        the tree's blocks for the inserted ids; where one differs from the block that was
+                offered, the tree knew those ids already
+    displaced   blocks of tails that the insertion made superfluous; no longer in the tree
+    """
+
+    node: Node
+    kept: tuple[int, ...]
+    displaced: tuple[int, ...]
+
+
+class RadixTree:
+    """Longest-prefix lookup over blocks of `block_size` token ids. One thread owns a tree.
+
+    The tree does not own references to blocks: its owner acquires what `insert` keeps and releases
+    what `insert`, `insert_tail` and `evict` hand back.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self._block_bytes = block_size * TOKEN_BYTES
+        self._ticks = count(1)
+        self._serial = count()
+        self._num_blocks = 0
+        # Candidates for eviction, oldest first; entries go stale and are checked when popped.
+        self._candidates: list[tuple[int, int, Node]] = []
+        self.root = Node(None, b"", [], 0)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks the tree holds, tails included."""
+        return self._num_blocks
+
+    # Looking up
+
+    def match(self, packed: bytes) -> TreeMatch:
+        """Find the longest known prefix of packed token ids.
+
+        Splits at most one node, so that `node` ends where the match ends, and refreshes the
+        recency of the path. The caller locks `node` before anything else touches the tree.
+        """
+        node, matched, blocks = self._walk(packed)
+        if matched < len(node.blocks):
+            node = self._split(node, matched)
+        self._touch(node)
+        head, head_len = self._best_head(node, packed[len(blocks) * self._block_bytes :])
+        return TreeMatch(node, tuple(blocks), head, head_len)
+
+    def measure(self, packed: bytes) -> int:
+        """Return how many leading tokens a match would find in full blocks; changes nothing."""
+        return len(self._walk(packed)[2]) * self.block_size
+
+    def _walk(self, packed: bytes) -> tuple[Node, int, list[int]]:
+        """Return the last node entered, how many of its blocks match, and all matching blocks."""
+        node, matched, blocks = self.root, 0, []
+        position = 0
+        while matched == len(node.blocks):
+            child = node.children.get(packed[position : position + self._block_bytes])
+            if child is None:
+                break
+            node = child
+            matched = self._common_blocks(node.key, packed, position)
+            blocks.extend(node.blocks[:matched])
+            position += matched * self._block_bytes
+        return node, matched, blocks
+
+    def _common_blocks(self, key: bytes, packed: bytes, position: int) -> int:
+        """Return how many leading blocks of `key` stand in `packed` at `position`."""
+        if packed.startswith(key, position):
+            return len(key) // self._block_bytes
+        low, high = 0, len(key) // self._block_bytes
+        while high - low > 1:
+            middle = (low + high) // 2
+            if packed.startswith(key[: middle * self._block_bytes], position):
+                low = middle
+            else:
+                high = middle
+        return low
+
+    def _best_head(self, node: Node, rest: bytes) -> tuple[int | None, int]:
+        """Find the block below `node` that shares most leading tokens with `rest`."""
+        best, best_len = None, 0
+        wanted = rest[: self._block_bytes]
+        for candidate in self._heads(node):
+            length = common_tokens(candidate.key[: self._block_bytes], wanted)
+            if length > best_len:
+                best, best_len = candidate, length
+        if best is None:
+            return None, 0
+        if best in node.tails:
+            best.last_used = next(self._ticks)
+            self._note_candidate(best)
+        return best.blocks[0], best_len
+
+    def _heads(self, node: Node) -> Iterator[Node]:
+        yield from node.tails
+        if len(node.children) <= _MAX_HEADS_COMPARED:
+            yield from node.children.values()
+
+    # Growing
+
+    def insert(self, node: Node, packed: bytes, blocks: list[int]) -> TreeInsert:
+        """Add full blocks below `node`; `packed` holds their token ids.
+
+        Where the ids are known already the tree keeps the blocks it has. The caller holds a lock
+        on `node`, moves it to the node returned, and owns whatever is not in `kept`.
+        """
+        assert len(packed) == len(blocks) * self._block_bytes
+        kept: list[int] = []
+        displaced: list[int] = []
+        num_own_locks = 1
+        while len(kept) < len(blocks):
+            position = len(kept) * self._block_bytes
+            child = node.children.get(packed[position : position + self._block_bytes])
+            if child is None:
+                rest = blocks[len(kept) :]
+                node, gone = self._append(node, packed[position:], rest, num_own_locks)
+                kept.extend(rest)
+                displaced.extend(gone)
+            else:
+                matched = self._common_blocks(child.key, packed, position)
+                node = self._split(child, matched) if matched < len(child.blocks) else child
+                kept.extend(node.blocks)
+                num_own_locks = 0
+        self._touch(node)
+        return TreeInsert(node, tuple(kept), tuple(displaced))
+
+    def _append(
+        self, node: Node, key: bytes, blocks: list[int], num_own_locks: int
+    ) -> tuple[Node, list[int]]:
+        """Put unknown blocks below `node`: in the node itself if nobody else stands there."""
+        displaced = self._drop_tails(node, key)
+        self._num_blocks += len(blocks)
+        if node.is_leaf and not node.is_root and node.lock_count == num_own_locks:
+            node.key += key
+            node.blocks.extend(blocks)
+            return node, displaced
+        child = Node(node, key, list(blocks), next(self._ticks))
+        node.children[key[: self._block_bytes]] = child
+        self._note_candidate(child)
+        return child, displaced
+
+    def _drop_tails(self, node: Node, key: bytes) -> list[int]:
+        """Remove the tails of `node` that `key` contains; return their blocks."""
+        covered = [tail for tail in node.tails if key.startswith(tail.key)]
+        for tail in covered:
+            node.tails.remove(tail)
+            tail.parent = None
+            self._num_blocks -= 1
+        return [tail.blocks[0] for tail in covered]
+
+    def insert_tail(self, node: Node, packed: bytes, block: int) -> tuple[bool, list[int]]:
+        """Add a partly filled block below `node`.
+
+        Returns whether the tree keeps it, which it does not where it knows those ids already, and
+        the blocks of shorter tails that it replaces.
+        """
+        assert 0 < len(packed) < self._block_bytes
+        if any(head.key.startswith(packed) for head in (*node.tails, *node.children.values())):
+            return False, []
+        displaced = self._drop_tails(node, packed)
+        tail = Node(node, packed, [block], next(self._ticks))
+        node.tails.append(tail)
+        self._num_blocks += 1
+        self._note_candidate(tail)
+        return True, displaced
+
+    def _split(self, node: Node, num_blocks: int) -> Node:
+        """Cut `node` after `num_blocks`; return the new upper part. The lower keeps its identity.
+
+        Locks stand at a node's end, and that end stays the lower part's, so handles stay valid.
+        """
+        assert node.parent is not None
+        assert 0 < num_blocks < len(node.blocks)
+        cut = num_blocks * self._block_bytes
+        upper = Node(node.parent, node.key[:cut], node.blocks[:num_blocks], node.last_used)
+        upper.lock_count = node.lock_count
+        node.parent.children[node.key[: self._block_bytes]] = upper
+        node.parent = upper
+        node.key = node.key[cut:]
+        node.blocks = node.blocks[num_blocks:]
+        upper.children[node.key[: self._block_bytes]] = node
+        return upper
+
+    # Keeping and forgetting
+
+    def lock(self, node: Node) -> None:
+        """Keep `node` and its ancestors from eviction until `unlock`."""
+        for ancestor in path_to_root(node):
+            ancestor.lock_count += 1
+
+    def unlock(self, node: Node) -> None:
+        """Take back one `lock` of the same node."""
+        for ancestor in path_to_root(node):
+            assert ancestor.lock_count > 0
+            ancestor.lock_count -= 1
+            self._note_candidate(ancestor)
+
+    def evict(self, num_blocks: int, is_shared: Callable[[int], bool]) -> list[int]:
+        """Forget up to `num_blocks` blocks; return them.
+
+        Leaves go first, the least recently used first, a leaf's last blocks first. Locked nodes
+        stay, and so does a block for which `is_shared` is true, with all that comes before it.
+        """
+        evicted: list[int] = []
+        skipped = []
+        while self._candidates and len(evicted) < num_blocks:
+            entry = heapq.heappop(self._candidates)
+            node = entry[2]
+            if entry[0] != node.last_used or not self._is_evictable(node):
+                self._note_candidate(node)
+                continue
+            blocks = self._trim(node, num_blocks - len(evicted), is_shared)
+            evicted.extend(blocks)
+            if not blocks:
+                skipped.append(entry)
+            elif node.blocks:
+                self._note_candidate(node)
+        for entry in skipped:
+            heapq.heappush(self._candidates, entry)
+        return evicted
+
+    def _trim(self, node: Node, most: int, is_shared: Callable[[int], bool]) -> list[int]:
+        """Cut up to `most` blocks off the end of a leaf; remove the leaf once it is empty."""
+        blocks: list[int] = []
+        while node.blocks and len(blocks) < most and not is_shared(node.blocks[-1]):
+            blocks.append(node.blocks.pop())
+        self._num_blocks -= len(blocks)
+        if node.blocks:
+            node.key = node.key[: len(node.blocks) * self._block_bytes]
+        elif blocks:
+            self._remove(node)
+        return blocks
+
+    def _remove(self, node: Node) -> None:
+        parent = node.parent
+        assert parent is not None
+        if node in parent.tails:
+            parent.tails.remove(node)
+        else:
+            del parent.children[node.key[: self._block_bytes]]
+        node.parent = None
+        self._note_candidate(parent)
+
+    def _is_evictable(self, node: Node) -> bool:
+        return node.parent is not None and node.is_leaf and node.lock_count == 0
+
+    def _note_candidate(self, node: Node) -> None:
+        if not self._is_evictable(node):
+            return
+        heapq.heappush(self._candidates, (node.last_used, next(self._serial), node))
+        if len(self._candidates) > 2 * self._num_blocks + 64:
+            self._drop_stale_candidates()
+
+    def _drop_stale_candidates(self) -> None:
+        newest = {id(e[2]): e for e in self._candidates if e[0] == e[2].last_used}
+        self._candidates = [e for e in newest.values() if self._is_evictable(e[2])]
+        heapq.heapify(self._candidates)
+
+    def _touch(self, node: Node) -> None:
+        """Refresh the recency of `node` and its ancestors, which are as recent as their newest."""
+        now = next(self._ticks)
+        for ancestor in path_to_root(node):
+            ancestor.last_used = now
+        self._note_candidate(node)
+
+    # Self-examination
+
+    def nodes(self) -> Iterator[Node]:
+        """Yield every node, the root first, tails included."""
+        pending = [self.root]
+        while pending:
+            node = pending.pop()
+            yield node
+            pending.extend(node.children.values())
+            pending.extend(node.tails)
+
+    def check(self) -> None:
+        """Re-derive every invariant; raises AssertionError with the values that disagree."""
+        seen: set[int] = set()
+        candidates = {id(node) for stamp, _, node in self._candidates if stamp == node.last_used}
+        for node in self.nodes():
+            self._check_node(node)
+            assert seen.isdisjoint(node.blocks), "a block stands in two nodes"
+            seen.update(node.blocks)
+            if self._is_evictable(node):
+                assert id(node) in candidates, "an evictable leaf is not a candidate"
+        assert len(seen) == self._num_blocks, (len(seen), self._num_blocks)
+
+    def _check_node(self, node: Node) -> None:
+        assert node.lock_count >= sum(child.lock_count for child in node.children.values())
+        assert node.last_used >= max((c.last_used for c in node.children.values()), default=0)
+        for first, child in node.children.items():
+            assert child.parent is node
+            assert child.blocks, "an empty child"
+            assert len(child.key) == len(child.blocks) * self._block_bytes
+            assert child.key[: self._block_bytes] == first
+        for tail in node.tails:
+            assert tail.parent is node
+            assert tail.is_leaf
+            assert tail.lock_count == 0
+            assert len(tail.blocks) == 1
+            assert 0 < len(tail.key) < self._block_bytes
+            others = [*node.children.values(), *(t for t in node.tails if t is not tail)]
+            assert not any(other.key.startswith(tail.key) for other in others)

@@ -1,0 +1,129 @@
+"""Settings, frozen and resolved once: what each floor is told when it is built.
+
+Knows names, defaults, units and what values are admissible. Does not know where a value came from
+(flags, environment, file): `cli/settings.py` does.
+"""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvchat.core.errors import UsageError
+
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_SIZE = re.compile(r"(?i)^\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*$")
+_SHARE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*%\s*$")
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """An amount of memory: either bytes, or a share of whatever it is resolved against."""
+
+    num_bytes: int | None = None
+    share: float | None = None
+
+    def __post_init__(self) -> None:
+        assert (self.num_bytes is None) != (self.share is None), self
+
+    def resolve(self, available_bytes: int) -> int:
+        """Return bytes; a share is taken of `available_bytes`."""
+        if self.num_bytes is not None:
+            return self.num_bytes
+        assert self.share is not None
+        return int(available_bytes * self.share)
+
+    def __str__(self) -> str:
+        if self.share is not None:
+            return f"{self.share * 100:g}%"
+        assert self.num_bytes is not None
+        return format_bytes(self.num_bytes)
+
+
+def parse_size(text: str, name: str) -> Size:
+    """Read `8G`, `512M`, `1.5g`, `20%` or plain bytes. Raises UsageError naming the setting."""
+    if match := _SIZE.match(text):
+        return Size(num_bytes=int(float(match[1]) * _UNITS[match[2].upper()]))
+    if (match := _SHARE.match(text)) and 0 <= float(match[1]) <= 100:
+        return Size(share=float(match[1]) / 100)
+    raise UsageError(f"{name} is {text!r}, but a size reads like 8G, 512M or 20%.")
+
+
+def format_bytes(num_bytes: int) -> str:
+    """Return a size for people: three significant digits and a binary unit."""
+    value = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.3g} {unit}"
+        value /= 1024
+    return f"{value:.3g} TiB"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Which model, and how it is held. `name` is `demo`, a directory or a hub id."""
+
+    name: str = "demo"
+    device: str = "auto"
+    dtype: str = "auto"
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        _one_of("--device", self.device, ("auto", "cpu", "cuda"))
+        _one_of("--dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
+        if self.threads is not None and self.threads < 1:
+            raise UsageError(f"--threads is {self.threads}, but must be 1 or more.")
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """Shape and budget of the KV cache. `block_size` counts tokens and is a power of two.
+
+    `device_bytes` bounds the KV held on the device; None takes the device's default share.
+    `reuse` off makes every request start cold, which only measurements and `--no-cache` want.
+    """
+
+    block_size: int = 16
+    device_bytes: Size | None = None
+    kv_dtype: str = "auto"
+    reuse: bool = True
+
+    def __post_init__(self) -> None:
+        size = self.block_size
+        if size < 1 or size > 1024 or size & (size - 1):
+            raise UsageError(f"--block-size is {size}, but must be a power of two up to 1024.")
+        _one_of("--kv-dtype", self.kv_dtype, ("auto", "float32", "bfloat16", "float16"))
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Limits of one engine step.
+
+    `max_step_tokens` bounds prefill plus decode rows of a step; None chooses it from the model's
+    size so that a step on a CPU stays short enough to stop promptly. `max_running` bounds the
+    requests that hold blocks at once.
+    """
+
+    max_step_tokens: int | None = None
+    max_running: int = 32
+    max_context: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_step_tokens", "max_running", "max_context"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UsageError(f"{name} is {value}, but must be 1 or more.")
+
+
+@dataclass(frozen=True, slots=True)
+class Paths:
+    """Where kvchat keeps things; directories are created on first use, private to the user."""
+
+    config: Path
+    sessions: Path
+    state: Path
+    cache: Path
+
+
+def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise UsageError(f"{name} is {value!r}, but must be one of {', '.join(allowed)}.")

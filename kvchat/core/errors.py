@@ -1,0 +1,82 @@
+"""Every error a user can meet, with its exit code and a hint.
+
+Knows the exit codes of the command line contract. Does not print, log or decide: `cli/main.py` and
+`terminal/repl.py` turn these into text, everyone else raises them or lets them pass.
+"""
+
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """Process exit codes; scripts rely on the numbers."""
+
+    OK = 0
+    GENERATION = 1
+    USAGE = 2
+    MODEL = 3
+    CONTEXT = 4
+    SESSION_NOT_FOUND = 5
+    STORE = 6
+    TIMEOUT = 124
+    HANGUP = 129
+    INTERRUPT = 130
+    BROKEN_PIPE = 141
+    TERMINATED = 143
+
+
+class KvchatError(Exception):
+    """Something the user can understand: one sentence, and a hint saying what to do next."""
+
+    exit_code = ExitCode.GENERATION
+
+    def __init__(self, message: str, hint: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.message} {self.hint}".strip()
+
+
+class GenerationError(KvchatError):
+    """The forward pass or the sampler failed while answering."""
+
+
+class UsageError(KvchatError):
+    """A flag, environment variable or configuration value that cannot be used."""
+
+    exit_code = ExitCode.USAGE
+
+
+class ModelError(KvchatError):
+    """The model cannot be found, read or trusted."""
+
+    exit_code = ExitCode.MODEL
+
+
+class ModelUnsupported(ModelError):
+    """The architecture keeps state that a paged KV cache cannot hold."""
+
+
+class ContextTooLong(KvchatError):
+    """The prompt does not fit in the context, or in the device cache."""
+
+    exit_code = ExitCode.CONTEXT
+
+
+class SessionNotFound(KvchatError):
+    """No saved conversation has this id."""
+
+    exit_code = ExitCode.SESSION_NOT_FOUND
+
+
+class StoreError(KvchatError):
+    """A session file or a directory cannot be locked, read or written."""
+
+    exit_code = ExitCode.STORE
+
+
+class TimedOut(KvchatError):
+    """The time limit the user set ran out before the answer was complete."""
+
+    exit_code = ExitCode.TIMEOUT

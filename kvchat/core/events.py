@@ -1,0 +1,80 @@
+"""What flows up from the engine: one event class per thing that can happen to a request or a model.
+
+Events are immutable and hold no tensors. Knows nothing of who listens.
+"""
+
+from dataclasses import dataclass
+
+from kvchat.core.errors import KvchatError
+from kvchat.core.types import CachedTokens, FinishReason, Timing, Usage
+
+
+@dataclass(frozen=True, slots=True)
+class LoadProgress:
+    """A stage of loading a model; `fraction` is 0 to 1 within the stage, None where unknown."""
+
+    stage: str
+    fraction: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelReady:
+    """The engine answers from now on; facts for the status line and the JSON contract."""
+
+    name: str
+    identity: str
+    device: str
+    dtype: str
+    context_limit: int
+    load_s: float
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class LoadFailed:
+    """The model could not be loaded; every request submitted so far fails with `error`."""
+
+    error: KvchatError
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillProgress:
+    """`done` of `total` prompt tokens have their KV; `cached` of them did not need computing."""
+
+    request_id: int
+    cached: CachedTokens
+    done: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
+class TokensGenerated:
+    """Token ids appended to sample `sample` of a request, in order."""
+
+    request_id: int
+    sample: int
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SampleFinished:
+    """One sample is complete. `stop_token` is the stop token that ended it, if one did."""
+
+    request_id: int
+    sample: int
+    reason: FinishReason
+    usage: Usage
+    timing: Timing
+    stop_token: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFailed:
+    """A request ended without an answer; nothing more follows for it."""
+
+    request_id: int
+    error: KvchatError
+
+
+LoadEvent = LoadProgress | ModelReady | LoadFailed
+RequestEvent = PrefillProgress | TokensGenerated | SampleFinished | RequestFailed

@@ -1,0 +1,50 @@
+"""Private directories and files: 0700 and 0600 whatever the umask, symlinks refused.
+
+Knows permissions and ownership. Does not know what is stored, or where the user's directories are.
+"""
+
+import os
+import stat
+from pathlib import Path
+
+from kvchat.core.errors import StoreError
+
+
+def private_directory(path: Path) -> Path:
+    """Create `path` with mode 0700 where it does not exist yet; return it.
+
+    A directory that exists keeps its mode: it may be one the user chose and shares on purpose.
+    Raises StoreError if it cannot be created or belongs to somebody else.
+    """
+    try:
+        if not path.is_dir():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.mkdir(mode=0o700, exist_ok=True)
+            path.chmod(0o700)
+        if path.stat().st_uid != os.getuid():
+            raise StoreError(f"{path} belongs to another user.", "Choose a directory of your own.")
+    except OSError as error:
+        raise StoreError(
+            f"Cannot use the directory {path}: {error.strerror}.",
+            "Check its permissions or choose another directory.",
+        ) from error
+    return path
+
+
+def open_private(path: Path, flags: int) -> int:
+    """Open a file of the user's own with mode 0600; return the descriptor.
+
+    `flags` are those of os.open. A symbolic link, or a file of another user, raises StoreError, as
+    does anything else that keeps the file from being opened.
+    """
+    try:
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise StoreError(f"Cannot open {path}: {error.strerror}.") from error
+    info = os.fstat(descriptor)
+    if info.st_uid != os.getuid() or not stat.S_ISREG(info.st_mode):
+        os.close(descriptor)
+        raise StoreError(f"{path} is not a regular file of this user.")
+    if stat.S_IMODE(info.st_mode) != 0o600:
+        os.fchmod(descriptor, 0o600)
+    return descriptor

@@ -1,0 +1,149 @@
+"""Plain data that crosses floors: sampling parameters, finish reasons, token counts, timings.
+
+Knows the field names of the JSON contract. Knows no tensors and does no I/O.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Protocol
+
+from kvchat.core.errors import UsageError
+
+TokenIds = Sequence[int]
+
+
+class Tier(StrEnum):
+    """Where a block's KV lives, from fastest to slowest."""
+
+    DEVICE = "device"
+    HOST = "host"
+    DISK = "disk"
+
+
+class FinishReason(StrEnum):
+    """Why a completion ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    TIMEOUT = "timeout"
+
+
+class StopWatcher(Protocol):
+    """Watches one completion's token ids for a stop string; one request owns it."""
+
+    def feed(self, token_id: int) -> bool:
+        """Take the next token id; true once a stop string is complete."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the next token is chosen. `temperature` 0 is greedy decoding.
+
+    top_k 0, top_p 1, min_p 0 and repetition_penalty 1 switch the respective filter off.
+    `seed` names the noise: the same seed at the same position draws the same noise.
+    """
+
+    temperature: float = 0.7
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _require(0.0 <= self.temperature <= 100.0, "temperature", self.temperature, "0 to 100")
+        _require(self.top_k >= 0, "top-k", self.top_k, "0 (off) or more")
+        _require(0.0 < self.top_p <= 1.0, "top-p", self.top_p, "above 0 and at most 1")
+        _require(0.0 <= self.min_p <= 1.0, "min-p", self.min_p, "0 to 1")
+        _require(
+            0.01 <= self.repetition_penalty <= 100.0,
+            "repetition-penalty",
+            self.repetition_penalty,
+            "0.01 to 100",
+        )
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
+
+
+def _require(holds: bool, name: str, value: object, allowed: str) -> None:
+    if not holds:
+        raise UsageError(f"--{name} is {value}, but must be {allowed}.")
+
+
+@dataclass(frozen=True, slots=True)
+class CachedTokens:
+    """Prompt tokens that were not computed again, by the tier their KV came from."""
+
+    device: int = 0
+    host: int = 0
+    disk: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.device + self.host + self.disk
+
+    def as_dict(self) -> dict[str, int]:
+        return {
+            "device": self.device,
+            "host": self.host,
+            "disk": self.disk,
+            "total": self.total,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts of one request; `cached.total + prefilled_tokens == prompt_tokens`."""
+
+    prompt_tokens: int = 0
+    cached: CachedTokens = field(default_factory=CachedTokens)
+    completion_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+
+    @property
+    def prefilled_tokens(self) -> int:
+        return self.prompt_tokens - self.cached.total
+
+    def as_dict(self) -> dict[str, object]:
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": self.cached.as_dict(),
+            "prefilled_tokens": self.prefilled_tokens,
+            "completion_tokens": self.completion_tokens,
+            "drafted_tokens": self.drafted_tokens,
+            "accepted_tokens": self.accepted_tokens,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds of one request, measured by the engine; `load_s` is counted apart from the rest.
+
+    `ttft_s` runs from submission, with the model loaded, to the first token. `decode_s` runs from
+    the first token to the last.
+    """
+
+    load_s: float = 0.0
+    ttft_s: float = 0.0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    total_s: float = 0.0
+
+    def as_dict(self, usage: Usage) -> dict[str, float]:
+        return {
+            "load_s": round(self.load_s, 4),
+            "ttft_s": round(self.ttft_s, 4),
+            "prefill_tokens_per_s": round(rate(usage.prefilled_tokens, self.prefill_s), 2),
+            "decode_tokens_per_s": round(rate(usage.completion_tokens - 1, self.decode_s), 2),
+            "total_s": round(self.total_s, 4),
+        }
+
+
+def rate(count: int, seconds: float) -> float:
+    """Return `count / seconds`, or 0.0 where nothing was measured."""
+    return count / seconds if count > 0 and seconds > 0 else 0.0

@@ -1,0 +1,186 @@
+"""RadixTree against its naive twin, and the rules of splitting, locking and evicting."""
+
+import random
+
+from kvchat.cache.radix_node import Node, common_tokens, pack
+from kvchat.cache.radix_tree import RadixTree
+from support.naive_cache import NaivePrefixCache
+
+
+def never_shared(block: int) -> bool:
+    return False
+
+
+def grown_tree(*runs: tuple[list[int], list[int]], block_size: int = 2) -> RadixTree:
+    tree = RadixTree(block_size)
+    for token_ids, blocks in runs:
+        tree.lock(tree.root)
+        tree.insert(tree.root, pack(token_ids), blocks)
+        tree.unlock(tree.root)
+        tree.check()
+    return tree
+
+
+def test_a_match_ends_at_the_last_full_block_both_share() -> None:
+    tree = grown_tree(([1, 2, 3, 4, 5, 6], [10, 11, 12]))
+
+    found = tree.match(pack([1, 2, 3, 4, 9, 9]))
+
+    assert found.blocks == (10, 11)
+    assert found.head is None
+
+
+def test_a_match_that_ends_inside_a_block_names_the_block_and_the_shared_tokens() -> None:
+    tree = grown_tree(([1, 2, 3, 4, 5, 6, 7, 8], [10, 11]), block_size=4)
+
+    found = tree.match(pack([1, 2, 3, 4, 5, 6, 9]))
+
+    assert found.blocks == (10,)
+    assert (found.head, found.head_len) == (11, 2)
+
+
+def test_known_ids_keep_the_blocks_the_tree_has() -> None:
+    tree = grown_tree(([1, 2, 3, 4], [10, 11]))
+
+    result = tree.insert(tree.root, pack([1, 2, 3, 4, 5, 6]), [20, 21, 22])
+
+    assert result.kept == (10, 11, 22)
+    tree.check()
+
+
+def test_splitting_leaves_a_lock_taken_below_the_cut_valid() -> None:
+    tree = grown_tree(([1, 2, 3, 4, 5, 6], [10, 11, 12]))
+    deep = tree.match(pack([1, 2, 3, 4, 5, 6])).node
+    tree.lock(deep)
+
+    tree.match(pack([1, 2, 9, 9]))
+    tree.check()
+
+    assert tree.evict(3, never_shared) == []
+    tree.unlock(deep)
+    assert tree.evict(3, never_shared) == [12, 11, 10]
+    tree.check()
+
+
+def test_eviction_takes_the_least_recently_used_leaf_and_its_last_blocks_first() -> None:
+    tree = grown_tree(([1, 1, 2, 2], [10, 11]), ([3, 3, 4, 4], [20, 21]), ([5, 5], [30]))
+    tree.match(pack([1, 1, 2, 2]))
+
+    assert tree.evict(1, never_shared) == [21]
+    assert tree.evict(2, never_shared) == [20, 30]
+    tree.check()
+    assert tree.match(pack([1, 1, 2, 2])).blocks == (10, 11)
+
+
+def test_a_parent_is_never_forgotten_before_its_children() -> None:
+    tree = grown_tree(([1, 1, 2, 2], [10, 11]), ([1, 1, 3, 3], [10, 12]))
+
+    order = tree.evict(3, never_shared)
+
+    assert order[-1] == 10
+    assert tree.num_blocks == 0
+
+
+def test_a_shared_block_is_not_evicted_and_neither_is_what_leads_to_it() -> None:
+    tree = grown_tree(([1, 1, 2, 2, 3, 3], [10, 11, 12]))
+
+    assert tree.evict(3, lambda block: block == 11) == [12]
+    assert tree.evict(3, lambda block: block == 11) == []
+    assert tree.evict(3, never_shared) == [11, 10]
+
+
+def test_a_tail_is_found_and_gives_way_to_the_block_that_contains_it() -> None:
+    tree = grown_tree(([1, 2, 3, 4], [10]), block_size=4)
+    node = tree.match(pack([1, 2, 3, 4])).node
+    tree.lock(node)
+    assert tree.insert_tail(node, pack([5, 6]), 11) == (True, [])
+    tree.check()
+
+    found = tree.match(pack([1, 2, 3, 4, 5, 6, 7]))
+    assert (found.head, found.head_len) == (11, 2)
+    assert tree.insert_tail(node, pack([5]), 12) == (False, [])
+    assert tree.insert_tail(node, pack([5, 6, 7]), 13) == (True, [11])
+
+    assert tree.insert(node, pack([5, 6, 7, 8]), [14]).displaced == (13,)
+    tree.check()
+
+
+def test_only_the_sole_holder_of_a_leaf_grows_it_in_place() -> None:
+    """Two requests once stood at one leaf; the first grew it and the second's end moved with it."""
+    tree = grown_tree(([1, 2], [10]))
+    node = tree.match(pack([1, 2])).node
+    tree.lock(node)
+    tree.lock(node)
+
+    first = tree.insert(node, pack([3, 4]), [11])
+    second = tree.insert(node, pack([5, 6]), [12])
+
+    assert first.node is not node
+    assert tree.match(pack([1, 2, 5, 6])).blocks == (10, 12)
+    assert second.node is not first.node
+    tree.check()
+
+
+def test_a_leaf_reached_while_inserting_is_not_grown_under_its_holder() -> None:
+    """An insertion from further up once walked into a leaf with one lock, took that lock for its
+    own and grew the leaf in place; the real holder then wrote below the wrong tokens."""
+    tree = grown_tree(([1, 2], [10]))
+    holder = tree.match(pack([1, 2])).node
+    tree.lock(holder)
+    tree.lock(tree.root)
+
+    tree.insert(tree.root, pack([1, 2, 3, 4]), [20, 21])
+    tree.insert(holder, pack([5, 6]), [12])
+
+    assert tree.match(pack([1, 2, 5, 6])).blocks == (10, 12)
+    tree.check()
+
+
+def test_candidates_for_eviction_do_not_grow_without_bound() -> None:
+    tree = grown_tree(([1, 2, 3, 4], [10, 11]))
+
+    for _ in range(1000):
+        node = tree.match(pack([1, 2, 3, 4])).node
+        tree.lock(node)
+        tree.unlock(node)
+
+    assert len(tree._candidates) < 100
+    tree.check()
+
+
+def test_common_tokens_counts_whole_tokens() -> None:
+    assert common_tokens(pack([1, 2, 3]), pack([1, 2, 4])) == 2
+    assert common_tokens(pack([1]), pack([257])) == 0
+    assert common_tokens(b"", pack([1])) == 0
+
+
+def test_random_actors_agree_with_a_dict_of_prefixes() -> None:
+    """Insert, match, lock, evict at random; blocks found must be those the naive twin knows."""
+    rng = random.Random(7)
+    tree, naive = RadixTree(4), NaivePrefixCache(4)
+    next_block = iter(range(1, 10**9))
+    locked: list[tuple[Node, list[int]]] = []
+    for _ in range(4000):
+        token_ids = [rng.randint(0, 1) for _ in range(rng.randint(0, 24))]
+        action = rng.random()
+        if action < 0.4:
+            blocks = [next(next_block) for _ in range(len(token_ids) // 4)]
+            tree.lock(tree.root)
+            result = tree.insert(tree.root, pack(token_ids[: len(blocks) * 4]), blocks)
+            tree.unlock(tree.root)
+            naive.insert(token_ids, blocks)
+            assert list(result.kept) == naive.match(token_ids[: len(blocks) * 4])
+        elif action < 0.7:
+            found = tree.match(pack(token_ids))
+            assert list(found.blocks) == naive.match(token_ids)
+            assert tree.measure(pack(token_ids)) == 4 * len(found.blocks)
+            if rng.random() < 0.3:
+                tree.lock(found.node)
+                locked.append((found.node, list(token_ids[: 4 * len(found.blocks)])))
+        elif action < 0.85 and locked:
+            tree.unlock(locked.pop(rng.randrange(len(locked)))[0])
+        else:
+            naive.forget(tree.evict(rng.randint(1, 6), never_shared))
+        tree.check()
+        for _, prefix in locked:
+            assert tree.measure(pack(prefix)) == len(prefix), "a locked prefix was evicted"

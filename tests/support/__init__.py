@@ -1,0 +1,1 @@
+"""Fakes and oracles the tests share; none of them is shipped."""
