@@ -1,0 +1,177 @@
+"""The attention function transformers' models call instead of their own.
+
+Registered under one name; each attention module carries a binding that says which layer it is and
+which step is running. Knows slots and block tables; no policy, and no architecture beyond the few
+whose attention predates transformers' interface.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface
+
+from kvchat.model.batch import ForwardBatch
+from kvchat.model.spec import LayerSpec
+from kvchat_kernels.kv_write import kv_write
+from kvchat_kernels.paged_attention import AttentionSpan, paged_attention
+
+# Must not look like a kernel repository ("a/b") or contain sdpa, flash or flex: transformers gives
+# such names a meaning.
+PAGED = "kvchat_paged"
+_BINDING = "_kvchat_binding"
+
+AttentionFunction = Callable[..., tuple[torch.Tensor, None]]
+
+
+class StepContext:
+    """Holds the batch of the forward pass that is running; one per model, shared by its layers."""
+
+    def __init__(self) -> None:
+        self.batch: ForwardBatch | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LayerBinding:
+    """What one attention module needs to know: its layer, its KV pools, and the running step."""
+
+    layer: LayerSpec
+    keys: torch.Tensor
+    values: torch.Tensor
+    context: StepContext
+
+
+def bind(module: nn.Module, binding: LayerBinding) -> None:
+    """Tie an attention module to its layer; replaces an earlier binding.
+
+    The binding rides on the module and not in keyword arguments, because some models drop those on
+    the way. It bypasses nn.Module's bookkeeping: it is neither a parameter nor a submodule.
+    """
+    module.__dict__[_BINDING] = binding
+
+
+def paged_attention_function(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: object = None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Write the step's KV to its slots and attend over the pools.
+
+    query            [1, num_heads, num_tokens, key_dim], after position encoding
+    key, value       [1, num_kv_heads, num_tokens, key_dim or value_dim]
+    attention_mask   ignored; the layer's span was read from the model's own mask by the probe
+
+    Returns [1, num_tokens, num_heads, value_dim] and no weights.
+    """
+    binding: LayerBinding = module.__dict__[_BINDING]
+    batch, layer = binding.context.batch, binding.layer
+    assert batch is not None, "attention outside of a step"
+    if layer.stores_kv:
+        kv_write(
+            key[0].transpose(0, 1),
+            value[0].transpose(0, 1),
+            binding.keys,
+            binding.values,
+            batch.slot_mapping,
+        )
+    out = paged_attention(
+        query[0].transpose(0, 1).to(binding.keys.dtype),
+        binding.keys,
+        binding.values,
+        batch.sequences,
+        span=layer.span,
+        scale=layer.key_dim**-0.5 if scaling is None else float(scaling),
+        softcap=kwargs.get("softcap") if layer.has_softcap else None,
+        sinks=find_sinks(module, kwargs) if layer.has_sinks else None,
+    )
+    return out.to(query.dtype)[None], None
+
+
+def find_sinks(module: nn.Module, kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """Return the layer's sink logits, [num_heads], wherever the model keeps them."""
+    sinks = kwargs.get("s_aux")
+    return sinks if sinks is not None else getattr(module, "sinks", None)
+
+
+def register_attention() -> None:
+    """Make the function known to transformers; doing it twice does no harm.
+
+    No mask function goes by this name, so transformers builds no masks for us.
+    """
+    AttentionInterface.register(PAGED, paged_attention_function)
+
+
+@dataclass(frozen=True, slots=True)
+class OwnAttention:
+    """An attention class that computes scores in a method of its own instead of the interface.
+
+    class_name   of the attention module; its method `_attn(query, key, value, mask)` is replaced on
+                 each instance
+    scaling      what the class multiplies scores with
+    span         reads an instance's span
+    """
+
+    class_name: str
+    scaling: float
+    span: Callable[[nn.Module], AttentionSpan]
+
+
+def _gpt_neo_span(module: Any) -> AttentionSpan:
+    is_local = module.attention_type == "local"
+    return AttentionSpan(window=module.config.window_size if is_local else None)
+
+
+OWN_ATTENTION = {
+    "gpt_neo": OwnAttention("GPTNeoSelfAttention", 1.0, _gpt_neo_span),
+}
+
+
+def replace_own_attention(model: Any, own: OwnAttention, function: AttentionFunction) -> None:
+    """Route every instance of an attention class through `function`, and build no masks."""
+    model.config._attn_implementation_internal = PAGED
+    for module in model.modules():
+        if type(module).__name__ == own.class_name:
+            module.__dict__["_attn"] = _routed(module, own.scaling, function)
+
+
+@contextmanager
+def own_attention(model: Any) -> Iterator[None]:
+    """Let a model run its own eager attention for a while, to compare ours with."""
+    own = OWN_ATTENTION.get(model.config.model_type)
+    replaced = {}
+    if own is not None:
+        for module in model.modules():
+            if "_attn" in module.__dict__:
+                replaced[module] = module.__dict__.pop("_attn")
+        model.config._attn_implementation_internal = "eager"
+    else:
+        model.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        for module, function in replaced.items():
+            module.__dict__["_attn"] = function
+        if own is not None:
+            model.config._attn_implementation_internal = PAGED
+        else:
+            model.set_attn_implementation(PAGED)
+
+
+def _routed(
+    module: nn.Module, scaling: float, function: AttentionFunction
+) -> Callable[..., tuple[torch.Tensor, None]]:
+    def attend(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: object = None
+    ) -> tuple[torch.Tensor, None]:
+        out, _ = function(module, query, key, value, mask, scaling=scaling)
+        return out.transpose(1, 2), None
+
+    return attend

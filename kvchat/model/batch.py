@@ -1,0 +1,101 @@
+"""ForwardBatch: everything one forward pass needs, complete at birth.
+
+Knows shapes. Does not know who asked for the tokens, or where blocks come from.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kvchat_kernels.paged_attention import PagedSequences
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBatch:
+    """The new tokens of several sequences, one after another, without padding.
+
+    token_ids      [num_tokens] int64
+    positions      [num_tokens] int64, absolute position of each token in its sequence
+    slot_mapping   [num_tokens] int64, where each token's KV is written
+    sequences      lengths and block tables; the new tokens' KV is included in the context lengths
+    logit_rows     [num_rows] int64, the rows of the batch whose logits are wanted
+    """
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    slot_mapping: torch.Tensor
+    sequences: PagedSequences
+    logit_rows: torch.Tensor
+
+    def __post_init__(self) -> None:
+        assert self.token_ids.shape == self.positions.shape == self.slot_mapping.shape
+        assert self.token_ids.shape[0] == self.sequences.num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class SequencePiece:
+    """The new tokens of one sequence: `token_ids` follow `start` tokens whose KV is in `blocks`.
+
+    `blocks` are the sequence's block ids in position order, with room for the new tokens. Logits
+    are wanted for the last `num_logit_rows` of them.
+    """
+
+    token_ids: Sequence[int]
+    start: int
+    blocks: Sequence[int]
+    num_logit_rows: int
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.token_ids)
+
+
+def build_batch(
+    pieces: Sequence[SequencePiece], block_size: int, device: torch.device
+) -> ForwardBatch:
+    """Lay several pieces out as one flattened batch on `device`."""
+    positions = [position for piece in pieces for position in range(piece.start, piece.end)]
+    rows: list[int] = []
+    start = 0
+    for piece in pieces:
+        end = start + len(piece.token_ids)
+        rows.extend(range(end - piece.num_logit_rows, end))
+        start = end
+
+    def to_tensor(values: list[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=device)
+
+    return ForwardBatch(
+        token_ids=to_tensor([token for piece in pieces for token in piece.token_ids]),
+        positions=to_tensor(positions),
+        slot_mapping=to_tensor([slot for p in pieces for slot in _slots(p, block_size)]),
+        sequences=PagedSequences(
+            query_lens=tuple(len(piece.token_ids) for piece in pieces),
+            context_lens=tuple(piece.end for piece in pieces),
+            block_tables=_block_tables(pieces, block_size, device),
+            block_size=block_size,
+        ),
+        logit_rows=to_tensor(rows),
+    )
+
+
+def _slots(piece: SequencePiece, block_size: int) -> list[int]:
+    blocks = piece.blocks
+    return [
+        blocks[position // block_size] * block_size + position % block_size
+        for position in range(piece.start, piece.end)
+    ]
+
+
+def _block_tables(
+    pieces: Sequence[SequencePiece], block_size: int, device: torch.device
+) -> torch.Tensor:
+    """Return [num_sequences, max_blocks] int32, each row cut to the blocks its context covers."""
+    lengths = [-(-piece.end // block_size) for piece in pieces]
+    width = max(lengths)
+    table = [
+        list(piece.blocks[:length]) + [0] * (width - length)
+        for piece, length in zip(pieces, lengths, strict=True)
+    ]
+    return torch.tensor(table, dtype=torch.int32, device=device)

@@ -1,0 +1,76 @@
+"""Which device and dtype a model runs on, how many threads it uses, and how much memory is free.
+
+Knows torch's devices and Linux's memory accounting. Decides nothing about caches.
+"""
+
+import os
+from pathlib import Path
+
+import torch
+
+from kvchat.core.config import ModelConfig
+from kvchat.core.errors import ModelError
+
+_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+def choose_device(config: ModelConfig) -> torch.device:
+    """Return the device to run on. Raises ModelError where CUDA is asked for and absent."""
+    has_cuda = torch.cuda.is_available()
+    if config.device == "cuda" and not has_cuda:
+        raise ModelError("There is no usable CUDA device.", "Use --device cpu.")
+    if config.device == "cuda" or (config.device == "auto" and has_cuda):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def dtype_of(name: str) -> torch.dtype | None:
+    """Return the torch dtype of a setting, None for `auto`."""
+    return _DTYPES.get(name)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return a dtype's name as the settings spell it."""
+    return str(dtype).removeprefix("torch.")
+
+
+def set_threads(config: ModelConfig) -> None:
+    """Use as many threads as asked for; torch's own choice, the physical cores, otherwise."""
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Return the memory that could be taken on `device` without pushing anything out."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free)
+    available = _meminfo_available()
+    limit = _read_number(Path("/sys/fs/cgroup/memory.max"))
+    used = _read_number(Path("/sys/fs/cgroup/memory.current"))
+    if limit is not None and used is not None:
+        available = min(available, max(0, limit - used))
+    return available
+
+
+def _meminfo_available() -> int:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    for line in lines:
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+def _read_number(path: Path) -> int | None:
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None

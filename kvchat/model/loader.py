@@ -1,0 +1,169 @@
+"""Checkpoint directory -> module, on its device, ready to be bound to KV pools.
+
+Safetensors only, no remote code, weights mapped and not copied where dtype and device allow. Knows
+transformers' loading; knows no pools and no requests.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from kvchat.core.config import ModelConfig
+from kvchat.core.errors import ModelError, ModelUnsupported
+from kvchat.core.events import LoadProgress
+from kvchat.model.attention import OWN_ATTENTION, PAGED, register_attention
+from kvchat.model.device import choose_device, dtype_of, free_bytes, set_threads
+from kvchat.model.identity import sample_digest
+from kvchat.model.probe import PROBE, ProbeInconclusive, probe, probe_loaded, register_probe
+from kvchat.model.rope import freeze_rope
+from kvchat.model.source import ModelSource
+from kvchat.model.spec import ModelSpec
+
+Progress = Callable[[LoadProgress], None]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A module with its weights on its device, and everything known about it.
+
+    `max_context` is the longest sequence it may be run on; floating position encodings are frozen
+    to it, so it belongs to the identity of its KV.
+    """
+
+    source: ModelSource
+    module: Any
+    spec: ModelSpec
+    device: torch.device
+    dtype: torch.dtype
+    max_context: int
+    identity: str
+    load_s: float
+
+
+def read_config(source: ModelSource) -> Any:
+    """Return the transformers config of a checkpoint; raises ModelError where there is none."""
+    try:
+        config = AutoConfig.from_pretrained(
+            source.directory, trust_remote_code=False, local_files_only=True
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelUnsupported(
+            f"transformers does not know the model in {source.name}: {_first_line(error)}",
+            "Models that bring their own code are not run.",
+        ) from error
+    _keep_quiet()
+    return config
+
+
+def inspect_model(source: ModelSource) -> tuple[Any, ModelSpec | None]:
+    """Return a checkpoint's config and, where it can be told without weights, its spec."""
+    config = read_config(source)
+    try:
+        return config, probe(config)
+    except ProbeInconclusive:
+        return config, None
+
+
+def load_model(
+    source: ModelSource, config: ModelConfig, max_context: int | None, progress: Progress
+) -> LoadedModel:
+    """Load a checkpoint. `max_context` lowers the model's own limit where it is given.
+
+    Raises ModelUnsupported before any weight is read where the architecture cannot be paged, and
+    ModelError where the files or the memory do not suffice.
+    """
+    start_s = time.perf_counter()
+    progress(LoadProgress("reading the model's configuration"))
+    set_threads(config)
+    device = choose_device(config)
+    hf_config, spec = inspect_model(source)
+    progress(LoadProgress("loading weights", 0.0))
+    module = _read_weights(source, hf_config, dtype_of(config.dtype), spec is None)
+    if spec is None:
+        spec = probe_loaded(module)
+        module.set_attn_implementation(PAGED)
+    limit = min(spec.max_context, max_context or spec.max_context)
+    freeze_rope(module, limit)
+    _move(module, device, progress)
+    load_s = time.perf_counter() - start_s
+    _log.info("loaded model=%s device=%s seconds=%.2f", spec.model_type, device, load_s)
+    return LoadedModel(
+        source=source,
+        module=module,
+        spec=spec,
+        device=device,
+        dtype=module.dtype,
+        max_context=limit,
+        identity=sample_digest(source),
+        load_s=load_s,
+    )
+
+
+def _read_weights(
+    source: ModelSource, hf_config: Any, dtype: torch.dtype | None, needs_probe: bool
+) -> Any:
+    register_attention()
+    register_probe()
+    own = OWN_ATTENTION.get(hf_config.model_type)
+    implementation = "eager" if own else PROBE if needs_probe else PAGED
+    try:
+        module = AutoModelForCausalLM.from_pretrained(
+            source.directory,
+            config=hf_config,
+            dtype=dtype if dtype is not None else "auto",
+            attn_implementation=implementation,
+            use_safetensors=True,
+            trust_remote_code=False,
+            local_files_only=True,
+        )
+    except ImportError as error:
+        raise ModelUnsupported(
+            f"{source.name} needs a package that is not installed: {_first_line(error)}",
+            "Its weights are probably quantised; use an unquantised checkpoint.",
+        ) from error
+    except MemoryError as error:
+        raise ModelError(f"{source.name} does not fit in memory.") from error
+    except Exception as error:
+        # safetensors, transformers and torch each have errors of their own for a damaged file.
+        raise ModelError(
+            f"The weights of {source.name} cannot be read: {_first_line(error)}",
+            "Is the download complete?",
+        ) from error
+    return module.eval().requires_grad_(False)
+
+
+def _move(module: Any, device: torch.device, progress: Progress) -> None:
+    """Move the weights tensor by tensor, so that progress can be told; tied weights stay tied."""
+    if device.type != "cpu":
+        tensors = [*module.parameters(), *module.buffers()]
+        total = sum(tensor.nbytes for tensor in tensors)
+        if total > free_bytes(device):
+            raise ModelError(
+                f"The weights take {total >> 20} MiB, more than the device has free.",
+                "Use a smaller model or --device cpu.",
+            )
+        done = 0
+        for tensor in tensors:
+            tensor.data = tensor.data.to(device)
+            done += tensor.nbytes
+            progress(LoadProgress("loading weights", done / total))
+    progress(LoadProgress("loading weights", 1.0))
+
+
+def _keep_quiet() -> None:
+    """Silence transformers' bars and advice: kvchat reports progress and problems itself."""
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{lines[0][:200].rstrip('.')}." if lines else f"{type(error).__name__}."

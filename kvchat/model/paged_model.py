@@ -1,0 +1,73 @@
+"""PagedModel: a loaded module bound to KV pools; ForwardBatch in, logits out.
+
+Knows how to run one step. Does not know what the tokens are for.
+"""
+
+import inspect
+from collections.abc import Sequence
+
+import torch
+
+from kvchat.model.attention import (
+    OWN_ATTENTION,
+    LayerBinding,
+    StepContext,
+    bind,
+    paged_attention_function,
+    replace_own_attention,
+)
+from kvchat.model.batch import ForwardBatch
+from kvchat.model.loader import LoadedModel
+
+KvLayers = Sequence[tuple[torch.Tensor, torch.Tensor]]
+
+
+class PagedModel:
+    """Runs forward passes over paged KV.
+
+    `pools[i]` are the key and value tensors of storing layer i, shaped as `kvchat_kernels` says;
+    they belong to the caller, and every step writes to them. Binding is by module, so only the
+    last PagedModel made of a LoadedModel may be run.
+    """
+
+    def __init__(self, loaded: LoadedModel, pools: KvLayers) -> None:
+        assert len(pools) == len(loaded.spec.storing_layers)
+        self.loaded = loaded
+        self._module = loaded.module
+        self._context = StepContext()
+        for layer in loaded.spec.layers:
+            keys, values = pools[layer.pool_index]
+            module = self._module.get_submodule(layer.module_name)
+            bind(module, LayerBinding(layer, keys, values, self._context))
+        own = OWN_ATTENTION.get(loaded.spec.model_type)
+        if own is not None:
+            replace_own_attention(self._module, own, paged_attention_function)
+        parameters = inspect.signature(self._module.forward).parameters
+        self._keeps_rows = "logits_to_keep" in parameters
+
+    @property
+    def device(self) -> torch.device:
+        return self.loaded.device
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        """Run one step: write the new tokens' KV, return the logits of `batch.logit_rows`.
+
+        Returns [num_rows, vocab_size] float32, owned by the caller.
+        """
+        self._context.batch = batch
+        try:
+            # Rows are named by a tensor: given a number, some models drop rows before attention.
+            rows = {"logits_to_keep": batch.logit_rows} if self._keeps_rows else {}
+            output = self._module(
+                input_ids=batch.token_ids[None],
+                position_ids=batch.positions[None],
+                use_cache=False,
+                **rows,
+            )
+        finally:
+            self._context.batch = None
+        logits = output.logits[0]
+        if not self._keeps_rows:
+            logits = logits[batch.logit_rows]
+        return logits.float()

@@ -1,0 +1,258 @@
+"""The probe: can this architecture be paged, and what does each of its layers do?
+
+Runs nine tokens through the model's own code without weights (on torch's meta device) and writes
+down every attention call. Knows transformers' hooks and what cannot be paged; knows no checkpoint.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
+
+from kvchat.core.errors import ModelUnsupported
+from kvchat.model.attention import OWN_ATTENTION, find_sinks, replace_own_attention
+from kvchat.model.mask_reading import UnknownMask, read_span
+from kvchat.model.spec import LayerSpec, ModelSpec
+from kvchat_kernels.paged_attention import FULL, AttentionSpan
+
+PROBE = "kvchat_probe"
+_RECORDER = "_kvchat_recorder"
+_NUM_TOKENS = 9
+# Without weights any dtype will do, but grouped expert products exist on meta in bfloat16 only.
+_PROBE_DTYPE = torch.bfloat16
+_KNOWN_TENSORS = frozenset({"s_aux", "position_ids", "cache_position"})
+_DEFAULT_CONTEXT = 4096
+_ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+
+
+@dataclass(frozen=True, slots=True)
+class MaskDescriptor:
+    """Stands in for a mask: carries the function that decides what is visible."""
+
+    mask_function: Any
+
+
+@dataclass(slots=True)
+class _Recorder:
+    """Collects the attention calls of one forward pass."""
+
+    own_span: Any = None
+    layers: list[LayerSpec] = field(default_factory=list)
+    modules: list[nn.Module] = field(default_factory=list)
+    keys: list[torch.Tensor] = field(default_factory=list)
+    names: dict[nn.Module, str] = field(default_factory=dict)
+    spans: dict[int, AttentionSpan] = field(default_factory=dict)
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: object = None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """Record one call; return an output of the right shape."""
+        _refuse_strange_calls(module, key, kwargs)
+        if module in self.modules:
+            raise Refusal("runs attention more than once per layer")
+        shares = [index for index, earlier in enumerate(self.keys) if earlier is key]
+        if not shares:
+            self.keys.append(key)
+        self.modules.append(module)
+        self.layers.append(
+            LayerSpec(
+                module_name=self.names[module],
+                num_heads=query.shape[1],
+                num_kv_heads=key.shape[1],
+                key_dim=key.shape[3],
+                value_dim=value.shape[3],
+                span=self._span(module, attention_mask, kwargs),
+                has_softcap=kwargs.get("softcap") is not None,
+                has_sinks=find_sinks(module, kwargs) is not None,
+                pool_index=shares[0] if shares else len(self.keys) - 1,
+                stores_kv=not shares,
+            )
+        )
+        return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3]), None
+
+    def _span(self, module: nn.Module, mask: object, kwargs: dict[str, Any]) -> AttentionSpan:
+        if self.own_span is not None:
+            span: AttentionSpan = self.own_span(module)
+            return span
+        if mask is None:
+            span = FULL
+        elif isinstance(mask, MaskDescriptor):
+            # Evaluating a mask is slow and the layers of one type share theirs.
+            if id(mask) not in self.spans:
+                self.spans[id(mask)] = read_span(mask.mask_function)
+            span = self.spans[id(mask)]
+        else:
+            raise Refusal("changes the attention mask itself")
+        window = kwargs.get("sliding_window")
+        if window is not None and span.window is None:
+            # The mask is built per layer type, the argument per layer: the narrower one holds.
+            span = AttentionSpan(window=int(window), chunk=span.chunk)
+        return span
+
+
+class Refusal(Exception):
+    """Why an architecture cannot be paged; the text completes "the architecture X ..."."""
+
+
+class ProbeInconclusive(Exception):
+    """The model does not run without weights; only `probe_loaded` can tell."""
+
+
+def _refuse_strange_calls(module: nn.Module, key: torch.Tensor, kwargs: dict[str, Any]) -> None:
+    if key.shape[2] != _NUM_TOKENS:
+        raise Refusal("attends to something other than the tokens of its own step")
+    if kwargs.get("is_causal") is False or getattr(module, "is_causal", True) is False:
+        raise Refusal("attends in both directions")
+    for name, argument in kwargs.items():
+        if isinstance(argument, torch.Tensor) and name not in _KNOWN_TENSORS:
+            raise Refusal(f"passes {name}, which a paged cache does not know, to its attention")
+
+
+def probe(config: Any) -> ModelSpec:
+    """Return the facts of a transformers config's model, without its weights.
+
+    Raises ModelUnsupported, naming the architecture and the reason, where KV cannot be paged, and
+    ProbeInconclusive where the model's code needs real values.
+    """
+    with _refusing(config):
+        _refuse_layer_types(config)
+        return _record(_build(config), config)
+
+
+def probe_loaded(model: Any) -> ModelSpec:
+    """Do the same on a model that has its weights and was built for the attention named PROBE."""
+    with _refusing(model.config):
+        try:
+            return _record(model, model.config)
+        except ProbeInconclusive as error:
+            raise Refusal(f"failed its first forward pass ({error})") from error
+
+
+def register_probe() -> None:
+    """Make the probe known to transformers under the name PROBE; doing it twice does no harm."""
+    AttentionInterface.register(PROBE, _attend)
+    AttentionMaskInterface.register(PROBE, _describe_mask)
+
+
+@contextmanager
+def _refusing(config: Any) -> Iterator[None]:
+    """Turn a refusal into the sentence a user reads."""
+    try:
+        yield
+    except Refusal as refusal:
+        raise ModelUnsupported(
+            f"The architecture {_name(config)} is not supported: it {refusal}.",
+            "kvchat needs softmax attention over keys and values that never change.",
+        ) from refusal
+
+
+def _name(config: Any) -> str:
+    architectures = getattr(config, "architectures", None) or [type(config).__name__]
+    return f"{architectures[0]} ({config.model_type})"
+
+
+def _refuse_layer_types(config: Any) -> None:
+    for layer_type in getattr(config.get_text_config(), "layer_types", None) or ():
+        if layer_type in _ATTENTION_LAYERS:
+            continue
+        if any(word in layer_type for word in ("sparse", "indexed", "compressed")):
+            raise Refusal(f"chooses its keys by an index of its own in {layer_type} layers")
+        raise Refusal(f"keeps state other than keys and values in its {layer_type} layers")
+
+
+def _record(model: Any, config: Any) -> ModelSpec:
+    """Run the forward pass and turn what was recorded into a spec."""
+    if getattr(type(model), "_is_stateful", False):
+        raise Refusal("keeps recurrent state beside attention")
+    own = OWN_ATTENTION.get(config.model_type)
+    recorder = _Recorder(own.span if own is not None else None)
+    for path, module in model.named_modules():
+        recorder.names[module] = path
+        module.__dict__[_RECORDER] = recorder
+    _run(model)
+    return _spec(recorder, model, config)
+
+
+def _run(model: Any) -> None:
+    token_ids = torch.zeros(1, _NUM_TOKENS, dtype=torch.long, device=model.device)
+    # With a mask given, transformers does not look for packed sequences, which needs real values.
+    mask = torch.ones_like(token_ids)
+    try:
+        with torch.inference_mode():
+            model(input_ids=token_ids, attention_mask=mask, use_cache=False)
+    except UnknownMask as error:
+        raise Refusal(
+            "uses an attention mask that is neither causal, windowed nor chunked"
+        ) from error
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        # What a model trips over that treats our stand-in for a mask as a tensor, or that needs
+        # values where there are none, differs from class to class.
+        if MaskDescriptor.__name__ in str(error):
+            raise Refusal("computes with the attention mask itself") from error
+        raise ProbeInconclusive(_line(error)) from error
+
+
+def _spec(recorder: _Recorder, model: Any, config: Any) -> ModelSpec:
+    text_config = config.get_text_config()
+    if not recorder.layers:
+        raise Refusal("does not use transformers' attention interface")
+    num_layers = text_config.num_hidden_layers
+    if len(recorder.layers) != num_layers:
+        raise Refusal(f"runs attention {len(recorder.layers)} times in {num_layers} layers")
+    return ModelSpec(
+        architecture=_name(config).split()[0],
+        model_type=config.model_type,
+        layers=tuple(recorder.layers),
+        vocab_size=text_config.vocab_size,
+        max_context=getattr(text_config, "max_position_embeddings", None) or _DEFAULT_CONTEXT,
+        num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+    )
+
+
+def _build(config: Any) -> Any:
+    """Build the model without memory, its attention wired to the probe."""
+    own = OWN_ATTENTION.get(config.model_type)
+    config = deepcopy(config)  # transformers writes the attention's name and the dtype into it
+    register_probe()
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(
+                config, attn_implementation="eager" if own else PROBE, dtype=_PROBE_DTYPE
+            ).eval()
+    except KeyError as error:
+        if PROBE not in str(error):
+            raise ProbeInconclusive(_line(error)) from error
+        raise Refusal("does not use transformers' attention interface") from error
+    except (AssertionError, AttributeError, RuntimeError, TypeError, ValueError) as error:
+        raise Refusal(f"cannot be built from its configuration ({_line(error)})") from error
+    if own is not None:
+        replace_own_attention(model, own, _attend)
+    return model
+
+
+def _attend(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
+    """The attention function of the probe: hands the call to the recorder of the module's model."""
+    recorder: _Recorder = module.__dict__[_RECORDER]
+    return recorder.attend(module, *args, **kwargs)
+
+
+def _describe_mask(*args: Any, **kwargs: Any) -> MaskDescriptor:
+    return MaskDescriptor(kwargs["mask_function"])
+
+
+def _line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:120]}" if lines else type(error).__name__

@@ -1,0 +1,132 @@
+"""The self-test: does the paged forward pass compute what the model's own does?
+
+About 24 tokens, once through the model's own attention and once paged, in chunks, with a second
+sequence mixed in. It alone catches models that keep positions or state outside attention. Verdicts
+are remembered by configuration and versions, for the test costs a few forward passes.
+"""
+
+import hashlib
+import json
+import logging
+import os
+from pathlib import Path
+
+import torch
+import transformers
+
+from kvchat import __version__
+from kvchat.core.errors import ModelUnsupported, StoreError
+from kvchat.core.paths import open_private, private_directory
+from kvchat.model.attention import own_attention
+from kvchat.model.batch import SequencePiece, build_batch
+from kvchat.model.loader import LoadedModel
+from kvchat.model.paged_model import PagedModel
+
+_log = logging.getLogger(__name__)
+
+_BLOCK_SIZE = 8
+_CHUNKS = (10, 6, 1, 1, 4, 1, 1)
+_OTHER_CHUNKS = (3, 1, 1, 2, 1, 1, 1)
+# A model computing in low precision may differ a little in every logit, and a mixture of experts a
+# lot in a few rows where two experts score alike; both keep the direction of most rows.
+_MIN_COSINE = {torch.float32: 0.9999, torch.bfloat16: 0.98, torch.float16: 0.99}
+
+
+def ensure_trusted(loaded: LoadedModel, state_directory: Path | None) -> None:
+    """Run the self-test unless it is known to pass; raises ModelUnsupported where it fails.
+
+    Verdicts are kept in `state_directory`; None keeps none. A directory that cannot be used costs
+    time, not the chat.
+    """
+    key = _verdict_key(loaded)
+    path = state_directory / "self_test.json" if state_directory is not None else None
+    known = _read_verdicts(path)
+    if key in known:
+        return
+    similarity = compare_with_own(loaded)
+    _log.info("self-test model=%s cosine=%.6f", loaded.spec.model_type, similarity)
+    if similarity < _MIN_COSINE[loaded.dtype]:
+        raise ModelUnsupported(
+            f"The architecture {loaded.spec.architecture} is not supported: computed over a paged "
+            f"cache its output differs from its own (similarity {similarity:.3f}).",
+            "It probably keeps positions or state outside its attention.",
+        )
+    _write_verdicts(path, [*known, key])
+
+
+def compare_with_own(loaded: LoadedModel) -> float:
+    """Return the median cosine similarity of paged and own logits over the rows of a short text."""
+    count = sum(_CHUNKS)
+    generator = torch.Generator().manual_seed(0)
+    limit = min(loaded.spec.vocab_size, 1 << 15)
+    ids = torch.randint(0, limit, (2, count), generator=generator)
+    own = _own_logits(loaded, ids[0])
+    paged = _paged_logits(loaded, ids[0].tolist(), ids[1].tolist())
+    return float(torch.cosine_similarity(own, paged).median())
+
+
+def _own_logits(loaded: LoadedModel, token_ids: torch.Tensor) -> torch.Tensor:
+    with own_attention(loaded.module), torch.inference_mode():
+        output = loaded.module(input_ids=token_ids[None].to(loaded.device), use_cache=False)
+    return output.logits[0].float().cpu()
+
+
+def _paged_logits(loaded: LoadedModel, one: list[int], other: list[int]) -> torch.Tensor:
+    """Compute the logits of every token of `one`, `other` running beside it in each step."""
+    blocks_each = -(-len(one) // _BLOCK_SIZE)
+    model = PagedModel(loaded, _small_pools(loaded, 1 + 2 * blocks_each))
+    tables = (range(1, 1 + blocks_each), range(1 + blocks_each, 1 + 2 * blocks_each))
+    rows, starts = [], [0, 0]
+    for chunk, other_chunk in zip(_CHUNKS, _OTHER_CHUNKS, strict=True):
+        pieces = [
+            SequencePiece(other[starts[1] :][:other_chunk], starts[1], tables[1], 0),
+            SequencePiece(one[starts[0] :][:chunk], starts[0], tables[0], chunk),
+        ]
+        rows.append(model.forward(build_batch(pieces, _BLOCK_SIZE, loaded.device)).cpu())
+        starts = [starts[0] + chunk, starts[1] + other_chunk]
+    return torch.cat(rows)
+
+
+def _small_pools(loaded: LoadedModel, num_blocks: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def zeros(num_heads: int, dim: int) -> torch.Tensor:
+        shape = (num_blocks, _BLOCK_SIZE, num_heads, dim)
+        return torch.zeros(shape, dtype=loaded.dtype, device=loaded.device)
+
+    return [
+        (zeros(layer.num_kv_heads, layer.key_dim), zeros(layer.num_kv_heads, layer.value_dim))
+        for layer in loaded.spec.storing_layers
+    ]
+
+
+def _verdict_key(loaded: LoadedModel) -> str:
+    facts = (
+        loaded.module.config.to_json_string(),
+        str(loaded.dtype),
+        loaded.device.type,
+        transformers.__version__,
+        torch.__version__,
+        __version__,
+    )
+    return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:32]
+
+
+def _read_verdicts(path: Path | None) -> list[str]:
+    if path is None:
+        return []
+    try:
+        passed = json.loads(path.read_text())["passed"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+    return [key for key in passed if isinstance(key, str)] if isinstance(passed, list) else []
+
+
+def _write_verdicts(path: Path | None, passed: list[str]) -> None:
+    if path is None:
+        return
+    try:
+        private_directory(path.parent)
+        descriptor = open_private(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        with os.fdopen(descriptor, "w") as file:
+            json.dump({"passed": passed[-200:]}, file)
+    except (OSError, StoreError) as error:
+        _log.warning("self-test verdict not kept: %s", error)
