@@ -55,6 +55,11 @@ class CacheManager:
             num_copied=self._num_copied,
         )
 
+    @property
+    def num_available(self) -> int:
+        """Blocks that are free or could be made free by forgetting what nobody uses."""
+        return self._pool.num_free + self._tree.num_blocks - self._tree.num_locked_blocks
+
     def measure(self, token_ids: TokenIds) -> int:
         """Return how many leading tokens are cached in full blocks; changes nothing."""
         return self._tree.measure(pack(token_ids)) if self._reuse else 0

@@ -62,6 +62,7 @@ class RadixTree:
         self._ticks = count(1)
         self._serial = count()
         self._num_blocks = 0
+        self._num_locked_blocks = 0
         # Candidates for eviction, oldest first; entries go stale and are checked when popped.
         self._candidates: list[tuple[int, int, Node]] = []
         self.root = Node(None, b"", [], 0)
@@ -70,6 +71,11 @@ class RadixTree:
     def num_blocks(self) -> int:
         """Blocks the tree holds, tails included."""
         return self._num_blocks
+
+    @property
+    def num_locked_blocks(self) -> int:
+        """Blocks that eviction may not take, because their node or one below it is locked."""
+        return self._num_locked_blocks
 
     # Looking up
 
@@ -174,6 +180,7 @@ class RadixTree:
         if node.is_leaf and not node.is_root and node.lock_count == num_own_locks:
             node.key += key
             node.blocks.extend(blocks)
+            self._num_locked_blocks += len(blocks) if num_own_locks else 0
             return node, displaced
         child = Node(node, key, list(blocks), next(self._ticks))
         node.children[key[: self._block_bytes]] = child
@@ -227,6 +234,8 @@ class RadixTree:
     def lock(self, node: Node) -> None:
         """Keep `node` and its ancestors from eviction until `unlock`."""
         for ancestor in path_to_root(node):
+            if ancestor.lock_count == 0:
+                self._num_locked_blocks += len(ancestor.blocks)
             ancestor.lock_count += 1
 
     def unlock(self, node: Node) -> None:
@@ -234,7 +243,9 @@ class RadixTree:
         for ancestor in path_to_root(node):
             assert ancestor.lock_count > 0
             ancestor.lock_count -= 1
-            self._note_candidate(ancestor)
+            if ancestor.lock_count == 0:
+                self._num_locked_blocks -= len(ancestor.blocks)
+                self._note_candidate(ancestor)
 
     def evict(self, num_blocks: int, is_shared: Callable[[int], bool]) -> list[int]:
         """Forget up to `num_blocks` blocks; return them.
@@ -326,6 +337,8 @@ class RadixTree:
             if self._is_evictable(node):
                 assert id(node) in candidates, "an evictable leaf is not a candidate"
         assert len(seen) == self._num_blocks, (len(seen), self._num_blocks)
+        locked = sum(len(node.blocks) for node in self.nodes() if node.lock_count)
+        assert locked == self._num_locked_blocks, (locked, self._num_locked_blocks)
 
     def _check_node(self, node: Node) -> None:
         assert node.lock_count >= sum(child.lock_count for child in node.children.values())

@@ -1,0 +1,119 @@
+"""Builds an engine from settings: model, pools sized to the budget, cache, scheduler.
+
+The one place where the model's facts become the cache's geometry. Decides sizes; runs nothing.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from kvchat.cache.kv_pool import KvGeometry, KvPool, LayerGeometry
+from kvchat.cache.manager import CacheManager
+from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig, Size, format_bytes
+from kvchat.core.errors import ModelError
+from kvchat.core.events import LoadProgress, ModelReady
+from kvchat.engine.engine import Engine
+from kvchat.engine.runner import Runner
+from kvchat.model.device import dtype_name, dtype_of, free_bytes
+from kvchat.model.loader import LoadedModel, Progress, load_model
+from kvchat.model.paged_model import PagedModel
+from kvchat.model.self_test import ensure_trusted
+from kvchat.model.source import ModelSource
+from kvchat.model.spec import ModelSpec
+
+_DEFAULT_SHARE = {"cpu": Size(share=0.25), "cuda": Size(share=0.80)}
+# Prefill work per step on a CPU, in multiply-adds: about a tenth of a second on two cores, so that
+# a step, which nothing interrupts, ends soon after Esc. Fixed, not measured: the same settings must
+# cut the same prompt into the same chunks, or low-precision rounding would differ from run to run.
+_CPU_STEP_MACS = 4e10
+_CPU_STEP_TOKENS = (16, 512)
+_CUDA_STEP_TOKENS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class AssembledEngine:
+    """An engine ready to run, and what the floors above need to know about it."""
+
+    engine: Engine
+    loaded: LoadedModel
+    ready: ModelReady
+
+
+def build_engine(
+    source: ModelSource,
+    model_config: ModelConfig,
+    cache_config: CacheConfig,
+    engine_config: EngineConfig,
+    state_directory: Path | None,
+    progress: Progress,
+) -> AssembledEngine:
+    """Load a model and build the engine around it.
+
+    `state_directory` keeps self-test verdicts between runs; None keeps none. Raises ModelError or
+    ModelUnsupported with a sentence for the user.
+    """
+    loaded = load_model(source, model_config, engine_config.max_context, progress)
+    progress(LoadProgress("checking the paged forward pass"))
+    ensure_trusted(loaded, state_directory)
+    geometry = kv_geometry(loaded.spec, cache_config, loaded.dtype)
+    num_blocks = _num_blocks(geometry, cache_config, loaded.device)
+    kv_pool = KvPool(geometry, num_blocks, loaded.device)
+    engine = Engine(
+        runner=Runner(PagedModel(loaded, kv_pool.layers), cache_config.block_size),
+        cache=CacheManager(kv_pool, cache_config.reuse),
+        max_context=loaded.max_context,
+        max_step_tokens=engine_config.max_step_tokens or step_tokens(loaded.spec, loaded.device),
+        max_running=engine_config.max_running,
+    )
+    return AssembledEngine(engine, loaded, _ready(loaded, engine))
+
+
+def kv_geometry(spec: ModelSpec, config: CacheConfig, dtype: torch.dtype) -> KvGeometry:
+    """Return the shape of the KV pools for a model computing in `dtype`."""
+    return KvGeometry(
+        layers=tuple(
+            LayerGeometry(layer.num_kv_heads, layer.key_dim, layer.value_dim)
+            for layer in spec.storing_layers
+        ),
+        dtype=dtype_of(config.kv_dtype) or dtype,
+        block_size=config.block_size,
+    )
+
+
+def device_budget(config: CacheConfig, device: torch.device) -> int:
+    """Return the bytes KV may take on `device`."""
+    size = config.device_bytes or _DEFAULT_SHARE[device.type]
+    return size.resolve(free_bytes(device))
+
+
+def step_tokens(spec: ModelSpec, device: torch.device) -> int:
+    """Return the token budget of one step: short steps on a CPU, full ones on a GPU."""
+    if device.type != "cpu":
+        return _CUDA_STEP_TOKENS
+    low, high = _CPU_STEP_TOKENS
+    affordable = int(_CPU_STEP_MACS / max(1, spec.num_parameters))
+    return min(high, max(low, 1 << max(0, affordable.bit_length() - 1)))
+
+
+def _num_blocks(geometry: KvGeometry, config: CacheConfig, device: torch.device) -> int:
+    budget = device_budget(config, device)
+    num_blocks = budget // geometry.block_bytes
+    if num_blocks < 2:
+        raise ModelError(
+            f"--device-cache allows {format_bytes(budget)}, less than the two blocks of "
+            f"{format_bytes(geometry.block_bytes)} a conversation needs.",
+            "Raise it.",
+        )
+    return num_blocks
+
+
+def _ready(loaded: LoadedModel, engine: Engine) -> ModelReady:
+    return ModelReady(
+        name=loaded.source.name,
+        identity=loaded.identity,
+        device=str(loaded.device),
+        dtype=dtype_name(loaded.dtype),
+        context_limit=engine.max_context,
+        load_s=loaded.load_s,
+    )

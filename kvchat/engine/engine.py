@@ -1,0 +1,262 @@
+"""Engine: submit, step, cancel. One thread owns it and everything below it.
+
+Turns steps into events. Knows when a request is done; knows no text, no files and no threads.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import count
+
+import torch
+
+from kvchat.cache.manager import CacheManager
+from kvchat.core.errors import ContextTooLong, GenerationError, KvchatError
+from kvchat.core.events import (
+    PrefillProgress,
+    RequestEvent,
+    RequestFailed,
+    SampleFinished,
+    TokensGenerated,
+)
+from kvchat.core.types import CachedTokens, FinishReason
+from kvchat.engine.noise import sample_seed
+from kvchat.engine.request import Request, RequestSpec
+from kvchat.engine.runner import Runner
+from kvchat.engine.sampler import SamplingRow, sample
+from kvchat.engine.scheduler import Scheduler, Work
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Totals since the engine was made."""
+
+    num_steps: int
+    num_tokens_computed: int
+    num_preempted: int
+
+
+class Engine:
+    """Runs requests over one model and one cache.
+
+    `max_context` is the longest context of any request, prompt and completion together. `clock`
+    returns seconds.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        cache: CacheManager,
+        max_context: int,
+        max_step_tokens: int,
+        max_running: int,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.cache = cache
+        self.max_context = min(max_context, cache.max_tokens)
+        self._runner = runner
+        self._scheduler = Scheduler(cache, max_step_tokens, max_running)
+        self._clock = clock
+        self._request_ids = count(1)
+        self._num_steps = 0
+        self._num_tokens = 0
+
+    @property
+    def has_work(self) -> bool:
+        return self._scheduler.has_work
+
+    def stats(self) -> EngineStats:
+        return EngineStats(self._num_steps, self._num_tokens, self._scheduler.num_preempted)
+
+    def submit(self, spec: RequestSpec, submitted_s: float | None = None) -> int:
+        """Queue a request; return its id. `submitted_s` is when it was asked for, if not now.
+
+        Raises ContextTooLong where the prompt leaves no room for a token.
+        """
+        length = len(spec.prompt_ids)
+        if length >= self.max_context:
+            raise ContextTooLong(
+                f"The prompt has {length} tokens, and the context holds {self.max_context}.",
+                "Shorten it, start a new conversation, or raise --device-cache if that is the "
+                "limit.",
+            )
+        request_id = next(self._request_ids)
+        now_s = self._clock() if submitted_s is None else submitted_s
+        self._scheduler.add(Request.from_spec(request_id, spec, now_s))
+        return request_id
+
+    def cancel(self, request_id: int, reason: FinishReason = FinishReason.CANCELLED) -> None:
+        """End a request at the next step, all its samples; what was generated stays."""
+        for request in self._scheduler.requests():
+            if request.request_id == request_id:
+                request.cancelled_for = reason
+
+    def step(self) -> list[RequestEvent]:
+        """Run one forward pass over whatever is due; return what happened."""
+        events = self._end_cancelled()
+        plan = self._scheduler.schedule()
+        if not plan:
+            return events + self._end_stuck()
+        self._mark_started(plan)
+        try:
+            logits = self._runner.run(plan)
+            tokens = self._sample(plan, logits)
+        except (RuntimeError, MemoryError) as error:
+            return events + self._fail(plan, error)
+        return events + self._advance(plan, tokens)
+
+    # One step, part by part
+
+    def _end_cancelled(self) -> list[RequestEvent]:
+        return [
+            self._finish(request, request.cancelled_for)
+            for request in self._scheduler.requests()
+            if request.cancelled_for is not None
+        ]
+
+    def _end_stuck(self) -> list[RequestEvent]:
+        """With nothing running and nothing admissible, waiting longer would not help."""
+        events: list[RequestEvent] = []
+        for request in self._scheduler.requests():
+            self._scheduler.finish(request)
+            error = GenerationError("The cache has no room for this request.")
+            events.append(RequestFailed(request.request_id, error))
+        return events
+
+    def _mark_started(self, plan: Sequence[Work]) -> None:
+        now_s = self._clock()
+        for work in plan:
+            if work.request.clock.started_s is None:
+                work.request.clock.started_s = now_s
+
+    def _sample(self, plan: Sequence[Work], logits: torch.Tensor) -> dict[Work, list[int]]:
+        """Draw the next token of each completing request, and of the siblings about to fork."""
+        completing = [work for work in plan if work.completes]
+        owners = [
+            (work, sibling)
+            for work in completing
+            for sibling in range(1 + work.request.num_siblings_to_fork)
+        ]
+        rows = [_sampling_row(work.request, sibling, logits.device) for work, sibling in owners]
+        if len(owners) > len(completing):
+            logits = logits[[completing.index(work) for work, _ in owners]]
+        drawn = sample(logits, rows) if rows else []
+        tokens: dict[Work, list[int]] = {work: [] for work in completing}
+        for (work, _), token in zip(owners, drawn, strict=True):
+            tokens[work].append(token)
+        return tokens
+
+    def _advance(self, plan: Sequence[Work], tokens: dict[Work, list[int]]) -> list[RequestEvent]:
+        """Count what was computed, enter full blocks in the tree, and append what was drawn."""
+        events: list[RequestEvent] = []
+        self._num_steps += 1
+        for work in plan:
+            request = work.request
+            assert request.table is not None
+            self._num_tokens += work.num_tokens
+            request.num_computed += work.num_tokens
+            self.cache.commit(request.table, request.ids[: request.num_computed])
+            if request.num_generated == 0:
+                events.append(_progress(request))
+            if work in tokens:
+                events.extend(self._append(request, tokens[work]))
+        return events
+
+    def _append(self, request: Request, tokens: list[int]) -> list[RequestEvent]:
+        """Append one drawn token to the request, and one each to the siblings it forks into."""
+        events: list[RequestEvent] = []
+        siblings = self._fork(request)
+        for sibling, token in zip([request, *siblings], tokens, strict=True):
+            events.extend(self._append_token(sibling, token))
+        return events
+
+    def _fork(self, request: Request) -> list[Request]:
+        """Make the siblings that share the prompt's blocks from here on."""
+        assert request.table is not None
+        siblings = []
+        for number in range(1, 1 + request.num_siblings_to_fork):
+            table = self.cache.fork(request.table, request.num_computed)
+            sibling = request.sibling(number, table)
+            self._scheduler.add(sibling)
+            siblings.append(sibling)
+        request.num_siblings_to_fork = 0
+        return siblings
+
+    def _append_token(self, request: Request, token: int) -> list[RequestEvent]:
+        now_s = self._clock()
+        if request.clock.first_token_s is None:
+            request.clock.first_token_s = now_s
+        request.clock.last_token_s = now_s
+        if token in request.spec.stop_token_ids:
+            request.stop_token = token
+            return [self._finish(request, FinishReason.STOP)]
+        request.ids.append(token)
+        generated = TokensGenerated(request.request_id, request.sample, (token,))
+        if request.watcher is not None and request.watcher.feed(token):
+            return [generated, self._finish(request, FinishReason.STOP)]
+        if self._is_at_limit(request):
+            return [generated, self._finish(request, FinishReason.LENGTH)]
+        return [generated]
+
+    def _is_at_limit(self, request: Request) -> bool:
+        limit = request.spec.max_tokens
+        if limit is not None and request.num_generated >= limit:
+            return True
+        return len(request.ids) >= self.max_context
+
+    def _finish(self, request: Request, reason: FinishReason | None) -> SampleFinished:
+        assert reason is not None
+        self._scheduler.finish(request)
+        timing = request.clock.timing(self._clock())
+        return SampleFinished(
+            request.request_id,
+            request.sample,
+            reason,
+            request.usage(),
+            timing,
+            request.stop_token,
+        )
+
+    def _fail(self, plan: Sequence[Work], error: Exception) -> list[RequestEvent]:
+        """End the requests of a step that failed; what they had computed before stays valid."""
+        _log.error("step failed requests=%d", len(plan), exc_info=error)
+        failure = _explain(error)
+        failed_ids = dict.fromkeys(work.request.request_id for work in plan)
+        for request in self._scheduler.requests():
+            if request.request_id in failed_ids:
+                self._scheduler.finish(request)
+        return [RequestFailed(request_id, failure) for request_id in failed_ids]
+
+
+def _sampling_row(request: Request, sibling: int, device: torch.device) -> SamplingRow:
+    params = request.spec.sampling
+    context_ids = None
+    if params.repetition_penalty != 1.0:
+        context_ids = torch.tensor(request.ids, dtype=torch.int64, device=device)
+    return SamplingRow(
+        params=params,
+        seed=sample_seed(params.seed, request.sample + sibling),
+        position=len(request.ids),
+        context_ids=context_ids,
+    )
+
+
+def _progress(request: Request) -> PrefillProgress:
+    return PrefillProgress(
+        request.request_id,
+        request.cached or CachedTokens(),
+        request.num_computed,
+        request.num_prompt_tokens,
+    )
+
+
+def _explain(error: Exception) -> KvchatError:
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return GenerationError(
+            "The device ran out of memory while answering.",
+            "Lower --device-cache or use a smaller model.",
+        )
+    return GenerationError(f"The forward pass failed: {str(error).splitlines()[0][:200]}.")

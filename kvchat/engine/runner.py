@@ -1,0 +1,42 @@
+"""Runner: a step's work -> one ForwardBatch -> logits.
+
+The place where blocks from the cache meet the model. Knows neither why work was chosen nor what
+becomes of the logits.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from kvchat.engine.scheduler import Work
+from kvchat.model.batch import SequencePiece, build_batch
+from kvchat.model.paged_model import PagedModel
+
+
+class Runner:
+    """Runs steps on one model whose pools have blocks of `block_size` tokens."""
+
+    def __init__(self, model: PagedModel, block_size: int) -> None:
+        self._model = model
+        self._block_size = block_size
+
+    def run(self, plan: Sequence[Work]) -> torch.Tensor:
+        """Compute the plan's tokens; return a row of logits for each work that completes, in order.
+
+        Returns [num_completing, vocab_size] float32.
+        """
+        pieces = [_piece(work) for work in plan]
+        batch = build_batch(pieces, self._block_size, self._model.device)
+        return self._model.forward(batch)
+
+
+def _piece(work: Work) -> SequencePiece:
+    request = work.request
+    assert request.table is not None
+    start = request.num_computed
+    return SequencePiece(
+        token_ids=request.ids[start : start + work.num_tokens],
+        start=start,
+        blocks=request.table.blocks,
+        num_logit_rows=1 if work.completes else 0,
+    )

@@ -1,0 +1,117 @@
+"""Sampler: logits -> token ids, row by row as each row's parameters say.
+
+Knows temperature, top-k, top-p, min-p, repetition penalty and seeds. Knows no requests.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kvchat.core.types import SamplingParams
+from kvchat.engine.noise import gumbel_noise
+
+# Filters look at this many of the likeliest tokens first; only where those do not decide the matter
+# is the whole vocabulary sorted.
+_NUM_CANDIDATES = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRow:
+    """How to draw one token.
+
+    `seed` and `position` name the noise; `context_ids`, [num_tokens] int64, are the tokens a
+    repetition penalty applies to, None without one.
+    """
+
+    params: SamplingParams
+    seed: int
+    position: int
+    context_ids: torch.Tensor | None = None
+
+
+def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[int]:
+    """Draw one token id per row.
+
+    logits   [num_rows, vocab_size] float32; rows with a repetition penalty are changed in place
+    """
+    assert logits.shape[0] == len(rows)
+    for index, row in enumerate(rows):
+        if row.context_ids is not None:
+            _penalise(logits[index], row.context_ids, row.params.repetition_penalty)
+    chosen = logits.argmax(dim=-1)
+    plain = [i for i, row in enumerate(rows) if not row.params.is_greedy and not _filters(row)]
+    filtered = [i for i, row in enumerate(rows) if not row.params.is_greedy and _filters(row)]
+    if plain:
+        chosen[plain] = _draw(logits[plain], [rows[i] for i in plain])
+    if filtered:
+        chosen[filtered] = _draw_filtered(logits[filtered], [rows[i] for i in filtered])
+    return [int(token) for token in chosen.tolist()]
+
+
+def _filters(row: SamplingRow) -> bool:
+    params = row.params
+    return params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
+
+
+def _penalise(logits: torch.Tensor, context_ids: torch.Tensor, penalty: float) -> None:
+    """Make tokens of the context less likely (CTRL: Keskar et al., 2019, section 4.1)."""
+    scores = logits[context_ids]
+    logits[context_ids] = torch.where(scores > 0, scores / penalty, scores * penalty)
+
+
+def _draw(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
+    """Draw from the whole vocabulary: [num_rows] int64."""
+    token_ids = torch.arange(logits.shape[-1], device=logits.device)
+    return (_scaled(logits, rows) + _noise(rows, token_ids)).argmax(dim=-1)
+
+
+def _scaled(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
+    return logits / _column([row.params.temperature for row in rows], logits.device)
+
+
+def _noise(rows: Sequence[SamplingRow], token_ids: torch.Tensor) -> torch.Tensor:
+    return gumbel_noise([row.seed for row in rows], [row.position for row in rows], token_ids)
+
+
+def _column(values: list[float], device: torch.device) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float32, device=device)[:, None]
+
+
+def _draw_filtered(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
+    """Draw from what top-k, top-p and min-p leave, in that order: [num_rows] int64."""
+    scaled = _scaled(logits, rows)
+    log_total = torch.logsumexp(scaled, dim=-1, keepdim=True)
+    vocab_size = scaled.shape[-1]
+    count = min(_NUM_CANDIDATES, vocab_size)
+    values, token_ids = torch.topk(scaled, count)
+    kept, is_decided = _kept(values, log_total, rows)
+    if count < vocab_size and not is_decided:
+        values, token_ids = torch.sort(scaled, dim=-1, descending=True, stable=True)
+        kept, _ = _kept(values, log_total, rows)
+    scores = values.masked_fill(~kept, float("-inf")) + _noise(rows, token_ids)
+    return token_ids.gather(-1, scores.argmax(dim=-1, keepdim=True)).squeeze(-1)
+
+
+def _kept(
+    values: torch.Tensor, log_total: torch.Tensor, rows: Sequence[SamplingRow]
+) -> tuple[torch.Tensor, bool]:
+    """Tell which candidates the filters keep, and whether tokens beyond them need no look.
+
+    values      [num_rows, num_candidates], the largest scaled logits, descending
+    log_total   [num_rows, 1], log-sum-exp over the whole vocabulary
+    """
+    device, count = values.device, values.shape[-1]
+    top_k = _column([float(row.params.top_k or values.numel() + 1) for row in rows], device)
+    top_p = _column([row.params.top_p for row in rows], device)
+    min_p = _column([row.params.min_p for row in rows], device)
+    kept = torch.arange(count, device=device)[None] < top_k
+    limited = torch.logsumexp(values.masked_fill(~kept, float("-inf")), dim=-1, keepdim=True)
+    has_top_k = top_k <= count
+    probabilities = torch.exp(values - torch.where(has_top_k, limited, log_total))
+    kept &= probabilities.cumsum(dim=-1) - probabilities < top_p
+    kept &= probabilities >= min_p * probabilities[:, :1]
+    kept[:, 0] = True
+    # A row whose last candidate is kept might keep tokens beyond it, unless top-k ends there.
+    is_decided = bool((has_top_k[:, 0] | ~kept[:, -1]).all())
+    return kept, is_decided

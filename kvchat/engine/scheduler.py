@@ -1,0 +1,179 @@
+"""Scheduler: which requests run in the next step, and how many tokens of each.
+
+Continuous batching: requests join and leave at every step; prompts are computed in chunks beside
+decoding requests, under one token budget. Reserves blocks through the cache manager and gives way
+when they run out. Knows lengths and blocks; knows no logits and no events.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from kvchat.cache.manager import CacheManager
+from kvchat.core.types import CachedTokens
+from kvchat.engine.request import Request, State
+
+# A waiting request gains this many tokens of advantage per step, so that a long cold prompt is not
+# overtaken for ever by short or cached ones.
+_TOKENS_PER_STEP_WAITED = 64
+# Beyond this many waiting requests only the oldest are compared; comparing costs a lookup each.
+_MAX_COMPARED = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """`num_tokens` tokens of a request, to be computed in this step."""
+
+    request: Request
+    num_tokens: int
+
+    @property
+    def completes(self) -> bool:
+        """Whether the step computes the request's newest token, so that the next can be sampled."""
+        return self.num_tokens == self.request.num_uncomputed
+
+
+class Scheduler:
+    """Owns the queues. `max_step_tokens` bounds a step, `max_running` the requests with blocks."""
+
+    def __init__(self, cache: CacheManager, max_step_tokens: int, max_running: int) -> None:
+        self._cache = cache
+        self._max_step_tokens = max_step_tokens
+        self._max_running = max_running
+        self._waiting: list[Request] = []
+        self._running: list[Request] = []
+        self.num_preempted = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._waiting or self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def requests(self) -> list[Request]:
+        """Return every unfinished request: those running, oldest first, then those waiting."""
+        return [*self._running, *self._waiting]
+
+    def add(self, request: Request) -> None:
+        """Queue a request, or keep a sibling running that shares another's blocks."""
+        queue = self._running if request.state is State.RUNNING else self._waiting
+        queue.append(request)
+
+    def finish(self, request: Request) -> None:
+        """Take a request out and release its blocks, keeping their KV for whoever asks next."""
+        self._release(request)
+        queue = self._waiting if request.state is State.WAITING else self._running
+        queue.remove(request)
+        request.state = State.FINISHED
+
+    def schedule(self) -> list[Work]:
+        """Choose the next step's work and reserve its blocks; empty where nothing can run."""
+        plan = list(self._continue_running())
+        budget = self._max_step_tokens - sum(work.num_tokens for work in plan)
+        plan.extend(self._admit(budget))
+        for request in self._waiting:
+            request.steps_waited += 1
+        return plan
+
+    def _continue_running(self) -> Iterator[Work]:
+        """Go on with running requests, oldest first; every decoding one gets its token."""
+        decoding = sum(request.is_decoding for request in self._running)
+        prefill_budget = max(1, self._max_step_tokens - decoding)
+        index = 0
+        while index < len(self._running):
+            request = self._running[index]
+            num_tokens = min(request.num_uncomputed, 1 if request.is_decoding else prefill_budget)
+            if num_tokens and not self._reserve_or_preempt(request, num_tokens):
+                continue  # the request itself gave way, and the next one stands at its index
+            if num_tokens:
+                if not request.is_decoding:
+                    prefill_budget -= num_tokens
+                yield Work(request, num_tokens)
+            index += 1
+
+    def _reserve_or_preempt(self, request: Request, num_tokens: int) -> bool:
+        """Reserve blocks, preempting the youngest until there is room; false if it was this one."""
+        while not self._reserve(request, num_tokens):
+            youngest = self._running[-1]
+            self._preempt(youngest)
+            if youngest is request:
+                return False
+        return True
+
+    def _reserve(self, request: Request, num_tokens: int) -> bool:
+        assert request.table is not None
+        start = request.num_computed
+        return self._cache.reserve(request.table, start, start + num_tokens)
+
+    def _preempt(self, request: Request) -> None:
+        """Send a running request back to wait; it resumes by prefix match."""
+        self._release(request)
+        self._running.remove(request)
+        request.state = State.WAITING
+        self._waiting.insert(0, request)
+        self.num_preempted += 1
+
+    def _release(self, request: Request) -> None:
+        if request.table is not None:
+            self._cache.release(request.table, request.ids[: request.num_computed])
+            request.table = None
+            request.num_computed = 0
+
+    def _admit(self, budget: int) -> Iterator[Work]:
+        """Let waiting requests in while tokens, places and blocks last."""
+        while budget > 0 and self._waiting and len(self._running) < self._max_running:
+            request = self._next_waiting()
+            if request is None or not self._start(request):
+                return
+            num_tokens = min(request.num_uncomputed, budget)
+            if not self._reserve(request, num_tokens):
+                self._preempt(request)
+                return
+            budget -= num_tokens
+            yield Work(request, num_tokens)
+
+    def _next_waiting(self) -> Request | None:
+        """Choose the request with least left to compute, its age counted in its favour.
+
+        A request whose next block is being computed by a running one waits for it.
+        """
+        best, best_cost = None, 0.0
+        for request in self._waiting[:_MAX_COMPARED]:
+            cached = self._cache.measure(request.ids)
+            if self._is_being_computed(request, cached):
+                continue
+            cost = len(request.ids) - cached - _TOKENS_PER_STEP_WAITED * request.steps_waited
+            if best is None or cost < best_cost:
+                best, best_cost = request, cost
+        return best
+
+    def _is_being_computed(self, request: Request, cached: int) -> bool:
+        end = cached + self._cache.block_size
+        if end >= len(request.ids):
+            return False
+        return any(
+            other.num_computed < end <= len(other.ids) and other.ids[:end] == request.ids[:end]
+            for other in self._running
+        )
+
+    def _start(self, request: Request) -> bool:
+        """Match the request's prefix and let it run, if its whole context has room now.
+
+        Room for one more block of every running request is left, or the newcomer would be the
+        first to give way.
+        """
+        table = self._cache.match(request.ids)
+        num_blocks = -(-len(request.ids) // self._cache.block_size) - len(table.blocks)
+        if num_blocks + len(self._running) > self._cache.num_available:
+            self._cache.release(table, request.ids[: table.cached_len])
+            return False
+        request.table = table
+        request.num_computed = table.cached_len
+        request.steps_waited = 0
+        if request.cached is None:
+            request.cached = CachedTokens(device=table.cached_len)
+        self._waiting.remove(request)
+        request.state = State.RUNNING
+        self._running.append(request)
+        return True

@@ -1,0 +1,204 @@
+"""EngineThread: the one thread that owns an engine, and the only way to talk to it from others.
+
+Requests go down through a queue, events come up through the listener given with each request.
+Imports no torch: the engine is built on the thread, so that a prompt can be live while the model
+still loads. Knows messages; knows nothing of what they mean.
+"""
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+from kvchat.core.errors import GenerationError, KvchatError
+from kvchat.core.events import (
+    LoadEvent,
+    LoadFailed,
+    LoadProgress,
+    ModelReady,
+    RequestEvent,
+    RequestFailed,
+    SampleFinished,
+)
+from kvchat.core.types import FinishReason
+from kvchat.engine.request import RequestSpec
+
+if TYPE_CHECKING:
+    from kvchat.engine.engine import Engine
+
+T = TypeVar("T")
+Listener = Callable[[RequestEvent], None]
+LoadListener = Callable[[LoadEvent], None]
+Build = Callable[[Callable[[LoadProgress], None]], "tuple[Engine, ModelReady]"]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """Names a submitted request, before and after the engine has seen it."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Submit:
+    ticket: Ticket
+    spec: RequestSpec
+    listener: Listener
+    submitted_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Cancel:
+    ticket: Ticket
+    reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    function: "Callable[[Engine], object]"
+    future: "Future[object]"
+
+
+@dataclass(frozen=True, slots=True)
+class _Close:
+    pass
+
+
+_Message = _Submit | _Cancel | _Call | _Close
+
+
+class EngineThread:
+    """Builds an engine on a thread of its own and runs it until closed.
+
+    Listeners are called on that thread and must return at once. Everything public may be called
+    from any thread.
+    """
+
+    def __init__(self, build: Build, on_load: LoadListener) -> None:
+        self._build = build
+        self._on_load = on_load
+        self._messages: queue.SimpleQueue[_Message] = queue.SimpleQueue()
+        self._numbers = iter(range(1, 1 << 62))
+        self._lock = threading.Lock()
+        self._listeners: dict[int, Listener] = {}
+        self._samples_left: dict[int, int] = {}
+        self._request_ids: dict[Ticket, int] = {}
+        self._thread = threading.Thread(target=self._run, name="kvchat-engine", daemon=True)
+        self._thread.start()
+
+    def submit(self, spec: RequestSpec, listener: Listener) -> Ticket:
+        """Queue a request; its events go to `listener`, each carrying the engine's request id."""
+        with self._lock:
+            ticket = Ticket(next(self._numbers))
+        self._messages.put(_Submit(ticket, spec, listener, time.perf_counter()))
+        return ticket
+
+    def cancel(self, ticket: Ticket, reason: FinishReason = FinishReason.CANCELLED) -> None:
+        """End a request at the next step; harmless where it has ended already."""
+        self._messages.put(_Cancel(ticket, reason))
+
+    def call(self, function: "Callable[[Engine], T]") -> "Future[T]":
+        """Run `function` on the engine's thread between two steps; return its future result."""
+        future: Future[T] = Future()
+        self._messages.put(_Call(function, future))  # type: ignore[arg-type]
+        return future
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Stop after the current step. Unfinished requests get no further events. Idempotent."""
+        self._messages.put(_Close())
+        self._thread.join(timeout_s)
+
+    # On the engine's thread
+
+    def _run(self) -> None:
+        try:
+            engine, ready = self._build(self._on_load)
+        except KvchatError as error:
+            self._refuse_everything(error)
+        except Exception as error:
+            _log.exception("loading failed")
+            self._refuse_everything(GenerationError(f"Loading the model failed: {error!r}."))
+        else:
+            self._on_load(ready)
+            try:
+                self._serve(engine, time.perf_counter())
+            except Exception as error:
+                _log.exception("the engine stopped")
+                failure = GenerationError(f"The engine stopped: {error!r}.", "Start kvchat again.")
+                self._fail_running(failure)
+                self._refuse_everything(failure)
+
+    def _fail_running(self, error: KvchatError) -> None:
+        for request_id, listener in self._listeners.items():
+            listener(RequestFailed(request_id, error))
+
+    def _refuse_everything(self, error: KvchatError) -> None:
+        """Answer every message with the reason the model is not there."""
+        self._on_load(LoadFailed(error))
+        while not isinstance(message := self._messages.get(), _Close):
+            if isinstance(message, _Submit):
+                message.listener(RequestFailed(0, error))
+            elif isinstance(message, _Call):
+                message.future.set_exception(error)
+
+    def _serve(self, engine: "Engine", ready_s: float) -> None:
+        while True:
+            try:
+                message = self._messages.get(block=not engine.has_work)
+            except queue.Empty:
+                self._step(engine)
+                continue
+            if isinstance(message, _Close):
+                return
+            self._obey(engine, message, ready_s)
+
+    def _obey(self, engine: "Engine", message: _Message, ready_s: float) -> None:
+        if isinstance(message, _Submit):
+            self._submit(engine, message, ready_s)
+        elif isinstance(message, _Cancel):
+            if message.ticket in self._request_ids:
+                engine.cancel(self._request_ids[message.ticket], message.reason)
+        elif isinstance(message, _Call):
+            try:
+                message.future.set_result(message.function(engine))
+            except Exception as error:
+                message.future.set_exception(error)
+
+    def _submit(self, engine: "Engine", message: _Submit, ready_s: float) -> None:
+        try:
+            request_id = engine.submit(message.spec, max(message.submitted_s, ready_s))
+        except KvchatError as error:
+            message.listener(RequestFailed(0, error))
+            return
+        self._listeners[request_id] = message.listener
+        self._samples_left[request_id] = message.spec.num_samples
+        self._request_ids[message.ticket] = request_id
+
+    def _step(self, engine: "Engine") -> None:
+        for event in engine.step():
+            listener = self._listeners.get(event.request_id)
+            if listener is None:
+                continue
+            try:
+                listener(event)
+            except Exception:
+                _log.exception("a listener failed")
+            self._count_finished(event)
+
+    def _count_finished(self, event: RequestEvent) -> None:
+        if isinstance(event, RequestFailed):
+            self._samples_left[event.request_id] = 0
+        elif isinstance(event, SampleFinished):
+            self._samples_left[event.request_id] -= 1
+        if self._samples_left[event.request_id] == 0:
+            del self._samples_left[event.request_id]
+            del self._listeners[event.request_id]
+            self._request_ids = {
+                t: r for t, r in self._request_ids.items() if r != event.request_id
+            }
