@@ -6,7 +6,6 @@ Turns steps into events. Knows when a request is done; knows no text, no files a
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import count
 
 import torch
@@ -20,6 +19,7 @@ from kvchat.core.events import (
     SampleFinished,
     TokensGenerated,
 )
+from kvchat.core.stats import EngineStatus
 from kvchat.core.types import CachedTokens, FinishReason
 from kvchat.engine.noise import sample_seed
 from kvchat.engine.request import Request, RequestSpec
@@ -28,15 +28,6 @@ from kvchat.engine.sampler import SamplingRow, sample
 from kvchat.engine.scheduler import Scheduler, Work
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStats:
-    """Totals since the engine was made."""
-
-    num_steps: int
-    num_tokens_computed: int
-    num_preempted: int
 
 
 class Engine:
@@ -59,6 +50,7 @@ class Engine:
         self.max_context = min(max_context, cache.max_tokens)
         self._runner = runner
         self._scheduler = Scheduler(cache, max_step_tokens, max_running)
+        self._max_step_tokens = max_step_tokens
         self._clock = clock
         self._request_ids = count(1)
         self._num_steps = 0
@@ -68,8 +60,23 @@ class Engine:
     def has_work(self) -> bool:
         return self._scheduler.has_work
 
-    def stats(self) -> EngineStats:
-        return EngineStats(self._num_steps, self._num_tokens, self._scheduler.num_preempted)
+    def status(self) -> EngineStatus:
+        """Return counts for people; changes nothing."""
+        cache = self.cache.status()
+        return EngineStatus(
+            num_steps=self._num_steps,
+            num_tokens_computed=self._num_tokens,
+            num_preempted=self._scheduler.num_preempted,
+            block_size=self.cache.block_size,
+            block_bytes=self.cache.kv_pool.geometry.block_bytes,
+            num_blocks=cache.num_blocks,
+            num_free=cache.num_free,
+            num_cached=cache.num_cached,
+            num_evicted=cache.num_evicted,
+            num_copied=cache.num_copied,
+            max_context=self.max_context,
+            max_step_tokens=self._max_step_tokens,
+        )
 
     def submit(self, spec: RequestSpec, submitted_s: float | None = None) -> int:
         """Queue a request; return its id. `submitted_s` is when it was asked for, if not now.

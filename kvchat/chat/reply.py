@@ -1,0 +1,231 @@
+"""Reply: one or more answers to a user turn, on their way.
+
+Engine events arrive on the engine's thread and are only queued there; whoever shows the answer
+takes them out, and text, ledger and session file follow in the taker's thread. Knows detokenising
+and saving; knows no screen.
+"""
+
+import queue
+import time
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+from kvchat.chat.detokenizer import StopFilter, TokenStream
+from kvchat.chat.events import (
+    AnswerEnded,
+    AnswerFailed,
+    AnswerText,
+    ChatEvent,
+    ReadingPrompt,
+    SavingFailed,
+)
+from kvchat.chat.thinking import Passage, ThinkingSplitter
+from kvchat.core.events import (
+    PrefillProgress,
+    RequestEvent,
+    RequestFailed,
+    SampleFinished,
+    TokensGenerated,
+)
+from kvchat.core.types import FinishReason
+
+SAVE_INTERVAL_S = 1.0
+
+
+class AnswerLedger(Protocol):
+    """Keeps answers: the session implements it on its conversation and file.
+
+    Each call returns None, or one sentence on why the file is behind.
+    """
+
+    def begin_answer(self, sample: int) -> str | None:
+        """A first token has come: make the answer's turn. The first sample becomes the tip."""
+
+    def extend_answer(self, sample: int, text: str, token_ids: list[int]) -> str | None:
+        """Append to the turn."""
+
+    def end_answer(self, sample: int, event: SampleFinished) -> tuple[int, str | None]:
+        """Close the turn; returns its id as well."""
+
+    def abandon(self, error: RequestFailed) -> str | None:
+        """The request failed: settle what is there."""
+
+
+class _Answer:
+    """One sample's text in the making."""
+
+    def __init__(self, stream: TokenStream, stops: tuple[str, ...], starts_thinking: bool) -> None:
+        self._stream = stream
+        self._filter = StopFilter(stops)
+        self._splitter = ThinkingSplitter(starts_thinking)
+        self.text = ""
+        self.thinking = ""
+        self.has_begun = False
+        self.unsaved_text = ""
+        self.unsaved_ids: list[int] = []
+        self.saved_s = float("-inf")
+
+    def feed(self, sample: int, token_ids: tuple[int, ...]) -> list[ChatEvent]:
+        self.unsaved_ids.extend(token_ids)
+        text = "".join(self._stream.feed(token) for token in token_ids)
+        return self._show(sample, self._filter.feed(text))
+
+    def flush(self, sample: int, is_stopped_by_text: bool) -> list[ChatEvent]:
+        tail = self._filter.feed(self._stream.flush())
+        events = self._show(sample, tail)
+        if not is_stopped_by_text:
+            events += self._show(sample, self._filter.flush())
+        return events + self._passages(sample, self._splitter.flush())
+
+    @property
+    def was_stopped(self) -> bool:
+        return self._filter.has_stopped
+
+    def _show(self, sample: int, text: str) -> list[ChatEvent]:
+        self.unsaved_text += text
+        return self._passages(sample, self._splitter.feed(text))
+
+    def _passages(self, sample: int, passages: list[Passage]) -> list[ChatEvent]:
+        for passage in passages:
+            if passage.is_thinking:
+                self.thinking += passage.text
+            else:
+                self.text += passage.text
+        return [AnswerText(sample, passage.text, passage.is_thinking) for passage in passages]
+
+
+class Reply:
+    """Iterate it to wait for its events, or `poll` it for those that are there.
+
+    `notify` is called on the engine's thread whenever there is something to poll; it must return
+    at once. One consumer; `cancel` may be called from anywhere.
+    """
+
+    def __init__(
+        self,
+        ledger: AnswerLedger,
+        answers: list[tuple[TokenStream, tuple[str, ...], bool]],
+        notify: Callable[[], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._ledger = ledger
+        self._answers = [_Answer(*parts) for parts in answers]
+        self._notify = notify
+        self._clock = clock
+        self._queue: queue.SimpleQueue[RequestEvent] = queue.SimpleQueue()
+        self._num_open = len(answers)
+        self._cancel: Callable[[FinishReason], None] | None = None
+
+    @property
+    def is_finished(self) -> bool:
+        return self._num_open == 0
+
+    def listen(self, event: RequestEvent) -> None:
+        """Take an event from the engine's thread."""
+        self._queue.put(event)
+        if self._notify is not None:
+            self._notify()
+
+    def on_cancel(self, cancel: Callable[[FinishReason], None]) -> None:
+        """Say how to cancel the request, once it is submitted."""
+        self._cancel = cancel
+
+    def cancel(self, reason: FinishReason = FinishReason.CANCELLED) -> None:
+        """Ask for the answers to end; what there is of them is kept."""
+        if self._cancel is not None:
+            self._cancel(reason)
+
+    def __iter__(self) -> Iterator[ChatEvent]:
+        while not self.is_finished:
+            try:
+                event = self._queue.get(timeout=SAVE_INTERVAL_S)
+            except queue.Empty:
+                yield from self._save_due()
+                continue
+            yield from self._take(event)
+
+    def poll(self) -> list[ChatEvent]:
+        """Return what has happened since the last call, without waiting."""
+        events: list[ChatEvent] = []
+        while not self.is_finished:
+            try:
+                event = self._queue.get_nowait()
+            except queue.Empty:
+                break
+            events.extend(self._take(event))
+        return events + self._save_due()
+
+    def _take(self, event: RequestEvent) -> list[ChatEvent]:
+        if isinstance(event, PrefillProgress):
+            return [ReadingPrompt(event.cached, event.done, event.total)]
+        if isinstance(event, TokensGenerated):
+            return self._extend(event)
+        if isinstance(event, SampleFinished):
+            return self._end(event)
+        return self._fail(event)
+
+    def _extend(self, event: TokensGenerated) -> list[ChatEvent]:
+        answer = self._answers[event.sample]
+        events: list[ChatEvent] = self._begin(event.sample)
+        events += answer.feed(event.sample, event.token_ids)
+        if self._clock() - answer.saved_s >= SAVE_INTERVAL_S:
+            events += self._save(event.sample)
+        return events
+
+    def _end(self, event: SampleFinished) -> list[ChatEvent]:
+        answer = self._answers[event.sample]
+        events: list[ChatEvent] = []
+        if event.reason is FinishReason.STOP or answer.unsaved_ids or answer.has_begun:
+            events += self._begin(event.sample)
+        events += answer.flush(event.sample, answer.was_stopped)
+        if answer.has_begun:
+            events += self._save(event.sample)
+        turn_id, problem = self._ledger.end_answer(event.sample, event)
+        self._num_open -= 1
+        ended = AnswerEnded(
+            sample=event.sample,
+            turn_id=turn_id,
+            text=answer.text,
+            thinking=answer.thinking,
+            reason=event.reason,
+            usage=event.usage,
+            timing=event.timing,
+        )
+        return [*events, *_complaint(problem), ended]
+
+    def _fail(self, event: RequestFailed) -> list[ChatEvent]:
+        events: list[ChatEvent] = []
+        for sample, answer in enumerate(self._answers):
+            if answer.has_begun:
+                events += answer.flush(sample, answer.was_stopped) + self._save(sample)
+        self._num_open = 0
+        return [*events, *_complaint(self._ledger.abandon(event)), AnswerFailed(event.error)]
+
+    def _begin(self, sample: int) -> list[ChatEvent]:
+        answer = self._answers[sample]
+        if answer.has_begun:
+            return []
+        answer.has_begun = True
+        return _complaint(self._ledger.begin_answer(sample))
+
+    def _save_due(self) -> list[ChatEvent]:
+        now_s = self._clock()
+        return [
+            event
+            for sample, answer in enumerate(self._answers)
+            if answer.unsaved_ids and now_s - answer.saved_s >= SAVE_INTERVAL_S
+            for event in self._save(sample)
+        ]
+
+    def _save(self, sample: int) -> list[ChatEvent]:
+        answer = self._answers[sample]
+        if not answer.unsaved_ids and not answer.unsaved_text:
+            return []
+        text, ids = answer.unsaved_text, answer.unsaved_ids
+        answer.unsaved_text, answer.unsaved_ids = "", []
+        answer.saved_s = self._clock()
+        return _complaint(self._ledger.extend_answer(sample, text, ids))
+
+
+def _complaint(problem: str | None) -> list[ChatEvent]:
+    return [SavingFailed(problem)] if problem is not None else []

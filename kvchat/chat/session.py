@@ -1,0 +1,299 @@
+"""ChatSession: one conversation with one model. Ask, retry, move about; everything is saved.
+
+Joins conversation, text model, engine and session file: the place to start reading this floor.
+Knows turns and requests; knows no screen and no tensors.
+"""
+
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from kvchat.chat import session_file
+from kvchat.chat.chat_model import ChatModel, readopt
+from kvchat.chat.conversation import ROOT, Conversation, Role, Turn
+from kvchat.chat.detokenizer import StopStringWatcher
+from kvchat.chat.reply import Reply
+from kvchat.chat.store import SessionLog, SessionStore, new_session_id
+from kvchat.core.errors import ContextTooLong, UsageError
+from kvchat.core.events import RequestFailed, SampleFinished
+from kvchat.core.types import FinishReason, SamplingParams
+from kvchat.engine.request import RequestSpec
+from kvchat.engine.thread import EngineThread
+
+
+@dataclass(frozen=True, slots=True)
+class AskOptions:
+    """How answers are generated. `seed` None draws a new seed for every answer."""
+
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    seed: int | None = None
+    max_tokens: int | None = None
+    stops: tuple[str, ...] = ()
+    num_samples: int = 1
+
+    def resolved_sampling(self) -> SamplingParams:
+        seed = self.seed if self.seed is not None else secrets.randbits(62)
+        return replace(self.sampling, seed=seed)
+
+
+class ChatSession:
+    """One conversation, its file (None where nothing is to be saved), and the engine that answers.
+
+    One thread uses a session; answers arrive through the Reply that `ask` returns. `notes` tells
+    the user what was found on opening.
+    """
+
+    def __init__(
+        self,
+        model: ChatModel,
+        engine: EngineThread,
+        conversation: Conversation,
+        log: SessionLog | None,
+        notes: tuple[str, ...] = (),
+    ) -> None:
+        self.model = model
+        self.conversation = conversation
+        self._engine = engine
+        self._log = log
+        changed = readopt(conversation, model)
+        if changed:
+            notes = (*notes, "Another model wrote this conversation; it will be read again once.")
+        self.notes = notes
+
+    @classmethod
+    def new(
+        cls,
+        model: ChatModel,
+        engine: EngineThread,
+        store: SessionStore | None,
+        system: str | None = None,
+        title: str = "",
+    ) -> "ChatSession":
+        """Begin a conversation; without a store nothing is ever written."""
+        conversation = Conversation(new_session_id(), time.time(), system)
+        log = store.create(conversation, model.name) if store is not None else None
+        session = cls(model, engine, conversation, log)
+        if title:
+            session.rename(title)
+        return session
+
+    @classmethod
+    def open(
+        cls, model: ChatModel, engine: EngineThread, store: SessionStore, session_id: str
+    ) -> "ChatSession":
+        """Go on with a saved conversation; raises StoreError while another process has it."""
+        read, log = store.open(session_id)
+        return cls(model, engine, read.conversation, log, read.notes)
+
+    @classmethod
+    def fork_of(
+        cls,
+        model: ChatModel,
+        engine: EngineThread,
+        store: SessionStore | None,
+        original: Conversation,
+    ) -> "ChatSession":
+        """Begin a conversation with everything another has; the other is left alone."""
+        copy = Conversation(new_session_id(), original.created_s, original.system)
+        log = store.create(copy, model.name) if store is not None else None
+        lines = []
+        for turn in original.turns():
+            copy.add(turn)
+            lines.append(session_file.turn_line(turn))
+            if turn.finish is not None:
+                lines.append(session_file.end_line(turn.turn_id, turn.finish, {}))
+        copy.move_tip(original.tip_id)
+        lines.append(session_file.tip_line(original.tip_id))
+        if log is not None:
+            log.write("".join(lines), durable=True)
+        session = cls(model, engine, copy, log)
+        session.rename(f"{original.label} (fork)")
+        return session
+
+    @property
+    def session_id(self) -> str:
+        return self.conversation.session_id
+
+    # Asking
+
+    def ask(
+        self, text: str, options: AskOptions, notify: Callable[[], None] | None = None
+    ) -> Reply:
+        """Add a user turn at the tip and start answering it. The turn is saved before that."""
+        return self._answer(self.add_user_turn(text), options, notify)
+
+    def add_user_turn(self, text: str, parent_id: int | None = None) -> Turn:
+        """Add a user turn below `parent_id`, by default the tip, and save it."""
+        conversation = self.conversation
+        parent = conversation.tip_id if parent_id is None else parent_id
+        system = conversation.system if not conversation.context_ids(parent) else None
+        turn = Turn(
+            turn_id=conversation.next_turn_id,
+            parent_id=parent,
+            role=Role.USER,
+            text=text,
+            token_ids=self.model.user_ids(conversation, parent, text, system),
+            tokenizer=self.model.tokenizer.digest,
+            created_s=time.time(),
+            system=system,
+        )
+        if not turn.token_ids and not conversation.context_ids(parent):
+            raise UsageError("The message is empty.", "Type something.")
+        conversation.add(turn)
+        self.save(session_file.turn_line(turn), durable=True)
+        return turn
+
+    def retry(self, options: AskOptions, notify: Callable[[], None] | None = None) -> Reply:
+        """Answer the last user turn once more; the answers already there stay beside it."""
+        for turn in reversed(self.conversation.path()):
+            if turn.role is Role.USER:
+                self.move_tip(turn.turn_id)
+                return self._answer(turn, options, notify)
+        raise UsageError("There is nothing to answer again.")
+
+    def _answer(
+        self, user_turn: Turn, options: AskOptions, notify: Callable[[], None] | None
+    ) -> Reply:
+        context = tuple(self.conversation.context_ids(user_turn.turn_id))
+        tokenizer = self.model.tokenizer
+        stops = options.stops
+        ledger = _Ledger(self, user_turn)
+        parts = (tokenizer.new_stream(context), stops, self.model.starts_thinking)
+        answers = [(tokenizer.new_stream(context), *parts[1:]) for _ in range(options.num_samples)]
+        reply = Reply(ledger, answers, notify)
+        spec = RequestSpec(
+            prompt_ids=context,
+            sampling=options.resolved_sampling(),
+            max_tokens=options.max_tokens,
+            stop_token_ids=self.model.stop_token_ids,
+            new_stop_watcher=(
+                (lambda: StopStringWatcher(tokenizer.new_stream(context), stops)) if stops else None
+            ),
+            num_samples=options.num_samples,
+        )
+        ticket = self._engine.submit(spec, reply.listen)
+        reply.on_cancel(lambda reason: self._engine.cancel(ticket, reason))
+        return reply
+
+    # Moving about, which loses nothing
+
+    def move_tip(self, turn_id: int) -> None:
+        """Go on from another turn."""
+        self.conversation.move_tip(turn_id)
+        self.save(session_file.tip_line(turn_id))
+
+    def undo(self) -> Turn | None:
+        """Step back before the last user turn; return it, or None at the beginning."""
+        for turn in reversed(self.conversation.path()):
+            if turn.role is Role.USER:
+                self.move_tip(turn.parent_id)
+                return turn
+        return None
+
+    def rename(self, title: str) -> None:
+        self.conversation.title = title
+        self.save(session_file.title_line(title))
+
+    def set_system(self, system: str | None) -> None:
+        """Use another system prompt from here on.
+
+        The path is rebuilt below ROOT with the new prompt; its answers keep their exact ids, and
+        the old branch stays. With an empty path the prompt simply holds for what comes.
+        """
+        conversation = self.conversation
+        conversation.system = system
+        self.save(session_file.system_line(system))
+        parent = ROOT
+        for turn in conversation.path():
+            parent = self._copy_below(turn, parent, system)
+
+    def _copy_below(self, turn: Turn, parent: int, system: str | None) -> int:
+        ids = turn.token_ids
+        if parent == ROOT:
+            ids = self.model.user_ids(self.conversation, ROOT, turn.text, system)
+        copy = replace(
+            turn,
+            turn_id=self.conversation.next_turn_id,
+            parent_id=parent,
+            token_ids=ids,
+            system=system if parent == ROOT else None,
+        )
+        self.conversation.add(copy)
+        self.save(session_file.turn_line(copy))
+        if copy.finish is not None:
+            self.save(session_file.end_line(copy.turn_id, copy.finish, {}))
+        return copy.turn_id
+
+    def close(self) -> None:
+        """Let go of the session file. Idempotent."""
+        if self._log is not None:
+            self._log.close()
+
+    def save(self, line: str, durable: bool = False) -> str | None:
+        """Append a line to the session file; returns one sentence where the file is behind."""
+        return self._log.write(line, durable) if self._log is not None else None
+
+
+class _Ledger:
+    """Keeps the answers to one user turn in its session."""
+
+    def __init__(self, session: ChatSession, user_turn: Turn) -> None:
+        self._session = session
+        self._user_turn = user_turn
+        self._turn_ids: dict[int, int] = {}
+
+    def begin_answer(self, sample: int) -> str | None:
+        conversation = self._session.conversation
+        turn = Turn(
+            turn_id=conversation.next_turn_id,
+            parent_id=self._user_turn.turn_id,
+            role=Role.ASSISTANT,
+            text="",
+            token_ids=(),
+            tokenizer=self._session.model.tokenizer.digest,
+            created_s=time.time(),
+        )
+        conversation.add(turn)
+        self._turn_ids[sample] = turn.turn_id
+        problem = self._session.save(session_file.turn_line(turn))
+        if sample > 0 and 0 in self._turn_ids:
+            self._session.move_tip(self._turn_ids[0])  # the conversation goes on from the first
+        return problem
+
+    def extend_answer(self, sample: int, text: str, token_ids: list[int]) -> str | None:
+        turn_id = self._turn_ids[sample]
+        turn = self._session.conversation.turn(turn_id)
+        self._session.conversation.replace(
+            replace(turn, text=turn.text + text, token_ids=(*turn.token_ids, *token_ids))
+        )
+        return self._session.save(session_file.more_line(turn_id, text, token_ids))
+
+    def end_answer(self, sample: int, event: SampleFinished) -> tuple[int, str | None]:
+        turn_id = self._turn_ids.get(sample)
+        if turn_id is None:
+            return self._user_turn.turn_id, None  # stopped before the first token
+        closing = list(self._session.model.kept_stop_ids(event.stop_token))
+        if closing:
+            self.extend_answer(sample, "", closing)
+        turn = self._session.conversation.turn(turn_id)
+        self._session.conversation.replace(replace(turn, finish=event.reason))
+        facts: dict[str, object] = {
+            "usage": event.usage.as_dict(),
+            "timing": event.timing.as_dict(event.usage),
+        }
+        line = session_file.end_line(turn_id, event.reason, facts)
+        return turn_id, self._session.save(line, durable=True)
+
+    def abandon(self, failed: RequestFailed) -> str | None:
+        """Where the turn itself is the trouble, step back before it: the next one may fit."""
+        for turn_id in self._turn_ids.values():
+            line = session_file.end_line(turn_id, FinishReason.CANCELLED, {})
+            turn = self._session.conversation.turn(turn_id)
+            if turn.finish is None:
+                ended = replace(turn, finish=FinishReason.CANCELLED)
+                self._session.conversation.replace(ended)
+                self._session.save(line)
+        if isinstance(failed.error, ContextTooLong):
+            self._session.move_tip(self._user_turn.parent_id)
+        return None

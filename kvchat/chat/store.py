@@ -1,0 +1,201 @@
+"""SessionStore: the directory of session files. Create, open, list, rename, remove.
+
+One writer per session, by a file lock; files are private to the user. Knows files and locks; the
+format is `session_file.py`'s, and a conversation's meaning is nobody's here.
+"""
+
+import fcntl
+import os
+import re
+import secrets
+import time
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from kvchat.chat import session_file
+from kvchat.chat.conversation import Conversation
+from kvchat.core.errors import SessionNotFound, StoreError
+from kvchat.core.paths import open_private, private_directory
+
+_SUFFIX = ".jsonl"
+_SESSION_ID = re.compile(r"^[0-9]{8}-[0-9]{6}-[0-9a-f]{4}$")
+
+
+@dataclass(frozen=True, slots=True)
+class SessionSummary:
+    """One line of a list of sessions. `is_readable` is false for a damaged file."""
+
+    session_id: str
+    title: str
+    num_turns: int
+    modified_s: float
+    is_readable: bool = True
+
+
+class SessionLog:
+    """The open file of one session, held by its only writer.
+
+    A line that cannot be written (a full disk) is kept and tried again with the next one: `write`
+    then returns what to tell the user, and nothing is lost while the process lives.
+    """
+
+    def __init__(self, descriptor: int, name: str) -> None:
+        self._descriptor: int | None = descriptor
+        self._name = name
+        self._unwritten = b""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether everything written so far is in the file."""
+        return not self._unwritten
+
+    def write(self, line: str, durable: bool = False) -> str | None:
+        """Append a line; `durable` waits until it would survive a power loss.
+
+        Returns None, or one sentence on why the file is behind.
+        """
+        self._unwritten += line.encode()
+        if self._descriptor is None:
+            return f"{self._name} is closed."
+        try:
+            while self._unwritten:
+                num_written = os.write(self._descriptor, self._unwritten)
+                self._unwritten = self._unwritten[num_written:]
+            if durable:
+                os.fsync(self._descriptor)
+        except OSError as error:
+            return f"{self._name} cannot be saved ({error.strerror}); trying again with each turn."
+        return None
+
+    def close(self) -> None:
+        """Release the file and its lock. Idempotent."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+class SessionStore:
+    """Session files in one directory, which is made on first use."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def create(self, conversation: Conversation, model: str) -> SessionLog:
+        """Start the file of a new conversation and lock it."""
+        private_directory(self.directory)
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL
+        log = self._open(conversation.session_id, flags)
+        problem = log.write(session_file.header_line(conversation, model), durable=True)
+        if problem is not None:
+            log.close()
+            raise StoreError(problem, "Use --incognito to chat without saving.")
+        return log
+
+    def open(self, session_id: str) -> tuple[session_file.ReadSession, SessionLog]:
+        """Read a session and lock it for writing; a torn last line is cut off the file.
+
+        Raises SessionNotFound, or StoreError where another process is writing to it.
+        """
+        path = self._existing(session_id)
+        log = self._open(session_id, os.O_RDWR | os.O_APPEND)
+        try:
+            read = self.read(session_id)
+            data = path.read_bytes()
+            if not data.endswith(b"\n"):
+                os.truncate(path, data.rfind(b"\n") + 1)
+        except (OSError, StoreError):
+            log.close()
+            raise
+        return read, log
+
+    def read(self, session_id: str) -> session_file.ReadSession:
+        """Read a session without locking it, as it is at this moment."""
+        path = self._existing(session_id)
+        try:
+            descriptor = open_private(path, os.O_RDONLY)
+            with os.fdopen(descriptor, "rb") as file:
+                data = file.read()
+        except OSError as error:
+            raise StoreError(f"{path} cannot be read: {error.strerror}.") from error
+        return session_file.read_session(data, path.name)
+
+    def _open(self, session_id: str, flags: int) -> SessionLog:
+        path = self._path(session_id)
+        descriptor = open_private(path, flags)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(descriptor)
+            raise StoreError(
+                f"The session {session_id} is open in another kvchat.",
+                "Close it there, or use --fork to go on in a copy.",
+            ) from error
+        return SessionLog(descriptor, path.name)
+
+    def ids(self) -> list[str]:
+        """Return the ids of all sessions, the most recently changed first."""
+        try:
+            paths = [p for p in self.directory.iterdir() if p.suffix == _SUFFIX]
+            paths = [p for p in paths if _SESSION_ID.match(p.stem)]
+            return [p.stem for p in sorted(paths, key=lambda p: -p.stat().st_mtime_ns)]
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise StoreError(f"Cannot list {self.directory}: {error.strerror}.") from error
+
+    def latest(self) -> str:
+        """Return the id of the session changed last; raises SessionNotFound where there is none."""
+        ids = self.ids()
+        if not ids:
+            raise SessionNotFound("There is no saved conversation yet.", "Start one with `kvchat`.")
+        return ids[0]
+
+    def find(self, text: str) -> str:
+        """Return the session id that `text` names: a full id or an unambiguous beginning."""
+        matches = [i for i in self.ids() if i == text] or [
+            i for i in self.ids() if i.startswith(text)
+        ]
+        if not matches:
+            raise SessionNotFound(f"There is no session {text}.", "See `kvchat sessions`.")
+        if len(matches) > 1:
+            raise SessionNotFound(f"{text} could be {len(matches)} sessions.", "Give more of it.")
+        return matches[0]
+
+    def summaries(self) -> list[SessionSummary]:
+        """Return one summary per session, the most recently changed first."""
+        return [self._summary(session_id) for session_id in self.ids()]
+
+    def _summary(self, session_id: str) -> SessionSummary:
+        modified_s = self._path(session_id).stat().st_mtime
+        try:
+            conversation = self.read(session_id).conversation
+        except StoreError:
+            return SessionSummary(session_id, "(cannot be read)", 0, modified_s, False)
+        return SessionSummary(session_id, conversation.label, len(conversation), modified_s)
+
+    def remove(self, session_id: str) -> None:
+        """Delete a session's file; raises StoreError while a process is writing to it."""
+        self._existing(session_id)
+        log = self._open(session_id, os.O_WRONLY | os.O_APPEND)
+        try:
+            self._path(session_id).unlink()
+        except OSError as error:
+            raise StoreError(f"Cannot delete {session_id}: {error.strerror}.") from error
+        finally:
+            log.close()
+
+    def _path(self, session_id: str) -> Path:
+        return self.directory / f"{session_id}{_SUFFIX}"
+
+    def _existing(self, session_id: str) -> Path:
+        path = self._path(session_id)
+        if not _SESSION_ID.match(session_id) or not path.is_file():
+            raise SessionNotFound(f"There is no session {session_id}.", "See `kvchat sessions`.")
+        return path
+
+
+def new_session_id(now_s: float | None = None) -> str:
+    """Return a fresh id: date, time and four random digits; nothing of the conversation."""
+    moment = datetime.fromtimestamp(time.time() if now_s is None else now_s)
+    return f"{moment:%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"

@@ -1,0 +1,234 @@
+"""ChatTemplate: what to append to a conversation's token ids for the next user turn.
+
+History is never rendered again: the first turn is rendered whole, every later one by rendering a
+stand-in conversation and keeping what follows the stand-in answer. Knows Jinja chat templates as
+transformers defines them; knows no conversation and no cache.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from enum import StrEnum
+from typing import Protocol
+
+from kvchat.chat.jinja import TemplateFailed, compile_template
+from kvchat.chat.tokenizer import ChatTokenizer, Segment
+from kvchat.core.errors import ModelError
+from kvchat.model.text_files import TextFiles
+
+# Letters and digits only, so that no template takes them apart.
+_USER = "Kv7User3Stands9Here"
+_ANSWER = "Kv7Answer3Stands9Here"
+_EARLIER = "Kv7Earlier3Stands9Here"
+
+
+class Strategy(StrEnum):
+    """How a template treats history, as the certificate found; appending is what kvchat does."""
+
+    APPEND_SAFE = "append-safe"
+    REWRITES_LAST_ANSWER = "rewrites the last answer"
+    REWRITES_HISTORY = "rewrites history"
+    NO_TEMPLATE = "no template"
+
+
+class TurnFormat(Protocol):
+    """Turns user messages into the token ids to append; one implementation has no template."""
+
+    strategy: Strategy
+
+    def opening(self, system: str | None, user: str, clock: datetime) -> list[int]:
+        """Return the ids of a context that starts with this user turn."""
+
+    def following(self, user: str, last_id: int | None, clock: datetime) -> list[int]:
+        """Return the ids to append after an answer that ended with `last_id`."""
+
+    @property
+    def closing_id(self) -> int | None:
+        """The token the template puts after an answer, if it puts one."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Spaces:
+    """Which white space around a message the template strips."""
+
+    leading: str
+    trailing: str
+
+    def strip(self, text: str) -> str:
+        return text.lstrip(self.leading or "\0").rstrip(self.trailing or "\0")
+
+
+class ChatTemplate:
+    """A checkpoint's own template. `enable_thinking` and such ride in `variables`."""
+
+    def __init__(
+        self,
+        files: TextFiles,
+        tokenizer: ChatTokenizer,
+        variables: dict[str, object] | None = None,
+    ) -> None:
+        assert files.chat_template is not None
+        self._template = compile_template(files.chat_template)
+        self._tokenizer = tokenizer
+        self._variables = {**files.special_tokens, **(variables or {})}
+        self._probe_clock = datetime(2026, 1, 2, 3, 4, 5)
+        self._spaces = self._find_spaces()
+        self.takes_system = self._renders([_message("system", "x"), _message("user", "y")])
+        self.strategy = self._certify()
+
+    @property
+    def closing_id(self) -> int | None:
+        ids = self._tokenizer.encode([Segment(self._after_answer(self._probe_clock))])
+        return ids[0] if ids and self._tokenizer.is_control(ids[0]) else None
+
+    def opening(self, system: str | None, user: str, clock: datetime) -> list[int]:
+        """Return the ids of a context that starts with this user turn.
+
+        A system prompt the template does not take is put in front of the user's text.
+        """
+        return self._tokenizer.encode(self._opening(system, user, clock))
+
+    def following(self, user: str, last_id: int | None, clock: datetime) -> list[int]:
+        """Return the ids to append after an answer that ended with `last_id`.
+
+        They close the answer, unless it has closed itself, add the user turn, and open the next
+        answer.
+        """
+        ids = self._tokenizer.encode(self._following(user, clock))
+        return ids[1:] if ids[:1] == [last_id] else ids
+
+    def _opening(self, system: str | None, user: str, clock: datetime) -> list[Segment]:
+        messages = [_message("user", _USER)]
+        if system is not None and self.takes_system:
+            messages.insert(0, _message("system", _EARLIER))
+        elif system is not None:
+            user = f"{system}\n\n{user}"
+        return self._fill(self._render(messages, clock), {_EARLIER: system or "", _USER: user})
+
+    def _following(self, user: str, clock: datetime) -> list[Segment]:
+        return self._fill(self._after_answer(clock), {_USER: user})
+
+    def _after_answer(self, clock: datetime) -> str:
+        """Return what the template writes after an answer, up to the start of the next one."""
+        messages = [
+            _message("user", _EARLIER),
+            _message("assistant", _ANSWER),
+            _message("user", _USER),
+        ]
+        return self._render(messages, clock).rpartition(_ANSWER)[2]
+
+    def _render(self, messages: Sequence[dict[str, str]], clock: datetime) -> str:
+        return self._template.render(messages, self._variables, clock, True)
+
+    def _renders(self, messages: Sequence[dict[str, str]]) -> bool:
+        try:
+            rendered = self._render(messages, self._probe_clock)
+        except TemplateFailed:
+            return False
+        return all(message["content"] in rendered for message in messages)
+
+    def _fill(self, rendered: str, texts: dict[str, str]) -> list[Segment]:
+        """Put users' texts in place of their stand-ins in a rendered conversation."""
+        segments = [Segment(rendered)]
+        for stand_in, text in texts.items():
+            inert = Segment(self._spaces.strip(text), is_inert=True)
+            segments = [part for segment in segments for part in _replace(segment, stand_in, inert)]
+        return segments
+
+    # The certificate
+
+    def _find_spaces(self) -> _Spaces:
+        """Find out what the template strips off a user's message."""
+        leading = trailing = ""
+        for space in (" ", "\n", "\t"):
+            run = 4 * space  # longer than any white space a template itself puts there
+            rendered = self._try_render([_message("user", f"{run}{_USER}{run}")])
+            leading += "" if f"{run}{_USER}" in rendered else space
+            trailing += "" if f"{_USER}{run}" in rendered else space
+        return _Spaces(leading, trailing)
+
+    def _try_render(self, messages: Sequence[dict[str, str]]) -> str:
+        try:
+            return self._render(messages, self._probe_clock)
+        except TemplateFailed as error:
+            raise ModelError(
+                f"The checkpoint's chat template cannot be used: {error}",
+                "Use a checkpoint with a working template.",
+            ) from error
+
+    def _certify(self) -> Strategy:
+        """Compare appending with rendering everything again, on a few small conversations."""
+        answers = ("Fine, thanks.", "<think>\nhm\n</think>\n\nFine.", "Fine. ")
+        found = [self._certify_with(answer) for answer in answers]
+        order = (Strategy.APPEND_SAFE, Strategy.REWRITES_LAST_ANSWER, Strategy.REWRITES_HISTORY)
+        return max(found, key=order.index)
+
+    def _certify_with(self, answer: str) -> Strategy:
+        system = "Be brief." if self.takes_system else None
+        clock = self._probe_clock
+        opening = _text(self._opening(system, "Hello there", clock))
+        appended = opening + answer + _text(self._following("And you?", clock))
+        messages = [
+            _message("user", "Hello there"),
+            _message("assistant", answer),
+            _message("user", "And you?"),
+        ]
+        if system is not None:
+            messages.insert(0, _message("system", system))
+        whole = self._render(messages, clock)
+        if whole == appended:
+            return Strategy.APPEND_SAFE
+        keeps_opening = whole.startswith(opening)
+        return Strategy.REWRITES_LAST_ANSWER if keeps_opening else Strategy.REWRITES_HISTORY
+
+
+class PlainText:
+    """The format of a checkpoint without a template: texts follow one another."""
+
+    strategy = Strategy.NO_TEMPLATE
+
+    def __init__(self, tokenizer: ChatTokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    @property
+    def closing_id(self) -> int | None:
+        return None
+
+    def opening(self, system: str | None, user: str, clock: datetime) -> list[int]:
+        """Return the ids of the text, a system prompt in front of it."""
+        text = user if system is None else f"{system}\n\n{user}"
+        return self._tokenizer.encode_bare(text, is_first=True)
+
+    def following(self, user: str, last_id: int | None, clock: datetime) -> list[int]:
+        """Return the ids of the text alone."""
+        return self._tokenizer.encode_bare(user, is_first=False)
+
+
+def turn_format(
+    files: TextFiles, tokenizer: ChatTokenizer, variables: dict[str, object] | None = None
+) -> TurnFormat:
+    """Return the format of a checkpoint: its template's, or plain text where it has none."""
+    if files.chat_template is None:
+        return PlainText(tokenizer)
+    return ChatTemplate(files, tokenizer, variables)
+
+
+def _message(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+def _text(segments: Sequence[Segment]) -> str:
+    return "".join(segment.text for segment in segments)
+
+
+def _replace(segment: Segment, stand_in: str, inert: Segment) -> list[Segment]:
+    """Cut a segment at every stand-in and put the inert text there."""
+    if segment.is_inert:
+        return [segment]
+    parts: list[Segment] = []
+    for index, text in enumerate(segment.text.split(stand_in)):
+        if index:
+            parts.append(inert)
+        if text:
+            parts.append(Segment(text))
+    return parts

@@ -1,0 +1,67 @@
+"""Tiny random checkpoints in real architectures, with a tokenizer and a chat template."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+VOCAB_SIZE = 272
+SPECIAL_TOKENS = ["<|pad|>", "<|bos|>", "<|start|>", "<|end|>", "<|eos|>"]
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}<|end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+)
+_COMMON = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "pad_token_id": 256,
+    "bos_token_id": 257,
+    "eos_token_id": 260,
+}
+
+
+def byte_tokenizer() -> Tokenizer:
+    """Return a tokenizer with one token per byte, the special tokens, and `<think>` marks."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(SPECIAL_TOKENS)
+    tokenizer.add_tokens([AddedToken(mark, special=False) for mark in ("<think>", "</think>")])
+    return tokenizer
+
+
+def tiny_model(model_type: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
+    """Return a tiny float32 model with weights large enough that greedy choices are not ties."""
+    settings = {**_COMMON, **overrides}
+    config = AutoConfig.for_model(model_type, **settings)
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config).float().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, 0.15)
+    return model
+
+
+def save_checkpoint(
+    directory: Path, model: PreTrainedModel, chat_template: str | None = CHAT_TEMPLATE
+) -> Path:
+    """Write a model with tokenizer and template as a checkpoint directory; return it."""
+    model.save_pretrained(directory)
+    byte_tokenizer().save(str(directory / "tokenizer.json"))
+    names = {"bos_token": "<|bos|>", "eos_token": "<|eos|>", "pad_token": "<|pad|>"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(names))
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": 260}))
+    if chat_template is not None:
+        (directory / "chat_template.jinja").write_text(chat_template)
+    return directory
