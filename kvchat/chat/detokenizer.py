@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
 
 class TokenStream:
     """Turns token ids into text as they come, never splitting a character.
@@ -21,31 +23,42 @@ class TokenStream:
     ) -> None:
         self._tokenizer = tokenizer
         self._hidden = hidden
-        self._stream = DecodeStream(ids=list(context_ids), skip_special_tokens=False)
+        context = list(context_ids)
+        if self._decode(context).endswith(_REPLACEMENT):
+            context = []  # the library takes a context that ends within a character for new text
+        self._stream = DecodeStream(ids=context, skip_special_tokens=False)
         self._pending: list[int] = []
 
     def feed(self, token_id: int) -> str:
         """Take the next id; return the text it completes, often empty."""
         if token_id in self._hidden:
             return ""
-        text = self._stream.step(self._tokenizer, token_id)
+        self._pending.append(token_id)
+        try:
+            text = self._stream.step(self._tokenizer, token_id)
+        except Exception:
+            # The library raises a bare Exception where what it gave out reads differently now: a
+            # byte that was a character by itself turns out to be part of a malformed one.
+            self._stream = DecodeStream(ids=[token_id], skip_special_tokens=False)
+            return self.flush()
         if text is None:
-            self._pending.append(token_id)
             return ""
         self._pending.clear()
         return str(text)
 
     def flush(self) -> str:
         """Return the replacement text of an incomplete character at the end, if there is one."""
-        if not self._pending:
-            return ""
-        text = str(self._tokenizer.decode(self._pending, skip_special_tokens=False))
+        text = self._decode(self._pending)
         self._pending.clear()
         return text
 
+    def _decode(self, token_ids: list[int]) -> str:
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=False))
+
 
 class StopFilter:
-    """Lets text through up to the first stop string, holding back what might be part of one."""
+    """Lets text through up to the stop string that is complete first, holding back what might be
+    part of one. How the text is cut into pieces makes no difference."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         assert all(stops), "an empty stop string stops everything"
@@ -58,10 +71,14 @@ class StopFilter:
         if self.has_stopped or not text:
             return ""
         self._held += text
-        found = [index for stop in self._stops if (index := self._held.find(stop)) >= 0]
+        found = [
+            (start + len(stop), start)
+            for stop in self._stops
+            if (start := self._held.find(stop)) >= 0
+        ]
         if found:
             self.has_stopped = True
-            released, self._held = self._held[: min(found)], ""
+            released, self._held = self._held[: min(found)[1]], ""
             return released
         keep = self._longest_beginning()
         cut = len(self._held) - keep

@@ -50,6 +50,10 @@ class ChatHost:
         """The loaded model's facts, None while it loads or where it failed."""
         return self._outcome if isinstance(self._outcome, ModelReady) else None
 
+    def wait_until_loaded(self) -> None:
+        """Wait until the model is loaded or has failed to."""
+        self._loaded.wait()
+
     def wait_until_ready(self) -> ModelReady:
         """Wait for the model; raises the error that kept it from loading."""
         self._loaded.wait()

@@ -144,6 +144,24 @@ class ChatSession:
         self.save(session_file.turn_line(turn), durable=True)
         return turn
 
+    def add_answer(self, text: str) -> Turn:
+        """Add an answer known by its text only, as if the model had said it, and save it."""
+        turn = Turn(
+            turn_id=self.conversation.next_turn_id,
+            parent_id=self.conversation.tip_id,
+            role=Role.ASSISTANT,
+            text=text,
+            token_ids=(),
+            tokenizer=self.model.tokenizer.digest,
+            created_s=time.time(),
+            finish=FinishReason.STOP,
+        )
+        turn = replace(turn, token_ids=self.model.answer_ids(turn))
+        self.conversation.add(turn)
+        self.save(session_file.turn_line(turn))
+        self.save(session_file.end_line(turn.turn_id, FinishReason.STOP, {}))
+        return turn
+
     def retry(self, options: AskOptions, notify: Callable[[], None] | None = None) -> Reply:
         """Answer the last user turn once more; the answers already there stay beside it."""
         for turn in reversed(self.conversation.path()):

@@ -7,6 +7,7 @@ format and its versions; knows no directory and no engine. `sessions/README.md` 
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from datetime import datetime
 from typing import Any
 
 from kvchat.chat.conversation import ROOT, Conversation, Role, Turn
@@ -97,22 +98,19 @@ def read_session(data: bytes, name: str) -> ReadSession:
     conversation, model = _begin(_event(lines[0]) if lines else None, name)
     notes = []
     for number, line in enumerate(lines[1:], start=2):
-        event = _event(line)
         try:
-            assert event is not None
-            _apply(conversation, event)
-        except (KeyError, TypeError, ValueError, AssertionError):
+            _apply(conversation, _event(line) or {"type": "damaged"})
+        except (KeyError, TypeError, ValueError, ArithmeticError):
             notes.append(f"Line {number} of {name} is damaged and was skipped.")
     if torn:
         notes.append(f"The last line of {name} was torn and was dropped.")
-    conversation.check()
     return ReadSession(conversation, model, tuple(notes))
 
 
 def _event(line: bytes) -> dict[str, Any] | None:
     try:
         event = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return event if isinstance(event, dict) else None
 
@@ -127,42 +125,73 @@ def _begin(header: dict[str, Any] | None, name: str) -> tuple[Conversation, str]
         )
     try:
         created_s = float(header["created"])
-        conversation = Conversation(str(header["id"]), created_s, header.get("system"))
-    except (KeyError, TypeError, ValueError) as error:
+        datetime.fromtimestamp(created_s)  # templates are told the date
+        conversation = Conversation(str(header["id"]), created_s, _system(header))
+    except (KeyError, TypeError, ValueError, ArithmeticError, OSError) as error:
         raise StoreError(f"The first line of {name} is damaged.") from error
     return conversation, str(header.get("model", ""))
 
 
 def _apply(conversation: Conversation, event: dict[str, Any]) -> None:
-    kind = event.get("type")
+    """Do what a line says; raises KeyError, TypeError or ValueError where it says nonsense."""
+    kind = event["type"]
     if kind == "turn":
-        conversation.add(_turn(event))
+        conversation.add(_new_turn(conversation, event))
     elif kind == "more":
-        turn = conversation.turn(event["id"])
-        ids = (*turn.token_ids, *event["ids"])
+        turn = conversation.turn(_number(event["id"]))
+        ids = (*turn.token_ids, *_ids(event))
         conversation.replace(replace(turn, text=turn.text + event["text"], token_ids=ids))
     elif kind == "end":
-        turn = conversation.turn(event["id"])
+        turn = conversation.turn(_number(event["id"]))
         conversation.replace(replace(turn, finish=FinishReason(event["finish"])))
     elif kind == "tip":
-        conversation.move_tip(event["id"])
+        conversation.move_tip(_known(conversation, event["id"]))
     elif kind == "title":
         conversation.title = str(event["title"])
     elif kind == "system":
-        conversation.system = event["system"]
+        conversation.system = _system(event)
+    elif kind == "damaged":
+        raise ValueError
     # Lines of a kind this version does not know are notes of later ones within the same format.
 
 
-def _turn(event: dict[str, Any]) -> Turn:
-    token_ids = tuple(int(token) for token in event["ids"])
-    assert event["parent"] >= ROOT
+def _new_turn(conversation: Conversation, event: dict[str, Any]) -> Turn:
+    turn_id, parent_id = _number(event["id"]), _known(conversation, event["parent"])
+    if turn_id < conversation.next_turn_id:
+        raise ValueError("turns are numbered in the order they are added")
     return Turn(
-        turn_id=int(event["id"]),
-        parent_id=int(event["parent"]),
+        turn_id=turn_id,
+        parent_id=parent_id,
         role=Role(event["role"]),
         text=str(event["text"]),
-        token_ids=token_ids,
+        token_ids=_ids(event),
         tokenizer=str(event["tokenizer"]),
         created_s=float(event["at"]),
-        system=event.get("system"),
+        system=_system(event),
     )
+
+
+def _known(conversation: Conversation, turn_id: object) -> int:
+    """Return the id of a turn that is there, or ROOT."""
+    number = _number(turn_id)
+    return number if number == ROOT else conversation.turn(number).turn_id
+
+
+def _number(value: object) -> int:
+    if type(value) is not int:
+        raise TypeError
+    return value
+
+
+def _ids(event: dict[str, Any]) -> tuple[int, ...]:
+    ids = tuple(_number(token) for token in event["ids"])
+    if any(not 0 <= token < 2**31 for token in ids):
+        raise ValueError
+    return ids
+
+
+def _system(event: dict[str, Any]) -> str | None:
+    system = event.get("system")
+    if system is not None and not isinstance(system, str):
+        raise TypeError
+    return system

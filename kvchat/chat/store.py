@@ -89,6 +89,7 @@ class SessionStore:
         problem = log.write(session_file.header_line(conversation, model), durable=True)
         if problem is not None:
             log.close()
+            self._path(conversation.session_id).unlink(missing_ok=True)
             raise StoreError(problem, "Use --incognito to chat without saving.")
         return log
 
@@ -110,7 +111,10 @@ class SessionStore:
         return read, log
 
     def read(self, session_id: str) -> session_file.ReadSession:
-        """Read a session without locking it, as it is at this moment."""
+        """Read a session without locking it, as it is at this moment.
+
+        The file's name is the session's id: a copied file is a conversation of its own.
+        """
         path = self._existing(session_id)
         try:
             descriptor = open_private(path, os.O_RDONLY)
@@ -118,7 +122,9 @@ class SessionStore:
                 data = file.read()
         except OSError as error:
             raise StoreError(f"{path} cannot be read: {error.strerror}.") from error
-        return session_file.read_session(data, path.name)
+        read = session_file.read_session(data, path.name)
+        read.conversation.session_id = session_id
+        return read
 
     def _open(self, session_id: str, flags: int) -> SessionLog:
         path = self._path(session_id)
@@ -137,12 +143,12 @@ class SessionStore:
         """Return the ids of all sessions, the most recently changed first."""
         try:
             paths = [p for p in self.directory.iterdir() if p.suffix == _SUFFIX]
-            paths = [p for p in paths if _SESSION_ID.match(p.stem)]
-            return [p.stem for p in sorted(paths, key=lambda p: -p.stat().st_mtime_ns)]
         except FileNotFoundError:
             return []
         except OSError as error:
             raise StoreError(f"Cannot list {self.directory}: {error.strerror}.") from error
+        changed_ns = {p.stem: _modified_ns(p) for p in paths if _SESSION_ID.match(p.stem)}
+        return sorted(changed_ns, key=lambda session_id: -changed_ns[session_id])
 
     def latest(self) -> str:
         """Return the id of the session changed last; raises SessionNotFound where there is none."""
@@ -167,10 +173,10 @@ class SessionStore:
         return [self._summary(session_id) for session_id in self.ids()]
 
     def _summary(self, session_id: str) -> SessionSummary:
-        modified_s = self._path(session_id).stat().st_mtime
+        modified_s = _modified_ns(self._path(session_id)) / 1e9
         try:
             conversation = self.read(session_id).conversation
-        except StoreError:
+        except (StoreError, SessionNotFound):
             return SessionSummary(session_id, "(cannot be read)", 0, modified_s, False)
         return SessionSummary(session_id, conversation.label, len(conversation), modified_s)
 
@@ -199,3 +205,11 @@ def new_session_id(now_s: float | None = None) -> str:
     """Return a fresh id: date, time and four random digits; nothing of the conversation."""
     moment = datetime.fromtimestamp(time.time() if now_s is None else now_s)
     return f"{moment:%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+
+
+def _modified_ns(path: Path) -> int:
+    """Return when a file was last changed; 0 for one that has just gone, or a dangling link."""
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return 0

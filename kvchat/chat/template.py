@@ -55,7 +55,7 @@ class _Spaces:
     trailing: str
 
     def strip(self, text: str) -> str:
-        return text.lstrip(self.leading or "\0").rstrip(self.trailing or "\0")
+        return text.lstrip(self.leading).rstrip(self.trailing)
 
 
 class ChatTemplate:
@@ -73,6 +73,7 @@ class ChatTemplate:
         self._variables = {**files.special_tokens, **(variables or {})}
         self._probe_clock = datetime(2026, 1, 2, 3, 4, 5)
         self._spaces = self._find_spaces()
+        self._refuse_loss()
         self.takes_system = self._renders([_message("system", "x"), _message("user", "y")])
         self.strategy = self._certify()
 
@@ -95,7 +96,8 @@ class ChatTemplate:
         answer.
         """
         ids = self._tokenizer.encode(self._following(user, clock))
-        return ids[1:] if ids[:1] == [last_id] else ids
+        is_closed = ids[:1] == [last_id] and self._tokenizer.is_control(ids[0])
+        return ids[1:] if is_closed else ids
 
     def _opening(self, system: str | None, user: str, clock: datetime) -> list[Segment]:
         messages = [_message("user", _USER)]
@@ -137,6 +139,17 @@ class ChatTemplate:
 
     # The certificate
 
+    def _refuse_loss(self) -> None:
+        """Raise ModelError where the template cannot render two turns, or leaves out a message."""
+        turns = (("user", _EARLIER), ("assistant", _ANSWER), ("user", _USER))
+        rendered = self._try_render([_message(*turn) for turn in turns])
+        before, _, after = rendered.partition(_ANSWER)
+        if _EARLIER not in before or _USER not in after or _EARLIER in after:
+            raise ModelError(
+                "The checkpoint's chat template cannot be used: it leaves out or changes messages.",
+                "Use a checkpoint with a working template.",
+            )
+
     def _find_spaces(self) -> _Spaces:
         """Find out what the template strips off a user's message."""
         leading = trailing = ""
@@ -157,7 +170,10 @@ class ChatTemplate:
             ) from error
 
     def _certify(self) -> Strategy:
-        """Compare appending with rendering everything again, on a few small conversations."""
+        """Compare appending with rendering everything again, on a few small conversations.
+
+        An answer that the template refuses to render again counts as rewritten history.
+        """
         answers = ("Fine, thanks.", "<think>\nhm\n</think>\n\nFine.", "Fine. ")
         found = [self._certify_with(answer) for answer in answers]
         order = (Strategy.APPEND_SAFE, Strategy.REWRITES_LAST_ANSWER, Strategy.REWRITES_HISTORY)
@@ -175,7 +191,10 @@ class ChatTemplate:
         ]
         if system is not None:
             messages.insert(0, _message("system", system))
-        whole = self._render(messages, clock)
+        try:
+            whole = self._render(messages, clock)
+        except TemplateFailed:
+            return Strategy.REWRITES_HISTORY
         if whole == appended:
             return Strategy.APPEND_SAFE
         keeps_opening = whole.startswith(opening)

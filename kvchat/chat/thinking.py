@@ -5,6 +5,7 @@ shown.
 """
 
 from dataclasses import dataclass
+from enum import Enum, auto
 
 THINKING_MARKS = {
     "<think>": "</think>",
@@ -21,72 +22,83 @@ class Passage:
     is_thinking: bool
 
 
+class _Stage(Enum):
+    """Where in an answer the text is."""
+
+    OPENING = auto()
+    THINKING = auto()
+    BETWEEN = auto()
+    ANSWER = auto()
+
+
 class ThinkingSplitter:
     """Splits a stream into passages. Thinking can only come first: marks later on are text.
 
-    `starts_thinking` is for prompts that end inside an opened mark.
+    Blank lines around thinking belong to its marks and to no passage. `starts_thinking` is for
+    prompts that end inside an opened mark. How the text is cut into pieces makes no difference.
     """
 
     def __init__(self, starts_thinking: bool = False) -> None:
-        self._closers = tuple(THINKING_MARKS.values()) if starts_thinking else ()
-        self._is_settled = False
-        self._has_thought = starts_thinking
+        self._stage = _Stage.THINKING if starts_thinking else _Stage.OPENING
+        self._closers = tuple(THINKING_MARKS.values())
+        self._has_thought = False
         self._held = ""
 
     @property
     def is_thinking(self) -> bool:
-        return bool(self._closers)
+        return self._stage is _Stage.THINKING
 
     def feed(self, text: str) -> list[Passage]:
         """Take more text; return the passages it completes, in order."""
-        if self._is_settled:
-            return self._passages(text, False)
         self._held += text
-        if self._closers:
-            return self._close()
-        return self._open()
+        passages: list[Passage] = []
+        if self._stage is _Stage.OPENING:
+            self._open()
+        if self._stage is _Stage.THINKING:
+            passages += self._think()
+        if self._stage is _Stage.BETWEEN:
+            self._held = self._held.lstrip("\n")
+            if self._held:
+                self._stage = _Stage.ANSWER
+        if self._stage is _Stage.ANSWER:
+            passages += self.flush()
+        return passages
 
     def flush(self) -> list[Passage]:
         """Return what was held back, once nothing more comes."""
         held, self._held = self._held, ""
-        return self._passages(held, self.is_thinking)
+        return self._passages(held)
 
-    def _open(self) -> list[Passage]:
+    def _open(self) -> None:
         """Wait until the beginning either is a mark or cannot become one."""
         start = self._held.lstrip()
         for opener, closer in THINKING_MARKS.items():
             if start.startswith(opener):
+                self._stage = _Stage.THINKING
                 self._closers = (closer,)
-                self._has_thought = True
-                self._held = start[len(opener) :].lstrip("\n")
-                return self._close()
-        if any(opener.startswith(start) for opener in THINKING_MARKS):
-            return []
-        return self._settle(self._held)
+                self._held = start[len(opener) :]
+                return
+        if not any(opener.startswith(start) for opener in THINKING_MARKS):
+            self._stage = _Stage.ANSWER
 
-    def _close(self) -> list[Passage]:
-        for closer in self._closers:
-            before, mark, after = self._held.partition(closer)
-            if mark:
-                self._closers = ()
-                thinking = self._passages(before.rstrip("\n"), True)
-                self._held = ""
-                return thinking + self._settle(after)
-        keep = _overlap(self._held, self._closers)
-        cut = len(self._held) - keep
-        thinking, self._held = self._passages(self._held[:cut], True), self._held[cut:]
+    def _think(self) -> list[Passage]:
+        if not self._has_thought:
+            self._held = self._held.lstrip("\n")
+        ends = [(end, mark) for mark in self._closers if (end := self._held.find(mark)) >= 0]
+        if ends:
+            end, mark = min(ends)
+            thinking = self._passages(self._held[:end].rstrip("\n"))
+            self._held = self._held[end + len(mark) :]
+            self._stage = _Stage.BETWEEN
+            return thinking
+        cut = len(self._held) - _overlap(self._held, self._closers)
+        cut = len(self._held[:cut].rstrip("\n"))
+        thinking, self._held = self._passages(self._held[:cut]), self._held[cut:]
+        self._has_thought = self._has_thought or bool(thinking)
         return thinking
 
-    def _settle(self, answer: str) -> list[Passage]:
-        """Begin the answer, without the blank lines models put between thinking and answer."""
-        if self._has_thought:
-            answer = answer.lstrip("\n")
-        self._is_settled = bool(answer)
-        self._held = ""
-        return self._passages(answer, False)
-
-    def _passages(self, text: str, is_thinking: bool) -> list[Passage]:
-        return [Passage(text, is_thinking)] if text else []
+    def _passages(self, text: str) -> list[Passage]:
+        return [Passage(text, self.is_thinking)] if text else []
 
 
 def split_thinking(text: str, starts_thinking: bool = False) -> tuple[str, str]:

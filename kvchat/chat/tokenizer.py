@@ -37,7 +37,7 @@ class ChatTokenizer:
         self._tokenizer.no_padding()
         self._json = files.tokenizer_json
         self._bos = files.special_tokens.get("bos_token") if files.adds_bos else None
-        self._control = _control_tokens(self._tokenizer, files.chat_template or "")
+        self._control = _control_ids(self._tokenizer, files)
         self._hidden = _hidden_ids(self._tokenizer)
         self.stop_token_ids = self._stop_ids(files)
 
@@ -60,33 +60,33 @@ class ChatTokenizer:
 
     def is_control(self, token_id: int) -> bool:
         """Tell whether an id is a control token, by the tokenizer's or the template's word."""
-        return token_id in self._control.values()
+        return token_id in self._control
 
     def encode(self, segments: Sequence[Segment]) -> list[int]:
         """Return the ids of a prompt's segments, without adding any special tokens.
 
-        Encoded in one piece where no inert segment spells a control token, so that the ids are
-        those of the whole text; else segment by segment.
+        Encoded in one piece where that gives no control tokens but those of the segments that are
+        not inert, so that the ids are those of the whole text; else segment by segment.
         """
-        if not any(s.is_inert and self._spells_control(s.text) for s in segments):
-            return self._encode("".join(segment.text for segment in segments))
-        ids: list[int] = []
-        for segment in segments:
-            ids += (
-                self._encode_inert(segment.text) if segment.is_inert else self._encode(segment.text)
-            )
-        return ids
+        ids = self._encode("".join(segment.text for segment in segments))
+        meant = [i for s in segments if not s.is_inert for i in self._encode(s.text)]
+        if list(filter(self.is_control, ids)) == list(filter(self.is_control, meant)):
+            return ids
+        return [
+            token
+            for s in segments
+            for token in (self._encode_inert(s.text) if s.is_inert else self._encode(s.text))
+        ]
 
     def encode_bare(self, text: str, is_first: bool) -> list[int]:
         """Return the ids of inert text with no template around it.
 
         The first text of a context gets what the tokenizer adds by default, a BOS for example.
         """
-        if self._spells_control(text):
-            ids = self._encode_inert(text)
-            prefix = self._tokenizer.encode("", add_special_tokens=True).ids if is_first else []
-            return [*prefix, *ids]
-        ids = list(self._tokenizer.encode(text, add_special_tokens=is_first).ids)
+        if any(map(self.is_control, self._encode(text))):
+            ids = self._encode("", adds_special=is_first) + self._encode_inert(text)
+        else:
+            ids = self._encode(text, adds_special=is_first)
         bos_id = self.token_id(self._bos) if self._bos is not None else None
         if is_first and bos_id is not None and ids[:1] != [bos_id]:
             ids.insert(0, bos_id)
@@ -101,41 +101,52 @@ class ChatTokenizer:
         """Return a decoder for the ids that follow `context_ids`."""
         return TokenStream(self._tokenizer, context_ids[-8:], self._hidden)
 
-    def _encode(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
-
-    def _spells_control(self, text: str) -> bool:
-        return any(token in text for token in self._control)
+    def _encode(self, text: str, adds_special: bool = False) -> list[int]:
+        return _encode_with(self._tokenizer, text, adds_special)
 
     def _encode_inert(self, text: str) -> list[int]:
-        ids = list(self._plain.encode(text, add_special_tokens=False).ids)
-        if not any(self.is_control(token) for token in ids):
+        ids = _encode_with(self._plain, text)
+        if not any(map(self.is_control, ids)):
             return ids
         # A unigram vocabulary can hold a control token as an ordinary piece: take it apart.
-        return [i for char in text for i in self._plain.encode(char, add_special_tokens=False).ids]
+        return [token for char in text for token in _encode_with(self._plain, char)]
 
     @cached_property
     def _plain(self) -> Tokenizer:
-        """The same tokenizer without its control tokens."""
-        content = json.loads(self._json)
-        content["added_tokens"] = [
-            token
-            for token in content.get("added_tokens", [])
-            if token.get("content") not in self._control
-        ]
-        return Tokenizer.from_str(json.dumps(content))
+        """The same tokenizer without added tokens.
+
+        None of them may stay: the library numbers those beyond the vocabulary anew.
+        """
+        content = {**json.loads(self._json), "added_tokens": []}
+        tokenizer = Tokenizer.from_str(json.dumps(content))
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        return tokenizer
 
 
-def _control_tokens(tokenizer: Tokenizer, template: str) -> dict[str, int]:
+def _encode_with(tokenizer: Tokenizer, text: str, adds_special: bool = False) -> list[int]:
+    # What the terminal could not decode arrives as lone surrogates, which no tokenizer takes.
+    text = text.encode("utf-8", errors="replace").decode()
+    return list(tokenizer.encode(text, add_special_tokens=adds_special).ids)
+
+
+def _control_ids(tokenizer: Tokenizer, files: TextFiles) -> frozenset[int]:
     """Return the tokens that steer a model: special ones, and those its template writes.
 
-    Added tokens that are neither, such as runs of spaces or HTML tags, are ordinary text.
+    Added tokens that are neither, such as runs of spaces or HTML tags, are ordinary text, and so is
+    the token for unknown characters.
     """
-    return {
-        token.content: token_id
+    template, unknown = files.chat_template or "", files.special_tokens.get("unk_token")
+    model = json.loads(files.tokenizer_json).get("model", {})
+    ordinary = {unknown, model.get("unk_token")}
+    return frozenset(
+        token_id
         for token_id, token in tokenizer.get_added_tokens_decoder().items()
-        if token.content.strip() and (token.special or token.content in template)
-    }
+        if token.content.strip()
+        and token.content not in ordinary
+        and token_id != model.get("unk_id")
+        and (token.special or token.content in template)
+    )
 
 
 def _hidden_ids(tokenizer: Tokenizer) -> frozenset[int]:

@@ -49,13 +49,13 @@ def parse_size(text: str, name: str) -> Size:
 
 
 def format_bytes(num_bytes: int) -> str:
-    """Return a size for people: three significant digits and a binary unit."""
-    value = float(num_bytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024:
-            return f"{value:.3g} {unit}"
-        value /= 1024
-    return f"{value:.3g} TiB"
+    """Return a size for people: three or four digits and a binary unit."""
+    value, unit = float(num_bytes), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if value < 1023.5:
+            break
+        value, unit = value / 1024, larger
+    return f"{value:.0f} {unit}" if value >= 99.95 else f"{value:.3g} {unit}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,16 +11,16 @@ from kvchat.core.errors import StoreError
 
 
 def private_directory(path: Path) -> Path:
-    """Create `path` with mode 0700 where it does not exist yet; return it.
+    """Create `path`, and what leads to it, with mode 0700 where they do not exist yet; return it.
 
     A directory that exists keeps its mode: it may be one the user chose and shares on purpose.
     Raises StoreError if it cannot be created or belongs to somebody else.
     """
     try:
-        if not path.is_dir():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.mkdir(mode=0o700, exist_ok=True)
-            path.chmod(0o700)
+        missing = [directory for directory in (path, *path.parents) if not directory.is_dir()]
+        for directory in reversed(missing):
+            directory.mkdir(mode=0o700, exist_ok=True)
+            directory.chmod(0o700)
         if path.stat().st_uid != os.getuid():
             raise StoreError(f"{path} belongs to another user.", "Choose a directory of your own.")
     except OSError as error:

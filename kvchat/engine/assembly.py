@@ -65,6 +65,7 @@ def build_engine(
         max_context=loaded.max_context,
         max_step_tokens=engine_config.max_step_tokens or step_tokens(loaded.spec, loaded.device),
         max_running=engine_config.max_running,
+        vocab_size=loaded.spec.vocab_size,
     )
     return AssembledEngine(engine, loaded, _ready(loaded, engine))
 

@@ -6,6 +6,7 @@ Turns steps into events. Knows when a request is done; knows no text, no files a
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import count
 
 import torch
@@ -33,8 +34,8 @@ _log = logging.getLogger(__name__)
 class Engine:
     """Runs requests over one model and one cache.
 
-    `max_context` is the longest context of any request, prompt and completion together. `clock`
-    returns seconds.
+    `max_context` is the longest context of any request, prompt and completion together; prompts
+    hold ids below `vocab_size`. `clock` returns seconds.
     """
 
     def __init__(
@@ -44,10 +45,12 @@ class Engine:
         max_context: int,
         max_step_tokens: int,
         max_running: int,
+        vocab_size: int,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.cache = cache
         self.max_context = min(max_context, cache.max_tokens)
+        self._vocab_size = vocab_size
         self._runner = runner
         self._scheduler = Scheduler(cache, max_step_tokens, max_running)
         self._max_step_tokens = max_step_tokens
@@ -78,10 +81,15 @@ class Engine:
             max_step_tokens=self._max_step_tokens,
         )
 
+    def running(self) -> list[Request]:
+        """Return the requests that hold blocks, for those who measure."""
+        return [r for r in self._scheduler.requests() if r.table is not None]
+
     def submit(self, spec: RequestSpec, submitted_s: float | None = None) -> int:
         """Queue a request; return its id. `submitted_s` is when it was asked for, if not now.
 
-        Raises ContextTooLong where the prompt leaves no room for a token.
+        Raises ContextTooLong where the prompt leaves no room for a token, and GenerationError for
+        an id the model has no embedding for, which would fail its step's other requests too.
         """
         length = len(spec.prompt_ids)
         if length >= self.max_context:
@@ -89,6 +97,12 @@ class Engine:
                 f"The prompt has {length} tokens, and the context holds {self.max_context}.",
                 "Shorten it, start a new conversation, or raise --device-cache if that is the "
                 "limit.",
+            )
+        strangers = [token for token in spec.prompt_ids if not 0 <= token < self._vocab_size]
+        if strangers:
+            raise GenerationError(
+                f"The prompt holds token {strangers[0]}, and the model has {self._vocab_size}.",
+                "Its tokenizer and its weights do not belong together.",
             )
         request_id = next(self._request_ids)
         now_s = self._clock() if submitted_s is None else submitted_s
@@ -111,18 +125,21 @@ class Engine:
         try:
             logits = self._runner.run(plan)
             tokens = self._sample(plan, logits)
-        except (RuntimeError, MemoryError) as error:
+        except Exception as error:  # a model's own code can fail with anything
             return events + self._fail(plan, error)
         return events + self._advance(plan, tokens)
 
     # One step, part by part
 
     def _end_cancelled(self) -> list[RequestEvent]:
-        return [
-            self._finish(request, request.cancelled_for)
-            for request in self._scheduler.requests()
-            if request.cancelled_for is not None
-        ]
+        events: list[RequestEvent] = []
+        for request in self._scheduler.requests():
+            if request.cancelled_for is not None:
+                ending = self._finish(request, request.cancelled_for)
+                # Samples that were still to fork end with it: every sample has an end.
+                samples = range(request.sample, request.sample + 1 + request.num_siblings_to_fork)
+                events.extend(replace(ending, sample=sample) for sample in samples)
+        return events
 
     def _end_stuck(self) -> list[RequestEvent]:
         """With nothing running and nothing admissible, waiting longer would not help."""
@@ -214,8 +231,7 @@ class Engine:
             return True
         return len(request.ids) >= self.max_context
 
-    def _finish(self, request: Request, reason: FinishReason | None) -> SampleFinished:
-        assert reason is not None
+    def _finish(self, request: Request, reason: FinishReason) -> SampleFinished:
         self._scheduler.finish(request)
         timing = request.clock.timing(self._clock())
         return SampleFinished(
@@ -266,4 +282,5 @@ def _explain(error: Exception) -> KvchatError:
             "The device ran out of memory while answering.",
             "Lower --device-cache or use a smaller model.",
         )
-    return GenerationError(f"The forward pass failed: {str(error).splitlines()[0][:200]}.")
+    reason = (str(error).splitlines() or [type(error).__name__])[0]
+    return GenerationError(f"The forward pass failed: {reason[:200].rstrip('.')}.")

@@ -37,8 +37,11 @@ def row_key(seed: int, position: int) -> tuple[int, int]:
 
 
 def sample_seed(seed: int, sample: int) -> int:
-    """Return the seed of the `sample`-th completion of one prompt; sample 0 keeps the seed."""
-    return seed if sample == 0 else _splitmix((seed + sample) & _MASK_64)
+    """Return the seed of the `sample`-th completion of one prompt; sample 0 keeps the seed.
+
+    The seed is scrambled before the sample is added: neighbouring seeds must not share samples.
+    """
+    return seed if sample == 0 else _splitmix((_splitmix(seed & _MASK_64) + sample) & _MASK_64)
 
 
 def _splitmix(state: int) -> int:

@@ -67,7 +67,10 @@ def _draw(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
 
 
 def _scaled(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
-    return logits / _column([row.params.temperature for row in rows], logits.device)
+    """Divide by temperature; the largest becomes 0, so that a tiny one overflows to -inf only."""
+    temperature = _column([row.params.temperature for row in rows], logits.device)
+    smallest = torch.finfo(torch.float32).tiny
+    return (logits - logits.amax(dim=-1, keepdim=True)) / temperature.clamp_(min=smallest)
 
 
 def _noise(rows: Sequence[SamplingRow], token_ids: torch.Tensor) -> torch.Tensor:
@@ -82,27 +85,42 @@ def _draw_filtered(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.T
     """Draw from what top-k, top-p and min-p leave, in that order: [num_rows] int64."""
     scaled = _scaled(logits, rows)
     log_total = torch.logsumexp(scaled, dim=-1, keepdim=True)
-    vocab_size = scaled.shape[-1]
-    count = min(_NUM_CANDIDATES, vocab_size)
+    count = min(_NUM_CANDIDATES, scaled.shape[-1])
     values, token_ids = torch.topk(scaled, count)
     kept, is_decided = _kept(values, log_total, rows)
-    if count < vocab_size and not is_decided:
-        values, token_ids = torch.sort(scaled, dim=-1, descending=True, stable=True)
-        kept, _ = _kept(values, log_total, rows)
+    chosen = _choose(values, token_ids, kept, rows)
+    if count == scaled.shape[-1]:
+        return chosen
+    # Row by row, for what a row draws must not depend on the rows beside it.
+    undecided = is_decided.logical_not().nonzero().flatten().tolist()
+    if undecided:
+        some = [rows[index] for index in undecided]
+        values, token_ids = torch.sort(scaled[undecided], dim=-1, descending=True, stable=True)
+        kept, _ = _kept(values, log_total[undecided], some)
+        chosen[undecided] = _choose(values, token_ids, kept, some)
+    return chosen
+
+
+def _choose(
+    values: torch.Tensor, token_ids: torch.Tensor, kept: torch.Tensor, rows: Sequence[SamplingRow]
+) -> torch.Tensor:
+    """Draw from the kept candidates: [num_rows] int64."""
     scores = values.masked_fill(~kept, float("-inf")) + _noise(rows, token_ids)
     return token_ids.gather(-1, scores.argmax(dim=-1, keepdim=True)).squeeze(-1)
 
 
 def _kept(
     values: torch.Tensor, log_total: torch.Tensor, rows: Sequence[SamplingRow]
-) -> tuple[torch.Tensor, bool]:
-    """Tell which candidates the filters keep, and whether tokens beyond them need no look.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tell which candidates the filters keep, and in which rows tokens beyond them need no look.
 
     values      [num_rows, num_candidates], the largest scaled logits, descending
     log_total   [num_rows, 1], log-sum-exp over the whole vocabulary
+
+    Returns [num_rows, num_candidates] bool and [num_rows] bool.
     """
     device, count = values.device, values.shape[-1]
-    top_k = _column([float(row.params.top_k or values.numel() + 1) for row in rows], device)
+    top_k = _column([row.params.top_k or float("inf") for row in rows], device)
     top_p = _column([row.params.top_p for row in rows], device)
     min_p = _column([row.params.min_p for row in rows], device)
     kept = torch.arange(count, device=device)[None] < top_k
@@ -112,6 +130,7 @@ def _kept(
     kept &= probabilities.cumsum(dim=-1) - probabilities < top_p
     kept &= probabilities >= min_p * probabilities[:, :1]
     kept[:, 0] = True
-    # A row whose last candidate is kept might keep tokens beyond it, unless top-k ends there.
-    is_decided = bool((has_top_k[:, 0] | ~kept[:, -1]).all())
-    return kept, is_decided
+    # Beyond the last candidate there may be more to keep, unless top-k ends before it; and where
+    # top-k ends beyond it, what top-p is a share of is not known yet.
+    is_decided = has_top_k | (top_k.isinf() & ~kept[:, -1:])
+    return kept, is_decided[:, 0]

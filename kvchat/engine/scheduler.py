@@ -33,12 +33,15 @@ class Work:
 
 
 class Scheduler:
-    """Owns the queues. `max_step_tokens` bounds a step, `max_running` the requests with blocks."""
+    """Owns the queues. `max_step_tokens` bounds a step, `max_running` the requests with blocks.
+
+    No more requests run than a step has tokens, so that all of them can decode in every step.
+    """
 
     def __init__(self, cache: CacheManager, max_step_tokens: int, max_running: int) -> None:
         self._cache = cache
         self._max_step_tokens = max_step_tokens
-        self._max_running = max_running
+        self._max_running = min(max_running, max_step_tokens)
         self._waiting: list[Request] = []
         self._running: list[Request] = []
         self.num_preempted = 0
@@ -56,9 +59,16 @@ class Scheduler:
         return [*self._running, *self._waiting]
 
     def add(self, request: Request) -> None:
-        """Queue a request, or keep a sibling running that shares another's blocks."""
-        queue = self._running if request.state is State.RUNNING else self._waiting
-        queue.append(request)
+        """Queue a request, or keep a sibling running that shares another's blocks.
+
+        A sibling beyond what may run waits; what it shares stays in the tree.
+        """
+        if request.state is State.WAITING:
+            self._waiting.append(request)
+            return
+        self._running.append(request)
+        if len(self._running) > self._max_running:
+            self._send_back(request)
 
     def finish(self, request: Request) -> None:
         """Take a request out and release its blocks, keeping their KV for whoever asks next."""
@@ -79,7 +89,7 @@ class Scheduler:
     def _continue_running(self) -> Iterator[Work]:
         """Go on with running requests, oldest first; every decoding one gets its token."""
         decoding = sum(request.is_decoding for request in self._running)
-        prefill_budget = max(1, self._max_step_tokens - decoding)
+        prefill_budget = self._max_step_tokens - decoding
         index = 0
         while index < len(self._running):
             request = self._running[index]
@@ -107,12 +117,15 @@ class Scheduler:
         return self._cache.reserve(request.table, start, start + num_tokens)
 
     def _preempt(self, request: Request) -> None:
+        self._send_back(request)
+        self.num_preempted += 1
+
+    def _send_back(self, request: Request) -> None:
         """Send a running request back to wait; it resumes by prefix match."""
         self._release(request)
         self._running.remove(request)
         request.state = State.WAITING
         self._waiting.insert(0, request)
-        self.num_preempted += 1
 
     def _release(self, request: Request) -> None:
         if request.table is not None:

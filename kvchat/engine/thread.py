@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from kvchat.engine.engine import Engine
 
 T = TypeVar("T")
+E = TypeVar("E")
 Listener = Callable[[RequestEvent], None]
 LoadListener = Callable[[LoadEvent], None]
 Build = Callable[[Callable[[LoadProgress], None]], "tuple[Engine, ModelReady]"]
@@ -125,7 +126,7 @@ class EngineThread:
             _log.exception("loading failed")
             self._refuse_everything(GenerationError(f"Loading the model failed: {error!r}."))
         else:
-            self._on_load(ready)
+            _tell(self._on_load, ready)
             try:
                 self._serve(engine, time.perf_counter())
             except Exception as error:
@@ -136,15 +137,15 @@ class EngineThread:
 
     def _fail_running(self, error: KvchatError) -> None:
         for request_id, listener in self._listeners.items():
-            listener(RequestFailed(request_id, error))
+            _tell(listener, RequestFailed(request_id, error))
 
     def _refuse_everything(self, error: KvchatError) -> None:
         """Answer every message with the reason the model is not there."""
-        self._on_load(LoadFailed(error))
+        _tell(self._on_load, LoadFailed(error))
         while not isinstance(message := self._messages.get(), _Close):
             if isinstance(message, _Submit):
-                message.listener(RequestFailed(0, error))
-            elif isinstance(message, _Call):
+                _tell(message.listener, RequestFailed(0, error))
+            elif isinstance(message, _Call) and message.future.set_running_or_notify_cancel():
                 message.future.set_exception(error)
 
     def _serve(self, engine: "Engine", ready_s: float) -> None:
@@ -164,7 +165,7 @@ class EngineThread:
         elif isinstance(message, _Cancel):
             if message.ticket in self._request_ids:
                 engine.cancel(self._request_ids[message.ticket], message.reason)
-        elif isinstance(message, _Call):
+        elif isinstance(message, _Call) and message.future.set_running_or_notify_cancel():
             try:
                 message.future.set_result(message.function(engine))
             except Exception as error:
@@ -174,7 +175,7 @@ class EngineThread:
         try:
             request_id = engine.submit(message.spec, max(message.submitted_s, ready_s))
         except KvchatError as error:
-            message.listener(RequestFailed(0, error))
+            _tell(message.listener, RequestFailed(0, error))
             return
         self._listeners[request_id] = message.listener
         self._samples_left[request_id] = message.spec.num_samples
@@ -185,10 +186,7 @@ class EngineThread:
             listener = self._listeners.get(event.request_id)
             if listener is None:
                 continue
-            try:
-                listener(event)
-            except Exception:
-                _log.exception("a listener failed")
+            _tell(listener, event)
             self._count_finished(event)
 
     def _count_finished(self, event: RequestEvent) -> None:
@@ -202,3 +200,11 @@ class EngineThread:
             self._request_ids = {
                 t: r for t, r in self._request_ids.items() if r != event.request_id
             }
+
+
+def _tell(listener: Callable[[E], None], event: E) -> None:
+    """Hand an event to a listener; what the listener does wrong is not the engine's trouble."""
+    try:
+        listener(event)
+    except Exception:
+        _log.exception("a listener failed")

@@ -1,0 +1,62 @@
+# kvchat's tasks. `make` alone lists them.
+
+SUITABLE := import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))
+PYTHON ?= $(shell for python in python3 python3.12 python3.11; do \
+	$$python -c '$(SUITABLE)' 2>/dev/null && echo $$python && break; done)
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+DEV_STAMP := $(VENV)/.installed-dev
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c .ci/constraints.txt
+SOURCES := kvchat kernels tests
+
+.DEFAULT_GOAL := help
+.PHONY: help chat test test-gpu soak bench check fmt demo-model clean
+
+help:  ## list the targets
+	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+chat: $(STAMP)  ## install on first use, and chat with the shipped demo model
+	@$(BIN)/kvchat
+
+test: $(DEV_STAMP)  ## everything that needs no GPU
+	$(BIN)/python -m pytest -m "not soak and not gpu"
+
+test-gpu: $(DEV_STAMP)  ## the same kernels and engine on a CUDA device
+	$(BIN)/python -m pytest -m gpu
+
+soak: $(DEV_STAMP)  ## the long random, fault and kill runs
+	$(BIN)/python -m pytest -m soak
+
+bench: $(STAMP)  ## measure this machine, beside its peers and ceilings
+	$(BIN)/kvchat bench
+
+check: $(DEV_STAMP)  ## what has to hold before every commit: style, types, floors, tests
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/mypy
+	@$(MAKE) --no-print-directory test
+
+fmt: $(DEV_STAMP)  ## format the sources
+	$(BIN)/ruff check --fix --quiet $(SOURCES) || true
+	$(BIN)/ruff format $(SOURCES)
+
+demo-model: $(STAMP)  ## train the demo models again (hours on two cores)
+	$(BIN)/python -m kvchat.demo.recipe
+
+clean:  ## remove everything the other targets made
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .demo-build
+
+$(VENV)/bin/python:
+	@test -n "$(PYTHON)" || \
+		{ echo "kvchat needs Python 3.11 or 3.12; try: make PYTHON=/path/to/python3.12"; exit 1; }
+	@echo "making $(VENV) with $$($(PYTHON) --version); installing takes a few minutes once"
+	@$(PYTHON) -m venv $(VENV)
+
+$(STAMP): pyproject.toml .ci/constraints.txt | $(VENV)/bin/python
+	@$(PIP_INSTALL) -e .
+	@touch $@
+
+$(DEV_STAMP): $(STAMP)
+	@$(PIP_INSTALL) -e ".[dev]"
+	@touch $@

@@ -1,0 +1,68 @@
+"""Engines under measurement: built from a subject, driven without threads, counted.
+
+Knows how to run requests to their end and read off what they cost.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig
+from kvchat.core.errors import GenerationError
+from kvchat.core.events import RequestFailed, SampleFinished, TokensGenerated
+from kvchat.core.types import SamplingParams
+from kvchat.engine.assembly import AssembledEngine, build_engine
+from kvchat.engine.engine import Engine
+from kvchat.engine.request import RequestSpec
+from kvchat.model.source import ModelSource
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What one request generated and what it cost."""
+
+    token_ids: tuple[int, ...]
+    finished: SampleFinished
+
+
+def new_engine(
+    source: ModelSource, model: ModelConfig, cache: CacheConfig, engine: EngineConfig | None = None
+) -> AssembledEngine:
+    """Build an engine; nothing is kept between runs."""
+    return build_engine(source, model, cache, engine or EngineConfig(), None, lambda event: None)
+
+
+def complete(engine: Engine, prompt_ids: Sequence[int], max_tokens: int) -> Completion:
+    """Run one greedy request to its end."""
+    return complete_all(engine, [prompt_ids], max_tokens)[0]
+
+
+def complete_all(
+    engine: Engine, prompts: Sequence[Sequence[int]], max_tokens: int
+) -> list[Completion]:
+    """Run greedy requests together to their end, in the order given."""
+    ids = [
+        engine.submit(RequestSpec(tuple(prompt), GREEDY, max_tokens=max_tokens))
+        for prompt in prompts
+    ]
+    generated: dict[int, list[int]] = {request_id: [] for request_id in ids}
+    finished: dict[int, SampleFinished] = {}
+    while engine.has_work:
+        for event in engine.step():
+            if isinstance(event, TokensGenerated):
+                generated[event.request_id].extend(event.token_ids)
+            elif isinstance(event, SampleFinished):
+                finished[event.request_id] = event
+            elif isinstance(event, RequestFailed):
+                raise GenerationError(f"A measured request failed: {event.error}")
+    return [Completion(tuple(generated[i]), finished[i]) for i in ids]
+
+
+def random_ids(count: int, vocab_size: int, seed: int) -> list[int]:
+    """Return token ids of no meaning; the same seed gives the same ids."""
+    generator = torch.Generator().manual_seed(seed)
+    ids: list[int] = torch.randint(0, vocab_size, (count,), generator=generator).tolist()
+    return ids

@@ -1,0 +1,71 @@
+"""Peers that run beside us: transformers' own generation on the same weights.
+
+Knows how the peer is best used by somebody who wants to be fair to it. Knows nothing of kvchat's
+engine.
+"""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from kvchat.bench.measure import wait_for_device
+from kvchat.model.source import ModelSource
+
+
+class Transformers:
+    """transformers with its default attention (sdpa) and dynamic cache, on the same weights."""
+
+    def __init__(self, source: ModelSource, device: torch.device, dtype: torch.dtype) -> None:
+        model = AutoModelForCausalLM.from_pretrained(
+            source.directory,
+            dtype=dtype,
+            use_safetensors=True,
+            trust_remote_code=False,
+            local_files_only=True,
+        )
+        self.model: Any = model.to(device).eval()
+        self._device = device
+
+    @torch.inference_mode()
+    def generate(
+        self, prompt_ids: Sequence[int], max_tokens: int, cache: DynamicCache | None = None
+    ) -> tuple[list[int], float]:
+        """Generate greedily by `generate`; return the new ids and the seconds it took.
+
+        `cache` holds the keys and values of a beginning of the prompt, and is extended.
+        """
+        prompt = torch.tensor([list(prompt_ids)], device=self._device)
+        wait_for_device()
+        start_s = time.perf_counter()
+        output = self.model.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=max_tokens,
+            min_new_tokens=max_tokens,
+            do_sample=False,
+            pad_token_id=0,
+            eos_token_id=None,
+            past_key_values=cache,
+            use_cache=True,
+        )
+        wait_for_device()
+        elapsed_s = time.perf_counter() - start_s
+        new_ids: list[int] = output[0, len(prompt_ids) :].tolist()
+        return new_ids, elapsed_s
+
+    def decode_rate(self, prompt_ids: Sequence[int], max_tokens: int) -> float:
+        """Return tokens a second after the first, prefill excluded by a run of one token."""
+        _, first_s = self.generate(prompt_ids, 1)
+        _, all_s = self.generate(prompt_ids, max_tokens)
+        return (max_tokens - 1) / max(all_s - first_s, 1e-9)
+
+    @torch.inference_mode()
+    def filled_cache(self, prompt_ids: Sequence[int]) -> DynamicCache:
+        """Return a cache that holds a prompt's keys and values."""
+        cache = DynamicCache(config=self.model.config)
+        ids = torch.tensor([list(prompt_ids)], device=self._device)
+        self.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        return cache

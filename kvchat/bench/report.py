@@ -1,0 +1,120 @@
+"""Figures, a table for people, and one JSON document for machines as the last line.
+
+Knows how results look; measures nothing.
+"""
+
+import json
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, TextIO
+
+import torch
+
+from kvchat import __version__
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One measured number.
+
+    `beside` is what it is to be read against, in the same unit and from the same run: a peer or a
+    ceiling, named by `beside_name`. `ratio` is the number that counts, as `ratio_name` says, and
+    `must` the bound it should keep, None where there is none. None stands for unknown.
+    """
+
+    name: str
+    value: float
+    unit: str
+    beside: float | None = None
+    beside_name: str = ""
+    ratio: float | None = None
+    ratio_name: str = ""
+    must: str = ""
+    spread: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What one scenario found. Figures are left out where `refusal` says why they cannot stand."""
+
+    scenario: str
+    settings: dict[str, Any]
+    figures: tuple[Figure, ...] = ()
+    refusal: str = ""
+    notes: tuple[str, ...] = field(default_factory=tuple)
+
+
+def machine() -> dict[str, Any]:
+    """Return what the figures depend on: processor, threads, device, versions."""
+    facts: dict[str, Any] = {
+        "kvchat": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "processor": _processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "threads": torch.get_num_threads(),
+        "load": round(os.getloadavg()[0], 2),
+    }
+    if torch.cuda.is_available():
+        facts["gpu"] = torch.cuda.get_device_name()
+    return facts
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            names = [line for line in file if line.startswith("model name")]
+    except OSError:
+        names = []
+    return names[0].partition(":")[2].strip() if names else platform.processor()
+
+
+def print_result(result: Result, out: TextIO) -> None:
+    """Print one scenario's table."""
+    settings = " ".join(f"{key}={value}" for key, value in result.settings.items())
+    out.write(f"\n{result.scenario}   {settings}\n")
+    if result.refusal:
+        out.write(f"  no figures: {result.refusal}\n")
+    if result.figures:
+        _print_rows([_HEADER, *(_row(figure) for figure in result.figures)], out)
+    for note in result.notes:
+        out.write(f"  {note}\n")
+    out.flush()
+
+
+_HEADER = ("", "measured", "beside it", "", "ratio", "", "must")
+
+
+def _row(figure: Figure) -> tuple[str, ...]:
+    beside = "" if figure.beside is None else f"{_number(figure.beside)} {figure.unit}"
+    return (
+        figure.name,
+        f"{_number(figure.value)} {figure.unit}",
+        beside,
+        figure.beside_name,
+        "" if figure.ratio is None else f"{figure.ratio:.2f}",
+        figure.ratio_name,
+        figure.must,
+    )
+
+
+def _print_rows(rows: Sequence[tuple[str, ...]], out: TextIO) -> None:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADER))]
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        out.write("  " + "  ".join(cells).rstrip() + "\n")
+
+
+def _number(value: float) -> str:
+    if value == 0 or 0.01 <= abs(value) < 1e6:
+        return f"{value:,.3g}" if abs(value) < 100 else f"{value:,.0f}"
+    return f"{value:.3g}"
+
+
+def print_json(results: Sequence[Result], out: TextIO) -> None:
+    """Print everything as one JSON document on the last line."""
+    document = {"machine": machine(), "results": [asdict(result) for result in results]}
+    out.write("\n" + json.dumps(document) + "\n")
+    out.flush()

@@ -1,0 +1,48 @@
+"""The scenarios by name, and what each is given.
+
+Knows which scenarios there are; each measures in a file of its own.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvchat.bench.report import Result
+from kvchat.core.config import CacheConfig, ModelConfig
+from kvchat.core.errors import UsageError
+from kvchat.model.source import ModelSource
+
+
+@dataclass(frozen=True, slots=True)
+class BenchSetup:
+    """What every scenario works with. `is_quick` shrinks it to a check that it runs at all."""
+
+    source: ModelSource
+    model: ModelConfig
+    cache: CacheConfig
+    repeats: int
+    is_quick: bool
+
+    def scaled(self, length: int) -> int:
+        """Return a length in tokens, or a small one in a quick run."""
+        return max(32, length // 32) if self.is_quick else length
+
+
+Scenario = Callable[[BenchSetup], Result]
+
+
+def scenario(name: str) -> Scenario:
+    """Return a scenario's function; raises UsageError for a name there is not."""
+    if name not in NAMES:
+        raise UsageError(f"There is no scenario {name!r}.", f"Choose from {', '.join(NAMES)}.")
+    from kvchat.bench import decode, memory, radix, startup, turns
+
+    return {
+        "turns": turns.run,
+        "decode": decode.run,
+        "radix": radix.run,
+        "memory": memory.run,
+        "startup": startup.run,
+    }[name]
+
+
+NAMES = ("turns", "decode", "radix", "memory", "startup")

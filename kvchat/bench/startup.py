@@ -1,0 +1,117 @@
+"""Scenario `startup`: how long until kvchat does something for the user.
+
+Whole processes, timed from outside: the help text, the first prompt on a terminal, the first token
+of a one-shot answer.
+"""
+
+import json
+import os
+import pty
+import select
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+
+from kvchat.bench.measure import Sample
+from kvchat.bench.report import Figure, Result
+from kvchat.bench.scenarios import BenchSetup
+
+_COMMAND = [sys.executable, "-m", "kvchat"]
+_PROMPT_DEADLINE_S = 30.0
+
+
+def run(setup: BenchSetup) -> Result:
+    """Time each start, in a home directory of its own."""
+    with tempfile.TemporaryDirectory(prefix="kvchat-bench-") as home:
+        environment = {**os.environ, "HOME": home, "XDG_CONFIG_HOME": home, "XDG_DATA_HOME": home}
+        environment |= {"XDG_STATE_HOME": home, "XDG_CACHE_HOME": home}
+        python = _repeat(setup, lambda: _run([sys.executable, "-c", "pass"], environment))
+        usage = _repeat(setup, lambda: _run([*_COMMAND, "--help"], environment))
+        imports = _repeat(
+            setup, lambda: _run([sys.executable, "-c", "import torch, transformers"], environment)
+        )
+        prompt = _repeat(setup, lambda: _time_to_prompt(environment))
+        answers = [_one_shot(environment) for _ in range(setup.repeats)]
+    shot = Sample(tuple(total for total, _ in answers))
+    first = Sample(tuple(timing["ttft_s"] for _, timing in answers))
+    return Result(
+        "startup",
+        {"model": "demo", "repeats": setup.repeats},
+        (
+            _figure("kvchat --help", usage, python, "python -c pass", "0.3 s"),
+            _figure("live prompt, demo model", prompt, python, "python -c pass", "1.5 s"),
+            _figure("one-shot answer of one token", shot, imports, "import torch, transformers"),
+            Figure("first token, model loaded", first.median * 1e3, "ms", spread=first.spread),
+        ),
+    )
+
+
+def _figure(name: str, sample: Sample, beside: Sample, beside_name: str, must: str = "") -> Figure:
+    return Figure(
+        name,
+        sample.median,
+        "s",
+        beside.median,
+        beside_name,
+        sample.median / beside.median,
+        "times that",
+        must,
+        sample.spread,
+    )
+
+
+def _repeat(setup: BenchSetup, measure: Callable[[], float]) -> Sample:
+    measure()
+    return Sample(tuple(measure() for _ in range(setup.repeats)))
+
+
+def _run(command: list[str], environment: dict[str, str]) -> float:
+    start_s = time.perf_counter()
+    subprocess.run(command, env=environment, check=True, capture_output=True)
+    return time.perf_counter() - start_s
+
+
+def _one_shot(environment: dict[str, str]) -> tuple[float, dict[str, float]]:
+    command = [*_COMMAND, "-p", "Hello", "--max-tokens", "1", "--json", "--incognito"]
+    start_s = time.perf_counter()
+    done = subprocess.run(
+        command, env=environment, check=True, capture_output=True, stdin=subprocess.DEVNULL
+    )
+    elapsed_s = time.perf_counter() - start_s
+    timing: dict[str, float] = json.loads(done.stdout)["timing"]
+    return elapsed_s, timing
+
+
+def _time_to_prompt(environment: dict[str, str]) -> float:
+    """Start the interactive chat on a pseudo-terminal; return when its prompt takes keys.
+
+    The prompt counts as live once a typed character comes back.
+    """
+    start_s = time.perf_counter()
+    process, terminal = pty.fork()
+    if process == 0:
+        os.execvpe(_COMMAND[0], _COMMAND, {**environment, "TERM": "xterm-256color"})
+    try:
+        os.write(terminal, b"zqx")
+        _wait_for(terminal, b"zqx", start_s + _PROMPT_DEADLINE_S)
+        return time.perf_counter() - start_s
+    finally:
+        os.kill(process, 9)
+        os.waitpid(process, 0)
+        os.close(terminal)
+
+
+def _wait_for(terminal: int, wanted: bytes, deadline_s: float) -> None:
+    """Read until `wanted` has been drawn by the program, not merely echoed by the terminal.
+
+    The terminal's own echo comes before the program has switched it off, in one piece; what the
+    program draws comes after its first escape sequence.
+    """
+    seen = b""
+    while b"\x1b" not in seen or wanted not in seen[seen.index(b"\x1b") :]:
+        ready, _, _ = select.select([terminal], [], [], max(0.0, deadline_s - time.perf_counter()))
+        if not ready:
+            raise TimeoutError("the prompt did not appear")
+        seen += os.read(terminal, 65536)

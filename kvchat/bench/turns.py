@@ -1,0 +1,137 @@
+"""Scenario `turns`: what a further turn of a conversation costs.
+
+Counts what a 20-turn chat reads again, and compares the time to the first token after a long
+history with that after a short one, and with transformers keeping its cache as we keep ours.
+"""
+
+from dataclasses import dataclass
+
+from kvchat.bench.engines import complete, new_engine, random_ids
+from kvchat.bench.measure import Sample, alternated
+from kvchat.bench.peers import Transformers
+from kvchat.bench.report import Figure, Result
+from kvchat.bench.scenarios import BenchSetup
+from kvchat.engine.assembly import AssembledEngine
+
+_NUM_TURNS = 20
+_USER_TOKENS = 24
+_ANSWER_TOKENS = 40
+_SHORT, _LONG = 512, 8192
+
+
+def run(setup: BenchSetup) -> Result:
+    """Measure re-reading and time to the first token."""
+    assembled = new_engine(setup.source, setup.model, setup.cache)
+    settings = {
+        "model": setup.source.name,
+        "dtype": str(assembled.loaded.dtype).removeprefix("torch."),
+        "device": assembled.loaded.device.type,
+        "new_tokens": _USER_TOKENS,
+    }
+    figures = [_reread(assembled)]
+    short, long = setup.scaled(_SHORT), setup.scaled(_LONG)
+    if long + _USER_TOKENS < assembled.engine.max_context:
+        figures += _first_tokens(setup, assembled, short, long)
+    return Result("turns", settings, tuple(figures))
+
+
+@dataclass(frozen=True, slots=True)
+class _Chat:
+    """What a chat of several turns read, and how much of it was new."""
+
+    num_new: int
+    num_read: int
+
+
+def _reread(assembled: AssembledEngine) -> Figure:
+    chat = _chat(assembled)
+    return Figure(
+        f"read in {_NUM_TURNS} turns",
+        chat.num_read,
+        "tokens",
+        chat.num_new,
+        "new tokens",
+        chat.num_read / chat.num_new,
+        "read over new",
+        f"+{assembled.engine.cache.block_size} a turn",
+    )
+
+
+def _chat(assembled: AssembledEngine) -> _Chat:
+    """Hold a chat in which each turn appends to what came before, answers included."""
+    vocab_size = assembled.loaded.spec.vocab_size
+    context: list[int] = []
+    num_new = num_read = 0
+    for turn in range(_NUM_TURNS):
+        context += random_ids(_USER_TOKENS, vocab_size, seed=1000 + turn)
+        completion = complete(assembled.engine, context, _ANSWER_TOKENS)
+        num_new += _USER_TOKENS
+        num_read += completion.finished.usage.prefilled_tokens
+        context += completion.token_ids
+    return _Chat(num_new, num_read)
+
+
+def _first_tokens(
+    setup: BenchSetup, assembled: AssembledEngine, short: int, long: int
+) -> list[Figure]:
+    ours = _Ours(assembled)
+    after_short, after_long = alternated(
+        lambda: ours.first_token_s(short), lambda: ours.first_token_s(long), setup.repeats
+    )
+    peer = _Theirs(setup, assembled)
+    theirs = Sample(tuple(peer.first_token_s(long) for _ in range(max(1, setup.repeats // 2))))
+    return [
+        Figure(
+            f"first token, {long:,} of history",
+            after_long.median * 1e3,
+            "ms",
+            after_short.median * 1e3,
+            f"{short:,} of history",
+            after_long.median / after_short.median,
+            "long over short",
+            "1.6",
+            after_long.spread,
+        ),
+        Figure(
+            f"first token, {long:,} of history",
+            after_long.median * 1e3,
+            "ms",
+            theirs.median * 1e3,
+            "transformers, cache kept",
+            after_long.median / theirs.median,
+            "ours over theirs",
+            spread=after_long.spread,
+        ),
+    ]
+
+
+class _Ours:
+    """A conversation with a history of some length that is asked something new each time."""
+
+    def __init__(self, assembled: AssembledEngine) -> None:
+        self._engine = assembled.engine
+        self._vocab_size = assembled.loaded.spec.vocab_size
+        self._num_asked = 0
+
+    def first_token_s(self, history: int) -> float:
+        context = random_ids(history, self._vocab_size, seed=history)
+        if self._engine.cache.measure(context) < history - self._engine.cache.block_size:
+            complete(self._engine, context, 1)
+        self._num_asked += 1
+        new = random_ids(_USER_TOKENS, self._vocab_size, seed=10_000 + self._num_asked)
+        return complete(self._engine, context + new, 1).finished.timing.ttft_s
+
+
+class _Theirs:
+    """The same with transformers, its cache filled with the history beforehand."""
+
+    def __init__(self, setup: BenchSetup, assembled: AssembledEngine) -> None:
+        loaded = assembled.loaded
+        self._peer = Transformers(setup.source, loaded.device, loaded.dtype)
+        self._vocab_size = loaded.spec.vocab_size
+
+    def first_token_s(self, history: int) -> float:
+        context = random_ids(history, self._vocab_size, seed=history)
+        new = random_ids(_USER_TOKENS, self._vocab_size, seed=20_000)
+        cache = self._peer.filled_cache(context)
+        return self._peer.generate(context + new, 1, cache)[1]

@@ -1,0 +1,314 @@
+"""The typer application: `kvchat` itself and its subcommands.
+
+Knows flags. Each command builds what it needs, calls it and exits with its code; nothing heavy is
+imported before a command runs.
+"""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvchat import __version__
+from kvchat.cli.settings import BY_NAME
+
+app = typer.Typer(
+    name="kvchat",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    rich_markup_mode=None,
+)
+
+
+def _show_version(value: bool) -> None:
+    if value:
+        typer.echo(f"kvchat {__version__}")
+        raise typer.Exit
+
+
+def _setting(name: str, *declarations: str, metavar: str | None = None) -> Any:
+    """Return the option of a setting, its help taken from the one table of settings."""
+    setting = BY_NAME[name]
+    flags = declarations or (setting.flag,)
+    return typer.Option(*flags, help=setting.help, metavar=metavar, show_default=False)
+
+
+@app.callback(invoke_without_command=True)
+def chat(
+    context: typer.Context,
+    prompt: Annotated[
+        str | None, typer.Option("-p", "--prompt", help="answer this and leave", metavar="TEXT")
+    ] = None,
+    model: Annotated[str | None, _setting("model", "-m", "--model", metavar="NAME")] = None,
+    system: Annotated[str | None, _setting("system", "-s", "--system", metavar="TEXT")] = None,
+    file: Annotated[
+        list[Path] | None,
+        typer.Option("-f", "--file", help="attach a text file (repeat)", metavar="PATH"),
+    ] = None,
+    continue_: Annotated[
+        bool, typer.Option("-c", "--continue", help="go on with the last conversation")
+    ] = False,
+    resume: Annotated[
+        str | None,
+        typer.Option("-r", "--resume", help="go on with this conversation", metavar="ID"),
+    ] = None,
+    fork: Annotated[bool, typer.Option("--fork", help="with -c or -r: go on in a copy")] = False,
+    title: Annotated[
+        str, typer.Option(help="name the conversation", metavar="TEXT", show_default=False)
+    ] = "",
+    json_: Annotated[bool, typer.Option("--json", help="print one JSON object an answer")] = False,
+    output_format: Annotated[
+        str, typer.Option(help="text, json or stream-json", metavar="FORMAT")
+    ] = "text",
+    input_format: Annotated[
+        str, typer.Option(help="text, lines (a turn a line) or jsonl", metavar="FORMAT")
+    ] = "text",
+    raw: Annotated[
+        bool, typer.Option("--raw", help="pass control characters of an answer through")
+    ] = False,
+    stats: Annotated[bool | None, _setting("stats", "--stats")] = None,
+    quiet: Annotated[bool | None, _setting("quiet", "-q", "--quiet")] = None,
+    temperature: Annotated[float | None, _setting("temperature", metavar="X")] = None,
+    top_p: Annotated[float | None, _setting("top_p", metavar="X")] = None,
+    top_k: Annotated[int | None, _setting("top_k", metavar="N")] = None,
+    min_p: Annotated[float | None, _setting("min_p", metavar="X")] = None,
+    repetition_penalty: Annotated[float | None, _setting("repetition_penalty", metavar="X")] = None,
+    seed: Annotated[int | None, _setting("seed", metavar="N")] = None,
+    max_tokens: Annotated[int | None, _setting("max_tokens", metavar="N")] = None,
+    stop: Annotated[list[str] | None, _setting("stop", metavar="TEXT")] = None,
+    timeout: Annotated[float | None, _setting("timeout", metavar="S")] = None,
+    samples: Annotated[
+        int, typer.Option("-n", "--samples", help="answers to the same prompt", metavar="N")
+    ] = 1,
+    device: Annotated[str | None, _setting("device", metavar="NAME")] = None,
+    dtype: Annotated[str | None, _setting("dtype", metavar="NAME")] = None,
+    kv_dtype: Annotated[str | None, _setting("kv_dtype", metavar="NAME")] = None,
+    block_size: Annotated[int | None, _setting("block_size", metavar="N")] = None,
+    threads: Annotated[int | None, _setting("threads", metavar="N")] = None,
+    device_cache: Annotated[str | None, _setting("device_cache", metavar="SIZE")] = None,
+    max_context: Annotated[int | None, _setting("max_context", metavar="N")] = None,
+    no_cache: Annotated[bool, typer.Option("--no-cache", help="never reuse KV")] = False,
+    incognito: Annotated[bool | None, _setting("incognito", "--incognito")] = None,
+    sessions_dir: Annotated[str | None, _setting("sessions_dir", metavar="DIR")] = None,
+    color: Annotated[str | None, _setting("color", metavar="WHEN")] = None,
+    accessible: Annotated[bool | None, _setting("accessible", "--accessible")] = None,
+    debug: Annotated[bool, typer.Option("--debug", help="show tracebacks")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="the version")
+    ] = False,
+) -> None:
+    """Chat with local language models, and never read the same conversation twice.
+
+    On a terminal this starts an interactive chat. With -p, or with input from a pipe, it answers
+    and leaves.
+    """
+    if context.invoked_subcommand is not None:
+        return
+    from kvchat.cli.chat import ChatRequest, run_chat
+
+    flags = {name: value for name, value in context.params.items() if name in BY_NAME}
+    if no_cache:
+        flags["cache"] = False
+    request = ChatRequest(
+        prompt=prompt,
+        files=tuple(file or ()),
+        is_continued=continue_,
+        resume=resume,
+        is_forked=fork,
+        title=title,
+        output_format="json" if json_ else output_format,
+        input_format=input_format,
+        is_raw=raw,
+        num_samples=samples,
+    )
+    raise typer.Exit(run_chat(flags, request))
+
+
+@app.command()
+def bench(
+    scenarios: Annotated[
+        list[str] | None, typer.Argument(help="turns decode radix memory startup; default: all")
+    ] = None,
+    model: Annotated[str | None, _setting("model", "-m", "--model", metavar="NAME")] = None,
+    shape: Annotated[
+        str, typer.Option(help="without a model: random weights in this shape")
+    ] = "0.4b",
+    dtype: Annotated[str, typer.Option(help="of random weights", metavar="NAME")] = "bfloat16",
+    device: Annotated[str, _setting("device", metavar="NAME")] = "auto",
+    device_cache: Annotated[str | None, _setting("device_cache", metavar="SIZE")] = None,
+    block_size: Annotated[int, _setting("block_size", metavar="N")] = 16,
+    threads: Annotated[int | None, _setting("threads", metavar="N")] = None,
+    repeats: Annotated[int, typer.Option(help="of every measurement", metavar="N", min=1)] = 5,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="small lengths: does it run? No figures to quote")
+    ] = False,
+) -> None:
+    """Measure this machine: every figure beside its peer or its ceiling, JSON on the last line."""
+    from kvchat.cli.bench import BenchRequest, run_bench
+
+    run_bench(
+        BenchRequest(
+            scenarios=tuple(scenarios or ()),
+            model=model,
+            shape=shape,
+            dtype=dtype,
+            device=device,
+            device_cache=device_cache,
+            block_size=block_size,
+            threads=threads,
+            repeats=repeats,
+            is_quick=quick,
+        )
+    )
+
+
+sessions_app = typer.Typer(rich_markup_mode=None, help="Saved conversations.")
+models_app = typer.Typer(rich_markup_mode=None, help="Models on this machine.")
+config_app = typer.Typer(rich_markup_mode=None, help="Settings and where they come from.")
+app.add_typer(sessions_app, name="sessions", invoke_without_command=True)
+app.add_typer(models_app, name="models", invoke_without_command=True)
+app.add_typer(config_app, name="config", invoke_without_command=True)
+
+_SessionsDir = Annotated[str | None, _setting("sessions_dir", metavar="DIR")]
+_SessionId = Annotated[str, typer.Argument(metavar="ID", help="an id, or its beginning")]
+
+
+@sessions_app.callback()
+def sessions_default(context: typer.Context, sessions_dir: _SessionsDir = None) -> None:
+    """List, show, export, import, rename or delete saved conversations."""
+    context.obj = sessions_dir
+    if context.invoked_subcommand is None:
+        sessions_list(context)
+
+
+@sessions_app.command("list")
+def sessions_list(
+    context: typer.Context,
+    json_: Annotated[bool, typer.Option("--json", help="print JSON lines")] = False,
+) -> None:
+    """List conversations, the most recent first."""
+    from kvchat.cli import sessions
+
+    sessions.list_sessions(sessions.open_store(context.obj), json_)
+
+
+@sessions_app.command("show")
+def sessions_show(context: typer.Context, session: _SessionId) -> None:
+    """Print a conversation as text."""
+    from kvchat.cli import sessions
+
+    sessions.show(sessions.open_store(context.obj), session)
+
+
+@sessions_app.command("export")
+def sessions_export(
+    context: typer.Context,
+    session: _SessionId,
+    path: Annotated[Path | None, typer.Argument(help="a file; default: standard output")] = None,
+    format_: Annotated[str, typer.Option("--format", help="md, json or jsonl")] = "md",
+) -> None:
+    """Write a conversation as Markdown, JSON messages, or a session file."""
+    from kvchat.cli import sessions
+
+    sessions.export(sessions.open_store(context.obj), session, path, format_)
+
+
+@sessions_app.command("import")
+def sessions_import(
+    context: typer.Context,
+    path: Annotated[Path, typer.Argument(help="a session file or JSON messages")],
+) -> None:
+    """Add a conversation from a file."""
+    from kvchat.cli import sessions
+
+    sessions.import_file(sessions.open_store(context.obj), path)
+
+
+@sessions_app.command("rename")
+def sessions_rename(context: typer.Context, session: _SessionId, title: str) -> None:
+    """Give a conversation a title."""
+    from kvchat.cli import sessions
+
+    sessions.rename(sessions.open_store(context.obj), session, title)
+
+
+@sessions_app.command("rm")
+def sessions_remove(
+    context: typer.Context,
+    session: Annotated[list[str], typer.Argument(metavar="ID...", help="ids")],
+) -> None:
+    """Delete conversations for good."""
+    from kvchat.cli import sessions
+
+    sessions.remove(sessions.open_store(context.obj), session)
+
+
+@models_app.callback()
+def models_default(context: typer.Context) -> None:
+    """List the models on this machine, or say what one is and whether it is supported."""
+    if context.invoked_subcommand is None:
+        models_list()
+
+
+@models_app.command("list")
+def models_list() -> None:
+    """List the shipped demo and the models in the hub cache."""
+    from kvchat.cli import models
+
+    models.list_models()
+
+
+@models_app.command("info")
+def models_info(
+    model: Annotated[str, typer.Argument(help=BY_NAME["model"].help)] = "demo",
+    device: Annotated[str | None, _setting("device", metavar="NAME")] = None,
+    json_: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+) -> None:
+    """Say what a model is, what its KV costs, and whether kvchat can run it."""
+    from kvchat.cli import models
+
+    models.info(model, device or "auto", json_)
+
+
+@config_app.callback()
+def config_default(context: typer.Context) -> None:
+    """Show the settings in force, the configuration file, or change a setting in it."""
+    if context.invoked_subcommand is None:
+        config_show()
+
+
+@config_app.command("show")
+def config_show(
+    origin: Annotated[bool, typer.Option("--origin", help="say where each comes from")] = False,
+) -> None:
+    """Print every setting and its value."""
+    from kvchat.cli import config
+
+    config.show(origin)
+
+
+@config_app.command("path")
+def config_path() -> None:
+    """Print where the configuration file is."""
+    from kvchat.cli import config
+
+    config.path()
+
+
+@config_app.command("set")
+def config_set(name: str, value: str) -> None:
+    """Change a setting in the configuration file."""
+    from kvchat.cli import config
+
+    config.set_value(name, value)
+
+
+@app.command()
+def doctor(
+    sessions_dir: _SessionsDir = None,
+) -> None:
+    """Check terminal, Python, torch, GPU, disk and sessions; exit 0 only if all is well."""
+    from kvchat.cli.doctor import examine
+
+    raise typer.Exit(examine(sessions_dir))

@@ -1,0 +1,104 @@
+"""The wiring: settings -> directories, model text, engine, host. The only place that joins them.
+
+Imports torch only on the engine's thread.
+"""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvchat.cli.settings import Settings
+from kvchat.core.config import Paths
+from kvchat.core.errors import UsageError
+from kvchat.core.events import LoadEvent, LoadProgress, ModelReady
+
+if TYPE_CHECKING:
+    from kvchat.chat.host import ChatHost
+    from kvchat.chat.session import AskOptions
+    from kvchat.chat.store import SessionStore
+    from kvchat.engine.engine import Engine
+    from kvchat.model.source import ModelSource
+
+
+def user_paths() -> Paths:
+    """Return the platform's directories for this user's config, sessions, state and cache."""
+    import platformdirs
+
+    directories = platformdirs.PlatformDirs("kvchat", appauthor=False)
+    return Paths(
+        config=directories.user_config_path / "config.toml",
+        sessions=directories.user_data_path / "sessions",
+        state=directories.user_state_path,
+        cache=directories.user_cache_path,
+    )
+
+
+def session_store(settings: Settings) -> "SessionStore":
+    """Return the store of saved conversations."""
+    from kvchat.chat.store import SessionStore
+
+    directory = settings["sessions_dir"]
+    return SessionStore(Path(directory).expanduser() if directory else user_paths().sessions)
+
+
+def ask_options(settings: Settings, model_defaults: dict[str, float], samples: int) -> "AskOptions":
+    """Return how answers are generated."""
+    from kvchat.chat.session import AskOptions
+
+    max_tokens = settings["max_tokens"]
+    if max_tokens is not None and max_tokens < 1:
+        raise UsageError(f"--max-tokens is {max_tokens}, but must be 1 or more.")
+    if samples < 1:
+        raise UsageError(f"--samples is {samples}, but must be 1 or more.")
+    return AskOptions(
+        sampling=settings.sampling(model_defaults),
+        seed=settings["seed"],
+        max_tokens=max_tokens,
+        stops=tuple(settings["stop"]),
+        num_samples=samples,
+    )
+
+
+def open_host(
+    settings: Settings,
+    on_load: Callable[[LoadEvent], None] | None = None,
+    model_name: str | None = None,
+) -> "ChatHost":
+    """Find the model, read its text side, and start loading it on the engine's thread.
+
+    Raises what keeps the model from being found at once; what fails later comes as an event. A hub
+    download happens here, in the foreground.
+    """
+    from kvchat.chat.chat_model import read_chat_model
+    from kvchat.chat.host import ChatHost
+    from kvchat.model.source import find_model
+
+    # Values that cannot be used are told before a model is looked for.
+    settings.model_config(), settings.cache_config(), settings.engine_config()
+    source = find_model(model_name if model_name is not None else settings["model"])
+    store = None if settings["incognito"] else session_store(settings)
+    return ChatHost(read_chat_model(source), _build(settings, source), store, on_load)
+
+
+def _build(
+    settings: Settings, source: "ModelSource"
+) -> "Callable[[Callable[[LoadProgress], None]], tuple[Engine, ModelReady]]":
+    state = None if settings["incognito"] else user_paths().state
+
+    def build(progress: Callable[[LoadProgress], None]) -> "tuple[Engine, ModelReady]":
+        # transformers and tokenizers would otherwise look for a network and warn about forks.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        from kvchat.engine.assembly import build_engine
+
+        assembled = build_engine(
+            source,
+            settings.model_config(),
+            settings.cache_config(),
+            settings.engine_config(),
+            state,
+            progress,
+        )
+        return assembled.engine, assembled.ready
+
+    return build

@@ -1,0 +1,211 @@
+"""`kvchat`: decides between the interactive chat and the script modes, and sets either up.
+
+Knows terminals, standard input and exit codes. The chat itself is `terminal`'s, answering without
+a screen is `script.py`'s.
+"""
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvchat.cli.build import ask_options, open_host, session_store, user_paths
+from kvchat.cli.settings import Settings, resolve
+from kvchat.core.errors import UsageError
+
+if TYPE_CHECKING:
+    from kvchat.chat.host import ChatHost
+    from kvchat.chat.session import ChatSession
+    from kvchat.cli.interruption import Interruption
+    from kvchat.cli.output import Notices, Writer
+
+_OUTPUT_FORMATS = ("text", "json", "stream-json")
+_INPUT_FORMATS = ("text", "lines", "jsonl")
+
+
+@dataclass(frozen=True, slots=True)
+class ChatRequest:
+    """What the command line asked for beside the settings."""
+
+    prompt: str | None = None
+    files: tuple[Path, ...] = ()
+    is_continued: bool = False
+    resume: str | None = None
+    is_forked: bool = False
+    title: str = ""
+    output_format: str = "text"
+    input_format: str = "text"
+    is_raw: bool = False
+    num_samples: int = 1
+
+    def __post_init__(self) -> None:
+        _one_of("--output-format", self.output_format, _OUTPUT_FORMATS)
+        _one_of("--input-format", self.input_format, _INPUT_FORMATS)
+        if self.is_continued and self.resume is not None:
+            raise UsageError("--continue and --resume exclude each other.")
+        if self.is_forked and not self.resumes:
+            raise UsageError("--fork needs --continue or --resume.")
+        if self.input_format == "jsonl" and (self.resumes or self.prompt is not None):
+            raise UsageError("--input-format jsonl takes its prompts from the input alone.")
+
+    @property
+    def resumes(self) -> bool:
+        return self.is_continued or self.resume is not None
+
+
+def _one_of(flag: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise UsageError(f"{flag} is {value!r}, but must be one of {', '.join(allowed)}.")
+
+
+def run_chat(flags: dict[str, Any], request: ChatRequest) -> int:
+    """Chat as asked; return the exit code."""
+    settings = resolve(flags, os.environ, user_paths().config)
+    ask_options(settings, {}, request.num_samples)  # tells of bad values before anything is done
+    is_interactive = request.prompt is None and _is_terminal(sys.stdin) and _is_terminal(sys.stdout)
+    if is_interactive and request.input_format == "text" and request.output_format == "text":
+        return _chat_interactively(settings, request)
+    if request.prompt is None and _is_terminal(sys.stdin):
+        raise UsageError("There is nothing to answer.", "Give a prompt with -p, or pipe one in.")
+    return _answer_script(settings, request)
+
+
+def _is_terminal(stream: Any) -> bool:
+    return stream is not None and not stream.closed and stream.isatty()
+
+
+def _session_id(settings: Settings, request: ChatRequest) -> str | None:
+    """Return the conversation the user named; None where a new one is wanted."""
+    if not request.resumes:
+        return None
+    store = session_store(settings)
+    return store.latest() if request.resume is None else store.find(request.resume)
+
+
+def _open_session(
+    host: "ChatHost", settings: Settings, request: ChatRequest, session_id: str | None
+) -> "ChatSession | None":
+    """Open a saved conversation, or a copy of it where that is asked for or nothing is saved."""
+    if session_id is None:
+        return None
+    if request.is_forked or host.store is None:
+        return host.fork_session(session_store(settings).read(session_id).conversation)
+    return host.open_session(session_id)
+
+
+def _attachments(request: ChatRequest) -> str:
+    from kvchat.chat.attachment import read_attachment
+
+    return "".join(f"{read_attachment(path)}\n" for path in request.files)
+
+
+# Scripts
+
+
+def _answer_script(settings: Settings, request: ChatRequest) -> int:
+    from kvchat.cli.interruption import Interruption
+    from kvchat.cli.output import Notices
+    from kvchat.cli.script import read_text, with_prompt
+
+    notices = Notices(settings["quiet"])
+    text = None
+    if request.input_format == "text":
+        piped = "" if _is_terminal(sys.stdin) else read_text(_stdin(), notices)
+        text = with_prompt(piped, request.prompt)
+        if not text.strip() and not request.files:
+            raise UsageError("The input is empty.", "Give a prompt with -p, or pipe one in.")
+    with Interruption() as interruption:
+        return _run_script(settings, request, notices, interruption, text)
+
+
+def _run_script(
+    settings: Settings,
+    request: ChatRequest,
+    notices: "Notices",
+    interruption: "Interruption",
+    text: str | None,
+) -> int:
+    from kvchat.cli.progress import LoadingLine
+    from kvchat.cli.script import Script, ScriptSetup, read_lines, read_requests
+
+    attachments = _attachments(request)
+    session_id = _session_id(settings, request)
+    host = open_host(settings, LoadingLine(sys.stderr, settings["quiet"]).show)
+    options = ask_options(settings, host.model.sampling_defaults, request.num_samples)
+    setup = ScriptSetup(
+        host=host,
+        options=options,
+        writer=_writer(request, host),
+        notices=notices,
+        timeout_s=settings["timeout"],
+        prefix=attachments,
+    )
+    script = Script(setup, interruption)
+    if request.input_format == "jsonl":
+        script.answer_batch(read_requests(_stdin(), notices))
+        return script.exit_code
+    session = _open_session(host, settings, request, session_id)
+    if session is None:
+        session = host.new_session(settings["system"], request.title)
+    _tell_about(host, session, notices)
+    if text is not None:
+        script.answer(session, text)
+        return script.exit_code
+    lines = read_lines(_stdin(), notices)
+    script.answer_lines(session, lines, request.prompt)
+    return script.exit_code
+
+
+def _tell_about(host: "ChatHost", session: "ChatSession", notices: "Notices") -> None:
+    from kvchat.chat.template import Strategy
+
+    for note in session.notes:
+        notices.tell(note)
+    if host.model.format.strategy is Strategy.NO_TEMPLATE:
+        notices.tell("the model has no chat template; it completes the text as it stands.")
+
+
+def _writer(request: ChatRequest, host: "ChatHost") -> "Writer":
+    from kvchat.cli.output import JsonWriter, StreamJsonWriter, TextWriter
+
+    if request.output_format == "json":
+        return JsonWriter(sys.stdout, lambda: host.ready)
+    if request.output_format == "stream-json":
+        return StreamJsonWriter(sys.stdout, lambda: host.ready)
+    if request.input_format == "jsonl":
+        return JsonWriter(sys.stdout, lambda: host.ready)
+    return TextWriter(sys.stdout, request.is_raw)
+
+
+def _stdin() -> Any:
+    if sys.stdin is None or sys.stdin.closed:
+        raise UsageError("Standard input is closed.", "Give a prompt with -p.")
+    return sys.stdin.buffer
+
+
+# The interactive chat
+
+
+def _chat_interactively(settings: Settings, request: ChatRequest) -> int:
+    from kvchat.terminal.repl import LoadRelay, Look, ReplSetup, run
+
+    attachments = (_attachments(request),) if request.files else ()
+    session_id = _session_id(settings, request)
+    relay = LoadRelay()
+    host = open_host(settings, relay.hear)
+    options = ask_options(settings, host.model.sampling_defaults, 1)
+    setup = ReplSetup(
+        host=host,
+        new_host=lambda name, hear: open_host(settings, hear, name),
+        relay=relay,
+        session=_open_session(host, settings, request, session_id),
+        options=options,
+        system=settings["system"],
+        title=request.title,
+        attachments=attachments,
+        history_path=None if settings["incognito"] else user_paths().state / "history",
+        look=Look.choose(settings["color"], settings["accessible"], os.environ),
+        show_stats=True,
+    )
+    return run(setup)

@@ -1,0 +1,134 @@
+"""`kvchat doctor`: is everything as it should be? One screen, exit 0 only if all is well.
+
+Knows how to ask; each check is a few lines and depends on nothing but its own part.
+"""
+
+import importlib.metadata
+import os
+import platform
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvchat import __version__
+from kvchat.cli.build import session_store, user_paths
+from kvchat.cli.settings import resolve
+from kvchat.core.config import format_bytes
+from kvchat.core.errors import ExitCode, KvchatError
+from kvchat.core.paths import private_directory
+
+_LOW_SPACE_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What one check found; `advice` is there where something is not well."""
+
+    subject: str
+    fact: str
+    advice: str = ""
+
+
+def examine(sessions_dir: str | None) -> int:
+    """Print every finding; return the exit code."""
+    findings = [finding for check in _checks(sessions_dir) for finding in _run(check)]
+    for finding in findings:
+        mark = "!!" if finding.advice else "ok"
+        line = f"{mark}  {finding.subject:12} {finding.fact}"
+        sys.stdout.write(f"{line}\n" if not finding.advice else f"{line}\n    {finding.advice}\n")
+    return ExitCode.GENERATION if any(finding.advice for finding in findings) else ExitCode.OK
+
+
+Check = Callable[[], Iterator[Finding]]
+
+
+def _run(check: Check) -> Iterator[Finding]:
+    try:
+        yield from check()
+    except KvchatError as error:
+        yield Finding(check.__name__.strip("_"), error.message, error.hint or "See above.")
+    except Exception as error:
+        yield Finding(check.__name__.strip("_"), f"{type(error).__name__}: {error}", "Reinstall.")
+
+
+def _checks(sessions_dir: str | None) -> tuple[Check, ...]:
+    def sessions() -> Iterator[Finding]:
+        flags = {"sessions_dir": sessions_dir}
+        store = session_store(resolve(flags, os.environ, user_paths().config))
+        summaries = store.summaries()
+        damaged = [s.session_id for s in summaries if not s.is_readable]
+        advice = f"Cannot be read: {', '.join(damaged[:3])}." if damaged else ""
+        yield Finding("sessions", f"{len(summaries)} in {store.directory}", advice)
+
+    return (_versions, _terminal, _devices, _directories, sessions, _demo)
+
+
+def _versions() -> Iterator[Finding]:
+    python = platform.python_version()
+    advice = "" if sys.version_info >= (3, 11) else "kvchat needs Python 3.11 or newer."
+    yield Finding("kvchat", f"{__version__} on Python {python}", advice)
+    names = ("torch", "transformers", "tokenizers", "triton", "diskcache")
+    versions = [f"{name} {importlib.metadata.version(name)}" for name in names if _has(name)]
+    missing = [name for name in names if not _has(name)]
+    needed = [name for name in missing if name != "triton" or sys.platform == "linux"]
+    yield Finding(
+        "packages",
+        ", ".join(versions),
+        f"Missing: {', '.join(needed)}; install kvchat again." if needed else "",
+    )
+
+
+def _has(name: str) -> bool:
+    try:
+        importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _terminal() -> Iterator[Finding]:
+    size = shutil.get_terminal_size()
+    kind = os.environ.get("TERM", "")
+    if not sys.stdout.isatty():
+        yield Finding("terminal", "standard output is not a terminal")
+        return
+    encoding = (sys.stdout.encoding or "").lower()
+    advice = "" if encoding.startswith("utf") else "Set a UTF-8 locale, for example LANG=C.UTF-8."
+    yield Finding("terminal", f"{kind} {size.columns}x{size.lines} {encoding}", advice)
+
+
+def _devices() -> Iterator[Finding]:
+    import torch
+
+    from kvchat.model.device import free_bytes
+
+    cpu = torch.device("cpu")
+    threads = torch.get_num_threads()
+    yield Finding("CPU", f"{threads} threads, {format_bytes(free_bytes(cpu))} free")
+    if not torch.cuda.is_available():
+        yield Finding("GPU", "none that torch can use")
+        return
+    device = torch.device("cuda", 0)
+    name = torch.cuda.get_device_name(device)
+    yield Finding("GPU", f"{name}, {format_bytes(free_bytes(device))} free")
+
+
+def _directories() -> Iterator[Finding]:
+    paths = user_paths()
+    for subject, path in (("state", paths.state), ("cache", paths.cache)):
+        private_directory(path)
+        with tempfile.NamedTemporaryFile(dir=path) as file:
+            file.write(b"x")
+        space = shutil.disk_usage(path).free
+        advice = "Free some disk space." if space < _LOW_SPACE_BYTES else ""
+        yield Finding(subject, f"{path}, {format_bytes(space)} free", advice)
+
+
+def _demo() -> Iterator[Finding]:
+    from kvchat.model.source import find_model
+
+    directory: Path = find_model("demo").directory
+    yield Finding("demo model", str(directory))

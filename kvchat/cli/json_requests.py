@@ -1,0 +1,111 @@
+"""One line of `--input-format jsonl`: what a request may say, and how its history is taken over.
+
+Knows the request's fields; answering it is `script.py`'s.
+"""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from kvchat.chat.conversation import Role
+from kvchat.chat.session import AskOptions, ChatSession
+from kvchat.chat.transcript import parse_messages
+from kvchat.core.errors import UsageError
+
+_SAMPLING = {
+    "temperature": float,
+    "top_p": float,
+    "min_p": float,
+    "top_k": int,
+    "repetition_penalty": float,
+}
+_OTHERS = ("id", "prompt", "messages", "system", "seed", "max_tokens", "stop")
+
+
+@dataclass(frozen=True, slots=True)
+class JsonRequest:
+    """A parsed request: earlier messages, the prompt to answer, and what differs from the flags."""
+
+    request_id: object
+    prompt: str
+    system: str | None = None
+    history: tuple[tuple[Role, str], ...] = ()
+    sampling: dict[str, Any] = field(default_factory=dict)
+    others: dict[str, Any] = field(default_factory=dict)
+
+    def options(self, base: AskOptions) -> AskOptions:
+        """Return the options of this request; raises UsageError for values out of range."""
+        sampling = replace(base.sampling, **self.sampling)
+        return replace(base, sampling=sampling, **self.others)
+
+    def recall_history(self, session: ChatSession) -> None:
+        """Put the earlier messages into a new session, as if they had been said in it."""
+        for role, text in self.history:
+            if role is Role.USER:
+                session.add_user_turn(text)
+            else:
+                session.add_answer(text)
+
+
+def parse_request(content: object, line: int) -> JsonRequest:
+    """Read one request; raises UsageError naming the line and what is wrong with it."""
+    if not isinstance(content, dict):
+        raise UsageError(f'Line {line} of the input is not a JSON object like {{"prompt": "..."}}.')
+    for name in content:
+        if name not in _OTHERS and name not in _SAMPLING:
+            raise UsageError(f"Line {line} of the input has an unknown field {name!r}.")
+    has_prompt, has_messages = "prompt" in content, "messages" in content
+    if has_prompt == has_messages:
+        raise UsageError(f"Line {line} of the input needs either a prompt or messages.")
+    messages = content.get("messages", [{"role": "user", "content": content.get("prompt")}])
+    system, history = _messages(messages, line)
+    if not history or history[-1][0] is not Role.USER:
+        raise UsageError(f"Line {line} of the input does not end with a user message.")
+    return JsonRequest(
+        request_id=content.get("id"),
+        prompt=history[-1][1],
+        system=content.get("system", system),
+        history=history[:-1],
+        sampling=_sampling(content, line),
+        others=_others(content, line),
+    )
+
+
+def _messages(messages: object, line: int) -> tuple[str | None, tuple[tuple[Role, str], ...]]:
+    """Return the system prompt and the user and assistant messages."""
+    if not isinstance(messages, list):
+        raise UsageError(f"The messages of line {line} are not a list.")
+    try:
+        system, history = parse_messages(messages)
+    except UsageError as error:
+        raise UsageError(f"Line {line} of the input: {error.message}") from error
+    return system, tuple(history)
+
+
+def _sampling(content: dict[str, Any], line: int) -> dict[str, Any]:
+    values = {}
+    for name, kind in _SAMPLING.items():
+        if name in content:
+            value = content[name]
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise UsageError(f"{name} of line {line} is {value!r}, but must be a number.")
+            values[name] = kind(value)
+    return values
+
+
+def _others(content: dict[str, Any], line: int) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for name in ("seed", "max_tokens"):
+        if name in content:
+            value = content[name]
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise UsageError(f"{name} of line {line} is {value!r}, but must be a whole number.")
+            values[name] = value
+    if values.get("max_tokens", 1) < 1:
+        raise UsageError(f"max_tokens of line {line} must be 1 or more.")
+    if "stop" in content:
+        stop = content["stop"]
+        stops = [stop] if isinstance(stop, str) else stop
+        if not isinstance(stops, list) or not all(isinstance(s, str) and s for s in stops):
+            raise UsageError(f"stop of line {line} must be a text or a list of texts.")
+        values["stops"] = tuple(stops)
+    return values

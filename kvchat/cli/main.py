@@ -1,0 +1,68 @@
+"""`kvchat`'s entry: runs the application and turns what went wrong into a sentence and a code.
+
+The one place, beside the interactive loop, where errors become text.
+"""
+
+import os
+import sys
+import threading
+import traceback
+from typing import NoReturn
+
+from kvchat.core.errors import ExitCode, KvchatError
+
+
+def run() -> NoReturn:
+    """Run the command line and leave with its exit code."""
+    code = _run()
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except (BrokenPipeError, ValueError):
+        code = ExitCode.BROKEN_PIPE
+        _forget_stdout()
+    if code == ExitCode.BROKEN_PIPE:
+        _forget_stdout()
+    if any(thread.name == "kvchat-engine" for thread in threading.enumerate()):
+        # The engine may be inside a long forward pass or still importing torch; neither has
+        # anything to save, and waiting for it would keep the shell's prompt from coming back.
+        os._exit(code)
+    sys.exit(code)
+
+
+def _run() -> int:
+    from kvchat.cli.app import app
+    from kvchat.cli.interruption import Interrupted
+
+    is_debug = "--debug" in sys.argv
+    try:
+        app(standalone_mode=True)
+    except SystemExit as leaving:
+        return leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
+    except KvchatError as error:
+        if is_debug:
+            traceback.print_exc()
+        print(f"kvchat: {error}", file=sys.stderr)  # noqa: T201 - the one place errors are printed
+        return error.exit_code
+    except BrokenPipeError:
+        _forget_stdout()
+        return ExitCode.BROKEN_PIPE
+    except Interrupted as interrupted:
+        return interrupted.code
+    except KeyboardInterrupt:
+        return ExitCode.INTERRUPT
+    except Exception as error:
+        if is_debug:
+            raise
+        print(  # noqa: T201
+            f"kvchat: unexpected {type(error).__name__}: {error}. "
+            "This is a bug; --debug shows where.",
+            file=sys.stderr,
+        )
+        return ExitCode.GENERATION
+    return ExitCode.OK
+
+
+def _forget_stdout() -> None:
+    """Point stdout nowhere, so that flushing it at exit does not complain about the closed pipe."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

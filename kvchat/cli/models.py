@@ -1,0 +1,117 @@
+"""`kvchat models`: what models there are, what one is, and whether it can be run.
+
+Knows what is printed. Reads configurations, not weights, wherever the answer can be had so.
+"""
+
+import json
+import sys
+from datetime import datetime
+from typing import Any
+
+from kvchat.chat.chat_model import read_chat_model
+from kvchat.chat.template import Strategy
+from kvchat.core.config import CacheConfig, ModelConfig, format_bytes
+from kvchat.core.errors import ModelError, ModelUnsupported
+from kvchat.model.source import DEMO, ModelSource, find_model
+
+
+def list_models() -> None:
+    """Print the shipped demo and every model in the hub cache."""
+    names = [DEMO, *_hub_models()]
+    for name in names:
+        _print(name)
+
+
+def _hub_models() -> list[str]:
+    from huggingface_hub import scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
+
+    try:
+        repositories = scan_cache_dir().repos
+    except CacheNotFound:
+        return []
+    return sorted(repo.repo_id for repo in repositories if repo.repo_type == "model")
+
+
+def info(name: str, device: str, as_json: bool) -> None:
+    """Print a model's facts; raises ModelUnsupported after them where it cannot be run."""
+    source = find_model(name)
+    facts, refusal = _facts(source, device)
+    if as_json:
+        _print(json.dumps(facts, ensure_ascii=True))
+    else:
+        for key, value in facts.items():
+            _print(f"{key.replace('_', ' '):22} {value}")
+        card = source.directory / "README.md"
+        if name == DEMO and card.is_file():
+            _print("\n" + card.read_text(encoding="utf-8").rstrip("\n"))
+    if refusal is not None:
+        raise refusal
+
+
+def _facts(source: ModelSource, device: str) -> tuple[dict[str, Any], ModelUnsupported | None]:
+    from kvchat.model.loader import inspect_model
+
+    facts: dict[str, Any] = {"model": source.name, "directory": str(source.directory)}
+    try:
+        config, spec = inspect_model(source)
+        if spec is None:
+            spec = _loaded_spec(source, device)
+    except ModelUnsupported as error:
+        return {**facts, "supported": f"no: {error.message}"}, error
+    facts |= _text_facts(source)
+    facts |= _size_facts(source, spec, config, device)
+    return facts, None
+
+
+def _loaded_spec(source: ModelSource, device: str) -> Any:
+    from kvchat.model.loader import load_model
+
+    return load_model(source, ModelConfig(source.name, device), None, lambda event: None).spec
+
+
+def _size_facts(source: ModelSource, spec: Any, config: Any, device: str) -> dict[str, Any]:
+    """Return architecture and sizes; token counts say what fits in the default budgets."""
+    import torch
+
+    from kvchat.engine.assembly import device_budget, kv_geometry
+    from kvchat.model.device import choose_device, dtype_name
+
+    where = choose_device(ModelConfig(device=device))
+    dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
+    geometry = kv_geometry(spec, CacheConfig(), dtype)
+    budget = device_budget(CacheConfig(), where)
+    weights = sum(path.stat().st_size for path in source.weight_files)
+    spans = {layer.span for layer in spec.layers}
+    return {
+        "supported": "yes",
+        "architecture": spec.architecture,
+        "parameters": f"{spec.num_parameters / 1e6:,.1f} M",
+        "weights": format_bytes(weights),
+        "dtype": dtype_name(dtype),
+        "layers": len(spec.layers),
+        "windows": ", ".join(sorted(str(s.window or s.chunk or "full") for s in spans)),
+        "context": f"{spec.max_context:,} tokens",
+        "kv_per_token": format_bytes(geometry.token_bytes),
+        "fits_on_device": f"{budget // geometry.token_bytes:,} tokens in {format_bytes(budget)}",
+    }
+
+
+def _text_facts(source: ModelSource) -> dict[str, Any]:
+    try:
+        model = read_chat_model(source)
+    except ModelError as error:
+        return {"chat_template": f"unusable: {error.message}"}
+    strategy = model.format.strategy
+    how = {
+        Strategy.APPEND_SAFE: "appending equals rendering again",
+        Strategy.REWRITES_LAST_ANSWER: "would rewrite the last answer; kvchat appends instead",
+        Strategy.REWRITES_HISTORY: "would rewrite history; kvchat appends instead",
+        Strategy.NO_TEMPLATE: "texts follow one another",
+    }[strategy]
+    opening = model.format.opening(None, "", datetime(2026, 1, 2))
+    return {"chat_template": f"{strategy.value}: {how}", "opening": f"{len(opening)} tokens"}
+
+
+def _print(line: str) -> None:
+    sys.stdout.write(line + "\n")

@@ -1,0 +1,217 @@
+"""How answers leave the program in scripts: plain text, one JSON object, or a stream of JSON lines.
+
+Knows the field names of the JSON contract. stdout carries the answer and nothing else; everything
+else is stderr's.
+"""
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol, TextIO
+
+from kvchat.chat.events import AnswerEnded, AnswerFailed, AnswerText, ChatEvent, ReadingPrompt
+from kvchat.core.errors import KvchatError
+from kvchat.core.events import ModelReady
+from kvchat.core.types import FinishReason
+from kvchat.terminal.sanitize import Sanitizer
+
+Facts = Callable[[], ModelReady | None]
+
+
+@dataclass(slots=True, eq=False)
+class Exchange:
+    """What every object about one exchange says: its session, and the request's id if any."""
+
+    session_id: str
+    request_id: object = None
+    num_samples: int = 1
+    has_started: bool = False
+
+    def fields(self, sample: int | None = None) -> dict[str, object]:
+        fields: dict[str, object] = {"session": self.session_id}
+        if self.request_id is not None:
+            fields["id"] = self.request_id
+        if sample is not None and self.num_samples > 1:
+            fields["sample"] = sample
+        return fields
+
+
+class Writer(Protocol):
+    """Writes one exchange after another."""
+
+    def write(self, exchange: Exchange, event: ChatEvent) -> None:
+        """Take one event of an exchange."""
+
+    def fail(self, error: KvchatError, fields: dict[str, object]) -> None:
+        """Report that there is no exchange to speak of."""
+
+
+def final_object(
+    ready: ModelReady | None, exchange: Exchange, ended: AnswerEnded
+) -> dict[str, object]:
+    """Return the object that describes a finished answer, as `--json` prints it."""
+    timing = ended.timing.as_dict(ended.usage)
+    timing["load_s"] = round(ready.load_s, 4) if ready is not None else 0.0
+    result: dict[str, object] = {
+        **exchange.fields(ended.sample),
+        "text": ended.text,
+        "finish_reason": ended.reason.value,
+        "usage": ended.usage.as_dict(),
+        "timing": timing,
+        "model": model_object(ready),
+    }
+    if ended.thinking:
+        result["thinking"] = ended.thinking
+    return result
+
+
+def model_object(ready: ModelReady | None) -> dict[str, object] | None:
+    """Return the object that names the model, None while it is not loaded."""
+    if ready is None:
+        return None
+    return {
+        "name": ready.name,
+        "identity": ready.identity,
+        "device": ready.device,
+        "dtype": ready.dtype,
+        "draft": None,
+    }
+
+
+def error_object(error: KvchatError) -> dict[str, object]:
+    """Return the object that describes an error."""
+    return {"code": int(error.exit_code), "message": error.message, "hint": error.hint}
+
+
+class TextWriter:
+    """Prints answers as they come, each ended by a newline; thinking is left out.
+
+    Of several samples each is printed when it is complete, a blank line between them. `is_raw`
+    prints control characters too.
+    """
+
+    def __init__(self, stdout: TextIO, is_raw: bool) -> None:
+        self._stdout = stdout
+        self._sanitizer = Sanitizer()
+        self._is_raw = is_raw
+        self._ends_line = True
+        self._num_printed = 0
+
+    def write(self, exchange: Exchange, event: ChatEvent) -> None:
+        if isinstance(event, AnswerText) and exchange.num_samples == 1 and not event.is_thinking:
+            self._print(event.text)
+        elif isinstance(event, AnswerEnded):
+            if exchange.num_samples > 1:
+                self._print("\n" if self._num_printed else "")
+                self._print(event.text)
+                self._num_printed += 1
+            self._end_line()
+        elif isinstance(event, AnswerFailed):
+            self._end_line()
+
+    def fail(self, error: KvchatError, fields: dict[str, object]) -> None:
+        self._end_line()
+
+    def _print(self, text: str) -> None:
+        shown = text if self._is_raw else self._sanitizer.feed(text)
+        if shown:
+            self._stdout.write(shown)
+            self._stdout.flush()
+            self._ends_line = shown.endswith("\n")
+
+    def _end_line(self) -> None:
+        if not self._ends_line:
+            self._stdout.write("\n")
+        self._stdout.flush()
+        self._ends_line = True
+
+
+class JsonWriter:
+    """Prints one object per answer."""
+
+    def __init__(self, stdout: TextIO, ready: Facts) -> None:
+        self._stdout = stdout
+        self._ready = ready
+
+    def write(self, exchange: Exchange, event: ChatEvent) -> None:
+        if isinstance(event, AnswerEnded):
+            self._print(final_object(self._ready(), exchange, event))
+        elif isinstance(event, AnswerFailed):
+            self._print({**exchange.fields(), "error": error_object(event.error)})
+
+    def fail(self, error: KvchatError, fields: dict[str, object]) -> None:
+        self._print({**fields, "error": error_object(error)})
+
+    def _print(self, content: dict[str, object]) -> None:
+        print_json(self._stdout, content)
+
+
+class StreamJsonWriter:
+    """Prints every event as a line of its own, flushed."""
+
+    def __init__(self, stdout: TextIO, ready: Facts) -> None:
+        self._stdout = stdout
+        self._ready = ready
+
+    def write(self, exchange: Exchange, event: ChatEvent) -> None:
+        if isinstance(event, AnswerFailed):
+            self.fail(event.error, exchange.fields())
+            return
+        self._start(exchange)
+        if isinstance(event, ReadingPrompt):
+            cached = {"cached_tokens": event.cached.as_dict()}
+            self._print("prefill", exchange, {"done": event.done, "total": event.total, **cached})
+        elif isinstance(event, AnswerText):
+            key = "thinking" if event.is_thinking else "text"
+            self._print("delta", exchange, {key: event.text}, event.sample)
+        elif isinstance(event, AnswerEnded):
+            self._print("end", exchange, final_object(self._ready(), exchange, event))
+
+    def fail(self, error: KvchatError, fields: dict[str, object]) -> None:
+        print_json(self._stdout, {"event": "error", **fields, **error_object(error)})
+
+    def _start(self, exchange: Exchange) -> None:
+        if not exchange.has_started:
+            exchange.has_started = True
+            self._print("start", exchange, {"model": model_object(self._ready())})
+
+    def _print(
+        self,
+        name: str,
+        exchange: Exchange,
+        content: dict[str, object],
+        sample: int | None = None,
+    ) -> None:
+        print_json(self._stdout, {"event": name, **exchange.fields(sample), **content})
+
+
+def print_json(stdout: TextIO, content: dict[str, object]) -> None:
+    """Print one JSON line and flush it; ASCII only, so that no terminal or locale is disturbed."""
+    stdout.write(json.dumps(content, ensure_ascii=True) + "\n")
+    stdout.flush()
+
+
+class Notices:
+    """One-line messages on stderr; `is_quiet` keeps all but errors."""
+
+    def __init__(self, is_quiet: bool, stderr: TextIO | None = None) -> None:
+        self._is_quiet = is_quiet
+        self._stderr = stderr if stderr is not None else sys.stderr
+
+    def tell(self, message: str) -> None:
+        if not self._is_quiet:
+            self._stderr.write(f"kvchat: {message}\n")
+            self._stderr.flush()
+
+    def error(self, error: KvchatError) -> None:
+        self._stderr.write(f"kvchat: {error}\n")
+        self._stderr.flush()
+
+
+def ending_notice(reason: FinishReason, is_limited: bool) -> str | None:
+    """Return what a reader of the answer should know about its end."""
+    if reason is FinishReason.LENGTH:
+        limit = "--max-tokens" if is_limited else "the end of the context"
+        return f"the answer was cut off at {limit}."
+    return None

@@ -1,0 +1,313 @@
+"""Answers without a screen: one prompt, one turn a line, or a batch of JSON requests.
+
+Knows how scripts talk to kvchat: standard input, output formats, exit codes. Does not know how an
+answer comes about.
+"""
+
+import itertools
+import json
+import queue
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import BinaryIO
+
+from kvchat.chat.events import AnswerEnded, AnswerFailed, ChatEvent, SavingFailed
+from kvchat.chat.host import ChatHost
+from kvchat.chat.reply import Reply
+from kvchat.chat.session import AskOptions, ChatSession
+from kvchat.cli.interruption import Interrupted, Interruption
+from kvchat.cli.json_requests import JsonRequest, parse_request
+from kvchat.cli.output import Exchange, Notices, Writer, ending_notice
+from kvchat.core.errors import ExitCode, KvchatError, UsageError
+from kvchat.core.types import FinishReason
+
+# JSON requests in flight at once: enough to fill any batch, few enough to keep files open.
+_MAX_IN_FLIGHT = 128
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptSetup:
+    """What a script run works with. `timeout_s` limits each answer; `prefix` goes before the first
+    message: attached files."""
+
+    host: ChatHost
+    options: AskOptions
+    writer: Writer
+    notices: Notices
+    timeout_s: float | None = None
+    prefix: str = ""
+
+
+class Script:
+    """Runs exchanges one after another and remembers the exit code: the first failure's."""
+
+    def __init__(self, setup: ScriptSetup, interruption: Interruption) -> None:
+        self._setup = setup
+        self._interruption = interruption
+        self._prefix = setup.prefix
+        self._is_heard = True
+        self.exit_code = ExitCode.OK
+
+    def answer(self, session: ChatSession, text: str) -> None:
+        """Answer one message and write what happens; errors are reported, not raised."""
+        prefix, self._prefix = self._prefix, ""
+        text = f"{prefix}{text}"
+        try:
+            reply = session.ask(text, self._setup.options)
+        except KvchatError as error:
+            self.report(error, {"session": session.session_id})
+            return
+        exchange = Exchange(session.session_id, None, self._setup.options.num_samples)
+        with self._limited(reply):
+            for event in reply:
+                self._handle(exchange, event, reply)
+
+    def answer_lines(
+        self, session: ChatSession, lines: Iterator[str], last: str | None = None
+    ) -> None:
+        """Answer a turn a line, all in one conversation; `last` is one more turn after them.
+
+        Slash commands are carried out. A signal ends the run after the answer it cut off.
+        """
+        options = replace(self._setup.options, num_samples=1)
+        self._setup = replace(self._setup, options=options)
+        for line in itertools.chain(lines, [last] if last is not None else []):
+            self.answer(session, line)
+            if self._interruption.code is not None or not self._is_heard:
+                return
+
+    def report(self, error: KvchatError, fields: dict[str, object]) -> None:
+        """Report what kept an exchange from happening."""
+        with self._listening(None):
+            self._setup.writer.fail(error, fields)
+        self._fail(error)
+
+    def _fail(self, error: KvchatError) -> None:
+        self._setup.notices.error(error)
+        self._note(error.exit_code)
+
+    def _note(self, code: ExitCode) -> None:
+        if self.exit_code is ExitCode.OK:
+            self.exit_code = code
+
+    @contextmanager
+    def _listening(self, reply: Reply | None) -> Iterator[None]:
+        """Notice that nobody reads the output any more, and stop talking; answers are kept."""
+        try:
+            yield
+        except BrokenPipeError:
+            self._is_heard = False
+            self.exit_code = ExitCode.BROKEN_PIPE
+            if reply is not None:
+                reply.cancel()
+
+    def _handle(self, exchange: Exchange, event: ChatEvent, reply: Reply) -> None:
+        with self._listening(reply):
+            if self._is_heard:
+                self._setup.writer.write(exchange, event)
+        if isinstance(event, SavingFailed):
+            self._setup.notices.tell(event.message)
+        elif isinstance(event, AnswerFailed):
+            self._fail(event.error)
+        elif isinstance(event, AnswerEnded):
+            notice = ending_notice(event.reason, self._setup.options.max_tokens is not None)
+            if notice is not None:
+                self._setup.notices.tell(notice)
+            if event.reason is FinishReason.TIMEOUT:
+                self._setup.notices.tell(f"the answer took longer than {self._setup.timeout_s} s.")
+                self._note(ExitCode.TIMEOUT)
+            if self._interruption.code is not None:
+                self._note(self._interruption.code)
+
+    def _limited(self, reply: Reply) -> "_Limits":
+        return _Limits(self._setup.host, reply, self._setup.timeout_s, self._interruption)
+
+    # A batch of JSON requests
+
+    def answer_batch(self, requests: Iterator[JsonRequest | KvchatError]) -> None:
+        """Answer independent requests as one continuous batch; results come as they are ready.
+
+        Requests are read on a thread of their own: whoever sends them may wait for an answer
+        before sending the next.
+        """
+        inbox: queue.SimpleQueue[_Arrival] = queue.SimpleQueue()
+        places = threading.Semaphore(_MAX_IN_FLIGHT)
+        running: dict[int, _Running] = {}
+        self._interruption.watch(lambda: _cancel_all(running))
+        threading.Thread(target=_read_ahead, args=(requests, inbox, places), daemon=True).start()
+        number, is_open = 0, True
+        while (is_open and self._interruption.code is None and self._is_heard) or running:
+            arrival = self._next_arrival(inbox)
+            if arrival is None:
+                is_open = False
+            elif isinstance(arrival, int):
+                self._take(arrival, running, places)
+            elif isinstance(arrival, KvchatError):
+                self.report(arrival, {})
+                places.release()
+            elif self._interruption.code is None and self._is_heard:
+                number += 1
+                self._start(arrival, number, running, inbox, places)
+        if self._interruption.code is not None:
+            self._note(self._interruption.code)
+
+    def _next_arrival(self, inbox: "queue.SimpleQueue[_Arrival]") -> "_Arrival":
+        """Wait for something to happen; wakes up for a signal even if nothing does."""
+        while True:
+            try:
+                return inbox.get(timeout=0.5)
+            except queue.Empty:
+                if self._interruption.code is not None:
+                    return None
+
+    def _start(
+        self,
+        request: JsonRequest,
+        number: int,
+        running: "dict[int, _Running]",
+        inbox: "queue.SimpleQueue[_Arrival]",
+        places: threading.Semaphore,
+    ) -> None:
+        fields = {} if request.request_id is None else {"id": request.request_id}
+        session = None
+        try:
+            options = request.options(self._setup.options)
+            session = self._setup.host.new_session(request.system)
+            request.recall_history(session)
+            reply = session.ask(request.prompt, options, lambda: inbox.put(number))
+        except KvchatError as error:
+            self.report(error, dict(fields))
+            places.release()
+            if session is not None:
+                session.close()
+            return
+        exchange = Exchange(session.session_id, request.request_id, options.num_samples)
+        timer = _start_timer(reply, self._setup.timeout_s)
+        running[number] = _Running(session, reply, exchange, timer)
+
+    def _take(
+        self, number: int, running: "dict[int, _Running]", places: threading.Semaphore
+    ) -> None:
+        current = running.get(number)
+        if current is None:
+            return  # a notice that came after the last event was taken
+        for event in current.reply.poll():
+            self._handle(current.exchange, event, current.reply)
+        if current.reply.is_finished:
+            if current.timer is not None:
+                current.timer.cancel()
+            current.session.close()
+            del running[number]
+            places.release()
+
+
+@dataclass(frozen=True, slots=True)
+class _Running:
+    session: ChatSession
+    reply: Reply
+    exchange: Exchange
+    timer: threading.Timer | None
+
+
+_Arrival = JsonRequest | KvchatError | int | None
+
+
+def _read_ahead(
+    requests: Iterator[JsonRequest | KvchatError],
+    inbox: "queue.SimpleQueue[_Arrival]",
+    places: threading.Semaphore,
+) -> None:
+    """Hand requests over as places become free; None at the end."""
+    for request in requests:
+        places.acquire()
+        inbox.put(request)
+    inbox.put(None)
+
+
+def _cancel_all(running: dict[int, _Running]) -> None:
+    for current in list(running.values()):
+        current.reply.cancel()
+
+
+class _Limits:
+    """While entered: a time limit on a reply, and signals that end it."""
+
+    def __init__(
+        self,
+        host: ChatHost,
+        reply: Reply,
+        timeout_s: float | None,
+        interruption: Interruption,
+    ) -> None:
+        self._host = host
+        self._reply = reply
+        self._timeout_s = timeout_s
+        self._interruption = interruption
+        self._timer: threading.Timer | None = None
+
+    def __enter__(self) -> None:
+        self._interruption.watch(self._cancel)
+        if self._timeout_s is not None:
+            self._host.wait_until_loaded()
+            self._timer = _start_timer(self._reply, self._timeout_s)
+
+    def __exit__(self, *exception: object) -> None:
+        self._interruption.watch(None)
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _cancel(self) -> None:
+        if self._host.ready is None:  # loading cannot be ended in order, and has made nothing yet
+            assert self._interruption.code is not None
+            raise Interrupted(self._interruption.code)
+        self._reply.cancel()
+
+
+def _start_timer(reply: Reply, timeout_s: float | None) -> threading.Timer | None:
+    if timeout_s is None:
+        return None
+    timer = threading.Timer(timeout_s, reply.cancel, (FinishReason.TIMEOUT,))
+    timer.daemon = True
+    timer.start()
+    return timer
+
+
+def read_text(stdin: BinaryIO, notices: Notices) -> str:
+    """Return all of standard input as one message, without its last line end."""
+    return _decode(stdin.read(), notices).rstrip("\n")
+
+
+def read_lines(stdin: BinaryIO, notices: Notices) -> Iterator[str]:
+    """Yield the lines of standard input as they come; empty ones are no turns."""
+    for line in stdin:
+        text = _decode(line, notices).rstrip("\r\n")
+        if text.strip():
+            yield text
+
+
+def read_requests(stdin: BinaryIO, notices: Notices) -> Iterator[JsonRequest | KvchatError]:
+    """Yield the requests of standard input, an error in place of each line that is none."""
+    for number, line in enumerate(stdin, start=1):
+        if not line.strip():
+            continue
+        try:
+            yield parse_request(json.loads(line), number)
+        except (ValueError, RecursionError):
+            yield UsageError(f"Line {number} of the input is not JSON.")
+        except KvchatError as error:
+            yield error
+
+
+def _decode(data: bytes, notices: Notices) -> str:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError:
+        notices.tell("the input is not valid UTF-8; what could not be read became \ufffd.")
+        return data.decode("utf-8", errors="replace")
+
+
+def with_prompt(piped: str, prompt: str | None) -> str:
+    """Join piped input with the prompt given on the command line, which comes last."""
+    return "\n\n".join(part for part in (piped, prompt or "") if part)

@@ -1,0 +1,190 @@
+"""Every setting: its name, type, default and help, and where its value came from.
+
+Precedence: flags, `KVCHAT_*` environment, config.toml, defaults. Knows names and types; what a
+setting does is its user's business.
+"""
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig, Size, parse_size
+from kvchat.core.errors import UsageError
+from kvchat.core.types import SamplingParams
+
+ENVIRONMENT_PREFIX = "KVCHAT_"
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One setting. `kind` is str, int, float, bool or list; `choices` limits a string."""
+
+    name: str
+    kind: type
+    default: object
+    help: str
+    choices: tuple[str, ...] = ()
+
+    @property
+    def variable(self) -> str:
+        return ENVIRONMENT_PREFIX + self.name.upper()
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+
+SETTINGS = (
+    Setting("model", str, "demo", "demo, a directory, or a Hugging Face id"),
+    Setting("system", str, None, "system prompt of new conversations"),
+    Setting("temperature", float, None, "0 is greedy; default: the model's own, else 0.7"),
+    Setting("top_p", float, None, "keep the likeliest tokens up to this probability"),
+    Setting("top_k", int, None, "keep this many likeliest tokens; 0 is off"),
+    Setting("min_p", float, None, "drop tokens less likely than this share of the likeliest"),
+    Setting("repetition_penalty", float, None, "above 1 makes repeating less likely"),
+    Setting("seed", int, None, "same seed, same text; default: a new one per answer"),
+    Setting("max_tokens", int, None, "most tokens of an answer"),
+    Setting("stop", list, (), "end the answer at this text"),
+    Setting("timeout", float, None, "seconds an answer may take, the model loaded"),
+    Setting("device", str, "auto", "where the model runs", ("auto", "cpu", "cuda")),
+    Setting(
+        "dtype", str, "auto", "auto: the checkpoint's", ("auto", "float32", "bfloat16", "float16")
+    ),
+    Setting("kv_dtype", str, "auto", "auto: the dtype", ("auto", "float32", "bfloat16", "float16")),
+    Setting("block_size", int, 16, "tokens per cache block, a power of two"),
+    Setting("threads", int, None, "CPU threads; default: the physical cores"),
+    Setting("device_cache", str, None, "KV memory on the device: 8G, 512M, or 20% of what is free"),
+    Setting("max_context", int, None, "lower the longest context, in tokens"),
+    Setting("cache", bool, True, "reuse KV between turns"),
+    Setting("incognito", bool, False, "save nothing"),
+    Setting("sessions_dir", str, None, "where conversations are kept"),
+    Setting("color", str, "auto", "colour on the terminal", ("auto", "always", "never")),
+    Setting("accessible", bool, False, "plain lines: no toolbar, cursor motion or colour"),
+    Setting("stats", bool, False, "statistics after every answer, on stderr"),
+    Setting("quiet", bool, False, "nothing on stderr but errors"),
+)
+BY_NAME = {setting.name: setting for setting in SETTINGS}
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Resolved values, and for each one where it came from."""
+
+    values: Mapping[str, Any]
+    origins: Mapping[str, str] = field(default_factory=dict)
+
+    def __getitem__(self, name: str) -> Any:
+        return self.values[name]
+
+    def model_config(self) -> ModelConfig:
+        return ModelConfig(self["model"], self["device"], self["dtype"], self["threads"])
+
+    def cache_config(self) -> CacheConfig:
+        return CacheConfig(
+            block_size=self["block_size"],
+            device_bytes=self._size("device_cache"),
+            kv_dtype=self["kv_dtype"],
+            reuse=self["cache"],
+        )
+
+    def engine_config(self) -> EngineConfig:
+        return EngineConfig(max_context=self["max_context"])
+
+    def _size(self, name: str) -> Size | None:
+        text = self[name]
+        return parse_size(text, BY_NAME[name].flag) if text is not None else None
+
+    def sampling(self, model_defaults: Mapping[str, float]) -> SamplingParams:
+        """Return the sampling parameters: what the user set, else the model's own defaults."""
+        given: dict[str, Any] = {}
+        for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"):
+            if self[name] is not None:
+                given[name] = self[name]
+            elif name in model_defaults:
+                given[name] = BY_NAME[name].kind(model_defaults[name])
+        return SamplingParams(**given)
+
+
+def resolve(
+    flags: Mapping[str, object], environment: Mapping[str, str], config_path: Path
+) -> Settings:
+    """Merge the four sources; raises UsageError naming the source of a value that cannot be used.
+
+    `flags` holds None for what was not given.
+    """
+    file_values = _read_config(config_path)
+    values: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    for setting in SETTINGS:
+        value, origin = setting.default, "default"
+        if setting.name in file_values:
+            value = _checked(setting, file_values[setting.name], str(config_path))
+            origin = str(config_path)
+        text = environment.get(setting.variable)
+        if text is not None and text != "":
+            value, origin = _parsed(setting, text), setting.variable
+        flag = flags.get(setting.name)
+        if flag is not None and flag != [] and flag != ():
+            value, origin = _checked(setting, flag, setting.flag), setting.flag
+        values[setting.name] = value
+        origins[setting.name] = origin
+    return Settings(values, origins)
+
+
+def _read_config(path: Path) -> dict[str, object]:
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise UsageError(f"{path} cannot be read: {error}.", "Mend or remove it.") from error
+    for name in values:
+        if name not in BY_NAME:
+            raise UsageError(f"{path} sets {name!r}, which is no setting.", "See `kvchat config`.")
+    return values
+
+
+def _parsed(setting: Setting, text: str) -> object:
+    """Turn an environment variable's or a command's text into a value."""
+    if setting.kind is bool:
+        lowered = text.strip().lower()
+        if lowered in ("1", "true", "yes", "on"):
+            return True
+        if lowered in ("0", "false", "no", "off"):
+            return False
+        raise UsageError(f"{setting.variable} is {text!r}, but must be true or false.")
+    if setting.kind is list:
+        return (text,)
+    try:
+        return _checked(setting, setting.kind(text), setting.variable)
+    except ValueError as error:
+        raise UsageError(
+            f"{setting.variable} is {text!r}, but must be {_KIND_NAMES[setting.kind]}."
+        ) from error
+
+
+_KIND_NAMES = {int: "a whole number", float: "a number", str: "text", list: "a list of texts"}
+
+
+def parse_value(name: str, text: str) -> object:
+    """Turn text into a setting's value; raises UsageError for an unknown name or a bad value."""
+    if name not in BY_NAME:
+        raise UsageError(f"{name!r} is no setting.", "See `kvchat config show`.")
+    return _parsed(BY_NAME[name], text)
+
+
+def _checked(setting: Setting, value: object, origin: str) -> object:
+    if setting.kind is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if setting.kind is list and isinstance(value, list | tuple):
+        value = tuple(str(item) for item in value)
+        if "" in value:
+            raise UsageError(f"{origin} is an empty text, which would stop every answer.")
+    elif not isinstance(value, setting.kind) or (setting.kind is int and isinstance(value, bool)):
+        kind = "true or false" if setting.kind is bool else _KIND_NAMES[setting.kind]
+        raise UsageError(f"{origin} sets {setting.name} to {value!r}, but it must be {kind}.")
+    if setting.choices and value not in setting.choices:
+        raise UsageError(f"{origin} is {value!r}, but must be one of {', '.join(setting.choices)}.")
+    return value

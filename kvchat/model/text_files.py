@@ -1,0 +1,135 @@
+"""The text side of a checkpoint: tokenizer, chat template, special tokens, stop ids, defaults.
+
+Reads files and nothing else; tokenising and rendering are the chat floor's. Imports transformers
+only for a checkpoint that ships no tokenizer.json.
+"""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvchat.core.errors import ModelError
+from kvchat.model.source import ModelSource
+
+_SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
+_SAMPLING_NAMES = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
+@dataclass(frozen=True, slots=True)
+class TextFiles:
+    """What a checkpoint says about text.
+
+    tokenizer_json      the whole of tokenizer.json
+    chat_template       Jinja source, None where the checkpoint has none
+    special_tokens      the strings templates know as bos_token, eos_token and so on
+    stop_token_ids      ids its configuration says end a completion
+    sampling_defaults   the author's sampling parameters, by SamplingParams' names
+    adds_bos            whether its tokenizer configuration wants a BOS before a bare prompt
+    """
+
+    tokenizer_json: str
+    chat_template: str | None
+    special_tokens: dict[str, str] = field(default_factory=dict)
+    stop_token_ids: tuple[int, ...] = ()
+    sampling_defaults: dict[str, float] = field(default_factory=dict)
+    adds_bos: bool = False
+
+
+def read_text_files(source: ModelSource) -> TextFiles:
+    """Read a checkpoint's text files; raises ModelError where there is no usable tokenizer."""
+    directory = source.directory
+    tokenizer_config = _read_json(directory / "tokenizer_config.json")
+    generation = _read_json(directory / "generation_config.json")
+    config = _read_json(directory / "config.json")
+    return TextFiles(
+        tokenizer_json=_tokenizer_json(source),
+        chat_template=_chat_template(directory, tokenizer_config),
+        special_tokens=_special_tokens(directory, tokenizer_config),
+        stop_token_ids=_stop_ids(generation, config),
+        sampling_defaults=_sampling_defaults(generation),
+        adds_bos=tokenizer_config.get("add_bos_token") is True,
+    )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read.", "Is the download complete?") from error
+    return content if isinstance(content, dict) else {}
+
+
+def _tokenizer_json(source: ModelSource) -> str:
+    path = source.directory / "tokenizer.json"
+    if path.is_file():
+        try:
+            return path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ModelError(f"{path} cannot be read.", "Is the download complete?") from error
+    return _converted_tokenizer(source)
+
+
+def _converted_tokenizer(source: ModelSource) -> str:
+    """Let transformers build a fast tokenizer from whatever older files there are."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            source.directory, trust_remote_code=False, local_files_only=True
+        )
+        return str(tokenizer.backend_tokenizer.to_str())
+    except Exception as error:
+        # Every tokenizer class fails in its own way; the user can only fetch tokenizer.json.
+        raise ModelError(
+            f"{source.name} has no tokenizer.json, and none could be made from its other files.",
+            "Save its tokenizer once with transformers and add the file.",
+        ) from error
+
+
+def _chat_template(directory: Path, tokenizer_config: dict[str, Any]) -> str | None:
+    path = directory / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    template = tokenizer_config.get("chat_template")
+    if template is None:
+        template = _read_json(directory / "chat_template.json").get("chat_template")
+    if isinstance(template, list):
+        named = {entry.get("name"): entry.get("template") for entry in template}
+        template = named.get("default")
+    return template if isinstance(template, str) else None
+
+
+def _special_tokens(directory: Path, tokenizer_config: dict[str, Any]) -> dict[str, str]:
+    merged = {**_read_json(directory / "special_tokens_map.json"), **tokenizer_config}
+    tokens = {}
+    for name in _SPECIAL_NAMES:
+        value = merged.get(name)
+        if isinstance(value, dict):
+            value = value.get("content")
+        if isinstance(value, str):
+            tokens[name] = value
+    return tokens
+
+
+def _stop_ids(generation: dict[str, Any], config: dict[str, Any]) -> tuple[int, ...]:
+    text_config = config.get("text_config") or {}
+    for place in (generation, config, text_config):
+        ids = place.get("eos_token_id")
+        if isinstance(ids, int):
+            return (ids,)
+        if isinstance(ids, list):
+            return tuple(token for token in ids if isinstance(token, int))
+    return ()
+
+
+def _sampling_defaults(generation: dict[str, Any]) -> dict[str, float]:
+    if generation.get("do_sample") is False:
+        return {"temperature": 0.0}
+    return {
+        name: generation[name]
+        for name in _SAMPLING_NAMES
+        if isinstance(generation.get(name), int | float)
+    }

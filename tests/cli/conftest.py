@@ -1,0 +1,21 @@
+"""A shell with a home of its own, and tiny checkpoints to point it at."""
+
+from pathlib import Path
+
+import pytest
+
+from support.checkpoints import save_checkpoint, tiny_model
+from support.commands import Shell
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Shell:
+    home = tmp_path / "home"
+    home.mkdir()
+    return Shell(home)
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tiny llama with a chat template and a context of 512 tokens."""
+    return str(save_checkpoint(tmp_path_factory.mktemp("tiny"), tiny_model("llama")))

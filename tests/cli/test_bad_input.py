@@ -1,0 +1,168 @@
+"""Bad input gets one clear sentence and the right exit code, and loses nothing."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from support.checkpoints import save_checkpoint, tiny_model
+from support.commands import Shell
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "sentence"),
+    [
+        (("-p", ""), 2, "The input is empty."),
+        (("-p", "x", "--temperature", "-1"), 2, "--temperature is -1.0"),
+        (("-p", "x", "--top-p", "1.5"), 2, "--top-p is 1.5"),
+        (("-p", "x", "--temperature", "nan"), 2, "--temperature is nan"),
+        (("-p", "x", "--block-size", "12"), 2, "power of two"),
+        (("-p", "x", "--device-cache", "lots"), 2, "reads like 8G"),
+        (("-p", "x", "--device", "tpu"), 2, "must be one of auto, cpu, cuda"),
+        (("-p", "x", "--max-tokens", "0"), 2, "must be 1 or more"),
+        (("-p", "x", "-n", "0"), 2, "must be 1 or more"),
+        (("-p", "x", "--output-format", "xml"), 2, "must be one of text, json, stream-json"),
+        (("-p", "x", "--stop", ""), 2, "empty text"),
+        (("-p", "x", "-c", "-r", "1"), 2, "exclude each other"),
+        (("-p", "x", "--fork"), 2, "--fork needs"),
+        (("--no-such-flag",), 2, "No such option"),
+        (("-p", "x", "-f", "missing.txt"), 2, "missing.txt cannot be read"),
+        (("-p", "x", "-m", "/no/such/place"), 3, "There is no model directory"),
+        (("-p", "x", "-m", "org/never-heard-of"), 3, "is not on this machine"),
+        (("-p", "x", "-c"), 5, "There is no saved conversation yet"),
+        (("-p", "x", "-r", "2026"), 5, "There is no session 2026"),
+        (("sessions", "show", "nope"), 5, "There is no session nope"),
+        (("config", "set", "temprature", "1"), 2, "is no setting"),
+        (("bench", "nonsense"), 2, "There is no scenario"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
+)
+def test_a_mistake_gets_a_sentence_and_its_code(
+    shell: Shell, arguments: tuple[str, ...], code: int, sentence: str
+) -> None:
+    done = shell.run(*arguments)
+
+    assert done.returncode == code, done.stderr
+    assert sentence.encode() in done.stderr
+    assert b"Traceback" not in done.stderr
+    assert done.stdout == b""
+    assert shell.sessions == []
+
+
+def test_settings_come_from_flag_environment_file_in_this_order(shell: Shell) -> None:
+    assert shell.run("config", "set", "temperature", "0.3").returncode == 0
+    assert shell.run("config", "set", "top_k", "40").returncode == 0
+
+    shown = shell.run("config", "show", "--origin", KVCHAT_TEMPERATURE="0.9").stdout.decode()
+
+    [temperature] = [line for line in shown.splitlines() if line.startswith("temperature")]
+    [top_k] = [line for line in shown.splitlines() if line.startswith("top_k")]
+    assert temperature.split() == ["temperature", "0.9", "KVCHAT_TEMPERATURE"]
+    assert top_k.split()[1] == "40"
+    assert top_k.endswith("config.toml")
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ("temperature = ", "cannot be read"),
+        ("nonsense = 1", "which is no setting"),
+        ('temperature = "hot"', "must be a number"),
+    ],
+)
+def test_a_bad_configuration_file_is_named(shell: Shell, content: str, sentence: str) -> None:
+    path = shell.home / ".config/kvchat/config.toml"
+    path.parent.mkdir(parents=True)
+    path.write_text(content)
+
+    done = shell.run("-p", "x")
+
+    assert done.returncode == 2
+    assert sentence.encode() in done.stderr
+    assert b"config.toml" in done.stderr
+
+
+def test_a_bad_environment_variable_is_named(shell: Shell) -> None:
+    done = shell.run("-p", "x", KVCHAT_SEED="soon")
+
+    assert done.returncode == 2
+    assert b"KVCHAT_SEED is 'soon', but must be a whole number" in done.stderr
+
+
+def test_weights_in_pickles_are_never_opened(shell: Shell, tmp_path: Path) -> None:
+    directory = tmp_path / "pickled"
+    directory.mkdir()
+    (directory / "config.json").write_text("{}")
+    (directory / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'touch owned'\ntR.")
+
+    done = shell.run("-m", str(directory), "-p", "x")
+
+    assert done.returncode == 3
+    assert b"pickle" in done.stderr
+    assert not list(shell.home.rglob("owned"))
+
+
+def test_an_unsupported_architecture_is_named_with_its_reason(shell: Shell, tmp_path: Path) -> None:
+    checkpoint = save_checkpoint(tmp_path / "m", tiny_model("llama"))
+    config = json.loads((checkpoint / "config.json").read_text())
+    config |= {"model_type": "mamba", "architectures": ["MambaForCausalLM"], "state_size": 4}
+    (checkpoint / "config.json").write_text(json.dumps(config))
+
+    done = shell.run("-m", str(checkpoint), "-p", "x")
+
+    assert done.returncode == 3
+    assert b"MambaForCausalLM (mamba) is not supported" in done.stderr
+    assert b"linear_attention layers" in done.stderr
+
+
+def test_damaged_weights_are_told_apart_from_a_bug(shell: Shell, tmp_path: Path) -> None:
+    checkpoint = save_checkpoint(tmp_path / "m", tiny_model("llama"))
+    weights = checkpoint / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:5000])
+
+    done = shell.run("-m", str(checkpoint), "-p", "x")
+
+    assert done.returncode == 3
+    assert b"cannot be read" in done.stderr
+    assert b"Traceback" not in done.stderr
+
+
+def test_a_directory_that_cannot_be_written_is_named(shell: Shell, tiny: str) -> None:
+    """A file where the directory should be: not even root can write there."""
+    (shell.home / "taken").write_text("")
+
+    done = shell.run("-m", tiny, "--sessions-dir", "taken/sessions", "-p", "x")
+
+    assert done.returncode == 6
+    assert b"taken/sessions" in done.stderr
+
+
+def test_sessions_are_listed_shown_exported_imported_renamed_and_removed(
+    shell: Shell, tiny: str
+) -> None:
+    shell.run("-m", tiny, "--max-tokens", "3", "-p", "Hello there", "--title", "greeting")
+    name = shell.sessions[0].stem
+
+    assert b"greeting" in shell.run("sessions").stdout
+    assert b"Hello there" in shell.run("sessions", "show", name).stdout
+    exported = shell.run("sessions", "export", name, "--format", "json")
+    (shell.home / "copy.json").write_bytes(exported.stdout)
+    imported = shell.run("sessions", "import", "copy.json").stdout.decode().strip()
+    assert b"Hello there" in shell.run("sessions", "show", imported).stdout
+    again = shell.run("-m", tiny, "--max-tokens", "3", "-r", imported, "-p", "more")
+    assert again.returncode == 0
+    assert shell.run("sessions", "rename", name, "renamed").returncode == 0
+    assert b"renamed" in shell.run("sessions", "list").stdout
+    assert shell.run("sessions", "rm", name, imported).returncode == 0
+    assert shell.sessions == []
+
+
+def test_models_info_says_what_a_model_is_and_whether_it_runs(shell: Shell, tiny: str) -> None:
+    done = shell.run("models", "info", tiny, "--json")
+
+    facts = json.loads(done.stdout)
+    assert done.returncode == 0
+    assert facts["supported"] == "yes"
+    assert facts["architecture"] == "LlamaForCausalLM"
+    assert facts["chat_template"].startswith("append-safe")
+    assert "tokens in" in facts["fits_on_device"]

@@ -1,0 +1,152 @@
+"""The architecture, enforced: who may import whom, who owns which library, how long a file may be.
+
+Reads the sources only. Lazy and typing-only imports count too, so that cycles cannot hide.
+"""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = sorted([*ROOT.glob("kvchat/**/*.py"), *ROOT.glob("kernels/**/*.py")])
+TESTS = sorted(ROOT.glob("tests/**/*.py"))
+MAX_LINES = 400
+
+# What each first-party package may import, beside itself.
+ALLOWED = {
+    "core": set(),
+    "kvchat_kernels": set(),
+    "cache": {"core", "kvchat_kernels"},
+    "model": {"core", "kvchat_kernels"},
+    "engine": {"core", "kvchat_kernels", "cache", "model"},
+    "chat": {"core", "model", "engine"},
+    "terminal": {"core", "chat"},
+    "bench": {"core", "kvchat_kernels", "cache", "model", "engine", "chat"},
+    "demo": {"core", "model", "engine", "chat"},
+    "cli": {"core", "cache", "model", "engine", "chat", "terminal", "bench", "demo"},
+}
+# Who may import a library; a path names a single file.
+OWNERS = {
+    "torch": {"kvchat_kernels", "cache", "model", "engine", "bench", "demo", "cli/doctor.py"}
+    | {"cli/models.py"},
+    "triton": {"kvchat_kernels"},
+    "transformers": {"model", "bench"},
+    "huggingface_hub": {"model", "cli/models.py"},
+    "safetensors": {"model", "demo"},
+    "tokenizers": {"chat", "demo"},
+    "jinja2": {"chat"},
+    "diskcache": {"cache/disk_tier.py"},
+    "xxhash": {"cache"},
+    "rich": {"terminal", "cli"},
+    "pygments": {"terminal"},
+    "prompt_toolkit": {"terminal", "cli"},
+    "typer": {"cli"},
+    "platformdirs": {"cli"},
+}
+REFUSED_NAMES = {"utils", "common", "helpers", "misc"}
+
+
+def package_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).parts
+    return "kvchat_kernels" if parts[0] == "kernels" else parts[1].removesuffix(".py")
+
+
+def name_in_package(path: Path) -> str:
+    parts = path.relative_to(ROOT).parts
+    return "/".join(parts[1:])
+
+
+def imported_modules(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield the line and the full name of everything a file imports."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno} imports relatively"
+            for alias in node.names:
+                yield node.lineno, f"{node.module}.{alias.name}"
+
+
+def first_party(module: str) -> str | None:
+    parts = module.split(".")
+    if parts[0] == "kvchat_kernels":
+        return "kvchat_kernels"
+    if parts[0] == "kvchat" and len(parts) > 1 and parts[1] in ALLOWED:
+        return parts[1]
+    return None
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_go_down_and_libraries_have_owners(path: Path) -> None:
+    package, name = package_of(path), name_in_package(path)
+    wrong = []
+    for line, module in imported_modules(path):
+        target = first_party(module)
+        if target and package in ALLOWED and target not in ALLOWED[package] | {package}:
+            wrong.append(f"line {line}: {package} imports {module}")
+        library = module.split(".")[0]
+        if library in OWNERS and not OWNERS[library] & {package, name}:
+            wrong.append(f"line {line}: {library} is not {name}'s to import")
+        if package == "core" and library not in sys.stdlib_module_names | {"kvchat"}:
+            wrong.append(f"line {line}: core imports {library}")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("path", [*SOURCES, *TESTS], ids=lambda p: str(p.relative_to(ROOT)))
+def test_a_file_is_short_introduces_itself_and_has_a_telling_name(path: Path) -> None:
+    text = path.read_text()
+
+    assert len(text.splitlines()) <= MAX_LINES
+    assert ast.get_docstring(ast.parse(text)), "no module docstring"
+    assert path.stem not in REFUSED_NAMES
+
+
+def test_kernels_is_a_source_root_and_no_package() -> None:
+    """A top-level package named kernels breaks transformers for those who have Hugging Face's."""
+    assert not (ROOT / "kernels" / "__init__.py").exists()
+    assert not list((ROOT / "kernels").glob("*.py"))
+
+
+def test_every_package_is_on_a_floor() -> None:
+    packages = {path.parent.name for path in ROOT.glob("kvchat/*/__init__.py")}
+
+    assert packages == set(ALLOWED) - {"kvchat_kernels"}
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_nothing_is_unpickled_and_no_foreign_code_is_run(path: Path) -> None:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            assert not {alias.name for alias in node.names} & {"pickle", "dill", "marshal"}
+        if isinstance(node, ast.Call):
+            called = ast.unparse(node.func)
+            assert called not in {"eval", "exec", "torch.load", "os.system"}, called
+            for keyword in node.keywords:
+                allowed = {"trust_remote_code": "False", "shell": "False"}.get(keyword.arg or "")
+                assert allowed is None or ast.unparse(keyword.value) == allowed
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import sys; sys.argv = ['kvchat', '--help']; import kvchat.cli.app",
+        "import kvchat.chat.host, kvchat.engine.thread",
+        "import kvchat.terminal.repl",
+    ],
+    ids=["help", "chat", "terminal"],
+)
+def test_what_must_start_fast_loads_neither_torch_nor_transformers(statement: str) -> None:
+    check = f"{statement}; import sys; print('torch' in sys.modules, 'transformers' in sys.modules)"
+    path = [str(ROOT), str(ROOT / "kernels")]
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path[:0] = {path}; {check}"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split() == ["False", "False"]

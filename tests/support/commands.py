@@ -1,0 +1,54 @@
+"""Runs the kvchat command in a home directory of its own, as a user's shell would."""
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+TIMEOUT_S = 180
+
+
+@dataclass(frozen=True)
+class Shell:
+    """A user's surroundings: a home directory and an environment without kvchat's variables."""
+
+    home: Path
+
+    @property
+    def environment(self) -> dict[str, str]:
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(("KVCHAT_", "XDG_"))}
+        paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
+        return {**kept, "HOME": str(self.home), "PYTHONPATH": paths, "HF_HUB_OFFLINE": "1"}
+
+    def command(self, *arguments: str) -> list[str]:
+        return [sys.executable, "-m", "kvchat", *arguments]
+
+    def run(
+        self, *arguments: str, stdin: bytes | None = None, **variables: str
+    ) -> "subprocess.CompletedProcess[bytes]":
+        """Run kvchat to its end; standard input is empty where none is given."""
+        return subprocess.run(
+            self.command(*arguments),
+            input=stdin if stdin is not None else b"",
+            env={**self.environment, **variables},
+            capture_output=True,
+            timeout=TIMEOUT_S,
+            cwd=self.home,
+        )
+
+    def start(self, *arguments: str) -> "subprocess.Popen[bytes]":
+        """Start kvchat with pipes at all three ends."""
+        return subprocess.Popen(
+            self.command(*arguments),
+            env=self.environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            cwd=self.home,
+        )
+
+    @property
+    def sessions(self) -> list[Path]:
+        return sorted((self.home / ".local/share/kvchat/sessions").glob("*.jsonl"))

@@ -1,0 +1,152 @@
+"""EngineHarness: an engine on a remembering model, stepped by hand, with every promise checked.
+
+After each step it re-derives the cache's reference counts from the requests that are alive, holds
+the step to its budgets, and keeps the events of each request.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from itertools import count
+
+from kvchat.core.events import (
+    PrefillProgress,
+    RequestEvent,
+    RequestFailed,
+    SampleFinished,
+    TokensGenerated,
+)
+from kvchat.core.types import FinishReason
+from kvchat.engine.engine import Engine
+from kvchat.engine.request import Request, RequestSpec, State
+from kvchat.engine.runner import Runner
+from kvchat.engine.scheduler import Work
+from support.remembering_model import (
+    VOCAB_SIZE,
+    RememberingModel,
+    complete_without_cache,
+    new_cache,
+)
+
+
+class EngineHarness:
+    """Drives one engine; `steps[i]` holds the (request id, tokens) pairs of step i."""
+
+    def __init__(
+        self,
+        num_blocks: int = 200,
+        block_size: int = 4,
+        reuse: bool = True,
+        max_context: int = 120,
+        max_step_tokens: int = 16,
+        max_running: int = 8,
+        fails: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.cache = new_cache(num_blocks, block_size, reuse)
+        self.model = RememberingModel(self.cache, fails)
+        self.max_step_tokens = max_step_tokens
+        self.max_running = max_running
+        runner = Runner(self.model, block_size)  # type: ignore[arg-type]
+        ticks = count()
+        self.engine = Engine(
+            runner,
+            self.cache,
+            max_context,
+            max_step_tokens,
+            max_running,
+            VOCAB_SIZE,
+            clock=lambda: float(next(ticks)),
+        )
+        self.steps: list[list[tuple[int, int]]] = []
+        self.specs: dict[int, RequestSpec] = {}
+        self.events: dict[int, list[RequestEvent]] = defaultdict(list)
+        self._watch_plans(runner)
+
+    def _watch_plans(self, runner: Runner) -> None:
+        run = runner.run
+
+        def watched(plan: Sequence[Work]):  # type: ignore[no-untyped-def]
+            self.steps.append([(work.request.request_id, work.num_tokens) for work in plan])
+            return run(plan)
+
+        runner.run = watched  # type: ignore[method-assign]
+
+    def submit(self, spec: RequestSpec) -> int:
+        request_id = self.engine.submit(spec)
+        self.specs[request_id] = spec
+        return request_id
+
+    def live(self) -> list[Request]:
+        return self.engine._scheduler.requests()
+
+    def step(self) -> list[RequestEvent]:
+        num_before = len(self.steps)
+        decoding = [r for r in self.live() if r.is_decoding and r.state is State.RUNNING]
+        events = self.engine.step()
+        for event in events:
+            self.events[event.request_id].append(event)
+        self.check()
+        if len(self.steps) > num_before:
+            self._check_step(self.steps[-1], decoding)
+        return events
+
+    def _check_step(self, plan: list[tuple[int, int]], decoding: list[Request]) -> None:
+        num_tokens = sum(tokens for _, tokens in plan)
+        assert 0 < num_tokens <= self.max_step_tokens, f"{num_tokens} tokens in one step"
+        planned = [request_id for request_id, _ in plan]
+        for request in decoding:
+            gave_way = request.state is State.WAITING or request.cancelled_for is not None
+            assert gave_way or request.request_id in planned, "a decoding request was passed over"
+
+    def check(self) -> None:
+        tables = [r.table for r in self.live() if r.table is not None]
+        self.cache.check(tables)
+        running = [r for r in self.live() if r.state is State.RUNNING]
+        assert len(running) <= self.max_running
+        assert all((r.table is not None) == (r.state is State.RUNNING) for r in self.live())
+
+    def run(self, max_steps: int = 5000) -> None:
+        """Step until nothing is left to do."""
+        for _ in range(max_steps):
+            if not self.engine.has_work:
+                return
+            self.step()
+        raise AssertionError(f"still working after {max_steps} steps")
+
+    def complete(self, *specs: RequestSpec) -> list[list[int]]:
+        """Run specs together; return the ids of each one's first sample."""
+        request_ids = [self.submit(spec) for spec in specs]
+        self.run()
+        return [self.generated(request_id) for request_id in request_ids]
+
+    def generated(self, request_id: int, sample: int = 0) -> list[int]:
+        return [
+            token
+            for event in self.events[request_id]
+            if isinstance(event, TokensGenerated) and event.sample == sample
+            for token in event.token_ids
+        ]
+
+    def ending(self, request_id: int, sample: int = 0) -> SampleFinished:
+        [ending] = [
+            event
+            for event in self.events[request_id]
+            if isinstance(event, SampleFinished) and event.sample == sample
+        ]
+        return ending
+
+    def failures(self, request_id: int) -> list[RequestFailed]:
+        return [e for e in self.events[request_id] if isinstance(e, RequestFailed)]
+
+    def progress(self, request_id: int) -> list[PrefillProgress]:
+        return [e for e in self.events[request_id] if isinstance(e, PrefillProgress)]
+
+    def assert_complete(self, request_id: int) -> None:
+        """Hold every sample of a request that ran to its end against the oracle."""
+        spec = self.specs[request_id]
+        for sample in range(spec.num_samples):
+            expected = complete_without_cache(spec, sample, self.engine.max_context)
+            assert self.generated(request_id, sample) == expected, f"sample {sample}"
+            assert self.ending(request_id, sample).reason in (
+                FinishReason.STOP,
+                FinishReason.LENGTH,
+            )

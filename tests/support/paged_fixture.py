@@ -1,0 +1,91 @@
+"""Lays sequences out in pools of NaN: what a kernel reads beside its own tokens shows at once."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kvchat_kernels.paged_attention import PagedSequences
+from support.plain_attention import AttentionCase
+
+
+@dataclass(frozen=True)
+class PagedProblem:
+    """Sequences with their KV in pools, and the same KV sequence by sequence for an oracle."""
+
+    query: torch.Tensor
+    key_pool: torch.Tensor
+    value_pool: torch.Tensor
+    sequences: PagedSequences
+    sinks: torch.Tensor | None
+    keys: tuple[torch.Tensor, ...]
+    values: tuple[torch.Tensor, ...]
+
+    def rows(self, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Split a [num_tokens, ...] tensor by sequence."""
+        return tensor.split(list(self.sequences.query_lens))
+
+
+def paged_problem(
+    case: AttentionCase,
+    lengths: Sequence[tuple[int, int]],
+    block_size: int = 16,
+    dtype: torch.dtype = torch.float32,
+    layout: str = "permuted",
+    seed: int = 0,
+) -> PagedProblem:
+    """Return random sequences of (new tokens, context length) in pools otherwise full of NaN.
+
+    layout   permuted (blocks anywhere), consecutive (one run each), descending
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    counts = [-(-context // block_size) for _, context in lengths]
+    tables = _tables(counts, layout, generator)
+    num_blocks = 2 + sum(counts)
+    key_pool = torch.full(
+        (num_blocks, block_size, case.num_kv_heads, case.key_dim), float("nan"), dtype=dtype
+    )
+    value_pool = torch.full(
+        (num_blocks, block_size, case.num_kv_heads, case.value_dim), float("nan"), dtype=dtype
+    )
+    keys, values = [], []
+    for (_, context), table in zip(lengths, tables, strict=True):
+        keys.append(random(context, case.num_kv_heads, case.key_dim))
+        values.append(random(context, case.num_kv_heads, case.value_dim))
+        for position in range(context):
+            block, offset = table[position // block_size], position % block_size
+            key_pool[block, offset] = keys[-1][position]
+            value_pool[block, offset] = values[-1][position]
+    width = max(counts) + 1  # one unused column, as a step with longer neighbours has
+    block_tables = torch.tensor([t + [0] * (width - len(t)) for t in tables], dtype=torch.int32)
+    return PagedProblem(
+        query=random(sum(new for new, _ in lengths), case.num_heads, case.key_dim),
+        key_pool=key_pool,
+        value_pool=value_pool,
+        sequences=PagedSequences(
+            tuple(new for new, _ in lengths),
+            tuple(context for _, context in lengths),
+            block_tables,
+            block_size,
+        ),
+        sinks=random(case.num_heads) if case.has_sinks else None,
+        keys=tuple(keys),
+        values=tuple(values),
+    )
+
+
+def _tables(counts: list[int], layout: str, generator: torch.Generator) -> list[list[int]]:
+    ids = list(range(1, 1 + sum(counts)))
+    if layout == "permuted":
+        ids = [ids[i] for i in torch.randperm(len(ids), generator=generator).tolist()]
+    elif layout == "descending":
+        ids = ids[::-1]
+    tables = []
+    for count in counts:
+        tables.append(ids[:count])
+        ids = ids[count:]
+    return tables

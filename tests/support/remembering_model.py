@@ -1,0 +1,103 @@
+"""RememberingModel: a model whose logits depend on every token it can read back from its KV.
+
+It stores token ids and positions in the pools, slot by slot, where a real model stores keys and
+values. A step gathers each sequence's block table and answers from what it finds there, so a block
+that is lost, shared wrongly or written late gives other logits than the oracle below, which keeps
+no cache at all.
+"""
+
+import zlib
+from collections.abc import Callable, Sequence
+
+import torch
+
+from kvchat.cache.kv_pool import KvGeometry, KvPool, LayerGeometry
+from kvchat.cache.manager import CacheManager
+from kvchat.core.types import SamplingParams
+from kvchat.engine.noise import sample_seed
+from kvchat.engine.request import RequestSpec
+from kvchat.engine.sampler import SamplingRow, sample
+from kvchat.model.batch import ForwardBatch
+
+CPU = torch.device("cpu")
+VOCAB_SIZE = 40
+
+
+def new_cache(num_blocks: int, block_size: int = 4, reuse: bool = True) -> CacheManager:
+    """Return a manager whose pool has room for a token id and a position per slot."""
+    geometry = KvGeometry((LayerGeometry(1, 1, 1),), torch.float32, block_size)
+    return CacheManager(KvPool(geometry, num_blocks, CPU), reuse)
+
+
+def logits_of(token_ids: Sequence[int], flatness: float = 1.0) -> torch.Tensor:
+    """Return [VOCAB_SIZE] float32 logits that change with any token id or its place."""
+    seed = zlib.crc32(bytes(token_ids))
+    generator = torch.Generator().manual_seed(seed)
+    return 3.0 / flatness * torch.randn(VOCAB_SIZE, generator=generator)
+
+
+class RememberingModel:
+    """Stands in for a PagedModel. `fails` is asked before each step and may raise."""
+
+    device = CPU
+
+    def __init__(self, cache: CacheManager, fails: Callable[[], None] = lambda: None) -> None:
+        [(token_pool, position_pool)] = cache.kv_pool.layers
+        self._tokens = token_pool.view(-1)
+        self._positions = position_pool.view(-1)
+        self._fails = fails
+        self.batches: list[ForwardBatch] = []
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        self.batches.append(batch)
+        slots = batch.slot_mapping
+        assert len(set(slots.tolist())) == len(slots), "two tokens share a slot"
+        assert slots.min() >= batch.sequences.block_size, "a token is written to the scratch block"
+        self._tokens[slots] = batch.token_ids.float()
+        self._fails()  # half way through: what was written so far is worthless
+        self._positions[slots] = batch.positions.float()
+        logits = torch.full((len(batch.token_ids), VOCAB_SIZE), float("nan"))
+        start = 0
+        for index, query_len in enumerate(batch.sequences.query_lens):
+            context = self._read_back(batch, index)
+            new = batch.token_ids[start : start + query_len].tolist()
+            assert context[len(context) - query_len :] == new, "the step's tokens are elsewhere"
+            for row in range(query_len):
+                end = len(context) - query_len + row + 1
+                if start + row in batch.logit_rows.tolist():
+                    logits[start + row] = logits_of(context[:end])
+            start += query_len
+        return logits[batch.logit_rows]
+
+    def _read_back(self, batch: ForwardBatch, index: int) -> list[int]:
+        size = batch.sequences.block_size
+        length = batch.sequences.context_lens[index]
+        table = batch.sequences.block_tables[index].tolist()
+        slots = torch.tensor([table[p // size] * size + p % size for p in range(length)])
+        assert torch.equal(self._positions[slots], torch.arange(float(length))), "KV out of place"
+        return [int(token) for token in self._tokens[slots].tolist()]
+
+
+def complete_without_cache(spec: RequestSpec, number: int, max_context: int) -> list[int]:
+    """Return what sample `number` of a spec generates, computed from nothing at every token."""
+    ids = list(spec.prompt_ids)
+    watcher = spec.new_stop_watcher() if spec.new_stop_watcher is not None else None
+    while len(ids) < max_context:
+        row = SamplingRow(
+            spec.sampling,
+            sample_seed(spec.sampling.seed, number),
+            len(ids),
+            torch.tensor(ids) if spec.sampling.repetition_penalty != 1.0 else None,
+        )
+        [token] = sample(logits_of(ids)[None].clone(), [row])
+        if token in spec.stop_token_ids:
+            break
+        ids.append(token)
+        if watcher is not None and watcher.feed(token):
+            break
+        if spec.max_tokens is not None and len(ids) - len(spec.prompt_ids) >= spec.max_tokens:
+            break
+    return ids[len(spec.prompt_ids) :]
+
+
+GREEDY = SamplingParams(temperature=0.0)
