@@ -36,6 +36,7 @@ check: $(DEV_STAMP)  ## what has to hold before every commit: style, types, floo
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/mypy
 	@$(MAKE) --no-print-directory test
+	.ci/check-wheel $(BIN)/python
 
 fmt: $(DEV_STAMP)  ## format the sources
 	$(BIN)/ruff check --fix --quiet $(SOURCES) || true

@@ -17,6 +17,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from kvchat.core.errors import ModelError
 
+# What an expression in a template can raise besides Jinja's own errors.
+_FAULTS = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+
 
 class TemplateFailed(Exception):
     """The template refused or could not render a conversation."""
@@ -57,7 +60,7 @@ class CompiledTemplate:
             )
         except jinja2.TemplateError as error:
             raise TemplateFailed(str(error) or type(error).__name__) from error
-        except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
+        except _FAULTS as error:
             raise TemplateFailed(f"{type(error).__name__}: {error}") from error
 
 

@@ -114,6 +114,7 @@ class Reply:
         self._clock = clock
         self._queue: queue.SimpleQueue[RequestEvent] = queue.SimpleQueue()
         self._num_open = len(answers)
+        self.num_tokens = 0  # generated so far, over all samples
         self._cancel: Callable[[FinishReason], None] | None = None
 
     @property
@@ -166,6 +167,7 @@ class Reply:
 
     def _extend(self, event: TokensGenerated) -> list[ChatEvent]:
         answer = self._answers[event.sample]
+        self.num_tokens += len(event.token_ids)
         events: list[ChatEvent] = self._begin(event.sample)
         events += answer.feed(event.sample, event.token_ids)
         if self._clock() - answer.saved_s >= SAVE_INTERVAL_S:

@@ -15,6 +15,7 @@ from kvchat.chat.conversation import ROOT, Conversation, Role, Turn
 from kvchat.chat.detokenizer import StopStringWatcher
 from kvchat.chat.reply import Reply
 from kvchat.chat.store import SessionLog, SessionStore, new_session_id
+from kvchat.chat.thinking import ThinkingSplitter
 from kvchat.core.errors import ContextTooLong, UsageError
 from kvchat.core.events import RequestFailed, SampleFinished
 from kvchat.core.types import FinishReason, SamplingParams
@@ -170,15 +171,46 @@ class ChatSession:
                 return self._answer(turn, options, notify)
         raise UsageError("There is nothing to answer again.")
 
+    def continue_answer(
+        self, options: AskOptions, notify: Callable[[], None] | None = None
+    ) -> Reply:
+        """Go on with the answer at the tip where it was cut off: from its own ids, in its own turn.
+
+        The reply has what is new. Raises UsageError where there is nothing to go on with.
+        """
+        path = self.conversation.path()
+        if not path or not path[-1].is_partial:
+            raise UsageError("The last answer is complete.", "/retry answers once more.")
+        answer = path[-1]
+        splitter = ThinkingSplitter(self.model.starts_thinking)
+        splitter.feed(answer.text)
+        ledger = _ContinuedLedger(self, self.conversation.turn(answer.parent_id), answer)
+        options = replace(options, num_samples=1)
+        return self._generate(answer.turn_id, ledger, splitter.is_thinking, options, notify)
+
     def _answer(
         self, user_turn: Turn, options: AskOptions, notify: Callable[[], None] | None
     ) -> Reply:
-        context = tuple(self.conversation.context_ids(user_turn.turn_id))
+        ledger = _Ledger(self, user_turn)
+        starts_thinking = self.model.starts_thinking
+        return self._generate(user_turn.turn_id, ledger, starts_thinking, options, notify)
+
+    def _generate(
+        self,
+        turn_id: int,
+        ledger: "_Ledger",
+        starts_thinking: bool,
+        options: AskOptions,
+        notify: Callable[[], None] | None,
+    ) -> Reply:
+        """Generate what follows the context of a turn, into a ledger."""
+        context = tuple(self.conversation.context_ids(turn_id))
         tokenizer = self.model.tokenizer
         stops = options.stops
-        ledger = _Ledger(self, user_turn)
-        parts = (tokenizer.new_stream(context), stops, self.model.starts_thinking)
-        answers = [(tokenizer.new_stream(context), *parts[1:]) for _ in range(options.num_samples)]
+        answers = [
+            (tokenizer.new_stream(context), stops, starts_thinking)
+            for _ in range(options.num_samples)
+        ]
         reply = Reply(ledger, answers, notify)
         spec = RequestSpec(
             prompt_ids=context,
@@ -315,3 +347,17 @@ class _Ledger:
         if isinstance(failed.error, ContextTooLong):
             self._session.move_tip(self._user_turn.parent_id)
         return None
+
+
+class _ContinuedLedger(_Ledger):
+    """Keeps what is added to an answer that was cut off, in the answer's own turn."""
+
+    def __init__(self, session: ChatSession, user_turn: Turn, answer: Turn) -> None:
+        super().__init__(session, user_turn)
+        self._turn_ids[0] = answer.turn_id
+
+    def begin_answer(self, sample: int) -> str | None:
+        return None  # it has begun already
+
+    def abandon(self, failed: RequestFailed) -> str | None:
+        return None  # the answer is as cut off as it was

@@ -9,6 +9,7 @@ import os
 import re
 import secrets
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -91,7 +92,17 @@ class SessionStore:
             log.close()
             self._path(conversation.session_id).unlink(missing_ok=True)
             raise StoreError(problem, "Use --incognito to chat without saving.")
+        self._settle_directory()
         return log
+
+    def _settle_directory(self) -> None:
+        """Wait until a new file's name, and not only what is in it, would survive a power loss."""
+        with suppress(OSError):  # not every file system can
+            descriptor = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
 
     def open(self, session_id: str) -> tuple[session_file.ReadSession, SessionLog]:
         """Read a session and lock it for writing; a torn last line is cut off the file.

@@ -74,7 +74,7 @@ class ChatTemplate:
         self._probe_clock = datetime(2026, 1, 2, 3, 4, 5)
         self._spaces = self._find_spaces()
         self._refuse_loss()
-        self.takes_system = self._renders([_message("system", "x"), _message("user", "y")])
+        self.takes_system = self._renders([_message("system", _EARLIER), _message("user", _USER)])
         self.strategy = self._certify()
 
     @property

@@ -47,7 +47,7 @@ def read_messages(text: str) -> tuple[str | None, list[tuple[Role, str]]]:
     """
     try:
         content = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError("The file is neither a session nor JSON messages.") from error
     messages = content.get("messages") if isinstance(content, dict) else content
     if not isinstance(messages, list):

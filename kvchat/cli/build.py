@@ -3,7 +3,6 @@
 Imports torch only on the engine's thread.
 """
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -87,8 +86,6 @@ def _build(
     state = None if settings["incognito"] else user_paths().state
 
     def build(progress: Callable[[LoadProgress], None]) -> "tuple[Engine, ModelReady]":
-        # transformers and tokenizers would otherwise look for a network and warn about forks.
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         from kvchat.engine.assembly import build_engine
 
         assembled = build_engine(

@@ -33,7 +33,9 @@ def run() -> NoReturn:
 def _run() -> int:
     from kvchat.cli.app import app
     from kvchat.cli.interruption import Interrupted
+    from kvchat.cli.surroundings import prepare
 
+    prepare()
     is_debug = "--debug" in sys.argv
     try:
         app(standalone_mode=True)

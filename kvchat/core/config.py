@@ -100,7 +100,7 @@ class EngineConfig:
 
     `max_step_tokens` bounds prefill plus decode rows of a step; None chooses it from the model's
     size so that a step on a CPU stays short enough to stop promptly. `max_running` bounds the
-    requests that hold blocks at once.
+    requests that hold blocks at once; no more run than a step has tokens, so that all can decode.
     """
 
     max_step_tokens: int | None = None

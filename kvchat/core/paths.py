@@ -37,8 +37,10 @@ def open_private(path: Path, flags: int) -> int:
     `flags` are those of os.open. A symbolic link, or a file of another user, raises StoreError, as
     does anything else that keeps the file from being opened.
     """
+    # O_NONBLOCK matters to a named pipe only, whose opening would wait for its other end.
+    flags |= os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
     try:
-        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        descriptor = os.open(path, flags, 0o600)
     except OSError as error:
         raise StoreError(f"Cannot open {path}: {error.strerror}.") from error
     info = os.fstat(descriptor)

@@ -57,8 +57,7 @@ def build_engine(
     progress(LoadProgress("checking the paged forward pass"))
     ensure_trusted(loaded, state_directory)
     geometry = kv_geometry(loaded.spec, cache_config, loaded.dtype)
-    num_blocks = _num_blocks(geometry, cache_config, loaded.device)
-    kv_pool = KvPool(geometry, num_blocks, loaded.device)
+    kv_pool = _kv_pool(geometry, cache_config, loaded.device)
     engine = Engine(
         runner=Runner(PagedModel(loaded, kv_pool.layers), cache_config.block_size),
         cache=CacheManager(kv_pool, cache_config.reuse),
@@ -97,7 +96,8 @@ def step_tokens(spec: ModelSpec, device: torch.device) -> int:
     return min(high, max(low, 1 << max(0, affordable.bit_length() - 1)))
 
 
-def _num_blocks(geometry: KvGeometry, config: CacheConfig, device: torch.device) -> int:
+def _kv_pool(geometry: KvGeometry, config: CacheConfig, device: torch.device) -> KvPool:
+    """Make as many blocks as the budget allows; raises ModelError where there is no such memory."""
     budget = device_budget(config, device)
     num_blocks = budget // geometry.block_bytes
     if num_blocks < 2:
@@ -106,7 +106,12 @@ def _num_blocks(geometry: KvGeometry, config: CacheConfig, device: torch.device)
             f"{format_bytes(geometry.block_bytes)} a conversation needs.",
             "Raise it.",
         )
-    return num_blocks
+    try:
+        return KvPool(geometry, num_blocks, device)
+    except (OSError, MemoryError, OverflowError, torch.OutOfMemoryError) as error:
+        raise ModelError(
+            f"--device-cache allows {format_bytes(budget)}, more than there is.", "Lower it."
+        ) from error
 
 
 def _ready(loaded: LoadedModel, engine: Engine) -> ModelReady:

@@ -39,6 +39,7 @@ class RequestSpec:
     def __post_init__(self) -> None:
         assert self.prompt_ids
         assert self.num_samples >= 1
+        assert self.max_tokens is None or self.max_tokens >= 1
 
 
 class State(Enum):

@@ -30,16 +30,21 @@ class SamplingRow:
     context_ids: torch.Tensor | None = None
 
 
+@torch.inference_mode()  # as the forward pass: its logits may not be changed outside
 def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[int]:
     """Draw one token id per row.
 
     logits   [num_rows, vocab_size] float32; rows with a repetition penalty are changed in place
+
+    Raises ValueError where a logit is NaN: low precision overflowed, or the weights are damaged.
     """
     assert logits.shape[0] == len(rows)
     for index, row in enumerate(rows):
         if row.context_ids is not None:
             _penalise(logits[index], row.context_ids, row.params.repetition_penalty)
     chosen = logits.argmax(dim=-1)
+    if logits.gather(-1, chosen[:, None]).isnan().any():
+        raise ValueError("the model's logits are not numbers")
     plain = [i for i, row in enumerate(rows) if not row.params.is_greedy and not _filters(row)]
     filtered = [i for i, row in enumerate(rows) if not row.params.is_greedy and _filters(row)]
     if plain:

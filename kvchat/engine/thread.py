@@ -87,6 +87,7 @@ class EngineThread:
         self._messages: queue.SimpleQueue[_Message] = queue.SimpleQueue()
         self._numbers = iter(range(1, 1 << 62))
         self._lock = threading.Lock()
+        self._is_over = False
         self._listeners: dict[int, Listener] = {}
         self._samples_left: dict[int, int] = {}
         self._request_ids: dict[Ticket, int] = {}
@@ -97,27 +98,46 @@ class EngineThread:
         """Queue a request; its events go to `listener`, each carrying the engine's request id."""
         with self._lock:
             ticket = Ticket(next(self._numbers))
-        self._messages.put(_Submit(ticket, spec, listener, time.perf_counter()))
+        self._send(_Submit(ticket, spec, listener, time.perf_counter()))
         return ticket
 
     def cancel(self, ticket: Ticket, reason: FinishReason = FinishReason.CANCELLED) -> None:
         """End a request at the next step; harmless where it has ended already."""
-        self._messages.put(_Cancel(ticket, reason))
+        self._send(_Cancel(ticket, reason))
 
     def call(self, function: "Callable[[Engine], T]") -> "Future[T]":
         """Run `function` on the engine's thread between two steps; return its future result."""
         future: Future[T] = Future()
-        self._messages.put(_Call(function, future))  # type: ignore[arg-type]
+        self._send(_Call(function, future))  # type: ignore[arg-type]
         return future
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Stop after the current step. Unfinished requests get no further events. Idempotent."""
-        self._messages.put(_Close())
+        """Stop after the current step. Unfinished requests get no further events. Idempotent.
+
+        What is asked afterwards is refused.
+        """
+        self._send(_Close())
         self._thread.join(timeout_s)
+
+    def _send(self, message: _Message) -> None:
+        with self._lock:
+            if not self._is_over:
+                self._messages.put(message)
+                return
+        _refuse(message, GenerationError("The engine is closed."))
 
     # On the engine's thread
 
     def _run(self) -> None:
+        try:
+            self._load_and_serve()
+        finally:
+            with self._lock:
+                self._is_over = True
+            while not self._messages.empty():
+                _refuse(self._messages.get(), GenerationError("The engine is closed."))
+
+    def _load_and_serve(self) -> None:
         try:
             engine, ready = self._build(self._on_load)
         except KvchatError as error:
@@ -143,10 +163,7 @@ class EngineThread:
         """Answer every message with the reason the model is not there."""
         _tell(self._on_load, LoadFailed(error))
         while not isinstance(message := self._messages.get(), _Close):
-            if isinstance(message, _Submit):
-                _tell(message.listener, RequestFailed(0, error))
-            elif isinstance(message, _Call) and message.future.set_running_or_notify_cancel():
-                message.future.set_exception(error)
+            _refuse(message, error)
 
     def _serve(self, engine: "Engine", ready_s: float) -> None:
         while True:
@@ -200,6 +217,14 @@ class EngineThread:
             self._request_ids = {
                 t: r for t, r in self._request_ids.items() if r != event.request_id
             }
+
+
+def _refuse(message: _Message, error: KvchatError) -> None:
+    """Answer a message with the reason nothing comes of it."""
+    if isinstance(message, _Submit):
+        _tell(message.listener, RequestFailed(0, error))
+    elif isinstance(message, _Call) and message.future.set_running_or_notify_cancel():
+        message.future.set_exception(error)
 
 
 def _tell(listener: Callable[[E], None], event: E) -> None:

@@ -22,7 +22,7 @@ def sample_digest(source: ModelSource) -> str:
     for path in source.weight_files:
         try:
             _add_weights(digest, path)
-        except (OSError, ValueError, struct.error, KeyError) as error:
+        except (OSError, ValueError, struct.error, LookupError, TypeError, AttributeError) as error:
             raise ModelError(
                 f"{path.name} of {source.name} is not a readable safetensors file.",
                 "Is the download complete?",

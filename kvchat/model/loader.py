@@ -50,16 +50,16 @@ class LoadedModel:
 
 def read_config(source: ModelSource) -> Any:
     """Return the transformers config of a checkpoint; raises ModelError where there is none."""
+    _keep_quiet()
     try:
         config = AutoConfig.from_pretrained(
             source.directory, trust_remote_code=False, local_files_only=True
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except Exception as error:  # every configuration class has its own way to refuse a value
         raise ModelUnsupported(
-            f"transformers does not know the model in {source.name}: {_first_line(error)}",
+            f"transformers cannot use the configuration of {source.name}: {_first_line(error)}",
             "Models that bring their own code are not run.",
         ) from error
-    _keep_quiet()
     return config
 
 
@@ -115,7 +115,7 @@ def _read_weights(
     own = OWN_ATTENTION.get(hf_config.model_type)
     implementation = "eager" if own else PROBE if needs_probe else PAGED
     try:
-        module = AutoModelForCausalLM.from_pretrained(
+        module, report = AutoModelForCausalLM.from_pretrained(
             source.directory,
             config=hf_config,
             dtype=dtype if dtype is not None else "auto",
@@ -123,6 +123,8 @@ def _read_weights(
             use_safetensors=True,
             trust_remote_code=False,
             local_files_only=True,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
         )
     except ImportError as error:
         raise ModelUnsupported(
@@ -137,7 +139,19 @@ def _read_weights(
             f"The weights of {source.name} cannot be read: {_first_line(error)}",
             "Is the download complete?",
         ) from error
+    _refuse_gaps(source, report)
     return module.eval().requires_grad_(False)
+
+
+def _refuse_gaps(source: ModelSource, report: dict[str, Any]) -> None:
+    """Raise ModelError where tensors were not in the files: transformers makes random ones up."""
+    gaps = sorted(report["missing_keys"]) + sorted(key[0] for key in report["mismatched_keys"])
+    if gaps:
+        raise ModelError(
+            f"{source.name} lacks {len(gaps)} of its model's tensors, {gaps[0]} for one, or has "
+            "them in other shapes.",
+            "Is the download complete, and does config.json belong to these weights?",
+        )
 
 
 def _move(module: Any, device: torch.device, progress: Progress) -> None:
@@ -165,5 +179,6 @@ def _keep_quiet() -> None:
 
 
 def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{lines[0][:200].rstrip('.')}." if lines else f"{type(error).__name__}."
+    lines = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
+    line = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+    return f"{line[:200].rstrip('.')}."

@@ -73,6 +73,8 @@ def _chunk_size(sees: Callable[[int, int], bool], first: int) -> int:
 
 def _agrees(sees: Callable[[int, int], bool], span: AttentionSpan, query: int) -> bool:
     first = span.first_visible(query)
-    inside = {first, (first + query) // 2, query}
-    outside = {query + 1, query + 7, *({first - 1, first // 2} if first > 0 else ())}
+    middle = (first + query) // 2
+    inside = {first, min(first + 1, query), middle, (middle + query) // 2, max(query - 1, first)}
+    before = {0, 1, first // 2, first - 2, first - 1}
+    outside = {query + 1, query + 7, *(key for key in before if 0 <= key < first)}
     return all(sees(query, key) for key in inside) and not any(sees(query, key) for key in outside)

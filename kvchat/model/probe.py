@@ -129,6 +129,7 @@ def probe(config: Any) -> ModelSpec:
     """
     with _refusing(config):
         _refuse_layer_types(config)
+        _refuse_own_positions(config)
         return _record(_build(config), config)
 
 
@@ -171,6 +172,14 @@ def _refuse_layer_types(config: Any) -> None:
         if any(word in layer_type for word in ("sparse", "indexed", "compressed")):
             raise Refusal(f"chooses its keys by an index of its own in {layer_type} layers")
         raise Refusal(f"keeps state other than keys and values in its {layer_type} layers")
+
+
+def _refuse_own_positions(config: Any) -> None:
+    """Llama 4 tunes its attention by positions it counts within a batch, and only far into a
+    context, where no short test looks."""
+    text_config = config.get_text_config()
+    if text_config.model_type == "llama4_text" and text_config.attn_temperature_tuning:
+        raise Refusal("tunes its attention by positions it counts itself")
 
 
 def _record(model: Any, config: Any) -> ModelSpec:
@@ -232,11 +241,11 @@ def _build(config: Any) -> Any:
             model = AutoModelForCausalLM.from_config(
                 config, attn_implementation="eager" if own else PROBE, dtype=_PROBE_DTYPE
             ).eval()
-    except KeyError as error:
-        if PROBE not in str(error):
-            raise ProbeInconclusive(_line(error)) from error
-        raise Refusal("does not use transformers' attention interface") from error
-    except (AssertionError, AttributeError, RuntimeError, TypeError, ValueError) as error:
+    except Exception as error:  # every model class fails in its own way
+        if PROBE in str(error):
+            raise Refusal("does not use transformers' attention interface") from error
+        if "Unrecognized configuration class" in str(error):
+            raise Refusal("is not a causal language model") from error
         raise Refusal(f"cannot be built from its configuration ({_line(error)})") from error
     if own is not None:
         replace_own_attention(model, own, _attend)

@@ -38,5 +38,7 @@ def _freeze(module: Any, kind: str, max_context: int, layer_type: str | None) ->
     frequencies, scaling = ROPE_INIT_FUNCTIONS[kind](
         module.config, buffer.device, seq_len=max_context, **arguments
     )
-    buffer.copy_(frequencies)
+    # A new tensor, not a copy into the old one: the probe's forward pass may have put a tensor of
+    # inference mode there, which nothing may write to.
+    module.register_buffer(f"{prefix}inv_freq", frequencies.to(buffer.dtype), persistent=False)
     setattr(module, f"{prefix}attention_scaling", scaling)

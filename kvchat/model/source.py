@@ -84,7 +84,7 @@ def _checked(source: ModelSource) -> ModelSource:
 def _hub_snapshot(name: str) -> Path:
     """Return the snapshot directory of a hub id: the local one if it is complete, else download."""
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    from huggingface_hub.errors import LocalEntryNotFoundError
 
     def snapshot(local_files_only: bool) -> Path:
         return Path(
@@ -96,13 +96,13 @@ def _hub_snapshot(name: str) -> Path:
             )
         )
 
-    with suppress(LocalEntryNotFoundError):
-        local = snapshot(local_files_only=True)
-        if _is_complete(local):
-            return local
     try:
+        with suppress(LocalEntryNotFoundError):
+            local = snapshot(local_files_only=True)
+            if _is_complete(local):
+                return local
         return snapshot(local_files_only=False)
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
+    except Exception as error:  # each of the hub client's transports has errors of its own
         raise _download_error(name, error) from error
 
 
@@ -111,13 +111,20 @@ def _is_complete(directory: Path) -> bool:
     index = directory / "model.safetensors.index.json"
     if not index.is_file():
         return any(directory.glob("*.safetensors"))
-    names = set(json.loads(index.read_text())["weight_map"].values())
-    return all((directory / file_name).is_file() for file_name in names)
+    try:
+        names = set(json.loads(index.read_text())["weight_map"].values())
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return False
+    return all((directory / str(file_name)).is_file() for file_name in names)
 
 
 def _download_error(name: str, error: Exception) -> ModelError:
     """Say in one sentence why a download failed, and what to do."""
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
 
     if isinstance(error, GatedRepoError):
         return ModelError(
@@ -127,12 +134,18 @@ def _download_error(name: str, error: Exception) -> ModelError:
         return ModelError(
             f"The hub has no model {name}.", "Check the spelling; a private one needs a login."
         )
-    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+    if getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error):
         return ModelError(
             f"The disk is full; {name} was not downloaded.",
             "Free some space or set HF_HOME to a larger disk; what is there will be reused.",
         )
+    if isinstance(error, (LocalEntryNotFoundError, ConnectionError)):
+        return ModelError(
+            f"{name} is not on this machine and the hub cannot be reached.",
+            "Check the connection, or give a local directory with --model.",
+        )
+    reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
     return ModelError(
-        f"{name} is not on this machine and the hub cannot be reached.",
-        "Check the connection, or give a local directory with --model.",
+        f"{name} could not be downloaded: {reason[:200].rstrip('.')}.",
+        "Try again; what is there will be reused.",
     )

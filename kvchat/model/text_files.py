@@ -5,11 +5,13 @@ only for a checkpoint that ships no tokenizer.json.
 """
 
 import json
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvchat.core.errors import ModelError
+from kvchat.core.errors import ModelError, UsageError
+from kvchat.core.types import SamplingParams
 from kvchat.model.source import ModelSource
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
@@ -57,19 +59,21 @@ def _read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path} cannot be read.", "Is the download complete?") from error
     return content if isinstance(content, dict) else {}
 
 
 def _tokenizer_json(source: ModelSource) -> str:
     path = source.directory / "tokenizer.json"
-    if path.is_file():
-        try:
-            return path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ModelError(f"{path} cannot be read.", "Is the download complete?") from error
-    return _converted_tokenizer(source)
+    return _read_text(path) if path.is_file() else _converted_tokenizer(source)
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelError(f"{path} cannot be read.", "Is the download complete?") from error
 
 
 def _converted_tokenizer(source: ModelSource) -> str:
@@ -92,44 +96,48 @@ def _converted_tokenizer(source: ModelSource) -> str:
 def _chat_template(directory: Path, tokenizer_config: dict[str, Any]) -> str | None:
     path = directory / "chat_template.jinja"
     if path.is_file():
-        return path.read_text(encoding="utf-8")
+        return _read_text(path)
     template = tokenizer_config.get("chat_template")
     if template is None:
         template = _read_json(directory / "chat_template.json").get("chat_template")
     if isinstance(template, list):
-        named = {entry.get("name"): entry.get("template") for entry in template}
+        named = {e.get("name"): e.get("template") for e in template if isinstance(e, dict)}
         template = named.get("default")
     return template if isinstance(template, str) else None
 
 
 def _special_tokens(directory: Path, tokenizer_config: dict[str, Any]) -> dict[str, str]:
-    merged = {**_read_json(directory / "special_tokens_map.json"), **tokenizer_config}
     tokens = {}
-    for name in _SPECIAL_NAMES:
-        value = merged.get(name)
-        if isinstance(value, dict):
-            value = value.get("content")
-        if isinstance(value, str):
-            tokens[name] = value
+    for place in (_read_json(directory / "special_tokens_map.json"), tokenizer_config):
+        for name in _SPECIAL_NAMES:
+            value = place.get(name)
+            if isinstance(value, dict):
+                value = value.get("content")
+            if isinstance(value, str):
+                tokens[name] = value
     return tokens
 
 
 def _stop_ids(generation: dict[str, Any], config: dict[str, Any]) -> tuple[int, ...]:
-    text_config = config.get("text_config") or {}
+    text_config = config.get("text_config")
     for place in (generation, config, text_config):
-        ids = place.get("eos_token_id")
-        if isinstance(ids, int):
-            return (ids,)
-        if isinstance(ids, list):
-            return tuple(token for token in ids if isinstance(token, int))
+        value = place.get("eos_token_id") if isinstance(place, dict) else None
+        ids = value if isinstance(value, list) else [value]
+        stop_ids = tuple(token for token in ids if type(token) is int)
+        if stop_ids:
+            return stop_ids
     return ()
 
 
 def _sampling_defaults(generation: dict[str, Any]) -> dict[str, float]:
+    """Return the author's parameters; one that is no admissible value is left out."""
     if generation.get("do_sample") is False:
         return {"temperature": 0.0}
-    return {
-        name: generation[name]
-        for name in _SAMPLING_NAMES
-        if isinstance(generation.get(name), int | float)
-    }
+    defaults: dict[str, float] = {}
+    for name in _SAMPLING_NAMES:
+        value: Any = generation.get(name)
+        if type(value) in (int, float):
+            with suppress(UsageError):
+                SamplingParams(**{name: value})
+                defaults[name] = value
+    return defaults

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 VOCAB_SIZE = 272
 SPECIAL_TOKENS = ["<|pad|>", "<|bos|>", "<|start|>", "<|end|>", "<|eos|>"]
@@ -40,16 +40,30 @@ def byte_tokenizer() -> Tokenizer:
     return tokenizer
 
 
+def tiny_config(model_type: str, **overrides: Any) -> PreTrainedConfig:
+    """Return a tiny configuration; an override of None leaves a common setting out."""
+    settings = {**_COMMON, **overrides}
+    common = {name: value for name, value in settings.items() if value is not None}
+    return AutoConfig.for_model(model_type, **common)
+
+
 def tiny_model(model_type: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     """Return a tiny float32 model with weights large enough that greedy choices are not ties."""
-    settings = {**_COMMON, **overrides}
-    config = AutoConfig.for_model(model_type, **settings)
+    config = tiny_config(model_type, **overrides)
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config).float().eval()
+    # Eager: transformers 5.17 leaves gemma2's softcap out of its faster attention.
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.normal_(0.0, 0.15)
+    return model
+
+
+def never_stopping(model: PreTrainedModel) -> PreTrainedModel:
+    """Make control tokens too unlikely to be drawn greedily, so that answers end by their limit."""
+    with torch.no_grad():
+        model.lm_head.weight[256:] = 0.0
     return model
 
 

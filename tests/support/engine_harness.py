@@ -98,6 +98,7 @@ class EngineHarness:
             assert gave_way or request.request_id in planned, "a decoding request was passed over"
 
     def check(self) -> None:
+        assert not self.model.broken_promises, self.model.broken_promises
         tables = [r.table for r in self.live() if r.table is not None]
         self.cache.check(tables)
         running = [r for r in self.live() if r.state is State.RUNNING]

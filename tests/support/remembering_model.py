@@ -46,10 +46,17 @@ class RememberingModel:
         self._tokens = token_pool.view(-1)
         self._positions = position_pool.view(-1)
         self._fails = fails
-        self.batches: list[ForwardBatch] = []
+        self.broken_promises: list[AssertionError] = []
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        self.batches.append(batch)
+        try:
+            return self._forward(batch)
+        except AssertionError as error:
+            self.broken_promises.append(error)  # an engine takes it for a failed forward pass
+            raise
+
+    @torch.inference_mode()  # as a PagedModel: the logits may not be changed outside
+    def _forward(self, batch: ForwardBatch) -> torch.Tensor:
         slots = batch.slot_mapping
         assert len(set(slots.tolist())) == len(slots), "two tokens share a slot"
         assert slots.min() >= batch.sequences.block_size, "a token is written to the scratch block"

@@ -19,6 +19,7 @@ _PIECES = [
     "</s>",
     *(f"<0x{byte:02X}>" for byte in range(256)),
     *string.ascii_letters,
+    *string.digits,
     *string.punctuation,
     *("▁", "▁a", "▁the", "ab", "he", "é", "好", "▁好"),
 ]
@@ -73,7 +74,7 @@ def unigram() -> Tokenizer:
 
 def lower_case() -> Tokenizer:
     """A normaliser that maps other spellings onto a control token, and no byte fallback."""
-    letters = [*string.ascii_lowercase, *string.punctuation, " ", "\n", "<unk>"]
+    letters = [*string.ascii_lowercase, *string.digits, *string.punctuation, " ", "\n", "<unk>"]
     model = models.WordLevel({letter: i for i, letter in enumerate(letters)}, unk_token="<unk>")
     tokenizer = Tokenizer(model)
     tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])

@@ -1,6 +1,6 @@
-"""Paged attention on a CPU, with torch's fused attention; README.md says why it is built this way.
+"""Paged attention on a CPU, with torch alone; README.md says why it is built this way.
 
-Knows torch's CPU kernel and its limits. Equal to `reference.py` within rounding.
+Knows torch's CPU kernels and their speeds. Equal to `reference.py` within rounding.
 """
 
 import torch
@@ -8,11 +8,9 @@ import torch
 from kvchat_kernels.paged_attention.sequences import PagedSequences
 from kvchat_kernels.paged_attention.span import AttentionSpan
 
-# Up to this many rows per sequence, query heads that share a KV head are stacked as rows; above it
-# the fused kernel reuses keys well enough by itself and a mask per stacked row would cost memory.
-_MAX_STACKED_ROWS = 16
-# Scores of the unfused path are computed in slabs of at most this many elements (fp32).
-_MAX_SCORE_ELEMENTS = 1 << 23
+# Rows are taken in slabs with at most this many bytes of scores, so that they stay in the caches
+# between the two products and the softmax: larger slabs took up to twice as long per score.
+_SLAB_BYTES = 1 << 22
 
 
 def paged_attention_cpu(
@@ -26,19 +24,20 @@ def paged_attention_cpu(
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """Attend every row of `query` to its own sequence; see `paged_attention` for the shapes."""
-    output = query.new_empty(query.shape[0], query.shape[1], value_pool.shape[-1])
+    compute_dtype = _compute_dtype(query.dtype)
+    outputs = []
     start = 0
     for index, query_len in enumerate(sequences.query_lens):
-        rows = query[start : start + query_len]
+        rows = query[start : start + query_len].to(compute_dtype)
         first = span.first_visible(sequences.context_lens[index] - query_len)
-        key = _gather(key_pool, sequences, index, first).to(_compute_dtype(query.dtype))
-        value = _gather(value_pool, sequences, index, first).to(key.dtype)
-        attend = _attend_unfused if softcap is not None else _attend_fused
-        output[start : start + query_len] = attend(
-            rows.to(key.dtype), key, value, span, first, scale, softcap, sinks
-        )
+        key = _gather(key_pool, sequences, index, first).to(compute_dtype)
+        value = _gather(value_pool, sequences, index, first).to(compute_dtype)
+        if query_len == 1 and softcap is None:
+            outputs.append(_attend_one(rows, key, value, scale, sinks))
+        else:
+            outputs.append(_attend_many(rows, key, value, span, first, scale, softcap, sinks))
         start += query_len
-    return output
+    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).to(query.dtype)
 
 
 def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -61,124 +60,30 @@ def _gather(pool: torch.Tensor, sequences: PagedSequences, index: int, first: in
     return tokens[first % block_size : first % block_size + sequences.context_lens[index] - first]
 
 
-def _attend_fused(
+def _attend_one(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    span: AttentionSpan,
-    first: int,
     scale: float,
-    softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Return [num_rows, num_heads, value_dim] for the rows at the end of `key`'s positions."""
-    assert softcap is None
-    num_rows = query.shape[0]
-    value_dim = value.shape[-1]
-    query, key, value = _equal_head_dims(query, key, value)
-    context_len = first + key.shape[0]
-    is_full = span.first_visible(context_len - 1) <= first
-    if is_full and num_rows > _MAX_STACKED_ROWS:
-        out, lse = _prefix_and_diagonal(query, key, value, scale)
-    elif num_rows == 1:
-        out, lse = _stacked(query, key, value, None, scale)
-    else:
-        visible = _visible(span, num_rows, first, context_len).to(query.dtype)
-        heads = _stacked if num_rows <= _MAX_STACKED_ROWS else _side_by_side
-        out, lse = heads(query, key, value, visible, scale)
-    if sinks is not None:
-        out = out * torch.sigmoid(lse - sinks.float())[..., None].to(out.dtype)
-    return out[..., :value_dim]
+    """Attend a single row to all of `key`, by torch's fused kernel: [1, num_heads, value_dim].
 
-
-def _visible(span: AttentionSpan, num_rows: int, first: int, context_len: int) -> torch.Tensor:
-    """Return the additive mask [num_rows, num_keys]: 0 where visible, -inf elsewhere."""
-    keys = torch.arange(first, context_len)
-    mask = torch.zeros(num_rows, len(keys))
-    return mask.masked_fill_(~span.mask(keys[-num_rows:], keys), float("-inf"))
-
-
-def _prefix_and_diagonal(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Causal attention without a mask: all earlier keys for every row, then the causal square."""
-    prefix_len = key.shape[0] - query.shape[0]
-    square = _side_by_side(query, key[prefix_len:], value[prefix_len:], None, scale, is_causal=True)
-    if prefix_len == 0:
-        return square
-    prefix = _side_by_side(query, key[:prefix_len], value[:prefix_len], None, scale)
-    return _merge(prefix, square)
-
-
-def _merge(
-    one: tuple[torch.Tensor, torch.Tensor], other: tuple[torch.Tensor, torch.Tensor]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Combine attention over two disjoint sets of keys by their log-sum-exps."""
-    weight = torch.sigmoid(one[1] - other[1])[..., None]
-    out = torch.lerp(other[0].float(), one[0].float(), weight).to(one[0].dtype)
-    return out, torch.logaddexp(one[1], other[1])
-
-
-def _stacked(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention with the query heads of one KV head as rows; out and log-sum-exp by row, head."""
-    num_rows, num_heads, head_dim = query.shape
-    num_kv_heads = key.shape[1]
-    group = num_heads // num_kv_heads
-    rows = query.view(num_rows, num_kv_heads, group, head_dim).permute(1, 2, 0, 3)
-    if mask is not None:
-        mask = mask.repeat(group, 1)
-    out, lse = _flash(
-        rows.reshape(1, num_kv_heads, group * num_rows, head_dim), key, value, mask, scale
-    )
-    out = out.view(num_kv_heads, group, num_rows, -1).permute(2, 0, 1, 3)
-    lse = lse.view(num_kv_heads, group, num_rows).permute(2, 0, 1)
-    return out.reshape(num_rows, num_heads, -1), lse.reshape(num_rows, num_heads)
-
-
-def _side_by_side(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    scale: float,
-    is_causal: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same with the query heads of one KV head as a batch that shares (not copies) the keys."""
-    num_rows, num_heads, head_dim = query.shape
-    num_kv_heads = key.shape[1]
-    group = num_heads // num_kv_heads
-    rows = query.view(num_rows, num_kv_heads, group, head_dim).permute(2, 1, 0, 3)
-    out, lse = _flash(rows, key, value, mask, scale, is_causal)
-    out = out.permute(2, 1, 0, 3).reshape(num_rows, num_heads, -1)
-    return out, lse.permute(2, 1, 0).reshape(num_rows, num_heads)
-
-
-def _flash(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    scale: float,
-    is_causal: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """torch's CPU kernel; query [batch, num_kv_heads, rows, dim], key and value [num_keys, ...].
-
-    The aten operator behind scaled_dot_product_attention is called by its own name because only it
-    returns the log-sum-exp.
+    The query heads that share a KV head are that head's rows. The aten operator behind
+    scaled_dot_product_attention is called by its own name because only it returns the
+    log-sum-exp, which sinks need.
     """
-    batch = query.shape[0]
-    key = key.transpose(0, 1)[None].expand(batch, -1, -1, -1)
-    value = value.transpose(0, 1)[None].expand(batch, -1, -1, -1)
+    num_heads, num_kv_heads, value_dim = query.shape[1], key.shape[1], value.shape[-1]
+    query, key, value = _equal_head_dims(query, key, value)
+    rows = query.reshape(1, num_kv_heads, num_heads // num_kv_heads, -1)
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        query, key, value, 0.0, is_causal, attn_mask=mask, scale=scale
+        rows, key.transpose(0, 1)[None], value.transpose(0, 1)[None], 0.0, False, scale=scale
     )
-    return out, lse
+    out = out.reshape(1, num_heads, -1)[..., :value_dim]
+    if sinks is not None:
+        share = torch.sigmoid(lse.reshape(1, num_heads, 1) - sinks.float()[:, None])
+        out = out * share.to(out.dtype)
+    return out
 
 
 def _equal_head_dims(
@@ -194,7 +99,7 @@ def _equal_head_dims(
     return query, key, value
 
 
-def _attend_unfused(
+def _attend_many(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -204,40 +109,67 @@ def _attend_unfused(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The formula with a softcap, in slabs of rows so that scores stay small."""
-    context_len = first + key.shape[0]
-    visible = _visible(span, query.shape[0], first, context_len)
-    slab = max(1, _MAX_SCORE_ELEMENTS // (query.shape[1] * key.shape[0]))
-    return torch.cat(
-        [
-            _attend_slab(rows, key, value, mask, scale, softcap, sinks)
-            for rows, mask in zip(query.split(slab), visible.split(slab), strict=True)
-        ]
-    )
+    """Attend the rows at the end of `key`'s positions: [num_rows, num_heads, value_dim].
+
+    `key` and `value` begin at position `first`. Slab by slab; each sees the keys up to its own last
+    row, from the first one any of its rows may see.
+    """
+    num_rows, num_heads, _ = query.shape
+    key, value = (tensor.transpose(0, 1).contiguous() for tensor in (key, value))
+    start = first + key.shape[1] - num_rows
+    most_rows = max(1, _SLAB_BYTES // (num_heads * key.shape[1] * key.itemsize))
+    num_slabs = -(-num_rows // most_rows)
+    slab_rows = -(-num_rows // num_slabs)
+    outputs = []
+    for row in range(0, num_rows, slab_rows):
+        rows = query[row : row + slab_rows]
+        begin = span.first_visible(start + row)
+        end = start + row + len(rows)
+        visible = slice(begin - first, end - first)
+        mask = _hidden(span, begin, end, len(rows))
+        outputs.append(
+            _attend_slab(rows, key[:, visible], value[:, visible], mask, scale, softcap, sinks)
+        )
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def _hidden(span: AttentionSpan, begin: int, end: int, num_rows: int) -> torch.Tensor:
+    """Return what the last `num_rows` positions before `end` may not see, of those from `begin` on.
+
+    [num_rows, num_columns] bool, true where hidden. Without a window or chunks only the last
+    columns can be, and only they are there.
+    """
+    if span.window is None and span.chunk is None:
+        begin = end - num_rows
+    positions = torch.arange(begin, end)
+    return ~span.mask(positions[-num_rows:], positions)
 
 
 def _attend_slab(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    mask: torch.Tensor,
+    hidden: torch.Tensor,
     scale: float,
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
+    """Two products with a softmax between them; key and value are [num_kv_heads, num_keys, dim]."""
     num_rows, num_heads, head_dim = query.shape
-    num_kv_heads, num_keys = key.shape[1], key.shape[0]
+    num_kv_heads, num_keys, value_dim = value.shape
     rows = query.view(num_rows, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)
-    scores = rows.reshape(num_kv_heads, -1, head_dim) @ key.permute(1, 2, 0)
-    scores = scores.view(num_kv_heads, -1, num_rows, num_keys).float().mul_(scale)
+    rows = rows.reshape(num_kv_heads, -1, head_dim)
+    # Scaled inside the product, where it costs no rounding and no pass over the scores.
+    scores = rows.new_empty(num_kv_heads, rows.shape[1], num_keys)
+    scores = torch.baddbmm(scores, rows, key.transpose(1, 2), beta=0, alpha=scale)
+    scores = scores.view(num_heads, num_rows, num_keys)
     if softcap is not None:
-        scores = scores.div_(softcap).tanh_().mul_(softcap)
-    scores += mask
-    if sinks is None:
-        weights = torch.softmax(scores, dim=-1)
-    else:
-        column = sinks.float().view(num_kv_heads, -1, 1, 1).expand(-1, -1, num_rows, 1)
-        weights = torch.softmax(torch.cat([scores, column], dim=-1), dim=-1)[..., :-1]
-    weights = weights.to(value.dtype).reshape(num_kv_heads, -1, num_keys)
-    out = (weights @ value.transpose(0, 1)).view(num_kv_heads, -1, num_rows, value.shape[-1])
-    return out.permute(2, 0, 1, 3).reshape(num_rows, num_heads, -1)
+        scores = scores.float().div_(softcap).tanh_().mul_(softcap)
+    scores[..., num_keys - hidden.shape[1] :].masked_fill_(hidden, float("-inf"))
+    if sinks is not None:
+        column = sinks.to(scores.dtype).view(num_heads, 1, 1).expand(-1, num_rows, 1)
+        scores = torch.cat([scores, column], dim=-1)
+    weights = torch.softmax(scores, dim=-1)[..., :num_keys].to(value.dtype)
+    out = torch.bmm(weights.reshape(num_kv_heads, -1, num_keys), value)
+    out = out.view(num_kv_heads, -1, num_rows, value_dim).permute(2, 0, 1, 3)
+    return out.reshape(num_rows, num_heads, value_dim)

@@ -1,0 +1,48 @@
+"""Attached files: text under its name, fenced; what is no text is refused by name."""
+
+from pathlib import Path
+
+import pytest
+
+from kvchat.chat.attachment import read_attachment
+from kvchat.core.errors import UsageError
+
+
+def test_a_file_stands_under_its_name_in_a_fence(tmp_path: Path) -> None:
+    (tmp_path / "a b.py").write_text("x = 1\n\n")
+
+    assert read_attachment(tmp_path / "a b.py") == "a b.py:\n```\nx = 1\n```\n"
+
+
+def test_a_fence_in_the_text_is_outdone(tmp_path: Path) -> None:
+    (tmp_path / "notes.md").write_text("````\ncode\n````")
+
+    text = read_attachment(tmp_path / "notes.md")
+
+    assert text.splitlines()[1] == text.splitlines()[-1] == "`````"
+
+
+def test_what_is_not_utf_8_is_shown_as_replacements(tmp_path: Path) -> None:
+    (tmp_path / "latin").write_bytes(b"caf\xe9")
+
+    assert "caf\ufffd" in read_attachment(tmp_path / "latin")
+
+
+def test_an_empty_file_is_attached_empty(tmp_path: Path) -> None:
+    (tmp_path / "empty").touch()
+
+    assert read_attachment(tmp_path / "empty") == "empty:\n```\n\n```\n"
+
+
+def test_what_cannot_be_attached_is_named(tmp_path: Path) -> None:
+    (tmp_path / "binary").write_bytes(b"\x7fELF\0\0")
+    with (tmp_path / "huge").open("wb") as file:
+        file.truncate(17 * 2**20)
+    for name, message in (
+        ("binary", "is not a text file"),
+        ("huge", "has 17 MiB, too much to attach"),
+        (".", "is not a file"),
+        ("missing", "cannot be read"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            read_attachment(tmp_path / name)

@@ -1,0 +1,106 @@
+"""Private directories and files, whatever the umask; links and strangers' files are refused."""
+
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvchat.core import paths
+from kvchat.core.errors import StoreError
+from kvchat.core.paths import open_private, private_directory
+
+CREATE = os.O_WRONLY | os.O_CREAT
+
+
+@pytest.fixture(params=[0o000, 0o022, 0o277], ids=oct)
+def umask(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = os.umask(request.param)
+    yield
+    os.umask(before)
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+@pytest.mark.usefixtures("umask")
+def test_directories_are_private_up_to_the_first_that_was_there(tmp_path: Path) -> None:
+    """Only the last one was; the ones leading to it took what the umask left, so that others could
+    rename what stands in them."""
+    made = private_directory(tmp_path / "a" / "b" / "c")
+
+    assert made.is_dir()
+    assert {mode(tmp_path / part) for part in ("a", "a/b", "a/b/c")} == {0o700}
+
+
+def test_a_directory_that_exists_keeps_its_mode(tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o750)
+
+    private_directory(shared)
+
+    assert mode(shared) == 0o750
+
+
+@pytest.mark.usefixtures("umask")
+def test_files_are_private(tmp_path: Path) -> None:
+    os.close(open_private(tmp_path / "new", CREATE))
+
+    assert mode(tmp_path / "new") == 0o600
+
+
+def test_a_file_that_was_open_to_others_is_made_private(tmp_path: Path) -> None:
+    (tmp_path / "old").touch()
+    (tmp_path / "old").chmod(0o666)
+
+    os.close(open_private(tmp_path / "old", os.O_RDONLY))
+
+    assert mode(tmp_path / "old") == 0o600
+
+
+def test_symbolic_links_are_refused_and_what_they_name_is_untouched(tmp_path: Path) -> None:
+    target = tmp_path / "precious"
+    target.write_text("keep")
+    (tmp_path / "link").symlink_to(target)
+
+    with pytest.raises(StoreError, match="Cannot open"):
+        open_private(tmp_path / "link", CREATE | os.O_TRUNC)
+
+    assert target.read_text() == "keep"
+
+
+def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "directory").mkdir()
+    with pytest.raises(StoreError):
+        open_private(tmp_path / "directory", os.O_RDONLY)
+
+
+def test_another_users_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "theirs").touch()
+    monkeypatch.setattr(paths.os, "getuid", lambda: os.stat(tmp_path).st_uid + 1)
+
+    with pytest.raises(StoreError, match="not a regular file of this user"):
+        open_private(tmp_path / "theirs", os.O_RDONLY)
+    with pytest.raises(StoreError, match="belongs to another user"):
+        private_directory(tmp_path)
+
+
+def test_a_file_in_the_place_of_a_directory_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+
+    for path in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(StoreError, match="Cannot use the directory"):
+            private_directory(path)
+
+
+def test_a_pipe_in_the_place_of_a_file_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    """Opening a named pipe waits for somebody at its other end; kvchat would have hung."""
+    os.mkfifo(tmp_path / "pipe")
+
+    with pytest.raises(StoreError):
+        open_private(tmp_path / "pipe", os.O_RDONLY)
+    with pytest.raises(StoreError):
+        open_private(tmp_path / "pipe", CREATE)

@@ -1,0 +1,139 @@
+"""An engine built from settings: sizes follow the budget, and every mixture of dtypes runs."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig, Size
+from kvchat.core.events import LoadProgress, RequestFailed, TokensGenerated
+from kvchat.core.types import SamplingParams
+from kvchat.engine.assembly import AssembledEngine, build_engine, device_budget, step_tokens
+from kvchat.engine.engine import Engine
+from kvchat.engine.request import RequestSpec
+from kvchat.model.source import find_model
+from support.checkpoints import save_checkpoint, tiny_model
+
+MEBIBYTE = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_checkpoint(tmp_path_factory.mktemp("m"), tiny_model("gemma2", sliding_window=8))
+
+
+def assemble(
+    directory: Path,
+    dtype: str = "float32",
+    cache: CacheConfig | None = None,
+    engine: EngineConfig | None = None,
+) -> AssembledEngine:
+    return build_engine(
+        find_model(str(directory)),
+        ModelConfig(dtype=dtype),
+        cache or CacheConfig(device_bytes=Size(num_bytes=MEBIBYTE)),
+        engine or EngineConfig(),
+        None,
+        lambda _: None,
+    )
+
+
+def generate(engine: Engine, prompt: tuple[int, ...], count: int) -> list[int]:
+    engine.submit(RequestSpec(prompt, SamplingParams(temperature=0.0), max_tokens=count))
+    ids: list[int] = []
+    while engine.has_work:
+        for event in engine.step():
+            assert not isinstance(event, RequestFailed), event
+            if isinstance(event, TokensGenerated):
+                ids.extend(event.token_ids)
+    return ids
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_every_mixture_of_dtypes_runs_and_agrees_roughly(
+    checkpoint: Path, dtype: str, kv_dtype: str
+) -> None:
+    cache = CacheConfig(device_bytes=Size(num_bytes=MEBIBYTE), kv_dtype=kv_dtype)
+    built = assemble(checkpoint, dtype, cache)
+    prompt = tuple(range(5, 45))
+
+    first = generate(built.engine, prompt, 4)
+    again = generate(built.engine, prompt, 4)
+
+    pool = built.engine.cache.kv_pool
+    expected = dtype if kv_dtype == "auto" else kv_dtype
+    assert str(pool.layers[0][0].dtype) == f"torch.{expected}"
+    assert built.ready.dtype == dtype
+    assert len(first) == len(again) == 4
+    assert first[0] == generate(assemble(checkpoint).engine, prompt, 1)[0]
+    assert all(torch.isfinite(tensor).all() for pair in pool.layers for tensor in pair)
+
+
+@pytest.mark.parametrize("block_size", [1, 8, 64])
+def test_the_budget_is_never_exceeded_and_nearly_used(checkpoint: Path, block_size: int) -> None:
+    for num_bytes in (100_000, 123_456, MEBIBYTE):
+        cache = CacheConfig(block_size, Size(num_bytes=num_bytes))
+        pool = assemble(checkpoint, cache=cache).engine.cache.kv_pool
+
+        held = sum(tensor.nbytes for pair in pool.layers for tensor in pair)
+        assert held <= num_bytes
+        assert num_bytes - held < pool.geometry.block_bytes
+
+
+def test_the_context_is_what_model_settings_and_cache_allow(checkpoint: Path) -> None:
+    assert assemble(checkpoint).ready.context_limit == 512
+    limited = assemble(checkpoint, engine=EngineConfig(max_context=100))
+    assert limited.ready.context_limit == 100
+    assert limited.loaded.max_context == 100
+    tight = assemble(checkpoint, cache=CacheConfig(8, Size(num_bytes=40_000)))
+    status = tight.engine.status()
+    assert tight.ready.context_limit == status.num_blocks * 8 < 512
+    assert tight.loaded.max_context == 512
+
+
+def test_a_share_is_of_the_memory_that_is_free() -> None:
+    config = CacheConfig(device_bytes=Size(share=0.5))
+    half = device_budget(config, torch.device("cpu"))
+
+    assert half > device_budget(CacheConfig(), torch.device("cpu")) > 0
+
+
+def test_steps_are_short_for_large_models_and_bounded_for_small_ones(checkpoint: Path) -> None:
+    from dataclasses import replace
+
+    spec = assemble(checkpoint).loaded.spec
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    sizes = [replace(spec, num_parameters=count) for count in (1, 10**8, 10**9, 10**11)]
+
+    assert [step_tokens(size, cpu) for size in sizes] == [512, 256, 32, 16]
+    assert step_tokens(spec, cuda) == 4096
+
+
+def test_loading_is_told_stage_by_stage(checkpoint: Path) -> None:
+    heard: list[LoadProgress] = []
+    build_engine(
+        find_model(str(checkpoint)),
+        ModelConfig(),
+        CacheConfig(device_bytes=Size(num_bytes=MEBIBYTE)),
+        EngineConfig(),
+        None,
+        heard.append,
+    )
+
+    stages = list(dict.fromkeys(event.stage for event in heard))
+    assert stages == [
+        "reading the model's configuration",
+        "loading weights",
+        "checking the paged forward pass",
+    ]
+
+
+def test_without_reuse_nothing_is_cached(checkpoint: Path) -> None:
+    cache = CacheConfig(device_bytes=Size(num_bytes=MEBIBYTE), reuse=False)
+    engine = assemble(checkpoint, cache=cache).engine
+    prompt = tuple(range(40))
+
+    assert generate(engine, prompt, 5) == generate(engine, prompt, 5)
+    assert engine.status().num_cached == 0
+    assert engine.status().num_tokens_computed == 2 * (40 + 4)

@@ -1,0 +1,304 @@
+"""EngineThread: loading, listeners, cancelling and closing, with an engine that needs no model."""
+
+import queue
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from kvchat.core.errors import GenerationError, ModelError
+from kvchat.core.events import (
+    LoadEvent,
+    LoadFailed,
+    LoadProgress,
+    ModelReady,
+    RequestEvent,
+    RequestFailed,
+    SampleFinished,
+    TokensGenerated,
+)
+from kvchat.core.types import FinishReason
+from kvchat.engine.engine import Engine
+from kvchat.engine.request import RequestSpec
+from kvchat.engine.thread import EngineThread
+from support.engine_harness import EngineHarness
+from support.remembering_model import GREEDY, complete_without_cache
+
+READY = ModelReady("fake", "s1-0", "cpu", "float32", 120, 0.0)
+WAIT_S = 20.0
+
+
+class Inbox:
+    """A listener whose events a test takes out one by one."""
+
+    def __init__(self) -> None:
+        self.events: queue.Queue[RequestEvent] = queue.Queue()
+
+    def __call__(self, event: RequestEvent) -> None:
+        self.events.put(event)
+
+    def until_end(self) -> list[RequestEvent]:
+        events = []
+        while True:
+            events.append(self.events.get(timeout=WAIT_S))
+            if isinstance(events[-1], SampleFinished | RequestFailed):
+                return events
+
+
+@pytest.fixture
+def start():  # type: ignore[no-untyped-def]
+    """Start engine threads that are closed whatever the test does."""
+    threads = []
+
+    def start(
+        fails: Callable[[], None] = lambda: None,
+        on_load: Callable[[LoadEvent], None] = lambda _: None,
+        build: Callable[..., tuple[Engine, ModelReady]] | None = None,
+    ) -> EngineThread:
+        harness = EngineHarness(fails=fails)
+        thread = EngineThread(build or (lambda _: (harness.engine, READY)), on_load)
+        threads.append(thread)
+        return thread
+
+    yield start
+    for thread in threads:
+        thread.close(timeout_s=WAIT_S)
+
+
+def spec(max_tokens: int = 5, num_samples: int = 1) -> RequestSpec:
+    return RequestSpec((1, 2, 3), GREEDY, max_tokens=max_tokens, num_samples=num_samples)
+
+
+def test_a_request_before_the_model_is_there_is_answered_once_it_is(start) -> None:  # type: ignore[no-untyped-def]
+    gate = threading.Event()
+    harness = EngineHarness()
+
+    def build(progress: Callable[[LoadProgress], None]) -> tuple[Engine, ModelReady]:
+        progress(LoadProgress("waiting"))
+        gate.wait(WAIT_S)
+        return harness.engine, READY
+
+    heard: list[LoadEvent] = []
+    thread, inbox = start(build=build, on_load=heard.append), Inbox()
+    thread.submit(spec(), inbox)
+    assert inbox.events.empty()
+    gate.set()
+
+    events = inbox.until_end()
+
+    ids = [t for e in events if isinstance(e, TokensGenerated) for t in e.token_ids]
+    assert ids == complete_without_cache(spec(), 0, 120)
+    assert heard == [LoadProgress("waiting"), READY]
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [(ModelError("No such model."), "No such model."), (OSError(12, "no memory"), "no memory")],
+    ids=["typed", "unforeseen"],
+)
+def test_a_model_that_does_not_load_refuses_everything(start, error, message) -> None:  # type: ignore[no-untyped-def]
+    def build(_: object) -> tuple[Engine, ModelReady]:
+        raise error
+
+    heard: list[LoadEvent] = []
+    thread, inbox = start(build=build, on_load=heard.append), Inbox()
+    for _ in range(2):
+        thread.submit(spec(), inbox)
+        [failed] = inbox.until_end()
+        assert message in str(failed.error)
+    with pytest.raises(Exception, match=message):
+        thread.call(lambda engine: engine.status()).result(WAIT_S)
+    assert isinstance(heard[-1], LoadFailed)
+
+
+def test_a_listener_that_raises_hurts_nobody(start) -> None:  # type: ignore[no-untyped-def]
+    def broken(_: object) -> None:
+        raise ValueError("listener")
+
+    thread, inbox = start(on_load=broken), Inbox()
+    thread.submit(spec(max_tokens=3), broken)
+    thread.submit(spec(), inbox)
+
+    assert isinstance(inbox.until_end()[-1], SampleFinished)
+
+
+def test_a_listener_that_raises_while_being_refused_hurts_nobody(start) -> None:  # type: ignore[no-untyped-def]
+    """Listeners were only guarded in the middle of answering: one that failed on hearing of a
+    failed load, or of a refused prompt, ended the thread, and later requests waited for ever."""
+
+    def broken(_: object) -> None:
+        raise ValueError("listener")
+
+    def build(_: object) -> tuple[Engine, ModelReady]:
+        raise ModelError("No such model.")
+
+    for thread in (start(build=build, on_load=broken), start()):
+        thread.submit(RequestSpec(tuple(range(30)) * 20, GREEDY), broken)
+        inbox = Inbox()
+        thread.submit(RequestSpec(tuple(range(30)) * 20, GREEDY), inbox)
+        assert isinstance(inbox.until_end()[-1], RequestFailed)
+
+
+def test_an_engine_that_breaks_fails_what_runs_and_refuses_the_rest(start) -> None:  # type: ignore[no-untyped-def]
+    class Broken(RequestSpec):
+        pass
+
+    def bad_watcher():  # type: ignore[no-untyped-def]
+        class Watcher:
+            def feed(self, token_id: int) -> bool:
+                raise RuntimeError("watcher")
+
+        return Watcher()
+
+    heard: list[LoadEvent] = []
+    thread, first, second = start(on_load=heard.append), Inbox(), Inbox()
+    thread.submit(RequestSpec((1, 2), GREEDY, new_stop_watcher=bad_watcher), first)
+
+    assert "The engine stopped" in first.until_end()[-1].error.message  # type: ignore[union-attr]
+    thread.submit(spec(), second)
+    assert "The engine stopped" in second.until_end()[-1].error.message  # type: ignore[union-attr]
+    assert isinstance(heard[-1], LoadFailed)
+
+
+def test_cancelling_ends_an_endless_answer_and_is_harmless_twice(start) -> None:  # type: ignore[no-untyped-def]
+    thread, inbox = start(), Inbox()
+    endless = RequestSpec((1, 2, 3), GREEDY)
+    ticket = thread.submit(endless, inbox)
+    inbox.events.get(timeout=WAIT_S)
+
+    thread.cancel(ticket, FinishReason.TIMEOUT)
+    ending = inbox.until_end()[-1]
+    thread.cancel(ticket)
+
+    assert isinstance(ending, SampleFinished)
+    assert ending.reason in (FinishReason.TIMEOUT, FinishReason.LENGTH)
+    other = Inbox()
+    thread.submit(spec(), other)
+    assert isinstance(other.until_end()[-1], SampleFinished)
+
+
+def test_every_sample_reports_its_end_and_the_listener_is_let_go(start) -> None:  # type: ignore[no-untyped-def]
+    thread, inbox = start(), Inbox()
+    thread.submit(spec(num_samples=3), inbox)
+
+    ended = [inbox.until_end()[-1] for _ in range(3)]
+
+    assert sorted(event.sample for event in ended) == [0, 1, 2]  # type: ignore[union-attr]
+    thread.call(lambda engine: None).result(WAIT_S)
+    assert not thread._listeners
+    assert not thread._request_ids
+    assert not thread._samples_left
+
+
+def test_samples_cancelled_before_they_fork_let_the_listener_go(start) -> None:  # type: ignore[no-untyped-def]
+    """Three samples, one ending: the two that had not forked never reported, and a reply that
+    waited for them never finished."""
+    entered, gate = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        entered.set()
+        gate.wait(WAIT_S)
+
+    thread, inbox = start(fails=hold), Inbox()
+    ticket = thread.submit(RequestSpec(tuple(range(40)), GREEDY, num_samples=3), inbox)
+    entered.wait(WAIT_S)
+    thread.cancel(ticket)
+    gate.set()
+
+    endings = [inbox.until_end()[-1] for _ in range(3)]
+
+    assert [event.reason for event in endings] == [FinishReason.CANCELLED] * 3  # type: ignore[union-attr]
+    thread.call(lambda engine: None).result(WAIT_S)
+    assert not thread._listeners
+
+
+def test_calls_run_between_steps_and_bring_back_errors(start) -> None:  # type: ignore[no-untyped-def]
+    thread = start()
+
+    assert thread.call(lambda engine: engine.max_context).result(WAIT_S) == 120
+    assert thread.call(lambda engine: threading.current_thread().name).result(WAIT_S) == (
+        "kvchat-engine"
+    )
+    with pytest.raises(ZeroDivisionError):
+        thread.call(lambda engine: 1 // 0).result(WAIT_S)
+
+
+def test_a_call_that_is_no_longer_wanted_is_skipped(start) -> None:  # type: ignore[no-untyped-def]
+    """A future cancelled by a caller that stopped waiting once raised on the engine's thread, and
+    the engine stopped."""
+    entered, gate = threading.Event(), threading.Event()
+    thread, inbox = start(), Inbox()
+
+    def hold(engine: Engine) -> None:
+        entered.set()
+        gate.wait(WAIT_S)
+
+    thread.call(hold)
+    entered.wait(WAIT_S)
+    ran = threading.Event()
+    unwanted = thread.call(lambda engine: ran.set())
+    assert unwanted.cancel()
+    gate.set()
+
+    thread.submit(spec(), inbox)
+    assert isinstance(inbox.until_end()[-1], SampleFinished)
+    assert not ran.is_set()
+
+
+def test_closing_twice_and_while_answering_returns(start) -> None:  # type: ignore[no-untyped-def]
+    thread, inbox = start(), Inbox()
+    thread.submit(RequestSpec((1, 2, 3), GREEDY), inbox)
+    inbox.events.get(timeout=WAIT_S)
+
+    thread.close(WAIT_S)
+    thread.close(WAIT_S)
+
+    assert not thread._thread.is_alive()
+
+
+def test_what_is_asked_of_a_closed_engine_is_refused_and_not_waited_for(start) -> None:  # type: ignore[no-untyped-def]
+    """Nobody read what was sent after the end: a question to a session whose model had been
+    exchanged waited for ever."""
+    thread, inbox = start(), Inbox()
+    thread.close(WAIT_S)
+
+    ticket = thread.submit(spec(), inbox)
+    thread.cancel(ticket)
+
+    [failed] = inbox.until_end()
+    assert isinstance(failed, RequestFailed)
+    assert failed.error.message == "The engine is closed."
+    with pytest.raises(GenerationError, match="closed"):
+        thread.call(lambda engine: 1).result(WAIT_S)
+
+
+def test_what_was_asked_just_before_the_end_is_refused_too(start) -> None:  # type: ignore[no-untyped-def]
+    entered, gate = threading.Event(), threading.Event()
+    thread, inbox = start(), Inbox()
+
+    def hold(engine: Engine) -> None:
+        entered.set()
+        gate.wait(WAIT_S)
+
+    thread.call(hold)
+    entered.wait(WAIT_S)
+    thread.close(timeout_s=0.0)  # is on its way, and the engine's thread is busy
+    thread.submit(spec(), inbox)
+    late = thread.call(lambda engine: 1)
+    gate.set()
+
+    assert isinstance(inbox.until_end()[-1], RequestFailed)
+    with pytest.raises(GenerationError, match="closed"):
+        late.result(WAIT_S)
+
+
+def test_a_prompt_that_is_too_long_fails_alone(start) -> None:  # type: ignore[no-untyped-def]
+    thread, long, short = start(), Inbox(), Inbox()
+    thread.submit(RequestSpec((1,) * 500, GREEDY), long)
+    thread.submit(spec(), short)
+
+    [failed] = long.until_end()
+    assert isinstance(failed, RequestFailed)
+    assert failed.error.exit_code == 4
+    assert not isinstance(failed.error, GenerationError)
+    assert isinstance(short.until_end()[-1], SampleFinished)

@@ -1,0 +1,233 @@
+"""Who runs when: budgets, order, ageing, waiting for a shared prefix, preemption, cancellation."""
+
+import pytest
+
+from kvchat.core.errors import ContextTooLong, GenerationError
+from kvchat.core.types import FinishReason
+from kvchat.engine.request import RequestSpec
+from support.engine_harness import EngineHarness
+from support.remembering_model import GREEDY, VOCAB_SIZE
+
+
+def greedy(*prompt: int, max_tokens: int = 4, num_samples: int = 1) -> RequestSpec:
+    return RequestSpec(tuple(prompt), GREEDY, max_tokens=max_tokens, num_samples=num_samples)
+
+
+def run_of(start: int, length: int) -> list[int]:
+    return [(start + 3 * i) % VOCAB_SIZE for i in range(length)]
+
+
+def test_a_long_prompt_is_read_in_chunks_of_the_budget() -> None:
+    engine = EngineHarness(max_step_tokens=10)
+    request_id = engine.submit(greedy(*run_of(0, 35)))
+
+    engine.run()
+
+    assert [tokens for [(_, tokens)] in engine.steps] == [10, 10, 10, 5, 1, 1, 1]
+    assert [p.done for p in engine.progress(request_id)] == [10, 20, 30, 35]
+
+
+def test_decodes_go_on_beside_a_prompt_that_is_being_read() -> None:
+    engine = EngineHarness(max_step_tokens=6)
+    first = engine.submit(greedy(1, 2, 3, max_tokens=20))
+    engine.step()
+    second = engine.submit(greedy(*run_of(7, 22)))
+
+    engine.run()
+
+    reading = [dict(step) for step in engine.steps if dict(step).get(second, 0) > 1]
+    assert [step[second] for step in reading] == [5, 5, 5, 5, 2]
+    assert all(step[first] == 1 for step in reading)
+
+
+def test_no_step_exceeds_its_budget_however_many_samples_fork() -> None:
+    """Samples of one request once all ran at once, past both limits of a step."""
+    engine = EngineHarness(max_step_tokens=4, max_running=16)
+    request_id = engine.submit(greedy(*run_of(0, 9), num_samples=9))
+
+    engine.run()  # the harness holds each step to its budget
+
+    engine.assert_complete(request_id)
+    assert max(len(step) for step in engine.steps) == 4
+
+
+def test_no_more_requests_hold_blocks_than_may_run() -> None:
+    engine = EngineHarness(max_running=2)
+    ids = [engine.submit(greedy(i, i + 1, i + 2, num_samples=3)) for i in range(4)]
+
+    engine.run()  # the harness counts the running requests after each step
+
+    for request_id in ids:
+        engine.assert_complete(request_id)
+
+
+def test_of_those_waiting_the_one_with_most_cached_goes_first() -> None:
+    engine = EngineHarness(max_running=1)
+    engine.complete(greedy(*run_of(5, 40), max_tokens=1))
+    cold = engine.submit(greedy(*run_of(1, 30)))
+    warm = engine.submit(greedy(*run_of(5, 40), 9, 9))
+
+    engine.step()
+
+    assert [request_id for request_id, _ in engine.steps[-1]] == [warm]
+    engine.run()
+    assert engine.ending(warm).usage.cached.device == 40
+    assert engine.ending(cold).usage.cached.device == 0
+
+
+def test_a_long_cold_prompt_is_not_overtaken_for_ever() -> None:
+    engine = EngineHarness(max_running=1, max_step_tokens=8)
+    engine.submit(greedy(1, 2))
+    long = engine.submit(greedy(*run_of(3, 100), max_tokens=1))
+    for turn in range(60):
+        engine.submit(greedy(turn % VOCAB_SIZE, (turn * 7) % VOCAB_SIZE, max_tokens=2))
+        engine.step()
+
+    assert any(request_id == long for step in engine.steps for request_id, _ in step)
+
+
+def test_a_request_waits_for_a_prefix_that_another_is_computing() -> None:
+    prompt = run_of(2, 48)
+    engine = EngineHarness(max_step_tokens=16)
+    first = engine.submit(greedy(*prompt, 1))
+    second = engine.submit(greedy(*prompt, 2))
+
+    engine.run()
+
+    assert engine.ending(first).usage.cached.device == 0
+    assert engine.ending(second).usage.cached.device == 48
+    assert engine.engine.status().num_tokens_computed == 49 + 1 + 2 * 3
+    engine.assert_complete(second)
+
+
+def test_a_request_does_not_wait_where_nothing_is_shared() -> None:
+    engine = EngineHarness(max_step_tokens=16)
+    engine.submit(greedy(*run_of(2, 30)))
+    other = engine.submit(greedy(9, 8, 7))
+    engine.step()
+    engine.step()
+
+    assert other in [request_id for step in engine.steps for request_id, _ in step]
+
+
+def test_the_youngest_gives_way_when_blocks_run_out_and_resumes_unchanged() -> None:
+    engine = EngineHarness(num_blocks=13, max_context=40)
+    old = engine.submit(greedy(*run_of(0, 17), max_tokens=20))
+    engine.step()
+    engine.step()
+    young = engine.submit(greedy(*run_of(1, 17), max_tokens=20))
+
+    engine.run()
+
+    assert engine.engine.status().num_preempted > 0
+    in_plan = [dict(step) for step in engine.steps]
+    first_without_young = next(
+        i for i, step in enumerate(in_plan) if i > 3 and young not in step and old in step
+    )
+    assert all(old in step for step in in_plan[: first_without_young + 1])
+    for request_id in (old, young):
+        engine.assert_complete(request_id)
+
+
+def test_a_request_as_long_as_the_whole_cache_runs_alone_to_its_end() -> None:
+    engine = EngineHarness(num_blocks=11, max_context=1000)
+    assert engine.engine.max_context == 40
+    request_id = engine.submit(greedy(*run_of(0, 30), max_tokens=100))
+
+    engine.run()
+
+    assert engine.ending(request_id).reason is FinishReason.LENGTH
+    assert len(engine.generated(request_id)) == 10
+    engine.assert_complete(request_id)
+
+
+def test_samples_that_do_not_fit_together_run_one_after_another() -> None:
+    engine = EngineHarness(num_blocks=7, max_context=24)
+    request_id = engine.submit(greedy(*run_of(0, 18), max_tokens=6, num_samples=3))
+
+    engine.run()
+
+    assert not engine.failures(request_id)
+    engine.assert_complete(request_id)
+
+
+def test_a_prompt_that_leaves_no_room_is_refused_and_the_longest_that_does_is_not() -> None:
+    engine = EngineHarness(max_context=20)
+    with pytest.raises(ContextTooLong, match="20 tokens, and the context holds 20"):
+        engine.submit(greedy(*run_of(0, 20)))
+
+    longest = engine.submit(greedy(*run_of(0, 19)))
+    engine.run()
+
+    assert len(engine.generated(longest)) == 1
+    assert engine.ending(longest).reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("stranger", [VOCAB_SIZE, -1, 1 << 40])
+def test_a_token_the_model_does_not_have_is_refused_at_the_door(stranger: int) -> None:
+    """Such an id once failed in the embedding, with an IndexError nobody caught: the engine
+    stopped for good, and every other conversation with it."""
+    engine = EngineHarness()
+    with pytest.raises(GenerationError, match="do not belong together"):
+        engine.submit(greedy(1, 2, stranger))
+
+    assert engine.complete(greedy(1, 2)) != [[]]
+
+
+def test_a_cancelled_request_ends_at_the_next_step_and_keeps_what_it_has() -> None:
+    engine = EngineHarness()
+    cancelled = engine.submit(greedy(1, 2, 3, max_tokens=50))
+    other = engine.submit(greedy(4, 5, 6, max_tokens=8))
+    for _ in range(3):
+        engine.step()
+    before = engine.generated(cancelled)
+
+    engine.engine.cancel(cancelled)
+    engine.step()
+
+    assert engine.ending(cancelled).reason is FinishReason.CANCELLED
+    assert engine.generated(cancelled) == before
+    assert cancelled not in dict(engine.steps[-1])
+    engine.run()
+    engine.assert_complete(other)
+
+
+def test_cancelling_a_waiting_request_needs_no_forward_pass() -> None:
+    engine = EngineHarness()
+    request_id = engine.submit(greedy(1, 2, 3))
+    engine.engine.cancel(request_id, FinishReason.TIMEOUT)
+
+    engine.step()
+
+    assert engine.steps == []
+    assert engine.ending(request_id).reason is FinishReason.TIMEOUT
+    assert not engine.engine.has_work
+
+
+def test_cancelling_while_the_prompt_is_read_ends_every_sample() -> None:
+    """Samples fork after the prompt; cancelled before that, only the first one once ended, and
+    whoever waited for the others waited for ever."""
+    engine = EngineHarness(max_step_tokens=8)
+    request_id = engine.submit(greedy(*run_of(0, 50), num_samples=3))
+    engine.step()
+
+    engine.engine.cancel(request_id)
+    engine.step()
+
+    assert {engine.ending(request_id, sample).reason for sample in range(3)} == {
+        FinishReason.CANCELLED
+    }
+    assert not engine.engine.has_work
+
+
+def test_cancelling_after_the_fork_ends_every_sample_once() -> None:
+    engine = EngineHarness()
+    request_id = engine.submit(greedy(1, 2, 3, num_samples=3, max_tokens=30))
+    engine.step()
+    engine.step()
+
+    engine.engine.cancel(request_id)
+    engine.run()
+
+    for sample in range(3):
+        assert engine.ending(request_id, sample).usage.completion_tokens == 2

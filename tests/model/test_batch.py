@@ -1,0 +1,71 @@
+"""ForwardBatch and device facts: pieces are laid out as the kernels read them."""
+
+import pytest
+import torch
+
+from kvchat.core.config import ModelConfig
+from kvchat.core.errors import ModelError
+from kvchat.model.batch import SequencePiece, build_batch
+from kvchat.model.device import choose_device, dtype_name, dtype_of, free_bytes
+
+CPU = torch.device("cpu")
+
+
+def test_pieces_lie_one_after_another_with_their_slots_and_rows() -> None:
+    batch = build_batch(
+        [
+            SequencePiece([7, 8, 9], start=3, blocks=[5, 2], num_logit_rows=1),
+            SequencePiece([1], start=0, blocks=[9, 4, 4], num_logit_rows=0),
+            SequencePiece([3, 4], start=6, blocks=[1, 6], num_logit_rows=2),
+        ],
+        block_size=4,
+        device=CPU,
+    )
+
+    assert batch.token_ids.tolist() == [7, 8, 9, 1, 3, 4]
+    assert batch.positions.tolist() == [3, 4, 5, 0, 6, 7]
+    assert batch.slot_mapping.tolist() == [23, 8, 9, 36, 26, 27]
+    assert batch.logit_rows.tolist() == [2, 4, 5]
+    assert batch.sequences.query_lens == (3, 1, 2)
+    assert batch.sequences.context_lens == (6, 1, 8)
+    assert batch.sequences.block_tables.tolist() == [[5, 2], [9, 0], [1, 6]]
+    assert batch.sequences.query_starts.tolist() == [0, 3, 4, 6]
+    assert batch.sequences.context_lens_device.tolist() == [6, 1, 8]
+
+
+def test_a_table_too_short_for_its_context_is_refused() -> None:
+    with pytest.raises((AssertionError, IndexError)):
+        build_batch([SequencePiece([1, 2], 3, [5], 1)], 4, CPU)
+
+
+def test_a_run_of_blocks_is_recognised_and_scattered_ones_are_not() -> None:
+    pieces = [
+        SequencePiece([1], start=11, blocks=[4, 5, 6], num_logit_rows=1),
+        SequencePiece([1], start=11, blocks=[4, 6, 7], num_logit_rows=1),
+    ]
+    sequences = build_batch(pieces, 4, CPU).sequences
+
+    assert sequences.run_start(0, 0) == 4
+    assert sequences.run_start(0, 2) == 6
+    assert sequences.run_start(1, 0) is None
+    assert sequences.run_start(1, 1) == 6
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_device_that_is_not_there_is_told() -> None:
+    assert choose_device(ModelConfig(device="auto")) == CPU
+    with pytest.raises(ModelError, match="There is no usable CUDA device"):
+        choose_device(ModelConfig(device="cuda"))
+
+
+def test_dtypes_are_named_as_the_settings_spell_them() -> None:
+    for name in ("float32", "bfloat16", "float16"):
+        dtype = dtype_of(name)
+        assert dtype is not None
+        assert dtype_name(dtype) == name
+    assert dtype_of("auto") is None
+
+
+def test_some_memory_is_free_and_less_than_there_is() -> None:
+    page_bytes = 4096
+    assert page_bytes < free_bytes(CPU) < 1 << 50

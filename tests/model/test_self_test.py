@@ -1,0 +1,184 @@
+"""The self-test catches what nothing else does, and its verdict is asked for once."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvchat.core.errors import ModelError, ModelUnsupported
+from kvchat.model import self_test
+from kvchat.model.loader import LoadedModel
+from kvchat.model.self_test import compare_with_own, ensure_trusted
+from support.specimens import Specimen
+
+GetSpecimen = Callable[[str], Specimen]
+
+
+class CountsItsOwnPositions(torch.nn.Module):
+    """A fake family: a llama that numbers the tokens it is given instead of reading positions."""
+
+    def __init__(self, module: Any) -> None:
+        super().__init__()
+        self.inner = module
+        self.config = module.config
+
+    def forward(  # type: ignore[no-untyped-def]
+        self, input_ids, position_ids=None, use_cache=False, logits_to_keep=0
+    ):
+        counted = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
+        return self.inner(
+            input_ids=input_ids,
+            position_ids=counted,
+            use_cache=use_cache,
+            logits_to_keep=logits_to_keep,
+        )
+
+    def set_attn_implementation(self, name: str) -> None:
+        self.inner.set_attn_implementation(name)
+
+
+def counting_positions(loaded: LoadedModel) -> LoadedModel:
+    layers = tuple(
+        replace(layer, module_name=f"inner.{layer.module_name}") for layer in loaded.spec.layers
+    )
+    return replace(
+        loaded,
+        module=CountsItsOwnPositions(loaded.module),
+        spec=replace(loaded.spec, layers=layers),
+    )
+
+
+def test_a_model_that_ignores_its_positions_is_refused(specimen: GetSpecimen) -> None:
+    loaded = counting_positions(specimen("llama").loaded)
+
+    with pytest.raises(ModelUnsupported, match="keeps positions or state outside its attention"):
+        ensure_trusted(loaded, None)
+
+
+@pytest.mark.parametrize("change", [{"has_softcap": False}, {"span": None}], ids=str)
+def test_a_layer_read_wrongly_is_refused(change: dict[str, Any], specimen: GetSpecimen) -> None:
+    from kvchat_kernels.paged_attention import FULL
+
+    made = specimen("gemma2, softcap")
+    wrong = made.with_layers(**({"span": FULL} if "span" in change else change))
+
+    with pytest.raises(ModelUnsupported, match="differs from its own"):
+        ensure_trusted(wrong, None)
+    ensure_trusted(made.loaded, None)
+
+
+def test_in_full_precision_a_single_wrong_row_is_enough(specimen: GetSpecimen) -> None:
+    """The median of the rows let a model pass that was wrong in the last ones alone, as one whose
+    window is a little shorter than the test."""
+    from kvchat_kernels.paged_attention import AttentionSpan
+
+    wrong = specimen("llama").with_layers(span=AttentionSpan(window=22))
+
+    assert compare_with_own(wrong) < 0.9999
+    with pytest.raises(ModelUnsupported):
+        ensure_trusted(wrong, None)
+
+
+def test_logits_that_are_no_numbers_are_refused(specimen: GetSpecimen) -> None:
+    """NaN compares false with every limit: a model of damaged weights was once trusted."""
+    loaded = specimen("qwen2").loaded
+    weight = loaded.module.model.norm.weight.data
+    kept = weight.clone()
+    weight[0] = float("nan")
+    try:
+        with pytest.raises(ModelError, match="computes no numbers in float32"):
+            ensure_trusted(loaded, None)
+    finally:
+        weight.copy_(kept)
+    ensure_trusted(loaded, None)
+
+
+class CountedTest:
+    """Stands in for the comparison; counts how often it is made."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, similarity: float = 1.0) -> None:
+        self.count = 0
+        self.similarity = similarity
+        monkeypatch.setattr(self_test, "compare_with_own", self)
+
+    def __call__(self, loaded: LoadedModel) -> float:
+        self.count += 1
+        return self.similarity
+
+
+def test_a_verdict_is_remembered_for_the_same_configuration_and_versions(
+    specimen: GetSpecimen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    test = CountedTest(monkeypatch)
+    loaded = specimen("llama").loaded
+    for _ in range(3):
+        ensure_trusted(loaded, tmp_path / "state")
+    assert test.count == 1
+    assert (tmp_path / "state" / "self_test.json").stat().st_mode & 0o777 == 0o600
+
+    ensure_trusted(specimen("qwen3").loaded, tmp_path / "state")
+    ensure_trusted(replace(loaded, dtype=torch.bfloat16), tmp_path / "state")
+    assert test.count == 3
+    monkeypatch.setattr(self_test.transformers, "__version__", "5.99.0")
+    ensure_trusted(loaded, tmp_path / "state")
+    assert test.count == 4
+    ensure_trusted(loaded, None)
+    assert test.count == 5
+
+
+def test_a_failure_is_not_remembered(
+    specimen: GetSpecimen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    test = CountedTest(monkeypatch, similarity=0.5)
+    for _ in range(2):
+        with pytest.raises(ModelUnsupported):
+            ensure_trusted(specimen("llama").loaded, tmp_path)
+    assert test.count == 2
+    assert not (tmp_path / "self_test.json").exists()
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", "{", '{"passed": 5}', '{"passed": [1, null]}', "[" * 100_000, "\xff"]
+)
+def test_a_damaged_memory_of_verdicts_costs_one_more_test(
+    content: str, specimen: GetSpecimen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    test = CountedTest(monkeypatch)
+    (tmp_path / "self_test.json").write_text(content, encoding="latin-1")
+    for _ in range(2):
+        ensure_trusted(specimen("llama").loaded, tmp_path)
+
+    assert test.count == 1
+    assert len(json.loads((tmp_path / "self_test.json").read_text())["passed"]) == 1
+
+
+def test_a_directory_that_cannot_be_used_costs_time_and_nothing_else(
+    specimen: GetSpecimen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    test = CountedTest(monkeypatch)
+    (tmp_path / "file").touch()
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "linked" / "self_test.json").symlink_to(tmp_path / "precious")
+    for state in (tmp_path / "file", tmp_path / "file" / "below", tmp_path / "linked"):
+        ensure_trusted(specimen("llama").loaded, state)
+
+    assert test.count == 3
+    assert not (tmp_path / "precious").exists()
+
+
+def test_verdicts_do_not_pile_up_without_end(
+    specimen: GetSpecimen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    CountedTest(monkeypatch)
+    old = {"passed": [f"{i:032x}" for i in range(1000)]}
+    (tmp_path / "self_test.json").write_text(json.dumps(old))
+
+    ensure_trusted(specimen("llama").loaded, tmp_path)
+
+    kept = json.loads((tmp_path / "self_test.json").read_text())["passed"]
+    assert len(kept) == 200
+    assert kept[-2] == f"{999:032x}"

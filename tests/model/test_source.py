@@ -1,0 +1,201 @@
+"""Where models are: every wrong name, directory or hub answer has its sentence and exit code 3."""
+
+import errno
+import json
+import os
+from pathlib import Path
+
+import pytest
+from huggingface_hub import errors as hub_errors
+
+from kvchat.core.errors import ExitCode, ModelError
+from kvchat.model import source as source_module
+from kvchat.model.source import demo_directory, find_model
+from support.other_process import run_python
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "config.json").write_text("{}")
+    return tmp_path / "m"
+
+
+def assert_refused(name: object, message: str) -> None:
+    with pytest.raises(ModelError, match=message) as caught:
+        find_model(str(name))
+    assert caught.value.exit_code is ExitCode.MODEL
+    assert caught.value.hint
+
+
+def test_a_directory_with_safetensors_is_a_model(directory: Path) -> None:
+    for name in ("model-00002-of-00002", "model-00001-of-00002"):
+        (directory / f"{name}.safetensors").touch()
+
+    source = find_model(str(directory))
+
+    assert source.directory == directory
+    assert [path.name[:11] for path in source.weight_files] == ["model-00001", "model-00002"]
+
+
+def test_a_directory_that_is_not_there_is_not_looked_for_on_the_hub(tmp_path: Path) -> None:
+    for name in (tmp_path / "no", "./no", "../no", "~/no-such-kvchat-model", "/no"):
+        assert_refused(name, "There is no model directory")
+    assert_refused("three/part/name", "There is no model directory")
+    assert_refused("with space", "There is no model directory")
+
+
+def test_a_file_is_no_directory(directory: Path) -> None:
+    assert_refused(directory / "config.json", "is a file")
+
+
+def test_a_directory_without_a_config_is_no_checkpoint(tmp_path: Path) -> None:
+    assert_refused(tmp_path, "has no config.json")
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "model.pth", "x.ckpt"])
+def test_pickles_are_never_opened(directory: Path, name: str) -> None:
+    (directory / name).write_bytes(b"\x80\x04.")
+    assert_refused(directory, "pickle files only, which kvchat never opens")
+
+
+def test_gguf_is_another_format(directory: Path) -> None:
+    (directory / "model.gguf").touch()
+    assert_refused(directory, "holds GGUF weights")
+
+
+def test_a_directory_without_weights_is_incomplete(directory: Path) -> None:
+    assert_refused(directory, r"has no \*.safetensors files")
+
+
+def test_a_hub_id_that_is_not_here_cannot_be_fetched_offline() -> None:
+    assert_refused("kvchat-tests/not-here", "is not on this machine and the hub cannot be reached")
+    assert_refused("not-here", "is not on this machine and the hub cannot be reached")
+
+
+@pytest.mark.parametrize("name", ["a..b", "org/a--b", "x" * 200, "org/-x", "a.git"])
+def test_an_id_the_hub_would_not_take_is_told_too(name: str) -> None:
+    """The hub client refuses such ids before it looks for anything, where nobody expected it."""
+    assert_refused(name, "could not be downloaded|There is no model|cannot be reached")
+
+
+def test_an_unreachable_hub_is_told_at_once(tmp_path: Path) -> None:
+    output = run_python(
+        """
+        import os, sys
+        os.environ.update(HF_HUB_OFFLINE="0", HF_ENDPOINT="http://127.0.0.1:9", HF_HOME=sys.argv[1])
+        from kvchat.core.errors import ModelError
+        from kvchat.model.source import find_model
+        try:
+            find_model("org/model")
+        except ModelError as error:
+            print(error)
+        print("torch" in sys.modules, "transformers" in sys.modules)
+        """,
+        tmp_path,
+    )
+
+    assert "org/model is not on this machine and the hub cannot be reached." in output
+    assert "False False" in output
+
+
+def hub_error(kind: type[Exception]) -> Exception:
+    return kind.__new__(kind)  # made without the response its constructor wants
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (hub_error(hub_errors.GatedRepoError), "is gated.*hf auth login"),
+        (hub_error(hub_errors.RepositoryNotFoundError), "The hub has no model org/m"),
+        (hub_errors.LocalEntryNotFoundError("gone"), "the hub cannot be reached"),
+        (ConnectionResetError(), "the hub cannot be reached"),
+        (OSError(errno.ENOSPC, "No space left on device"), "The disk is full"),
+        (RuntimeError("Data processing error: No space left on device"), "The disk is full"),
+        (PermissionError(errno.EACCES, "Permission denied"), "could not be downloaded: .*denied"),
+        (RuntimeError("peer closed connection\nmore"), "could not be downloaded: peer closed"),
+        (ValueError(), "could not be downloaded: ValueError"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
+)
+def test_whatever_goes_wrong_with_a_download_is_one_sentence(
+    error: Exception, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Errors of a transport in the middle of a file, and of the store of chunks on a full disk,
+    were none of those expected and ended in a traceback."""
+
+    def download(*_: object, local_files_only: bool, **__: object) -> str:
+        raise hub_errors.LocalEntryNotFoundError("") if local_files_only else error
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+
+    with pytest.raises(ModelError, match=f"(?s){message}"):
+        find_model("org/m")
+
+
+class Hub:
+    """A stand-in for the hub's client with one snapshot on disk and one remote."""
+
+    def __init__(self, local: Path, remote: Path) -> None:
+        self._snapshots = {True: local, False: remote}
+        self.asked: list[bool] = []
+
+    def __call__(self, name: str, local_files_only: bool, **_: object) -> str:
+        self.asked.append(local_files_only)
+        return str(self._snapshots[local_files_only])
+
+
+@pytest.mark.parametrize(
+    ("index", "is_complete"),
+    [
+        (None, True),
+        ({"weight_map": {"a": "model.safetensors"}}, True),
+        ({"weight_map": {"a": "model.safetensors", "b": "other.safetensors"}}, False),
+        ({}, False),
+        ([], False),
+        ("nonsense", False),
+    ],
+    ids=["no index", "complete", "a shard is missing", "no map", "a list", "a string"],
+)
+def test_a_snapshot_is_used_offline_only_where_it_is_complete(
+    index: object, is_complete: bool, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (directory / "model.safetensors").touch()
+    if index is not None:
+        (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    remote = directory.parent / "remote"
+    remote.mkdir()
+    (remote / "config.json").write_text("{}")
+    (remote / "model.safetensors").touch()
+    hub = Hub(directory, remote)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", hub)
+
+    found = find_model("org/m")
+
+    assert found.directory == (directory if is_complete else remote)
+    assert hub.asked == ([True] if is_complete else [True, False])
+    assert found.name == "org/m"
+
+
+def test_the_demo_lies_in_the_package() -> None:
+    assert demo_directory().parts[-3:] == ("kvchat", "demo", "target")
+    assert demo_directory("draft").name == "draft"
+
+
+def test_a_home_directory_is_expanded(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (directory / "model.safetensors").touch()
+    monkeypatch.setenv("HOME", str(directory.parent))
+
+    assert find_model("~/m").directory == directory
+    assert os.path.isabs(find_model("~/m").directory)
+
+
+def test_looking_for_a_model_imports_neither_torch_nor_transformers() -> None:
+    assert source_module.__file__
+    output = run_python(
+        """
+        import sys, kvchat.model.source
+        print("torch" in sys.modules, "transformers" in sys.modules)
+        """
+    )
+    assert output.split() == ["False", "False"]

@@ -1,0 +1,164 @@
+"""PtyScreen: a program in a real pseudo-terminal, and the screen a person would see.
+
+Tests wait for what the screen shows, with a deadline, and never for a time. The raw bytes are kept:
+the emulator forgives what a terminal would obey.
+"""
+
+import os
+import signal
+import sys
+import termios
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pexpect
+import pyte
+
+_DEADLINE_S = 20.0
+_REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+class PtyScreen:
+    """Starts `python -m MODULE ARGUMENTS` in a terminal of its own."""
+
+    def __init__(
+        self,
+        module: str,
+        arguments: Sequence[str],
+        columns: int = 80,
+        rows: int = 24,
+        environment: dict[str, str] | None = None,
+    ) -> None:
+        paths = (_REPOSITORY, _REPOSITORY / "kernels", _REPOSITORY / "tests")
+        self.child = pexpect.spawn(
+            sys.executable,
+            ["-m", module, *arguments],
+            dimensions=(rows, columns),
+            env={
+                "PATH": os.environ["PATH"],
+                "HOME": "/nonexistent",
+                "TERM": "xterm-256color",
+                "LANG": "C.UTF-8",
+                "PYTHONPATH": os.pathsep.join(str(path) for path in paths),
+                **(environment or {}),
+            },
+            timeout=_DEADLINE_S,
+        )
+        self.child.delaybeforesend = None
+        self.raw = b""
+        self.screen = pyte.HistoryScreen(columns, rows, history=5000, ratio=0.5)
+        self._stream = pyte.ByteStream(self.screen)
+
+    # What is shown
+
+    @property
+    def lines(self) -> list[str]:
+        """Everything from the top of the scrollback to the bottom of the screen."""
+        above = [
+            "".join(row[column].data for column in range(self.screen.columns)).rstrip()
+            for row in self.screen.history.top
+        ]
+        lines = above + [line.rstrip() for line in self.screen.display]
+        return [line.replace("\N{NO-BREAK SPACE}", " ") for line in lines]
+
+    @property
+    def text(self) -> str:
+        return "\n".join(self.lines)
+
+    @property
+    def shown(self) -> str:
+        """The visible screen alone."""
+        return "\n".join(self.lines[-self.screen.lines :])
+
+    def wait_for(
+        self, what: str | Callable[[str], bool], deadline_s: float = _DEADLINE_S
+    ) -> "PtyScreen":
+        """Read until the whole text has `what` in it, or satisfies it; fails at the deadline."""
+        is_there = (lambda text: what in text) if isinstance(what, str) else what
+        end_s = time.monotonic() + deadline_s
+        while not is_there(self.text):
+            assert time.monotonic() < end_s, f"waited for {what!r}; the screen was:\n{self.text}"
+            assert self._read(), f"ended while waiting for {what!r}; the screen was:\n{self.text}"
+        return self
+
+    def wait_for_raw(self, what: bytes) -> None:
+        """Read until bytes have come that the screen does not show."""
+        end_s = time.monotonic() + _DEADLINE_S
+        while what not in self.raw:
+            assert time.monotonic() < end_s, f"waited for {what!r}"
+            assert self._read(), f"ended while waiting for {what!r}"
+
+    def wait_until_quiet(self, silence_s: float) -> None:
+        """Read until nothing has come for so long; fails at the deadline."""
+        end_s = time.monotonic() + _DEADLINE_S
+        last_s, size = time.monotonic(), len(self.raw)
+        while time.monotonic() - last_s < silence_s:
+            assert time.monotonic() < end_s, "it never fell silent"
+            assert self._read(), "it ended"
+            if len(self.raw) != size:
+                last_s, size = time.monotonic(), len(self.raw)
+
+    def _read(self) -> bool:
+        """Take what comes within a moment; false at the end."""
+        try:
+            data = self.child.read_nonblocking(65536, timeout=0.05)
+        except pexpect.TIMEOUT:
+            return True
+        except pexpect.EOF:
+            return False
+        self.raw += data
+        self._stream.feed(data)
+        return True
+
+    # What is done
+
+    def type(self, text: str) -> "PtyScreen":
+        """Send keys as they are."""
+        self.child.send(text)
+        return self
+
+    def enter(self, text: str) -> "PtyScreen":
+        """Type a line and Enter."""
+        return self.type(f"{text}\r")
+
+    def paste(self, text: str) -> "PtyScreen":
+        """Send text as a terminal sends a paste."""
+        return self.type(f"\x1b[200~{text}\x1b[201~")
+
+    def resize(self, columns: int, rows: int) -> None:
+        self.screen.resize(rows, columns)
+        self.child.setwinsize(rows, columns)
+
+    def kill(self, number: signal.Signals) -> None:
+        self.child.kill(number)
+
+    def settings(self) -> list[object]:
+        """The terminal's line settings, as `stty -a` shows them."""
+        return list(termios.tcgetattr(self.child.child_fd))
+
+    def finish(self) -> int:
+        """Wait for the end; return the exit code, or minus the signal that ended it."""
+        end_s = time.monotonic() + _DEADLINE_S
+        while self._read():
+            assert time.monotonic() < end_s, f"still running; the screen was:\n{self.text}"
+        return self.exit_code()
+
+    def hang_up(self) -> None:
+        """Take the terminal away, as closing its window does."""
+        self.child.ptyproc.fileobj.close()
+        self.child.ptyproc.closed = self.child.closed = True
+
+    def exit_code(self) -> int:
+        """Wait for the end without reading; return the exit code, or minus the signal."""
+        self.child.wait()
+        status = self.child.exitstatus
+        return status if status is not None else -self.child.signalstatus
+
+    def close(self) -> None:
+        """End the program, whatever it does."""
+        if self.child.isalive():
+            self.child.kill(signal.SIGKILL)
+            self.child.wait()
+        if not self.child.closed:
+            self.hang_up()

@@ -1,0 +1,292 @@
+"""ScriptedEngine: says what a script tells it to, at the pace the script tells.
+
+Stands where an Engine stands, below a real EngineThread, ChatHost and session: only the model is
+not there. Its tokenizer has one token per byte. Remembers every context it has seen, as a perfect
+prefix cache would.
+"""
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from kvchat.chat.chat_model import ChatModel, read_chat_model
+from kvchat.core.errors import ContextTooLong
+from kvchat.core.events import (
+    LoadProgress,
+    ModelReady,
+    PrefillProgress,
+    RequestEvent,
+    SampleFinished,
+    TokensGenerated,
+)
+from kvchat.core.stats import EngineStatus
+from kvchat.core.types import CachedTokens, FinishReason, Timing, Usage
+from kvchat.engine.request import RequestSpec
+from kvchat.model.source import find_model
+
+_SPECIAL_TOKENS = ("<|pad|>", "<|bos|>", "<|start|>", "<|end|>", "<|eos|>")
+_END = 256 + _SPECIAL_TOKENS.index("<|end|>")
+_TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}<|end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+)
+BLOCK_SIZE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """One answer. `step_s` passes before every step, which reads or generates so many tokens."""
+
+    text: str
+    tokens_per_step: int = 4
+    step_s: float = 0.0
+    prefill_per_step: int = 4096
+    error: Exception | None = None
+
+
+# Says what to answer to the user's last message, for each sample.
+Author = Callable[[str, int], Script]
+
+
+def write_text_checkpoint(directory: Path) -> Path:
+    """Write a checkpoint that has everything but weights; return its directory."""
+    directory.mkdir(parents=True, exist_ok=True)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(_SPECIAL_TOKENS))
+    tokenizer.add_tokens([AddedToken(mark, special=False) for mark in ("<think>", "</think>")])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    names = {"bos_token": "<|bos|>", "eos_token": "<|eos|>", "pad_token": "<|pad|>"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(names))
+    (directory / "config.json").write_text(json.dumps({"eos_token_id": 260}))
+    (directory / "chat_template.jinja").write_text(_TEMPLATE)
+    (directory / "model.safetensors").write_bytes(b"")
+    return directory
+
+
+def text_model(directory: Path) -> ChatModel:
+    """Return the text side of a checkpoint written here."""
+    return read_chat_model(find_model(str(directory)))
+
+
+@dataclass(slots=True)
+class _Sample:
+    request_id: int
+    sample: int
+    spec: RequestSpec
+    script: Script
+    ids: list[int]
+    cached: int
+    num_read: int
+    submitted_s: float
+    num_said: int = 0
+    first_s: float | None = None
+    cancelled_for: FinishReason | None = None
+
+
+class _Cache:
+    """Remembers contexts; `measure` is all that is asked of it."""
+
+    def __init__(self) -> None:
+        self._contexts: list[list[int]] = []
+
+    def add(self, token_ids: list[int]) -> None:
+        self._contexts.append(list(token_ids))
+
+    def measure(self, token_ids: list[int]) -> int:
+        longest = 0
+        for known in self._contexts:
+            common = next(
+                (i for i, (a, b) in enumerate(zip(known, token_ids, strict=False)) if a != b),
+                min(len(known), len(token_ids)),
+            )
+            longest = max(longest, common)
+        whole = min(longest, max(0, len(token_ids) - 1))
+        return whole // BLOCK_SIZE * BLOCK_SIZE
+
+
+class ScriptedEngine:
+    """Has of an Engine what an EngineThread asks of it."""
+
+    def __init__(self, model: ChatModel, author: Author, max_context: int = 32768) -> None:
+        self.cache = _Cache()
+        self._model = model
+        self._author = author
+        self._max_context = max_context
+        self._running: list[_Sample] = []
+        self._num_requests = 0
+        self._num_steps = 0
+        self._num_tokens = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._running)
+
+    def submit(self, spec: RequestSpec, submitted_s: float | None = None) -> int:
+        if len(spec.prompt_ids) >= self._max_context:
+            raise ContextTooLong(
+                f"The prompt has {len(spec.prompt_ids)} tokens, "
+                f"and the context holds {self._max_context}.",
+                "Shorten it.",
+            )
+        self._num_requests += 1
+        prompt = list(spec.prompt_ids)
+        question, said = self._exchange(prompt)
+        cached = self.cache.measure(prompt)
+        for sample in range(spec.num_samples):
+            script = self._author(question, sample)
+            ids = list(script.text.removeprefix(said).encode())
+            tokens = [self._token(byte) for byte in ids]
+            self._running.append(
+                _Sample(
+                    request_id=self._num_requests,
+                    sample=sample,
+                    spec=spec,
+                    script=script,
+                    ids=tokens,
+                    cached=cached,
+                    num_read=cached,
+                    submitted_s=time.perf_counter(),
+                )
+            )
+        return self._num_requests
+
+    def cancel(self, request_id: int, reason: FinishReason = FinishReason.CANCELLED) -> None:
+        for sample in self._running:
+            if sample.request_id == request_id:
+                sample.cancelled_for = reason
+
+    def step(self) -> list[RequestEvent]:
+        time.sleep(max(sample.script.step_s for sample in self._running))
+        self._num_steps += 1
+        events: list[RequestEvent] = []
+        for sample in list(self._running):
+            events += self._advance(sample)
+        return events
+
+    def status(self) -> EngineStatus:
+        return EngineStatus(
+            num_steps=self._num_steps,
+            num_tokens_computed=self._num_tokens,
+            num_preempted=0,
+            block_size=BLOCK_SIZE,
+            block_bytes=4096,
+            num_blocks=1024,
+            num_free=1000,
+            num_cached=24,
+            num_evicted=0,
+            num_copied=0,
+            max_context=self._max_context,
+            max_step_tokens=512,
+        )
+
+    def _advance(self, sample: _Sample) -> list[RequestEvent]:
+        if sample.cancelled_for is not None:
+            return [self._finish(sample, sample.cancelled_for)]
+        if sample.script.error is not None:
+            raise sample.script.error
+        prompt = len(sample.spec.prompt_ids)
+        if sample.num_read < prompt:
+            count = min(sample.script.prefill_per_step, prompt - sample.num_read)
+            sample.num_read += count
+            self._num_tokens += count
+            return [
+                PrefillProgress(
+                    sample.request_id, CachedTokens(device=sample.cached), sample.num_read, prompt
+                )
+            ]
+        return self._say(sample)
+
+    def _say(self, sample: _Sample) -> list[RequestEvent]:
+        if sample.first_s is None:
+            sample.first_s = time.perf_counter()
+        end = min(sample.num_said + sample.script.tokens_per_step, len(sample.ids))
+        limit = sample.spec.max_tokens
+        reached = limit is not None and end >= limit
+        if limit is not None:
+            end = min(end, limit)
+        tokens = tuple(sample.ids[sample.num_said : end])
+        sample.num_said = end
+        self._num_tokens += len(tokens)
+        events: list[RequestEvent] = []
+        if tokens:
+            events.append(TokensGenerated(sample.request_id, sample.sample, tokens))
+        if reached:
+            events.append(self._finish(sample, FinishReason.LENGTH))
+        elif end == len(sample.ids):
+            events.append(self._finish(sample, FinishReason.STOP))
+        return events
+
+    def _finish(self, sample: _Sample, reason: FinishReason) -> SampleFinished:
+        self._running.remove(sample)
+        self.cache.add([*sample.spec.prompt_ids, *sample.ids[: sample.num_said]])
+        now_s = time.perf_counter()
+        first_s = sample.first_s if sample.first_s is not None else now_s
+        usage = Usage(
+            prompt_tokens=len(sample.spec.prompt_ids),
+            cached=CachedTokens(device=sample.cached),
+            completion_tokens=sample.num_said,
+        )
+        timing = Timing(
+            ttft_s=first_s - sample.submitted_s,
+            prefill_s=first_s - sample.submitted_s,
+            decode_s=now_s - first_s,
+            total_s=now_s - sample.submitted_s,
+        )
+        stop = _END if reason is FinishReason.STOP else None
+        return SampleFinished(sample.request_id, sample.sample, reason, usage, timing, stop)
+
+    def _exchange(self, prompt: list[int]) -> tuple[str, str]:
+        """The last question, and what has been said in answer to it already."""
+        text = self._model.tokenizer.decode(prompt)
+        question, _, said = text.rpartition("user\n")[2].rpartition("assistant\n")
+        return question.strip("\n"), said
+
+    def _token(self, byte: int) -> int:
+        token_id = self._model.tokenizer.token_id(_BYTE_LETTERS[byte])
+        assert token_id is not None
+        return token_id
+
+
+def _byte_letters() -> list[str]:
+    """Return the letter that stands for each byte in a byte-level vocabulary."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    letters = {byte: chr(byte) for byte in printable}
+    letters.update({byte: chr(256 + index) for index, byte in enumerate(others)})
+    return [letters[byte] for byte in range(256)]
+
+
+_BYTE_LETTERS = _byte_letters()
+
+
+def scripted_build(
+    model: ChatModel,
+    author: Author,
+    load_s: float = 0.0,
+    failure: Exception | None = None,
+    max_context: int = 32768,
+) -> Callable[[Callable[[LoadProgress], None]], tuple[ScriptedEngine, ModelReady]]:
+    """Return what an EngineThread builds its engine with. `load_s` is what loading takes."""
+
+    def build(progress: Callable[[LoadProgress], None]) -> tuple[ScriptedEngine, ModelReady]:
+        steps = 4
+        for step in range(steps):
+            progress(LoadProgress("reading weights", step / steps))
+            time.sleep(load_s / steps)
+        if failure is not None:
+            raise failure
+        ready = ModelReady("scripted", "none", "cpu", "float32", max_context, load_s)
+        return ScriptedEngine(model, author, max_context), ready
+
+    return build
+
+
+NOTHING = SimpleNamespace()

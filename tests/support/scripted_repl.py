@@ -1,0 +1,139 @@
+"""Runs the interactive chat with a scripted engine: what the pseudo-terminal tests start.
+
+Usage: python -m support.scripted_repl CHECKPOINT [--sessions DIR] [--history FILE] [--plain]
+       [--spoken] [--load S] [--fail] [--continue] [--reflows] [--log FILE]
+
+What is typed decides the answer: `lines 40` gives forty numbered lines, `slow 40` the same slowly,
+`evil` tries to act on the terminal, `think` thinks first, `crash` makes the engine fail, and
+`long 20000` is for measurements.
+"""
+
+import argparse
+import logging
+import sys
+from pathlib import Path
+
+from kvchat.chat.host import ChatHost
+from kvchat.chat.session import AskOptions
+from kvchat.chat.store import SessionStore
+from kvchat.core.errors import ModelError
+from kvchat.core.types import SamplingParams
+from kvchat.terminal.repl import LoadRelay, Look, ReplSetup, run
+from support.scripted_engine import Script, scripted_build, text_model
+
+EVIL = (
+    "title \x1b]0;owned\x07 clip \x1b]52;c;aGk=\x07 clear \x1b[2J\x1b[H link "
+    "\x1b]8;;http://evil\x1b\\x\x1b]8;;\x1b\\ c1 \x9b31m bidi \u202eabc\u202c bell \x07 end"
+)
+MARKDOWN = """# Title
+
+Some **bold** text and `code`, then a list:
+
+- one
+- two
+  1. nested
+
+```python
+def f(x):
+    return x  # comment
+```
+
+| a | b |
+|---|---|
+| 1 | 2 |
+
+The end.
+"""
+
+
+def author(question: str, sample: int) -> Script:
+    """Answer by the first word of the question."""
+    words = question.split()
+    word = words[0] if words else ""
+    count = int(words[1]) if len(words) > 1 and words[1].isdigit() else 20
+    lines = "\n".join(f"line-{number:04} of the answer" for number in range(count))
+    if word == "lines":
+        return Script(lines, tokens_per_step=8, step_s=0.002)
+    if word == "slow":
+        return Script(lines, tokens_per_step=5, step_s=0.012)
+    if word == "prose":
+        text = " ".join(f"word{number}" for number in range(count))
+        return Script(text, tokens_per_step=5, step_s=0.008)
+    if word == "long":  # so many bytes of Markdown, a hundred steps of four bytes a second
+        text = MARKDOWN * (count // len(MARKDOWN) + 1)
+        return Script(text[:count], tokens_per_step=4, step_s=0.01)
+    if word == "read":
+        return Script("It is read.", step_s=0.05, prefill_per_step=max(1, len(question) // count))
+    if word == "evil":
+        return Script(EVIL, tokens_per_step=3)
+    if word == "markdown":
+        return Script(MARKDOWN, tokens_per_step=3, step_s=0.005)
+    if word == "think":
+        return Script("<think>\nLet me see.\nYes.\n</think>\n\nThe answer is **42**.", 3, 0.005)
+    if word == "crash":
+        return Script("", error=RuntimeError("as the script says"))
+    return Script(f"You said {question!r} ({sample}).", tokens_per_step=4, step_s=0.002)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("--sessions", type=Path)
+    parser.add_argument("--history", type=Path)
+    parser.add_argument("--plain", action="store_true")
+    parser.add_argument("--spoken", action="store_true")
+    parser.add_argument("--reflows", action="store_true")
+    parser.add_argument("--continue", dest="continues", action="store_true")
+    parser.add_argument("--load", type=float, default=0.0)
+    parser.add_argument("--fail", action="store_true")
+    parser.add_argument("--context", type=int, default=32768)
+    parser.add_argument("--editor", default="vi")
+    parser.add_argument("--log", type=Path)
+    arguments = parser.parse_args()
+    if arguments.log is not None:
+        logging.basicConfig(filename=arguments.log, level=logging.INFO)
+    else:
+        logging.disable()
+    return run(_setup(arguments))
+
+
+def _setup(arguments: argparse.Namespace) -> ReplSetup:
+    failure = ModelError("The weights are broken.", "Download them again.")
+    store = SessionStore(arguments.sessions) if arguments.sessions else None
+
+    def new_host(name: str, hear) -> ChatHost:  # type: ignore[no-untyped-def]
+        if name == "missing":
+            raise ModelError(f"There is no model {name}.", "Check the spelling.")
+        model = text_model(arguments.checkpoint)
+        build = scripted_build(
+            model,
+            author,
+            arguments.load,
+            failure if arguments.fail or name == "broken" else None,
+            arguments.context,
+        )
+        return ChatHost(model, build, store, hear)  # type: ignore[arg-type]
+
+    relay = LoadRelay()
+    host = new_host("scripted", relay.hear)
+    is_plain = arguments.plain or arguments.spoken
+    session = host.open_session(store.latest()) if arguments.continues and store else None
+    return ReplSetup(
+        host=host,
+        new_host=new_host,
+        relay=relay,
+        session=session,
+        options=AskOptions(sampling=SamplingParams(temperature=0.0)),
+        history_path=arguments.history,
+        look=Look(
+            has_colour=not is_plain,
+            is_plain=is_plain,
+            is_spoken=arguments.spoken,
+            reflows=arguments.reflows,
+        ),
+        editor=arguments.editor,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,121 @@
+"""Specimens: one tiny checkpoint per architecture, loaded once, with what transformers generates.
+
+The expected ids come from `generate` on the module that was saved, in float32, greedy, one prompt
+at a time: no line of kvchat takes part.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from kvchat.cache.kv_pool import KvPool
+from kvchat.cache.manager import CacheManager
+from kvchat.core.config import CacheConfig, ModelConfig
+from kvchat.core.events import RequestFailed, TokensGenerated
+from kvchat.core.types import SamplingParams
+from kvchat.engine.assembly import kv_geometry
+from kvchat.engine.engine import Engine
+from kvchat.engine.request import RequestSpec
+from kvchat.engine.runner import Runner
+from kvchat.model.loader import LoadedModel, load_model
+from kvchat.model.paged_model import PagedModel
+from kvchat.model.source import find_model
+from kvchat.model.spec import LayerSpec
+from support.architectures import SUPPORTED
+from support.checkpoints import save_checkpoint, tiny_model
+
+MAX_CONTEXT = 128
+NUM_GENERATED = 20
+# Lengths below, across and far beyond the windows of the configurations, none a block's multiple.
+PROMPT_LENGTHS = (5, 23, 60)
+CPU = torch.device("cpu")
+
+
+def random_ids(length: int, seed: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (length,), generator=generator).tolist()
+
+
+@dataclass(frozen=True)
+class Specimen:
+    """A saved and loaded checkpoint, the module it was made of, and its prompts."""
+
+    name: str
+    reference: PreTrainedModel
+    loaded: LoadedModel
+
+    @property
+    def prompts(self) -> list[list[int]]:
+        return [random_ids(length, seed=length) for length in PROMPT_LENGTHS]
+
+    @cached_property
+    def expected(self) -> list[list[int]]:
+        return [self.generate(prompt) for prompt in self.prompts]
+
+    def generate(self, prompt: list[int]) -> list[int]:
+        """Return transformers' own greedy completion."""
+        ids = self.reference.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            max_new_tokens=NUM_GENERATED,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        return ids[0, len(prompt) :].tolist()
+
+    def with_layers(self, **changes: Any) -> LoadedModel:
+        """Return the loaded model with every layer's facts changed: a wrong reading of it."""
+        spec = self.loaded.spec
+        layers: tuple[LayerSpec, ...] = tuple(replace(layer, **changes) for layer in spec.layers)
+        return replace(self.loaded, spec=replace(spec, layers=layers))
+
+
+def make_specimen(name: str, directory: Path) -> Specimen:
+    model_type, settings = SUPPORTED[name]
+    reference = tiny_model(model_type, **settings)
+    source = find_model(str(save_checkpoint(directory, reference)))
+    loaded = load_model(source, ModelConfig(dtype="float32"), MAX_CONTEXT, lambda _: None)
+    return Specimen(name, reference, loaded)
+
+
+def engine_on(
+    loaded: LoadedModel,
+    block_size: int = 8,
+    max_step_tokens: int = 64,
+    reuse: bool = True,
+    num_blocks: int | None = None,
+) -> Engine:
+    """Return an engine on pools of its own; only the newest engine of a loaded model may run."""
+    count = num_blocks if num_blocks is not None else 2 + 1200 // block_size
+    geometry = kv_geometry(loaded.spec, CacheConfig(block_size=block_size), loaded.dtype)
+    pool = KvPool(geometry, count, CPU)
+    return Engine(
+        runner=Runner(PagedModel(loaded, pool.layers), block_size),
+        cache=CacheManager(pool, reuse),
+        max_context=loaded.max_context,
+        max_step_tokens=max_step_tokens,
+        max_running=8,
+        vocab_size=loaded.spec.vocab_size,
+    )
+
+
+def complete(engine: Engine, prompts: Sequence[list[int]]) -> list[list[int]]:
+    """Return greedy completions, run together; checks the cache after every step."""
+    spec = [
+        RequestSpec(tuple(p), SamplingParams(temperature=0.0), max_tokens=NUM_GENERATED)
+        for p in prompts
+    ]
+    generated: dict[int, list[int]] = {engine.submit(one): [] for one in spec}
+    while engine.has_work:
+        for event in engine.step():
+            assert not isinstance(event, RequestFailed), event
+            if isinstance(event, TokensGenerated):
+                generated[event.request_id].extend(event.token_ids)
+        engine.cache.check([request.table for request in engine.running() if request.table])
+    return list(generated.values())

@@ -1,0 +1,73 @@
+"""Small chat templates, one for each habit that real ones have."""
+
+_GENERATION = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+_TURN = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+
+CHATML = "{% for m in messages %}" + _TURN + "{% endfor %}" + _GENERATION
+
+# A default system prompt with a date in it, as Llama 3.2's.
+DATED = (
+    "{{ bos_token }}{% set dated = 'Today is ' + strftime_now('%d %b %Y') + '.' %}"
+    "{% if messages[0].role == 'system' %}{% set dated = dated + ' ' + messages[0].content %}"
+    "{% set messages = messages[1:] %}{% endif %}"
+    "<|im_start|>system\n{{ dated }}<|im_end|>\n" + CHATML
+)
+
+# Thinking is dropped from answers before the last user turn, as Qwen 3's.
+THINK_STRIPPING = (
+    "{% for m in messages %}{% if m.role == 'assistant' and '</think>' in m.content %}"
+    "<|im_start|>assistant\n{{ m.content.split('</think>')[-1].lstrip('\\n') }}<|im_end|>\n"
+    "{% else %}" + _TURN + "{% endif %}{% endfor %}" + _GENERATION
+)
+
+# White space around messages is dropped, as Llama 3's and Gemma's.
+TRIMMING = CHATML.replace("m.content", "m.content | trim")
+
+# The system prompt stands in front of the last user turn, as Mistral's.
+SYSTEM_GLUED = (
+    "{{ bos_token }}{% if messages[0].role == 'system' %}{% set system = messages[0].content %}"
+    "{% set messages = messages[1:] %}{% endif %}{% for m in messages %}"
+    "{% if m.role == 'user' %}[INST]{% if loop.last and system is defined %}{{ system }}\n\n"
+    "{% endif %}{{ m.content }}[/INST]{% else %}{{ m.content }}</s>{% endif %}{% endfor %}"
+)
+
+# No system role, as Gemma's.
+NO_SYSTEM = (
+    "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+    + CHATML
+)
+
+# System messages are passed over in silence.
+IGNORES_SYSTEM = (
+    "Exact text:\n{% for m in messages if m.role != 'system' %}"
+    + _TURN
+    + "{% endfor %}"
+    + _GENERATION
+)
+
+# Nothing opens the answer, as some old ones.
+NO_GENERATION_PROMPT = "{% for m in messages %}" + _TURN + "{% endfor %}"
+
+# The opening ends inside a mark of thinking, as DeepSeek R1's.
+OPENS_THINKING = CHATML.replace("assistant\n{% endif", "assistant\n<think>\n{% endif")
+
+# Text, not a token, closes an answer.
+TEXT_ONLY = (
+    "{% for m in messages %}{{ 'Q: ' if m.role == 'user' else 'A: ' }}{{ m.content }}\n"
+    "{% endfor %}{% if add_generation_prompt %}A: {% endif %}"
+)
+
+RAISES_ON_ANSWERS = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}{{ raise_exception('one turn only') }}"
+    "{% endif %}{% endfor %}" + CHATML
+)
+RAISES_ALWAYS = "{{ raise_exception('not for chatting') }}"
+RAISES_ON_THINKING = (
+    "{% for m in messages %}{% if '<think>' in m.content %}{{ raise_exception('no thoughts') }}"
+    "{% endif %}{% endfor %}" + CHATML
+)
+SHOUTING = CHATML.replace("m.content", "m.content | upper")
+DROPS_ANSWERS = (
+    "{% for m in messages %}{% if m.role == 'user' %}" + _TURN + "{% endif %}{% endfor %}"
+)
+ONLY_THE_LAST = "{% for m in messages[-1:] %}" + _TURN + "{% endfor %}" + _GENERATION

@@ -1,0 +1,64 @@
+"""A chat host on a tiny random checkpoint: the whole chat floor with a real engine below it."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from kvchat.chat.chat_model import read_chat_model
+from kvchat.chat.events import AnswerEnded
+from kvchat.chat.host import ChatHost
+from kvchat.chat.reply import Reply
+from kvchat.chat.session import AskOptions, ChatSession
+from kvchat.chat.store import SessionStore
+from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig, Size
+from kvchat.core.events import LoadProgress, ModelReady
+from kvchat.core.types import SamplingParams
+from kvchat.engine.assembly import build_engine
+from kvchat.engine.engine import Engine
+from kvchat.model.source import find_model
+
+BLOCK_SIZE = 8
+GREEDY = SamplingParams(temperature=0.0)
+
+
+def answer_options(max_tokens: int = 12, **others: object) -> AskOptions:
+    return AskOptions(sampling=GREEDY, max_tokens=max_tokens, **others)  # type: ignore[arg-type]
+
+
+def tiny_host(
+    directory: Path,
+    store: SessionStore | None,
+    before_step: Callable[[], None] = lambda: None,
+    reuse: bool = True,
+) -> ChatHost:
+    """Start a host on a checkpoint; `before_step` runs on the engine's thread before each one."""
+    source = find_model(str(directory))
+
+    def build(progress: Callable[[LoadProgress], None]) -> tuple[Engine, ModelReady]:
+        assembled = build_engine(
+            source,
+            ModelConfig(dtype="float32"),
+            CacheConfig(BLOCK_SIZE, Size(num_bytes=1 << 23), reuse=reuse),
+            EngineConfig(max_step_tokens=64),
+            None,
+            progress,
+        )
+        run = assembled.engine._runner.run
+
+        def paced(plan):  # type: ignore[no-untyped-def]
+            before_step()
+            return run(plan)
+
+        assembled.engine._runner.run = paced  # type: ignore[method-assign]
+        return assembled.engine, assembled.ready
+
+    return ChatHost(read_chat_model(source), build, store)
+
+
+def finish(reply: Reply) -> AnswerEnded:
+    """Wait for a reply's only answer."""
+    [ended] = [event for event in reply if isinstance(event, AnswerEnded)]
+    return ended
+
+
+def ask(session: ChatSession, text: str, max_tokens: int = 12) -> AnswerEnded:
+    return finish(session.ask(text, answer_options(max_tokens)))
