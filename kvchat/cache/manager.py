@@ -137,13 +137,13 @@ class CacheManager:
         table.blocks[index] = self._copy_of(source, table.blocks[index - 1] if index else None)
         self._pool.release([source])
 
-    def commit(self, table: BlockTable, token_ids: TokenIds) -> None:
-        """Enter the full blocks of `token_ids`, whose KV is complete, in the tree.
+    def commit(self, table: BlockTable, token_ids: TokenIds, num_computed: int) -> None:
+        """Enter the full blocks of the first `num_computed` token ids in the tree.
 
         Where the tree knows the same ids already, the table takes over the tree's blocks and its
         own become free.
         """
-        num_full = len(token_ids) // self.block_size
+        num_full = num_computed // self.block_size
         if not self._reuse or num_full <= table.num_committed:
             return
         size = self.block_size
@@ -180,7 +180,7 @@ class CacheManager:
         `token_ids` are the tokens whose KV is complete; a partly filled last block is kept too.
         """
         assert not table.is_released
-        self.commit(table, token_ids)
+        self.commit(table, token_ids, len(token_ids))
         tail = token_ids[table.num_committed * self.block_size :]
         if self._reuse and tail:
             block = table.blocks[table.num_committed]

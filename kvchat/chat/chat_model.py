@@ -9,7 +9,7 @@ from datetime import datetime
 
 from kvchat.chat.conversation import Conversation, Role, Turn
 from kvchat.chat.template import TurnFormat, turn_format
-from kvchat.chat.thinking import THINKING_MARKS
+from kvchat.chat.thinking import CHANNEL_TOKEN, THINKING_MARKS
 from kvchat.chat.tokenizer import ChatTokenizer, Segment
 from kvchat.core.types import FinishReason
 from kvchat.model.source import ModelSource
@@ -60,7 +60,9 @@ def read_chat_model(source: ModelSource, variables: dict[str, object] | None = N
     files = read_text_files(source)
     tokenizer = ChatTokenizer(files)
     turns = turn_format(files, tokenizer, variables)
-    closing = {turns.closing_id} if turns.closing_id is not None else set()
+    # Where a model speaks in channels, what closes an answer also closes a channel before it.
+    has_channels = CHANNEL_TOKEN in (files.chat_template or "")
+    closing = set() if turns.closing_id is None or has_channels else {turns.closing_id}
     return ChatModel(
         name=source.name,
         tokenizer=tokenizer,

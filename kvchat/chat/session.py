@@ -275,10 +275,9 @@ class ChatSession:
             self.save(session_file.end_line(copy.turn_id, copy.finish, {}))
         return copy.turn_id
 
-    def close(self) -> None:
-        """Let go of the session file. Idempotent."""
-        if self._log is not None:
-            self._log.close()
+    def close(self) -> str | None:
+        """Let go of the session file; returns a sentence on what could not be saved. Idempotent."""
+        return self._log.close() if self._log is not None else None
 
     def save(self, line: str, durable: bool = False) -> str | None:
         """Append a line to the session file; returns one sentence where the file is behind."""

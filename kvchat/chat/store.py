@@ -69,11 +69,17 @@ class SessionLog:
             return f"{self._name} cannot be saved ({error.strerror}); trying again with each turn."
         return None
 
-    def close(self) -> None:
-        """Release the file and its lock. Idempotent."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
+    def close(self) -> str | None:
+        """Try once more to write what is missing, and release the file and its lock. Idempotent.
+
+        Returns None, or one sentence on what could not be saved.
+        """
+        if self._descriptor is None:
+            return None
+        problem = self.write("") if self._unwritten else None
+        os.close(self._descriptor)
+        self._descriptor = None
+        return problem
 
 
 class SessionStore:

@@ -11,7 +11,12 @@ THINKING_MARKS = {
     "<think>": "</think>",
     "<thinking>": "</thinking>",
     "[THINK]": "[/THINK]",
+    # Models that speak in channels close one and open the next; these tokens make up the marks.
+    "<|channel|>analysis<|message|>": "<|end|><|start|>assistant<|channel|>final<|message|>",
 }
+CHANNEL_TOKEN = "<|channel|>"
+CHANNEL_TOKENS = frozenset({CHANNEL_TOKEN, "<|start|>", "<|message|>", "<|end|>"})
+_ANSWER_MARK = "<|channel|>final<|message|>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +83,10 @@ class ThinkingSplitter:
                 self._closers = (closer,)
                 self._held = start[len(opener) :]
                 return
-        if not any(opener.startswith(start) for opener in THINKING_MARKS):
+        if start.startswith(_ANSWER_MARK):
+            self._held = start[len(_ANSWER_MARK) :]
+            self._stage = _Stage.ANSWER
+        elif not any(mark.startswith(start) for mark in (*THINKING_MARKS, _ANSWER_MARK)):
             self._stage = _Stage.ANSWER
 
     def _think(self) -> list[Passage]:

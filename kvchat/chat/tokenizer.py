@@ -12,7 +12,7 @@ from functools import cached_property
 from tokenizers import Tokenizer
 
 from kvchat.chat.detokenizer import TokenStream
-from kvchat.chat.thinking import THINKING_MARKS
+from kvchat.chat.thinking import CHANNEL_TOKEN, CHANNEL_TOKENS, THINKING_MARKS
 from kvchat.core.errors import ModelError
 from kvchat.model.text_files import TextFiles
 
@@ -38,7 +38,7 @@ class ChatTokenizer:
         self._json = files.tokenizer_json
         self._bos = files.special_tokens.get("bos_token") if files.adds_bos else None
         self._control = _control_ids(self._tokenizer, files)
-        self._hidden = _hidden_ids(self._tokenizer)
+        self._hidden = _hidden_ids(self._tokenizer, files.chat_template or "")
         self.stop_token_ids = self._stop_ids(files)
 
     def _stop_ids(self, files: TextFiles) -> frozenset[int]:
@@ -149,9 +149,11 @@ def _control_ids(tokenizer: Tokenizer, files: TextFiles) -> frozenset[int]:
     )
 
 
-def _hidden_ids(tokenizer: Tokenizer) -> frozenset[int]:
+def _hidden_ids(tokenizer: Tokenizer, template: str) -> frozenset[int]:
     """Return the special tokens a reader never sees; marks of thinking are part of the text."""
     shown = {*THINKING_MARKS.keys(), *THINKING_MARKS.values()}
+    if CHANNEL_TOKEN in template:
+        shown |= CHANNEL_TOKENS
     return frozenset(
         token_id
         for token_id, token in tokenizer.get_added_tokens_decoder().items()

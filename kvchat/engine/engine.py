@@ -182,7 +182,7 @@ class Engine:
             assert request.table is not None
             self._num_tokens += work.num_tokens
             request.num_computed += work.num_tokens
-            self.cache.commit(request.table, request.ids[: request.num_computed])
+            self.cache.commit(request.table, request.ids, request.num_computed)
             if request.num_generated == 0:
                 events.append(_progress(request))
             if work in tokens:

@@ -5,6 +5,7 @@ transformers' loading; knows no pools and no requests.
 """
 
 import logging
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,6 +29,9 @@ from kvchat.model.spec import ModelSpec
 Progress = Callable[[LoadProgress], None]
 
 _log = logging.getLogger(__name__)
+
+# transformers sets torch's process-wide default dtype while it builds a model: one at a time.
+_LOADING = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +88,13 @@ def load_model(
     progress(LoadProgress("reading the model's configuration"))
     set_threads(config)
     device = choose_device(config)
-    hf_config, spec = inspect_model(source)
-    progress(LoadProgress("loading weights", 0.0))
-    module = _read_weights(source, hf_config, dtype_of(config.dtype), spec is None)
-    if spec is None:
-        spec = probe_loaded(module)
-        module.set_attn_implementation(PAGED)
+    with _LOADING:
+        hf_config, spec = inspect_model(source)
+        progress(LoadProgress("loading weights", 0.0))
+        module = _read_weights(source, hf_config, dtype_of(config.dtype), spec is None)
+        if spec is None:
+            spec = probe_loaded(module)
+            module.set_attn_implementation(PAGED)
     limit = min(spec.max_context, max_context or spec.max_context)
     freeze_rope(module, limit)
     _move(module, device, progress)

@@ -55,7 +55,7 @@ class Actor:
                 slot = self.table.slots(position, position + 1)[0]
                 pool.view(-1)[slot] = expected_kv(self.token_ids, position)
         self.num_computed = end
-        self.manager.commit(self.table, self.token_ids[:end])
+        self.manager.commit(self.table, self.token_ids, end)
         return True
 
     def finish(self) -> None:

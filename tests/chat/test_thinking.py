@@ -87,3 +87,25 @@ def test_thinking_is_shown_as_it_comes_but_for_what_may_be_its_end() -> None:
     assert [p.text for p in splitter.feed("ree")] == ["\n</three"]
     assert splitter.feed("</think>") == []
     assert not splitter.is_thinking
+
+
+CHANNELS = (
+    "<|channel|>analysis<|message|>Let me see.<|end|><|start|>assistant"
+    "<|channel|>final<|message|>It is 4."
+)
+
+
+def test_a_model_that_speaks_in_channels_thinks_in_one_and_answers_in_another() -> None:
+    assert split_thinking(CHANNELS) == ("Let me see.", "It is 4.")
+    assert split_thinking("<|channel|>final<|message|>Hi") == ("", "Hi")
+
+
+@pytest.mark.parametrize("size", [1, 3, 7, 20])
+def test_channels_are_told_apart_however_the_text_is_cut(size: int) -> None:
+    splitter = ThinkingSplitter()
+    pieces = [CHANNELS[i : i + size] for i in range(0, len(CHANNELS), size)]
+
+    passages = [p for piece in pieces for p in splitter.feed(piece)] + splitter.flush()
+
+    assert "".join(p.text for p in passages if p.is_thinking) == "Let me see."
+    assert "".join(p.text for p in passages if not p.is_thinking) == "It is 4."

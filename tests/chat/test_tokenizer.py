@@ -196,3 +196,16 @@ def test_a_vocabulary_without_any_added_token_works() -> None:
 
     assert tokenizer.encode_bare("b", is_first=True) == [1]
     assert tokenizer.stop_token_ids == frozenset()
+
+
+def test_tokens_that_make_up_channels_reach_the_reader_of_a_model_that_uses_them() -> None:
+    """They were hidden like other special tokens, and "analysis...final..." ran together."""
+    template = "<|channel|>{{ messages[0].content }}"
+    tokenizer = byte_level()
+    tokenizer.add_special_tokens(["<|channel|>", "<|message|>"])
+    chat = ChatTokenizer(TextFiles(tokenizer.to_str(), template))
+    plain = ChatTokenizer(TextFiles(tokenizer.to_str(), "{{ messages[0].content }}"))
+    ids = [tokenizer.token_to_id("<|channel|>"), *tokenizer.encode("final").ids]
+
+    assert chat.decode(ids) == "<|channel|>final"
+    assert plain.decode(ids) == "final"

@@ -324,7 +324,9 @@ def give_a_block_out_twice(patch: pytest.MonkeyPatch) -> None:
 def commit_the_wrong_tokens(patch: pytest.MonkeyPatch) -> None:
     commit = CacheManager.commit
     patch.setattr(
-        CacheManager, "commit", lambda self, table, ids: commit(self, table, [1, *ids[:-1]])
+        CacheManager,
+        "commit",
+        lambda self, table, ids, count: commit(self, table, [1, *ids[:-1]], count),
     )
 
 
