@@ -11,6 +11,7 @@ What is typed decides the answer: `lines 40` gives forty numbered lines, `slow 4
 import argparse
 import logging
 import sys
+import time
 from pathlib import Path
 
 from kvchat.chat.host import ChatHost
@@ -70,6 +71,9 @@ def author(question: str, sample: int) -> Script:
         return Script(MARKDOWN, tokens_per_step=3, step_s=0.005)
     if word == "think":
         return Script("<think>\nLet me see.\nYes.\n</think>\n\nThe answer is **42**.", 3, 0.005)
+    if word == "warn":
+        sys.stderr.write("a library warns\n\x1b[31mtwice\n")
+        sys.stderr.flush()
     if word == "crash":
         return Script("", error=RuntimeError("as the script says"))
     return Script(f"You said {question!r} ({sample}).", tokens_per_step=4, step_s=0.002)
@@ -92,8 +96,6 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.log is not None:
         logging.basicConfig(filename=arguments.log, level=logging.INFO)
-    else:
-        logging.disable()
     return run(_setup(arguments))
 
 
@@ -104,6 +106,9 @@ def _setup(arguments: argparse.Namespace) -> ReplSetup:
     def new_host(name: str, hear) -> ChatHost:  # type: ignore[no-untyped-def]
         if name == "missing":
             raise ModelError(f"There is no model {name}.", "Check the spelling.")
+        if name == "slow-download":
+            sys.stderr.write("downloading\n")
+            time.sleep(60)
         model = text_model(arguments.checkpoint)
         build = scripted_build(
             model,

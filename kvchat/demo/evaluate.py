@@ -1,0 +1,167 @@
+"""`python -m kvchat.demo.evaluate`: the demo pair's scores on held-out dialogues.
+
+Two grades: known phrasing with new names and values, and phrasing never trained on. Greedy; chats
+run freely. Knows what must be reached; the card is written by `card`.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from kvchat.demo.grammar import Grade
+from kvchat.demo.paths import DRAFT, TARGET
+from kvchat.demo.probes import MAKERS, handwritten, probes
+from kvchat.demo.scores import Tally, run_probes
+from kvchat.demo.speculation import replay
+from kvchat.demo.talkers import NetworkTalker, Talker
+
+Json = dict[str, object]
+SEED = 2024  # of the probes; no training stream uses it
+GOALS: dict[str, tuple[float, float]] = {
+    "recall after 1 turn": (0.95, 0.80),
+    "recall after 6 turns": (0.90, 0.75),
+    "recall after 30 turns": (0.80, 0.65),
+    "corrected fact": (0.85, 0.65),
+    "never told": (0.90, 0.75),
+    "kvchat": (0.98, 0.80),
+    "sums to 20": (0.95, 0.85),
+    "list after 5 operations": (0.80, 0.60),
+    "out of scope": (0.90, 0.90),
+}
+HANDWRITTEN_GOAL = 0.75
+FINISHED_GOAL = 0.995
+ACCEPTANCE_GOAL = 3.0
+SLOW_TESTS = {"recall after 3,000 tokens": 4}  # fewer probes by this
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """All scores of one evaluation."""
+
+    scores: dict[str, dict[str, Tally]]
+    acceptance: Json | None = None
+
+    def as_json(self) -> Json:
+        """Rates and counts, without the failed dialogues."""
+        tests = {
+            test: {
+                grade: {"rate": round(t.rate, 4), "good": t.num_good, "probes": t.num_probes}
+                for grade, t in grades.items()
+            }
+            for test, grades in self.scores.items()
+        }
+        tallies = [tally for grades in self.scores.values() for tally in grades.values()]
+        replies = sum(tally.num_replies for tally in tallies)
+        finished = sum(tally.num_finished for tally in tallies)
+        ends = {"rate": round(finished / replies, 5), "finished": finished, "replies": replies}
+        return {"tests": tests, "ends by itself": ends, "speculation": self.acceptance}
+
+    def failures(self) -> Json:
+        """Failed dialogues by test and grade, for reading."""
+        return {
+            f"{test}, {grade}": [
+                [
+                    *(
+                        f"{message['role']}: {message['content']}"
+                        for message in failure.messages[-5:]
+                    ),
+                    f"WRONG: {failure.reply}",
+                    f"missing {failure.missing} forbidden {failure.forbidden}",
+                ]
+                for failure in tally.failures
+            ]
+            for test, grades in self.scores.items()
+            for grade, tally in grades.items()
+            if tally.failures
+        }
+
+
+def evaluate(talker: Talker, count: int, tests: Sequence[str] = tuple(MAKERS)) -> Report:
+    """Play `count` probes per test and grade, fewer of slow ones, and the hand-written prompts."""
+    scores: dict[str, dict[str, Tally]] = {}
+    for test in tests:
+        fewer = max(1, count // SLOW_TESTS.get(test, 1))
+        scores[test] = {
+            grade.value: run_probes(talker, list(probes(test, grade, fewer, SEED)))
+            for grade in (Grade.KNOWN, Grade.UNSEEN)
+        }
+    scores["handwritten"] = {Grade.UNSEEN.value: run_probes(talker, list(handwritten()))}
+    return Report(scores)
+
+
+def acceptance(
+    target: NetworkTalker,
+    draft: NetworkTalker,
+    count: int,
+    tests: Sequence[str] = tuple(MAKERS),
+) -> Json:
+    """Speculation with four drafted tokens on the target's replies to held-out chats."""
+    result: Json = {}
+    for grade in (Grade.KNOWN, Grade.UNSEEN):
+        histories = [
+            probe.scripted_history()
+            for test in tests
+            if test not in SLOW_TESTS
+            for probe in probes(test, grade, max(2, count // 4), SEED + 1)
+        ]
+        prompts = [target.tokenizer.prompt(history) for history in histories]
+        replies = [[*reply.ids, target.tokenizer.end_id] for reply in target.reply(histories)]
+        counts = replay(draft.network, prompts, replies)
+        result[grade.value] = {
+            "mean acceptance length": round(counts.mean_length, 3),
+            "acceptance rate": round(counts.rate, 4),
+            "rounds": counts.num_rounds,
+        }
+    return result
+
+
+def table(report: Report) -> str:
+    """The scores beside what must be reached."""
+    lines = [f"{'test':28} {'known':>8} {'must':>6} {'unseen':>8} {'must':>6}"]
+    for test, grades in report.scores.items():
+        goals = GOALS.get(test, (None, HANDWRITTEN_GOAL if test == "handwritten" else None))
+        cells = [f"{test:28}"]
+        for grade, goal in zip((Grade.KNOWN, Grade.UNSEEN), goals, strict=True):
+            tally = grades.get(grade.value)
+            cells.append(f"{tally.rate:8.1%}" if tally else " " * 8)
+            cells.append(f"{goal:6.0%}" if goal else " " * 6)
+        lines.append(" ".join(cells))
+    summary = report.as_json()
+    lines.append(f"replies that end by themselves: {summary['ends by itself']}")
+    lines.append(f"speculation, 4 drafted tokens: {summary['speculation']}")
+    return "\n".join(lines) + "\n"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Evaluate the shipped pair or another."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--target", type=Path, default=TARGET)
+    parser.add_argument("--draft", type=Path, default=DRAFT)
+    parser.add_argument("--no-draft", action="store_true")
+    parser.add_argument("--count", type=int, default=200, help="probes per test and grade")
+    parser.add_argument("--test", action="append", choices=tuple(MAKERS), help="only these tests")
+    parser.add_argument("--json", type=Path, help="write the scores here")
+    parser.add_argument("--failures", type=Path, help="write the failed dialogues here")
+    options = parser.parse_args(arguments)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    target = NetworkTalker.load(options.target, device)
+    tests = options.test or tuple(MAKERS)
+    report = evaluate(target, options.count, tests)
+    if not options.no_draft:
+        draft = NetworkTalker.load(options.draft, device)
+        report = Report(report.scores, acceptance(target, draft, options.count, tests))
+    sys.stdout.write(table(report))
+    for path, content in ((options.json, report.as_json()), (options.failures, report.failures())):
+        if path:
+            path.write_text(
+                json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Word lists of the demo dialogues, all written for kvchat. Knows words; knows no sentence."""

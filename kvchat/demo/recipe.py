@@ -1,0 +1,174 @@
+"""`python -m kvchat.demo.recipe`: build the demo pair, or go on where an earlier run stopped.
+
+Tokenizer, target, draft, distilled draft, files, evaluation, card, manifest. Every stage leaves
+its result in the work folder and is skipped when it is there. Knows the order; the plans know the
+numbers.
+"""
+
+import argparse
+import functools
+import itertools
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from kvchat.demo.card import write_card
+from kvchat.demo.checkpoint import export, load_network, reached
+from kvchat.demo.conversation import Conversations
+from kvchat.demo.distill import Distillation
+from kvchat.demo.evaluate import Report, acceptance, evaluate
+from kvchat.demo.manifest import write_manifest
+from kvchat.demo.paths import HOME
+from kvchat.demo.plans import CONTEXT, FULL, QUICK, USUAL, VOCAB_SIZE, Recipe
+from kvchat.demo.talkers import NetworkTalker
+from kvchat.demo.team import Team, run_team
+from kvchat.demo.tokenizer import ChatTokenizer, train_tokenizer
+from kvchat.demo.train import Machine, Plan, train
+
+TOKENIZER_SEED = 5
+STAGES = ("target", "draft", "distillation")
+
+
+@dataclass(frozen=True, slots=True)
+class Build:
+    """One build: what, where, and with how many processes."""
+
+    recipe: Recipe
+    work: Path
+    home: Path
+    num_workers: int
+    is_compiled: bool
+
+    def plan(self, stage: str) -> Plan:
+        plan = getattr(self.recipe, stage)
+        assert isinstance(plan, Plan)
+        return plan
+
+
+def build(job: Build) -> None:
+    """Run all stages that are not done yet, and write the pair to `job.home`."""
+    _tokenizer(job)
+    for stage in STAGES:
+        _note(f"{stage}: {job.plan(stage).num_steps} steps")
+        run_team(job.num_workers, functools.partial(_train_stage, job, stage))
+    _export(job)
+    _note("evaluation")
+    report = _evaluate(job)
+    scores = job.work / "scores.json"
+    scores.write_text(json.dumps(report.as_json(), indent=1) + "\n", encoding="utf-8")
+    made = _made(job)
+    write_card(job.home, report.as_json(), made)
+    write_manifest(job.home, made)
+    _note(f"done: {job.home}")
+
+
+def _tokenizer(job: Build) -> None:
+    folder = job.work / "tokenizer"
+    if (folder / "tokenizer.json").exists():
+        return
+    _note("tokenizer")
+    chats = Conversations(TOKENIZER_SEED).stream(USUAL)
+    few = itertools.islice(chats, job.recipe.num_tokenizer_chats)
+    ChatTokenizer(train_tokenizer(few, VOCAB_SIZE)).save(folder, CONTEXT)
+
+
+def _train_stage(job: Build, stage: str, team: Team) -> None:
+    """Train one stage in this process of the team."""
+    tokenizer = ChatTokenizer.load(job.work / "tokenizer")
+    machine = Machine.detected(is_compiled=job.is_compiled, team=team)
+    folder = job.work / stage
+    if stage != "distillation":
+        train(job.plan(stage), tokenizer, folder, machine)
+        return
+    teacher = load_network(job.work / "target").to(machine.device)
+    draft = load_network(job.work / "draft")
+    loss = Distillation(teacher, machine.dtype)
+    train(job.plan(stage), tokenizer, folder, machine, initial=draft, loss_of=loss)
+
+
+def _export(job: Build) -> None:
+    tokenizer = ChatTokenizer.load(job.work / "tokenizer")
+    for name, stage in (("target", "target"), ("draft", "distillation")):
+        folder = job.home / name
+        shutil.rmtree(folder, ignore_errors=True)
+        network = load_network(job.work / stage)
+        export(
+            folder,
+            network,
+            bos_id=tokenizer.bos_id,
+            end_id=tokenizer.end_id,
+            pad_id=tokenizer.pad_id,
+        )
+        tokenizer.save(folder, CONTEXT)
+
+
+def _evaluate(job: Build) -> Report:
+    """Score the files just written, not the float32 weights they came from."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    target = NetworkTalker.load(job.home / "target", device)
+    draft = NetworkTalker.load(job.home / "draft", device)
+    count, tests = job.recipe.num_probes, job.recipe.tests
+    report = evaluate(target, count, tests)
+    return Report(report.scores, acceptance(target, draft, count, tests))
+
+
+def _made(job: Build) -> dict[str, object]:
+    """How the pair was built, for the manifest and the card."""
+    stages = {}
+    for stage in STAGES:
+        plan = job.plan(stage)
+        stages[stage] = {
+            "seed": plan.seed,
+            "steps": plan.num_steps,
+            "tokens": plan.num_steps * plan.batch_tokens,
+            "minutes": round(reached(job.work / stage).seconds / 60),
+            "parameters": load_network(job.work / stage).num_parameters(),
+            "geometry": asdict(plan.geometry),
+        }
+    return {"stages": stages, "machine": _machine(), "built": time.strftime("%Y-%m-%d")}
+
+
+def _machine() -> str:
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    return f"{os.cpu_count()} CPU cores"
+
+
+def _note(text: str) -> None:
+    sys.stderr.write(f"{time.strftime('%H:%M:%S')} {text}\n")
+    sys.stderr.flush()
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Build the demo pair."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument(
+        "--work", type=Path, default=Path(".demo-build"), help="checkpoints go here"
+    )
+    parser.add_argument(
+        "--home", type=Path, help="where target/ and draft/ go (default: the package)"
+    )
+    parser.add_argument("--quick", action="store_true", help="a smoke test of about two minutes")
+    parser.add_argument(
+        "--workers", type=int, default=os.cpu_count() or 1, help="training processes"
+    )
+    parser.add_argument("--no-compile", action="store_true", help="train without a C++ compiler")
+    options = parser.parse_args(arguments)
+    work = options.work / ("quick" if options.quick else "full")
+    work.mkdir(parents=True, exist_ok=True)
+    # A smoke test must not replace the shipped pair.
+    home = options.home or (work / "pair" if options.quick else HOME)
+    num_workers = 1 if torch.cuda.is_available() else options.workers
+    recipe = QUICK if options.quick else FULL
+    build(Build(recipe, work, home, num_workers, not (options.no_compile or options.quick)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The interactive screen: a live prompt below, answers streaming above it."""

@@ -1,0 +1,230 @@
+"""AnswerView: one reply on the screen: thinking, answer, what was measured.
+
+The first sample streams; others are shown whole when they are complete. Knows chat events and
+rows; knows neither keys nor conversations.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from rich.text import Text
+
+from kvchat.chat.events import (
+    AnswerEnded,
+    AnswerFailed,
+    AnswerText,
+    ChatEvent,
+    ReadingPrompt,
+    SavingFailed,
+)
+from kvchat.chat.thinking import ThinkingSplitter
+from kvchat.core.types import FinishReason
+from kvchat.terminal.face import Face
+from kvchat.terminal.leaves import Sheet
+from kvchat.terminal.markdown import MarkdownStream
+from kvchat.terminal.paint import Painter, Row, prefixed
+from kvchat.terminal.status import PrefillMeter, stats_line
+from kvchat.terminal.theme import Role
+
+# Only a prompt that takes longer than this to read gets a bar.
+_BAR_AFTER_S = 0.4
+
+
+class Speech:
+    """Turns an answer's text into rows: thinking quietly behind a line of its own, then the answer.
+
+    `feed` and `finish` give rows for good, `tail` those still open.
+    """
+
+    def __init__(self, painter: Painter) -> None:
+        self._painter = painter
+        self._stream = MarkdownStream()
+        self._is_thinking = False
+        self._has_rows = False
+
+    def feed(self, text: str, is_thinking: bool, sheet: Sheet) -> list[Row]:
+        rows: list[Row] = []
+        if is_thinking != self._is_thinking:
+            rows = self._turn_over(is_thinking, sheet)
+        return rows + self._dressed(self._stream.feed(text, self._inner(sheet)))
+
+    def tail(self, sheet: Sheet) -> list[Row]:
+        return self._dressed(self._stream.tail(self._inner(sheet)), is_final=False)
+
+    def finish(self, sheet: Sheet) -> list[Row]:
+        rows = self._dressed(self._stream.finish(self._inner(sheet)))
+        self._stream = MarkdownStream()
+        return rows
+
+    def _turn_over(self, is_thinking: bool, sheet: Sheet) -> list[Row]:
+        rows = self.finish(sheet)
+        gap = [Text(end="")] if self._has_rows or rows else []
+        self._is_thinking = is_thinking
+        spoken = self._painter.look.is_spoken
+        label = "Thinking:" if is_thinking else "Answer:"
+        return [*rows, *gap, *([self._painter.text(label)] if spoken else [])]
+
+    def _inner(self, sheet: Sheet) -> Sheet:
+        return sheet.narrower(2) if self._is_thinking else sheet
+
+    def _dressed(self, rows: list[Row], is_final: bool = True) -> list[Row]:
+        self._has_rows = self._has_rows or (is_final and bool(rows))
+        if not self._is_thinking:
+            return rows
+        style = self._painter.style(Role.THINKING)
+        glyph = self._painter.look.glyphs.thinking
+        bar = Text(end="").append(f"{glyph} " if glyph else "", self._painter.style(Role.DIM))
+        dressed = []
+        for row in rows:
+            row.stylize_before(style)
+            dressed.append(prefixed(row, bar))
+        return dressed
+
+
+@dataclass(slots=True)
+class _Other:
+    """A sample beside the first: collected, shown at the end."""
+
+    passages: list[AnswerText] = field(default_factory=list)
+    ended: AnswerEnded | None = None
+
+
+class AnswerView:
+    """Turns one reply's events into rows. `failed` and `ended` hold what became of it.
+
+    `said_before` is what there is already of an answer that is continued: its last row is shown
+    again, with what follows.
+    """
+
+    def __init__(
+        self,
+        face: Face,
+        context_limit: int | None,
+        shows_stats: bool,
+        said_before: str = "",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._face = face
+        self._context_limit = context_limit
+        self._shows_stats = shows_stats
+        self._clock = clock
+        self._began_s = clock()
+        self._speech = Speech(face.painter)
+        self._meter = PrefillMeter()
+        self._has_text = False
+        self._others: dict[int, _Other] = {}
+        splitter = ThinkingSplitter()
+        for passage in splitter.feed(said_before):
+            self._speech.feed(passage.text, passage.is_thinking, face.sheet)
+        self.ended: dict[int, AnswerEnded] = {}
+        self.failed: AnswerFailed | None = None
+
+    def take(self, events: list[ChatEvent]) -> list[Row]:
+        """Take in what has happened; return the rows to show for good."""
+        rows: list[Row] = []
+        for event in _joined(events):
+            rows += self._take(event)
+        return rows
+
+    @property
+    def tail(self) -> list[Row]:
+        """The rows still open, the newest of them where they are many."""
+        most = self._face.max_tail_rows
+        return self._speech.tail(self._face.sheet)[-most:] if most else []
+
+    @property
+    def progress(self) -> str:
+        """The bar of a long prompt being read, else empty."""
+        now_s = self._clock()
+        if self._has_text or now_s - self._began_s < _BAR_AFTER_S:
+            return ""
+        return self._meter.line(now_s, self._face.painter.look.glyphs)
+
+    @property
+    def elapsed_s(self) -> float:
+        return self._clock() - self._began_s
+
+    def _take(self, event: ChatEvent) -> list[Row]:
+        if isinstance(event, AnswerText):
+            return self._take_text(event)
+        if isinstance(event, AnswerEnded):
+            return self._end(event)
+        if isinstance(event, ReadingPrompt):
+            self._meter.update(event, self._clock())
+            return []
+        if isinstance(event, AnswerFailed):
+            self.failed = event
+            return [*self._speech.finish(self._face.sheet), *self._problem(str(event.error))]
+        assert isinstance(event, SavingFailed)
+        return self._warning(event.message)
+
+    def _take_text(self, event: AnswerText) -> list[Row]:
+        self._has_text = True
+        if event.sample:
+            self._others.setdefault(event.sample, _Other()).passages.append(event)
+            return []
+        return self._speech.feed(event.text, event.is_thinking, self._face.sheet)
+
+    def _end(self, event: AnswerEnded) -> list[Row]:
+        self.ended[event.sample] = event
+        if event.sample:
+            self._others.setdefault(event.sample, _Other()).ended = event
+            return []
+        return [*self._speech.finish(self._face.sheet), *self._closing(event)]
+
+    def others(self) -> list[Row]:
+        """Return the samples beside the first as rows, once all are complete."""
+        count = len(self._others) + 1
+        rows: list[Row] = []
+        for sample, other in sorted(self._others.items()):
+            rows.append(self._face.painter.text(f"Answer {sample + 1} of {count}", Role.TITLE))
+            speech = Speech(self._face.painter)
+            for passage in other.passages:
+                rows += speech.feed(passage.text, passage.is_thinking, self._face.sheet)
+            rows += speech.finish(self._face.sheet)
+            if other.ended is not None:
+                rows += self._closing(other.ended)
+        return rows
+
+    def _closing(self, event: AnswerEnded) -> list[Row]:
+        """Return the line after an answer; how it ended is told even where figures are not."""
+        look = self._face.painter.look
+        line = stats_line(event.usage, event.timing, event.reason, self._context_limit, look.glyphs)
+        if not self._shows_stats:
+            line = _ending_words(event.reason)
+        if look.is_spoken:
+            line = f"End of answer. {line}".strip()
+        rows = self._face.painter.wrapped(line, self._face.sheet.width, Role.DIM) if line else []
+        return [*rows, Text(end="")]
+
+    def _problem(self, message: str) -> list[Row]:
+        rows = self._face.painter.wrapped(message, self._face.sheet.width, Role.ERROR)
+        return [*rows, Text(end="")]
+
+    def _warning(self, message: str) -> list[Row]:
+        return self._face.painter.wrapped(message, self._face.sheet.width, Role.WARNING)
+
+
+def _joined(events: list[ChatEvent]) -> list[ChatEvent]:
+    """Return events with texts that follow one another made one: parsing has a price per piece."""
+    joined: list[ChatEvent] = []
+    for event in events:
+        last = joined[-1] if joined else None
+        if (
+            isinstance(event, AnswerText)
+            and isinstance(last, AnswerText)
+            and (last.sample, last.is_thinking) == (event.sample, event.is_thinking)
+        ):
+            joined[-1] = replace(last, text=last.text + event.text)
+        else:
+            joined.append(event)
+    return joined
+
+
+def _ending_words(reason: FinishReason) -> str:
+    if reason is FinishReason.CANCELLED:
+        return "Stopped."
+    if reason is FinishReason.LENGTH:
+        return "Cut off at the limit."
+    return "Out of time." if reason is FinishReason.TIMEOUT else ""

@@ -1,0 +1,206 @@
+"""Commands about whole conversations: begin, resume, name, write out, delete, leave."""
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvchat.chat.store import SessionStore, SessionSummary
+from kvchat.chat.transcript import to_json, to_markdown
+from kvchat.core.errors import ExitCode, SessionNotFound, StoreError, UsageError
+from kvchat.terminal.commands import Argument, Command, Group
+from kvchat.terminal.face import Choice
+from kvchat.terminal.recital import show_where_it_stands
+from kvchat.terminal.sanitize import one_line
+from kvchat.terminal.status import plural
+
+if TYPE_CHECKING:
+    from kvchat.terminal.dialogue import Dialogue
+
+
+async def exit_(dialogue: "Dialogue", arguments: str) -> None:
+    dialogue.quit(ExitCode.OK)
+
+
+async def new(dialogue: "Dialogue", arguments: str) -> None:
+    kept = dialogue.desk.session is not None and dialogue.desk.host.store is not None
+    dialogue.desk.begin_new(one_line(arguments))
+    dialogue.say("A new conversation." + (" The last one is kept: /resume." if kept else ""))
+    dialogue.conversation_changed()
+
+
+async def resume(dialogue: "Dialogue", arguments: str) -> None:
+    store = _store(dialogue)
+    session_id = await _pick_session(dialogue, store, arguments, "Go on with")
+    if session_id is None:
+        return
+    session = dialogue.desk.open(session_id)
+    for note in session.notes:
+        dialogue.say(note)
+    show_where_it_stands(session.conversation, dialogue.face)
+    dialogue.conversation_changed()
+
+
+async def rename(dialogue: "Dialogue", arguments: str) -> None:
+    title = one_line(arguments)
+    if not title:
+        raise UsageError("A conversation needs a title.", "/rename TITLE")
+    if dialogue.desk.session is None:
+        dialogue.desk.title = title
+    else:
+        dialogue.desk.session.rename(title)
+    dialogue.say(f"This conversation is called: {title}")
+    dialogue.refresh()
+
+
+async def delete(dialogue: "Dialogue", arguments: str) -> None:
+    store = _store(dialogue)
+    desk = dialogue.desk
+    current = desk.session.session_id if desk.session is not None else None
+    if arguments:
+        session_id = await _pick_session(dialogue, store, arguments, "Delete")
+    else:
+        session_id = current
+    if session_id is None:
+        raise UsageError("There is nothing to delete.")
+    label = one_line(store.read(session_id).conversation.label, 48)
+    if not await dialogue.confirm(f"Delete “{label}” for good?"):
+        dialogue.say(f"Kept: {label}")
+        return
+    if session_id == current:
+        desk.begin_new()
+    store.remove(session_id)
+    dialogue.say(f"Deleted: {label}")
+    dialogue.conversation_changed()
+
+
+async def export(dialogue: "Dialogue", arguments: str) -> None:
+    session = dialogue.desk.require_session()
+    kind, path = _export_target(arguments, session.session_id)
+    if kind == "jsonl":
+        store = _store(dialogue)
+        content = (store.directory / f"{session.session_id}.jsonl").read_text(encoding="utf-8")
+    else:
+        content = (to_json if kind == "json" else to_markdown)(session.conversation)
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(content)
+    except FileExistsError as error:
+        raise UsageError(f"{path} exists already.", "Choose another name.") from error
+    except OSError as error:
+        raise StoreError(f"{path} cannot be written: {error.strerror}.") from error
+    dialogue.say(f"Written to {path}. (Conversations are also saved by themselves.)")
+
+
+_KINDS = ("md", "json", "jsonl")
+
+
+def _export_target(arguments: str, session_id: str) -> tuple[str, Path]:
+    """Return the kind of document and its path; the name holds nothing of the conversation."""
+    first, _, rest = arguments.partition(" ")
+    if first in _KINDS:
+        kind, name = first, rest.strip()
+    else:
+        name = arguments
+        suffix = Path(name).suffix.removeprefix(".")
+        kind = suffix if suffix in _KINDS else "md"
+    return kind, Path(name or f"kvchat-{session_id}.{kind}").expanduser()
+
+
+def _store(dialogue: "Dialogue") -> SessionStore:
+    store = dialogue.desk.host.store
+    if store is None:
+        raise UsageError("Nothing is saved in this chat, so there is nothing to go back to.")
+    return store
+
+
+async def _pick_session(
+    dialogue: "Dialogue", store: SessionStore, text: str, title: str
+) -> str | None:
+    """Return the session that a number, an id or words of a title name; else let the user pick."""
+    summaries = [s for s in store.summaries() if s.num_turns or not s.is_readable]
+    if not summaries:
+        raise SessionNotFound("There is no saved conversation yet.")
+    if text.isdigit() and 1 <= int(text) <= len(summaries):
+        return summaries[int(text) - 1].session_id
+    if text:
+        exact = [s for s in summaries if s.session_id.startswith(text)]
+        found = exact or [s for s in summaries if text.lower() in s.title.lower()]
+        if not found:
+            raise SessionNotFound(f"No saved conversation is called {one_line(text)}.")
+        if len(found) == 1:
+            return found[0].session_id
+        summaries = found
+    index = await dialogue.face.choose(title, [_choice(summary) for summary in summaries])
+    return None if index is None else summaries[index].session_id
+
+
+def _choice(summary: SessionSummary) -> Choice:
+    age = format_age(time.time() - summary.modified_s)
+    label = one_line(summary.title, 56) or summary.session_id
+    return Choice(label, f"{age} · {plural(summary.num_turns, 'turn')}")
+
+
+def format_age(seconds: float) -> str:
+    """Return how long ago something was."""
+    minutes = int(max(0.0, seconds)) // 60
+    if minutes < 1:
+        return "just now"
+    if minutes < 60:
+        return f"{minutes} min ago"
+    if minutes < 48 * 60:
+        return f"{minutes // 60} h ago"
+    return f"{minutes // (24 * 60)} days ago"
+
+
+COMMANDS = (
+    Command(
+        "exit",
+        "leave; the conversation is kept",
+        exit_,
+        Group.CONVERSATION,
+        aliases=("quit", "bye"),
+        is_available_while_answering=True,
+    ),
+    Command(
+        "new",
+        "begin another conversation",
+        new,
+        Group.CONVERSATION,
+        usage="[title]",
+        aliases=("clear", "reset"),
+    ),
+    Command(
+        "resume",
+        "go on with a saved conversation",
+        resume,
+        Group.CONVERSATION,
+        usage="[id or words]",
+        aliases=("load", "chats", "list", "session"),
+        argument=Argument.SESSION,
+    ),
+    Command(
+        "rename",
+        "give the conversation a title",
+        rename,
+        Group.CONVERSATION,
+        usage="TITLE",
+        is_available_while_answering=True,
+    ),
+    Command(
+        "delete",
+        "delete this conversation, or another",
+        delete,
+        Group.CONVERSATION,
+        usage="[id or words]",
+        argument=Argument.SESSION,
+    ),
+    Command(
+        "export",
+        "write the conversation to a file",
+        export,
+        Group.CONVERSATION,
+        usage="[md|json|jsonl] [PATH]",
+        aliases=("save",),
+        argument=Argument.PATH,
+    ),
+)

@@ -1,0 +1,179 @@
+"""Commands about the model and its engine, and the help that lists all commands."""
+
+from typing import TYPE_CHECKING
+
+from rich.text import Text
+
+from kvchat.chat.conversation import Role as Speaker
+from kvchat.core.config import format_bytes
+from kvchat.core.errors import UsageError
+from kvchat.terminal.commands import Argument, Command, Group
+from kvchat.terminal.model_change import change_model
+from kvchat.terminal.paint import Row, prefixed
+from kvchat.terminal.recital import describe_model
+from kvchat.terminal.sanitize import one_line
+from kvchat.terminal.status import format_count, plural, stats_line
+from kvchat.terminal.theme import Role
+
+if TYPE_CHECKING:
+    from kvchat.terminal.dialogue import Dialogue
+
+_KEYS = (
+    ("Enter", "send; while an answer comes, queue"),
+    ("Alt-Enter, Ctrl-J, \\ Enter", 'a new line; """ opens and closes a block'),
+    ("Esc, Ctrl-C", "stop the answer, keep what there is"),
+    ("Esc Esc", "clear the prompt; on an empty one, go back to an earlier message"),
+    ("Ctrl-C Ctrl-C, Ctrl-D", "leave"),
+    ("Up, Down, Ctrl-R", "history; while an answer comes, edit the queue"),
+    ("Tab, Right", "complete; take the suggestion"),
+    ("Alt-Left, Alt-Right", "other answers to the same message"),
+    ("Ctrl-G", "write in your editor"),
+    ("F2", "statistics line on and off"),
+)
+_BAR_CELLS = 30
+_NAME_COLUMNS = 28
+_MIN_TWO_COLUMNS = 56
+
+
+async def model(dialogue: "Dialogue", arguments: str) -> None:
+    if not arguments:
+        dialogue.say(describe_model(dialogue.desk))
+        return
+    await change_model(dialogue, arguments)
+
+
+async def stats(dialogue: "Dialogue", arguments: str) -> None:
+    if arguments in ("on", "off"):
+        dialogue.set_stats(arguments == "on")
+        return
+    if arguments not in ("", "last", "all"):
+        raise UsageError(f"{one_line(arguments)} is unknown here.", "/stats [on|off]")
+    lines = [_last_stats(dialogue) or "There is no answer yet."]
+    status = await dialogue.desk.engine_status()
+    if status is not None:
+        reused = f"{status.num_cached:,} of {status.num_blocks:,} blocks hold KV for reuse"
+        total = format_bytes(status.num_blocks * status.block_bytes)
+        lines += [
+            f"engine: {plural(status.num_steps, 'step')}, "
+            f"{plural(status.num_tokens_computed, 'token')} computed",
+            f"cache:  {reused}, {status.num_free:,} are free; all are {total}",
+        ]
+        if status.num_preempted or status.num_evicted:
+            lines.append(
+                f"        {plural(status.num_evicted, 'block')} evicted, "
+                f"{plural(status.num_preempted, 'request')} put off"
+            )
+    dialogue.say("\n".join(lines))
+
+
+def _last_stats(dialogue: "Dialogue") -> str:
+    last, ready = dialogue.desk.last, dialogue.desk.host.ready
+    if last is None or ready is None:
+        return ""
+    glyphs = dialogue.face.painter.look.glyphs
+    return stats_line(last.usage, last.timing, last.reason, ready.context_limit, glyphs)
+
+
+async def context(dialogue: "Dialogue", arguments: str) -> None:
+    conversation = dialogue.desk.require_conversation()
+    path = conversation.path()
+    used = sum(len(turn.token_ids) for turn in path)
+    asked = sum(len(turn.token_ids) for turn in path if turn.role is Speaker.USER)
+    ready = dialogue.desk.host.ready
+    limit = ready.context_limit if ready is not None else None
+    glyphs = dialogue.face.painter.look.glyphs
+    lines = [f"{used:,} tokens: {asked:,} asked, {used - asked:,} answered, in {len(path)} turns"]
+    if limit:
+        full = min(_BAR_CELLS, round(_BAR_CELLS * used / limit))
+        bar = glyphs.bar_full * full + glyphs.bar_empty * (_BAR_CELLS - full)
+        left = max(0, limit - used)
+        lines.append(f"{bar} {used / limit:.0%} of {format_count(limit)}, {left:,} left")
+    warmth = await dialogue.desk.warmth()
+    if warmth is not None:
+        lines.append(f"{warmth:.0%} of it need not be read again")
+    dialogue.say("\n".join(lines))
+
+
+async def help_(dialogue: "Dialogue", arguments: str) -> None:
+    rows = _key_rows(dialogue) if arguments == "keys" else _help_rows(dialogue, arguments)
+    dialogue.face.write([*rows, Text(end="")])
+
+
+def _help_rows(dialogue: "Dialogue", arguments: str) -> list[Row]:
+    painter = dialogue.face.painter
+    if arguments:
+        command = dialogue.registry.find(arguments.removeprefix("/"))
+        if command is None:
+            raise UsageError(f"There is no command {one_line(arguments)}.", "/help lists them.")
+        also = ", ".join(f"/{alias}" for alias in command.aliases)
+        text = f"/{command.name} {command.usage}".rstrip() + f"\n  {command.help}"
+        return painter.wrapped(
+            text + (f"\n  also {also}" if also else ""), dialogue.face.sheet.width
+        )
+    rows: list[Row] = []
+    for group in Group:
+        rows.append(painter.text(str(group), Role.TITLE))
+        for command in dialogue.registry.commands:
+            if command.group is group:
+                rows += _entry(dialogue, f"/{command.name} {command.usage}".rstrip(), command.help)
+    rows += painter.wrapped(
+        "/help COMMAND says more, /help keys lists the keys. "
+        "A line that begins with a space, // or a path is a message.",
+        dialogue.face.sheet.width,
+        Role.DIM,
+    )
+    return rows
+
+
+def _key_rows(dialogue: "Dialogue") -> list[Row]:
+    return [row for keys, meaning in _KEYS for row in _entry(dialogue, keys, meaning)]
+
+
+def _entry(dialogue: "Dialogue", name: str, meaning: str) -> list[Row]:
+    """Return a name and what it means beside it; after it where there is no room."""
+    painter, width = dialogue.face.painter, dialogue.face.sheet.width
+    if width < _MIN_TWO_COLUMNS or painter.look.is_spoken:
+        return painter.wrapped(f"  {name}: {meaning}", width)
+    lead = painter.text(f"  {name}".ljust(_NAME_COLUMNS))
+    below = painter.text(" " * _NAME_COLUMNS)
+    wrapped = painter.wrapped(meaning, width - lead.cell_len, Role.DIM)
+    return [prefixed(row, below if number else lead) for number, row in enumerate(wrapped)]
+
+
+COMMANDS = (
+    Command(
+        "model",
+        "show the model, or go on with another",
+        model,
+        Group.ENGINE,
+        "[NAME|DIR|HF_ID]",
+        argument=Argument.PATH,
+    ),
+    Command(
+        "stats",
+        "figures of the last answer and the engine; on or off: the line after answers",
+        stats,
+        Group.ENGINE,
+        "[on|off]",
+        ("status",),
+        is_available_while_answering=True,
+    ),
+    Command(
+        "context",
+        "how full the context is",
+        context,
+        Group.ENGINE,
+        aliases=("tokens", "info"),
+        is_available_while_answering=True,
+    ),
+    Command(
+        "help",
+        "this list",
+        help_,
+        Group.CONVERSATION,
+        "[command|keys]",
+        ("?",),
+        is_available_while_answering=True,
+        argument=Argument.COMMAND,
+    ),
+)

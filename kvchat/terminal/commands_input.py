@@ -1,0 +1,182 @@
+"""Commands about what goes in: files, the system prompt, settings, the editor, the clipboard."""
+
+import re
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvchat.chat.conversation import Role
+from kvchat.chat.thinking import split_thinking
+from kvchat.core.errors import UsageError
+from kvchat.terminal import answer_settings
+from kvchat.terminal.commands import Argument, Command, Group
+from kvchat.terminal.recital import describe_model, show_turns
+from kvchat.terminal.sanitize import one_line
+from kvchat.terminal.status import plural
+
+if TYPE_CHECKING:
+    from kvchat.terminal.dialogue import Dialogue
+
+_CODE_BLOCK = re.compile(r"^(`{3,}|~{3,})[^\n]*\n(.*?)^\1[ \t]*$", re.MULTILINE | re.DOTALL)
+
+
+async def file(dialogue: "Dialogue", arguments: str) -> None:
+    for name in _split_paths(arguments):
+        path = Path(name).expanduser()
+        tokens = dialogue.desk.attach(path)
+        dialogue.say(
+            f"Attached {one_line(path.name)}, {plural(tokens, 'token')}: "
+            "it goes with your next message."
+        )
+
+
+def _split_paths(arguments: str) -> list[str]:
+    try:
+        names = shlex.split(arguments)
+    except ValueError:
+        names = [arguments]
+    if not names:
+        raise UsageError("Which file?", "/file PATH...")
+    return names
+
+
+async def system(dialogue: "Dialogue", arguments: str) -> None:
+    desk = dialogue.desk
+    if arguments in ("", "show"):
+        prompt = desk.conversation.system if desk.conversation is not None else desk.system
+        dialogue.say(f"System prompt: {prompt}" if prompt else "There is no system prompt.")
+        return
+    text = None if arguments == "clear" else arguments.removeprefix("set ").strip()
+    if text is not None and text.startswith("@"):
+        text = _read_text(Path(text[1:]).expanduser())
+    price = await desk.price(desk.ids_with_system(text))
+    if not await dialogue.afford(price, "/system"):
+        return
+    desk.set_system(text)
+    dialogue.say("The system prompt is set." if text else "There is no system prompt any more.")
+    dialogue.conversation_changed()
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} cannot be read as text.") from error
+
+
+async def set_(dialogue: "Dialogue", arguments: str) -> None:
+    arguments = arguments.removeprefix("parameter ").strip()
+    if not arguments:
+        _show_settings(dialogue)
+        return
+    name, _, value = arguments.replace("=", " ", 1).partition(" ")
+    name, value = name.strip(), value.strip()
+    if name == "system":
+        await system(dialogue, value)
+    elif name in ("verbose", "quiet", "stats"):
+        is_on = name == "verbose" or (name == "stats" and value not in ("off", "no", "false"))
+        dialogue.set_stats(is_on)
+    elif not value:
+        known = dict(answer_settings.describe(dialogue.desk.options))
+        if name not in known:
+            answer_settings.changed(dialogue.desk.options, name, "0")
+        dialogue.say(f"{name} is {known.get(name, '')}.")
+    else:
+        dialogue.desk.options = answer_settings.changed(dialogue.desk.options, name, value)
+        dialogue.say(f"{name} is {dict(answer_settings.describe(dialogue.desk.options))[name]}.")
+
+
+def _show_settings(dialogue: "Dialogue") -> None:
+    settings = answer_settings.describe(dialogue.desk.options)
+    dialogue.say("\n".join(f"{name:<20} {value}" for name, value in settings))
+
+
+async def show(dialogue: "Dialogue", arguments: str) -> None:
+    what = arguments or "settings"
+    if what == "chat":
+        show_turns(dialogue.desk.require_conversation().path(), dialogue.face)
+    elif what == "system":
+        await system(dialogue, "")
+    elif what in ("settings", "parameters"):
+        _show_settings(dialogue)
+    elif what in ("model", "info"):
+        dialogue.say(describe_model(dialogue.desk))
+    else:
+        raise UsageError(
+            f"{one_line(what)} cannot be shown.", "/show chat, system, settings or model"
+        )
+
+
+async def editor(dialogue: "Dialogue", arguments: str) -> None:
+    text = await dialogue.face.edit(dialogue.face.prompt_text)
+    dialogue.face.put_text(text)
+
+
+async def copy(dialogue: "Dialogue", arguments: str) -> None:
+    answers = [
+        split_thinking(turn.text)[1]
+        for turn in dialogue.desk.require_conversation().path()
+        if turn.role is Role.ASSISTANT
+    ]
+    text = _wanted(answers, arguments)
+    dialogue.face.copy(text)
+    dialogue.say(f"Sent {plural(len(text), 'character')} to the terminal's clipboard.")
+
+
+def _wanted(answers: list[str], arguments: str) -> str:
+    """Return the answer or the code that /copy's argument names."""
+    if not answers:
+        raise UsageError("There is no answer to copy yet.")
+    if arguments == "code":
+        blocks = [match[2] for match in _CODE_BLOCK.finditer(answers[-1])]
+        if not blocks:
+            raise UsageError("The last answer has no code block.")
+        return blocks[-1].rstrip("\n")
+    if not arguments:
+        return answers[-1]
+    if not arguments.isdigit() or not 1 <= int(arguments) <= len(answers):
+        raise UsageError(f"There are {plural(len(answers), 'answer')} to copy from.")
+    return answers[int(arguments) - 1]
+
+
+COMMANDS = (
+    Command(
+        "file",
+        "attach a text file to the next message (or write @path in it)",
+        file,
+        Group.INPUT,
+        "PATH...",
+        ("read", "add"),
+        is_available_while_answering=True,
+        argument=Argument.PATH,
+    ),
+    Command(
+        "system", "show, set or clear the system prompt", system, Group.INPUT, "[TEXT|@PATH|clear]"
+    ),
+    Command(
+        "set",
+        "change how answers are generated",
+        set_,
+        Group.INPUT,
+        "[name value]",
+        is_available_while_answering=True,
+        argument=Argument.SETTING,
+    ),
+    Command(
+        "show",
+        "show the conversation, the system prompt, the settings or the model",
+        show,
+        Group.INPUT,
+        "[chat|system|model]",
+        is_available_while_answering=True,
+    ),
+    Command("editor", "write the message in your editor", editor, Group.INPUT, "", ("e",)),
+    Command(
+        "copy",
+        "copy an answer, or its last code block",
+        copy,
+        Group.INPUT,
+        "[n|code]",
+        is_available_while_answering=True,
+    ),
+)

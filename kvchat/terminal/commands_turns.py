@@ -1,0 +1,180 @@
+"""Commands about turns: step back, answer again, edit, branch. None of them loses anything."""
+
+import re
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from kvchat.chat.conversation import Turn
+from kvchat.core.errors import UsageError
+from kvchat.terminal.commands import Argument, Command, Group
+from kvchat.terminal.face import Choice
+from kvchat.terminal.recital import show_where_it_stands
+from kvchat.terminal.sanitize import one_line
+from kvchat.terminal.tree_view import tree_rows
+
+if TYPE_CHECKING:
+    from kvchat.terminal.dialogue import Dialogue
+
+_MAX_SAMPLES = 16
+_SAMPLES = re.compile(r"(?:-n\s*)?(\d+)$")
+
+
+async def undo(dialogue: "Dialogue", arguments: str) -> None:
+    count = _count(arguments)
+    turn: Turn | None = None
+    for _ in range(count):
+        back = dialogue.desk.undo()
+        if back is None:
+            break
+        turn = back
+    if turn is None:
+        raise UsageError("This is the beginning.")
+    dialogue.say(f"Back before: {one_line(turn.text, 60)}  (/redo returns)")
+    dialogue.conversation_changed()
+
+
+async def redo(dialogue: "Dialogue", arguments: str) -> None:
+    if not dialogue.desk.redo():
+        raise UsageError("There is nothing further on.")
+    _show_where_it_stands(dialogue)
+
+
+async def rewind(dialogue: "Dialogue", arguments: str) -> None:
+    desk = dialogue.desk
+    turns = desk.user_turns
+    if not turns:
+        raise UsageError("There is no message to go back to.")
+    if arguments:
+        turn = desk.user_turn(arguments)
+    else:
+        choices = [Choice(f"{n}. {one_line(t.text, 60)}") for n, t in enumerate(turns, start=1)]
+        index = await dialogue.face.choose("Go back to before", choices, len(turns) - 1)
+        if index is None:
+            return
+        turn = turns[index]
+    desk.move(turn.parent_id)
+    dialogue.face.put_text(turn.text)
+    dialogue.say(f"Back before: {one_line(turn.text, 60)}  (the other branch is kept: /tree)")
+    dialogue.conversation_changed()
+
+
+async def edit(dialogue: "Dialogue", arguments: str) -> None:
+    desk = dialogue.desk
+    turn = desk.user_turn(arguments)
+    conversation = desk.require_conversation()
+    price = await desk.price(conversation.context_ids(turn.parent_id))
+    if not await dialogue.afford(price, f"/edit {arguments}".strip()):
+        return
+    desk.edited = turn
+    dialogue.face.put_text(turn.text)
+    number = desk.user_turns.index(turn) + 1
+    dialogue.notice(f"Editing message {number}: Enter sends it as a branch, Esc Esc gives it up")
+
+
+async def retry(dialogue: "Dialogue", arguments: str) -> None:
+    match = _SAMPLES.match(arguments)
+    if arguments and match is None:
+        raise UsageError(f"{one_line(arguments)} is no number of answers.", "/retry [-n K]")
+    count = int(match[1]) if match is not None else 1
+    if not 1 <= count <= _MAX_SAMPLES:
+        raise UsageError(f"Between 1 and {_MAX_SAMPLES} answers can be asked for at once.")
+    options = replace(dialogue.desk.options, num_samples=count)
+    dialogue.answer_again(options)
+
+
+async def continue_(dialogue: "Dialogue", arguments: str) -> None:
+    dialogue.continue_answer()
+
+
+async def fork(dialogue: "Dialogue", arguments: str) -> None:
+    session = dialogue.desk.fork(one_line(arguments))
+    dialogue.say(f"This is a copy now: {one_line(session.conversation.label)}")
+    dialogue.conversation_changed()
+
+
+async def tree(dialogue: "Dialogue", arguments: str) -> None:
+    conversation = dialogue.desk.require_conversation()
+    rows = tree_rows(conversation, dialogue.face.sheet)
+    dialogue.face.write([*rows, dialogue.face.painter.text("")])
+
+
+async def switch(dialogue: "Dialogue", arguments: str) -> None:
+    conversation = dialogue.desk.require_conversation()
+    leaves = conversation.leaves()
+    if arguments:
+        if not arguments.isdigit() or not 1 <= int(arguments) <= len(conversation):
+            raise UsageError(f"{one_line(arguments)} is no turn.", "/tree shows their numbers.")
+        turn_id = conversation.latest_below(int(arguments))
+    else:
+        choices = [Choice(one_line(_trail(dialogue, leaf), 70)) for leaf in leaves]
+        here = [leaf.turn_id for leaf in leaves]
+        current = here.index(conversation.tip_id) if conversation.tip_id in here else 0
+        index = await dialogue.face.choose("Go on from", choices, current)
+        if index is None:
+            return
+        turn_id = leaves[index].turn_id
+    dialogue.desk.move(turn_id)
+    _show_where_it_stands(dialogue)
+
+
+def _show_where_it_stands(dialogue: "Dialogue") -> None:
+    show_where_it_stands(dialogue.desk.require_conversation(), dialogue.face)
+    dialogue.conversation_changed()
+
+
+def _trail(dialogue: "Dialogue", leaf: Turn) -> str:
+    """Return a branch in a line: the number of its last turn, what was asked, what was said."""
+    path = dialogue.desk.require_conversation().path(leaf.turn_id)
+    texts = [one_line(turn.text, 32) for turn in path[-2:]]
+    return f"{leaf.turn_id}. {': '.join(texts)}"
+
+
+def _count(arguments: str) -> int:
+    if not arguments:
+        return 1
+    if not arguments.isdigit() or int(arguments) < 1:
+        raise UsageError(f"{one_line(arguments)} is no number of turns.")
+    return int(arguments)
+
+
+COMMANDS = (
+    Command("undo", "step back before your last message", undo, Group.TURNS, "[n]", ("pop",)),
+    Command("redo", "take back an undo", redo, Group.TURNS),
+    Command(
+        "rewind",
+        "go back to one of your messages and have it in the prompt",
+        rewind,
+        Group.TURNS,
+        "[n]",
+        argument=Argument.TURN,
+    ),
+    Command(
+        "edit",
+        "edit a message; sending it makes a branch",
+        edit,
+        Group.TURNS,
+        "[n]",
+        argument=Argument.TURN,
+    ),
+    Command(
+        "retry",
+        "answer the last message again, beside the answers there are",
+        retry,
+        Group.TURNS,
+        "[-n K]",
+        ("regen", "regenerate"),
+    ),
+    Command("continue", "go on with an answer that was cut off", continue_, Group.TURNS),
+    Command(
+        "fork", "go on in a copy of the conversation", fork, Group.TURNS, "[title]", ("branch",)
+    ),
+    Command(
+        "tree",
+        "show all branches",
+        tree,
+        Group.TURNS,
+        aliases=("branches",),
+        is_available_while_answering=True,
+    ),
+    Command("switch", "go to another branch", switch, Group.TURNS, "[turn]"),
+)

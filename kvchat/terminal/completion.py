@@ -1,0 +1,94 @@
+"""Completes command names, what follows them, and @paths.
+
+Knows the registry and the file system; knows no screen.
+"""
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+from prompt_toolkit.completion import CompleteEvent, Completer, Completion
+from prompt_toolkit.document import Document
+
+from kvchat.terminal import answer_settings
+from kvchat.terminal.commands import Argument, Command, Registry
+from kvchat.terminal.sanitize import one_line
+
+_MAX_PATHS = 200
+
+# Gives (text to insert, what it is) for the sessions and the user's messages there are.
+Candidates = Callable[[], Iterable[tuple[str, str]]]
+
+
+class LineCompleter(Completer):
+    """Completes the line before the cursor. `sessions` and `turns` name what is there now."""
+
+    def __init__(self, registry: Registry, sessions: Candidates, turns: Candidates) -> None:
+        self._registry = registry
+        self._sessions = sessions
+        self._turns = turns
+
+    def get_completions(
+        self, document: Document, complete_event: CompleteEvent
+    ) -> Iterator[Completion]:
+        """Yield completions for the cursor's place."""
+        line = document.text_before_cursor
+        if line.startswith("/") and "\n" not in line:
+            name, space, rest = line[1:].partition(" ")
+            if not space:
+                yield from self._names(name)
+                return
+            command = self._registry.find(name)
+            if command is not None:
+                yield from self._arguments(command, rest)
+                return
+        word = line.split()[-1] if line and not line[-1].isspace() else ""
+        if word.startswith("@"):
+            yield from _paths(word[1:].lstrip('"'))
+
+    def _names(self, typed: str) -> Iterator[Completion]:
+        for command in self._registry.commands:
+            word = next((w for w in command.words if w.startswith(typed.lower())), None)
+            if word is not None:
+                shown = f"/{command.name}" if word == command.name else f"/{word} ({command.name})"
+                yield Completion(word, -len(typed), display=shown, display_meta=command.help)
+
+    def _arguments(self, command: Command, typed: str) -> Iterator[Completion]:
+        if command.argument is Argument.PATH:
+            yield from _paths(typed.split(" ")[-1])
+        elif command.argument is Argument.SETTING and " " not in typed:
+            names = ((name, "") for name in answer_settings.NAMES)
+            yield from _matching(names, typed)
+        elif command.argument is Argument.SESSION:
+            yield from _matching(self._sessions(), typed)
+        elif command.argument is Argument.TURN:
+            yield from _matching(self._turns(), typed)
+        elif command.argument is Argument.COMMAND:
+            yield from _matching(((c.name, c.help) for c in self._registry.commands), typed)
+
+
+def _matching(candidates: Iterable[tuple[str, str]], typed: str) -> Iterator[Completion]:
+    for text, meaning in candidates:
+        if text.startswith(typed):
+            yield Completion(text, -len(typed), display_meta=one_line(meaning, 60))
+
+
+def _paths(typed: str) -> Iterator[Completion]:
+    """Yield the files and directories that begin as typed; hidden ones only when asked for."""
+    directory, _, beginning = typed.rpartition("/")
+    place = Path(f"{directory}/" if "/" in typed else ".").expanduser()
+    try:
+        with os.scandir(place) as entries:
+            found = sorted(
+                (entry.name, entry.is_dir())
+                for entry in entries
+                if entry.name.startswith(beginning)
+                and (beginning.startswith(".") or not entry.name.startswith("."))
+            )
+    except OSError:
+        return
+    for name, is_directory in found[:_MAX_PATHS]:
+        if one_line(name, len(name) + 1) != name:
+            continue  # a name with control characters in it is not offered
+        slash = "/" if is_directory else ""
+        yield Completion(name + slash, -len(beginning), display=name + slash)

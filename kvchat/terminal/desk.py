@@ -1,0 +1,330 @@
+"""Desk: the conversation that is open, the model it is with, and what may be done to them.
+
+Commands and keys act through it. Moving about loses nothing: turns stay in their tree. Knows the
+chat floor; draws nothing.
+"""
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from kvchat.chat.attachment import read_attachment
+from kvchat.chat.conversation import ROOT, Conversation, Role, Turn
+from kvchat.chat.events import AnswerEnded
+from kvchat.chat.host import ChatHost
+from kvchat.chat.reply import Reply
+from kvchat.chat.session import AskOptions, ChatSession
+from kvchat.chat.tokenizer import Segment
+from kvchat.core.errors import KvchatError, UsageError
+from kvchat.core.events import LoadEvent
+from kvchat.core.stats import EngineStatus
+from kvchat.core.types import rate
+from kvchat.terminal.sanitize import one_line
+from kvchat.terminal.status import Price
+
+T = TypeVar("T")
+
+# Begins loading a model by its name; what it has to say about that goes to the listener.
+NewHost = Callable[[str, Callable[[LoadEvent], None]], ChatHost]
+
+# A prefill shorter than this says little about the rate of a long one.
+_MIN_MEASURED_TOKENS = 64
+_NOT_WORTH_MENTIONING_TOKENS = 64
+_ENGINE_PATIENCE_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Attached:
+    """A file that goes before the next message, as the text the model gets."""
+
+    name: str
+    text: str
+
+
+class Desk:
+    """One conversation at a time. `session` is None until the first message makes one.
+
+    `attached` goes before the next message; `edited` is the turn it will stand in for.
+    """
+
+    def __init__(
+        self,
+        host: ChatHost,
+        new_host: NewHost,
+        session: ChatSession | None,
+        options: AskOptions,
+        system: str | None = None,
+        title: str = "",
+        attachments: tuple[str, ...] = (),
+    ) -> None:
+        self.host = host
+        self.new_host = new_host
+        self.session = session
+        self.options = options
+        self.system = system
+        self.title = title
+        self.attached = tuple(Attached("a file", text) for text in attachments)
+        self.edited: Turn | None = None
+        self.last: AnswerEnded | None = None
+        self._undone: list[int] = []
+        self._prefill_rate: float | None = None
+
+    # What there is
+
+    @property
+    def conversation(self) -> Conversation | None:
+        return self.session.conversation if self.session is not None else None
+
+    @property
+    def label(self) -> str:
+        """The conversation's title, or what stands in for it."""
+        return self.conversation.label if self.conversation is not None else self.title
+
+    @property
+    def user_turns(self) -> list[Turn]:
+        """The user's messages on the way to the tip; people count them from one."""
+        path = self.conversation.path() if self.conversation is not None else []
+        return [turn for turn in path if turn.role is Role.USER]
+
+    @property
+    def context_ids(self) -> list[int]:
+        return self.conversation.context_ids() if self.conversation is not None else []
+
+    @property
+    def branch(self) -> tuple[int, int] | None:
+        """Which answer the tip is and of how many, None where there is one."""
+        if self.conversation is None or self.conversation.tip_id == ROOT:
+            return None
+        siblings = [turn.turn_id for turn in self.conversation.siblings(self.conversation.tip_id)]
+        if len(siblings) < 2:
+            return None
+        return siblings.index(self.conversation.tip_id) + 1, len(siblings)
+
+    @property
+    def editing(self) -> str:
+        """Which message the next one will stand in for, in words."""
+        turns = self.user_turns
+        return f"editing {turns.index(self.edited) + 1}" if self.edited in turns else ""
+
+    def require_conversation(self) -> Conversation:
+        """Return the conversation; raises UsageError while it is empty."""
+        if self.conversation is None or not len(self.conversation):
+            raise UsageError("The conversation is empty.")
+        return self.conversation
+
+    def require_session(self) -> ChatSession:
+        """Return the session; raises UsageError before the first message."""
+        self.require_conversation()
+        assert self.session is not None
+        return self.session
+
+    def user_turn(self, number: str) -> Turn:
+        """Return the user's n-th message on the path, without a number the last."""
+        turns = self.user_turns
+        if not turns:
+            raise UsageError("There is no message yet.")
+        if not number:
+            return turns[-1]
+        if not number.isdigit() or not 1 <= int(number) <= len(turns):
+            raise UsageError(f"{number} is no message; they are numbered 1 to {len(turns)}.")
+        return turns[int(number) - 1]
+
+    # Asking
+
+    def attach(self, path: Path) -> int:
+        """Put a file before the next message; return its tokens. Raises UsageError."""
+        text = read_attachment(path)
+        self.attached = (*self.attached, Attached(path.name, text))
+        return len(self.host.model.tokenizer.encode([Segment(text, is_inert=True)]))
+
+    def ask(self, text: str, notify: Callable[[], None]) -> Reply:
+        """Send a message with what is attached; where a turn is being edited, in its place."""
+        session = self._ensure_session()
+        whole = "".join(f"{file.text}\n" for file in self.attached) + text
+        self._name(session, text)
+        edited = self.edited
+        if edited is not None:
+            session.move_tip(edited.parent_id)
+        reply = session.ask(whole, self.options, notify)
+        self.edited = None
+        self.attached = ()
+        self._undone.clear()
+        return reply
+
+    def retry(self, options: AskOptions, notify: Callable[[], None]) -> Reply:
+        """Answer the last message once more."""
+        self._undone.clear()
+        return self.require_session().retry(options, notify)
+
+    def continue_answer(self, notify: Callable[[], None]) -> Reply:
+        """Go on with the last answer where it was cut off."""
+        return self.require_session().continue_answer(self.options, notify)
+
+    def note_ended(self, ended: AnswerEnded) -> None:
+        """Remember what an answer taught about this machine's speed."""
+        self.last = ended
+        if ended.usage.prefilled_tokens >= _MIN_MEASURED_TOKENS and ended.timing.prefill_s > 0:
+            self._prefill_rate = rate(ended.usage.prefilled_tokens, ended.timing.prefill_s)
+
+    def _name(self, session: ChatSession, text: str) -> None:
+        """A conversation that begins with a file is called after the message, not the file."""
+        if self.attached and not len(session.conversation) and not session.conversation.title:
+            session.rename(one_line(text, 60))
+
+    def _ensure_session(self) -> ChatSession:
+        if self.session is None:
+            self.session = self.host.new_session(self.system, self.title)
+        return self.session
+
+    # Conversations
+
+    def begin_new(self, title: str = "") -> None:
+        """Put the conversation away; the next message begins another."""
+        self.close_session()
+        self.title = title
+
+    def open(self, session_id: str) -> ChatSession:
+        """Go on with a saved conversation; the one that is open stays so if that fails."""
+        if self.session is not None and self.session.session_id == session_id:
+            return self.session
+        session = self.host.open_session(session_id)
+        self.close_session()
+        self.session = session
+        return session
+
+    def fork(self, title: str = "") -> ChatSession:
+        """Go on in a copy of the conversation."""
+        session = self.host.fork_session(self.require_conversation())
+        if title:
+            session.rename(title)
+        self.close_session()
+        self.session = session
+        return session
+
+    def change_host(self, host: ChatHost) -> ChatHost:
+        """Go on with another model, which is loaded; return the host to be closed."""
+        old, session = self.host, self.session
+        if session is not None:
+            session.close()
+            try:
+                self.session = _reopened(host, session)
+            except KvchatError:
+                self.session = _reopened(old, session)
+                raise
+        self.host = host
+        self._prefill_rate = None
+        return old
+
+    def close_session(self) -> None:
+        """Let go of the conversation's file."""
+        if self.session is not None:
+            self.session.close()
+        self.session = None
+        self.edited = None
+        self._undone.clear()
+
+    # Moving about in the tree
+
+    def move(self, turn_id: int) -> None:
+        """Go on from another turn."""
+        self.edited = None
+        self._undone.clear()
+        self.require_session().move_tip(turn_id)
+
+    def undo(self) -> Turn | None:
+        """Step back before the last message; return it."""
+        session = self.require_session()
+        tip = session.conversation.tip_id
+        self.edited = None
+        turn = session.undo()
+        if turn is not None:
+            self._undone.append(tip)
+        return turn
+
+    def redo(self) -> bool:
+        """Take back the last undo, or go down to where this branch was left."""
+        session = self.require_session()
+        conversation = session.conversation
+        if self._undone:
+            session.move_tip(self._undone.pop())
+            return True
+        children = conversation.children(conversation.tip_id)
+        if not children:
+            return False
+        answers = conversation.children(children[-1].turn_id)
+        session.move_tip(answers[-1].turn_id if answers else children[-1].turn_id)
+        return True
+
+    def step_sibling(self, step: int) -> Turn | None:
+        """Go to the next or previous answer beside the tip; None where there is none."""
+        branch = self.branch
+        if branch is None or self.conversation is None:
+            return None
+        number, count = branch
+        if not 1 <= number + step <= count:
+            return None
+        turn = self.conversation.siblings(self.conversation.tip_id)[number - 1 + step]
+        self.move(turn.turn_id)
+        return turn
+
+    # Prices
+
+    async def price(self, token_ids: list[int]) -> Price | None:
+        """Return what going on from a context would cost; None while that cannot be known."""
+        cached = await self._cached(token_ids)
+        return None if cached is None else Price(len(token_ids), cached, self._prefill_rate)
+
+    async def warmth(self) -> float | None:
+        """Return the share of the context that need not be read again."""
+        token_ids = self.context_ids
+        cached = await self._cached(token_ids)
+        if cached is None:
+            return None
+        # The last partial block is never kept: nobody would call that cold.
+        missing = len(token_ids) - cached
+        return 1.0 if missing < _NOT_WORTH_MENTIONING_TOKENS else cached / len(token_ids)
+
+    async def engine_status(self) -> EngineStatus | None:
+        """Ask the engine about itself; None while it loads or is too busy to say."""
+        return await self._answer_of(self.host.status)
+
+    async def _cached(self, token_ids: list[int]) -> int | None:
+        if not token_ids:
+            return None
+        return await self._answer_of(lambda: self.host.cached_tokens(token_ids))
+
+    async def _answer_of(self, ask: "Callable[[], Future[T]]") -> T | None:
+        if self.host.ready is None:
+            return None
+        try:
+            async with asyncio.timeout(_ENGINE_PATIENCE_S):
+                return await asyncio.wrap_future(ask())
+        except (TimeoutError, KvchatError):
+            return None
+
+    def ids_with_system(self, system: str | None) -> list[int]:
+        """Return the context as it would be under another system prompt."""
+        conversation = self.conversation
+        path = conversation.path() if conversation is not None else []
+        if conversation is None or not path:
+            return []
+        first = self.host.model.user_ids(conversation, ROOT, path[0].text, system)
+        return [*first, *(token for turn in path[1:] for token in turn.token_ids)]
+
+    def set_system(self, system: str | None) -> None:
+        """Use another system prompt from here on."""
+        self.system = system
+        if self.session is not None:
+            self.session.set_system(system)
+
+
+def _reopened(host: ChatHost, session: ChatSession) -> ChatSession:
+    """Open a conversation once more with a host's model; an unsaved one goes on as a copy."""
+    if host.store is None:
+        copy = host.fork_session(session.conversation)
+        copy.rename(session.conversation.title)
+        return copy
+    return host.open_session(session.session_id)

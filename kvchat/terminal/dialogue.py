@@ -1,0 +1,371 @@
+"""Dialogue: the back and forth: messages wait their turn, answers are shown, commands carried out.
+
+What a face hears arrives here. Lives on the event loop; knows no key and no escape sequence, and of
+the engine only what the desk tells.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Coroutine
+
+from kvchat.chat.session import AskOptions
+from kvchat.core.errors import ExitCode, KvchatError
+from kvchat.core.events import LoadEvent, LoadFailed, LoadProgress, ModelReady
+from kvchat.terminal import recital
+from kvchat.terminal.answering import Answering
+from kvchat.terminal.commands import Invocation, Message, Registry, Unknown
+from kvchat.terminal.desk import Desk
+from kvchat.terminal.face import Choice, Face, LiveView, tell
+from kvchat.terminal.message_queue import MessageQueue
+from kvchat.terminal.sanitize import one_line
+from kvchat.terminal.status import Price, ToolbarFacts, model_label, toolbar
+from kvchat.terminal.theme import Role
+
+_STOP_PATIENCE_S = 2.0
+_FAREWELLS = ("exit", "quit", "bye")
+
+_log = logging.getLogger(__name__)
+
+
+class Dialogue:
+    """Implements what faces tell (`Listener`). Runs with `work`, ends with an `exit_code`."""
+
+    def __init__(self, desk: Desk, face: Face, registry: Registry, shows_stats: bool) -> None:
+        self.desk = desk
+        self.face = face
+        self.registry = registry
+        self.exit_code = ExitCode.OK
+        self.failure: KvchatError | None = None
+        self._shows_stats = shows_stats
+        self._queue = MessageQueue()
+        self._asked: Callable[[], Awaitable[None]] | None = None
+        self._answering = Answering(desk, face, self.refresh, self._view)
+        self._stage = "loading the model"
+        self._notice = ""
+        self._said_farewell = ""
+        self._warmth: float | None = None
+        self._num_context_tokens = len(desk.context_ids)
+        self._wake = asyncio.Event()
+        self._loaded = asyncio.Event()
+        # Held by an answer, and by a command that must not meet one.
+        self._floor = asyncio.Lock()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    # Loading
+
+    def hear(self, event: LoadEvent) -> None:
+        """Take news of the model that the conversation began with."""
+        if isinstance(event, LoadProgress):
+            share = f" {event.fraction:.0%}" if event.fraction is not None else ""
+            self._stage = one_line(event.stage) + share
+        elif isinstance(event, ModelReady):
+            self._stage = ""
+            self._loaded.set()
+            for note in event.notes:
+                self.say(note)
+            self.conversation_changed()
+        else:
+            self._fail(event)
+        self.refresh()
+
+    def show_stage(self, stage: str) -> None:
+        """Show what is being loaded, nothing for nothing."""
+        self._stage = stage
+        self.refresh()
+
+    def _fail(self, event: LoadFailed) -> None:
+        """Without a model there is nothing to do here."""
+        self.failure = event.error
+        self.quit(event.error.exit_code)
+
+    # What the face tells
+
+    @property
+    def is_answering(self) -> bool:
+        return self._answering.is_running
+
+    @property
+    def has_queue(self) -> bool:
+        return len(self._queue) > 0
+
+    @property
+    def has_been_used(self) -> bool:
+        """Whether there is something to come back to."""
+        is_saved = self.desk.host.store is not None
+        return is_saved and self.desk.conversation is not None and len(self.desk.conversation) > 0
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether something is being answered or waits to be."""
+        return self.is_answering or self.has_queue or self._asked is not None
+
+    def accept(self, text: str) -> None:
+        """Take a line: a message waits its turn, a command is carried out."""
+        self._notice = ""
+        line = self.registry.parse(text)
+        if isinstance(line, Message):
+            self._accept_message(text)
+        elif isinstance(line, Unknown):
+            self._refuse(text, str(line))
+        elif not line.command.is_available_while_answering and self.is_busy:
+            self._refuse(text, f"/{line.command.name} waits for the answer. Esc stops it.")
+        elif not line.command.is_available_while_answering and self._floor.locked():
+            self._refuse(text, "One moment: the last command is still at work.")
+        else:
+            self._queue.stop_editing()
+            self.face.write_turn(text)
+            self._spawn(self._carry_out(line))
+        self.refresh()
+
+    def _accept_message(self, text: str) -> None:
+        if self._queue.edited_index is None and not text.strip():
+            return
+        farewell = text.strip().lower()
+        if farewell in _FAREWELLS and self._said_farewell != farewell:
+            self._said_farewell = farewell
+            self.face.put_text(text)
+            self._notice = "Enter again leaves. After a space it is a message."
+            return
+        if farewell in _FAREWELLS and not text.startswith(" "):
+            self.quit(ExitCode.OK)
+            return
+        self._said_farewell = ""
+        self._queue.add(text)
+        self._wake.set()
+
+    def _refuse(self, text: str, reason: str) -> None:
+        """Nothing typed is lost: it is in the prompt again."""
+        self.face.put_text(text)
+        self.say(reason, Role.WARNING)
+
+    def stop(self) -> None:
+        self._answering.stop()
+
+    def notice(self, text: str) -> None:
+        self._notice = text
+        self.refresh()
+
+    def key_pressed(self) -> None:
+        if self._notice:
+            self.notice("")
+
+    def edit_queue(self, current: str, step: int) -> str | None:
+        move = self._queue.edit_previous if step < 0 else self._queue.edit_next
+        text = move(current)
+        self._wake.set()
+        self.refresh()
+        return text
+
+    def stop_editing(self) -> None:
+        self._queue.stop_editing()
+        self.desk.edited = None
+        self._wake.set()
+        self.refresh()
+
+    def rewind(self) -> None:
+        if not self.is_busy and self.desk.user_turns:
+            self._run_by_name("rewind")
+
+    def show_sibling(self, step: int) -> None:
+        if self.is_busy:
+            return
+        turn = self.desk.step_sibling(step)
+        branch = self.desk.branch
+        if turn is None or branch is None:
+            self.notice("There is no other answer. /retry makes one.")
+            return
+        self.say(f"Answer {branch[0]} of {branch[1]}", Role.TITLE, gap=False)
+        self.face.write(recital.answer_rows(turn, self.face))
+        self.conversation_changed()
+
+    def toggle_stats(self) -> None:
+        self.set_stats(not self._shows_stats)
+
+    def quit(self, code: int) -> None:
+        """Leave; an answer in progress is stopped first and kept."""
+        self.exit_code = ExitCode(code)
+        self._spawn(self._leave())
+
+    def input_ended(self) -> None:
+        if self.exit_code is ExitCode.OK and self.is_answering:
+            self.exit_code = ExitCode.HANGUP  # nobody leaves in the middle of a sentence
+
+    def terminal_lost(self) -> None:
+        self.quit(ExitCode.HANGUP)
+
+    def failed(self, error: Exception) -> None:
+        if isinstance(error, KvchatError):
+            self.say(str(error), Role.ERROR)
+        else:
+            self.report(error)
+
+    async def _leave(self) -> None:
+        for task in self._tasks - {asyncio.current_task()}:  # a command that waits for something
+            task.cancel()
+        await self.settle()
+        self.face.leave()
+
+    async def settle(self) -> None:
+        """Stop the answer in progress, and wait until what there is of it is kept."""
+        self._queue.clear()
+        self._asked = None
+        self.stop()
+        try:
+            async with asyncio.timeout(_STOP_PATIENCE_S), self._floor:
+                pass
+        except TimeoutError:
+            _log.warning("the answer in progress did not stop in time")
+
+    # Work
+
+    async def work(self) -> None:
+        """Answer what waits, in order, as long as the program runs."""
+        while True:
+            await self._loaded.wait()
+            await self._wake.wait()
+            self._wake.clear()
+            while (job := self._next_job()) is not None:
+                async with self._floor:
+                    try:
+                        await job()
+                    except Exception as error:
+                        self.report(error)
+
+    def _next_job(self) -> Callable[[], Awaitable[None]] | None:
+        if self._asked is not None:
+            return self._answer_asked
+        return self._answer_message if self._queue.has_next else None
+
+    async def _answer_message(self) -> None:
+        if not self._queue.has_next:
+            return  # taken back for editing while a command had the floor
+        text = self._queue.take()
+        self.refresh()
+        await self._answering.answer_message(text, self._shows_stats)
+        self.conversation_changed()
+
+    async def _answer_asked(self) -> None:
+        answer, self._asked = self._asked, None
+        if answer is not None:
+            await answer()
+            self.conversation_changed()
+
+    # For commands
+
+    def say(self, text: str, role: Role = Role.NOTE, gap: bool = True) -> None:
+        """Tell the user something, for good."""
+        tell(self.face, text, role, gap)
+
+    def answer_again(self, options: AskOptions) -> None:
+        """Answer the last message once more, as soon as the floor is free."""
+        self.desk.user_turn("")
+        self._asked = lambda: self._answering.answer_again(options, self._shows_stats)
+        self._wake.set()
+
+    def continue_answer(self) -> None:
+        """Go on with the last answer, as soon as the floor is free."""
+        self.desk.require_conversation()
+        self._asked = lambda: self._answering.continue_answer(self._shows_stats)
+        self._wake.set()
+
+    def set_stats(self, is_on: bool) -> None:
+        self._shows_stats = is_on
+        self.notice(f"Statistics are {'on' if is_on else 'off'}.")
+
+    async def confirm(self, question: str) -> bool:
+        """Ask a question whose safe answer is no."""
+        index = await self.face.choose(question, [Choice("no"), Choice("yes")])
+        return index == 1
+
+    async def afford(self, price: Price | None, action: str) -> bool:
+        """Say what an action costs where that is a lot, and ask where it is very much."""
+        if price is None or price.is_cheap:
+            return True
+        self.say(f"{action} {price}.")
+        return not price.is_dear or await self.confirm("Do it all the same?")
+
+    def conversation_changed(self) -> None:
+        """The tip has moved: the toolbar's figures are stale."""
+        self._num_context_tokens = len(self.desk.context_ids)
+        self._warmth = None
+        self.refresh()
+        self._spawn(self._measure_warmth())
+
+    async def _measure_warmth(self) -> None:
+        tip = self._num_context_tokens
+        warmth = await self.desk.warmth()
+        if tip == self._num_context_tokens and not self.is_answering:
+            self._warmth = warmth
+            self.refresh()
+
+    def refresh(self) -> None:
+        """Show the state as it is now."""
+        self.face.show(self._view())
+
+    # Carrying out commands
+
+    def _run_by_name(self, name: str) -> None:
+        command = self.registry.find(name)
+        assert command is not None
+        self._spawn(self._carry_out(Invocation(command, "")))
+
+    async def _carry_out(self, line: Invocation) -> None:
+        try:
+            if line.command.is_available_while_answering:
+                await line.command.run(self, line.arguments)
+            else:
+                async with self._floor:
+                    await line.command.run(self, line.arguments)
+        except KvchatError as error:
+            self.say(str(error), Role.ERROR)
+        finally:
+            self._wake.set()
+            self.refresh()
+
+    def _spawn(self, work: Coroutine[object, object, None]) -> None:
+        """Run something beside the rest; what goes wrong in it is told, not thrown."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._task_ended)
+
+    def _task_ended(self, task: "asyncio.Task[None]") -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.report(error)
+
+    def report(self, error: BaseException) -> None:
+        """Tell of an error nobody foresaw, in one sentence; the log has the rest."""
+        _log.error("unexpected error", exc_info=error)
+        name = type(error).__name__
+        self.say(
+            f"Something went wrong inside kvchat ({name}). The conversation is kept.", Role.ERROR
+        )
+
+    # The view
+
+    def _view(self) -> LiveView:
+        return LiveView(
+            tail=self._answering.tail,
+            progress=self._answering.progress,
+            notice=self._notice,
+            queue=self._queue.texts,
+            edited=self._queue.edited_index,
+            toolbar=self._toolbar,
+        )
+
+    def _toolbar(self, width: int) -> str:
+        desk, ready = self.desk, self.desk.host.ready
+        facts = ToolbarFacts(
+            model=model_label(desk.host.model.name),
+            title=one_line(desk.label, 48),
+            branch=desk.branch,
+            context_tokens=self._num_context_tokens,
+            context_limit=ready.context_limit if ready is not None else None,
+            warmth=self._warmth,
+            answering=self._answering.words,
+            loading=self._stage,
+            editing=desk.editing,
+            num_queued=len(self._queue),
+            escape="stops" if self.is_answering else "",
+        )
+        return toolbar(facts, width, self.face.painter.look.glyphs)

@@ -1,0 +1,262 @@
+"""The key table: what each key does, idle and while an answer comes.
+
+Esc acts at once unless more keys came with it, so that Alt-Enter is not taken for Esc. Knows keys;
+what they mean to the conversation is the listener's business.
+"""
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from prompt_toolkit.application.current import get_app
+from prompt_toolkit.filters import Condition, has_completions, is_searching
+from prompt_toolkit.input.ansi_escape_sequences import ANSI_SEQUENCES
+from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent, merge_key_bindings
+from prompt_toolkit.key_binding.bindings.auto_suggest import load_auto_suggest_bindings
+from prompt_toolkit.key_binding.key_bindings import KeyBindingsBase
+from prompt_toolkit.keys import Keys
+
+from kvchat.core.errors import ExitCode
+from kvchat.terminal.input_blocks import continues, is_block_open, without_block_marks
+from kvchat.terminal.pickers import Picker
+
+if TYPE_CHECKING:
+    from kvchat.terminal.prompt import LivePrompt
+
+E = KeyPressEvent
+
+_TWICE_S = 2.0
+_ESCAPE_TWICE_S = 0.8
+
+
+class Twice:
+    """Tells the second of two presses within a time."""
+
+    def __init__(self, within_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._within_s = within_s
+        self._clock = clock
+        self._last_s = float("-inf")
+
+    def press(self) -> bool:
+        """Count a press; true for the second of two. A third begins anew."""
+        now_s = self._clock()
+        is_second = now_s - self._last_s <= self._within_s
+        self._last_s = float("-inf") if is_second else now_s
+        return is_second
+
+    def forget(self) -> None:
+        self._last_s = float("-inf")
+
+
+def build_keys(prompt: "LivePrompt") -> KeyBindingsBase:
+    """Return all bindings beside prompt_toolkit's own editing keys."""
+    _teach_shift_enter()
+    bindings = KeyBindings()
+    _bind_lines(bindings, prompt)
+    _bind_stopping(bindings, prompt)
+    _bind_moving(bindings, prompt)
+    return merge_key_bindings([load_auto_suggest_bindings(), bindings, _picker_keys(prompt)])
+
+
+def _teach_shift_enter() -> None:
+    """Let prompt_toolkit read the two sequences terminals send for Shift-Enter as Ctrl-J."""
+    ANSI_SEQUENCES["\x1b[13;2u"] = Keys.ControlJ
+    ANSI_SEQUENCES["\x1b[27;2;13~"] = Keys.ControlJ
+
+
+def _bind_lines(bindings: KeyBindings, prompt: "LivePrompt") -> None:
+    """Enter and the ways to a new line."""
+    is_typing = ~is_searching
+
+    @bindings.add("enter", filter=is_typing)
+    def _enter(event: E) -> None:
+        prompt.listener.key_pressed()
+        buffer = prompt.buffer
+        state = buffer.complete_state
+        if state is not None and state.current_completion is not None:
+            buffer.complete_state = None  # the menu's choice is taken, not yet sent
+            return
+        before = buffer.document.text_before_cursor
+        if continues(before):
+            buffer.delete_before_cursor()
+            buffer.insert_text("\n")
+        elif is_block_open(buffer.text):
+            buffer.insert_text("\n")
+        else:
+            submit(prompt)
+
+    @bindings.add("escape", "enter", filter=is_typing)
+    @bindings.add("c-j", filter=is_typing)
+    def _newline(event: E) -> None:
+        prompt.buffer.insert_text("\n")
+
+    @bindings.add("tab", filter=is_typing)
+    def _complete(event: E) -> None:
+        if prompt.buffer.complete_state is not None:
+            prompt.buffer.complete_next()
+        else:
+            prompt.buffer.start_completion(insert_common_part=True)
+
+    @bindings.add("c-g", filter=is_typing)
+    def _edit(event: E) -> None:
+        prompt.edit_prompt()
+
+
+def submit(prompt: "LivePrompt") -> None:
+    """Send what is in the prompt and remember it."""
+    text = prompt.buffer.text
+    if text.strip():
+        prompt.buffer.append_to_history()
+    prompt.buffer.reset()
+    prompt.listener.accept(without_block_marks(text))
+
+
+def _bind_stopping(bindings: KeyBindings, prompt: "LivePrompt") -> None:
+    """Esc, Ctrl-C, Ctrl-D, Ctrl-Z."""
+    leaving, clearing = Twice(_TWICE_S), Twice(_ESCAPE_TWICE_S)
+    # Keys that came in the same read belong together: this is Alt-something, not Esc.
+    stands_alone = Condition(lambda: not get_app().key_processor.input_queue)
+
+    @bindings.add("escape", filter=stands_alone & ~is_searching, eager=True)
+    def _escape(event: E) -> None:
+        if prompt.buffer.complete_state is not None:
+            prompt.buffer.cancel_completion()
+        elif prompt.listener.is_answering:
+            prompt.listener.stop()
+        elif clearing.press():
+            _clear_or_rewind(prompt)
+
+    @bindings.add("c-c", filter=~is_searching)
+    @bindings.add("<sigint>")
+    def _interrupt(event: E) -> None:
+        if prompt.is_lent:
+            if prompt.interrupts_leave:
+                prompt.listener.quit(ExitCode.INTERRUPT)
+            return  # else meant for the program that has the terminal
+        if prompt.listener.is_answering:
+            leaving.forget()
+            prompt.listener.stop()
+            return
+        _clear(prompt)
+        if leaving.press():
+            prompt.listener.quit(ExitCode.INTERRUPT)
+        else:
+            prompt.listener.notice("Ctrl-C again leaves.")
+
+    @bindings.add("c-d", filter=Condition(lambda: not prompt.buffer.text))
+    def _end(event: E) -> None:
+        if prompt.listener.is_answering:
+            prompt.listener.notice("An answer is coming: Esc stops it, /exit leaves.")
+        else:
+            prompt.listener.quit(ExitCode.OK)
+
+    @bindings.add("c-z")
+    def _suspend(event: E) -> None:
+        event.app.suspend_to_background()
+
+
+def _clear(prompt: "LivePrompt") -> None:
+    """Empty the prompt; Up brings back what was in it."""
+    if prompt.buffer.text.strip():
+        prompt.buffer.append_to_history()
+    prompt.buffer.reset()
+    prompt.listener.stop_editing()
+
+
+def _clear_or_rewind(prompt: "LivePrompt") -> None:
+    if prompt.buffer.text:
+        _clear(prompt)
+    else:
+        prompt.listener.rewind()
+
+
+def _bind_moving(bindings: KeyBindings, prompt: "LivePrompt") -> None:
+    """Arrows among waiting messages and answers, and F2."""
+    is_first_line = Condition(lambda: prompt.buffer.document.on_first_line)
+    is_last_line = Condition(lambda: prompt.buffer.document.on_last_line)
+    edits_queue = Condition(lambda: _edits_queue(prompt)) & ~has_completions & ~is_searching
+
+    @bindings.add("up", filter=edits_queue & is_first_line)
+    def _previous(event: E) -> None:
+        _edit_waiting(prompt, -1)
+
+    @bindings.add("down", filter=edits_queue & is_last_line)
+    def _next(event: E) -> None:
+        _edit_waiting(prompt, +1)
+
+    @bindings.add("escape", "left")
+    def _previous_answer(event: E) -> None:
+        prompt.listener.show_sibling(-1)
+
+    @bindings.add("escape", "right")
+    def _next_answer(event: E) -> None:
+        prompt.listener.show_sibling(+1)
+
+    @bindings.add("f2")
+    def _stats(event: E) -> None:
+        prompt.listener.toggle_stats()
+
+
+def _edits_queue(prompt: "LivePrompt") -> bool:
+    """Whether the arrows mean the queue: there is one, and the prompt is empty or from it."""
+    listener = prompt.listener
+    is_editing = prompt.region.view.edited is not None
+    return listener.has_queue and (is_editing or not prompt.buffer.text)
+
+
+def _edit_waiting(prompt: "LivePrompt", step: int) -> None:
+    text = prompt.listener.edit_queue(prompt.buffer.text, step)
+    if text is not None:
+        prompt.put_text(text)
+
+
+def _picker_keys(prompt: "LivePrompt") -> KeyBindingsBase:
+    """While a picker is open it gets every key."""
+    bindings = KeyBindings()
+    is_picking = Condition(lambda: prompt.region.picker is not None)
+
+    def bind(*keys: str) -> Callable[[Callable[[E], None]], Callable[[E], None]]:
+        return bindings.add(*keys, filter=is_picking, eager=True)
+
+    def picker_of() -> Picker:
+        assert prompt.region.picker is not None
+        return prompt.region.picker
+
+    @bind("up")
+    @bind("c-p")
+    def _up(event: E) -> None:
+        picker_of().move(-1)
+
+    @bind("down")
+    @bind("c-n")
+    @bind("tab")
+    def _down(event: E) -> None:
+        picker_of().move(+1)
+
+    @bind("enter")
+    def _pick(event: E) -> None:
+        if picker_of().result is not None:
+            prompt.pick(picker_of().result)
+
+    @bind("c-c")
+    @bind("c-d")
+    @bind("<sigint>")
+    def _give_up(event: E) -> None:
+        prompt.pick(None)
+
+    stands_alone = Condition(lambda: not get_app().key_processor.input_queue)
+
+    @bindings.add("escape", filter=is_picking & stands_alone, eager=True)
+    def _escape(event: E) -> None:
+        prompt.pick(None)
+
+    @bind("backspace")
+    def _erase(event: E) -> None:
+        picker_of().erase()
+
+    @bind(Keys.Any)
+    @bind(Keys.BracketedPaste)
+    def _type(event: E) -> None:
+        picker_of().type("".join(char for char in event.data if char.isprintable()))
+
+    return bindings

@@ -1,0 +1,155 @@
+"""What the live region looks like, from top to bottom.
+
+Knows prompt_toolkit's containers; the state it draws is the prompt's.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from prompt_toolkit.filters import Condition, has_completions
+from prompt_toolkit.layout import (
+    BufferControl,
+    ConditionalContainer,
+    Container,
+    Dimension,
+    FormattedTextControl,
+    HSplit,
+    Layout,
+    Window,
+)
+from prompt_toolkit.layout.menus import CompletionsMenuControl
+from prompt_toolkit.layout.processors import (
+    AppendAutoSuggestion,
+    HighlightIncrementalSearchProcessor,
+    HighlightSelectionProcessor,
+    ShowArg,
+)
+from prompt_toolkit.widgets import SearchToolbar
+
+from kvchat.terminal.face import LiveView
+from kvchat.terminal.paint import Fragments
+from kvchat.terminal.pickers import Picker
+from kvchat.terminal.sanitize import one_line
+
+if TYPE_CHECKING:
+    from kvchat.terminal.prompt import LivePrompt
+
+_MAX_MENU_ROWS = 8
+_MAX_QUEUE_ROWS = 4
+
+
+@dataclass(slots=True)
+class LiveRegion:
+    """What is drawn: the dialogue's view, and the picker while one is open."""
+
+    view: LiveView = field(default_factory=LiveView)
+    picker: Picker | None = None
+
+
+def build_layout(prompt: "LivePrompt") -> Layout:
+    """Return the region's layout, the prompt focused."""
+    region = prompt.region
+    is_picking = Condition(lambda: region.picker is not None)
+    search = SearchToolbar(ignore_case=True)
+    input_control = BufferControl(
+        buffer=prompt.buffer,
+        search_buffer_control=search.control,
+        preview_search=True,
+        include_default_input_processors=False,
+        input_processors=[
+            HighlightIncrementalSearchProcessor(),
+            HighlightSelectionProcessor(),
+            AppendAutoSuggestion(),
+            ShowArg(),
+        ],
+    )
+    input_window = Window(
+        input_control,
+        wrap_lines=True,
+        dont_extend_height=True,
+        height=lambda: Dimension(min=1, max=max(3, prompt.size.rows // 3)),
+        get_line_prefix=lambda line, wrap: _line_prefix(prompt, line, wrap),
+    )
+    body = HSplit(
+        [
+            _lines(lambda: prompt.painter.fragments(region.view.tail), lambda: region.view.tail),
+            _lines(
+                lambda: [("class:progress", region.view.progress)], lambda: region.view.progress
+            ),
+            _lines(lambda: _queue(prompt), lambda: region.view.queue),
+            _lines(list, lambda: region.view.tail or region.view.queue, is_gap=True),
+            ConditionalContainer(_picker(prompt), is_picking),
+            ConditionalContainer(input_window, ~is_picking),
+            ConditionalContainer(_menu(), has_completions & ~is_picking),
+            search,
+            _toolbar(prompt),
+        ]
+    )
+    return Layout(body, input_window)
+
+
+def _lines(
+    text: Callable[[], Fragments], is_there: Callable[[], object], is_gap: bool = False
+) -> Container:
+    """Return a container for text that is only sometimes there."""
+    control = FormattedTextControl(text)
+    height = 1 if is_gap else None
+    window = Window(control, height=height, wrap_lines=not is_gap, dont_extend_height=True)
+    return ConditionalContainer(window, Condition(lambda: bool(is_there())))
+
+
+def _line_prefix(prompt: "LivePrompt", line: int, wrap: int) -> Fragments:
+    if line == 0 and wrap == 0:
+        return [("class:glyph", f"{prompt.painter.look.glyphs.prompt} ")]
+    return [("", "  ")]
+
+
+def _queue(prompt: "LivePrompt") -> Fragments:
+    """Return the waiting messages, a line each; the last ones are counted where they are many."""
+    view = prompt.region.view
+    room = max(8, prompt.size.columns - 14)
+    fragments: Fragments = []
+    for number, text in enumerate(view.queue[:_MAX_QUEUE_ROWS]):
+        mark = "editing" if number == view.edited else "queued"
+        line = f"{mark} {number + 1}: {one_line(text, room)}"
+        fragments += [("", "\n")] * bool(fragments) + [("class:queue", line)]
+    more = len(view.queue) - _MAX_QUEUE_ROWS
+    if more > 0:
+        fragments.append(("class:queue", f"\nand {more} more"))
+    return fragments
+
+
+def _picker(prompt: "LivePrompt") -> Window:
+    def max_rows() -> int:
+        return max(3, min(12, prompt.size.rows - 3))
+
+    def text() -> Fragments:
+        picker = prompt.region.picker
+        if picker is None:
+            return []
+        return picker.fragments(max_rows(), prompt.size.columns, prompt.painter.look.glyphs)
+
+    return Window(FormattedTextControl(text, show_cursor=False), dont_extend_height=True)
+
+
+def _menu() -> Window:
+    return Window(
+        CompletionsMenuControl(),
+        height=Dimension(min=1, max=_MAX_MENU_ROWS),
+        dont_extend_height=True,
+        style="class:completion-menu",
+    )
+
+
+def _toolbar(prompt: "LivePrompt") -> Window:
+    """One row: a notice while there is one, else how things stand."""
+
+    def text() -> Fragments:
+        width = prompt.size.columns - 1
+        view = prompt.region.view
+        if view.notice:
+            return [("class:notice", one_line(view.notice, width))]
+        return [("class:toolbar", view.toolbar(width))]
+
+    return Window(FormattedTextControl(text), height=1)

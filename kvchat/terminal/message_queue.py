@@ -1,0 +1,91 @@
+"""MessageQueue: what was typed while the model was busy, in order, and still editable.
+
+A message taken back for editing keeps its place; while the first one is being edited nothing is
+sent. Knows texts; knows no screen and no model.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class _Waiting:
+    text: str
+
+
+class MessageQueue:
+    """Messages waiting to be sent. One thread uses it."""
+
+    def __init__(self) -> None:
+        self._waiting: list[_Waiting] = []
+        self._edited: _Waiting | None = None
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        return tuple(message.text for message in self._waiting)
+
+    @property
+    def edited_index(self) -> int | None:
+        """Which message is in the prompt right now."""
+        return self._waiting.index(self._edited) if self._edited is not None else None
+
+    @property
+    def has_next(self) -> bool:
+        """Whether a message may be sent now."""
+        return bool(self._waiting) and self._waiting[0] is not self._edited
+
+    def add(self, text: str) -> None:
+        """Put a message at the end, or back where it was taken from; empty text removes it."""
+        edited, self._edited = self._edited, None
+        if edited is None:
+            self._waiting.append(_Waiting(text))
+        elif text.strip():
+            edited.text = text
+        else:
+            self._waiting.remove(edited)
+
+    def take(self) -> str:
+        """Remove the first message and return it."""
+        assert self.has_next
+        return self._waiting.pop(0).text
+
+    def edit_previous(self, current: str) -> str | None:
+        """Take the message before the one in the prompt, at first the last; None at the first.
+
+        `current` is the prompt's text and becomes the text of the message that was edited.
+        """
+        index = self.edited_index
+        target = len(self._waiting) - 1 if index is None else index - 1
+        return self._edit(target, current)
+
+    def edit_next(self, current: str) -> str | None:
+        """Take the message after the one in the prompt; after the last comes an empty prompt."""
+        index = self.edited_index
+        if index is None:
+            return None
+        if index + 1 == len(self._waiting):
+            self.add(current)
+            return ""
+        return self._edit(index + 1, current)
+
+    def stop_editing(self) -> None:
+        """Leave the message in the prompt as it was."""
+        self._edited = None
+
+    def clear(self) -> tuple[str, ...]:
+        """Remove all messages and return them."""
+        texts = self.texts
+        self._waiting.clear()
+        self._edited = None
+        return texts
+
+    def _edit(self, index: int, current: str) -> str | None:
+        if not 0 <= index < len(self._waiting):
+            return None
+        target = self._waiting[index]
+        if self._edited is not None:
+            self.add(current)
+        self._edited = target
+        return target.text

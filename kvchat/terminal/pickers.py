@@ -1,0 +1,92 @@
+"""Picker: a list to choose from: moved through with the arrows, filtered by typing.
+
+Pure state; drawing is the prompt's, keys are `keys.py`'s.
+"""
+
+from collections.abc import Sequence
+
+from kvchat.terminal.face import Choice
+from kvchat.terminal.paint import Fragments
+from kvchat.terminal.sanitize import one_line
+from kvchat.terminal.theme import Glyphs
+
+
+class Picker:
+    """One choice in the making. `result` is what was picked, in the order the choices came."""
+
+    def __init__(self, title: str, choices: Sequence[Choice], current: int = 0) -> None:
+        assert choices
+        self.title = title
+        self.filter = ""
+        self._choices = choices
+        self._shown = list(range(len(choices)))
+        self._position = min(max(0, current), len(choices) - 1)
+
+    @property
+    def result(self) -> int | None:
+        """The choice the cursor is on, None where the filter leaves nothing."""
+        return self._shown[self._position] if self._shown else None
+
+    def move(self, step: int) -> None:
+        """Move the cursor, from the end to the beginning as well."""
+        if self._shown:
+            self._position = (self._position + step) % len(self._shown)
+
+    def type(self, text: str) -> None:
+        """Narrow the list to what contains the words typed."""
+        self._filter_by(self.filter + text)
+
+    def erase(self) -> None:
+        """Take back the last character of the filter."""
+        self._filter_by(self.filter[:-1])
+
+    def _filter_by(self, text: str) -> None:
+        self.filter = text
+        words = text.lower().split()
+        before = self.result
+        self._shown = [
+            index
+            for index, choice in enumerate(self._choices)
+            if all(word in f"{choice.label} {choice.detail}".lower() for word in words)
+        ]
+        self._position = self._shown.index(before) if before in self._shown else 0
+
+    def height(self, max_rows: int) -> int:
+        """Return how many rows the picker takes."""
+        return 1 + max(1, min(len(self._shown), max_rows - 1))
+
+    def fragments(self, max_rows: int, width: int, glyphs: Glyphs) -> Fragments:
+        """Return the picker as formatted text: a title, then the choices around the cursor."""
+        hint = self.filter or "type to filter, Enter picks, Esc does not"
+        fragments: Fragments = [
+            ("class:picker.title", one_line(self.title, width)),
+            ("class:picker.detail", f"  {hint}"[: max(0, width - len(self.title))]),
+        ]
+        if not self._shown:
+            return [*fragments, ("", "\n  "), ("class:picker.detail", "nothing like that")]
+        room = max(1, max_rows - 1)
+        first = min(max(0, self._position - room // 2), max(0, len(self._shown) - room))
+        for place in range(first, min(first + room, len(self._shown))):
+            fragments += self._line(place, width, glyphs)
+        return fragments
+
+    def _line(self, place: int, width: int, glyphs: Glyphs) -> Fragments:
+        choice = self._choices[self._shown[place]]
+        is_current = place == self._position
+        mark = glyphs.selected if is_current else " "
+        label = one_line(choice.label, max(8, width - len(choice.detail) - 6))
+        detail = f"  {choice.detail}" if choice.detail else ""
+        style = "class:picker.current" if is_current else ""
+        return [
+            ("", f"\n{mark} "),
+            (style, label),
+            ("class:picker.detail", detail[: max(0, width - len(label) - 4)]),
+        ]
+
+
+def pick_by_number(text: str, count: int) -> int | None:
+    """Return the index that a typed number names, None for anything else."""
+    text = text.strip()
+    if not text.isdigit() or not 1 <= int(text) <= count:
+        return None
+    return int(text) - 1

@@ -1,0 +1,282 @@
+"""LivePrompt: the face of a terminal that can move its cursor: a prompt that is always live.
+
+Finished rows go to the terminal's own scrollback above it and are never touched again; below them
+is a small region that is redrawn: the open end of the answer, messages waiting, the prompt, a
+toolbar. No alternate screen. The one writer of the terminal.
+"""
+
+import asyncio
+import base64
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import TextIO
+
+from prompt_toolkit.application import in_terminal
+from prompt_toolkit.application.current import set_app
+from prompt_toolkit.auto_suggest import AutoSuggestFromHistory
+from prompt_toolkit.buffer import Buffer
+from prompt_toolkit.completion import Completer
+from prompt_toolkit.data_structures import Size
+from prompt_toolkit.filters import Condition
+from prompt_toolkit.history import History
+from prompt_toolkit.input import Input
+from prompt_toolkit.styles import Style
+from rich.text import Text
+
+from kvchat.core.errors import UsageError
+from kvchat.terminal.editor import edit_text
+from kvchat.terminal.face import Choice, Listener, LiveView
+from kvchat.terminal.held_output import HeldOutput
+from kvchat.terminal.keys import build_keys
+from kvchat.terminal.layout import LiveRegion, build_layout
+from kvchat.terminal.leaves import Sheet
+from kvchat.terminal.live_application import LiveApplication
+from kvchat.terminal.paint import Painter, Row, prefixed
+from kvchat.terminal.pickers import Picker
+from kvchat.terminal.stray_output import StrayOutput
+from kvchat.terminal.theme import Role
+from kvchat.terminal.typeahead import typed_ahead
+
+# Longer lines are hard to read, however wide the window.
+_MAX_TEXT_COLUMNS = 100
+_MAX_ECHOED_ROWS = 12
+_MAX_COPIED_BYTES = 200_000
+
+# A lone Esc is told from the beginning of an arrow key by what does not follow it this soon.
+_ESCAPE_WAIT_S = 0.05
+_SEQUENCE_WAIT_S = 0.3
+
+
+@dataclass(frozen=True, slots=True)
+class Terminal:
+    """The terminal to live in. `get_size` and `stdin` are injectable for tests."""
+
+    stdin: Input
+    stdout: TextIO
+    get_size: Callable[[], Size]
+    term: str | None = None
+
+
+class LivePrompt:
+    """Implements `Face`. `run` owns the terminal from beginning to end."""
+
+    def __init__(
+        self,
+        terminal: Terminal,
+        painter: Painter,
+        completer: Completer,
+        history: History,
+        editor: str,
+    ) -> None:
+        self.painter = painter
+        self.region = LiveRegion()
+        self._editor = editor
+        self._listener: Listener | None = None
+        self._picked: asyncio.Future[int | None] | None = None
+        self._num_lent = 0
+        self.interrupts_leave = False
+        self._waiting: list[str] = []
+        self._stray = StrayOutput(self._show_stray)
+        self._output = HeldOutput(terminal.stdout, terminal.get_size, terminal.term, self._lost)
+        self.buffer = Buffer(
+            multiline=True,
+            history=history,
+            completer=completer,
+            complete_while_typing=Condition(self._completes_while_typing),
+            auto_suggest=AutoSuggestFromHistory(),
+            enable_history_search=False,
+        )
+        look = painter.look
+        self._app = LiveApplication(
+            reflows=look.reflows,
+            held_output=self._output,
+            layout=build_layout(self),
+            key_bindings=build_keys(self),
+            style=Style.from_dict(look.prompt_styles()),
+            include_default_pygments_style=False,
+            input=terminal.stdin,
+            output=self._output,
+            erase_when_done=True,
+            terminal_size_polling_interval=None,  # SIGWINCH tells: nothing moves while idle
+        )
+        self._app.ttimeoutlen = _ESCAPE_WAIT_S
+        self._app.timeoutlen = _SEQUENCE_WAIT_S
+
+    # The face
+
+    @property
+    def listener(self) -> Listener:
+        assert self._listener is not None, "keys come while the prompt runs"
+        return self._listener
+
+    @property
+    def size(self) -> Size:
+        return self._output.get_size()
+
+    @property
+    def sheet(self) -> Sheet:
+        return Sheet(self.painter, max(8, min(self.size.columns, _MAX_TEXT_COLUMNS)))
+
+    @property
+    def max_tail_rows(self) -> int:
+        return max(2, self.size.rows // 2)
+
+    @property
+    def prompt_text(self) -> str:
+        return self.buffer.text
+
+    @property
+    def is_lent(self) -> bool:
+        return self._num_lent > 0
+
+    def write(self, rows: Sequence[Row], view: LiveView | None = None) -> None:
+        """Show rows for good: erase the region, write, draw it again, all in one stroke."""
+        if view is not None:
+            self.region.view = view
+        text = self.painter.ansi(rows).replace("\n", "\r\n")
+        if self.is_lent or not self._app.is_running:
+            self._waiting.append(text)
+            return
+        with self._output.stroke():
+            self._app.renderer.erase()
+            self._output.write_raw(text)
+            self._app.redraw_now()
+
+    def write_turn(self, text: str, is_said_now: bool = True) -> None:
+        """Show what the user said behind the prompt's glyph; of a very long text the beginning."""
+        glyph = self.painter.look.glyphs.prompt
+        marker = Text(end="").append(f"{glyph} ", self.painter.style(Role.HEADING))
+        below = Text(" " * marker.cell_len, end="")
+        wrapped = self.painter.wrapped(text.strip("\n"), self.sheet.width - 2, Role.USER)
+        rows = [
+            prefixed(row, below if number else marker)
+            for number, row in enumerate(wrapped[:_MAX_ECHOED_ROWS])
+        ]
+        more = len(wrapped) - len(rows)
+        if more > 0:
+            rows.append(self.painter.text(f"  … {more} more lines", Role.DIM))
+        if not is_said_now:
+            rows.append(Text(end=""))
+        self.write(rows)
+
+    def show(self, view: LiveView) -> None:
+        self.region.view = view
+        self._app.invalidate()
+
+    def put_text(self, text: str) -> None:
+        self.buffer.reset()
+        self.buffer.insert_text(text)
+        self._app.invalidate()
+
+    async def choose(self, title: str, choices: Sequence[Choice], current: int = 0) -> int | None:
+        """Show a picker in place of the prompt until one is picked or given up."""
+        if not choices:
+            return None
+        self.region.picker = Picker(title, choices, current)
+        self._picked = asyncio.get_running_loop().create_future()
+        self._app.invalidate()
+        try:
+            return await self._picked
+        finally:
+            self.region.picker = None
+            self._picked = None
+            self._app.invalidate()
+
+    def pick(self, index: int | None) -> None:
+        """End the picker with a choice or without; the next key is the prompt's again."""
+        self.region.picker = None
+        if self._picked is not None and not self._picked.done():
+            self._picked.set_result(index)
+
+    @asynccontextmanager
+    async def lent(self, takes_interrupts: bool = True) -> AsyncIterator[None]:
+        """Give the terminal away, as it was before; what is written meanwhile waits."""
+        with set_app(self._app):
+            async with in_terminal():
+                self._num_lent += 1
+                self.interrupts_leave = not takes_interrupts
+                try:
+                    with self._stray.let_through():
+                        yield
+                finally:
+                    self._num_lent -= 1
+                    self.interrupts_leave = False
+        self._write_waiting()
+
+    async def edit(self, text: str) -> str:
+        async with self.lent():
+            return await edit_text(self._editor, text)
+
+    def edit_prompt(self) -> None:
+        """Let the user edit the prompt's text in their editor, beside everything else."""
+
+        async def edit() -> None:
+            try:
+                self.put_text(await self.edit(self.buffer.text))
+            except Exception as error:
+                self.listener.failed(error)
+
+        self._app.create_background_task(edit())
+
+    def copy(self, text: str) -> None:
+        """Ask the terminal to put a text on its clipboard (OSC 52)."""
+        data = text.encode(errors="replace")
+        if len(data) > _MAX_COPIED_BYTES:
+            raise UsageError("This is too much for a clipboard.", "/export writes a file.")
+        with self._output.stroke():
+            self._output.write_raw(f"\x1b]52;c;{base64.b64encode(data).decode()}\x07")
+
+    async def run(self, listener: Listener) -> None:
+        """Live until `leave`; ends as well when the input does."""
+        self._listener = listener
+        self._app.after_render += self._begin
+        try:
+            with self._app.input.raw_mode(), self._stray.kept():
+                self._take_typed_ahead(listener)
+                await self._app.run_async(set_exception_handler=False)
+        except EOFError:
+            listener.input_ended()
+        finally:
+            self._write_waiting(at_end=True)
+
+    def leave(self) -> None:
+        if self._app.is_running and not self._app.is_done:
+            self._app.exit()
+
+    # Inside
+
+    def _show_stray(self, line: str) -> None:
+        self.write(self.painter.wrapped(line, self.sheet.width, Role.DIM))
+
+    def _take_typed_ahead(self, listener: Listener) -> None:
+        lines, rest = typed_ahead(self._app.input.fileno())
+        for line in lines:
+            listener.accept(line)
+        if rest:
+            self.buffer.insert_text(rest)
+
+    def _begin(self, sender: object) -> None:
+        """Once the prompt is there, and keys are its own, write what was said before."""
+        self._app.after_render -= self._begin
+        asyncio.get_running_loop().call_soon(self._write_waiting)
+
+    def _write_waiting(self, at_end: bool = False) -> None:
+        text = "".join(self._waiting)
+        self._waiting.clear()
+        if text and at_end:
+            self._output.write_raw(text)
+            self._output.flush()
+        elif text:
+            with self._output.stroke():
+                self._app.renderer.erase()
+                self._output.write_raw(text)
+                self._app.redraw_now()
+
+    def _completes_while_typing(self) -> bool:
+        line = self.buffer.document.text_before_cursor
+        return line.startswith("/") and "\n" not in line and " " not in line
+
+    def _lost(self) -> None:
+        if self._listener is not None:
+            self._listener.terminal_lost()

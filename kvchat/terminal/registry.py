@@ -1,0 +1,21 @@
+"""The one list of all slash commands."""
+
+from kvchat.terminal import (
+    commands_conversation,
+    commands_engine,
+    commands_input,
+    commands_turns,
+)
+from kvchat.terminal.commands import Registry
+
+
+def build_registry() -> Registry:
+    """Return every command this version has."""
+    return Registry(
+        (
+            *commands_conversation.COMMANDS,
+            *commands_turns.COMMANDS,
+            *commands_input.COMMANDS,
+            *commands_engine.COMMANDS,
+        )
+    )

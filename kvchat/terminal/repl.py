@@ -1,0 +1,174 @@
+"""The interactive chat: puts the parts together, runs them on one event loop, leaves cleanly.
+
+Beside `cli/main.py` the one place where errors become exit codes. Signals end the chat as keys do:
+the answer in progress is stopped and kept, and the terminal is as it was before.
+"""
+
+import asyncio
+import shutil
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvchat.chat.host import ChatHost
+from kvchat.chat.session import AskOptions, ChatSession
+from kvchat.chat.template import Strategy
+from kvchat.core.errors import ExitCode
+from kvchat.terminal.desk import Desk, NewHost
+from kvchat.terminal.dialogue import Dialogue
+from kvchat.terminal.face import Face, tell
+from kvchat.terminal.guard import terminal_guard
+from kvchat.terminal.loading import LoadRelay
+from kvchat.terminal.paint import Painter
+from kvchat.terminal.recital import show_where_it_stands
+from kvchat.terminal.registry import build_registry
+from kvchat.terminal.status import model_label
+from kvchat.terminal.theme import Look, Role
+from kvchat.terminal.unforeseen import unforeseen_errors_told
+
+
+@dataclass(frozen=True, slots=True)
+class ReplSetup:
+    """What an interactive chat starts from.
+
+    host           loading its model, or done with it; owned by the chat from here on
+    new_host       begins loading another model, for /model
+    relay          what `host` was given as `on_load`
+    session        a conversation already opened; None begins one at the first message
+    system, title  of conversations to come
+    attachments    texts that go before the first message
+    history_path   where what is typed is kept; None forgets it
+    editor         the command line of the user's editor
+    """
+
+    host: ChatHost
+    new_host: NewHost
+    relay: LoadRelay
+    session: ChatSession | None = None
+    options: AskOptions = field(default_factory=AskOptions)
+    system: str | None = None
+    title: str = ""
+    attachments: tuple[str, ...] = ()
+    history_path: Path | None = None
+    look: Look = field(default_factory=Look)
+    show_stats: bool = True
+    editor: str = "vi"
+
+
+def run(setup: ReplSetup) -> int:
+    """Chat until the user leaves; return the exit code."""
+    with terminal_guard(writes_sequences=not setup.look.is_plain):
+        try:
+            return asyncio.run(run_repl(setup))
+        except KeyboardInterrupt:
+            return ExitCode.INTERRUPT
+
+
+async def run_repl(setup: ReplSetup) -> int:
+    """Chat until the user leaves; return the exit code. Closes the host and the session."""
+    painter = Painter(setup.look)
+    desk = Desk(
+        setup.host,
+        setup.new_host,
+        setup.session,
+        setup.options,
+        setup.system,
+        setup.title,
+        setup.attachments,
+    )
+    registry = build_registry()
+    face = _new_face(setup, painter, desk)
+    # Who listens to the answer is not read figures after each, unless asked: /stats on.
+    shows_stats = setup.show_stats and not setup.look.is_spoken
+    dialogue = Dialogue(desk, face, registry, shows_stats)
+    try:
+        with _signals(dialogue), unforeseen_errors_told(dialogue.report):
+            _greet(setup, desk, face)
+            setup.relay.attach(asyncio.get_running_loop(), dialogue.hear)
+            await _run_until_left(dialogue, face)
+        _take_leave(dialogue)
+        return dialogue.exit_code
+    finally:
+        desk.close_session()
+        await _close(desk.host)
+
+
+async def _close(host: ChatHost) -> None:
+    """Close a host; one that still loads is not waited for: it has nothing to save yet."""
+    if host.ready is not None:
+        await asyncio.to_thread(host.close)
+    else:
+        threading.Thread(target=host.close, daemon=True).start()
+
+
+async def _run_until_left(dialogue: Dialogue, face: Face) -> None:
+    worker = asyncio.get_running_loop().create_task(dialogue.work())
+    try:
+        await face.run(dialogue)
+    finally:
+        await dialogue.settle()
+        worker.cancel()
+        with suppress(asyncio.CancelledError):
+            await worker
+
+
+def _new_face(setup: ReplSetup, painter: Painter, desk: Desk) -> Face:
+    if setup.look.is_plain:
+        from kvchat.terminal.line_face import LineFace
+
+        columns = shutil.get_terminal_size().columns
+        return LineFace(sys.stdin, sys.stdout, painter, max(20, columns), setup.editor)
+    from kvchat.terminal.live_face import new_live_prompt
+
+    return new_live_prompt(painter, desk, setup.history_path, setup.editor)
+
+
+def _greet(setup: ReplSetup, desk: Desk, face: Face) -> None:
+    """Say in a line what this is; show where an opened conversation stands."""
+    from kvchat import __version__
+
+    parts = [f"kvchat {__version__}", model_label(setup.host.model.name), "/help for help"]
+    if setup.host.store is None:
+        parts.append("nothing is saved")
+    line = setup.look.glyphs.separator.join(parts)
+    face.write([face.painter.text(line, Role.DIM), face.painter.text("")])
+    if setup.host.model.format.strategy is Strategy.NO_TEMPLATE:
+        tell(face, "The model has no chat template; it completes the text as it stands.")
+    if desk.session is not None:
+        for note in desk.session.notes:
+            face.write(face.painter.wrapped(note, face.sheet.width, Role.WARNING))
+        show_where_it_stands(desk.session.conversation, face)
+
+
+@contextmanager
+def _signals(dialogue: Dialogue) -> Iterator[None]:
+    """TERM and HUP leave as the user would, with their own exit codes."""
+    loop = asyncio.get_running_loop()
+    codes = {signal.SIGTERM: ExitCode.TERMINATED, signal.SIGHUP: ExitCode.HANGUP}
+    for number, code in codes.items():
+        loop.add_signal_handler(number, dialogue.quit, code)
+    try:
+        yield
+    finally:
+        for number in codes:
+            loop.remove_signal_handler(number)
+
+
+def _take_leave(dialogue: Dialogue) -> None:
+    """Say the last word on stderr: why it ended, or how to go on."""
+    if dialogue.failure is not None:
+        line = f"kvchat: {dialogue.failure}"
+    elif dialogue.exit_code in (ExitCode.OK, ExitCode.INTERRUPT) and dialogue.has_been_used:
+        line = "This conversation is kept: kvchat -c goes on with it."
+    else:
+        return
+    with suppress(OSError, ValueError):
+        sys.stderr.write(f"{line}\n")
+        sys.stderr.flush()
+
+
+__all__ = ["LoadRelay", "Look", "ReplSetup", "run", "run_repl"]

@@ -1,0 +1,254 @@
+"""What the numbers say: the line after an answer, the toolbar, the bar of a long prefill.
+
+Pure functions of the engine's own figures; parts that are zero or unknown are left out. Knows
+words and number formats; knows no screen.
+"""
+
+from dataclasses import dataclass
+
+from kvchat.chat.events import ReadingPrompt
+from kvchat.core.types import CachedTokens, FinishReason, Timing, Usage, rate
+from kvchat.terminal.sanitize import one_line
+from kvchat.terminal.theme import Glyphs
+
+_BAR_CELLS = 10
+_NO_BREAK = "\N{NO-BREAK SPACE}"
+
+
+def format_count(count: int) -> str:
+    """Return a number of tokens for people: 812, 4.1k, 32k."""
+    if count < 1000:
+        return str(count)
+    if count % 1024 == 0:
+        return f"{count // 1024}k"
+    return f"{count / 1000:.1f}k" if count < 9950 else f"{count / 1000:.0f}k"
+
+
+def format_seconds(seconds: float) -> str:
+    """Return a duration for people: 84 ms, 1.2 s, 43 s, 2 min 5 s."""
+    if seconds < 0.9995:
+        return f"{seconds * 1000:.0f} ms"
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{int(seconds) // 60} min {int(seconds) % 60} s"
+
+
+def _format_rate(tokens_per_s: float) -> str:
+    return f"{tokens_per_s:.0f}/s" if tokens_per_s >= 9.95 else f"{tokens_per_s:.1f}/s"
+
+
+def model_label(name: str) -> str:
+    """Return a model's name without the directories or the owner before it."""
+    return one_line(name.rstrip("/").rpartition("/")[2], 32) or "model"
+
+
+def plural(count: int, noun: str) -> str:
+    """Return `1 token`, `2 tokens`, `1,240 tokens`."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def stats_line(
+    usage: Usage,
+    timing: Timing,
+    reason: FinishReason,
+    context_limit: int | None,
+    glyphs: Glyphs,
+) -> str:
+    """Return the line after an answer. Where it is too long it breaks between its parts."""
+    used = usage.prompt_tokens + usage.completion_tokens
+    parts = [
+        _ending(reason),
+        _cached(usage, glyphs),
+        f"read {usage.prefilled_tokens:,}" if usage.prefilled_tokens else "",
+        f"first token {format_seconds(timing.ttft_s)}" if usage.completion_tokens else "",
+        _generated(usage, timing),
+        _drafted(usage),
+        f"context {format_count(used)}/{format_count(context_limit)}" if context_limit else "",
+    ]
+    return glyphs.separator.join(part.replace(" ", _NO_BREAK) for part in parts if part)
+
+
+def _ending(reason: FinishReason) -> str:
+    words = {
+        FinishReason.CANCELLED: "stopped",
+        FinishReason.LENGTH: "cut off at the limit",
+        FinishReason.TIMEOUT: "out of time",
+    }
+    return words.get(reason, "")
+
+
+def _cached(usage: Usage, glyphs: Glyphs) -> str:
+    total = usage.cached.total
+    if not total:
+        return ""
+    return f"cached {total:,}/{usage.prompt_tokens:,}{_tiers(usage.cached, glyphs)}"
+
+
+def _tiers(cached: CachedTokens, glyphs: Glyphs) -> str:
+    """Return where the cached tokens lay, unless all of them were on the device already."""
+    if cached.total == cached.device:
+        return ""
+    places = (("device", cached.device), ("host", cached.host), ("disk", cached.disk))
+    found = [f"{count:,} {name}" for name, count in places if count]
+    return f" ({glyphs.separator.join(found)})"
+
+
+def _generated(usage: Usage, timing: Timing) -> str:
+    if not usage.completion_tokens:
+        return ""
+    tokens = plural(usage.completion_tokens, "token")
+    speed = rate(usage.completion_tokens - 1, timing.decode_s)
+    return f"{tokens} at {_format_rate(speed)}" if speed else tokens
+
+
+def _drafted(usage: Usage) -> str:
+    if not usage.drafted_tokens:
+        return ""
+    return f"draft {usage.accepted_tokens / usage.drafted_tokens:.0%} accepted"
+
+
+class PrefillMeter:
+    """Watches a prompt being read and says how long it will still take."""
+
+    def __init__(self) -> None:
+        self._first: tuple[float, int] | None = None
+        self._last: tuple[float, ReadingPrompt] | None = None
+
+    def update(self, event: ReadingPrompt, now_s: float) -> None:
+        if self._first is None:
+            self._first = (now_s, event.done)
+        self._last = (now_s, event)
+
+    def remaining_s(self, now_s: float) -> float | None:
+        """Return the seconds left at the pace so far, None while there is none to speak of."""
+        if self._first is None or self._last is None:
+            return None
+        first_s, first_done = self._first
+        last_s, event = self._last
+        pace = rate(event.done - first_done, last_s - first_s)
+        if not pace:
+            return None
+        return max(0.0, (event.total - event.done) / pace - (now_s - last_s))
+
+    def line(self, now_s: float, glyphs: Glyphs) -> str:
+        """Return the bar, empty before the first event and once all is read."""
+        if self._last is None or self._last[1].done >= self._last[1].total:
+            return ""
+        event = self._last[1]
+        share = event.done / event.total
+        full = int(share * _BAR_CELLS)
+        left = self.remaining_s(now_s)
+        parts = [
+            f"reading {event.total:,}",
+            f"{event.cached.total:,} cached" if event.cached.total else "",
+            f"{glyphs.bar_full * full}{glyphs.bar_empty * (_BAR_CELLS - full)} {share:.0%}",
+            f"{format_seconds(left)} left" if left is not None else "",
+        ]
+        return glyphs.separator.join(part for part in parts if part)
+
+
+@dataclass(frozen=True, slots=True)
+class ToolbarFacts:
+    """What the toolbar tells.
+
+    warmth      share of the context whose KV is there, None where it is not known
+    branch      (which, of how many) answers to the last message, None where there is one
+    answering   what the answer in progress is doing, empty while idle
+    loading     the stage of loading, empty once the model is there
+    editing     which message the next one will stand in for
+    """
+
+    model: str
+    title: str = ""
+    branch: tuple[int, int] | None = None
+    context_tokens: int = 0
+    context_limit: int | None = None
+    warmth: float | None = None
+    answering: str = ""
+    loading: str = ""
+    editing: str = ""
+    num_queued: int = 0
+    escape: str = ""
+
+
+def toolbar(facts: ToolbarFacts, width: int, glyphs: Glyphs) -> str:
+    """Return the toolbar's text; what matters least is left out first where it is narrow."""
+    urgent = [
+        facts.loading,
+        facts.answering,
+        facts.editing,
+        f"{facts.num_queued} queued" if facts.num_queued else "",
+        f"Esc {facts.escape}" if facts.escape else "",
+    ]
+    quiet = [
+        facts.model,
+        f"answer {facts.branch[0]}/{facts.branch[1]}" if facts.branch else "",
+        _context(facts),
+        _warmth(facts.warmth),
+    ]
+    separator = glyphs.separator
+    parts = [part for part in quiet + urgent if part]
+    title = _fitting(facts.title, width - len(separator.join([*parts, ""])), glyphs)
+    if title:
+        parts.insert(1, title)
+    while len(parts) > 1 and len(separator.join(parts)) > width:
+        del parts[0]
+    return separator.join(parts)[:width]
+
+
+def _fitting(title: str, room: int, glyphs: Glyphs) -> str:
+    """Return a title cut to the room there is; too little of it says nothing."""
+    if len(title) <= room:
+        return title
+    cut = room - len(glyphs.ellipsis)
+    return title[:cut].rstrip() + glyphs.ellipsis if cut >= 8 else ""
+
+
+def _context(facts: ToolbarFacts) -> str:
+    if not facts.context_tokens or not facts.context_limit:
+        return ""
+    return f"context {format_count(facts.context_tokens)}/{format_count(facts.context_limit)}"
+
+
+def _warmth(warmth: float | None) -> str:
+    if warmth is None:
+        return ""
+    if warmth > 0.9:
+        return "warm"
+    return f"{warmth:.0%} warm" if warmth >= 0.05 else "cold"
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """What an action costs: context tokens that would have to be read again.
+
+    `tokens_per_s` is the prefill rate measured last, None before the first.
+    """
+
+    num_tokens: int
+    num_cached: int
+    tokens_per_s: float | None = None
+
+    @property
+    def num_read(self) -> int:
+        return self.num_tokens - self.num_cached
+
+    @property
+    def seconds(self) -> float | None:
+        return self.num_read / self.tokens_per_s if self.tokens_per_s else None
+
+    @property
+    def is_cheap(self) -> bool:
+        """Not worth a word: under half a second, or few tokens where no rate is known."""
+        return self.num_read < 256 if self.seconds is None else self.seconds < 0.5
+
+    @property
+    def is_dear(self) -> bool:
+        """Worth a question."""
+        return self.num_read > 8192 if self.seconds is None else self.seconds > 10.0
+
+    def __str__(self) -> str:
+        seconds = f", about {format_seconds(self.seconds)}" if self.seconds is not None else ""
+        return f"re-reads {self.num_read:,} of {self.num_tokens:,} tokens{seconds}"

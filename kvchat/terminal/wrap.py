@@ -1,0 +1,49 @@
+"""Where lines break: greedily, at spaces, between ideographs, and inside a word only as a must.
+
+Greedy breaking never looks ahead, so the rows of a text that grows stay as they are but for the
+last. Knows cell widths; knows no styles.
+"""
+
+import re
+
+from rich.cells import cell_len, get_character_cell_size
+
+# A word that may not be broken, or one ideograph or kana, after which a line may end. A no-break
+# space is part of a word.
+_IDEOGRAPH = (
+    "\u2e80-\u303e\u3041-\u4dbf\u4e00-\u9fff\uf900-\ufaff\uff00-\uff60\U00020000-\U0003fffd"
+)
+_WORD = re.compile(rf"[^ \t{_IDEOGRAPH}]+|[{_IDEOGRAPH}]")
+
+
+def break_offsets(line: str, width: int) -> list[int]:
+    """Return where the second and later rows of one line begin, in characters."""
+    offsets: list[int] = []
+    column = 0
+    end = 0
+    for match in _WORD.finditer(line):
+        gap = cell_len(line[end : match.start()])
+        cells = cell_len(match.group())
+        has_room = end == 0 and gap + get_character_cell_size(match.group()[0]) <= width
+        if column + gap + cells > width and not has_room:
+            offsets.append(match.start())
+            column = gap = 0
+        if cells > width - gap:
+            folds, column = _fold(match.group(), width, gap)
+            offsets += [match.start() + fold for fold in folds]
+        else:
+            column += gap + cells
+        end = match.end()
+    return offsets
+
+
+def _fold(word: str, width: int, column: int) -> tuple[list[int], int]:
+    """Break a word wider than a row; return where, and the cells used in its last row."""
+    folds = []
+    for index, character in enumerate(word):
+        size = get_character_cell_size(character)
+        if column + size > width and index:
+            folds.append(index)
+            column = 0
+        column += size
+    return folds, column

@@ -1,0 +1,154 @@
+"""The recipe from nothing to a pair, tiny: it finishes, resumes, and tells how it was made."""
+
+import functools
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from kvchat.demo import plans
+from kvchat.demo.checkpoint import Reached, reached
+from kvchat.demo.manifest import digests
+from kvchat.demo.network import Geometry
+from kvchat.demo.plans import QUICK, Recipe
+from kvchat.demo.recipe import Build, _tokenizer, _train_stage, build
+from kvchat.demo.team import Team, run_team
+from kvchat.demo.train import Phase, Plan
+
+GEOMETRY = Geometry(plans.VOCAB_SIZE, 32, 48, 2, 2, 1, head_dim=16)
+SPEED = {"batch_tokens": 1024, "leg_steps": 2, "warmup_steps": 1}
+
+
+def tiny(name: str, num_legs: int, num_layers: int = 1) -> Plan:
+    geometry = replace(GEOMETRY, num_hidden_layers=num_layers)
+    return Plan(name, geometry, (Phase(plans.FIRST_STEPS, num_legs),), **SPEED)
+
+
+TINY = Recipe(
+    target=tiny("target", 2, num_layers=2),
+    draft=tiny("draft", 1),
+    distillation=tiny("distillation", 1),
+    num_tokenizer_chats=300,
+    num_probes=1,
+    tests=("kvchat",),
+)
+
+
+def job(folder: Path, recipe: Recipe = TINY) -> Build:
+    work = folder / "work"
+    work.mkdir(exist_ok=True)
+    return Build(recipe, work, folder / "pair", num_workers=1, is_compiled=False)
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("demo")
+    build(job(folder))
+    return folder
+
+
+def test_the_pair_is_complete_and_shares_its_tokenizer(built: Path) -> None:
+    files = {path.name for path in (built / "pair" / "target").iterdir()}
+
+    assert files == {
+        "README.md",
+        "chat_template.jinja",
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
+    target, draft = (built / "pair" / name / "tokenizer.json" for name in ("target", "draft"))
+    assert target.read_bytes() == draft.read_bytes()
+
+
+def test_the_manifest_and_the_card_tell_what_was_done(built: Path) -> None:
+    manifest = json.loads((built / "pair" / "manifest.json").read_text())
+    card = (built / "pair" / "target" / "README.md").read_text()
+
+    assert manifest["files"] == digests(built / "pair")
+    assert manifest["made"]["stages"]["target"]["steps"] == TINY.target.num_steps
+    assert "apache-2.0" in card
+    assert "| kvchat |" in card
+
+
+def test_building_again_trains_nothing_and_changes_no_weight(built: Path) -> None:
+    before = digests(built / "pair")["target/model.safetensors"]
+
+    build(job(built))
+
+    assert digests(built / "pair")["target/model.safetensors"] == before
+    assert reached(built / "work" / "target").next_leg == TINY.target.num_legs
+
+
+def test_a_run_cut_short_resumes_to_the_same_weights(built: Path, tmp_path: Path) -> None:
+    # The schedule reads the whole plan, so the first half runs under the full plan too.
+    half = job(tmp_path)
+    _tokenizer(half)
+    with pytest.raises(_Cut):
+        _train_stage(half, "target", _CutTeam(after_waits=1))
+    assert reached(half.work / "target").next_leg == 1
+
+    _train_stage(half, "target", Team())
+
+    whole, resumed = (
+        load_file(folder / "target" / "model.safetensors") for folder in (built / "work", half.work)
+    )
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
+class _Cut(Exception):
+    pass
+
+
+class _CutTeam(Team):
+    """A team of one that is killed at its n-th meeting, right after a checkpoint."""
+
+    def __init__(self, after_waits: int) -> None:
+        super().__init__()
+        self._left = after_waits
+
+    def wait(self) -> None:
+        self._left -= 1
+        if self._left == 0:
+            raise _Cut
+
+
+def test_a_team_of_two_averages_and_stays_together(tmp_path: Path) -> None:
+    run_team(2, functools.partial(_average_and_write, tmp_path))
+
+    one, two = (torch.tensor(json.loads((tmp_path / str(rank)).read_text())) for rank in (0, 1))
+    assert torch.equal(one, two)
+    assert one.tolist() == [1.5, 3.0, 0.5]
+
+
+def _average_and_write(folder: Path, team: Team) -> None:
+    gradients = [torch.tensor([1.0, 2.0]) * (team.rank + 1), torch.tensor([float(team.rank)])]
+    team.average(gradients)
+    team.wait()
+    (folder / str(team.rank)).write_text(json.dumps(torch.cat(gradients).tolist()))
+
+
+def test_a_checkpoint_of_another_shape_is_refused(built: Path) -> None:
+    other = replace(TINY, target=tiny("target", 2, num_layers=3))
+
+    with pytest.raises(ValueError, match="holds another geometry"):
+        _train_stage(job(built, other), "target", Team())
+
+
+def test_nothing_trained_is_nothing_reached(tmp_path: Path) -> None:
+    assert reached(tmp_path / "none") == Reached()
+
+
+def test_the_rate_warms_up_stays_and_falls_to_almost_nothing() -> None:
+    plan = replace(QUICK.target, warmup_steps=10, flat_share=0.5)
+    scales = [plan.scale(step) for step in range(plan.num_steps)]
+
+    assert scales[0] == pytest.approx(0.1)
+    assert max(scales) == 1.0
+    assert scales[plan.num_steps // 2] == 1.0
+    assert scales[-1] < 0.05

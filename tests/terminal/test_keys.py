@@ -1,0 +1,286 @@
+"""The key table, on prompt_toolkit's own input and no screen."""
+
+import asyncio
+import io
+from collections.abc import Callable
+
+import pytest
+from prompt_toolkit.application.current import set_app
+from prompt_toolkit.completion import DummyCompleter
+from prompt_toolkit.data_structures import Size
+from prompt_toolkit.history import InMemoryHistory
+from prompt_toolkit.input import PipeInput, create_pipe_input
+
+from kvchat.terminal.face import Choice
+from kvchat.terminal.keys import Twice
+from kvchat.terminal.message_queue import MessageQueue
+from kvchat.terminal.paint import Painter
+from kvchat.terminal.prompt import LivePrompt, Terminal
+from kvchat.terminal.theme import Look
+
+
+class _Listener:
+    """Writes down what a face tells."""
+
+    def __init__(self) -> None:
+        self.heard: list[object] = []
+        self.queue = MessageQueue()
+        self.is_answering = False
+        self.is_busy = False
+        self.face: LivePrompt | None = None
+
+    @property
+    def has_queue(self) -> bool:
+        return len(self.queue) > 0
+
+    def accept(self, text: str) -> None:
+        self.heard.append(("accept", text))
+
+    def stop(self) -> None:
+        self.heard.append("stop")
+
+    def notice(self, text: str) -> None:
+        self.heard.append(("notice", text))
+
+    def key_pressed(self) -> None:
+        pass
+
+    def edit_queue(self, current: str, step: int) -> str | None:
+        move = self.queue.edit_previous if step < 0 else self.queue.edit_next
+        return move(current)
+
+    def stop_editing(self) -> None:
+        self.heard.append("stop editing")
+
+    def rewind(self) -> None:
+        self.heard.append("rewind")
+
+    def show_sibling(self, step: int) -> None:
+        self.heard.append(("sibling", step))
+
+    def toggle_stats(self) -> None:
+        self.heard.append("stats")
+
+    def quit(self, code: int) -> None:
+        self.heard.append(("quit", int(code)))
+        assert self.face is not None
+        self.face.leave()
+
+    def input_ended(self) -> None:
+        self.heard.append("end")
+
+    def terminal_lost(self) -> None:
+        self.heard.append("lost")
+
+    def failed(self, error: Exception) -> None:
+        raise error
+
+
+class _Stdout(io.StringIO):
+    encoding = "utf-8"
+
+    def fileno(self) -> int:
+        raise io.UnsupportedOperation
+
+
+Feed = Callable[[LivePrompt, _Listener, PipeInput], object]
+
+
+def _press(*keys: str, answering: bool = False, before: Feed | None = None) -> tuple[list, str]:
+    """Send keys, each in a read of its own, then leave; return what was told and the prompt."""
+    listener = _Listener()
+    listener.is_answering = answering
+
+    async def main() -> str:
+        with create_pipe_input() as stdin:
+            terminal = Terminal(stdin, _Stdout(), lambda: Size(24, 80), "xterm")
+            face = LivePrompt(terminal, Painter(Look()), DummyCompleter(), InMemoryHistory(), "vi")
+            listener.face = face
+            running = asyncio.ensure_future(face.run(listener))
+            await _settled(face)
+            if before is not None:
+                before(face, listener, stdin)
+            for key in keys:
+                _read(face, stdin, key)
+                await _settled(face)
+            text = face.buffer.text
+            face.leave()
+            async with asyncio.timeout(10):
+                await running
+            return text
+
+    text = asyncio.run(main())
+    return listener.heard, text
+
+
+def _read(face: LivePrompt, stdin: PipeInput, key: str) -> None:
+    """Let the prompt read keys now, a lone Esc at its end included: no time passes."""
+    stdin.send_text(key)
+    with set_app(face._app):
+        face._app.key_processor.feed_multiple([*stdin.read_keys(), *stdin.flush_keys()])
+        face._app.key_processor.process_keys()
+
+
+async def _settled(face: LivePrompt) -> None:
+    """Draw, and let everything that is ready to run run: history, suggestions, pickers."""
+    for _ in range(3):
+        face._app.redraw_now()
+        for _ in range(10):
+            await asyncio.sleep(0)
+
+
+def test_enter_sends_and_clears() -> None:
+    assert _press("hello", "\r") == ([("accept", "hello")], "")
+
+
+@pytest.mark.parametrize("newline", ["\n", "\x1b\r", "\x1b[13;2u", "\x1b[27;2;13~", "\\\r"])
+@pytest.mark.parametrize("answering", [False, True])
+def test_every_way_to_a_new_line(newline: str, answering: bool) -> None:
+    """Alt-Enter begins with the byte of Esc: while an answer came it used to stop it."""
+    heard, text = _press("one", newline, "two", answering=answering)
+
+    assert (heard, text) == ([], "one\ntwo")
+
+
+def test_a_block_is_sent_when_it_is_closed() -> None:
+    heard, _ = _press('"""one', "\r", 'two"""', "\r")
+
+    assert heard == [("accept", "one\ntwo")]
+
+
+def test_a_paste_is_not_sent_by_the_line_ends_in_it() -> None:
+    heard, text = _press("\x1b[200~one\r\ntwo\rthree\n\x1b[201~")
+
+    assert (heard, text) == ([], "one\ntwo\nthree\n")
+
+
+def test_escape_stops_an_answer_and_keeps_what_is_typed() -> None:
+    assert _press("half", "\x1b", answering=True) == (["stop"], "half")
+
+
+def test_escape_alone_does_nothing_while_idle() -> None:
+    assert _press("half", "\x1b") == ([], "half")
+
+
+def test_escape_twice_clears_the_prompt() -> None:
+    assert _press("half", "\x1b", "\x1b") == (["stop editing"], "")
+
+
+@pytest.mark.parametrize("clear", [["\x1b", "\x1b"], ["\x03"]])
+def test_what_was_cleared_is_in_the_history(clear: list[str]) -> None:
+    assert _press("half a thought", *clear, "\x1b[A")[1] == "half a thought"
+
+
+def test_escape_twice_on_an_empty_prompt_rewinds() -> None:
+    assert _press("\x1b", "\x1b") == (["rewind"], "")
+
+
+def test_an_arrow_key_is_not_escape() -> None:
+    assert _press("ab", "\x1b[D", "X", answering=True) == ([], "aXb")
+
+
+def test_ctrl_c_stops_an_answer_and_never_leaves() -> None:
+    heard, _ = _press("\x03", "\x03", "\x03", answering=True)
+
+    assert heard == ["stop", "stop", "stop"]
+
+
+def test_ctrl_c_clears_the_line_and_a_second_one_leaves() -> None:
+    assert _press("half", "\x03") == (["stop editing", ("notice", "Ctrl-C again leaves.")], "")
+    assert _press("half", "\x03", "\x03")[0][-1] == ("quit", 130)
+
+
+def test_ctrl_d_leaves_only_when_there_is_nothing_typed() -> None:
+    assert _press("\x04")[0] == [("quit", 0)]
+    assert _press("ab", "\x1b[D", "\x04") == ([], "a")
+
+
+def test_ctrl_d_does_not_leave_in_the_middle_of_an_answer() -> None:
+    heard, _ = _press("\x04", answering=True)
+
+    assert [entry[0] for entry in heard] == ["notice"]
+
+
+def test_the_arrows_edit_the_queue_while_there_is_one() -> None:
+    def fill(face: LivePrompt, listener: _Listener, stdin: PipeInput) -> None:
+        listener.queue.add("first")
+        listener.queue.add("second")
+
+    assert _press("\x1b[A", answering=True, before=fill)[1] == "second"
+
+
+def test_up_is_history_when_nothing_waits() -> None:
+    assert _press("old", "\r", "\x1b[A")[1] == "old"
+
+
+def test_ctrl_r_searches_the_history() -> None:
+    assert _press("needle in it", "\r", "other", "\r", "\x12", "needle", "\r")[1] == "needle in it"
+
+
+def test_right_takes_the_suggestion() -> None:
+    assert _press("hello world", "\r", "hel", "\x1b[C")[1] == "hello world"
+
+
+def test_alt_arrows_go_to_other_answers() -> None:
+    assert _press("\x1b[1;3D", "\x1b[1;3C")[0] == [("sibling", -1), ("sibling", 1)]
+
+
+def test_f2_switches_the_statistics() -> None:
+    assert _press("\x1bOQ")[0] == ["stats"]
+
+
+def _picked(*keys: str) -> object:
+    picked: list[object] = []
+
+    def open_picker(face: LivePrompt, listener: _Listener, stdin: PipeInput) -> None:
+        async def choose() -> None:
+            picked.append(await face.choose("Pick", [Choice(c) for c in ("red", "green", "blue")]))
+
+        face._app.create_background_task(choose())
+
+    heard, text = _press("", *keys, before=open_picker)
+    assert (heard, text) == ([], ""), "a picker gets every key"
+    return picked[0] if picked else "open"
+
+
+@pytest.mark.parametrize(
+    ("keys", "picked"),
+    [
+        (["\r"], 0),
+        (["\x1b[B", "\x1b[B", "\r"], 2),
+        (["\x1b[A", "\r"], 2),
+        (["gre", "\r"], 1),
+        (["grex", "\x7f", "\r"], 1),
+        (["\x1b"], None),
+        (["\x03"], None),
+        (["xyz", "\r"], "open"),
+    ],
+)
+def test_a_picker_is_worked_with_arrows_letters_enter_and_escape(
+    keys: list[str], picked: object
+) -> None:
+    assert _picked(*keys) == picked
+
+
+def test_the_second_press_counts_only_within_its_time() -> None:
+    now = [0.0]
+    twice = Twice(2.0, clock=lambda: now[0])
+    assert not twice.press()
+    now[0] = 1.9
+    assert twice.press()
+    assert not twice.press(), "the third begins anew"
+    now[0] = 5.0
+    assert not twice.press()
+    twice.forget()
+    assert not twice.press()
+
+
+def test_a_completion_is_taken_by_enter_and_not_sent() -> None:
+    from kvchat.terminal.completion import LineCompleter
+    from kvchat.terminal.registry import build_registry
+
+    def use_completer(face: LivePrompt, listener: _Listener, stdin: PipeInput) -> None:
+        face.buffer.completer = LineCompleter(build_registry(), list, list)
+
+    heard, text = _press("/expo", "\t", "\r", before=use_completer)
+    assert (heard, text) == ([], "/export")

@@ -1,0 +1,79 @@
+"""Without cursor motion: for screen readers and terminals that can only print."""
+
+import re
+import signal
+from collections.abc import Callable
+
+import pytest
+
+from support.pty_screen import PtyScreen
+
+StartChat = Callable[..., PtyScreen]
+
+
+@pytest.mark.parametrize("flag", ["--spoken", "--plain"])
+def test_the_transcript_has_no_escape_sequence_and_no_line_twice(
+    start_chat: StartChat, flag: str
+) -> None:
+    chat = start_chat(flag)
+    chat.enter("markdown").wait_for("The end.")
+    chat.enter("think").wait_for("The answer is 42.")
+    chat.enter("evil").wait_for("bell  end")
+    chat.enter("lines 30").wait_for("line-0029 of the answer")
+    chat.enter("/exit")
+
+    assert chat.finish() == 0
+    assert b"\x1b" not in chat.raw
+    assert b"\x07" not in chat.raw
+    assert re.findall(r"^line-(\d{4})", chat.text, re.M) == [f"{n:04}" for n in range(30)]
+
+
+def test_what_boxes_and_colours_would_say_is_said_in_words(start_chat: StartChat) -> None:
+    chat = start_chat("--spoken")
+    chat.enter("markdown").wait_for("End of answer.")
+    for words in ("Code, python:", "End of code.", "a: 1; b: 2", "`code`"):
+        assert words in chat.text
+    chat.enter("think").wait_for("Thinking:").wait_for("Answer:")
+    chat.enter("/stats").wait_for("first token")
+
+
+def test_pickers_are_numbered_lists(start_chat: StartChat) -> None:
+    chat = start_chat("--spoken")
+    chat.enter("one").wait_for("End of answer.")
+    chat.enter("/retry -n 2").wait_for("1. answer 1,").wait_for("Type a number")
+    chat.wait_for("Number:").enter("7").wait_for("A number from 1 to 2, please.").enter("2")
+    chat.enter("/tree").wait_for("(here)")
+
+
+def test_messages_typed_meanwhile_are_queued_and_ctrl_c_stops(start_chat: StartChat) -> None:
+    chat = start_chat("--spoken")
+    chat.enter("slow 3000").wait_for("line-0002")
+    chat.enter("the next").wait_for("Queued.")
+    chat.type("\x03").wait_for("Now: the next").wait_for("You said 'the next' (0).")
+    chat.type("\x03").wait_for("Ctrl-C again leaves.").type("\x03")
+
+    assert chat.finish() == 130
+
+
+def test_several_lines_make_one_message(start_chat: StartChat) -> None:
+    chat = start_chat("--plain")
+    chat.enter('"""').enter("one").enter('two"""').wait_for("You said 'one\\ntwo' (0).")
+    chat.enter("three\\").enter("four").wait_for("You said 'three\\nfour' (0).")
+
+
+def test_a_refused_line_is_told_again(start_chat: StartChat) -> None:
+    chat = start_chat("--spoken")
+    chat.enter("/hepl").wait_for("Did you mean /help?").wait_for("The text was: /hepl")
+
+
+@pytest.mark.parametrize(
+    ("how", "code"),
+    [(lambda chat: chat.type("\x04"), 0), (lambda chat: chat.kill(signal.SIGTERM), 143)],
+    ids=["ctrl-d", "TERM"],
+)
+def test_leaving(start_chat: StartChat, how: Callable[[PtyScreen], object], code: int) -> None:
+    chat = start_chat("--spoken")
+    how(chat)
+
+    assert chat.finish() == code
+    assert b"\x1b" not in chat.raw

@@ -1,0 +1,79 @@
+"""In tmux, a terminal that breaks earlier lines anew when it is resized."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+_DEADLINE_S = 20.0
+_REPOSITORY = Path(__file__).resolve().parents[2]
+
+pytestmark = pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed")
+
+
+class _Tmux:
+    """One window of a tmux server of its own."""
+
+    def __init__(self, socket: Path, command: str) -> None:
+        self._base = ["tmux", "-S", str(socket), "-f", os.devnull]
+        paths = (_REPOSITORY, _REPOSITORY / "kernels", _REPOSITORY / "tests")
+        environment = {
+            "PATH": os.environ["PATH"],
+            "HOME": "/nonexistent",
+            "LANG": "C.UTF-8",
+            "PYTHONPATH": os.pathsep.join(str(path) for path in paths),
+        }
+        size = ["-x", "80", "-y", "24"]
+        arguments = [*self._base, "-u", "new-session", "-d", *size, command]
+        subprocess.run(arguments, check=True, env=environment)
+        self.tell("set-option", "-g", "status", "off")
+
+    def tell(self, *arguments: str) -> str:
+        done = subprocess.run([*self._base, *arguments], check=True, capture_output=True, text=True)
+        return done.stdout
+
+    @property
+    def text(self) -> str:
+        """Scrollback and screen, lines that tmux itself has wrapped joined again."""
+        return self.tell("capture-pane", "-p", "-J", "-S", "-")
+
+    def wait_for(self, is_there: Callable[[str], bool]) -> str:
+        end_s = time.monotonic() + _DEADLINE_S
+        while not is_there(text := self.text):
+            assert time.monotonic() < end_s, f"the screen was:\n{text}"
+        return text
+
+    def close(self) -> None:
+        subprocess.run([*self._base, "kill-server"], check=False, capture_output=True)
+
+
+def _has(what: str) -> Callable[[str], bool]:
+    return lambda text: what in text
+
+
+@pytest.fixture
+def tmux(checkpoint: Path, tmp_path: Path) -> Iterator[_Tmux]:
+    command = f"{sys.executable} -m support.scripted_repl {checkpoint} --reflows"
+    window = _Tmux(tmp_path / "tmux", command)
+    yield window
+    window.close()
+
+
+def test_resizing_leaves_every_word_once_and_no_stale_row(tmux: _Tmux) -> None:
+    tmux.wait_for(_has("/help for help"))
+    tmux.tell("send-keys", "prose 220", "Enter")
+    for columns, rows, word in ((60, 24, 40), (100, 30, 80), (40, 12, 120), (80, 24, 160)):
+        mark = f"word{word} "
+        tmux.wait_for(_has(mark))
+        tmux.tell("resize-window", "-x", str(columns), "-y", str(rows))
+    text = tmux.wait_for(_has("tokens\u00a0at"))
+
+    answer = text.split("❯ prose 220", 1)[1].split("read", 1)[0]
+    assert re.findall(r"\S+", answer) == [f"word{number}" for number in range(220)]
+    assert text.count("context") <= 2, "one line of statistics, one toolbar"

@@ -1,0 +1,228 @@
+"""The interactive chat in a real pseudo-terminal: what a person sees."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvchat.chat.store import SessionStore
+from support.pty_screen import PtyScreen
+
+StartChat = Callable[..., PtyScreen]
+
+
+def _numbered(text: str) -> list[int]:
+    return [int(number) for number in re.findall(r"^line-(\d{4}) of the answer$", text, re.M)]
+
+
+def _count_of(what: str, count: int) -> Callable[[str], bool]:
+    return lambda text: text.count(what) == count
+
+
+def _lines_up_to(number: int) -> Callable[[str], bool]:
+    return lambda text: max(_numbered(text), default=-1) >= number
+
+
+def _turns(sessions: Path) -> list[tuple[str, str]]:
+    """The role and text of every turn of the session changed last."""
+    store = SessionStore(sessions)
+    conversation = store.read(store.latest()).conversation
+    return [(turn.role.value, turn.text) for turn in conversation.turns()]
+
+
+def test_a_message_is_typed_sent_and_answered(start_chat: StartChat, tmp_path: Path) -> None:
+    chat = start_chat()
+    chat.enter("hello there").wait_for("You said 'hello there' (0).").wait_for("tokens at")
+
+    assert "❯ hello there" in chat.text
+    assert _turns(tmp_path / "sessions")[0] == ("user", "hello there")
+    assert _turns(tmp_path / "sessions")[1] == ("assistant", "You said 'hello there' (0).")
+
+
+def test_a_long_answer_is_in_the_scrollback_once_and_in_order(start_chat: StartChat) -> None:
+    chat = start_chat()
+    chat.enter("lines 200").wait_for("tokens at")
+
+    assert _numbered(chat.text) == list(range(200))
+
+
+def test_the_answer_looks_like_markdown(start_chat: StartChat) -> None:
+    chat = start_chat()
+    chat.enter("markdown").wait_for("tokens at")
+
+    shown = chat.text
+    for expected in ("Title", "Some bold text and code", "• one", "  1. nested", "─── python"):
+        assert expected in shown
+    assert "def f(x):\n    return x  # comment\n──" in shown
+    assert "a   b\n─────\n1   2" in shown
+    assert b"\x1b[34mdef" in chat.raw, "code is coloured"
+
+
+def test_thinking_is_shown_apart(start_chat: StartChat) -> None:
+    chat = start_chat()
+    chat.enter("think").wait_for("tokens at")
+
+    assert "┊ Let me see.\n┊ Yes.\n\nThe answer is 42." in chat.text
+
+
+def test_messages_typed_meanwhile_wait_and_are_answered_in_order(start_chat: StartChat) -> None:
+    chat = start_chat()
+    chat.enter("slow 12").wait_for("line-0002")
+    chat.enter("second question").enter("third question").type("half typed")
+    chat.wait_for("queued 1: second question").wait_for("queued 2: third question")
+    chat.wait_for("You said 'third question' (0).").wait_for(_count_of("tokens at", 3))
+
+    order = [chat.text.index(said) for said in ("line-0011", "'second ques", "'third ques")]
+    assert order == sorted(order)
+    assert chat.text.count("You said") == 2
+    assert "❯ half typed" in chat.shown, "what is being typed stays in the prompt"
+
+
+def test_a_waiting_message_can_be_edited(start_chat: StartChat) -> None:
+    chat = start_chat()
+    chat.enter("slow 200").wait_for("line-0002")
+    chat.enter("first").enter("secnod").wait_for("queued 2: secnod")
+    chat.type("\x1b[A").wait_for("editing 2: secnod").type("\x7f" * 4).enter("cond")
+    chat.wait_for("queued 2: second")
+    chat.type("\x03").wait_for("You said 'second' (0).")
+
+    assert "You said 'first' (0)." in chat.text
+
+
+@pytest.mark.parametrize("key", ["\x1b", "\x03"])
+def test_an_answer_is_stopped_and_what_there_is_of_it_kept(
+    start_chat: StartChat, tmp_path: Path, key: str
+) -> None:
+    chat = start_chat()
+    chat.enter("slow 3000").wait_for("line-0004")
+    chat.type(key).wait_for("stopped")
+
+    role, kept = _turns(tmp_path / "sessions")[-1]
+    shown = chat.text.split("❯ slow 3000")[1].split("stopped")[0].strip()
+    assert role == "assistant"
+    assert kept.rstrip() == shown
+    chat.enter("go on").wait_for("You said 'go on' (0).")
+
+
+def test_ctrl_c_at_any_moment_of_an_answer_never_ends_the_program(start_chat: StartChat) -> None:
+    chat = start_chat()
+    for number in range(1, 7):
+        chat.enter(f"slow {200 + number}").wait_for(_count_of("❯ slow", number))
+        chat.wait_for(_lines_up_to(number - 1))
+        chat.type("\x03").wait_for(_count_of("stopped", number))
+    chat.enter("still there").wait_for("You said 'still there' (0).")
+
+
+def test_resizing_while_an_answer_comes_loses_and_doubles_nothing(start_chat: StartChat) -> None:
+    chat = start_chat()
+    chat.enter("slow 45").wait_for("line-0002")
+    for columns, rows in ((60, 24), (100, 24), (40, 30)):  # the emulator loses rows it takes away
+        before = max(_numbered(chat.text), default=0)
+        chat.resize(columns, rows)
+        chat.wait_for(_lines_up_to(before + 4))
+    chat.wait_for("tokens at")
+
+    assert _numbered(chat.text) == list(range(45))
+
+
+def test_a_very_small_window_still_works(start_chat: StartChat) -> None:
+    chat = start_chat(columns=24, rows=6)
+    chat.enter("lines 30").wait_for("at")
+    chat.enter("hello").wait_for("You said 'hello'")
+
+    assert _numbered(chat.text) == list(range(30))
+
+
+def test_nothing_a_model_says_acts_on_the_terminal(start_chat: StartChat) -> None:
+    chat = start_chat()
+    before = len(chat.raw)
+    chat.enter("evil").wait_for("end").wait_for("tokens at")
+
+    assert "␛]0;owned" in chat.text
+    assert "␛[2J" in chat.text
+    assert chat.screen.title == ""
+    raw = chat.raw[before:]
+    allowed = re.compile(rb"\x1b\[[0-9;]*[mABCDGJKH]|\x1b\[\?(?:25|7|12|2004|2026)[hl]|\r|\n|\x08")
+    rest = allowed.sub(b"", raw).decode()
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", rest)
+
+
+def test_what_a_user_pastes_does_not_act_either(start_chat: StartChat) -> None:
+    chat = start_chat()
+    chat.paste("a\x1b]0;mine\x07b \u202eabc\u202c\nsecond line").wait_for("second line")
+    chat.type("\r").wait_for("You said")
+
+    assert b"\x1b]0;mine" not in chat.raw
+    assert "\u202e".encode() not in chat.raw
+    assert chat.screen.title == ""
+
+
+def test_a_paste_of_several_lines_is_one_message_even_after_a_slash(start_chat: StartChat) -> None:
+    chat = start_chat()
+    chat.paste("/exit\n/etc/hosts\nlast").wait_for("last").type("\r")
+    chat.wait_for("You said '/exit\\n/etc/hosts\\nlast' (0).")
+
+
+def test_an_unknown_command_is_explained_and_back_in_the_prompt(start_chat: StartChat) -> None:
+    chat = start_chat()
+    chat.enter("/hepl me").wait_for("Did you mean /help?")
+
+    assert "❯ /hepl me" in chat.shown
+    assert "You said" not in chat.text
+
+
+def test_the_prompt_is_live_while_the_model_loads(start_chat: StartChat) -> None:
+    chat = start_chat("--load", "1.5")
+    chat.wait_for("reading weights").enter("early question").wait_for("queued 1: early question")
+    chat.enter("/help undo").wait_for("/undo [n]")
+    chat.wait_for("You said 'early question' (0).")
+
+
+def test_what_is_typed_before_the_prompt_is_there_is_not_lost(checkpoint: Path) -> None:
+    """The terminal turns Enter into a line feed until the prompt has taken it over: read as a key
+    that would be Ctrl-J, and the message would wait in the prompt as its first line."""
+    chat = PtyScreen("support.scripted_repl", [str(checkpoint)])
+    try:
+        chat.enter("early").type("and ha")
+        chat.wait_for("/help for help").type("lf").wait_for("You said 'early' (0).")
+        chat.wait_for("❯ and half")
+    finally:
+        chat.close()
+
+
+def test_nothing_moves_while_nothing_happens(start_chat: StartChat) -> None:
+    chat = start_chat()
+    chat.enter("hello").wait_for("warm")
+    chat.wait_until_quiet(1.0)
+
+
+def test_a_long_prompt_shows_how_far_it_is_read_and_can_be_stopped(start_chat: StartChat) -> None:
+    chat = start_chat()
+    chat.enter("read 60 " + "x" * 600).wait_for("% ·").wait_for("left")
+    chat.type("\x1b").wait_for("stopped")
+    chat.enter("next").wait_for("You said 'next' (0).")
+
+
+def test_what_libraries_write_to_stderr_does_not_tear_the_screen(start_chat: StartChat) -> None:
+    chat = start_chat()
+    chat.enter("warn me").wait_for("You said 'warn me' (0).").wait_for("tokens at")
+    chat.type("still typing").wait_for("❯ still typing")
+
+    assert "\na library warns\n␛[31mtwice\n" in chat.text
+
+
+def test_an_engine_that_fails_is_a_sentence_not_a_traceback(start_chat: StartChat) -> None:
+    chat = start_chat()
+    chat.enter("crash")
+
+    assert chat.finish() == 1
+    assert "The engine stopped" in chat.text
+    assert "Traceback" not in chat.text
+
+
+def test_a_message_too_long_for_the_context_comes_back(start_chat: StartChat) -> None:
+    chat = start_chat("--context", "300")
+    chat.enter("y" * 400).wait_for("the context holds 300")
+    chat.wait_for(lambda text: "yyyy" in chat.shown.rpartition("❯")[2])
+    chat.type("\x1b\x1b\x15").type("\x03").enter("short").wait_for("You said 'short' (0).")

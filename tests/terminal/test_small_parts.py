@@ -1,0 +1,224 @@
+"""Pickers, blocks of lines, mentioned files, settings, the look, the shared file of history."""
+
+import json
+import stat
+from pathlib import Path
+
+import pytest
+
+from kvchat.chat.session import AskOptions
+from kvchat.core.errors import UsageError
+from kvchat.core.types import SamplingParams
+from kvchat.terminal import answer_settings
+from kvchat.terminal.face import Choice
+from kvchat.terminal.history import PrivateHistory
+from kvchat.terminal.input_blocks import InputBlocks
+from kvchat.terminal.mentions import mentioned_files
+from kvchat.terminal.pickers import Picker, pick_by_number
+from kvchat.terminal.theme import Glyphs, Look, Role
+
+# Pickers
+
+
+def _picker() -> Picker:
+    return Picker("Go on with", [Choice("radix trees"), Choice("poems", "2 h ago"), Choice("C")])
+
+
+def test_the_arrows_go_round() -> None:
+    picker = _picker()
+    picker.move(-1)
+    assert picker.result == 2
+    picker.move(+1)
+    assert picker.result == 0
+
+
+def test_typing_narrows_the_list_and_erasing_widens_it() -> None:
+    picker = _picker()
+    picker.type("h ago")
+    assert picker.result == 1
+    picker.type(" xyz")
+    assert picker.result is None
+    for _ in " xyz":
+        picker.erase()
+    assert picker.result == 1
+
+
+def test_a_long_list_shows_the_part_around_the_cursor() -> None:
+    picker = Picker("Pick", [Choice(f"choice {number}") for number in range(50)], 25)
+    shown = "".join(fragment[1] for fragment in picker.fragments(6, 40, Glyphs()))
+
+    assert "choice 25" in shown
+    assert shown.count("\n") == 5
+
+
+@pytest.mark.parametrize(
+    ("text", "index"), [("1", 0), (" 3 ", 2), ("4", None), ("0", None), ("x", None)]
+)
+def test_a_number_picks_from_a_plain_list(text: str, index: int | None) -> None:
+    assert pick_by_number(text, 3) == index
+
+
+# Blocks of lines
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (["one"], "one"),
+        (["one\\", "two"], "one\ntwo"),
+        (["ends in two\\\\"], "ends in two\\\\"),
+        (['"""', "one", 'two"""'], "one\ntwo"),
+        (['"""one', "", "two", '"""'], "one\n\ntwo"),
+        (['"""all in one"""'], "all in one"),
+        (['not """ at the beginning'], 'not """ at the beginning'),
+    ],
+)
+def test_lines_become_one_message(lines: list[str], message: str) -> None:
+    blocks = InputBlocks()
+
+    taken = [blocks.take(line) for line in lines]
+
+    assert taken[:-1] == [None] * (len(lines) - 1)
+    assert taken[-1] == message
+    assert not blocks.is_open
+
+
+# Mentioned files
+
+
+def test_only_files_that_are_there_are_mentioned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.txt", "b c.txt"):
+        Path(name).write_text("x")
+
+    assert mentioned_files("see @a.txt, and @a.txt again") == [Path("a.txt")]
+    assert mentioned_files('see @"b c.txt".') == [Path("b c.txt")]
+    assert mentioned_files("mail me@a.txt or ask @nobody or @ alone @../nowhere") == []
+    assert mentioned_files(f"@{'x' * 5000}") == []
+
+
+# Settings
+
+
+def test_every_setting_can_be_changed_by_its_flag_name() -> None:
+    options = AskOptions(sampling=SamplingParams(temperature=0.7))
+    for name, text in [("temperature", "0"), ("top-p", "0.5"), ("top_k", "40"), ("min-p", "0.1")]:
+        options = answer_settings.changed(options, name, text)
+    options = answer_settings.changed(options, "--repetition-penalty", "1.1")
+    options = answer_settings.changed(options, "seed", "7")
+    options = answer_settings.changed(options, "max-tokens", "100")
+    options = answer_settings.changed(options, "stop", '"\\n\\n"')
+
+    assert options.sampling == SamplingParams(0.0, 40, 0.5, 0.1, 1.1)
+    assert (options.seed, options.max_tokens, options.stops) == (7, 100, ("\n\n",))
+    assert {name for name, _ in answer_settings.describe(options)} == set(answer_settings.NAMES)
+
+
+def test_settings_can_be_unset() -> None:
+    options = AskOptions(seed=7, max_tokens=5, stops=("x",))
+    for name in ("seed", "max-tokens", "stop"):
+        options = answer_settings.changed(options, name, "none")
+
+    assert (options.seed, options.max_tokens, options.stops) == (None, None, ())
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("temprature", "1", "no setting"),
+        ("temperature", "hot", "must be a number"),
+        ("temperature", "-1", "must be 0 to 100"),
+        ("top-k", "1.5", "must be a whole number"),
+        ("max-tokens", "0", "1 or more"),
+        ("stop", '""', "empty"),
+    ],
+)
+def test_values_that_cannot_be_are_refused_in_a_sentence(name: str, text: str, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        answer_settings.changed(AskOptions(), name, text)
+
+
+# The look
+
+
+@pytest.mark.parametrize(
+    ("environment", "color", "has_colour", "is_plain"),
+    [
+        ({"TERM": "xterm-256color"}, "auto", True, False),
+        ({"TERM": "xterm", "NO_COLOR": "1"}, "auto", False, False),
+        ({"TERM": "xterm", "NO_COLOR": ""}, "auto", True, False),
+        ({"TERM": "xterm", "NO_COLOR": "1"}, "always", True, False),
+        ({"TERM": "xterm"}, "never", False, False),
+        ({"TERM": "dumb"}, "auto", False, True),
+        ({"TERM": "xterm", "ACCESSIBLE": "1"}, "auto", False, True),
+        ({"TERM": "xterm", "ACCESSIBLE": "0"}, "auto", True, False),
+    ],
+)
+def test_the_environment_decides_the_look(
+    environment: dict[str, str], color: str, has_colour: bool, is_plain: bool
+) -> None:
+    look = Look.choose(color, False, environment)
+
+    assert (look.has_colour, look.is_plain) == (has_colour, is_plain)
+
+
+def test_only_terminals_known_to_reflow_are_taken_to() -> None:
+    assert Look.choose("auto", False, {"TERM": "xterm-kitty"}).reflows
+    assert Look.choose("auto", False, {"TERM": "screen", "TMUX": "/tmp/x"}).reflows
+    assert not Look.choose("auto", False, {"TERM": "xterm-256color"}).reflows
+    assert not Look.choose("auto", False, {"TERM": "screen", "STY": "1", "TMUX": "/x"}).reflows
+
+
+def test_without_colours_no_style_has_one() -> None:
+    look = Look(has_colour=False)
+
+    assert all(look.style(role).color is None for role in Role)
+    assert not any("ansi" in style for style in look.prompt_styles().values())
+
+
+# History
+
+
+def test_history_is_private_and_newest_first(tmp_path: Path) -> None:
+    path = tmp_path / "state" / "history"
+    history = PrivateHistory(path)
+    for text in ("first", "two\nlines", "é\x1b[31m"):
+        history.store_string(text)
+
+    assert list(PrivateHistory(path).load_history_strings()) == ["é\x1b[31m", "two\nlines", "first"]
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+
+
+def test_a_damaged_line_costs_only_itself(tmp_path: Path) -> None:
+    path = tmp_path / "history"
+    path.write_bytes(b'"one"\n{torn\n\xff\n17\n"two"\n"torn at the e')
+
+    assert list(PrivateHistory(path).load_history_strings()) == ["two", "one"]
+
+
+def test_a_long_history_is_shortened_to_its_newest_entries(tmp_path: Path) -> None:
+    path = tmp_path / "history"
+    path.write_text("".join(f"{json.dumps(str(number))}\n" for number in range(12_000)))
+
+    entries = list(PrivateHistory(path).load_history_strings())
+
+    assert entries[0] == "11999"
+    assert len(path.read_text().splitlines()) <= 5000
+
+
+@pytest.mark.parametrize("kind", ["symlink", "directory", "missing"])
+def test_without_a_usable_file_there_is_no_history_and_no_error(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "history"
+    if kind == "symlink":
+        path.symlink_to("/etc/passwd")
+    elif kind == "directory":
+        path.mkdir()
+    history = PrivateHistory(path)
+
+    assert list(history.load_history_strings()) == []
+    if kind != "missing":
+        history.store_string("typed")
+        assert list(history.load_history_strings()) == []

@@ -1,0 +1,179 @@
+"""The figures in words."""
+
+import pytest
+
+from kvchat.chat.events import ReadingPrompt
+from kvchat.core.types import CachedTokens, FinishReason, Timing, Usage
+from kvchat.terminal.status import (
+    PrefillMeter,
+    Price,
+    ToolbarFacts,
+    format_count,
+    format_seconds,
+    model_label,
+    plural,
+    stats_line,
+    toolbar,
+)
+from kvchat.terminal.theme import Glyphs
+
+_GLYPHS = Glyphs()
+
+
+def _line(usage: Usage, timing: Timing, reason: FinishReason = FinishReason.STOP) -> str:
+    return stats_line(usage, timing, reason, 32768, _GLYPHS).replace("\u00a0", " ")
+
+
+def test_the_line_after_an_answer_tells_all_there_is_to_tell() -> None:
+    usage = Usage(3904, CachedTokens(3200, 0, 612), 212, 100, 74)
+    timing = Timing(ttft_s=0.084, decode_s=211 / 61)
+
+    assert _line(usage, timing) == (
+        "cached 3,812/3,904 (3,200 device · 612 disk) · read 92 · first token 84 ms · "
+        "212 tokens at 61/s · draft 74% accepted · context 4.1k/32k"
+    )
+
+
+def test_what_is_zero_is_left_out() -> None:
+    usage = Usage(prompt_tokens=40, completion_tokens=1)
+
+    assert (
+        _line(usage, Timing(ttft_s=1.5)) == "read 40 · first token 1.5 s · 1 token · context 41/32k"
+    )
+
+
+def test_a_wholly_cached_prompt_on_the_device_needs_no_places() -> None:
+    usage = Usage(64, CachedTokens(device=64), 2)
+
+    assert _line(usage, Timing(ttft_s=0.01, decode_s=0.5)) == (
+        "cached 64/64 · first token 10 ms · 2 tokens at 2.0/s · context 66/32k"
+    )
+
+
+@pytest.mark.parametrize(
+    ("reason", "begins"),
+    [
+        (FinishReason.CANCELLED, "stopped · read 10"),
+        (FinishReason.LENGTH, "cut off at the limit · read 10"),
+        (FinishReason.TIMEOUT, "out of time · read 10"),
+    ],
+)
+def test_an_answer_that_did_not_end_by_itself_says_so(reason: FinishReason, begins: str) -> None:
+    assert _line(Usage(10), Timing(), reason).startswith(begins)
+
+
+def test_the_line_can_only_break_between_its_parts() -> None:
+    usage = Usage(40, CachedTokens(device=16), 10)
+    line = stats_line(usage, Timing(0.0, 0.1, 0.1, 1.0), FinishReason.STOP, 32768, _GLYPHS)
+
+    assert all("\u00a0" not in word or "·" not in word for word in line.split(" "))
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0"), (999, "999"), (1000, "1.0k"), (4096, "4k"), (4116, "4.1k"), (9949, "9.9k"),
+     (9950, "10k"), (32768, "32k"), (131072, "128k"), (40000, "40k")],
+)  # fmt: skip
+def test_token_counts_are_short(count: int, text: str) -> None:
+    assert format_count(count) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.0841, "84 ms"), (0.9994, "999 ms"), (1.0, "1.0 s"), (9.94, "9.9 s"), (43.4, "43 s"),
+     (125, "2 min 5 s")],
+)  # fmt: skip
+def test_durations_are_short(seconds: float, text: str) -> None:
+    assert format_seconds(seconds) == text
+
+
+def test_words_and_names() -> None:
+    assert plural(1, "token") == "1 token"
+    assert plural(1240, "token") == "1,240 tokens"
+    assert model_label("/home/ada/models/tiny/") == "tiny"
+    assert model_label("org/model-1b") == "model-1b"
+
+
+def test_a_long_prefill_shows_a_bar_and_what_is_left() -> None:
+    meter = PrefillMeter()
+    cached = CachedTokens(device=8000)
+    meter.update(ReadingPrompt(cached, 8100, 9800), now_s=10.0)
+    meter.update(ReadingPrompt(cached, 8900, 9800), now_s=12.0)
+
+    assert meter.line(12.0, _GLYPHS) == "reading 9,800 · 8,000 cached · ▰▰▰▰▰▰▰▰▰▱ 91% · 2.2 s left"
+    assert meter.line(13.0, _GLYPHS).endswith("1.2 s left"), "the time since the last step counts"
+    meter.update(ReadingPrompt(cached, 9800, 9800), now_s=14.0)
+    assert meter.line(14.0, _GLYPHS) == ""
+
+
+def test_the_first_step_of_a_prefill_tells_no_time() -> None:
+    meter = PrefillMeter()
+    assert meter.line(0.0, _GLYPHS) == ""
+    meter.update(ReadingPrompt(CachedTokens(), 100, 1000), now_s=0.0)
+    assert "left" not in meter.line(0.5, _GLYPHS)
+
+
+_FACTS = ToolbarFacts(
+    model="demo",
+    title="radix trees and what they are good for",
+    branch=(2, 3),
+    context_tokens=4116,
+    context_limit=32768,
+    warmth=1.0,
+)
+
+
+def test_the_toolbar_tells_where_one_is() -> None:
+    assert toolbar(_FACTS, 120, _GLYPHS) == (
+        "demo · radix trees and what they are good for · answer 2/3 · context 4.1k/32k · warm"
+    )
+
+
+def test_a_narrow_toolbar_gives_up_what_matters_least_first() -> None:
+    busy = ToolbarFacts(
+        model="demo",
+        title="radix trees",
+        context_tokens=4116,
+        context_limit=32768,
+        answering="41 tokens 3 s",
+        num_queued=2,
+        escape="stops",
+    )
+    for width in range(10, 100):
+        assert len(toolbar(busy, width, _GLYPHS)) <= width
+    assert toolbar(busy, 70, _GLYPHS) == (
+        "demo · context 4.1k/32k · 41 tokens 3 s · 2 queued · Esc stops"
+    )
+    assert toolbar(busy, 38, _GLYPHS) == "41 tokens 3 s · 2 queued · Esc stops"
+    assert toolbar(busy, 12, _GLYPHS) == "Esc stops"
+
+
+@pytest.mark.parametrize(
+    ("warmth", "word"), [(None, ""), (1.0, "warm"), (0.5, "50% warm"), (0.0, "cold")]
+)
+def test_warmth_is_told_in_words(warmth: float | None, word: str) -> None:
+    facts = ToolbarFacts(model="m", warmth=warmth)
+
+    assert toolbar(facts, 80, _GLYPHS) == f"m · {word}".removesuffix(" · ")
+
+
+def test_a_price_is_told_in_tokens_and_once_measured_in_seconds() -> None:
+    assert str(Price(9812, 8572)) == "re-reads 1,240 of 9,812 tokens"
+    assert str(Price(9812, 8572, 1378.0)) == "re-reads 1,240 of 9,812 tokens, about 900 ms"
+
+
+@pytest.mark.parametrize(
+    ("price", "is_cheap", "is_dear"),
+    [
+        (Price(5000, 4900), True, False),
+        (Price(5000, 4000), False, False),
+        (Price(50000, 0), False, True),
+        (Price(5000, 0, 20000.0), True, False),
+        (Price(5000, 0, 1000.0), False, False),
+        (Price(5000, 0, 100.0), False, True),
+    ],
+)
+def test_cheap_prices_are_not_worth_a_word_and_dear_ones_are_asked(
+    price: Price, is_cheap: bool, is_dear: bool
+) -> None:
+    assert (price.is_cheap, price.is_dear) == (is_cheap, is_dear)

@@ -1,0 +1,205 @@
+"""The commands that move about, name, switch and show, as a person uses them."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from kvchat.chat.store import SessionStore
+from support.pty_screen import PtyScreen
+
+StartChat = Callable[..., PtyScreen]
+
+
+def _after(text: str, mark: str) -> str:
+    return text.rpartition(mark)[2]
+
+
+def test_going_back_and_forth_in_the_tree_loses_nothing(start_chat: StartChat) -> None:
+    chat = start_chat(rows=50)
+    chat.enter("one").wait_for("You said 'one' (0).").wait_for("tokens at")
+    chat.enter("two").wait_for("You said 'two' (0).")
+    chat.wait_for(lambda text: text.count("tokens at") == 2)
+    chat.enter("/undo").wait_for("Back before: two")
+    chat.enter("/redo").wait_for(lambda text: "You said 'two'" in _after(text, "/redo"))
+    chat.enter("/retry -n 2").wait_for("Go on from").type("\r")
+    chat.wait_for("answer 2/3")
+    chat.enter("/edit 1").wait_for("Editing message 1").enter(" more")
+    chat.wait_for("You said 'one more' (0).").wait_for(lambda text: text.count("tokens at") == 5)
+    chat.enter("/tree").wait_for("7 you: one more")
+
+    tree = _after(chat.text, "/tree")
+    for expected in ("├─ 1 you: one", "│  ├─ 4 model:", "│  └─ 6 model:", "└─ 7 you: one more"):
+        assert expected in tree
+    chat.enter("/switch 3").wait_for(lambda text: "❯ two" in _after(text, "/switch 3"))
+
+
+def test_siblings_are_flipped_with_alt_and_the_arrows(start_chat: StartChat) -> None:
+    chat = start_chat()
+    chat.enter("one").wait_for("tokens at")
+    chat.enter("/retry").wait_for(lambda text: text.count("tokens at") == 2).wait_for("answer 2/2")
+    chat.type("\x1b[1;3D").wait_for("Answer 1 of 2").wait_for("answer 1/2")
+
+
+def test_rewinding_puts_the_message_into_the_prompt(start_chat: StartChat) -> None:
+    chat = start_chat()
+    chat.enter("first").wait_for("tokens at")
+    chat.enter("second").wait_for(lambda text: text.count("tokens at") == 2)
+    chat.type("\x1b").type("\x1b").wait_for("Go back to before").type("\x1b[A").type("\r")
+    chat.wait_for("Back before: first")
+
+    assert _after(chat.shown, "❯").startswith(" first")
+
+
+def test_a_conversation_is_resumed_where_it_was(start_chat: StartChat, tmp_path: Path) -> None:
+    chat = start_chat()
+    chat.enter("remember this").wait_for("tokens at")
+    chat.enter("/rename Of memory").wait_for("is called: Of memory")
+    chat.enter("/exit")
+    assert chat.finish() == 0
+    assert "kvchat -c" in chat.text
+
+    again = start_chat("--continue")
+    again.wait_for("❯ remember this").wait_for("You said 'remember this' (0).")
+    again.wait_for("Of memory")
+    again.enter("/new").wait_for("A new conversation.")
+    again.enter("other").wait_for("You said 'other' (0).").wait_for("tokens at")
+    again.enter("/resume memory").wait_for(lambda t: "remember this" in _after(t, "/resume memory"))
+    again.enter("/fork Copy").wait_for("This is a copy now: Copy")
+    again.enter("/exit")
+    assert again.finish() == 0
+    titles = {summary.title for summary in SessionStore(tmp_path / "sessions").summaries()}
+    assert titles == {"Of memory", "other", "Copy"}
+
+
+def test_leaving_at_once_leaves_no_file(start_chat: StartChat, tmp_path: Path) -> None:
+    chat = start_chat()
+    chat.type("\x04")
+
+    assert chat.finish() == 0
+    assert SessionStore(tmp_path / "sessions").ids() == []
+
+
+def test_a_conversation_is_deleted_only_after_a_yes(start_chat: StartChat, tmp_path: Path) -> None:
+    store = SessionStore(tmp_path / "sessions")
+    chat = start_chat()
+    chat.enter("secret").wait_for("tokens at")
+    chat.enter("/delete").wait_for("for good?").type("\r").wait_for("Kept: secret")
+    assert len(store.ids()) == 1
+    chat.enter("/delete").wait_for("for good?").type("yes").type("\r").wait_for("Deleted: secret")
+
+    assert store.ids() == []
+
+
+def test_a_conversation_is_written_to_a_file_once(start_chat: StartChat, tmp_path: Path) -> None:
+    path = tmp_path / "out.md"
+    chat = start_chat(columns=200)
+    chat.enter("hello").wait_for("tokens at")
+    chat.enter(f"/export {path}").wait_for("Written to")
+    assert "You said 'hello' (0)." in path.read_text()
+    chat.enter(f"/export {path}").wait_for(lambda text: "exists already" in text.replace("\n", " "))
+
+
+def test_files_go_with_the_next_message(start_chat: StartChat, tmp_path: Path) -> None:
+    notes = tmp_path / "notes.txt"
+    notes.write_text("forty-two\n")
+    chat = start_chat(columns=120)
+    chat.enter(f"/file {notes}").wait_for("Attached notes.txt")
+    chat.enter("what is in it?").wait_for("with notes.txt").wait_for("tokens at")
+    chat.enter(f"and in @{notes}?").wait_for(lambda text: text.count("with notes.txt") == 2)
+    chat.wait_for(lambda text: text.count("tokens at") == 2)
+
+    texts = [turn.text for turn in _conversation(tmp_path).turns()]
+    assert "notes.txt:\n```\nforty-two\n```" in texts[0]
+    assert texts[0].endswith("what is in it?")
+    assert "forty-two" in texts[2]
+
+
+def test_a_file_that_cannot_be_attached_loses_no_message(
+    start_chat: StartChat, tmp_path: Path
+) -> None:
+    binary = tmp_path / "image.bin"
+    binary.write_bytes(b"\0\1")
+    chat = start_chat(columns=120)
+    chat.enter(f"look at @{binary}").wait_for("is not a text file")
+
+    assert f"❯ look at @{binary}" in chat.shown
+    chat.type("\x03").enter("/file /no/such/file").wait_for("cannot be read")
+
+
+def test_settings_are_shown_and_changed(start_chat: StartChat) -> None:
+    chat = start_chat()
+    chat.enter("/set max-tokens 10").wait_for("max-tokens is 10.")
+    chat.enter("lines 5").wait_for("cut off at the limit")
+    chat.enter("/set temperature -1").wait_for("must be 0 to 100")
+    chat.enter("/set").wait_for("repetition-penalty")
+    chat.enter("/system Be brief.").wait_for("The system prompt is set.")
+    chat.enter("/system").wait_for("System prompt: Be brief.")
+    chat.enter("/stats").wait_for("engine:").wait_for("blocks hold KV")
+    chat.enter("/context").wait_for("tokens:").wait_for("% of 32k")
+    chat.enter("/model").wait_for("append-safe")
+
+
+def test_the_statistics_line_can_be_switched_off(start_chat: StartChat) -> None:
+    chat = start_chat()
+    chat.type("\x1bOQ").wait_for("Statistics are off.")
+    chat.enter("hello").wait_for("You said 'hello' (0).")
+    chat.enter("again").wait_for("You said 'again' (0).")
+
+    assert "tokens at" not in chat.text
+
+
+def test_dear_changes_say_their_price(start_chat: StartChat) -> None:
+    chat = start_chat()
+    chat.enter("lines 60").wait_for("tokens at")
+    chat.enter("/system Be brief.").wait_for("/system re-reads 1,").wait_for("prompt is set")
+
+
+def test_another_model_takes_over_and_a_bad_one_does_not(start_chat: StartChat) -> None:
+    chat = start_chat()
+    chat.enter("hello").wait_for("tokens at")
+    chat.enter("/model missing").wait_for("There is no model missing.")
+    chat.enter("/model broken").wait_for("The weights are broken.")
+    chat.enter("/model other").wait_for("Now with scripted, cpu, float32.")
+    chat.enter("still you?").wait_for("You said 'still you?' (0).")
+
+
+def test_commands_that_must_not_meet_an_answer_are_put_off(start_chat: StartChat) -> None:
+    chat = start_chat()
+    chat.enter("slow 400").wait_for("line-0001")
+    chat.enter("/undo").wait_for("/undo waits for the answer. Esc stops it.")
+    assert "❯ /undo" in chat.shown
+    chat.type("\x1b").wait_for("stopped").type("\r").wait_for("Back before: slow 400")
+
+
+def test_the_editor_gets_the_prompt_and_gives_it_back(
+    start_chat: StartChat, tmp_path: Path
+) -> None:
+    editor = tmp_path / "editor"
+    editor.write_text('#!/bin/sh\nprintf " and more\\nlines" >> "$1"\n')
+    editor.chmod(0o755)
+    chat = start_chat("--editor", str(editor))
+    chat.type("typed").wait_for("❯ typed").type("\x07").wait_for("and more").type("\r")
+    chat.wait_for("You said 'typed and more\\nlines' (0).")
+
+
+def test_an_answer_that_was_cut_off_goes_on_in_its_own_turn(
+    start_chat: StartChat, tmp_path: Path
+) -> None:
+    chat = start_chat()
+    chat.enter("/set max-tokens 60").wait_for("max-tokens is 60.")
+    chat.enter("lines 4").wait_for("cut off at the limit")
+    cut = list(_conversation(tmp_path).turns())[-1]
+    chat.enter("/set max-tokens none").wait_for("as many as fit")
+    chat.enter("/continue").wait_for("line-0003 of the answer")
+    chat.wait_for(lambda text: text.count("tokens at") == 2)
+
+    whole = list(_conversation(tmp_path).turns())[-1]
+    assert whole.text == "\n".join(f"line-{number:04} of the answer" for number in range(4))
+    assert whole.token_ids[: len(cut.token_ids)] == cut.token_ids
+    assert whole.turn_id == cut.turn_id
+    assert "line-0002 of the answer" in chat.text, "the torn line is shown whole"
+    chat.enter("/continue").wait_for("The last answer is complete.")
+
+
+def _conversation(tmp_path: Path):  # type: ignore[no-untyped-def]
+    store = SessionStore(tmp_path / "sessions")
+    return store.read(store.latest()).conversation

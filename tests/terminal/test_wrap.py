@@ -1,0 +1,52 @@
+"""Where lines break."""
+
+import itertools
+import random
+
+import pytest
+from rich.cells import cell_len
+
+from kvchat.terminal.wrap import break_offsets
+
+
+def _rows(line: str, width: int) -> list[str]:
+    offsets = [0, *break_offsets(line, width), len(line)]
+    return [line[a:b].rstrip(" ") for a, b in itertools.pairwise(offsets)]
+
+
+@pytest.mark.parametrize(
+    ("line", "width", "rows"),
+    [
+        ("", 5, [""]),
+        ("one two three", 7, ["one two", "three"]),
+        ("exact fit", 9, ["exact fit"]),
+        ("abcdefghij", 4, ["abcd", "efgh", "ij"]),
+        ("a abcdefgh", 4, ["a", "abcd", "efgh"]),
+        ("日本語日本語", 6, ["日本語", "日本語"]),
+        ("ab日本", 4, ["ab日", "本"]),
+        ("first token\u00a084\u00a0ms", 11, ["first", "token\u00a084\u00a0ms"]),
+    ],
+)
+def test_lines_break_at_spaces_and_between_ideographs(
+    line: str, width: int, rows: list[str]
+) -> None:
+    assert _rows(line, width) == rows
+
+
+def test_no_row_is_too_wide_and_nothing_is_lost() -> None:
+    rng = random.Random(2)
+    for _ in range(500):
+        line = "".join(rng.choices("ab  cd日本é👩-", k=rng.randint(0, 60)))
+        width = rng.randint(2, 20)
+        rows = _rows(line, width)
+
+        assert all(cell_len(row) <= width for row in rows)
+        assert "".join(rows).replace(" ", "") == line.replace(" ", "")
+
+
+def test_rows_of_a_growing_line_stay_but_for_the_last_word() -> None:
+    line = "the quick brown fox jumps over the lazy dog and runs away " * 3
+    for end in range(len(line)):
+        if line[end] == " ":
+            before = break_offsets(line[:end], 20)
+            assert break_offsets(line, 20)[: len(before)] == before
