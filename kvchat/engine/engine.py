@@ -23,7 +23,7 @@ from kvchat.core.events import (
 from kvchat.core.stats import EngineStatus
 from kvchat.core.types import CachedTokens, FinishReason
 from kvchat.engine.noise import sample_seed
-from kvchat.engine.request import Request, RequestSpec
+from kvchat.engine.request import Request, RequestSpec, State
 from kvchat.engine.runner import Runner
 from kvchat.engine.sampler import SamplingRow, sample
 from kvchat.engine.scheduler import Scheduler, Work
@@ -122,12 +122,7 @@ class Engine:
         if not plan:
             return events + self._end_stuck()
         self._mark_started(plan)
-        try:
-            logits = self._runner.run(plan)
-            tokens = self._sample(plan, logits)
-        except Exception as error:  # a model's own code can fail with anything
-            return events + self._fail(plan, error)
-        return events + self._advance(plan, tokens)
+        return events + self._compute(plan)
 
     # One step, part by part
 
@@ -156,6 +151,27 @@ class Engine:
             if work.request.clock.started_s is None:
                 work.request.clock.started_s = now_s
 
+    def _compute(self, plan: Sequence[Work]) -> list[RequestEvent]:
+        """Run the plan as one batch; where that fails, request by request.
+
+        One request that cannot be answered, or a batch too large for the device's memory, must not
+        cost the others their answers. Running work again is harmless: it writes the same slots.
+        """
+        try:
+            tokens = self._sample(plan, self._runner.run(plan))
+        except Exception as error:  # a model's own code can fail with anything
+            _log.error("step failed requests=%d", len(plan), exc_info=error)
+            if len(plan) == 1:
+                return self._fail(plan[0].request, _explain(error))
+        else:
+            return self._advance(plan, tokens)
+        # Outside the handler: the error held on to the failed step's tensors.
+        events: list[RequestEvent] = []
+        for work in plan:
+            if work.request.state is State.RUNNING:  # or it has failed with another of its samples
+                events.extend(self._compute([work]))
+        return events
+
     def _sample(self, plan: Sequence[Work], logits: torch.Tensor) -> dict[Work, list[int]]:
         """Draw the next token of each completing request, and of the siblings about to fork."""
         completing = [work for work in plan if work.completes]
@@ -179,6 +195,8 @@ class Engine:
         self._num_steps += 1
         for work in plan:
             request = work.request
+            if request.state is State.FINISHED:
+                continue  # it has failed with another of its samples
             assert request.table is not None
             self._num_tokens += work.num_tokens
             request.num_computed += work.num_tokens
@@ -194,7 +212,8 @@ class Engine:
         events: list[RequestEvent] = []
         siblings = self._fork(request)
         for sibling, token in zip([request, *siblings], tokens, strict=True):
-            events.extend(self._append_token(sibling, token))
+            if sibling.state is not State.FINISHED:  # or it has failed with another sample
+                events.extend(self._append_token(sibling, token))
         return events
 
     def _fork(self, request: Request) -> list[Request]:
@@ -219,7 +238,13 @@ class Engine:
             return [self._finish(request, FinishReason.STOP)]
         request.ids.append(token)
         generated = TokensGenerated(request.request_id, request.sample, (token,))
-        if request.watcher is not None and request.watcher.feed(token):
+        try:
+            is_stopped = request.watcher is not None and request.watcher.feed(token)
+        except Exception as error:  # a watcher reads text, which is not the engine's own work
+            _log.error("a stop watcher failed", exc_info=error)
+            failure = GenerationError("Looking for stop strings failed.", "Answer without --stop.")
+            return [generated, *self._fail(request, failure)]
+        if is_stopped:
             return [generated, self._finish(request, FinishReason.STOP)]
         if self._is_at_limit(request):
             return [generated, self._finish(request, FinishReason.LENGTH)]
@@ -243,15 +268,12 @@ class Engine:
             request.stop_token,
         )
 
-    def _fail(self, plan: Sequence[Work], error: Exception) -> list[RequestEvent]:
-        """End the requests of a step that failed; what they had computed before stays valid."""
-        _log.error("step failed requests=%d", len(plan), exc_info=error)
-        failure = _explain(error)
-        failed_ids = dict.fromkeys(work.request.request_id for work in plan)
+    def _fail(self, failed: Request, error: KvchatError) -> list[RequestEvent]:
+        """End a request, all its samples; what they had computed before stays valid."""
         for request in self._scheduler.requests():
-            if request.request_id in failed_ids:
+            if request.request_id == failed.request_id:
                 self._scheduler.finish(request)
-        return [RequestFailed(request_id, failure) for request_id in failed_ids]
+        return [RequestFailed(failed.request_id, error)]
 
 
 def _sampling_row(request: Request, sibling: int, device: torch.device) -> SamplingRow:

@@ -139,17 +139,17 @@ class EngineThread:
 
     def _load_and_serve(self) -> None:
         try:
-            engine, ready = self._build(self._on_load)
+            engine, ready = self._build(lambda event: _tell(self._on_load, event))
         except KvchatError as error:
             self._refuse_everything(error)
-        except Exception as error:
+        except BaseException as error:  # a Rust library's panic is no Exception
             _log.exception("loading failed")
             self._refuse_everything(GenerationError(f"Loading the model failed: {error!r}."))
         else:
             _tell(self._on_load, ready)
             try:
                 self._serve(engine, time.perf_counter())
-            except Exception as error:
+            except BaseException as error:
                 _log.exception("the engine stopped")
                 failure = GenerationError(f"The engine stopped: {error!r}.", "Start kvchat again.")
                 self._fail_running(failure)
@@ -193,6 +193,11 @@ class EngineThread:
             request_id = engine.submit(message.spec, max(message.submitted_s, ready_s))
         except KvchatError as error:
             _tell(message.listener, RequestFailed(0, error))
+            return
+        except Exception as error:  # making a stop watcher is the caller's own code
+            _log.exception("a request could not be begun")
+            failure = GenerationError(f"The request could not be begun: {error!r}.")
+            _tell(message.listener, RequestFailed(0, failure))
             return
         self._listeners[request_id] = message.listener
         self._samples_left[request_id] = message.spec.num_samples

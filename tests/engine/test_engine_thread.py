@@ -17,7 +17,7 @@ from kvchat.core.events import (
     SampleFinished,
     TokensGenerated,
 )
-from kvchat.core.types import FinishReason
+from kvchat.core.types import FinishReason, StopWatcher
 from kvchat.engine.engine import Engine
 from kvchat.engine.request import RequestSpec
 from kvchat.engine.thread import EngineThread
@@ -139,20 +139,69 @@ def test_a_listener_that_raises_while_being_refused_hurts_nobody(start) -> None:
         assert isinstance(inbox.until_end()[-1], RequestFailed)
 
 
-def test_an_engine_that_breaks_fails_what_runs_and_refuses_the_rest(start) -> None:  # type: ignore[no-untyped-def]
-    class Broken(RequestSpec):
-        pass
+def test_progress_that_nobody_can_show_does_not_keep_a_model_from_loading(start) -> None:  # type: ignore[no-untyped-def]
+    """Where the line on stderr could not be written, the model was said not to load."""
 
-    def bad_watcher():  # type: ignore[no-untyped-def]
-        class Watcher:
-            def feed(self, token_id: int) -> bool:
-                raise RuntimeError("watcher")
+    def broken(_: object) -> None:
+        raise BrokenPipeError
 
-        return Watcher()
+    def build(progress: Callable[[LoadProgress], None]) -> tuple[Engine, ModelReady]:
+        progress(LoadProgress("loading weights"))
+        return EngineHarness().engine, READY
+
+    thread, inbox = start(build=build, on_load=broken), Inbox()
+    thread.submit(spec(), inbox)
+
+    assert isinstance(inbox.until_end()[-1], SampleFinished)
+
+
+def test_a_request_that_cannot_be_begun_fails_alone(start) -> None:  # type: ignore[no-untyped-def]
+    """A stop watcher that could not be made once stopped the engine for everybody."""
+
+    def no_watcher() -> StopWatcher:
+        raise ValueError("no such character")
+
+    thread, first, second = start(), Inbox(), Inbox()
+    thread.submit(RequestSpec((1, 2), GREEDY, new_stop_watcher=no_watcher), first)
+    thread.submit(spec(), second)
+
+    assert "no such character" in first.until_end()[-1].error.message  # type: ignore[union-attr]
+    assert isinstance(second.until_end()[-1], SampleFinished)
+
+
+class Panic(BaseException):
+    """What a Rust library's panic looks like: no Exception."""
+
+
+def test_a_panic_while_loading_is_a_model_that_does_not_load(start) -> None:  # type: ignore[no-untyped-def]
+    """Only Exceptions were caught: the thread ended without a word, and whoever waited for the
+    model or for an answer waited for ever."""
+
+    def build(_: object) -> tuple[Engine, ModelReady]:
+        raise Panic("header too large")
 
     heard: list[LoadEvent] = []
-    thread, first, second = start(on_load=heard.append), Inbox(), Inbox()
-    thread.submit(RequestSpec((1, 2), GREEDY, new_stop_watcher=bad_watcher), first)
+    thread, inbox = start(build=build, on_load=heard.append), Inbox()
+    thread.submit(spec(), inbox)
+
+    assert "header too large" in inbox.until_end()[-1].error.message  # type: ignore[union-attr]
+    assert isinstance(heard[-1], LoadFailed)
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, Panic])
+def test_an_engine_that_breaks_fails_what_runs_and_refuses_the_rest(  # type: ignore[no-untyped-def]
+    start, kind: type[BaseException]
+) -> None:
+    harness = EngineHarness()
+
+    def broken_commit(*_: object) -> None:
+        raise kind("commit")
+
+    harness.cache.commit = broken_commit  # type: ignore[method-assign]
+    heard: list[LoadEvent] = []
+    thread = start(build=lambda _: (harness.engine, READY), on_load=heard.append)
+    first, second = Inbox(), Inbox()
+    thread.submit(spec(), first)
 
     assert "The engine stopped" in first.until_end()[-1].error.message  # type: ignore[union-attr]
     thread.submit(spec(), second)

@@ -1,4 +1,6 @@
-"""A step that fails ends its own requests and nobody else's, and leaves the cache whole."""
+"""What fails ends the request it belongs to and nobody else's, and leaves the cache whole."""
+
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -6,6 +8,7 @@ import torch
 from kvchat.core.errors import GenerationError
 from kvchat.engine import engine as engine_module
 from kvchat.engine.request import RequestSpec
+from kvchat.model.batch import ForwardBatch
 from support.engine_harness import EngineHarness
 from support.remembering_model import GREEDY
 
@@ -52,16 +55,95 @@ def test_whatever_a_model_raises_becomes_one_sentence(error: Exception, message:
     assert message in failed.error.message
 
 
-def test_requests_that_were_not_in_the_failed_step_go_on() -> None:
-    engine = EngineHarness(max_running=2, fails=Saboteur(RuntimeError("boom"), 3))
-    failing = [engine.submit(spec(1, 2, 3)), engine.submit(spec(4, 5, 6))]
-    waiting = engine.submit(spec(7, 8, 9))
+def poison(engine: EngineHarness, token_id: int, act: Callable[[torch.Tensor], None]) -> None:
+    """Have `act` change, or raise for, the logits of every step that computes `token_id`."""
+    forward = engine.model.forward
+
+    def poisoned(batch: ForwardBatch) -> torch.Tensor:
+        logits = forward(batch)
+        with torch.inference_mode():
+            for row, place in enumerate(batch.logit_rows.tolist()):
+                if batch.token_ids[place] == token_id:
+                    act(logits[row])
+        return logits
+
+    engine.model.forward = poisoned  # type: ignore[method-assign]
+
+
+def boom(_: torch.Tensor) -> None:
+    raise RuntimeError("boom")
+
+
+def test_a_batch_that_fails_once_is_computed_request_by_request() -> None:
+    """A step's failure, running out of memory for one, once ended every request in it."""
+    engine = EngineHarness(fails=Saboteur(torch.OutOfMemoryError("CUDA out of memory"), 3))
+    ids = [engine.submit(spec(1, 2, 3)), engine.submit(spec(4, 5, 6)), engine.submit(spec(7, 8))]
 
     engine.run()
 
-    assert all(len(engine.failures(request_id)) == 1 for request_id in failing)
-    assert not engine.failures(waiting)
-    engine.assert_complete(waiting)
+    for request_id in ids:
+        engine.assert_complete(request_id)
+
+
+@pytest.mark.parametrize(
+    ("act", "message"),
+    [(boom, "boom"), (lambda row: row.fill_(float("nan")), "not numbers")],
+    ids=["raises", "gives no numbers"],
+)
+def test_a_request_that_cannot_be_answered_fails_alone(
+    act: Callable[[torch.Tensor], None], message: str
+) -> None:
+    """One conversation with a NaN in its logits once ended all the others that were answering."""
+    engine = EngineHarness()
+    others = [
+        engine.submit(spec(1, 2, 3)),
+        engine.submit(RequestSpec((4, 5), GREEDY, 6, num_samples=2)),
+    ]
+    poison(engine, 39, act)
+    engine.step()
+    failing = engine.submit(RequestSpec((7, 8, 39), GREEDY, max_tokens=6, num_samples=3))
+
+    engine.run()
+
+    [failed] = engine.failures(failing)
+    assert message in failed.error.message
+    assert not any(39 in engine.generated(request_id) for request_id in others)
+    for request_id in others:
+        engine.assert_complete(request_id)
+
+
+class FailingWatcher:
+    """A stop watcher that fails at its n-th token."""
+
+    def __init__(self, at: int) -> None:
+        self._left = at
+
+    def feed(self, token_id: int) -> bool:
+        self._left -= 1
+        if self._left == 0:
+            raise ValueError("no such character")
+        return False
+
+
+@pytest.mark.parametrize("at", [1, 4])
+def test_a_stop_watcher_that_fails_costs_its_own_request_only(at: int) -> None:
+    """It once stopped the whole engine, for good."""
+    engine = EngineHarness()
+    other = engine.submit(spec(1, 2, 3, max_tokens=9))
+    failing = engine.submit(
+        RequestSpec(
+            (4, 5, 6),
+            GREEDY,
+            max_tokens=9,
+            num_samples=3,
+            new_stop_watcher=lambda: FailingWatcher(at),
+        )
+    )
+
+    engine.run()
+
+    assert len(engine.failures(failing)) == 1
+    engine.assert_complete(other)
 
 
 def test_what_was_computed_before_the_failure_is_kept_and_right() -> None:
@@ -78,7 +160,7 @@ def test_what_was_computed_before_the_failure_is_kept_and_right() -> None:
 
 
 def test_a_failure_after_the_fork_ends_all_samples_with_one_event() -> None:
-    engine = EngineHarness(fails=Saboteur(RuntimeError("boom"), 4))
+    engine = EngineHarness(fails=Saboteur(RuntimeError("boom"), *range(4, 99)))
     request_id = engine.submit(RequestSpec((1, 2, 3), GREEDY, max_tokens=9, num_samples=3))
 
     engine.run()

@@ -85,8 +85,8 @@ class EngineHarness:
         for event in events:
             self.events[event.request_id].append(event)
         self.check()
-        if len(self.steps) > num_before:
-            self._check_step(self.steps[-1], decoding)
+        if len(self.steps) > num_before:  # more than one where a batch failed
+            self._check_step(self.steps[num_before], decoding)
         return events
 
     def _check_step(self, plan: list[tuple[int, int]], decoding: list[Request]) -> None:
