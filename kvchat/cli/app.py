@@ -62,7 +62,7 @@ def chat(
         str, typer.Option(help="text, json or stream-json", metavar="FORMAT")
     ] = "text",
     input_format: Annotated[
-        str, typer.Option(help="text, lines (a turn a line) or jsonl", metavar="FORMAT")
+        str, typer.Option(help="text, lines (a turn or /command a line) or jsonl", metavar="FORMAT")
     ] = "text",
     raw: Annotated[
         bool, typer.Option("--raw", help="pass control characters of an answer through")

@@ -5,6 +5,7 @@ a screen is `script.py`'s.
 """
 
 import os
+import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,10 +16,16 @@ from kvchat.cli.settings import Settings, resolve
 from kvchat.core.errors import UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from kvchat.chat.host import ChatHost
     from kvchat.chat.session import ChatSession
     from kvchat.cli.interruption import Interruption
     from kvchat.cli.output import Notices, Writer
+    from kvchat.core.events import LoadEvent
+    from kvchat.terminal.desk import Desk
+    from kvchat.terminal.script_commands import ScriptCommands
+    from kvchat.terminal.theme import Look
 
 _OUTPUT_FORMATS = ("text", "json", "stream-json")
 _INPUT_FORMATS = ("text", "lines", "jsonl")
@@ -94,10 +101,30 @@ def _open_session(
     return host.open_session(session_id)
 
 
-def _attachments(request: ChatRequest) -> str:
-    from kvchat.chat.attachment import read_attachment
+def _open_desk(
+    settings: Settings,
+    request: ChatRequest,
+    on_load: "Callable[[LoadEvent], None]",
+) -> "Desk":
+    """Read what is attached, begin loading the model, and open the conversation, if one is named.
 
-    return "".join(f"{read_attachment(path)}\n" for path in request.files)
+    What cannot be done is raised in this order, the cheapest to find out first.
+    """
+    from kvchat.chat.attachment import read_attachment
+    from kvchat.terminal.desk import Desk
+
+    attachments = tuple(read_attachment(path) for path in request.files)
+    session_id = _session_id(settings, request)
+    host = open_host(settings, on_load)
+    return Desk(
+        host,
+        lambda name, hear: open_host(settings, hear, name),
+        _open_session(host, settings, request, session_id),
+        ask_options(settings, host.model.sampling_defaults, request.num_samples),
+        settings["system"],
+        request.title,
+        attachments,
+    )
 
 
 # Scripts
@@ -129,52 +156,68 @@ def _run_script(
     from kvchat.cli.progress import LoadingLine
     from kvchat.cli.script import Script, ScriptSetup, read_lines, read_requests
 
-    attachments = _attachments(request)
-    session_id = _session_id(settings, request)
-    host = open_host(settings, LoadingLine(sys.stderr, settings["quiet"]).show)
-    options = ask_options(settings, host.model.sampling_defaults, request.num_samples)
+    desk = _open_desk(settings, request, LoadingLine(sys.stderr, settings["quiet"]).show)
+    look = _stderr_look()
     setup = ScriptSetup(
-        host=host,
-        options=options,
-        writer=_writer(request, host),
+        desk=desk,
+        writer=_writer(request, desk),
         notices=notices,
         timeout_s=settings["timeout"],
-        prefix=attachments,
+        shows_stats=settings["stats"],
+        glyphs=look.glyphs,
     )
     script = Script(setup, interruption)
     if request.input_format == "jsonl":
         script.answer_batch(read_requests(_stdin(), notices))
         return script.exit_code
-    session = _open_session(host, settings, request, session_id)
-    if session is None:
-        session = host.new_session(settings["system"], request.title)
-    _tell_about(host, session, notices)
+    _tell_about(desk, notices)
     if text is not None:
-        script.answer(session, text)
-        return script.exit_code
-    lines = read_lines(_stdin(), notices)
-    script.answer_lines(session, lines, request.prompt)
+        script.answer(text)
+    else:
+        commands = _script_commands(desk, notices, look, settings["stats"])
+        script.answer_lines(commands, read_lines(_stdin(), notices), request.prompt)
+    desk.close_session()
     return script.exit_code
 
 
-def _tell_about(host: "ChatHost", session: "ChatSession", notices: "Notices") -> None:
+def _stderr_look() -> "Look":
+    """Return how to write on stderr: plainly, and in ASCII unless a terminal takes more."""
+    from kvchat.terminal.theme import Look, is_utf8
+
+    has_unicode = _is_terminal(sys.stderr) and is_utf8(sys.stderr.encoding)
+    return Look(has_colour=False, is_plain=True, has_unicode=has_unicode)
+
+
+def _script_commands(
+    desk: "Desk", notices: "Notices", look: "Look", shows_stats: bool
+) -> "ScriptCommands":
+    from kvchat.terminal.paint import Painter
+    from kvchat.terminal.registry import build_registry
+    from kvchat.terminal.script_commands import ScriptCommands
+    from kvchat.terminal.script_page import ScriptPage
+
+    page = ScriptPage(notices.show, Painter(look), shutil.get_terminal_size().columns)
+    return ScriptCommands(desk, page, build_registry(), shows_stats)
+
+
+def _tell_about(desk: "Desk", notices: "Notices") -> None:
     from kvchat.chat.template import Strategy
 
-    for note in session.notes:
+    for note in desk.session.notes if desk.session is not None else ():
         notices.tell(note)
-    if host.model.format.strategy is Strategy.NO_TEMPLATE:
+    if desk.host.model.format.strategy is Strategy.NO_TEMPLATE:
         notices.tell("the model has no chat template; it completes the text as it stands.")
 
 
-def _writer(request: ChatRequest, host: "ChatHost") -> "Writer":
+def _writer(request: ChatRequest, desk: "Desk") -> "Writer":
     from kvchat.cli.output import JsonWriter, StreamJsonWriter, TextWriter
 
     if request.output_format == "json":
-        return JsonWriter(sys.stdout, lambda: host.ready)
+        return JsonWriter(sys.stdout, lambda: desk.host.ready)
     if request.output_format == "stream-json":
-        return StreamJsonWriter(sys.stdout, lambda: host.ready)
+        return StreamJsonWriter(sys.stdout, lambda: desk.host.ready)
     if request.input_format == "jsonl":
-        return JsonWriter(sys.stdout, lambda: host.ready)
+        return JsonWriter(sys.stdout, lambda: desk.host.ready)
     return TextWriter(sys.stdout, request.is_raw)
 
 
@@ -190,22 +233,14 @@ def _stdin() -> Any:
 def _chat_interactively(settings: Settings, request: ChatRequest) -> int:
     from kvchat.terminal.repl import LoadRelay, Look, ReplSetup, run
 
-    attachments = (_attachments(request),) if request.files else ()
-    session_id = _session_id(settings, request)
     relay = LoadRelay()
-    host = open_host(settings, relay.hear)
-    options = ask_options(settings, host.model.sampling_defaults, 1)
     setup = ReplSetup(
-        host=host,
-        new_host=lambda name, hear: open_host(settings, hear, name),
+        desk=_open_desk(settings, request, relay.hear),
         relay=relay,
-        session=_open_session(host, settings, request, session_id),
-        options=options,
-        system=settings["system"],
-        title=request.title,
-        attachments=attachments,
         history_path=None if settings["incognito"] else user_paths().state / "history",
-        look=Look.choose(settings["color"], settings["accessible"], os.environ),
-        show_stats=True,
+        look=Look.choose(
+            settings["color"], settings["accessible"], os.environ, sys.stdout.encoding
+        ),
+        editor=os.environ.get("VISUAL") or os.environ.get("EDITOR") or "vi",
     )
     return run(setup)

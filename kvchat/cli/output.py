@@ -193,7 +193,7 @@ def print_json(stdout: TextIO, content: dict[str, object]) -> None:
 
 
 class Notices:
-    """One-line messages on stderr; `is_quiet` keeps all but errors."""
+    """What goes to stderr: one-line messages, what commands say; `is_quiet` keeps errors only."""
 
     def __init__(self, is_quiet: bool, stderr: TextIO | None = None) -> None:
         self._is_quiet = is_quiet
@@ -202,6 +202,12 @@ class Notices:
     def tell(self, message: str) -> None:
         if not self._is_quiet:
             self._stderr.write(f"kvchat: {message}\n")
+            self._stderr.flush()
+
+    def show(self, text: str) -> None:
+        """Write whole lines that were asked for, as they are."""
+        if not self._is_quiet:
+            self._stderr.write(text)
             self._stderr.flush()
 
     def error(self, error: KvchatError) -> None:

@@ -4,24 +4,30 @@ Knows how scripts talk to kvchat: standard input, output formats, exit codes. Do
 answer comes about.
 """
 
-import itertools
 import json
 import queue
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 from kvchat.chat.events import AnswerEnded, AnswerFailed, ChatEvent, SavingFailed
 from kvchat.chat.host import ChatHost
 from kvchat.chat.reply import Reply
-from kvchat.chat.session import AskOptions, ChatSession
+from kvchat.chat.session import ChatSession
 from kvchat.cli.interruption import Interrupted, Interruption
 from kvchat.cli.json_requests import JsonRequest, parse_request
 from kvchat.cli.output import Exchange, Notices, Writer, ending_notice
 from kvchat.core.errors import ExitCode, KvchatError, UsageError
 from kvchat.core.types import FinishReason
+from kvchat.terminal.commands import Invocation, Message, Unknown
+from kvchat.terminal.desk import Desk
+from kvchat.terminal.status import NO_BREAK, stats_line
+from kvchat.terminal.theme import ASCII_GLYPHS, Glyphs
+
+if TYPE_CHECKING:
+    from kvchat.terminal.script_commands import ScriptCommands
 
 # JSON requests in flight at once: enough to fill any batch, few enough to keep files open.
 _MAX_IN_FLIGHT = 128
@@ -29,54 +35,92 @@ _MAX_IN_FLIGHT = 128
 
 @dataclass(frozen=True, slots=True)
 class ScriptSetup:
-    """What a script run works with. `timeout_s` limits each answer; `prefix` goes before the first
-    message: attached files."""
+    """What a script run works with.
 
-    host: ChatHost
-    options: AskOptions
+    desk         the conversation, its model, and how answers are generated
+    timeout_s    limits each answer, the model loaded
+    shows_stats  a line of figures follows every answer, drawn with `glyphs`
+    """
+
+    desk: Desk
     writer: Writer
     notices: Notices
     timeout_s: float | None = None
-    prefix: str = ""
+    shows_stats: bool = False
+    glyphs: Glyphs = ASCII_GLYPHS
 
 
 class Script:
-    """Runs exchanges one after another and remembers the exit code: the first failure's."""
+    """Runs exchanges one after another and remembers the exit code.
+
+    It is the first failure's. A usage error, such as a command that there is not, gives way to any
+    other: the rest of the input was worked on all the same.
+    """
 
     def __init__(self, setup: ScriptSetup, interruption: Interruption) -> None:
         self._setup = setup
+        self._desk = setup.desk
         self._interruption = interruption
-        self._prefix = setup.prefix
         self._is_heard = True
+        self._shows_stats = setup.shows_stats
         self.exit_code = ExitCode.OK
 
-    def answer(self, session: ChatSession, text: str) -> None:
+    def answer(self, text: str) -> None:
         """Answer one message and write what happens; errors are reported, not raised."""
-        prefix, self._prefix = self._prefix, ""
-        text = f"{prefix}{text}"
         try:
-            reply = session.ask(text, self._setup.options)
+            reply = self._desk.ask(text)
         except KvchatError as error:
-            self.report(error, {"session": session.session_id})
+            self.report(error, self._session_fields)
             return
-        exchange = Exchange(session.session_id, None, self._setup.options.num_samples)
-        with self._limited(reply):
-            for event in reply:
-                self._handle(exchange, event, reply)
+        self._follow(reply, self._desk.options.num_samples)
 
     def answer_lines(
-        self, session: ChatSession, lines: Iterator[str], last: str | None = None
+        self, commands: "ScriptCommands", lines: Iterator[str], last: str | None = None
     ) -> None:
-        """Answer a turn a line, all in one conversation; `last` is one more turn after them.
+        """Take a turn a line, all in one conversation; `last` is one more message after them.
 
         Slash commands are carried out. A signal ends the run after the answer it cut off.
         """
-        options = replace(self._setup.options, num_samples=1)
-        self._setup = replace(self._setup, options=options)
-        for line in itertools.chain(lines, [last] if last is not None else []):
-            self.answer(session, line)
-            if self._interruption.code is not None or not self._is_heard:
+        self._desk.options = replace(self._desk.options, num_samples=1)
+        for text in lines:
+            line = commands.registry.parse(text)
+            if isinstance(line, Message):
+                self.answer(line.text)
+            elif isinstance(line, Unknown):
+                self._fail(UsageError(str(line)))
+            else:
+                self._carry_out(commands, line)
+            if commands.has_left or self._interruption.code is not None or not self._is_heard:
                 return
+        if last is not None:
+            self.answer(last)
+
+    @property
+    def _session_fields(self) -> dict[str, object]:
+        session = self._desk.session
+        return {"session": session.session_id} if session is not None else {}
+
+    def _carry_out(self, commands: "ScriptCommands", line: Invocation) -> None:
+        """What commands say is stderr's, failures included; answers are written like others."""
+        try:
+            wish = commands.carry_out(line)
+            self._shows_stats = commands.shows_stats
+            reply = wish.ask() if wish is not None else None
+        except KvchatError as error:
+            self._fail(error)
+            return
+        if wish is not None and reply is not None:
+            self._follow(reply, wish.num_samples)
+
+    def _follow(self, reply: Reply, num_samples: int) -> None:
+        """Write an answer of the conversation until it ends."""
+        session = self._desk.require_session()
+        exchange = Exchange(session.session_id, None, num_samples)
+        with self._limited(reply):
+            for event in reply:
+                self._handle(exchange, event, reply)
+                if isinstance(event, AnswerEnded):
+                    self._desk.note_ended(event)
 
     def report(self, error: KvchatError, fields: dict[str, object]) -> None:
         """Report what kept an exchange from happening."""
@@ -89,7 +133,7 @@ class Script:
         self._note(error.exit_code)
 
     def _note(self, code: ExitCode) -> None:
-        if self.exit_code is ExitCode.OK:
+        if self.exit_code in (ExitCode.OK, ExitCode.USAGE):
             self.exit_code = code
 
     @contextmanager
@@ -112,7 +156,8 @@ class Script:
         elif isinstance(event, AnswerFailed):
             self._fail(event.error)
         elif isinstance(event, AnswerEnded):
-            notice = ending_notice(event.reason, self._setup.options.max_tokens is not None)
+            self._tell_statistics(event)
+            notice = ending_notice(event.reason, self._desk.options.max_tokens is not None)
             if notice is not None:
                 self._setup.notices.tell(notice)
             if event.reason is FinishReason.TIMEOUT:
@@ -121,8 +166,16 @@ class Script:
             if self._interruption.code is not None:
                 self._note(self._interruption.code)
 
+    def _tell_statistics(self, ended: AnswerEnded) -> None:
+        if not self._shows_stats:
+            return
+        ready = self._desk.host.ready
+        limit = ready.context_limit if ready is not None else None
+        line = stats_line(ended.usage, ended.timing, ended.reason, limit, self._setup.glyphs)
+        self._setup.notices.show(line.replace(NO_BREAK, " ") + "\n")
+
     def _limited(self, reply: Reply) -> "_Limits":
-        return _Limits(self._setup.host, reply, self._setup.timeout_s, self._interruption)
+        return _Limits(self._desk.host, reply, self._setup.timeout_s, self._interruption)
 
     # A batch of JSON requests
 
@@ -173,8 +226,8 @@ class Script:
         fields = {} if request.request_id is None else {"id": request.request_id}
         session = None
         try:
-            options = request.options(self._setup.options)
-            session = self._setup.host.new_session(request.system)
+            options = request.options(self._desk.options)
+            session = self._desk.host.new_session(request.system)
             request.recall_history(session)
             reply = session.ask(request.prompt, options, lambda: inbox.put(number))
         except KvchatError as error:

@@ -6,7 +6,7 @@ pasted text is a message. What the commands do is in `commands_*.py`. Knows word
 
 import difflib
 import re
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from kvchat.terminal.sanitize import one_line
 
 if TYPE_CHECKING:
-    from kvchat.terminal.dialogue import Dialogue
+    from kvchat.terminal.command_context import CommandContext
 
 _NAME = re.compile(r"/(?:\?|[A-Za-z][\w-]*)$")
 _MIN_PREFIX_CHARS = 3
@@ -46,7 +46,7 @@ class Command:
 
     name: str
     help: str
-    run: "Callable[[Dialogue, str], Awaitable[None]]"
+    run: "Callable[[CommandContext, str], Coroutine[object, object, None]]"
     group: Group
     usage: str = ""
     aliases: tuple[str, ...] = ()

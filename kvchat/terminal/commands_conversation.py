@@ -14,70 +14,70 @@ from kvchat.terminal.sanitize import one_line
 from kvchat.terminal.status import plural
 
 if TYPE_CHECKING:
-    from kvchat.terminal.dialogue import Dialogue
+    from kvchat.terminal.command_context import CommandContext
 
 
-async def exit_(dialogue: "Dialogue", arguments: str) -> None:
-    dialogue.quit(ExitCode.OK)
+async def exit_(context: "CommandContext", arguments: str) -> None:
+    context.quit(ExitCode.OK)
 
 
-async def new(dialogue: "Dialogue", arguments: str) -> None:
-    kept = dialogue.desk.session is not None and dialogue.desk.host.store is not None
-    dialogue.desk.begin_new(one_line(arguments))
-    dialogue.say("A new conversation." + (" The last one is kept: /resume." if kept else ""))
-    dialogue.conversation_changed()
+async def new(context: "CommandContext", arguments: str) -> None:
+    kept = context.desk.session is not None and context.desk.host.store is not None
+    context.desk.begin_new(one_line(arguments))
+    context.say("A new conversation." + (" The last one is kept: /resume." if kept else ""))
+    context.conversation_changed()
 
 
-async def resume(dialogue: "Dialogue", arguments: str) -> None:
-    store = _store(dialogue)
-    session_id = await _pick_session(dialogue, store, arguments, "Go on with")
+async def resume(context: "CommandContext", arguments: str) -> None:
+    store = _store(context)
+    session_id = await _pick_session(context, store, arguments, "Go on with")
     if session_id is None:
         return
-    session = dialogue.desk.open(session_id)
+    session = context.desk.open(session_id)
     for note in session.notes:
-        dialogue.say(note)
-    show_where_it_stands(session.conversation, dialogue.face)
-    dialogue.conversation_changed()
+        context.say(note)
+    show_where_it_stands(session.conversation, context.face)
+    context.conversation_changed()
 
 
-async def rename(dialogue: "Dialogue", arguments: str) -> None:
+async def rename(context: "CommandContext", arguments: str) -> None:
     title = one_line(arguments)
     if not title:
         raise UsageError("A conversation needs a title.", "/rename TITLE")
-    if dialogue.desk.session is None:
-        dialogue.desk.title = title
+    if context.desk.session is None:
+        context.desk.title = title
     else:
-        dialogue.desk.session.rename(title)
-    dialogue.say(f"This conversation is called: {title}")
-    dialogue.refresh()
+        context.desk.session.rename(title)
+    context.say(f"This conversation is called: {title}")
+    context.refresh()
 
 
-async def delete(dialogue: "Dialogue", arguments: str) -> None:
-    store = _store(dialogue)
-    desk = dialogue.desk
+async def delete(context: "CommandContext", arguments: str) -> None:
+    store = _store(context)
+    desk = context.desk
     current = desk.session.session_id if desk.session is not None else None
     if arguments:
-        session_id = await _pick_session(dialogue, store, arguments, "Delete")
+        session_id = await _pick_session(context, store, arguments, "Delete")
     else:
         session_id = current
     if session_id is None:
         raise UsageError("There is nothing to delete.")
     label = one_line(store.read(session_id).conversation.label, 48)
-    if not await dialogue.confirm(f"Delete “{label}” for good?"):
-        dialogue.say(f"Kept: {label}")
+    if not await context.confirm(f"Delete “{label}” for good?"):
+        context.say(f"Kept: {label}")
         return
     if session_id == current:
         desk.begin_new()
     store.remove(session_id)
-    dialogue.say(f"Deleted: {label}")
-    dialogue.conversation_changed()
+    context.say(f"Deleted: {label}")
+    context.conversation_changed()
 
 
-async def export(dialogue: "Dialogue", arguments: str) -> None:
-    session = dialogue.desk.require_session()
+async def export(context: "CommandContext", arguments: str) -> None:
+    session = context.desk.require_session()
     kind, path = _export_target(arguments, session.session_id)
     if kind == "jsonl":
-        store = _store(dialogue)
+        store = _store(context)
         content = (store.directory / f"{session.session_id}.jsonl").read_text(encoding="utf-8")
     else:
         content = (to_json if kind == "json" else to_markdown)(session.conversation)
@@ -88,7 +88,7 @@ async def export(dialogue: "Dialogue", arguments: str) -> None:
         raise UsageError(f"{path} exists already.", "Choose another name.") from error
     except OSError as error:
         raise StoreError(f"{path} cannot be written: {error.strerror}.") from error
-    dialogue.say(f"Written to {path}. (Conversations are also saved by themselves.)")
+    context.say(f"Written to {path}. (Conversations are also saved by themselves.)")
 
 
 _KINDS = ("md", "json", "jsonl")
@@ -106,15 +106,15 @@ def _export_target(arguments: str, session_id: str) -> tuple[str, Path]:
     return kind, Path(name or f"kvchat-{session_id}.{kind}").expanduser()
 
 
-def _store(dialogue: "Dialogue") -> SessionStore:
-    store = dialogue.desk.host.store
+def _store(context: "CommandContext") -> SessionStore:
+    store = context.desk.host.store
     if store is None:
         raise UsageError("Nothing is saved in this chat, so there is nothing to go back to.")
     return store
 
 
 async def _pick_session(
-    dialogue: "Dialogue", store: SessionStore, text: str, title: str
+    context: "CommandContext", store: SessionStore, text: str, title: str
 ) -> str | None:
     """Return the session that a number, an id or words of a title name; else let the user pick."""
     summaries = [s for s in store.summaries() if s.num_turns or not s.is_readable]
@@ -130,7 +130,7 @@ async def _pick_session(
         if len(found) == 1:
             return found[0].session_id
         summaries = found
-    index = await dialogue.face.choose(title, [_choice(summary) for summary in summaries])
+    index = await context.face.choose(title, [_choice(summary) for summary in summaries])
     return None if index is None else summaries[index].session_id
 
 

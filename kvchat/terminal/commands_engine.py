@@ -16,7 +16,7 @@ from kvchat.terminal.status import format_count, plural, stats_line
 from kvchat.terminal.theme import Role
 
 if TYPE_CHECKING:
-    from kvchat.terminal.dialogue import Dialogue
+    from kvchat.terminal.command_context import CommandContext
 
 _KEYS = (
     ("Enter", "send; while an answer comes, queue"),
@@ -35,21 +35,21 @@ _NAME_COLUMNS = 28
 _MIN_TWO_COLUMNS = 56
 
 
-async def model(dialogue: "Dialogue", arguments: str) -> None:
+async def model(context: "CommandContext", arguments: str) -> None:
     if not arguments:
-        dialogue.say(describe_model(dialogue.desk))
+        context.say(describe_model(context.desk))
         return
-    await change_model(dialogue, arguments)
+    await change_model(context, arguments)
 
 
-async def stats(dialogue: "Dialogue", arguments: str) -> None:
+async def stats(context: "CommandContext", arguments: str) -> None:
     if arguments in ("on", "off"):
-        dialogue.set_stats(arguments == "on")
+        context.set_stats(arguments == "on")
         return
     if arguments not in ("", "last", "all"):
         raise UsageError(f"{one_line(arguments)} is unknown here.", "/stats [on|off]")
-    lines = [_last_stats(dialogue) or "There is no answer yet."]
-    status = await dialogue.desk.engine_status()
+    lines = [_last_stats(context) or "There is no answer yet."]
+    status = await context.desk.engine_status()
     if status is not None:
         reused = f"{status.num_cached:,} of {status.num_blocks:,} blocks hold KV for reuse"
         total = format_bytes(status.num_blocks * status.block_bytes)
@@ -63,75 +63,75 @@ async def stats(dialogue: "Dialogue", arguments: str) -> None:
                 f"        {plural(status.num_evicted, 'block')} evicted, "
                 f"{plural(status.num_preempted, 'request')} put off"
             )
-    dialogue.say("\n".join(lines))
+    context.say("\n".join(lines))
 
 
-def _last_stats(dialogue: "Dialogue") -> str:
-    last, ready = dialogue.desk.last, dialogue.desk.host.ready
+def _last_stats(context: "CommandContext") -> str:
+    last, ready = context.desk.last, context.desk.host.ready
     if last is None or ready is None:
         return ""
-    glyphs = dialogue.face.painter.look.glyphs
+    glyphs = context.face.painter.look.glyphs
     return stats_line(last.usage, last.timing, last.reason, ready.context_limit, glyphs)
 
 
-async def context(dialogue: "Dialogue", arguments: str) -> None:
-    conversation = dialogue.desk.require_conversation()
+async def context_(context: "CommandContext", arguments: str) -> None:
+    conversation = context.desk.require_conversation()
     path = conversation.path()
     used = sum(len(turn.token_ids) for turn in path)
     asked = sum(len(turn.token_ids) for turn in path if turn.role is Speaker.USER)
-    ready = dialogue.desk.host.ready
+    ready = context.desk.host.ready
     limit = ready.context_limit if ready is not None else None
-    glyphs = dialogue.face.painter.look.glyphs
+    glyphs = context.face.painter.look.glyphs
     lines = [f"{used:,} tokens: {asked:,} asked, {used - asked:,} answered, in {len(path)} turns"]
     if limit:
         full = min(_BAR_CELLS, round(_BAR_CELLS * used / limit))
         bar = glyphs.bar_full * full + glyphs.bar_empty * (_BAR_CELLS - full)
         left = max(0, limit - used)
         lines.append(f"{bar} {used / limit:.0%} of {format_count(limit)}, {left:,} left")
-    warmth = await dialogue.desk.warmth()
+    warmth = await context.desk.warmth()
     if warmth is not None:
         lines.append(f"{warmth:.0%} of it need not be read again")
-    dialogue.say("\n".join(lines))
+    context.say("\n".join(lines))
 
 
-async def help_(dialogue: "Dialogue", arguments: str) -> None:
-    rows = _key_rows(dialogue) if arguments == "keys" else _help_rows(dialogue, arguments)
-    dialogue.face.write([*rows, Text(end="")])
+async def help_(context: "CommandContext", arguments: str) -> None:
+    rows = _key_rows(context) if arguments == "keys" else _help_rows(context, arguments)
+    context.face.write([*rows, Text(end="")])
 
 
-def _help_rows(dialogue: "Dialogue", arguments: str) -> list[Row]:
-    painter = dialogue.face.painter
+def _help_rows(context: "CommandContext", arguments: str) -> list[Row]:
+    painter = context.face.painter
     if arguments:
-        command = dialogue.registry.find(arguments.removeprefix("/"))
+        command = context.registry.find(arguments.removeprefix("/"))
         if command is None:
             raise UsageError(f"There is no command {one_line(arguments)}.", "/help lists them.")
         also = ", ".join(f"/{alias}" for alias in command.aliases)
         text = f"/{command.name} {command.usage}".rstrip() + f"\n  {command.help}"
         return painter.wrapped(
-            text + (f"\n  also {also}" if also else ""), dialogue.face.sheet.width
+            text + (f"\n  also {also}" if also else ""), context.face.sheet.width
         )
     rows: list[Row] = []
     for group in Group:
         rows.append(painter.text(str(group), Role.TITLE))
-        for command in dialogue.registry.commands:
+        for command in context.registry.commands:
             if command.group is group:
-                rows += _entry(dialogue, f"/{command.name} {command.usage}".rstrip(), command.help)
+                rows += _entry(context, f"/{command.name} {command.usage}".rstrip(), command.help)
     rows += painter.wrapped(
         "/help COMMAND says more, /help keys lists the keys. "
         "A line that begins with a space, // or a path is a message.",
-        dialogue.face.sheet.width,
+        context.face.sheet.width,
         Role.DIM,
     )
     return rows
 
 
-def _key_rows(dialogue: "Dialogue") -> list[Row]:
-    return [row for keys, meaning in _KEYS for row in _entry(dialogue, keys, meaning)]
+def _key_rows(context: "CommandContext") -> list[Row]:
+    return [row for keys, meaning in _KEYS for row in _entry(context, keys, meaning)]
 
 
-def _entry(dialogue: "Dialogue", name: str, meaning: str) -> list[Row]:
+def _entry(context: "CommandContext", name: str, meaning: str) -> list[Row]:
     """Return a name and what it means beside it; after it where there is no room."""
-    painter, width = dialogue.face.painter, dialogue.face.sheet.width
+    painter, width = context.face.painter, context.face.sheet.width
     if width < _MIN_TWO_COLUMNS or painter.look.is_spoken:
         return painter.wrapped(f"  {name}: {meaning}", width)
     lead = painter.text(f"  {name}".ljust(_NAME_COLUMNS))
@@ -161,7 +161,7 @@ COMMANDS = (
     Command(
         "context",
         "how full the context is",
-        context,
+        context_,
         Group.ENGINE,
         aliases=("tokens", "info"),
         is_available_while_answering=True,

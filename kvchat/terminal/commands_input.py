@@ -15,16 +15,16 @@ from kvchat.terminal.sanitize import one_line
 from kvchat.terminal.status import plural
 
 if TYPE_CHECKING:
-    from kvchat.terminal.dialogue import Dialogue
+    from kvchat.terminal.command_context import CommandContext
 
 _CODE_BLOCK = re.compile(r"^(`{3,}|~{3,})[^\n]*\n(.*?)^\1[ \t]*$", re.MULTILINE | re.DOTALL)
 
 
-async def file(dialogue: "Dialogue", arguments: str) -> None:
+async def file(context: "CommandContext", arguments: str) -> None:
     for name in _split_paths(arguments):
         path = Path(name).expanduser()
-        tokens = dialogue.desk.attach(path)
-        dialogue.say(
+        tokens = context.desk.attach(path)
+        context.say(
             f"Attached {one_line(path.name)}, {plural(tokens, 'token')}: "
             "it goes with your next message."
         )
@@ -40,21 +40,21 @@ def _split_paths(arguments: str) -> list[str]:
     return names
 
 
-async def system(dialogue: "Dialogue", arguments: str) -> None:
-    desk = dialogue.desk
+async def system(context: "CommandContext", arguments: str) -> None:
+    desk = context.desk
     if arguments in ("", "show"):
         prompt = desk.conversation.system if desk.conversation is not None else desk.system
-        dialogue.say(f"System prompt: {prompt}" if prompt else "There is no system prompt.")
+        context.say(f"System prompt: {prompt}" if prompt else "There is no system prompt.")
         return
     text = None if arguments == "clear" else arguments.removeprefix("set ").strip()
     if text is not None and text.startswith("@"):
         text = _read_text(Path(text[1:]).expanduser())
     price = await desk.price(desk.ids_with_system(text))
-    if not await dialogue.afford(price, "/system"):
+    if not await context.afford(price, "/system"):
         return
     desk.set_system(text)
-    dialogue.say("The system prompt is set." if text else "There is no system prompt any more.")
-    dialogue.conversation_changed()
+    context.say("The system prompt is set." if text else "There is no system prompt any more.")
+    context.conversation_changed()
 
 
 def _read_text(path: Path) -> str:
@@ -64,63 +64,63 @@ def _read_text(path: Path) -> str:
         raise UsageError(f"{path} cannot be read as text.") from error
 
 
-async def set_(dialogue: "Dialogue", arguments: str) -> None:
+async def set_(context: "CommandContext", arguments: str) -> None:
     arguments = arguments.removeprefix("parameter ").strip()
     if not arguments:
-        _show_settings(dialogue)
+        _show_settings(context)
         return
     name, _, value = arguments.replace("=", " ", 1).partition(" ")
     name, value = name.strip(), value.strip()
     if name == "system":
-        await system(dialogue, value)
+        await system(context, value)
     elif name in ("verbose", "quiet", "stats"):
         is_on = name == "verbose" or (name == "stats" and value not in ("off", "no", "false"))
-        dialogue.set_stats(is_on)
+        context.set_stats(is_on)
     elif not value:
-        known = dict(answer_settings.describe(dialogue.desk.options))
+        known = dict(answer_settings.describe(context.desk.options))
         if name not in known:
-            answer_settings.changed(dialogue.desk.options, name, "0")
-        dialogue.say(f"{name} is {known.get(name, '')}.")
+            answer_settings.changed(context.desk.options, name, "0")
+        context.say(f"{name} is {known.get(name, '')}.")
     else:
-        dialogue.desk.options = answer_settings.changed(dialogue.desk.options, name, value)
-        dialogue.say(f"{name} is {dict(answer_settings.describe(dialogue.desk.options))[name]}.")
+        context.desk.options = answer_settings.changed(context.desk.options, name, value)
+        context.say(f"{name} is {dict(answer_settings.describe(context.desk.options))[name]}.")
 
 
-def _show_settings(dialogue: "Dialogue") -> None:
-    settings = answer_settings.describe(dialogue.desk.options)
-    dialogue.say("\n".join(f"{name:<20} {value}" for name, value in settings))
+def _show_settings(context: "CommandContext") -> None:
+    settings = answer_settings.describe(context.desk.options)
+    context.say("\n".join(f"{name:<20} {value}" for name, value in settings))
 
 
-async def show(dialogue: "Dialogue", arguments: str) -> None:
+async def show(context: "CommandContext", arguments: str) -> None:
     what = arguments or "settings"
     if what == "chat":
-        show_turns(dialogue.desk.require_conversation().path(), dialogue.face)
+        show_turns(context.desk.require_conversation().path(), context.face)
     elif what == "system":
-        await system(dialogue, "")
+        await system(context, "")
     elif what in ("settings", "parameters"):
-        _show_settings(dialogue)
+        _show_settings(context)
     elif what in ("model", "info"):
-        dialogue.say(describe_model(dialogue.desk))
+        context.say(describe_model(context.desk))
     else:
         raise UsageError(
             f"{one_line(what)} cannot be shown.", "/show chat, system, settings or model"
         )
 
 
-async def editor(dialogue: "Dialogue", arguments: str) -> None:
-    text = await dialogue.face.edit(dialogue.face.prompt_text)
-    dialogue.face.put_text(text)
+async def editor(context: "CommandContext", arguments: str) -> None:
+    text = await context.face.edit(context.face.prompt_text)
+    context.face.put_text(text)
 
 
-async def copy(dialogue: "Dialogue", arguments: str) -> None:
+async def copy(context: "CommandContext", arguments: str) -> None:
     answers = [
         split_thinking(turn.text)[1]
-        for turn in dialogue.desk.require_conversation().path()
+        for turn in context.desk.require_conversation().path()
         if turn.role is Role.ASSISTANT
     ]
     text = _wanted(answers, arguments)
-    dialogue.face.copy(text)
-    dialogue.say(f"Sent {plural(len(text), 'character')} to the terminal's clipboard.")
+    context.face.copy(text)
+    context.say(f"Sent {plural(len(text), 'character')} to the terminal's clipboard.")
 
 
 def _wanted(answers: list[str], arguments: str) -> str:

@@ -13,34 +13,34 @@ from kvchat.terminal.sanitize import one_line
 from kvchat.terminal.tree_view import tree_rows
 
 if TYPE_CHECKING:
-    from kvchat.terminal.dialogue import Dialogue
+    from kvchat.terminal.command_context import CommandContext
 
 _MAX_SAMPLES = 16
 _SAMPLES = re.compile(r"(?:-n\s*)?(\d+)$")
 
 
-async def undo(dialogue: "Dialogue", arguments: str) -> None:
+async def undo(context: "CommandContext", arguments: str) -> None:
     count = _count(arguments)
     turn: Turn | None = None
     for _ in range(count):
-        back = dialogue.desk.undo()
+        back = context.desk.undo()
         if back is None:
             break
         turn = back
     if turn is None:
         raise UsageError("This is the beginning.")
-    dialogue.say(f"Back before: {one_line(turn.text, 60)}  (/redo returns)")
-    dialogue.conversation_changed()
+    context.say(f"Back before: {one_line(turn.text, 60)}  (/redo returns)")
+    context.conversation_changed()
 
 
-async def redo(dialogue: "Dialogue", arguments: str) -> None:
-    if not dialogue.desk.redo():
+async def redo(context: "CommandContext", arguments: str) -> None:
+    if not context.desk.redo():
         raise UsageError("There is nothing further on.")
-    _show_where_it_stands(dialogue)
+    _show_where_it_stands(context)
 
 
-async def rewind(dialogue: "Dialogue", arguments: str) -> None:
-    desk = dialogue.desk
+async def rewind(context: "CommandContext", arguments: str) -> None:
+    desk = context.desk
     turns = desk.user_turns
     if not turns:
         raise UsageError("There is no message to go back to.")
@@ -48,83 +48,83 @@ async def rewind(dialogue: "Dialogue", arguments: str) -> None:
         turn = desk.user_turn(arguments)
     else:
         choices = [Choice(f"{n}. {one_line(t.text, 60)}") for n, t in enumerate(turns, start=1)]
-        index = await dialogue.face.choose("Go back to before", choices, len(turns) - 1)
+        index = await context.face.choose("Go back to before", choices, len(turns) - 1)
         if index is None:
             return
         turn = turns[index]
     desk.move(turn.parent_id)
-    dialogue.face.put_text(turn.text)
-    dialogue.say(f"Back before: {one_line(turn.text, 60)}  (the other branch is kept: /tree)")
-    dialogue.conversation_changed()
+    context.face.put_text(turn.text)
+    context.say(f"Back before: {one_line(turn.text, 60)}  (the other branch is kept: /tree)")
+    context.conversation_changed()
 
 
-async def edit(dialogue: "Dialogue", arguments: str) -> None:
-    desk = dialogue.desk
+async def edit(context: "CommandContext", arguments: str) -> None:
+    desk = context.desk
     turn = desk.user_turn(arguments)
     conversation = desk.require_conversation()
     price = await desk.price(conversation.context_ids(turn.parent_id))
-    if not await dialogue.afford(price, f"/edit {arguments}".strip()):
+    if not await context.afford(price, f"/edit {arguments}".strip()):
         return
     desk.edited = turn
-    dialogue.face.put_text(turn.text)
+    context.face.put_text(turn.text)
     number = desk.user_turns.index(turn) + 1
-    dialogue.notice(f"Editing message {number}: Enter sends it as a branch, Esc Esc gives it up")
+    context.notice(f"Editing message {number}: what you send next takes its place, as a branch.")
 
 
-async def retry(dialogue: "Dialogue", arguments: str) -> None:
+async def retry(context: "CommandContext", arguments: str) -> None:
     match = _SAMPLES.match(arguments)
     if arguments and match is None:
         raise UsageError(f"{one_line(arguments)} is no number of answers.", "/retry [-n K]")
     count = int(match[1]) if match is not None else 1
     if not 1 <= count <= _MAX_SAMPLES:
         raise UsageError(f"Between 1 and {_MAX_SAMPLES} answers can be asked for at once.")
-    options = replace(dialogue.desk.options, num_samples=count)
-    dialogue.answer_again(options)
+    options = replace(context.desk.options, num_samples=count)
+    context.answer_again(options)
 
 
-async def continue_(dialogue: "Dialogue", arguments: str) -> None:
-    dialogue.continue_answer()
+async def continue_(context: "CommandContext", arguments: str) -> None:
+    context.continue_answer()
 
 
-async def fork(dialogue: "Dialogue", arguments: str) -> None:
-    session = dialogue.desk.fork(one_line(arguments))
-    dialogue.say(f"This is a copy now: {one_line(session.conversation.label)}")
-    dialogue.conversation_changed()
+async def fork(context: "CommandContext", arguments: str) -> None:
+    session = context.desk.fork(one_line(arguments))
+    context.say(f"This is a copy now: {one_line(session.conversation.label)}")
+    context.conversation_changed()
 
 
-async def tree(dialogue: "Dialogue", arguments: str) -> None:
-    conversation = dialogue.desk.require_conversation()
-    rows = tree_rows(conversation, dialogue.face.sheet)
-    dialogue.face.write([*rows, dialogue.face.painter.text("")])
+async def tree(context: "CommandContext", arguments: str) -> None:
+    conversation = context.desk.require_conversation()
+    rows = tree_rows(conversation, context.face.sheet)
+    context.face.write([*rows, context.face.painter.text("")])
 
 
-async def switch(dialogue: "Dialogue", arguments: str) -> None:
-    conversation = dialogue.desk.require_conversation()
+async def switch(context: "CommandContext", arguments: str) -> None:
+    conversation = context.desk.require_conversation()
     leaves = conversation.leaves()
     if arguments:
         if not arguments.isdigit() or not 1 <= int(arguments) <= len(conversation):
             raise UsageError(f"{one_line(arguments)} is no turn.", "/tree shows their numbers.")
         turn_id = conversation.latest_below(int(arguments))
     else:
-        choices = [Choice(one_line(_trail(dialogue, leaf), 70)) for leaf in leaves]
+        choices = [Choice(one_line(_trail(context, leaf), 70)) for leaf in leaves]
         here = [leaf.turn_id for leaf in leaves]
         current = here.index(conversation.tip_id) if conversation.tip_id in here else 0
-        index = await dialogue.face.choose("Go on from", choices, current)
+        index = await context.face.choose("Go on from", choices, current)
         if index is None:
             return
         turn_id = leaves[index].turn_id
-    dialogue.desk.move(turn_id)
-    _show_where_it_stands(dialogue)
+    context.desk.move(turn_id)
+    _show_where_it_stands(context)
 
 
-def _show_where_it_stands(dialogue: "Dialogue") -> None:
-    show_where_it_stands(dialogue.desk.require_conversation(), dialogue.face)
-    dialogue.conversation_changed()
+def _show_where_it_stands(context: "CommandContext") -> None:
+    show_where_it_stands(context.desk.require_conversation(), context.face)
+    context.conversation_changed()
 
 
-def _trail(dialogue: "Dialogue", leaf: Turn) -> str:
+def _trail(context: "CommandContext", leaf: Turn) -> str:
     """Return a branch in a line: the number of its last turn, what was asked, what was said."""
-    path = dialogue.desk.require_conversation().path(leaf.turn_id)
+    path = context.desk.require_conversation().path(leaf.turn_id)
     texts = [one_line(turn.text, 32) for turn in path[-2:]]
     return f"{leaf.turn_id}. {': '.join(texts)}"
 

@@ -140,7 +140,7 @@ class Desk:
         self.attached = (*self.attached, Attached(path.name, text))
         return len(self.host.model.tokenizer.encode([Segment(text, is_inert=True)]))
 
-    def ask(self, text: str, notify: Callable[[], None]) -> Reply:
+    def ask(self, text: str, notify: Callable[[], None] | None = None) -> Reply:
         """Send a message with what is attached; where a turn is being edited, in its place."""
         session = self._ensure_session()
         whole = "".join(f"{file.text}\n" for file in self.attached) + text
@@ -154,12 +154,12 @@ class Desk:
         self._undone.clear()
         return reply
 
-    def retry(self, options: AskOptions, notify: Callable[[], None]) -> Reply:
+    def retry(self, options: AskOptions, notify: Callable[[], None] | None = None) -> Reply:
         """Answer the last message once more."""
         self._undone.clear()
         return self.require_session().retry(options, notify)
 
-    def continue_answer(self, notify: Callable[[], None]) -> Reply:
+    def continue_answer(self, notify: Callable[[], None] | None = None) -> Reply:
         """Go on with the last answer where it was cut off."""
         return self.require_session().continue_answer(self.options, notify)
 
@@ -171,7 +171,8 @@ class Desk:
 
     def _name(self, session: ChatSession, text: str) -> None:
         """A conversation that begins with a file is called after the message, not the file."""
-        if self.attached and not len(session.conversation) and not session.conversation.title:
+        is_new = not len(session.conversation) and not session.conversation.title
+        if self.attached and is_new and text.strip():
             session.rename(one_line(text, 60))
 
     def _ensure_session(self) -> ChatSession:

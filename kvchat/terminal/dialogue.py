@@ -13,12 +13,13 @@ from kvchat.core.errors import ExitCode, KvchatError
 from kvchat.core.events import LoadEvent, LoadFailed, LoadProgress, ModelReady
 from kvchat.terminal import recital
 from kvchat.terminal.answering import Answering
+from kvchat.terminal.command_context import CommandContext
 from kvchat.terminal.commands import Invocation, Message, Registry, Unknown
 from kvchat.terminal.desk import Desk
-from kvchat.terminal.face import Choice, Face, LiveView, tell
+from kvchat.terminal.face import Face, LiveView
 from kvchat.terminal.message_queue import MessageQueue
 from kvchat.terminal.sanitize import one_line
-from kvchat.terminal.status import Price, ToolbarFacts, model_label, toolbar
+from kvchat.terminal.status import ToolbarFacts, model_label, toolbar
 from kvchat.terminal.theme import Role
 
 _STOP_PATIENCE_S = 2.0
@@ -27,16 +28,16 @@ _FAREWELLS = ("exit", "quit", "bye")
 _log = logging.getLogger(__name__)
 
 
-class Dialogue:
+class Dialogue(CommandContext):
     """Implements what faces tell (`Listener`). Runs with `work`, ends with an `exit_code`."""
 
     def __init__(self, desk: Desk, face: Face, registry: Registry, shows_stats: bool) -> None:
         self.desk = desk
-        self.face = face
+        self._face = face
         self.registry = registry
         self.exit_code = ExitCode.OK
         self.failure: KvchatError | None = None
-        self._shows_stats = shows_stats
+        self.shows_stats = shows_stats
         self._queue = MessageQueue()
         self._asked: Callable[[], Awaitable[None]] | None = None
         self._answering = Answering(desk, face, self.refresh, self._view)
@@ -50,6 +51,10 @@ class Dialogue:
         # Held by an answer, and by a command that must not meet one.
         self._floor = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def face(self) -> Face:
+        return self._face
 
     # Loading
 
@@ -179,7 +184,7 @@ class Dialogue:
         self.conversation_changed()
 
     def toggle_stats(self) -> None:
-        self.set_stats(not self._shows_stats)
+        self.set_stats(not self.shows_stats)
 
     def quit(self, code: int) -> None:
         """Leave; an answer in progress is stopped first and kept."""
@@ -241,7 +246,7 @@ class Dialogue:
             return  # taken back for editing while a command had the floor
         text = self._queue.take()
         self.refresh()
-        await self._answering.answer_message(text, self._shows_stats)
+        await self._answering.answer_message(text, self.shows_stats)
         self.conversation_changed()
 
     async def _answer_asked(self) -> None:
@@ -252,37 +257,17 @@ class Dialogue:
 
     # For commands
 
-    def say(self, text: str, role: Role = Role.NOTE, gap: bool = True) -> None:
-        """Tell the user something, for good."""
-        tell(self.face, text, role, gap)
-
     def answer_again(self, options: AskOptions) -> None:
         """Answer the last message once more, as soon as the floor is free."""
         self.desk.user_turn("")
-        self._asked = lambda: self._answering.answer_again(options, self._shows_stats)
+        self._asked = lambda: self._answering.answer_again(options, self.shows_stats)
         self._wake.set()
 
     def continue_answer(self) -> None:
         """Go on with the last answer, as soon as the floor is free."""
         self.desk.require_conversation()
-        self._asked = lambda: self._answering.continue_answer(self._shows_stats)
+        self._asked = lambda: self._answering.continue_answer(self.shows_stats)
         self._wake.set()
-
-    def set_stats(self, is_on: bool) -> None:
-        self._shows_stats = is_on
-        self.notice(f"Statistics are {'on' if is_on else 'off'}.")
-
-    async def confirm(self, question: str) -> bool:
-        """Ask a question whose safe answer is no."""
-        index = await self.face.choose(question, [Choice("no"), Choice("yes")])
-        return index == 1
-
-    async def afford(self, price: Price | None, action: str) -> bool:
-        """Say what an action costs where that is a lot, and ask where it is very much."""
-        if price is None or price.is_cheap:
-            return True
-        self.say(f"{action} {price}.")
-        return not price.is_dear or await self.confirm("Do it all the same?")
 
     def conversation_changed(self) -> None:
         """The tip has moved: the toolbar's figures are stale."""

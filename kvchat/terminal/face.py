@@ -1,7 +1,8 @@
 """Face: what the conversation needs from a screen, and what a screen needs from the conversation.
 
 Two faces exist: the live prompt (`prompt.py`) and plain lines (`line_face.py`) for terminals that
-cannot move a cursor and for people who listen. Knows neither of them.
+cannot move a cursor and for people who listen. Of a face, commands use the Page alone, and scripts
+have no more than that (`script_page.py`). Knows none of them.
 """
 
 from collections.abc import Callable, Sequence
@@ -41,8 +42,8 @@ class LiveView:
     toolbar: Callable[[int], str] = field(default=lambda width: "")
 
 
-class Face(Protocol):
-    """A screen. Used on the event loop only."""
+class Page(Protocol):
+    """Where commands write and ask. Used on the event loop only."""
 
     painter: Painter
 
@@ -51,27 +52,20 @@ class Face(Protocol):
         """What rows are laid out for right now."""
 
     @property
-    def max_tail_rows(self) -> int:
-        """How many rows of an open block are worth showing; 0 where they cannot be."""
-
-    @property
     def prompt_text(self) -> str:
         """What the user has typed so far."""
 
-    def write(self, rows: Sequence[Row], view: LiveView | None = None) -> None:
-        """Show rows for good, above the prompt, and in the same stroke another view below them."""
+    def write(self, rows: Sequence[Row]) -> None:
+        """Show rows for good."""
 
     def write_turn(self, text: str, is_said_now: bool = True) -> None:
         """Show for good what the user said; `is_said_now` where it has just been typed."""
-
-    def show(self, view: LiveView) -> None:
-        """Show something else below the finished rows, soon."""
 
     def put_text(self, text: str) -> None:
         """Put a text into the prompt in place of what is there."""
 
     async def choose(self, title: str, choices: Sequence[Choice], current: int = 0) -> int | None:
-        """Let the user pick; None where they would rather not."""
+        """Let the user pick; None where they would rather not, UsageError where nobody is there."""
 
     def lent(self, takes_interrupts: bool = True) -> AbstractAsyncContextManager[None]:
         """While entered the terminal is somebody else's: an editor's, a download bar's.
@@ -85,6 +79,20 @@ class Face(Protocol):
     def copy(self, text: str) -> None:
         """Ask the user's terminal to put a text on its clipboard; UsageError where it cannot be."""
 
+
+class Face(Page, Protocol):
+    """A screen: a page, and below it a prompt and what changes."""
+
+    @property
+    def max_tail_rows(self) -> int:
+        """How many rows of an open block are worth showing; 0 where they cannot be."""
+
+    def write(self, rows: Sequence[Row], view: LiveView | None = None) -> None:
+        """Show rows for good, above the prompt, and in the same stroke another view below them."""
+
+    def show(self, view: LiveView) -> None:
+        """Show something else below the finished rows, soon."""
+
     async def run(self, listener: "Listener") -> None:
         """Take input until `leave` is called or the input ends."""
 
@@ -92,7 +100,7 @@ class Face(Protocol):
         """End `run` soon; the terminal is as it was before when it has ended."""
 
 
-def tell(face: Face, text: str, role: Role = Role.NOTE, gap: bool = True) -> None:
+def tell(face: Page, text: str, role: Role = Role.NOTE, gap: bool = True) -> None:
     """Show a sentence or a few lines for good, an empty row after them unless told otherwise."""
     rows = face.painter.wrapped(text, face.sheet.width, role)
     face.write([*rows, *([face.painter.text("")] if gap else [])])

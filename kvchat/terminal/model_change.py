@@ -16,7 +16,7 @@ from kvchat.terminal.loading import LoadRelay
 from kvchat.terminal.sanitize import one_line
 
 if TYPE_CHECKING:
-    from kvchat.terminal.dialogue import Dialogue
+    from kvchat.terminal.command_context import CommandContext
 
 
 async def _in_thread(make: Callable[[], ChatHost]) -> ChatHost:
@@ -45,18 +45,18 @@ async def _in_thread(make: Callable[[], ChatHost]) -> ChatHost:
     return await made
 
 
-async def change_model(dialogue: "Dialogue", name: str) -> None:
+async def change_model(context: "CommandContext", name: str) -> None:
     """Load a model and go on with it; raises why it cannot be."""
-    desk = dialogue.desk
+    desk = context.desk
     loop = asyncio.get_running_loop()
     outcome: asyncio.Future[ModelReady] = loop.create_future()
     relay = LoadRelay()
-    async with dialogue.face.lent(takes_interrupts=False):  # a download shows its own bars
+    async with context.face.lent(takes_interrupts=False):  # a download shows its own bars
         host = await _in_thread(lambda: desk.new_host(name, relay.hear))
 
     def hear(event: LoadEvent) -> None:
         if isinstance(event, LoadProgress):
-            dialogue.show_stage(one_line(event.stage))
+            context.show_stage(one_line(event.stage))
         elif outcome.done():
             return
         elif isinstance(event, LoadFailed):
@@ -72,9 +72,9 @@ async def change_model(dialogue: "Dialogue", name: str) -> None:
         await asyncio.to_thread(host.close)
         raise
     finally:
-        dialogue.show_stage("")
-    dialogue.say(f"Now with {one_line(ready.name)}, {ready.device}, {ready.dtype}.")
+        context.show_stage("")
+    context.say(f"Now with {one_line(ready.name)}, {ready.device}, {ready.dtype}.")
     for note in desk.session.notes if desk.session is not None else ():
-        dialogue.say(note)
-    dialogue.conversation_changed()
+        context.say(note)
+    context.conversation_changed()
     await asyncio.to_thread(old.close)

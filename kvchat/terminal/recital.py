@@ -9,14 +9,14 @@ from kvchat.chat.conversation import Conversation, Role, Turn
 from kvchat.chat.thinking import ThinkingSplitter
 from kvchat.terminal.answer_view import Speech
 from kvchat.terminal.desk import Desk
-from kvchat.terminal.face import Face
+from kvchat.terminal.face import Page
 from kvchat.terminal.paint import Row
 from kvchat.terminal.sanitize import one_line
 from kvchat.terminal.status import format_count, plural
 from kvchat.terminal.theme import Role as Look
 
 
-def answer_rows(turn: Turn, face: Face) -> list[Row]:
+def answer_rows(turn: Turn, face: Page) -> list[Row]:
     """Return a saved answer as it looked when it came."""
     speech = Speech(face.painter)
     splitter = ThinkingSplitter()
@@ -29,7 +29,7 @@ def answer_rows(turn: Turn, face: Face) -> list[Row]:
     return [*rows, Text(end="")]
 
 
-def show_turns(turns: list[Turn], face: Face) -> None:
+def show_turns(turns: list[Turn], face: Page) -> None:
     """Show turns one after another."""
     for turn in turns:
         if turn.role is Role.USER:
@@ -38,7 +38,7 @@ def show_turns(turns: list[Turn], face: Face) -> None:
             face.write(answer_rows(turn, face))
 
 
-def show_where_it_stands(conversation: Conversation, face: Face) -> None:
+def show_where_it_stands(conversation: Conversation, face: Page) -> None:
     """Show the last exchange, and how much lies before it."""
     path = conversation.path()
     last = next((i for i in range(len(path) - 1, -1, -1) if path[i].role is Role.USER), 0)

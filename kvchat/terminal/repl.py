@@ -15,10 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvchat.chat.host import ChatHost
-from kvchat.chat.session import AskOptions, ChatSession
 from kvchat.chat.template import Strategy
 from kvchat.core.errors import ExitCode
-from kvchat.terminal.desk import Desk, NewHost
+from kvchat.terminal.desk import Desk
 from kvchat.terminal.dialogue import Dialogue
 from kvchat.terminal.face import Face, tell
 from kvchat.terminal.guard import terminal_guard
@@ -35,24 +34,14 @@ from kvchat.terminal.unforeseen import unforeseen_errors_told
 class ReplSetup:
     """What an interactive chat starts from.
 
-    host           loading its model, or done with it; owned by the chat from here on
-    new_host       begins loading another model, for /model
-    relay          what `host` was given as `on_load`
-    session        a conversation already opened; None begins one at the first message
-    system, title  of conversations to come
-    attachments    texts that go before the first message
+    desk           its model loading, or done with it; owned by the chat from here on
+    relay          what the desk's host was given as `on_load`
     history_path   where what is typed is kept; None forgets it
     editor         the command line of the user's editor
     """
 
-    host: ChatHost
-    new_host: NewHost
+    desk: Desk
     relay: LoadRelay
-    session: ChatSession | None = None
-    options: AskOptions = field(default_factory=AskOptions)
-    system: str | None = None
-    title: str = ""
-    attachments: tuple[str, ...] = ()
     history_path: Path | None = None
     look: Look = field(default_factory=Look)
     show_stats: bool = True
@@ -70,24 +59,15 @@ def run(setup: ReplSetup) -> int:
 
 async def run_repl(setup: ReplSetup) -> int:
     """Chat until the user leaves; return the exit code. Closes the host and the session."""
-    painter = Painter(setup.look)
-    desk = Desk(
-        setup.host,
-        setup.new_host,
-        setup.session,
-        setup.options,
-        setup.system,
-        setup.title,
-        setup.attachments,
-    )
+    desk = setup.desk
     registry = build_registry()
-    face = _new_face(setup, painter, desk)
+    face = _new_face(setup)
     # Who listens to the answer is not read figures after each, unless asked: /stats on.
     shows_stats = setup.show_stats and not setup.look.is_spoken
     dialogue = Dialogue(desk, face, registry, shows_stats)
     try:
         with _signals(dialogue), unforeseen_errors_told(dialogue.report):
-            _greet(setup, desk, face)
+            _greet(desk, face)
             setup.relay.attach(asyncio.get_running_loop(), dialogue.hear)
             await _run_until_left(dialogue, face)
         _take_leave(dialogue)
@@ -116,7 +96,8 @@ async def _run_until_left(dialogue: Dialogue, face: Face) -> None:
             await worker
 
 
-def _new_face(setup: ReplSetup, painter: Painter, desk: Desk) -> Face:
+def _new_face(setup: ReplSetup) -> Face:
+    painter = Painter(setup.look)
     if setup.look.is_plain:
         from kvchat.terminal.line_face import LineFace
 
@@ -124,19 +105,19 @@ def _new_face(setup: ReplSetup, painter: Painter, desk: Desk) -> Face:
         return LineFace(sys.stdin, sys.stdout, painter, max(20, columns), setup.editor)
     from kvchat.terminal.live_face import new_live_prompt
 
-    return new_live_prompt(painter, desk, setup.history_path, setup.editor)
+    return new_live_prompt(painter, setup.desk, setup.history_path, setup.editor)
 
 
-def _greet(setup: ReplSetup, desk: Desk, face: Face) -> None:
+def _greet(desk: Desk, face: Face) -> None:
     """Say in a line what this is; show where an opened conversation stands."""
     from kvchat import __version__
 
-    parts = [f"kvchat {__version__}", model_label(setup.host.model.name), "/help for help"]
-    if setup.host.store is None:
+    parts = [f"kvchat {__version__}", model_label(desk.host.model.name), "/help for help"]
+    if desk.host.store is None:
         parts.append("nothing is saved")
-    line = setup.look.glyphs.separator.join(parts)
+    line = face.painter.look.glyphs.separator.join(parts)
     face.write([face.painter.text(line, Role.DIM), face.painter.text("")])
-    if setup.host.model.format.strategy is Strategy.NO_TEMPLATE:
+    if desk.host.model.format.strategy is Strategy.NO_TEMPLATE:
         tell(face, "The model has no chat template; it completes the text as it stands.")
     if desk.session is not None:
         for note in desk.session.notes:

@@ -12,7 +12,7 @@ from kvchat.terminal.sanitize import one_line
 from kvchat.terminal.theme import Glyphs
 
 _BAR_CELLS = 10
-_NO_BREAK = "\N{NO-BREAK SPACE}"
+NO_BREAK = "\N{NO-BREAK SPACE}"
 
 
 def format_count(count: int) -> str:
@@ -67,7 +67,7 @@ def stats_line(
         _drafted(usage),
         f"context {format_count(used)}/{format_count(context_limit)}" if context_limit else "",
     ]
-    return glyphs.separator.join(part.replace(" ", _NO_BREAK) for part in parts if part)
+    return glyphs.separator.join(part.replace(" ", NO_BREAK) for part in parts if part)
 
 
 def _ending(reason: FinishReason) -> str:

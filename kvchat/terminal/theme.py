@@ -179,9 +179,14 @@ class Look:
             has_colour=not (forbids_colour or is_dumb or is_spoken),
             is_plain=is_dumb or is_spoken,
             is_spoken=is_spoken,
-            has_unicode=encoding.lower().replace("-", "").replace("_", "") == "utf8",
+            has_unicode=is_utf8(encoding),
             reflows=_is_known_to_reflow(environment),
         )
+
+
+def is_utf8(encoding: str) -> bool:
+    """Whether an encoding, by any of its spellings, is UTF-8."""
+    return encoding.lower().replace("-", "").replace("_", "") == "utf8"
 
 
 _REFLOWING_TERMS = ("foot", "alacritty", "xterm-kitty", "xterm-ghostty", "wezterm", "contour")

@@ -164,16 +164,19 @@ def test_an_answer_cut_off_by_its_limit_is_no_failure(shell: Shell, tiny: str) -
     assert b"cut off at --max-tokens" in done.stderr
 
 
-def test_running_out_of_time_ends_with_124_and_keeps_the_answer(shell: Shell, tiny: str) -> None:
-    done = shell.run("-m", tiny, "--json", "--timeout", "0.05", "--block-size", "1", "-p", "Hello")
+def test_running_out_of_time_ends_with_124_and_keeps_the_answer(shell: Shell, endless: str) -> None:
+    asked = ("--json", "--temperature", "0", "--timeout", "0.05", "-p", "Hello")
+    done = shell.run("-m", endless, *asked)
 
     [answer] = objects(done.stdout)
     assert done.returncode == 124
     assert answer["finish_reason"] == "timeout"
+    assert b'"finish":"timeout"' in shell.sessions[0].read_bytes()
 
 
 def _started_answering(shell: Shell, model: str) -> "subprocess.Popen[bytes]":
-    process = shell.start("-m", model, "--output-format", "stream-json", "-p", "Hello")
+    asked = ("--temperature", "0", "--output-format", "stream-json", "-p", "Hello")
+    process = shell.start("-m", model, *asked)
     assert process.stdin is not None
     assert process.stdout is not None
     process.stdin.close()
@@ -184,17 +187,11 @@ def _started_answering(shell: Shell, model: str) -> "subprocess.Popen[bytes]":
 
 @pytest.fixture(scope="session")
 def endless(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A model with a context long enough that an answer is still going when a signal arrives."""
-    from support.checkpoints import save_checkpoint, tiny_model
+    """A model whose greedy answers go on to the end of a context too long to be reached."""
+    from support.checkpoints import never_stopping, save_checkpoint, tiny_model
 
-    directory = tmp_path_factory.mktemp("endless")
-    model = tiny_model("llama", max_position_embeddings=1 << 17, eos_token_id=None)
-    checkpoint = save_checkpoint(directory, model)
-    (checkpoint / "generation_config.json").write_text("{}")
-    (checkpoint / "tokenizer_config.json").write_text('{"bos_token": "<|bos|>"}')
-    template = (checkpoint / "chat_template.jinja").read_text().replace("<|end|>", "\n")
-    (checkpoint / "chat_template.jinja").write_text(template)
-    return str(checkpoint)
+    model = never_stopping(tiny_model("llama", max_position_embeddings=1 << 17))
+    return str(save_checkpoint(tmp_path_factory.mktemp("endless"), model))
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from kvchat.chat.session import AskOptions
 from kvchat.chat.store import SessionStore
 from kvchat.core.errors import ModelError
 from kvchat.core.types import SamplingParams
+from kvchat.terminal.desk import Desk
 from kvchat.terminal.repl import LoadRelay, Look, ReplSetup, run
 from support.scripted_engine import Script, scripted_build, text_model
 
@@ -123,12 +124,10 @@ def _setup(arguments: argparse.Namespace) -> ReplSetup:
     host = new_host("scripted", relay.hear)
     is_plain = arguments.plain or arguments.spoken
     session = host.open_session(store.latest()) if arguments.continues and store else None
+    options = AskOptions(sampling=SamplingParams(temperature=0.0))
     return ReplSetup(
-        host=host,
-        new_host=new_host,
+        desk=Desk(host, new_host, session, options),
         relay=relay,
-        session=session,
-        options=AskOptions(sampling=SamplingParams(temperature=0.0)),
         history_path=arguments.history,
         look=Look(
             has_colour=not is_plain,

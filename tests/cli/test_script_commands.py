@@ -1,0 +1,225 @@
+"""Slash commands in scripts, and the statistics line: a scripted engine below the real floors."""
+
+import io
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvchat.chat.chat_model import ChatModel
+from kvchat.chat.host import ChatHost
+from kvchat.chat.session import AskOptions
+from kvchat.chat.store import SessionStore
+from kvchat.cli.interruption import Interruption
+from kvchat.cli.output import JsonWriter, Notices, TextWriter
+from kvchat.cli.script import Script, ScriptSetup
+from kvchat.core.errors import ModelError
+from kvchat.terminal.desk import Desk
+from kvchat.terminal.paint import Painter
+from kvchat.terminal.registry import build_registry
+from kvchat.terminal.script_commands import ScriptCommands
+from kvchat.terminal.script_page import ScriptPage
+from kvchat.terminal.theme import Look
+from support.commands import Shell
+from support.scripted_engine import Script as Answer
+from support.scripted_engine import scripted_build, text_model, write_text_checkpoint
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What came of a script."""
+
+    code: int
+    stdout: str
+    stderr: str
+    store: SessionStore
+
+    @property
+    def objects(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.stdout.splitlines()]
+
+
+RunLines = Callable[..., Ran]
+
+
+def _author(question: str, sample: int) -> Answer:
+    return Answer(f"You said {question!r} ({sample}).", tokens_per_step=64)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> ChatModel:
+    return text_model(write_text_checkpoint(tmp_path_factory.mktemp("model") / "scripted"))
+
+
+@pytest.fixture
+def run_lines(model: ChatModel, tmp_path: Path) -> Iterator[RunLines]:
+    """Run lines as `--input-format lines` does, with the streams in memory."""
+    desks: list[Desk] = []
+
+    def run(
+        *lines: str, is_json: bool = False, stats: bool = False, quiet: bool = False, last: str = ""
+    ) -> Ran:
+        store = SessionStore(tmp_path / "sessions")
+
+        def new_host(name: str, hear: Any) -> ChatHost:
+            if name == "missing":
+                raise ModelError("There is no model missing.")
+            return ChatHost(model, scripted_build(model, _author), store, hear)  # type: ignore[arg-type]
+
+        desk = Desk(new_host("scripted", None), new_host, None, AskOptions())
+        desks.append(desk)
+        stdout, stderr = io.StringIO(), io.StringIO()
+        notices = Notices(quiet, stderr)
+        writer = JsonWriter(stdout, lambda: desk.host.ready) if is_json else None
+        page = ScriptPage(notices.show, Painter(Look(has_colour=False, is_plain=True)), 80)
+        script = Script(
+            ScriptSetup(
+                desk, writer or TextWriter(stdout, is_raw=False), notices, shows_stats=stats
+            ),
+            Interruption(),
+        )
+        commands = ScriptCommands(desk, page, build_registry(), stats)
+        script.answer_lines(commands, iter(lines), last or None)
+        return Ran(script.exit_code, stdout.getvalue(), stderr.getvalue(), store)
+
+    yield run
+    for desk in desks:
+        desk.close_session()
+        desk.host.close()
+
+
+def test_answers_go_to_stdout_and_what_commands_say_to_stderr(run_lines: RunLines) -> None:
+    ran = run_lines("one", "/retry", "/tree", "/help undo", "/context")
+
+    assert ran.code == 0
+    assert ran.stdout == "You said 'one' (0).\n" * 2
+    for said in ("1 you: one", "3 model: You said", "step back before", "tokens:"):
+        assert said in ran.stderr
+    assert "\x1b" not in ran.stderr
+
+
+def test_commands_move_about_as_they_do_for_a_person(run_lines: RunLines) -> None:
+    ran = run_lines("one", "two", "/undo", "three", "/edit 1", "four", "/switch 3", "five")
+
+    conversation = ran.store.read(ran.store.latest()).conversation
+    assert ran.code == 0
+    assert [turn.text for turn in conversation.path()][::2] == ["one", "two", "five"]
+    assert {turn.text for turn in conversation.turns()} >= {"three", "four"}
+
+
+def test_answers_of_commands_are_objects_like_others(run_lines: RunLines) -> None:
+    ran = run_lines("one", "/set max-tokens 4", "/retry -n 2", "/continue", is_json=True)
+
+    first, *samples, rest = ran.objects
+    assert [answer["sample"] for answer in samples] == [0, 1]
+    assert [answer["text"] for answer in samples] == ["You ", "You "]
+    assert rest["text"] == "said"
+    assert "sample" not in rest
+    assert len({answer["session"] for answer in ran.objects}) == 1
+    assert first["usage"]["cached_tokens"]["total"] == 0
+
+
+def test_another_conversation_has_another_id(run_lines: RunLines) -> None:
+    ran = run_lines("one", "/new Second", "two", "/resume one", "three", is_json=True)
+
+    ids = [answer["session"] for answer in ran.objects]
+    assert ids[0] == ids[2] != ids[1]
+    assert {summary.title for summary in ran.store.summaries()} == {"one", "Second"}
+
+
+@pytest.mark.parametrize("text", ["//x", "/a/b", " /help", "/etc/hosts is a file", "exit"])
+def test_what_only_looks_like_a_command_is_a_message(run_lines: RunLines, text: str) -> None:
+    ran = run_lines(text)
+
+    assert ran.code == 0
+    assert ran.stdout == f"You said {text!r} (0).\n"
+
+
+def test_an_unknown_command_is_answered_with_the_closest_and_the_rest_goes_on(
+    run_lines: RunLines,
+) -> None:
+    ran = run_lines("/hepl", "one")
+
+    assert ran.code == 2
+    assert "There is no command /hepl. Did you mean /help?" in ran.stderr
+    assert ran.stdout == "You said 'one' (0).\n"
+
+
+def test_a_worse_failure_decides_the_code(run_lines: RunLines) -> None:
+    assert run_lines("/hepl", "one", "/model missing", "/hepl").code == 3
+    assert run_lines("/resume nowhere", "/hepl").code == 5
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("/editor", "An editor takes a terminal."),
+        ("/copy", "A script has no clipboard."),
+        ("/switch", "“Go on from” takes somebody at a terminal."),
+        ("/rewind", "“Go back to before” takes somebody at a terminal."),
+        ("/delete", "Only somebody at a terminal can say yes to that."),
+        ("/retry -n x", "-n x is no number of answers."),
+        ("/continue", "The last answer is complete."),
+    ],
+)
+def test_what_a_script_cannot_have_is_said_in_a_sentence(
+    run_lines: RunLines, line: str, sentence: str
+) -> None:
+    ran = run_lines("one", line)
+
+    assert ran.code == 2
+    assert ran.stderr.startswith("kvchat: ")
+    assert sentence in ran.stderr
+    assert ran.stderr.count("\n") == 1
+    assert len(ran.store.ids()) == 1
+    assert ran.stdout == "You said 'one' (0).\n"
+
+
+def test_exit_ends_the_run_and_the_prompt_of_the_command_line_is_a_message(
+    run_lines: RunLines,
+) -> None:
+    assert run_lines("/exit", "never", last="neither").stdout == ""
+    assert run_lines("one", last="/exit").stdout.endswith("You said '/exit' (0).\n")
+
+
+def test_another_model_takes_over_between_two_turns(run_lines: RunLines) -> None:
+    ran = run_lines("one", "/model other", "two", is_json=True)
+
+    assert ran.code == 0
+    assert "Now with scripted, cpu, float32." in ran.stderr
+    assert [answer["model"]["name"] for answer in ran.objects] == ["scripted"] * 2
+    assert ran.objects[1]["usage"]["cached_tokens"]["total"] == 0
+
+
+def test_statistics_follow_every_answer_unless_quiet(run_lines: RunLines) -> None:
+    told = run_lines("one", "/retry -n 2", stats=True)
+    assert told.stderr.count(" | first token ") == 3
+    assert told.stderr.isascii()
+    assert "token" not in told.stdout
+
+    switched = run_lines("one", "/stats on", "two", "/stats off", "three")
+    assert switched.stderr.count("first token") == 1
+    assert run_lines("one", "/help", stats=True, quiet=True).stderr == ""
+
+
+def test_commands_and_statistics_in_a_whole_process(shell: Shell, tiny: str) -> None:
+    done = shell.run(
+        *("-m", tiny, "--temperature", "0", "--max-tokens", "4", "--stats"),
+        *("--input-format", "lines", "--json"),
+        stdin=b"one\n/retry\n/nosuchthing\n/exit\nnever\n",
+    )
+
+    assert done.returncode == 2
+    assert len(done.stdout.splitlines()) == 2
+    assert done.stderr.count(b" | first token ") == 2
+    assert b"There is no command /nosuchthing." in done.stderr
+
+
+def test_statistics_of_a_single_prompt(shell: Shell, tiny: str) -> None:
+    asked = ("-m", tiny, "--temperature", "0", "--max-tokens", "4", "-p", "one", "--stats")
+
+    assert b"first token" in shell.run(*asked).stderr
+    assert shell.run(*asked, "-q").stderr == b""
