@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
 
 from kvchat.core.errors import UsageError
 from kvchat.model.source import ModelSource, find_model
@@ -78,4 +79,5 @@ def _write_random(directory: Path, shape: dict[str, Any], dtype: str) -> None:
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+    transformers_logging.disable_progress_bar()
     model.save_pretrained(directory)

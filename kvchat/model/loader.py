@@ -50,6 +50,7 @@ class LoadedModel:
     max_context: int
     identity: str
     load_s: float
+    frozen_rope: tuple[str, ...] = ()
 
 
 def read_config(source: ModelSource) -> Any:
@@ -96,7 +97,7 @@ def load_model(
             spec = probe_loaded(module)
             module.set_attn_implementation(PAGED)
     limit = min(spec.max_context, max_context or spec.max_context)
-    freeze_rope(module, limit)
+    frozen_rope = freeze_rope(module, limit)
     _move(module, device, progress)
     load_s = time.perf_counter() - start_s
     _log.info("loaded model=%s device=%s seconds=%.2f", spec.model_type, device, load_s)
@@ -109,6 +110,7 @@ def load_model(
         max_context=limit,
         identity=sample_digest(source),
         load_s=load_s,
+        frozen_rope=frozen_rope,
     )
 
 
