@@ -4,6 +4,7 @@ Knows geometry, bytes and devices. Does not know which block belongs to whom.
 """
 
 import mmap
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -74,3 +75,38 @@ class KvPool:
         for keys, values in self.layers:
             block_copy(keys, sources, targets)
             block_copy(values, sources, targets)
+
+    def gather(self, blocks: list[int]) -> memoryview:
+        """Return the images of `blocks`, one after another, as bytes of the caller's own.
+
+        An image is what a block holds: layer after layer, K then V.
+        """
+        image = bytearray(len(blocks) * self.geometry.block_bytes)
+        if blocks:
+            staging = torch.frombuffer(image, dtype=torch.uint8).view(len(blocks), -1)
+            for rows, start, end in self._columns():
+                staging[:, start:end] = rows[_selector(blocks)].to(staging.device)
+        return memoryview(image)
+
+    def scatter(self, blocks: list[int], image: bytearray | memoryview) -> None:
+        """Fill `blocks` with images that `gather` made; `image` must be writable memory."""
+        assert len(image) == len(blocks) * self.geometry.block_bytes
+        if blocks:
+            staging = torch.frombuffer(image, dtype=torch.uint8).view(len(blocks), -1)
+            for rows, start, end in self._columns():
+                rows[_selector(blocks)] = staging[:, start:end].to(rows.device)
+
+    def _columns(self) -> Iterator[tuple[torch.Tensor, int, int]]:
+        """Yield every tensor as [num_blocks, bytes], and the bytes of an image that are its own."""
+        start = 0
+        for tensors in self.layers:
+            for tensor in tensors:
+                rows = tensor.view(self.num_blocks, -1).view(torch.uint8)
+                yield rows, start, start + rows.shape[1]
+                start += rows.shape[1]
+
+
+def _selector(blocks: list[int]) -> slice | list[int]:
+    """Return what selects `blocks`: a slice where they lie side by side, which is much faster."""
+    first, last = blocks[0], blocks[-1] + 1
+    return slice(first, last) if blocks == list(range(first, last)) else blocks

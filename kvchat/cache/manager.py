@@ -192,6 +192,30 @@ class CacheManager:
         self._pool.release(table.blocks)
         table.is_released = True
 
+    # Images, for slower tiers
+
+    def export(self, token_ids: TokenIds, first: int, last: int) -> memoryview | None:
+        """Return the images of a context's blocks `first` to `last - 1`; None where one is gone."""
+        packed = pack(token_ids[: last * self.block_size])
+        blocks = self._tree.blocks_of(packed) if self._reuse else []
+        return self.kv_pool.gather(blocks[first:last]) if len(blocks) == last else None
+
+    def adopt(self, token_ids: TokenIds, first: int, image: bytearray | memoryview) -> int:
+        """Enter images as a context's blocks from `first` on; return how many there was room for.
+
+        None are taken where the blocks before `first` are gone: KV without its prefix is useless.
+        """
+        size, image_bytes = self.block_size, self.kv_pool.geometry.block_bytes
+        table = self.match([*token_ids[: first * size], -1])
+        num_blocks = min(len(image) // image_bytes, self.num_available)
+        start, end = first * size, (first + num_blocks) * size
+        if table.cached_len != start or not self.reserve(table, start, end):
+            self.release(table, token_ids[: table.cached_len])
+            return 0
+        self.kv_pool.scatter(table.blocks[first:], image[: num_blocks * image_bytes])
+        self.release(table, token_ids[:end])
+        return num_blocks
+
     def clear(self) -> int:
         """Forget everything nobody uses; return how many blocks became free."""
         before = self._pool.num_free

@@ -94,7 +94,11 @@ class RadixTree:
 
     def measure(self, packed: bytes) -> int:
         """Return how many leading tokens a match would find in full blocks; changes nothing."""
-        return len(self._walk(packed)[2]) * self.block_size
+        return len(self.blocks_of(packed)) * self.block_size
+
+    def blocks_of(self, packed: bytes) -> list[int]:
+        """Return the full blocks a match would find; changes nothing."""
+        return self._walk(packed)[2]
 
     def _walk(self, packed: bytes) -> tuple[Node, int, list[int]]:
         """Return the last node entered, how many of its blocks match, and all matching blocks."""

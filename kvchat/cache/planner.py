@@ -1,0 +1,50 @@
+"""RestorePlanner: is it quicker to read KV back, or to compute it again?
+
+Decides by what this machine has shown so far: tokens computed a second, bytes read a second. Pure
+arithmetic; knows no tier and no clock.
+"""
+
+from dataclasses import dataclass
+
+# A rate follows what is measured, the newest weighing a third: machines change their mind.
+_NEWEST = 1 / 3
+# Below these a measurement says more about overheads than about the rate.
+_MIN_TOKENS = 64
+_MIN_BYTES = 1 << 18
+# How much longer than computing a restore may take before it is given up, and the least patience.
+_PATIENCE = 1.0
+_MIN_PATIENCE_S = 0.05
+
+
+@dataclass(slots=True)
+class RestorePlanner:
+    """Rates of this machine, None until something was measured. One thread owns a planner."""
+
+    prefill_tokens_per_s: float | None = None
+    read_bytes_per_s: float | None = None
+
+    def note_prefill(self, num_tokens: int, seconds: float) -> None:
+        """Take in how long computing took."""
+        if num_tokens >= _MIN_TOKENS and seconds > 0:
+            self.prefill_tokens_per_s = _moved(self.prefill_tokens_per_s, num_tokens / seconds)
+
+    def note_read(self, num_bytes: int, seconds: float) -> None:
+        """Take in how long reading took."""
+        if num_bytes >= _MIN_BYTES and seconds > 0:
+            self.read_bytes_per_s = _moved(self.read_bytes_per_s, num_bytes / seconds)
+
+    def is_worth(self, num_tokens: int, num_bytes: int) -> bool:
+        """Whether to restore; an unknown rate speaks for trying, which measures it."""
+        if self.prefill_tokens_per_s is None or self.read_bytes_per_s is None:
+            return True
+        return num_bytes / self.read_bytes_per_s < num_tokens / self.prefill_tokens_per_s
+
+    def patience_s(self, num_tokens: int) -> float | None:
+        """Return how long to wait for a restore before computing; None where nobody can say."""
+        if self.prefill_tokens_per_s is None:
+            return None
+        return max(_MIN_PATIENCE_S, _PATIENCE * num_tokens / self.prefill_tokens_per_s)
+
+
+def _moved(rate: float | None, newest: float) -> float:
+    return newest if rate is None else rate + _NEWEST * (newest - rate)

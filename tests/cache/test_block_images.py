@@ -1,0 +1,71 @@
+"""Block images: what was gathered and scattered is bit for bit what was there."""
+
+import pytest
+import torch
+
+from kvchat.cache.kv_pool import KvGeometry, KvPool, LayerGeometry
+
+GEOMETRIES = {
+    "one layer": (LayerGeometry(2, 8, 8),),
+    "keys wider than values": (LayerGeometry(1, 24, 16), LayerGeometry(1, 24, 16)),
+    "layers that differ": (LayerGeometry(4, 8, 8), LayerGeometry(1, 32, 32)),
+}
+
+
+def filled_pool(layers: tuple[LayerGeometry, ...], dtype: torch.dtype) -> KvPool:
+    pool = KvPool(KvGeometry(layers, dtype, block_size=4), 12, torch.device("cpu"))
+    generator = torch.Generator().manual_seed(0)
+    for tensors in pool.layers:
+        for tensor in tensors:
+            bits = torch.randint(0, 256, tensor.view(torch.uint8).shape, generator=generator)
+            tensor.view(torch.uint8).copy_(bits)  # NaNs and all
+    return pool
+
+
+def contents(pool: KvPool, block: int) -> list[torch.Tensor]:
+    return [tensor[block].view(torch.uint8).clone() for pair in pool.layers for tensor in pair]
+
+
+@pytest.mark.parametrize("blocks", [[3], [2, 3, 4, 5], [7, 1, 11, 2]], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("layers", GEOMETRIES.values(), ids=GEOMETRIES)
+def test_a_round_trip_through_images_changes_no_bit(
+    layers: tuple[LayerGeometry, ...], dtype: torch.dtype, blocks: list[int]
+) -> None:
+    source, target = (
+        filled_pool(layers, dtype),
+        KvPool(KvGeometry(layers, dtype, 4), 12, torch.device("cpu")),
+    )
+    elsewhere = [block - 1 for block in blocks] if 11 in blocks else [block + 4 for block in blocks]
+
+    image = source.gather(blocks)
+    target.scatter(elsewhere, image)
+
+    assert len(image) == len(blocks) * source.geometry.block_bytes
+    for before, after in zip(blocks, elsewhere, strict=True):
+        for one, other in zip(contents(source, before), contents(target, after), strict=True):
+            assert torch.equal(one, other)
+    untouched = set(range(12)) - set(elsewhere)
+    assert not any(part.any() for block in untouched for part in contents(target, block))
+
+
+def test_images_of_several_blocks_are_the_images_of_each_one_after_another() -> None:
+    pool = filled_pool((LayerGeometry(2, 8, 4), LayerGeometry(2, 8, 4)), torch.bfloat16)
+
+    assert bytes(pool.gather([5, 2])) == bytes(pool.gather([5])) + bytes(pool.gather([2]))
+
+
+def test_an_image_is_layer_after_layer_keys_before_values() -> None:
+    pool = filled_pool((LayerGeometry(2, 8, 4), LayerGeometry(1, 4, 4)), torch.float32)
+    parts = contents(pool, 6)
+
+    assert bytes(pool.gather([6])) == b"".join(bytes(part.flatten().tolist()) for part in parts)
+
+
+def test_an_image_is_the_callers_own() -> None:
+    pool = filled_pool((LayerGeometry(1, 4, 4),), torch.float32)
+    image = bytes(pool.gather([1])), pool.gather([1])
+
+    pool.layers[0][0].zero_()
+
+    assert bytes(image[1]) == image[0]
