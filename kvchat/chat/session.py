@@ -57,6 +57,8 @@ class ChatSession:
         self.conversation = conversation
         self._engine = engine
         self._log = log
+        self._saving_problem: str | None = None
+        self._is_problem_told = False
         changed = readopt(conversation, model)
         if changed:
             notes = (*notes, "Another model wrote this conversation; it will be read again once.")
@@ -279,9 +281,19 @@ class ChatSession:
         """Let go of the session file; returns a sentence on what could not be saved. Idempotent."""
         return self._log.close() if self._log is not None else None
 
-    def save(self, line: str, durable: bool = False) -> str | None:
-        """Append a line to the session file; returns one sentence where the file is behind."""
-        return self._log.write(line, durable) if self._log is not None else None
+    def save(self, line: str, durable: bool = False) -> None:
+        """Append a line to the session file; `saving_problem` says where that failed."""
+        if self._log is None:
+            return
+        self._saving_problem = self._log.write(line, durable)
+        self._is_problem_told &= self._saving_problem is not None
+
+    def saving_problem(self) -> str | None:
+        """Return one sentence where the file is behind; said once, until it has caught up."""
+        if self._saving_problem is None or self._is_problem_told:
+            return None
+        self._is_problem_told = True
+        return self._saving_problem
 
 
 class _Ledger:
@@ -305,10 +317,10 @@ class _Ledger:
         )
         conversation.add(turn)
         self._turn_ids[sample] = turn.turn_id
-        problem = self._session.save(session_file.turn_line(turn))
+        self._session.save(session_file.turn_line(turn))
         if sample > 0 and 0 in self._turn_ids:
             self._session.move_tip(self._turn_ids[0])  # the conversation goes on from the first
-        return problem
+        return self._session.saving_problem()
 
     def extend_answer(self, sample: int, text: str, token_ids: list[int]) -> str | None:
         turn_id = self._turn_ids[sample]
@@ -316,23 +328,25 @@ class _Ledger:
         self._session.conversation.replace(
             replace(turn, text=turn.text + text, token_ids=(*turn.token_ids, *token_ids))
         )
-        return self._session.save(session_file.more_line(turn_id, text, token_ids))
+        self._session.save(session_file.more_line(turn_id, text, token_ids))
+        return self._session.saving_problem()
 
     def end_answer(self, sample: int, event: SampleFinished) -> tuple[int, str | None]:
         turn_id = self._turn_ids.get(sample)
-        if turn_id is None:
-            return self._user_turn.turn_id, None  # stopped before the first token
-        closing = list(self._session.model.kept_stop_ids(event.stop_token))
-        if closing:
-            self.extend_answer(sample, "", closing)
+        if turn_id is None:  # stopped before the first token
+            return self._user_turn.turn_id, self._session.saving_problem()
+        closing = self._session.model.kept_stop_ids(event.stop_token)
         turn = self._session.conversation.turn(turn_id)
+        if closing:
+            turn = replace(turn, token_ids=(*turn.token_ids, *closing))
+            self._session.save(session_file.more_line(turn_id, "", closing))
         self._session.conversation.replace(replace(turn, finish=event.reason))
         facts: dict[str, object] = {
             "usage": event.usage.as_dict(),
             "timing": event.timing.as_dict(event.usage),
         }
-        line = session_file.end_line(turn_id, event.reason, facts)
-        return turn_id, self._session.save(line, durable=True)
+        self._session.save(session_file.end_line(turn_id, event.reason, facts), durable=True)
+        return turn_id, self._session.saving_problem()
 
     def abandon(self, failed: RequestFailed) -> str | None:
         """Where the turn itself is the trouble, step back before it: the next one may fit."""
@@ -345,7 +359,7 @@ class _Ledger:
                 self._session.save(line)
         if isinstance(failed.error, ContextTooLong):
             self._session.move_tip(self._user_turn.parent_id)
-        return None
+        return self._session.saving_problem()
 
 
 class _ContinuedLedger(_Ledger):
@@ -359,4 +373,4 @@ class _ContinuedLedger(_Ledger):
         return None  # it has begun already
 
     def abandon(self, failed: RequestFailed) -> str | None:
-        return None  # the answer is as cut off as it was
+        return self._session.saving_problem()  # the answer is as cut off as it was

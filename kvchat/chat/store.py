@@ -4,6 +4,7 @@ One writer per session, by a file lock; files are private to the user. Knows fil
 format is `session_file.py`'s, and a conversation's meaning is nobody's here.
 """
 
+import errno
 import fcntl
 import os
 import re
@@ -37,14 +38,16 @@ class SessionSummary:
 class SessionLog:
     """The open file of one session, held by its only writer.
 
-    A line that cannot be written (a full disk) is kept and tried again with the next one: `write`
-    then returns what to tell the user, and nothing is lost while the process lives.
+    A line that cannot be written (a full disk) is kept and tried again with the next one, and so is
+    a wait for the disk: `write` then returns what to tell the user, and nothing is lost while the
+    process lives.
     """
 
     def __init__(self, descriptor: int, name: str) -> None:
         self._descriptor: int | None = descriptor
         self._name = name
         self._unwritten = b""
+        self._needs_sync = False
 
     @property
     def is_complete(self) -> bool:
@@ -57,17 +60,26 @@ class SessionLog:
         Returns None, or one sentence on why the file is behind.
         """
         self._unwritten += line.encode()
+        self._needs_sync |= durable
         if self._descriptor is None:
             return f"{self._name} is closed."
         try:
             while self._unwritten:
                 num_written = os.write(self._descriptor, self._unwritten)
                 self._unwritten = self._unwritten[num_written:]
-            if durable:
-                os.fsync(self._descriptor)
+            if self._needs_sync:
+                self._sync(self._descriptor)
         except OSError as error:
             return f"{self._name} cannot be saved ({error.strerror}); trying again with each turn."
         return None
+
+    def _sync(self, descriptor: int) -> None:
+        try:
+            os.fsync(descriptor)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # which says that this file system knows no waiting
+                raise
+        self._needs_sync = False
 
     def close(self) -> str | None:
         """Try once more to write what is missing, and release the file and its lock. Idempotent.
@@ -76,7 +88,7 @@ class SessionLog:
         """
         if self._descriptor is None:
             return None
-        problem = self.write("") if self._unwritten else None
+        problem = self.write("") if self._unwritten or self._needs_sync else None
         os.close(self._descriptor)
         self._descriptor = None
         return problem

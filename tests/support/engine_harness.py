@@ -1,7 +1,7 @@
-"""EngineHarness: an engine on a remembering model, stepped by hand, with every promise checked.
+"""Engines stepped by hand, with every promise checked: on any model, and on a remembering one.
 
-After each step it re-derives the cache's reference counts from the requests that are alive, holds
-the step to its budgets, and keeps the events of each request.
+After each step the cache's reference counts are re-derived from the requests that are alive, the
+step is held to its budgets, and the events of each request are kept.
 """
 
 from collections import defaultdict
@@ -28,38 +28,18 @@ from support.remembering_model import (
 )
 
 
-class EngineHarness:
-    """Drives one engine; `steps[i]` holds the (request id, tokens) pairs of step i."""
+class SteppedEngine:
+    """Drives one engine; `steps[i]` holds the (request id, tokens) pairs of forward pass i."""
 
-    def __init__(
-        self,
-        num_blocks: int = 200,
-        block_size: int = 4,
-        reuse: bool = True,
-        max_context: int = 120,
-        max_step_tokens: int = 16,
-        max_running: int = 8,
-        fails: Callable[[], None] = lambda: None,
-    ) -> None:
-        self.cache = new_cache(num_blocks, block_size, reuse)
-        self.model = RememberingModel(self.cache, fails)
+    def __init__(self, engine: Engine, max_step_tokens: int, max_running: int) -> None:
+        self.engine = engine
+        self.cache = engine.cache
         self.max_step_tokens = max_step_tokens
         self.max_running = max_running
-        runner = Runner(self.model, block_size)  # type: ignore[arg-type]
-        ticks = count()
-        self.engine = Engine(
-            runner,
-            self.cache,
-            max_context,
-            max_step_tokens,
-            max_running,
-            VOCAB_SIZE,
-            clock=lambda: float(next(ticks)),
-        )
         self.steps: list[list[tuple[int, int]]] = []
         self.specs: dict[int, RequestSpec] = {}
         self.events: dict[int, list[RequestEvent]] = defaultdict(list)
-        self._watch_plans(runner)
+        self._watch_plans(engine._runner)
 
     def _watch_plans(self, runner: Runner) -> None:
         run = runner.run
@@ -98,7 +78,6 @@ class EngineHarness:
             assert gave_way or request.request_id in planned, "a decoding request was passed over"
 
     def check(self) -> None:
-        assert not self.model.broken_promises, self.model.broken_promises
         tables = [r.table for r in self.live() if r.table is not None]
         self.cache.check(tables)
         running = [r for r in self.live() if r.state is State.RUNNING]
@@ -112,12 +91,6 @@ class EngineHarness:
                 return
             self.step()
         raise AssertionError(f"still working after {max_steps} steps")
-
-    def complete(self, *specs: RequestSpec) -> list[list[int]]:
-        """Run specs together; return the ids of each one's first sample."""
-        request_ids = [self.submit(spec) for spec in specs]
-        self.run()
-        return [self.generated(request_id) for request_id in request_ids]
 
     def generated(self, request_id: int, sample: int = 0) -> list[int]:
         return [
@@ -140,6 +113,44 @@ class EngineHarness:
 
     def progress(self, request_id: int) -> list[PrefillProgress]:
         return [e for e in self.events[request_id] if isinstance(e, PrefillProgress)]
+
+
+class EngineHarness(SteppedEngine):
+    """Drives an engine on a remembering model, whose completions an oracle knows."""
+
+    def __init__(
+        self,
+        num_blocks: int = 200,
+        block_size: int = 4,
+        reuse: bool = True,
+        max_context: int = 120,
+        max_step_tokens: int = 16,
+        max_running: int = 8,
+        fails: Callable[[], None] = lambda: None,
+    ) -> None:
+        cache = new_cache(num_blocks, block_size, reuse)
+        self.model = RememberingModel(cache, fails)
+        ticks = count()
+        engine = Engine(
+            Runner(self.model, block_size),  # type: ignore[arg-type]
+            cache,
+            max_context,
+            max_step_tokens,
+            max_running,
+            VOCAB_SIZE,
+            clock=lambda: float(next(ticks)),
+        )
+        super().__init__(engine, max_step_tokens, max_running)
+
+    def check(self) -> None:
+        assert not self.model.broken_promises, self.model.broken_promises
+        super().check()
+
+    def complete(self, *specs: RequestSpec) -> list[list[int]]:
+        """Run specs together; return the ids of each one's first sample."""
+        request_ids = [self.submit(spec) for spec in specs]
+        self.run()
+        return [self.generated(request_id) for request_id in request_ids]
 
     def assert_complete(self, request_id: int) -> None:
         """Hold every sample of a request that ran to its end against the oracle."""
