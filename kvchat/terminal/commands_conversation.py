@@ -103,7 +103,9 @@ def _export_target(arguments: str, session_id: str) -> tuple[str, Path]:
         name = arguments
         suffix = Path(name).suffix.removeprefix(".")
         kind = suffix if suffix in _KINDS else "md"
-    return kind, Path(name or f"kvchat-{session_id}.{kind}").expanduser()
+    own_name = f"kvchat-{session_id}.{kind}"
+    path = Path(name or own_name).expanduser()
+    return kind, path / own_name if path.is_dir() else path
 
 
 def _store(context: "CommandContext") -> SessionStore:

@@ -13,7 +13,7 @@ from kvchat.terminal.paint import Row, prefixed
 from kvchat.terminal.recital import describe_model
 from kvchat.terminal.sanitize import one_line
 from kvchat.terminal.status import format_count, plural, stats_line
-from kvchat.terminal.theme import Role
+from kvchat.terminal.theme import Look, Role
 
 if TYPE_CHECKING:
     from kvchat.terminal.command_context import CommandContext
@@ -31,8 +31,8 @@ _KEYS = (
     ("F2", "statistics line on and off"),
 )
 _BAR_CELLS = 30
-_NAME_COLUMNS = 28
-_MIN_TWO_COLUMNS = 56
+_NAME_COLUMNS = 34  # the longest name and usage fit
+_MIN_TWO_COLUMNS = 72
 
 
 async def model(context: "CommandContext", arguments: str) -> None:
@@ -81,17 +81,32 @@ async def context_(context: "CommandContext", arguments: str) -> None:
     asked = sum(len(turn.token_ids) for turn in path if turn.role is Speaker.USER)
     ready = context.desk.host.ready
     limit = ready.context_limit if ready is not None else None
-    glyphs = context.face.painter.look.glyphs
     lines = [f"{used:,} tokens: {asked:,} asked, {used - asked:,} answered, in {len(path)} turns"]
     if limit:
-        full = min(_BAR_CELLS, round(_BAR_CELLS * used / limit))
-        bar = glyphs.bar_full * full + glyphs.bar_empty * (_BAR_CELLS - full)
-        left = max(0, limit - used)
-        lines.append(f"{bar} {used / limit:.0%} of {format_count(limit)}, {left:,} left")
+        share, left = used / limit, max(0, limit - used)
+        shown = f"{share:.0%} of {format_count(limit)}, {left:,} left"
+        lines.append(f"{_bar(context.face.painter.look, share)}{shown}")
     warmth = await context.desk.warmth()
     if warmth is not None:
-        lines.append(f"{warmth:.0%} of it need not be read again")
+        lines.append(_reading_again(warmth))
     context.say("\n".join(lines))
+
+
+def _bar(look: Look, share: float) -> str:
+    """Return a bar and a space; nothing for those who listen."""
+    if look.is_spoken:
+        return ""
+    full = min(_BAR_CELLS, round(_BAR_CELLS * share))
+    return look.glyphs.bar_full * full + look.glyphs.bar_empty * (_BAR_CELLS - full) + " "
+
+
+def _reading_again(warmth: float) -> str:
+    """Say how much of a context the next answer has to read, from the share that is cached."""
+    if warmth >= 0.995:
+        return "all of it is cached: the next answer reads only what is new"
+    if warmth < 0.005:
+        return "none of it is cached: the next answer reads all of it again"
+    return f"{warmth:.0%} of it is cached: the next answer reads the rest again"
 
 
 async def help_(context: "CommandContext", arguments: str) -> None:
@@ -132,8 +147,12 @@ def _key_rows(context: "CommandContext") -> list[Row]:
 def _entry(context: "CommandContext", name: str, meaning: str) -> list[Row]:
     """Return a name and what it means beside it; after it where there is no room."""
     painter, width = context.face.painter, context.face.sheet.width
-    if width < _MIN_TWO_COLUMNS or painter.look.is_spoken:
-        return painter.wrapped(f"  {name}: {meaning}", width)
+    if painter.look.is_spoken:
+        return painter.wrapped(f"{name}: {meaning}", width)
+    if width < _MIN_TWO_COLUMNS:
+        indented = painter.text("      ")
+        rows = painter.wrapped(meaning, width - indented.cell_len, Role.DIM)
+        return [*painter.wrapped(f"  {name}", width), *(prefixed(row, indented) for row in rows)]
     lead = painter.text(f"  {name}".ljust(_NAME_COLUMNS))
     below = painter.text(" " * _NAME_COLUMNS)
     wrapped = painter.wrapped(meaning, width - lead.cell_len, Role.DIM)

@@ -44,6 +44,7 @@ class Dialogue(CommandContext):
         self._stage = "loading the model"
         self._notice = ""
         self._said_farewell = ""
+        self._num_commands = 0
         self._warmth: float | None = None
         self._num_context_tokens = len(desk.context_ids)
         self._wake = asyncio.Event()
@@ -104,6 +105,11 @@ class Dialogue(CommandContext):
         """Whether something is being answered or waits to be."""
         return self.is_answering or self.has_queue or self._asked is not None
 
+    @property
+    def is_at_work(self) -> bool:
+        """Whether more may be said without anything being typed."""
+        return self.is_busy or self._num_commands > 0
+
     def accept(self, text: str) -> None:
         """Take a line: a message waits its turn, a command is carried out."""
         self._notice = ""
@@ -119,7 +125,7 @@ class Dialogue(CommandContext):
         else:
             self._queue.stop_editing()
             self.face.write_turn(text)
-            self._spawn(self._carry_out(line))
+            self._begin(line)
         self.refresh()
 
     def _accept_message(self, text: str) -> None:
@@ -292,7 +298,11 @@ class Dialogue(CommandContext):
     def _run_by_name(self, name: str) -> None:
         command = self.registry.find(name)
         assert command is not None
-        self._spawn(self._carry_out(Invocation(command, "")))
+        self._begin(Invocation(command, ""))
+
+    def _begin(self, line: Invocation) -> None:
+        self._num_commands += 1
+        self._spawn(self._carry_out(line))
 
     async def _carry_out(self, line: Invocation) -> None:
         try:
@@ -304,6 +314,7 @@ class Dialogue(CommandContext):
         except KvchatError as error:
             self.say(str(error), Role.ERROR)
         finally:
+            self._num_commands -= 1
             self._wake.set()
             self.refresh()
 
@@ -338,6 +349,12 @@ class Dialogue(CommandContext):
             toolbar=self._toolbar,
         )
 
+    @property
+    def _meaning_of_escape(self) -> str:
+        if self.is_answering:
+            return "stops"
+        return "twice gives it up" if self.desk.edited is not None else ""
+
     def _toolbar(self, width: int) -> str:
         desk, ready = self.desk, self.desk.host.ready
         facts = ToolbarFacts(
@@ -351,6 +368,6 @@ class Dialogue(CommandContext):
             loading=self._stage,
             editing=desk.editing,
             num_queued=len(self._queue),
-            escape="stops" if self.is_answering else "",
+            escape=self._meaning_of_escape,
         )
         return toolbar(facts, width, self.face.painter.look.glyphs)

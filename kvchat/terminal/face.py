@@ -118,6 +118,10 @@ class Listener(Protocol):
         """Whether something is being answered or waits to be."""
 
     @property
+    def is_at_work(self) -> bool:
+        """Whether more may be said without anything being typed: an answer, a command's output."""
+
+    @property
     def has_queue(self) -> bool:
         """Whether messages wait that could be edited."""
 

@@ -56,6 +56,14 @@ class HeldOutput(Vt100_Output):
     def write(self, data: str) -> None:
         super().write(sanitize_characters(data))
 
+    def erase_down(self) -> None:
+        """Erase from the cursor, which is at the beginning of a row, to the end of the screen.
+
+        From the top left corner tmux takes that for clearing the screen, and keeps what was there
+        in its scrollback: the first row is erased by itself, the rest from beside the corner.
+        """
+        self.write_raw("\x1b[K\x1b[C\x1b[J\x1b[D")
+
     def flush(self) -> None:
         if self._num_held:
             return

@@ -70,7 +70,6 @@ def _bind_lines(bindings: KeyBindings, prompt: "LivePrompt") -> None:
 
     @bindings.add("enter", filter=is_typing)
     def _enter(event: E) -> None:
-        prompt.listener.key_pressed()
         buffer = prompt.buffer
         state = buffer.complete_state
         if state is not None and state.current_completion is not None:

@@ -176,7 +176,9 @@ class LineFace:
     def _ask(self) -> None:
         assert self._listener is not None
         is_picking = self._picked is not None
-        if self._is_prompted or self._left.is_set() or (self._listener.is_busy and not is_picking):
+        if self._is_prompted or self._left.is_set():
+            return
+        if self._listener.is_at_work and not is_picking:
             return
         self._is_prompted = True
         label = "You: " if self.painter.look.is_spoken else "> "
@@ -192,12 +194,14 @@ class LineFace:
             self._picked.set_result("")
         elif self._is_answering:
             self._leaving.forget()
+            self._put("\n")  # the terminal shows the key itself
             self._listener.stop()
         elif self._leaving.press():
             self._listener.quit(ExitCode.INTERRUPT)
         else:
             self._blocks.clear()
             self._unread = ""
+            self._listener.stop_editing()
             self._listener.notice("Ctrl-C again leaves.")
 
     def _read(self) -> None:

@@ -100,6 +100,7 @@ class LivePrompt:
             erase_when_done=True,
             terminal_size_polling_interval=None,  # SIGWINCH tells: nothing moves while idle
         )
+        self._app.key_processor.before_key_press += lambda _: self.listener.key_pressed()
         self._app.ttimeoutlen = _ESCAPE_WAIT_S
         self._app.timeoutlen = _SEQUENCE_WAIT_S
 

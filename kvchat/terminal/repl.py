@@ -68,6 +68,7 @@ async def run_repl(setup: ReplSetup) -> int:
     try:
         with _signals(dialogue), unforeseen_errors_told(dialogue.report):
             _greet(desk, face)
+            dialogue.refresh()
             setup.relay.attach(asyncio.get_running_loop(), dialogue.hear)
             await _run_until_left(dialogue, face)
         _take_leave(dialogue)
@@ -117,6 +118,8 @@ def _greet(desk: Desk, face: Face) -> None:
         parts.append("nothing is saved")
     line = face.painter.look.glyphs.separator.join(parts)
     face.write([face.painter.text(line, Role.DIM), face.painter.text("")])
+    if face.painter.look.is_plain and desk.host.ready is None:
+        tell(face, "The model is loading. What you type waits for it.")
     if desk.host.model.format.strategy is Strategy.NO_TEMPLATE:
         tell(face, "The model has no chat template; it completes the text as it stands.")
     if desk.session is not None:

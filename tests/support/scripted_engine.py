@@ -279,8 +279,8 @@ def scripted_build(
     def build(progress: Callable[[LoadProgress], None]) -> tuple[ScriptedEngine, ModelReady]:
         steps = 4
         for step in range(steps):
+            time.sleep(load_s / steps)  # the first news takes a while, as importing torch does
             progress(LoadProgress("reading weights", step / steps))
-            time.sleep(load_s / steps)
         if failure is not None:
             raise failure
         ready = ModelReady("scripted", "none", "cpu", "float32", max_context, load_s)

@@ -27,6 +27,7 @@ class _Listener:
         self.queue = MessageQueue()
         self.is_answering = False
         self.is_busy = False
+        self.is_at_work = False
         self.face: LivePrompt | None = None
 
     @property

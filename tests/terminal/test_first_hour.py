@@ -1,0 +1,106 @@
+"""What a newcomer stumbled over in the first hour: each test tells what it was."""
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+
+from prompt_toolkit.data_structures import Size
+
+from kvchat.terminal.held_output import HeldOutput
+from support.pty_screen import PtyScreen
+
+StartChat = Callable[..., PtyScreen]
+
+
+def test_the_toolbar_tells_of_the_loading_from_the_start(start_chat: StartChat) -> None:
+    """It was empty until the first news came: nothing told why there was no answer."""
+    chat = start_chat("--load", "60")
+    chat.wait_for("scripted · loading the model")
+
+
+def test_any_key_makes_room_for_the_toolbar_again(start_chat: StartChat) -> None:
+    """Notices stayed until Enter, in the place of the toolbar."""
+    chat = start_chat()
+    chat.type("\x03").wait_for("Ctrl-C again leaves.")
+    chat.type("x").wait_for(lambda _: "Ctrl-C again leaves." not in chat.shown)
+
+
+def test_the_toolbar_says_how_to_give_up_an_edit(start_chat: StartChat) -> None:
+    chat = start_chat()
+    chat.enter("one").wait_for("tokens at")
+    chat.enter("/edit").wait_for("Editing message 1").type("x")
+    chat.wait_for("editing 1 · Esc twice gives it up").type("\x1b").type("\x1b")
+    chat.wait_for(lambda _: "editing 1" not in chat.shown)
+    chat.enter("two").wait_for("You said 'two' (0).").enter("/tree").wait_for("3 you: two")
+
+
+def test_help_keeps_names_and_meanings_apart(start_chat: StartChat) -> None:
+    """The longest usage ran into what the command does."""
+    chat = start_chat(columns=100, rows=60)
+    chat.enter("/help").wait_for("/help keys lists the keys")
+    assert "/export [md|json|jsonl] [PATH]  write the conversation" in chat.text
+    assert "/system [TEXT|@PATH|clear]      show, set or clear" in chat.text
+    chat.enter("/help keys").wait_for("statistics line on and off")
+    assert "Alt-Enter, Ctrl-J, \\ Enter      a new line" in chat.text
+
+
+def test_help_is_readable_on_a_narrow_screen(start_chat: StartChat) -> None:
+    chat = start_chat(columns=40, rows=60)
+    chat.enter("/help keys").wait_for("line on and off")
+    assert "  Esc Esc\n      clear the prompt; on an empty one," in chat.text
+
+
+def test_a_conversation_is_exported_into_a_directory(start_chat: StartChat, tmp_path: Path) -> None:
+    """A directory was refused as a file that exists already."""
+    directory = tmp_path / "exports"
+    directory.mkdir()
+    chat = start_chat(columns=200)
+    chat.enter("hello").wait_for("tokens at")
+    chat.enter(f"/export json {directory}").wait_for("Written to")
+
+    [written] = directory.iterdir()
+    assert written.suffix == ".json"
+
+
+def test_the_context_is_told_in_words_to_those_who_listen(start_chat: StartChat) -> None:
+    """The bar was read out cell by cell, and the prompt was said before the command's answer."""
+    chat = start_chat("--spoken")
+    chat.enter("hello").wait_for("End of answer.").wait_for("You: ")
+    chat.enter("/context").wait_for("the next answer reads only what is new")
+
+    assert "▰" not in chat.text
+    assert "▱" not in chat.text
+    assert "/context\n" in chat.text
+    assert "You:\n" not in chat.text.partition("/context")[2].partition("cached")[0]
+
+
+def test_those_who_listen_hear_that_the_model_loads(start_chat: StartChat) -> None:
+    chat = start_chat("--spoken", "--load", "60")
+    chat.wait_for("The model is loading. What you type waits for it.")
+
+
+def test_ctrl_c_gives_up_an_edit_on_plain_lines(start_chat: StartChat) -> None:
+    """The next message took the edited one's place all the same."""
+    chat = start_chat("--plain")
+    chat.enter("one").wait_for("tokens at")
+    chat.enter("/edit").wait_for("Editing message 1").type("\x03").wait_for("again leaves")
+    chat.enter("two").wait_for("You said 'two' (0).").enter("/tree").wait_for("3 you: two")
+    assert "1 you: one\n2 model" in chat.text
+
+
+def test_an_interrupted_answer_begins_a_line_of_its_own(start_chat: StartChat) -> None:
+    """The terminal shows the key as ^C, and the rest of the answer followed on the same line."""
+    chat = start_chat("--plain")
+    chat.enter("slow 3000").wait_for("line-0002").type("\x03").wait_for("stopped")
+    assert "^Cline" not in chat.text
+
+
+def test_erasing_from_the_top_left_corner_is_no_clearing_of_the_screen() -> None:
+    """tmux keeps a cleared screen in its scrollback: after Ctrl-L every message was there twice."""
+    stdout = io.StringIO()
+    stdout.fileno = lambda: 1  # type: ignore[method-assign]
+    output = HeldOutput(stdout, lambda: Size(24, 80), "xterm", lambda: None)
+    output.erase_down()
+    output.flush()
+
+    assert stdout.getvalue() == "\x1b[K\x1b[C\x1b[J\x1b[D"
