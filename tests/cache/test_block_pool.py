@@ -5,6 +5,7 @@ import random
 import pytest
 
 from kvchat.cache.block_pool import SCRATCH_BLOCK, BlockPool, OutOfBlocks
+from support.soak_sizes import short_and_long
 
 
 def test_the_scratch_block_is_never_handed_out() -> None:
@@ -46,11 +47,12 @@ def test_a_block_is_free_only_when_its_last_user_releases_it() -> None:
     assert pool.num_used == 0
 
 
-def test_random_users_never_disagree_with_a_plain_count() -> None:
+@short_and_long(3000, 300_000)
+def test_random_users_never_disagree_with_a_plain_count(size: int) -> None:
     rng = random.Random(1)
     pool = BlockPool(17)
     users: list[int] = []
-    for _ in range(3000):
+    for _ in range(size):
         action = rng.random()
         if action < 0.4 and pool.num_free:
             users += pool.allocate(rng.randint(1, pool.num_free), after=rng.choice([None, 3]))

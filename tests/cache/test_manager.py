@@ -13,6 +13,7 @@ import torch
 from kvchat.cache.block_table import BlockTable
 from kvchat.cache.kv_pool import KvGeometry, KvPool, LayerGeometry
 from kvchat.cache.manager import CacheManager
+from support.soak_sizes import short_and_long
 
 CPU = torch.device("cpu")
 
@@ -156,9 +157,13 @@ def test_clearing_forgets_everything_that_is_not_in_use() -> None:
 
 
 @pytest.mark.parametrize("block_size", [1, 2, 8])
-@pytest.mark.parametrize("seed", range(3))
-def test_random_actors_only_ever_see_their_own_kv(seed: int, block_size: int) -> None:
-    rng = random.Random(seed)
+@short_and_long(3, 60)
+def test_random_actors_only_ever_see_their_own_kv(size: int, block_size: int) -> None:
+    for seed in range(size):
+        share_a_manager(random.Random(seed), block_size)
+
+
+def share_a_manager(rng: random.Random, block_size: int) -> None:
     manager = new_manager(num_blocks=2 + 48 // block_size, block_size=block_size)
     running: list[Actor] = []
     forks: list[BlockTable] = []

@@ -5,6 +5,7 @@ import random
 from kvchat.cache.radix_node import Node, common_tokens, pack
 from kvchat.cache.radix_tree import RadixTree
 from support.naive_cache import NaivePrefixCache
+from support.soak_sizes import short_and_long
 
 
 def never_shared(block: int) -> bool:
@@ -154,9 +155,14 @@ def test_common_tokens_counts_whole_tokens() -> None:
     assert common_tokens(b"", pack([1])) == 0
 
 
-def test_random_actors_agree_with_a_dict_of_prefixes() -> None:
+@short_and_long(1, 100)
+def test_random_actors_agree_with_a_dict_of_prefixes(size: int) -> None:
     """Insert, match, lock, evict at random; blocks found must be those the naive twin knows."""
-    rng = random.Random(7)
+    for seed in range(size):
+        live_beside_a_dict(random.Random(seed + 7))
+
+
+def live_beside_a_dict(rng: random.Random) -> None:
     tree, naive = RadixTree(4), NaivePrefixCache(4)
     next_block = iter(range(1, 10**9))
     locked: list[tuple[Node, list[int]]] = []

@@ -18,6 +18,7 @@ from kvchat.core.types import FinishReason, SamplingParams
 from kvchat.engine.request import RequestSpec
 from support.engine_harness import EngineHarness
 from support.remembering_model import GREEDY, VOCAB_SIZE, complete_without_cache
+from support.soak_sizes import short_and_long
 
 SAMPLED = SamplingParams(temperature=0.9, top_k=30, top_p=0.95, repetition_penalty=1.2, seed=11)
 
@@ -207,13 +208,15 @@ class Crowd:
     def __init__(self, seed: int, **limits: int) -> None:
         self.rng = random.Random(seed)
         self.failure: Exception | None = None
+        self.fails_on = False
         self.engine = EngineHarness(fails=self._fail, **limits)
         self.cancelled: set[int] = set()
         self.stories: list[list[int]] = [[]]
 
     def _fail(self) -> None:
         if self.failure is not None:
-            failure, self.failure = self.failure, None
+            failure = self.failure
+            self.failure = failure if self.fails_on else None
             raise failure
 
     def submit(self) -> None:
@@ -244,8 +247,10 @@ class Crowd:
             self.engine.engine.cancel(request_id)
         elif action < 0.37:
             self.failure = self.rng.choice([RuntimeError(""), MemoryError(), IndexError("far")])
+            self.fails_on = self.rng.random() < 0.3
         else:
             self.engine.step()
+            self.failure = None
 
     def run_to_the_end(self, num_acts: int) -> None:
         for _ in range(num_acts):
@@ -283,9 +288,10 @@ class Crowd:
     ],
     ids=["roomy", "tight", "small steps", "six blocks", "one-token blocks"],
 )
-@pytest.mark.parametrize("seed", range(2))
-def test_random_callers_get_exactly_their_tokens(seed: int, limits: dict[str, int]) -> None:
-    Crowd(seed, **limits).run_to_the_end(num_acts=400)
+@short_and_long(2, 40)
+def test_random_callers_get_exactly_their_tokens(size: int, limits: dict[str, int]) -> None:
+    for seed in range(size):
+        Crowd(seed, **limits).run_to_the_end(num_acts=400)
 
 
 # Controls: faults planted in the cache, with its own checks switched off, must show in the tokens.
