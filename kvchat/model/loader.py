@@ -39,7 +39,8 @@ class LoadedModel:
     """A module with its weights on its device, and everything known about it.
 
     `max_context` is the longest sequence it may be run on; floating position encodings are frozen
-    to it, so it belongs to the identity of its KV.
+    to it, so it belongs to the identity of its KV. `notes` tells the user what was odd about the
+    files.
     """
 
     source: ModelSource
@@ -51,6 +52,7 @@ class LoadedModel:
     identity: str
     load_s: float
     frozen_rope: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 def read_config(source: ModelSource) -> Any:
@@ -92,7 +94,7 @@ def load_model(
     with _LOADING:
         hf_config, spec = inspect_model(source)
         progress(LoadProgress("loading weights", 0.0))
-        module = _read_weights(source, hf_config, dtype_of(config.dtype), spec is None)
+        module, notes = _read_weights(source, hf_config, dtype_of(config.dtype), spec is None)
         if spec is None:
             spec = probe_loaded(module)
             module.set_attn_implementation(PAGED)
@@ -111,12 +113,13 @@ def load_model(
         identity=sample_digest(source),
         load_s=load_s,
         frozen_rope=frozen_rope,
+        notes=notes,
     )
 
 
 def _read_weights(
     source: ModelSource, hf_config: Any, dtype: torch.dtype | None, needs_probe: bool
-) -> Any:
+) -> tuple[Any, tuple[str, ...]]:
     register_attention()
     register_probe()
     own = OWN_ATTENTION.get(hf_config.model_type)
@@ -147,7 +150,7 @@ def _read_weights(
             "Is the download complete?",
         ) from error
     _refuse_gaps(source, report)
-    return module.eval().requires_grad_(False)
+    return module.eval().requires_grad_(False), _leftovers(source, report)
 
 
 def _refuse_gaps(source: ModelSource, report: dict[str, Any]) -> None:
@@ -159,6 +162,18 @@ def _refuse_gaps(source: ModelSource, report: dict[str, Any]) -> None:
             "them in other shapes.",
             "Is the download complete, and does config.json belong to these weights?",
         )
+
+
+def _leftovers(source: ModelSource, report: dict[str, Any]) -> tuple[str, ...]:
+    """Return a note on tensors that no part of the model took; those it declares to be are left
+    out by transformers."""
+    extra = sorted(report["unexpected_keys"])
+    if not extra:
+        return ()
+    return (
+        f"{source.name} has {len(extra)} tensors its model does not use, {extra[0]} for one. "
+        "Where answers are poor, config.json may not belong to these weights.",
+    )
 
 
 def _move(module: Any, device: torch.device, progress: Progress) -> None:

@@ -122,6 +122,43 @@ def test_a_tensor_too_many_is_no_trouble(checkpoint: Path) -> None:
     assert load(checkpoint).spec.model_type == "llama"
 
 
+def test_tensors_that_no_part_of_the_model_takes_are_told(checkpoint: Path) -> None:
+    """Weights of a larger model under a smaller one's configuration loaded without a word."""
+
+    def with_a_layer_more(tensors: Tensors) -> Tensors:
+        first = {k: v for k, v in tensors.items() if ".layers.0." in k}
+        return {**tensors, **{k.replace(".0.", ".7.", 1): v.clone() for k, v in first.items()}}
+
+    assert load(checkpoint).notes == ()
+    change_weights(checkpoint, with_a_layer_more)
+
+    [note] = load(checkpoint).notes
+
+    assert "has 9 tensors its model does not use, model.layers.7." in note
+    heard = build_engine(
+        find_model(str(checkpoint)),
+        ModelConfig(),
+        CacheConfig(device_bytes=Size(num_bytes=1 << 20)),
+        EngineConfig(),
+        None,
+        lambda _: None,
+    )
+    assert heard.ready.notes == (note,)
+
+
+def test_tensors_the_architecture_says_to_ignore_are_not_told(checkpoint: Path) -> None:
+    """Old checkpoints carry buffers that are computed now."""
+    change_weights(
+        checkpoint,
+        lambda tensors: {
+            **tensors,
+            "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8),
+        },
+    )
+
+    assert load(checkpoint).notes == ()
+
+
 def test_a_missing_shard_is_told(checkpoint: Path) -> None:
     path = checkpoint / "model.safetensors"
     names = list(load_file(path))
