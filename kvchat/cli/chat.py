@@ -111,9 +111,9 @@ def _open_desk(
     What cannot be done is raised in this order, the cheapest to find out first.
     """
     from kvchat.chat.attachment import read_attachment
-    from kvchat.terminal.desk import Desk
+    from kvchat.terminal.desk import Attached, Desk
 
-    attachments = tuple(read_attachment(path) for path in request.files)
+    attached = tuple(Attached(path.name, read_attachment(path)) for path in request.files)
     session_id = _session_id(settings, request)
     host = open_host(settings, on_load)
     return Desk(
@@ -123,7 +123,7 @@ def _open_desk(
         ask_options(settings, host.model.sampling_defaults, request.num_samples),
         settings["system"],
         request.title,
-        attachments,
+        attached,
     )
 
 

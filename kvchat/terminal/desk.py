@@ -58,7 +58,7 @@ class Desk:
         options: AskOptions,
         system: str | None = None,
         title: str = "",
-        attachments: tuple[str, ...] = (),
+        attached: tuple[Attached, ...] = (),
     ) -> None:
         self.host = host
         self.new_host = new_host
@@ -66,7 +66,7 @@ class Desk:
         self.options = options
         self.system = system
         self.title = title
-        self.attached = tuple(Attached("a file", text) for text in attachments)
+        self.attached = attached
         self.edited: Turn | None = None
         self.last: AnswerEnded | None = None
         self._undone: list[int] = []

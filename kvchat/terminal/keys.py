@@ -136,6 +136,8 @@ def _bind_stopping(bindings: KeyBindings, prompt: "LivePrompt") -> None:
             leaving.forget()
             prompt.listener.stop()
             return
+        if prompt.buffer.text:
+            leaving.forget()  # something was typed since: this one is meant for that
         _clear(prompt)
         if leaving.press():
             prompt.listener.quit(ExitCode.INTERRUPT)

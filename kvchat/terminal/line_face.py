@@ -228,6 +228,7 @@ class LineFace:
     def _take(self, line: str) -> None:
         assert self._listener is not None
         self._is_prompted = False
+        self._leaving.forget()
         if self._picked is not None:
             self._picked.set_result(line)
             return

@@ -25,6 +25,7 @@ from kvchat.terminal.loading import LoadRelay
 from kvchat.terminal.paint import Painter
 from kvchat.terminal.recital import show_where_it_stands
 from kvchat.terminal.registry import build_registry
+from kvchat.terminal.sanitize import one_line
 from kvchat.terminal.status import model_label
 from kvchat.terminal.theme import Look, Role
 from kvchat.terminal.unforeseen import unforeseen_errors_told
@@ -122,6 +123,9 @@ def _greet(desk: Desk, face: Face) -> None:
         tell(face, "The model is loading. What you type waits for it.")
     if desk.host.model.format.strategy is Strategy.NO_TEMPLATE:
         tell(face, "The model has no chat template; it completes the text as it stands.")
+    if desk.attached:
+        names = ", ".join(one_line(file.name) for file in desk.attached)
+        tell(face, f"Attached {names}: it goes with your first message.")
     if desk.session is not None:
         for note in desk.session.notes:
             face.write(face.painter.wrapped(note, face.sheet.width, Role.WARNING))

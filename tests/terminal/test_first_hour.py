@@ -104,3 +104,10 @@ def test_erasing_from_the_top_left_corner_is_no_clearing_of_the_screen() -> None
     output.flush()
 
     assert stdout.getvalue() == "\x1b[K\x1b[C\x1b[J\x1b[D"
+
+
+def test_ctrl_c_clears_what_was_typed_since_the_last_one(start_chat: StartChat) -> None:
+    """Two within two seconds left, though a new line had been begun in between."""
+    chat = start_chat()
+    chat.type("one\x03").wait_for("Ctrl-C again leaves.").type("two").wait_for("❯ two")
+    chat.type("\x03").wait_for("Ctrl-C again leaves.").enter("three").wait_for("said 'three' (0)")
