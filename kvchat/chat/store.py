@@ -134,7 +134,10 @@ class SessionStore:
             data = path.read_bytes()
             if not data.endswith(b"\n"):
                 os.truncate(path, data.rfind(b"\n") + 1)
-        except (OSError, StoreError):
+        except OSError as error:
+            log.close()
+            raise StoreError(f"{path} cannot be repaired: {error.strerror}.") from error
+        except (StoreError, SessionNotFound):
             log.close()
             raise
         return read, log
@@ -169,9 +172,12 @@ class SessionStore:
         return SessionLog(descriptor, path.name)
 
     def ids(self) -> list[str]:
-        """Return the ids of all sessions, the most recently changed first."""
+        """Return the ids of all sessions, the most recently changed first.
+
+        An empty file is none: whoever began it was killed before its first line.
+        """
         try:
-            paths = [p for p in self.directory.iterdir() if p.suffix == _SUFFIX]
+            paths = [p for p in self.directory.iterdir() if p.suffix == _SUFFIX and _has_text(p)]
         except FileNotFoundError:
             return []
         except OSError as error:
@@ -234,6 +240,14 @@ def new_session_id(now_s: float | None = None) -> str:
     """Return a fresh id: date, time and four random digits; nothing of the conversation."""
     moment = datetime.fromtimestamp(time.time() if now_s is None else now_s)
     return f"{moment:%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+
+
+def _has_text(path: Path) -> bool:
+    """Tell whether a file holds anything; true for one that cannot be examined."""
+    try:
+        return path.stat().st_size > 0
+    except OSError:
+        return True
 
 
 def _modified_ns(path: Path) -> int:

@@ -236,6 +236,15 @@ def test_a_dangling_link_or_a_damaged_file_hides_no_session(store: SessionStore)
     assert not by_id["3"].is_readable
 
 
+def test_a_file_whose_writer_died_before_its_first_line_is_no_session(store: SessionStore) -> None:
+    """It was the last one changed, and `kvchat -c` could not go on with any other."""
+    saved(store, numbered(1))
+    (store.directory / "20250101-000002-abcd.jsonl").touch()
+
+    assert store.latest() == "20250101-000001-abcd"
+    assert len(store.summaries()) == 1
+
+
 def test_links_to_sessions_are_refused(store: SessionStore, tmp_path: Path) -> None:
     session_id = saved(store, numbered(1))
     elsewhere = tmp_path / "elsewhere.jsonl"

@@ -130,7 +130,32 @@ def test_what_the_disk_refused_is_brought_to_it_as_firmly_as_it_would_have_been(
     assert len(synced) == 1
 
 
-@short_and_long(120, 6000)
+def test_a_session_whose_torn_line_cannot_be_cut_off_is_refused_and_let_go(
+    host: ChatHost, disk: FailingDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bare OSError passed every handler of the errors a user can meet."""
+    session = host.new_session()
+    session.add_user_turn("Remember this.")
+    session.close()
+    assert host.store is not None
+    path = host.store.directory / f"{session.session_id}.jsonl"
+    with path.open("ab") as file:
+        file.write(b'{"type":"tip","i')
+
+    def broken(*_: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(disk, "truncate", broken, raising=False)
+        with pytest.raises(StoreError, match="cannot be repaired: Input/output error"):
+            host.open_session(session.session_id)
+
+    again = host.open_session(session.session_id)
+    assert [turn.text for turn in again.conversation.turns()] == ["Remember this."]
+    again.close()
+
+
+@short_and_long(120, 2500)
 def test_random_faults_of_the_disk_cost_no_word_and_no_second_complaint(
     host: ChatHost, disk: FailingDisk, rng: random.Random, size: int
 ) -> None:
