@@ -174,8 +174,9 @@ def _run_script(
     if text is not None:
         script.answer(text)
     else:
+        lines = iter(()) if _is_terminal(sys.stdin) else read_lines(_stdin(), notices)
         commands = _script_commands(desk, notices, look, settings["stats"])
-        script.answer_lines(commands, read_lines(_stdin(), notices), request.prompt)
+        script.answer_lines(commands, lines, request.prompt)
     desk.close_session()
     return script.exit_code
 

@@ -45,6 +45,14 @@ async def _in_thread(make: Callable[[], ChatHost]) -> ChatHost:
     return await made
 
 
+async def close_host(host: ChatHost) -> None:
+    """Close a host; one that still loads is not waited for: it has nothing to save yet."""
+    if host.ready is not None:
+        await asyncio.to_thread(host.close)
+    else:
+        threading.Thread(target=host.close, daemon=True).start()
+
+
 async def change_model(context: "CommandContext", name: str) -> None:
     """Load a model and go on with it; raises why it cannot be."""
     desk = context.desk
@@ -69,7 +77,7 @@ async def change_model(context: "CommandContext", name: str) -> None:
         ready = await outcome
         old = desk.change_host(host)
     except BaseException:
-        await asyncio.to_thread(host.close)
+        await close_host(host)
         raise
     finally:
         context.show_stage("")
@@ -77,4 +85,4 @@ async def change_model(context: "CommandContext", name: str) -> None:
     for note in desk.session.notes if desk.session is not None else ():
         context.say(note)
     context.conversation_changed()
-    await asyncio.to_thread(old.close)
+    await close_host(old)

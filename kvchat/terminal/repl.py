@@ -8,13 +8,11 @@ import asyncio
 import shutil
 import signal
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvchat.chat.host import ChatHost
 from kvchat.chat.template import Strategy
 from kvchat.core.errors import ExitCode
 from kvchat.terminal.desk import Desk
@@ -22,6 +20,7 @@ from kvchat.terminal.dialogue import Dialogue
 from kvchat.terminal.face import Face, tell
 from kvchat.terminal.guard import terminal_guard
 from kvchat.terminal.loading import LoadRelay
+from kvchat.terminal.model_change import close_host
 from kvchat.terminal.paint import Painter
 from kvchat.terminal.recital import show_where_it_stands
 from kvchat.terminal.registry import build_registry
@@ -76,15 +75,7 @@ async def run_repl(setup: ReplSetup) -> int:
         return dialogue.exit_code
     finally:
         desk.close_session()
-        await _close(desk.host)
-
-
-async def _close(host: ChatHost) -> None:
-    """Close a host; one that still loads is not waited for: it has nothing to save yet."""
-    if host.ready is not None:
-        await asyncio.to_thread(host.close)
-    else:
-        threading.Thread(target=host.close, daemon=True).start()
+        await close_host(desk.host)
 
 
 async def _run_until_left(dialogue: Dialogue, face: Face) -> None:

@@ -2,6 +2,10 @@
 
 import io
 import json
+import os
+import signal
+import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,10 +17,11 @@ from kvchat.chat.chat_model import ChatModel
 from kvchat.chat.host import ChatHost
 from kvchat.chat.session import AskOptions
 from kvchat.chat.store import SessionStore
-from kvchat.cli.interruption import Interruption
+from kvchat.cli.interruption import Interrupted, Interruption
 from kvchat.cli.output import JsonWriter, Notices, TextWriter
 from kvchat.cli.script import Script, ScriptSetup
 from kvchat.core.errors import ModelError
+from kvchat.core.events import LoadProgress
 from kvchat.terminal.desk import Desk
 from kvchat.terminal.paint import Painter
 from kvchat.terminal.registry import build_registry
@@ -24,6 +29,7 @@ from kvchat.terminal.script_commands import ScriptCommands
 from kvchat.terminal.script_page import ScriptPage
 from kvchat.terminal.theme import Look
 from support.commands import Shell
+from support.pty_screen import PtyScreen
 from support.scripted_engine import Script as Answer
 from support.scripted_engine import scripted_build, text_model, write_text_checkpoint
 
@@ -49,6 +55,12 @@ def _author(question: str, sample: int) -> Answer:
     return Answer(f"You said {question!r} ({sample}).", tokens_per_step=64)
 
 
+def _interrupted_while_loading(progress: Callable[[LoadProgress], None]) -> Any:
+    """Stand for a model that takes a minute to load, at a user who does not wait for it."""
+    os.kill(os.getpid(), signal.SIGINT)
+    threading.Event().wait(60)
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> ChatModel:
     return text_model(write_text_checkpoint(tmp_path_factory.mktemp("model") / "scripted"))
@@ -67,6 +79,8 @@ def run_lines(model: ChatModel, tmp_path: Path) -> Iterator[RunLines]:
         def new_host(name: str, hear: Any) -> ChatHost:
             if name == "missing":
                 raise ModelError("There is no model missing.")
+            if name == "endless":
+                return ChatHost(model, _interrupted_while_loading, store, hear)
             return ChatHost(model, scripted_build(model, _author), store, hear)  # type: ignore[arg-type]
 
         desk = Desk(new_host("scripted", None), new_host, None, AskOptions())
@@ -75,14 +89,13 @@ def run_lines(model: ChatModel, tmp_path: Path) -> Iterator[RunLines]:
         notices = Notices(quiet, stderr)
         writer = JsonWriter(stdout, lambda: desk.host.ready) if is_json else None
         page = ScriptPage(notices.show, Painter(Look(has_colour=False, is_plain=True)), 80)
-        script = Script(
-            ScriptSetup(
-                desk, writer or TextWriter(stdout, is_raw=False), notices, shows_stats=stats
-            ),
-            Interruption(),
+        setup = ScriptSetup(
+            desk, writer or TextWriter(stdout, is_raw=False), notices, shows_stats=stats
         )
         commands = ScriptCommands(desk, page, build_registry(), stats)
-        script.answer_lines(commands, iter(lines), last or None)
+        with Interruption() as interruption:
+            script = Script(setup, interruption)
+            script.answer_lines(commands, iter(lines), last or None)
         return Ran(script.exit_code, stdout.getvalue(), stderr.getvalue(), store)
 
     yield run
@@ -194,6 +207,16 @@ def test_another_model_takes_over_between_two_turns(run_lines: RunLines) -> None
     assert ran.objects[1]["usage"]["cached_tokens"]["total"] == 0
 
 
+def test_a_signal_ends_a_command_without_waiting_for_what_it_loads(run_lines: RunLines) -> None:
+    """The engine was joined first, for as long as a join is given."""
+    began_s = time.monotonic()
+    with pytest.raises(Interrupted) as interrupted:
+        run_lines("one", "/model endless", "two")
+
+    assert interrupted.value.code == 130
+    assert time.monotonic() - began_s < 3
+
+
 def test_statistics_follow_every_answer_unless_quiet(run_lines: RunLines) -> None:
     told = run_lines("one", "/retry -n 2", stats=True)
     assert told.stderr.count(" | first token ") == 3
@@ -216,6 +239,16 @@ def test_commands_and_statistics_in_a_whole_process(shell: Shell, tiny: str) -> 
     assert len(done.stdout.splitlines()) == 2
     assert done.stderr.count(b" | first token ") == 2
     assert b"There is no command /nosuchthing." in done.stderr
+
+
+def test_a_terminal_is_not_waited_for_where_the_prompt_is_given(shell: Shell, tiny: str) -> None:
+    asked = ("-m", tiny, "--max-tokens", "4", "--input-format", "lines", "-p", "one", "--stats")
+    chat = PtyScreen("kvchat", asked, environment=shell.environment)
+    try:
+        chat.wait_for("first token")
+        assert chat.finish() == 0
+    finally:
+        chat.close()
 
 
 def test_statistics_of_a_single_prompt(shell: Shell, tiny: str) -> None:
