@@ -16,7 +16,7 @@ from kvchat.chat.detokenizer import StopStringWatcher
 from kvchat.chat.reply import Reply
 from kvchat.chat.store import SessionLog, SessionStore, new_session_id
 from kvchat.chat.thinking import ThinkingSplitter
-from kvchat.core.errors import ContextTooLong, UsageError
+from kvchat.core.errors import ContextTooLong, KvchatError, UsageError
 from kvchat.core.events import RequestFailed, SampleFinished
 from kvchat.core.types import FinishReason, SamplingParams
 from kvchat.engine.request import RequestSpec
@@ -87,7 +87,11 @@ class ChatSession:
     ) -> "ChatSession":
         """Go on with a saved conversation; raises StoreError while another process has it."""
         read, log = store.open(session_id)
-        return cls(model, engine, read.conversation, log, read.notes)
+        try:
+            return cls(model, engine, read.conversation, log, read.notes)
+        except KvchatError:
+            log.close()
+            raise
 
     @classmethod
     def fork_of(

@@ -5,12 +5,15 @@ import time
 from datetime import datetime
 from pathlib import Path
 
+import pytest
+
+from kvchat.chat import session as session_module
 from kvchat.chat.chat_model import read_chat_model
 from kvchat.chat.events import AnswerEnded, AnswerFailed, AnswerText
 from kvchat.chat.host import ChatHost
 from kvchat.chat.session import ChatSession
 from kvchat.chat.store import SessionStore
-from kvchat.core.errors import ContextTooLong, ExitCode
+from kvchat.core.errors import ContextTooLong, ExitCode, ModelError
 from kvchat.core.types import FinishReason
 from kvchat.model.source import find_model
 from support.checkpoints import save_checkpoint, tiny_model
@@ -136,6 +139,24 @@ def test_another_models_conversation_is_read_anew_from_its_text(
     opened.close()
     # Its file still says what the first model read and wrote.
     assert saved_turns(store, session) == list(session.conversation.turns())
+
+
+def test_a_conversation_the_model_cannot_take_over_is_let_go(
+    host: ChatHost, store: SessionStore, session: ChatSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its file stayed locked: the next try was told that another kvchat had it open."""
+    session.add_user_turn("Hello")
+    session.close()
+
+    def refuse(*_: object) -> int:
+        raise ModelError("The template takes no such turn.")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(session_module, "readopt", refuse)
+        with pytest.raises(ModelError, match="no such turn"):
+            host.open_session(session.session_id)
+
+    host.open_session(session.session_id).close()
 
 
 def test_a_message_that_does_not_fit_is_kept_and_stepped_back_from(
