@@ -187,6 +187,9 @@ class ScriptedEngine:
             max_step_tokens=512,
         )
 
+    def close(self) -> None:
+        """Finish what is under way: nothing is."""
+
     def _advance(self, sample: _Sample) -> list[RequestEvent]:
         if sample.cancelled_for is not None:
             return [self._finish(sample, sample.cancelled_for)]
