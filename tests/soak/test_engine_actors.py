@@ -182,7 +182,7 @@ def scores_of(specimen: Specimen, spec: RequestSpec, sample: int, drawn: list[in
     return logits / spec.sampling.temperature + noise
 
 
-@short_and_long(Size(num_lives=2, num_acts=150), Size(num_lives=12, num_acts=1000))
+@short_and_long(Size(num_lives=2, num_acts=100), Size(num_lives=12, num_acts=1000))
 def test_random_callers_get_what_the_model_itself_says(specimen: Specimen, size: Size) -> None:
     num_complete, num_preempted, num_hit = 0, 0, 0
     for seed in range(size.num_lives):

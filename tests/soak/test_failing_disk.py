@@ -155,7 +155,7 @@ def test_a_session_whose_torn_line_cannot_be_cut_off_is_refused_and_let_go(
     again.close()
 
 
-@short_and_long(120, 2500)
+@short_and_long(60, 2500)
 def test_random_faults_of_the_disk_cost_no_word_and_no_second_complaint(
     host: ChatHost, disk: FailingDisk, rng: random.Random, size: int
 ) -> None:
