@@ -124,11 +124,14 @@ class Answering:
     async def continue_answer(self, shows_stats: bool) -> None:
         """Show the last answer going on from where it was cut off."""
         path = self._desk.require_conversation().path()
-        self._write_gap()
+
+        def ask(notify: Callable[[], None]) -> Reply:
+            reply = self._desk.continue_answer(notify)
+            self._write_gap()
+            return reply
+
         try:
-            await self._follow(
-                self._desk.continue_answer, shows_stats, path[-1].text if path else ""
-            )
+            await self._follow(ask, shows_stats, path[-1].text if path else "")
         except KvchatError as error:
             tell(self._face, str(error), Role.ERROR)
 

@@ -8,6 +8,7 @@ from kvchat.chat.conversation import Turn
 from kvchat.core.errors import UsageError
 from kvchat.terminal.commands import Argument, Command, Group
 from kvchat.terminal.face import Choice
+from kvchat.terminal.gist import gist
 from kvchat.terminal.recital import show_where_it_stands
 from kvchat.terminal.sanitize import one_line
 from kvchat.terminal.tree_view import tree_rows
@@ -29,7 +30,7 @@ async def undo(context: "CommandContext", arguments: str) -> None:
         turn = back
     if turn is None:
         raise UsageError("This is the beginning.")
-    context.say(f"Back before: {one_line(turn.text, 60)}  (/redo returns)")
+    context.say(f"Back before: {gist(turn, 60)}  (/redo returns)")
     context.conversation_changed()
 
 
@@ -47,14 +48,14 @@ async def rewind(context: "CommandContext", arguments: str) -> None:
     if arguments:
         turn = desk.user_turn(arguments)
     else:
-        choices = [Choice(f"{n}. {one_line(t.text, 60)}") for n, t in enumerate(turns, start=1)]
+        choices = [Choice(f"{n}. {gist(t, 60)}") for n, t in enumerate(turns, start=1)]
         index = await context.face.choose("Go back to before", choices, len(turns) - 1)
         if index is None:
             return
         turn = turns[index]
     desk.move(turn.parent_id)
     context.face.put_text(turn.text)
-    context.say(f"Back before: {one_line(turn.text, 60)}  (the other branch is kept: /tree)")
+    context.say(f"Back before: {gist(turn, 60)}  (the other branch is kept: /tree)")
     context.conversation_changed()
 
 
@@ -125,7 +126,7 @@ def _show_where_it_stands(context: "CommandContext") -> None:
 def _trail(context: "CommandContext", leaf: Turn) -> str:
     """Return a branch in a line: the number of its last turn, what was asked, what was said."""
     path = context.desk.require_conversation().path(leaf.turn_id)
-    texts = [one_line(turn.text, 32) for turn in path[-2:]]
+    texts = [gist(turn, 32) for turn in path[-2:]]
     return f"{leaf.turn_id}. {': '.join(texts)}"
 
 

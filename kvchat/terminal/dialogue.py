@@ -120,8 +120,6 @@ class Dialogue(CommandContext):
             self._refuse(text, str(line))
         elif not line.command.is_available_while_answering and self.is_busy:
             self._refuse(text, f"/{line.command.name} waits for the answer. Esc stops it.")
-        elif not line.command.is_available_while_answering and self._floor.locked():
-            self._refuse(text, "One moment: the last command is still at work.")
         else:
             self._queue.stop_editing()
             self.face.write_turn(text)

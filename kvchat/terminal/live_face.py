@@ -14,6 +14,7 @@ from prompt_toolkit.input.defaults import create_input
 
 from kvchat.terminal.completion import LineCompleter
 from kvchat.terminal.desk import Desk
+from kvchat.terminal.gist import gist
 from kvchat.terminal.history import PrivateHistory
 from kvchat.terminal.paint import Painter
 from kvchat.terminal.prompt import LivePrompt, Terminal
@@ -49,4 +50,4 @@ def _sessions(desk: Desk) -> Iterable[tuple[str, str]]:
 
 def _turns(desk: Desk) -> Iterable[tuple[str, str]]:
     for number, turn in enumerate(desk.user_turns, start=1):
-        yield str(number), turn.text
+        yield str(number), gist(turn, 60)

@@ -10,6 +10,7 @@ from kvchat.chat.thinking import ThinkingSplitter
 from kvchat.terminal.answer_view import Speech
 from kvchat.terminal.desk import Desk
 from kvchat.terminal.face import Page
+from kvchat.terminal.gist import split_attached
 from kvchat.terminal.paint import Row
 from kvchat.terminal.sanitize import one_line
 from kvchat.terminal.status import format_count, plural
@@ -33,7 +34,9 @@ def show_turns(turns: list[Turn], face: Page) -> None:
     """Show turns one after another."""
     for turn in turns:
         if turn.role is Role.USER:
-            face.write_turn(turn.text, is_said_now=False)
+            names, words = split_attached(turn.text)
+            with_files = f"\nwith {', '.join(names)}" if names else ""
+            face.write_turn(f"{words}{with_files}", is_said_now=False)
         else:
             face.write(answer_rows(turn, face))
 

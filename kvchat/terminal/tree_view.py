@@ -6,10 +6,9 @@ Knows turns; knows no screen.
 from rich.text import Text
 
 from kvchat.chat.conversation import ROOT, Conversation, Role, Turn
-from kvchat.chat.thinking import split_thinking
+from kvchat.terminal.gist import gist
 from kvchat.terminal.leaves import Sheet
 from kvchat.terminal.paint import Row
-from kvchat.terminal.sanitize import one_line
 from kvchat.terminal.theme import Role as Look
 
 _MIN_TEXT_CHARS = 16
@@ -46,12 +45,11 @@ def _row(turn: Turn, lead: str, tip_id: int, is_on_path: bool, sheet: Sheet) -> 
     painter = sheet.painter
     style = painter.style(Look.PLAIN if is_on_path else Look.DIM)
     who = "you" if turn.role is Role.USER else "model"
-    text = turn.text if turn.role is Role.USER else split_thinking(turn.text)[1]
     mark = f" {painter.look.glyphs.tip}" if turn.turn_id == tip_id else ""
     cut = " (cut off)" if turn.is_partial else ""
     head = f"{turn.turn_id} {who}: "
     room = max(_MIN_TEXT_CHARS, sheet.width - len(lead) - len(head) - len(mark) - len(cut) - 1)
     row = Text(end="").append(lead, painter.style(Look.DIM))
-    row.append(head, painter.style(Look.DIM)).append(one_line(text, room), style)
+    row.append(head, painter.style(Look.DIM)).append(gist(turn, room), style)
     row.append(cut, painter.style(Look.DIM)).append(mark, painter.style(Look.HEADING))
     return row

@@ -111,3 +111,11 @@ def test_ctrl_c_clears_what_was_typed_since_the_last_one(start_chat: StartChat) 
     chat = start_chat()
     chat.type("one\x03").wait_for("Ctrl-C again leaves.").type("two").wait_for("❯ two")
     chat.type("\x03").wait_for("Ctrl-C again leaves.").enter("three").wait_for("said 'three' (0)")
+
+
+def test_a_command_typed_on_the_heels_of_another_waits_for_it(start_chat: StartChat) -> None:
+    """It was refused, and put into the prompt again, while the one before was at work."""
+    chat = start_chat()
+    chat.enter("one").wait_for("tokens at")
+    chat.enter("/retry -n 2").wait_for("Go on from").type("\r/undo\r")
+    chat.wait_for("Back before: one")

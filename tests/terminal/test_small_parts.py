@@ -1,4 +1,4 @@
-"""Pickers, blocks of lines, mentioned files, settings, the look, the shared file of history."""
+"""Pickers, blocks of lines, files in messages, settings, the look, the shared file of history."""
 
 import json
 import stat
@@ -11,6 +11,7 @@ from kvchat.core.errors import UsageError
 from kvchat.core.types import SamplingParams
 from kvchat.terminal import answer_settings
 from kvchat.terminal.face import Choice
+from kvchat.terminal.gist import split_attached
 from kvchat.terminal.history import PrivateHistory
 from kvchat.terminal.input_blocks import InputBlocks
 from kvchat.terminal.mentions import mentioned_files
@@ -222,3 +223,18 @@ def test_without_a_usable_file_there_is_no_history_and_no_error(tmp_path: Path, 
     if kind != "missing":
         history.store_string("typed")
         assert list(history.load_history_strings()) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "names", "words"),
+    [
+        ("a.txt:\n```\none\n```\n\nwhat?", ["a.txt"], "what?"),
+        ("a.txt:\n````\n```\n````\n\nb c.md:\n```\n\n```\n\n", ["a.txt", "b c.md"], ""),
+        ("My code:\n```\none\n```\n\nwhat?", [], "My code:\n```\none\n```\n\nwhat?"),
+        ("a.txt: what is it?", [], "a.txt: what is it?"),
+    ],
+)
+def test_the_gist_of_a_message_leaves_out_its_files(
+    text: str, names: list[str], words: str
+) -> None:
+    assert split_attached(text) == (names, words)

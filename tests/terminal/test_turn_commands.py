@@ -107,6 +107,8 @@ def test_files_go_with_the_next_message(start_chat: StartChat, tmp_path: Path) -
     chat.enter(f"and in @{notes}?").wait_for(lambda text: text.count("with notes.txt") == 2)
     chat.wait_for(lambda text: text.count("tokens at") == 2)
 
+    chat.enter("/tree").wait_for("1 you: what is in it?").wait_for("3 you: and in @")
+    chat.enter("/show chat").wait_for("❯ what is in it?\n  with notes.txt")
     texts = [turn.text for turn in _conversation(tmp_path).turns()]
     assert "notes.txt:\n```\nforty-two\n```" in texts[0]
     assert texts[0].endswith("what is in it?")
@@ -197,7 +199,7 @@ def test_an_answer_that_was_cut_off_goes_on_in_its_own_turn(
     assert whole.token_ids[: len(cut.token_ids)] == cut.token_ids
     assert whole.turn_id == cut.turn_id
     assert "line-0002 of the answer" in chat.text, "the torn line is shown whole"
-    chat.enter("/continue").wait_for("The last answer is complete.")
+    chat.enter("/continue").wait_for("❯ /continue\nThe last answer is complete.")
 
 
 def _conversation(tmp_path: Path):  # type: ignore[no-untyped-def]
