@@ -5,6 +5,7 @@ Knows which scenarios there are; each measures in a file of its own.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from kvchat.bench.report import Result
 from kvchat.core.config import CacheConfig, ModelConfig
@@ -14,13 +15,17 @@ from kvchat.model.source import ModelSource
 
 @dataclass(frozen=True, slots=True)
 class BenchSetup:
-    """What every scenario works with. `is_quick` shrinks it to a check that it runs at all."""
+    """What every scenario works with. `is_quick` shrinks it to a check that it runs at all.
+
+    `sessions` is a directory of recorded conversations, for those that replay some.
+    """
 
     source: ModelSource
     model: ModelConfig
     cache: CacheConfig
     repeats: int
     is_quick: bool
+    sessions: Path | None = None
 
     def scaled(self, length: int) -> int:
         """Return a length in tokens, or a small one in a quick run."""
@@ -34,15 +39,19 @@ def scenario(name: str) -> Scenario:
     """Return a scenario's function; raises UsageError for a name there is not."""
     if name not in NAMES:
         raise UsageError(f"There is no scenario {name!r}.", f"Choose from {', '.join(NAMES)}.")
-    from kvchat.bench import decode, memory, radix, startup, turns
+    from kvchat.bench import decode, memory, radix, replay, resume, startup, turns
 
     return {
         "turns": turns.run,
+        "resume": resume.run,
         "decode": decode.run,
         "radix": radix.run,
         "memory": memory.run,
         "startup": startup.run,
+        "replay": replay.run,
     }[name]
 
 
-NAMES = ("turns", "decode", "radix", "memory", "startup")
+# All but `replay` measure without being given anything.
+DEFAULT_NAMES = ("turns", "resume", "decode", "radix", "memory", "startup")
+NAMES = (*DEFAULT_NAMES, "replay")

@@ -87,6 +87,8 @@ def chat(
     block_size: Annotated[int | None, _setting("block_size", metavar="N")] = None,
     threads: Annotated[int | None, _setting("threads", metavar="N")] = None,
     device_cache: Annotated[str | None, _setting("device_cache", metavar="SIZE")] = None,
+    disk_cache: Annotated[str | None, _setting("disk_cache", metavar="SIZE")] = None,
+    cache_dir: Annotated[str | None, _setting("cache_dir", metavar="DIR")] = None,
     max_context: Annotated[int | None, _setting("max_context", metavar="N")] = None,
     no_cache: Annotated[bool, typer.Option("--no-cache", help="never reuse KV")] = False,
     incognito: Annotated[bool | None, _setting("incognito", "--incognito")] = None,
@@ -128,7 +130,8 @@ def chat(
 @app.command()
 def bench(
     scenarios: Annotated[
-        list[str] | None, typer.Argument(help="turns decode radix memory startup; default: all")
+        list[str] | None,
+        typer.Argument(help="turns resume decode radix memory startup replay; default: all"),
     ] = None,
     model: Annotated[str | None, _setting("model", "-m", "--model", metavar="NAME")] = None,
     shape: Annotated[
@@ -140,6 +143,9 @@ def bench(
     block_size: Annotated[int, _setting("block_size", metavar="N")] = 16,
     threads: Annotated[int | None, _setting("threads", metavar="N")] = None,
     repeats: Annotated[int, typer.Option(help="of every measurement", metavar="N", min=1)] = 5,
+    sessions: Annotated[
+        Path | None, typer.Option(help="recorded conversations to replay", metavar="DIR")
+    ] = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="small lengths: does it run? No figures to quote")
     ] = False,
@@ -159,6 +165,7 @@ def bench(
             threads=threads,
             repeats=repeats,
             is_quick=quick,
+            sessions=sessions,
         )
     )
 

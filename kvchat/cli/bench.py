@@ -5,6 +5,7 @@ Knows flags; measures nothing.
 
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 from kvchat.core.config import CacheConfig, ModelConfig, parse_size
 
@@ -23,22 +24,26 @@ class BenchRequest:
     threads: int | None
     repeats: int
     is_quick: bool
+    sessions: Path | None
 
 
 def run_bench(request: BenchRequest) -> None:
     """Run the scenarios asked for, or all of them."""
     from kvchat.bench.report import print_json, print_result
-    from kvchat.bench.scenarios import NAMES, BenchSetup, scenario
+    from kvchat.bench.scenarios import DEFAULT_NAMES, BenchSetup, scenario
     from kvchat.bench.subjects import subject
 
-    names = request.scenarios or NAMES
+    extra = ("replay",) if request.sessions is not None else ()
+    names = request.scenarios or (*DEFAULT_NAMES, *extra)
     functions = [scenario(name) for name in names]
     size = parse_size(request.device_cache, "--device-cache") if request.device_cache else None
     model = ModelConfig(request.model or "demo", request.device, "auto", request.threads)
     cache = CacheConfig(block_size=request.block_size, device_bytes=size)
     results = []
     with subject(request.model, request.shape, request.dtype) as source:
-        setup = BenchSetup(source, model, cache, request.repeats, request.is_quick)
+        setup = BenchSetup(
+            source, model, cache, request.repeats, request.is_quick, request.sessions
+        )
         for function in functions:
             results.append(function(setup))
             print_result(results[-1], sys.stdout)

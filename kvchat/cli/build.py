@@ -41,6 +41,12 @@ def session_store(settings: Settings) -> "SessionStore":
     return SessionStore(Path(directory).expanduser() if directory else user_paths().sessions)
 
 
+def cache_directory(settings: Settings) -> Path:
+    """Return where KV is kept between runs."""
+    directory = settings["cache_dir"]
+    return Path(directory).expanduser() if directory else user_paths().cache / "kv"
+
+
 def ask_options(settings: Settings, model_defaults: dict[str, float], samples: int) -> "AskOptions":
     """Return how answers are generated."""
     from kvchat.chat.session import AskOptions
@@ -84,6 +90,7 @@ def _build(
     settings: Settings, source: "ModelSource"
 ) -> "Callable[[Callable[[LoadProgress], None]], tuple[Engine, ModelReady]]":
     state = None if settings["incognito"] else user_paths().state
+    kept = None if settings["incognito"] else cache_directory(settings)
 
     def build(progress: Callable[[LoadProgress], None]) -> "tuple[Engine, ModelReady]":
         from kvchat.engine.assembly import build_engine
@@ -91,7 +98,7 @@ def _build(
         assembled = build_engine(
             source,
             settings.model_config(),
-            settings.cache_config(),
+            settings.cache_config(kept),
             settings.engine_config(),
             state,
             progress,

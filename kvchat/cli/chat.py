@@ -167,18 +167,27 @@ def _run_script(
         glyphs=look.glyphs,
     )
     script = Script(setup, interruption)
-    if request.input_format == "jsonl":
-        script.answer_batch(read_requests(_stdin(), notices))
+    try:
+        if request.input_format == "jsonl":
+            script.answer_batch(read_requests(_stdin(), notices))
+            return script.exit_code
+        _tell_about(desk, notices)
+        if text is not None:
+            script.answer(text)
+        else:
+            lines = iter(()) if _is_terminal(sys.stdin) else read_lines(_stdin(), notices)
+            commands = _script_commands(desk, notices, look, settings["stats"])
+            script.answer_lines(commands, lines, request.prompt)
         return script.exit_code
-    _tell_about(desk, notices)
-    if text is not None:
-        script.answer(text)
-    else:
-        lines = iter(()) if _is_terminal(sys.stdin) else read_lines(_stdin(), notices)
-        commands = _script_commands(desk, notices, look, settings["stats"])
-        script.answer_lines(commands, lines, request.prompt)
+    finally:
+        _let_go(desk)
+
+
+def _let_go(desk: "Desk") -> None:
+    """Close the session, and the engine, which may be writing KV; one still loading has none."""
     desk.close_session()
-    return script.exit_code
+    if desk.host.ready is not None:
+        desk.host.close()
 
 
 def _stderr_look() -> "Look":

@@ -56,6 +56,8 @@ SETTINGS = (
     Setting("block_size", int, 16, "tokens per cache block, a power of two"),
     Setting("threads", int, None, "CPU threads; default: the physical cores"),
     Setting("device_cache", str, None, "KV memory on the device: 8G, 512M, or 20% of what is free"),
+    Setting("disk_cache", str, None, "KV kept on disk: 20G, 5% of what is free; 0 is none"),
+    Setting("cache_dir", str, None, "where KV is kept; it can be deleted at any time"),
     Setting("max_context", int, None, "lower the longest context, in tokens"),
     Setting("cache", bool, True, "reuse KV between turns"),
     Setting("incognito", bool, False, "save nothing"),
@@ -81,12 +83,15 @@ class Settings:
     def model_config(self) -> ModelConfig:
         return ModelConfig(self["model"], self["device"], self["dtype"], self["threads"])
 
-    def cache_config(self) -> CacheConfig:
+    def cache_config(self, directory: Path | None = None) -> CacheConfig:
+        """Return the cache's shape and budgets; `directory` is where KV may survive the process."""
         return CacheConfig(
             block_size=self["block_size"],
             device_bytes=self._size("device_cache"),
             kv_dtype=self["kv_dtype"],
             reuse=self["cache"],
+            disk_bytes=self._size("disk_cache"),
+            directory=directory,
         )
 
     def engine_config(self) -> EngineConfig:

@@ -80,12 +80,16 @@ class CacheConfig:
 
     `device_bytes` bounds the KV held on the device; None takes the device's default share.
     `reuse` off makes every request start cold, which only measurements and `--no-cache` want.
+    `disk_bytes` bounds the KV kept in `directory`, which survives the process: None takes the
+    default share of what is free, and without a directory nothing is kept.
     """
 
     block_size: int = 16
     device_bytes: Size | None = None
     kv_dtype: str = "auto"
     reuse: bool = True
+    disk_bytes: Size | None = None
+    directory: Path | None = None
 
     def __post_init__(self) -> None:
         size = self.block_size

@@ -3,18 +3,24 @@
 The one place where the model's facts become the cache's geometry. Decides sizes; runs nothing.
 """
 
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from kvchat.cache.codec import Layout
+from kvchat.cache.disk_tier import DiskTier
 from kvchat.cache.kv_pool import KvGeometry, KvPool, LayerGeometry
 from kvchat.cache.manager import CacheManager
+from kvchat.cache.persistence import Persistence
 from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig, Size, format_bytes
 from kvchat.core.errors import ModelError
 from kvchat.core.events import LoadProgress, ModelReady
 from kvchat.engine.engine import Engine
+from kvchat.engine.kv_identity import kv_identity
 from kvchat.engine.runner import Runner
+from kvchat.model.content_digest import content_digest
 from kvchat.model.device import dtype_name, dtype_of, free_bytes
 from kvchat.model.loader import LoadedModel, Progress, load_model
 from kvchat.model.paged_model import PagedModel
@@ -22,6 +28,8 @@ from kvchat.model.self_test import ensure_trusted
 from kvchat.model.source import ModelSource
 from kvchat.model.spec import ModelSpec
 
+_DEFAULT_DISK_SHARE = Size(share=0.10)
+_MAX_DEFAULT_DISK_BYTES = 20 << 30
 _DEFAULT_SHARE = {"cpu": Size(share=0.25), "cuda": Size(share=0.80)}
 # Prefill work per step on a CPU, in multiply-adds: about a tenth of a second on two cores, so that
 # a step, which nothing interrupts, ends soon after Esc. Fixed, not measured: the same settings must
@@ -56,17 +64,29 @@ def build_engine(
     loaded = load_model(source, model_config, engine_config.max_context, progress)
     progress(LoadProgress("checking the paged forward pass"))
     ensure_trusted(loaded, state_directory)
+    engine = engine_around(loaded, cache_config, engine_config, state_directory)
+    return AssembledEngine(engine, loaded, _ready(loaded, engine))
+
+
+def engine_around(
+    loaded: LoadedModel,
+    cache_config: CacheConfig,
+    engine_config: EngineConfig,
+    state_directory: Path | None,
+) -> Engine:
+    """Build pools, cache and engine around a loaded model, which serves one engine at a time."""
     geometry = kv_geometry(loaded.spec, cache_config, loaded.dtype)
     kv_pool = _kv_pool(geometry, cache_config, loaded.device)
-    engine = Engine(
+    cache = CacheManager(kv_pool, cache_config.reuse)
+    return Engine(
         runner=Runner(PagedModel(loaded, kv_pool.layers), cache_config.block_size),
-        cache=CacheManager(kv_pool, cache_config.reuse),
+        cache=cache,
         max_context=loaded.max_context,
         max_step_tokens=engine_config.max_step_tokens or step_tokens(loaded.spec, loaded.device),
         max_running=engine_config.max_running,
         vocab_size=loaded.spec.vocab_size,
+        persistence=_persistence(loaded, cache, cache_config, state_directory),
     )
-    return AssembledEngine(engine, loaded, _ready(loaded, engine))
 
 
 def kv_geometry(spec: ModelSpec, config: CacheConfig, dtype: torch.dtype) -> KvGeometry:
@@ -114,6 +134,36 @@ def _kv_pool(geometry: KvGeometry, config: CacheConfig, device: torch.device) ->
         ) from error
 
 
+def disk_budget(config: CacheConfig, directory: Path) -> int:
+    """Return the bytes KV may take in `directory`, which need not exist yet."""
+    existing = next(path for path in (directory, *directory.parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    if config.disk_bytes is not None:
+        return config.disk_bytes.resolve(free)
+    return min(_DEFAULT_DISK_SHARE.resolve(free), _MAX_DEFAULT_DISK_BYTES)
+
+
+def _persistence(
+    loaded: LoadedModel, cache: CacheManager, config: CacheConfig, state_directory: Path | None
+) -> Persistence | None:
+    """Return what keeps KV in the configured directory; None where nothing is to be kept."""
+    directory = config.directory
+    if directory is None or not config.reuse:
+        return None
+    limit = disk_budget(config, directory)
+    if limit == 0:
+        return None
+    geometry = cache.kv_pool.geometry
+
+    def open_tier() -> DiskTier:
+        digest = content_digest(loaded.source, state_directory)
+        identity = kv_identity(loaded, geometry, digest)
+        layout = Layout(identity, geometry.block_size, geometry.block_bytes)
+        return DiskTier(directory, layout, limit)
+
+    return Persistence(cache, open_tier)
+
+
 def _ready(loaded: LoadedModel, engine: Engine) -> ModelReady:
     return ModelReady(
         name=loaded.source.name,
@@ -122,5 +172,4 @@ def _ready(loaded: LoadedModel, engine: Engine) -> ModelReady:
         dtype=dtype_name(loaded.dtype),
         context_limit=engine.max_context,
         load_s=loaded.load_s,
-        notes=loaded.notes,
     )

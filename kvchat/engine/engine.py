@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import count
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -28,6 +29,9 @@ from kvchat.engine.runner import Runner
 from kvchat.engine.sampler import SamplingRow, sample
 from kvchat.engine.scheduler import Scheduler, Work
 
+if TYPE_CHECKING:
+    from kvchat.cache.persistence import Persistence
+
 _log = logging.getLogger(__name__)
 
 
@@ -35,7 +39,8 @@ class Engine:
     """Runs requests over one model and one cache.
 
     `max_context` is the longest context of any request, prompt and completion together; prompts
-    hold ids below `vocab_size`. `clock` returns seconds.
+    hold ids below `vocab_size`. `clock` returns seconds. With `persistence` prompts are looked for
+    on a slower tier too, and finished contexts are kept there; the engine closes it.
     """
 
     def __init__(
@@ -47,6 +52,7 @@ class Engine:
         max_running: int,
         vocab_size: int,
         clock: Callable[[], float] = time.perf_counter,
+        persistence: "Persistence | None" = None,
     ) -> None:
         self.cache = cache
         self.max_context = min(max_context, cache.max_tokens)
@@ -55,6 +61,7 @@ class Engine:
         self._scheduler = Scheduler(cache, max_step_tokens, max_running)
         self._max_step_tokens = max_step_tokens
         self._clock = clock
+        self._persistence = persistence
         self._request_ids = count(1)
         self._num_steps = 0
         self._num_tokens = 0
@@ -106,7 +113,10 @@ class Engine:
             )
         request_id = next(self._request_ids)
         now_s = self._clock() if submitted_s is None else submitted_s
-        self._scheduler.add(Request.from_spec(request_id, spec, now_s))
+        request = Request.from_spec(request_id, spec, now_s)
+        if self._persistence is not None:
+            request.restore = self._persistence.begin(request.ids)
+        self._scheduler.add(request)
         return request_id
 
     def cancel(self, request_id: int, reason: FinishReason = FinishReason.CANCELLED) -> None:
@@ -118,11 +128,19 @@ class Engine:
     def step(self) -> list[RequestEvent]:
         """Run one forward pass over whatever is due; return what happened."""
         events = self._end_cancelled()
+        is_restoring = self._settle_restores()
         plan = self._scheduler.schedule()
         if not plan:
-            return events + self._end_stuck()
+            return events if is_restoring else events + self._end_stuck()
         self._mark_started(plan)
         return events + self._compute(plan)
+
+    def close(self) -> None:
+        """Keep what unfinished requests have computed, and finish writing, within bounds."""
+        if self._persistence is not None:
+            for request in self.running():
+                self._persistence.save(request.ids[: request.num_computed])
+            self._persistence.close()
 
     # One step, part by part
 
@@ -135,6 +153,20 @@ class Engine:
                 samples = range(request.sample, request.sample + 1 + request.num_siblings_to_fork)
                 events.extend(replace(ending, sample=sample) for sample in samples)
         return events
+
+    def _settle_restores(self) -> bool:
+        """Take in what slower tiers have delivered; whether a request still waits for more.
+
+        Where all requests wait it waits with them, for the next delivery or a moment.
+        """
+        if self._persistence is None:
+            return False
+        requests = self._scheduler.requests()
+        restoring = [request for request in requests if request.restore is not None]
+        if restoring and len(restoring) == len(requests):
+            self._persistence.wait_for_news()
+        outcomes = [self._persistence.settle(r.restore) for r in restoring if r.restore is not None]
+        return any(outcomes)
 
     def _end_stuck(self) -> list[RequestEvent]:
         """With nothing running and nothing admissible, waiting longer would not help."""
@@ -157,6 +189,7 @@ class Engine:
         One request that cannot be answered, or a batch too large for the device's memory, must not
         cost the others their answers. Running work again is harmless: it writes the same slots.
         """
+        began_s = self._clock()
         try:
             tokens = self._sample(plan, self._runner.run(plan))
         except Exception as error:  # a model's own code can fail with anything
@@ -164,6 +197,7 @@ class Engine:
             if len(plan) == 1:
                 return self._fail(plan[0].request, _explain(error))
         else:
+            self._note_speed(plan, self._clock() - began_s)
             return self._advance(plan, tokens)
         # Outside the handler: the error held on to the failed step's tensors.
         events: list[RequestEvent] = []
@@ -171,6 +205,12 @@ class Engine:
             if work.request.state is State.RUNNING:  # or it has failed with another of its samples
                 events.extend(self._compute([work]))
         return events
+
+    def _note_speed(self, plan: Sequence[Work], seconds: float) -> None:
+        """Let the planner know what computing costs, and so what restoring is worth."""
+        if self._persistence is not None:
+            num_tokens = sum(work.num_tokens for work in plan)
+            self._persistence.planner.note_prefill(num_tokens, seconds)
 
     def _sample(self, plan: Sequence[Work], logits: torch.Tensor) -> dict[Work, list[int]]:
         """Draw the next token of each completing request, and of the siblings about to fork."""
@@ -257,7 +297,10 @@ class Engine:
         return len(request.ids) >= self.max_context
 
     def _finish(self, request: Request, reason: FinishReason) -> SampleFinished:
+        computed = request.ids[: request.num_computed]
         self._scheduler.finish(request)
+        if self._persistence is not None:
+            self._persistence.save(computed)
         timing = request.clock.timing(self._clock())
         return SampleFinished(
             request.request_id,

@@ -6,6 +6,7 @@ Knows token ids and lengths. Does not know blocks' contents, logits or text.
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import TYPE_CHECKING
 
 from kvchat.cache.block_table import BlockTable
 from kvchat.core.types import (
@@ -16,6 +17,9 @@ from kvchat.core.types import (
     Timing,
     Usage,
 )
+
+if TYPE_CHECKING:
+    from kvchat.cache.persistence import Restore
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +83,8 @@ class Request:
     # [num_computed, len(ids))     to be computed by the coming steps
     # ids[:num_prompt_tokens]      the prompt; what follows was generated
 
-    `table` is there while the request runs. `steps_waited` counts since it last ran.
+    `table` is there while the request runs. `steps_waited` counts since it last ran. `restore` is
+    what a slower tier has of the prompt, on its way up before the request first runs.
     """
 
     request_id: int
@@ -91,6 +96,7 @@ class Request:
     table: BlockTable | None = None
     num_computed: int = 0
     cached: CachedTokens | None = None
+    restore: "Restore | None" = None
     watcher: StopWatcher | None = None
     steps_waited: int = 0
     cancelled_for: FinishReason | None = None
@@ -137,6 +143,11 @@ class Request:
     @property
     def num_uncomputed(self) -> int:
         return len(self.ids) - self.num_computed
+
+    @property
+    def is_restoring(self) -> bool:
+        """Whether more of the prompt's KV may still come from a slower tier."""
+        return self.restore is not None and not self.restore.is_over
 
     @property
     def is_decoding(self) -> bool:

@@ -76,6 +76,8 @@ class Scheduler:
         queue = self._waiting if request.state is State.WAITING else self._running
         queue.remove(request)
         request.state = State.FINISHED
+        if request.restore is not None:
+            request.restore.give_up()
 
     def schedule(self) -> list[Work]:
         """Choose the next step's work and reserve its blocks; empty where nothing can run."""
@@ -149,10 +151,13 @@ class Scheduler:
     def _next_waiting(self) -> Request | None:
         """Choose the request with least left to compute, its age counted in its favour.
 
-        A request whose next block is being computed by a running one waits for it.
+        A request whose next block is being computed by a running one waits for it, and so does one
+        whose KV is on its way from a slower tier.
         """
         best, best_cost = None, 0.0
         for request in self._waiting[:_MAX_COMPARED]:
+            if request.is_restoring:
+                continue
             cached = self._cache.measure(request.ids)
             if self._is_being_computed(request, cached):
                 continue
@@ -185,8 +190,14 @@ class Scheduler:
         request.num_computed = table.cached_len
         request.steps_waited = 0
         if request.cached is None:
-            request.cached = CachedTokens(device=table.cached_len)
+            request.cached = _by_tier(request, table.cached_len)
         self._waiting.remove(request)
         request.state = State.RUNNING
         self._running.append(request)
         return True
+
+
+def _by_tier(request: Request, cached_len: int) -> CachedTokens:
+    """Say where the KV a request starts with came from."""
+    restored = min(request.restore.num_tokens, cached_len) if request.restore is not None else 0
+    return CachedTokens(device=cached_len - restored, disk=restored)

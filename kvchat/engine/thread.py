@@ -154,6 +154,7 @@ class EngineThread:
                 failure = GenerationError(f"The engine stopped: {error!r}.", "Start kvchat again.")
                 self._fail_running(failure)
                 self._refuse_everything(failure)
+            _close(engine)
 
     def _fail_running(self, error: KvchatError) -> None:
         for request_id, listener in self._listeners.items():
@@ -222,6 +223,13 @@ class EngineThread:
             self._request_ids = {
                 t: r for t, r in self._request_ids.items() if r != event.request_id
             }
+
+
+def _close(engine: "Engine") -> None:
+    try:
+        engine.close()
+    except Exception:
+        _log.exception("the engine did not close in order")
 
 
 def _refuse(message: _Message, error: KvchatError) -> None:

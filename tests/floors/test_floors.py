@@ -39,7 +39,7 @@ OWNERS = {
     "safetensors": {"model", "demo"},
     "tokenizers": {"chat", "demo"},
     "jinja2": {"chat"},
-    "diskcache": {"cache/disk_tier.py"},
+    "diskcache": {"cache/disk_tier.py", "cache/raw_disk.py"},
     "xxhash": {"cache"},
     "rich": {"terminal", "cli"},
     "pygments": {"terminal"},

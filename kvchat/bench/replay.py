@@ -1,0 +1,103 @@
+"""Scenario `replay`: recorded conversations, turn by turn, with the words that were said.
+
+Every branch of every session in a directory is held again: each of the user's turns is read and
+answered with one token, which is what counts, and then the recorded answer takes its place. Knows
+session files; needs a model with a tokenizer.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvchat.bench.engines import complete, new_engine
+from kvchat.bench.measure import Sample
+from kvchat.bench.report import Figure, Result
+from kvchat.bench.scenarios import BenchSetup
+from kvchat.chat.chat_model import read_chat_model, readopt
+from kvchat.chat.conversation import Conversation, Role, Turn
+from kvchat.chat.session_file import read_session
+from kvchat.core.errors import KvchatError
+from kvchat.engine.assembly import AssembledEngine
+
+
+@dataclass(frozen=True, slots=True)
+class _Replayed:
+    """What a conversation cost: tokens of its turns, tokens read, seconds to each first token."""
+
+    num_new: int
+    num_read: int
+    first_token_s: Sample
+
+
+def run(setup: BenchSetup) -> Result:
+    """Replay all sessions of the directory given, each as in a process of its own."""
+    settings = {"model": setup.source.name, "sessions": str(setup.sessions)}
+    paths = sorted(setup.sessions.glob("*.jsonl")) if setup.sessions is not None else []
+    if not paths:
+        return Result("replay", settings, refusal="there are no sessions; name some by --sessions")
+    try:
+        model = read_chat_model(setup.source)
+    except KvchatError as error:
+        return Result("replay", settings, refusal=f"the model holds no conversation: {error}")
+    figures: list[Figure] = []
+    assembled = new_engine(setup.source, setup.model, setup.cache)
+    for path in paths:
+        conversation = _read(path)
+        readopt(conversation, model)
+        if longest(conversation) + 1 < assembled.engine.max_context:
+            assembled.engine.cache.clear()
+            figures += _figures(path.stem, _replay(assembled, conversation), assembled)
+    return Result("replay", settings, tuple(figures))
+
+
+def _read(path: Path) -> Conversation:
+    return read_session(path.read_bytes(), path.name).conversation
+
+
+def longest(conversation: Conversation) -> int:
+    """Return the tokens of the longest branch."""
+    return max(len(conversation.context_ids(turn.turn_id)) for turn in conversation.leaves())
+
+
+def _replay(assembled: AssembledEngine, conversation: Conversation) -> _Replayed:
+    num_new, num_read, seconds = 0, 0, []
+    for question, answer in exchanges(conversation):
+        context = conversation.context_ids(question.turn_id)
+        finished = complete(assembled.engine, context, 1).finished
+        num_new += len(question.token_ids)
+        num_read += finished.usage.prefilled_tokens
+        seconds.append(finished.timing.ttft_s)
+        if answer.token_ids:
+            complete(assembled.engine, [*context, *answer.token_ids], 1)
+    return _Replayed(num_new, num_read, Sample(tuple(seconds)))
+
+
+def exchanges(conversation: Conversation) -> Iterator[tuple[Turn, Turn]]:
+    """Yield every answer with the turn before it, in the order they were given."""
+    for turn in conversation.turns():
+        if turn.role is Role.ASSISTANT and turn.parent_id:
+            yield conversation.turn(turn.parent_id), turn
+
+
+def _figures(name: str, replayed: _Replayed, assembled: AssembledEngine) -> list[Figure]:
+    turns = replayed.first_token_s
+    return [
+        Figure(
+            f"{name}: read in {len(turns.values)} turns",
+            replayed.num_read,
+            "tokens",
+            replayed.num_new,
+            "new tokens",
+            replayed.num_read / max(1, replayed.num_new),
+            "read over new",
+            f"+{assembled.engine.cache.block_size} a turn",
+        ),
+        Figure(
+            f"{name}: first token",
+            turns.median * 1e3,
+            "ms",
+            max(turns.values) * 1e3,
+            "the slowest turn",
+            spread=turns.spread,
+        ),
+    ]

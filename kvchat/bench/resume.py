@@ -1,0 +1,146 @@
+"""Scenario `resume`: what a restart costs a conversation.
+
+A context is computed once and kept on disk; then engines that have never seen it, their weights
+loaded, answer a turn after it. Measures the time to the first token beside that of computing
+everything again, and how fast the bytes came back beside plainly reading them.
+"""
+
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from kvchat.bench.engines import Completion, complete, new_engine, random_ids
+from kvchat.bench.measure import Sample
+from kvchat.bench.report import Figure, Result
+from kvchat.bench.scenarios import BenchSetup
+from kvchat.core.config import CacheConfig, EngineConfig, Size
+from kvchat.engine.assembly import AssembledEngine, engine_around
+
+_HISTORY = 4096
+_NEW_TOKENS = 24
+_ANSWER_TOKENS = 8
+_DISK = Size(num_bytes=8 << 30)
+
+
+def run(setup: BenchSetup) -> Result:
+    """Measure a resumed turn against a recomputed one."""
+    with _directory() as directory:
+        cold = replace(setup.cache, directory=None)
+        kept = replace(setup.cache, directory=directory, disk_bytes=_DISK)
+        assembled = new_engine(setup.source, setup.model, kept)
+        history = random_ids(setup.scaled(_HISTORY), assembled.loaded.spec.vocab_size, seed=1)
+        complete(assembled.engine, history, 1)
+        assembled.engine.close()
+        return _measured(setup, assembled, history, cold, kept)
+
+
+def _measured(
+    setup: BenchSetup,
+    assembled: AssembledEngine,
+    history: list[int],
+    cold: CacheConfig,
+    kept: CacheConfig,
+) -> Result:
+    assert kept.directory is not None
+    vocab_size = assembled.loaded.spec.vocab_size
+    recomputed, resumed = [], []
+    for number in range(setup.repeats):
+        # A turn of its own each time: one asked before would come back from the disk as well.
+        prompt = history + random_ids(_NEW_TOKENS, vocab_size, seed=2 + number)
+        recomputed.append(_turn(assembled, cold, prompt))
+        resumed.append(_turn(assembled, kept, prompt))
+    settings = {
+        "model": setup.source.name,
+        "dtype": str(assembled.loaded.dtype).removeprefix("torch."),
+        "device": assembled.loaded.device.type,
+        "history": len(history),
+        "new_tokens": _NEW_TOKENS,
+    }
+    if [turn.token_ids for turn in resumed] != [turn.token_ids for turn in recomputed]:
+        return Result("resume", settings, refusal="resumed and recomputed answers differ")
+    return Result("resume", settings, _figures(assembled, kept.directory, recomputed, resumed))
+
+
+def _turn(assembled: AssembledEngine, config: CacheConfig, prompt: list[int]) -> Completion:
+    """Answer a prompt with an engine that has nothing in its device tier."""
+    engine = engine_around(assembled.loaded, config, EngineConfig(), None)
+    try:
+        return complete(engine, prompt, _ANSWER_TOKENS)
+    finally:
+        engine.close()
+
+
+def _figures(
+    assembled: AssembledEngine,
+    directory: Path,
+    recomputed: list[Completion],
+    resumed: list[Completion],
+) -> tuple[Figure, ...]:
+    usage = resumed[-1].finished.usage
+    token_bytes = assembled.engine.cache.kv_pool.geometry.token_bytes
+    num_bytes = usage.cached.disk * token_bytes
+    ours, theirs = _first_tokens(resumed), _first_tokens(recomputed)
+    raw_s = _raw_read_s(directory)
+    return (
+        Figure(
+            "first token after a restart",
+            ours.median * 1e3,
+            "ms",
+            theirs.median * 1e3,
+            "recomputed",
+            theirs.median / ours.median,
+            "recomputed over resumed",
+            "40",
+            ours.spread,
+        ),
+        Figure(
+            "tokens restored",
+            usage.cached.disk,
+            "tokens",
+            usage.prompt_tokens,
+            "prompt tokens",
+            usage.prefilled_tokens,
+            "tokens computed",
+            f"{_NEW_TOKENS + assembled.engine.cache.block_size}",
+        ),
+        Figure(
+            "bytes restored in that time",
+            num_bytes / ours.median / 1e9,
+            "GB/s",
+            num_bytes / raw_s / 1e9,
+            "plainly reading the files",
+            raw_s / ours.median,
+            "of that",
+        ),
+    )
+
+
+def _first_tokens(turns: list[Completion]) -> Sample:
+    return Sample(tuple(turn.finished.timing.ttft_s for turn in turns))
+
+
+def _raw_read_s(directory: Path) -> float:
+    """Read every file of the store into memory that is there already; the best of three."""
+    paths = [path for path in directory.rglob("*") if path.is_file()]
+    buffer = memoryview(bytearray(max(path.stat().st_size for path in paths)))
+    times = []
+    for _ in range(3):
+        start_s = time.perf_counter()
+        for path in paths:
+            with path.open("rb", buffering=0) as file:
+                file.readinto(buffer)
+        times.append(time.perf_counter() - start_s)
+    return min(times)
+
+
+@contextmanager
+def _directory() -> Iterator[Path]:
+    directory = Path(tempfile.mkdtemp(prefix="kvchat-bench-kv-"))
+    try:
+        yield directory
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)

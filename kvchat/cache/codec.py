@@ -1,0 +1,139 @@
+"""Packs as bytes: consecutive blocks of one chain, stored together, with all that identifies them.
+
+A pack is two records. The *head* says which token ids after which block; the *payload* holds the
+block images. Either can be damaged in any way and is then refused, never believed. Knows bytes and
+checksums; knows no files. Nothing here is ever unpickled.
+"""
+
+import struct
+from dataclasses import dataclass
+
+import xxhash
+
+from kvchat.cache.block_key import KEY_BYTES, chain_keys
+from kvchat.cache.radix_node import TOKEN_BYTES
+
+_VERSION = 1
+_HEAD_MAGIC = b"KVhd"
+_PAYLOAD_MAGIC = b"KVpl"
+# magic, version, identity, parent key, blocks, tokens a block, bytes an image, payload checksum
+_HEAD = struct.Struct("<4sI16s16sIIQ16s")
+_HEAD_CHECKSUM_BYTES = 8
+# magic, version, identity, key of the first block, length, checksum
+_PAYLOAD = struct.Struct("<4sI16s16sQ16s")
+
+
+class DamagedRecord(Exception):
+    """A record that is not what it should be; `str()` of it says how, in a few words."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What all packs of a store share: whose KV it is (16 bytes), and the shape of a block.
+
+    `block_size` counts tokens, `block_bytes` the bytes of a block's image.
+    """
+
+    identity: bytes
+    block_size: int
+    block_bytes: int
+
+    @property
+    def ids_bytes(self) -> int:
+        """Bytes of a block's packed token ids."""
+        return self.block_size * TOKEN_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class PackHead:
+    """The key of the block before the first, and the packed token ids of whole blocks."""
+
+    parent: bytes
+    ids: bytes
+    checksum: bytes = bytes(16)
+
+    def keys(self, layout: Layout) -> list[bytes]:
+        """Return the chain key of each block."""
+        return chain_keys(self.parent, self.ids, layout.ids_bytes)
+
+    def num_blocks(self, layout: Layout) -> int:
+        return len(self.ids) // layout.ids_bytes
+
+
+def encode_head(head: PackHead, layout: Layout) -> bytes:
+    """Return the head as bytes."""
+    assert head.ids
+    assert len(head.ids) % layout.ids_bytes == 0
+    fixed = _HEAD.pack(
+        _HEAD_MAGIC,
+        _VERSION,
+        layout.identity,
+        head.parent,
+        head.num_blocks(layout),
+        layout.block_size,
+        layout.block_bytes,
+        head.checksum,
+    )
+    return fixed + head.ids + _head_checksum(fixed + head.ids)
+
+
+def decode_head(data: bytes, layout: Layout) -> PackHead:
+    """Return what `encode_head` was given; raises DamagedRecord for anything else."""
+    if len(data) < _HEAD.size + _HEAD_CHECKSUM_BYTES:
+        raise DamagedRecord("truncated")
+    magic, version, identity, parent, num_blocks, block_size, block_bytes, checksum = (
+        _HEAD.unpack_from(data)
+    )
+    _require_kind(magic, _HEAD_MAGIC, version, identity, layout)
+    if data[-_HEAD_CHECKSUM_BYTES:] != _head_checksum(data[:-_HEAD_CHECKSUM_BYTES]):
+        raise DamagedRecord("checksum of the head")
+    if (block_size, block_bytes) != (layout.block_size, layout.block_bytes):
+        raise DamagedRecord("other geometry")
+    ids = data[_HEAD.size : -_HEAD_CHECKSUM_BYTES]
+    if not num_blocks or len(ids) != num_blocks * layout.ids_bytes:
+        raise DamagedRecord("truncated")
+    return PackHead(parent, ids, checksum)
+
+
+def payload_checksum(image: bytes | bytearray | memoryview) -> bytes:
+    """Return the 16 bytes that stand for the images in head and payload."""
+    return xxhash.xxh3_128_digest(image)
+
+
+def payload_prefix(key: bytes, head: PackHead, num_bytes: int, layout: Layout) -> bytes:
+    """Return what stands before the images in a payload record; `key` is the first block's."""
+    assert len(key) == KEY_BYTES
+    return _PAYLOAD.pack(_PAYLOAD_MAGIC, _VERSION, layout.identity, key, num_bytes, head.checksum)
+
+
+def decode_payload(
+    data: bytes | bytearray, key: bytes, head: PackHead, layout: Layout
+) -> memoryview:
+    """Return the images of a payload record, verified; raises DamagedRecord for anything else."""
+    if len(data) < _PAYLOAD.size:
+        raise DamagedRecord("truncated")
+    magic, version, identity, own_key, num_bytes, checksum = _PAYLOAD.unpack_from(data)
+    _require_kind(magic, _PAYLOAD_MAGIC, version, identity, layout)
+    image = memoryview(data)[_PAYLOAD.size :]
+    if own_key != key or checksum != head.checksum:
+        raise DamagedRecord("another pack's payload")
+    if not num_bytes == len(image) == head.num_blocks(layout) * layout.block_bytes:
+        raise DamagedRecord("truncated")
+    if payload_checksum(image) != checksum:
+        raise DamagedRecord("checksum")
+    return image
+
+
+def _require_kind(
+    magic: bytes, expected: bytes, version: int, identity: bytes, layout: Layout
+) -> None:
+    if magic != expected:
+        raise DamagedRecord("wrong magic")
+    if version != _VERSION:
+        raise DamagedRecord(f"version {version}")
+    if identity != layout.identity:
+        raise DamagedRecord("other identity")
+
+
+def _head_checksum(data: bytes) -> bytes:
+    return xxhash.xxh3_64_digest(data)

@@ -1,0 +1,234 @@
+"""Persistence: prompts find their KV on a slower tier, and finished contexts are kept there.
+
+Joins the manager, which has the blocks, with the transfer thread, which has the time. Knows token
+ids, blocks and images; knows no request and no model.
+"""
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+from threading import BoundedSemaphore, Event
+
+from kvchat.cache.block_key import chain_keys, root_key
+from kvchat.cache.codec import DamagedRecord, PackHead
+from kvchat.cache.manager import CacheManager
+from kvchat.cache.planner import RestorePlanner
+from kvchat.cache.radix_node import TOKEN_BYTES, pack
+from kvchat.cache.tier import Found, Tier
+from kvchat.cache.transfer import OpenTier, TransferThread
+from kvchat.core.types import TokenIds
+
+Image = bytes | bytearray | memoryview
+
+_PACK_BYTES = 4 << 20
+_MAX_PENDING_BYTES = 256 << 20
+_MAX_PIECES_IN_FLIGHT = 8
+_CLOSE_PATIENCE_S = 5.0
+_NEWS_PATIENCE_S = 0.02
+# What is kept where needs no identity as long as it is asked within one process.
+_LOCAL_ROOT = root_key(b"")
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """`num_blocks` block images that belong at `start_block` of the prompt being restored."""
+
+    start_block: int
+    num_blocks: int
+    image: bytearray
+
+
+@dataclass(slots=True, eq=False)
+class Restore:
+    """One prompt on its way back. Made and read by the engine's thread, fed by the transfer thread.
+
+    `num_tokens` counts what has been restored so far. `give_up` ends it; what came stays.
+    """
+
+    ids: TokenIds
+    deadline_s: float | None
+    pieces: "SimpleQueue[Piece]" = field(default_factory=SimpleQueue)
+    places: BoundedSemaphore = field(
+        default_factory=lambda: BoundedSemaphore(_MAX_PIECES_IN_FLIGHT)
+    )
+    has_all: Event = field(default_factory=Event)
+    is_given_up: Event = field(default_factory=Event)
+    num_tokens: int = 0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more will come of it."""
+        return self.is_given_up.is_set() or (self.has_all.is_set() and self.pieces.empty())
+
+    def give_up(self) -> None:
+        self.is_given_up.set()
+
+
+class Persistence:
+    """Restores into and saves from one manager. `clock` returns seconds.
+
+    The engine's thread owns it; reading, writing and checking happen on the transfer thread.
+    """
+
+    def __init__(
+        self,
+        manager: CacheManager,
+        open_tier: OpenTier,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.planner = RestorePlanner()
+        self.transfer = TransferThread(open_tier, _MAX_PENDING_BYTES)
+        self._manager = manager
+        self._clock = clock
+        self._block_bytes = manager.block_size * TOKEN_BYTES
+        self._image_bytes = manager.kv_pool.geometry.block_bytes
+        self._kept: set[bytes] = set()
+        self._saving: list[Future[bool]] = []
+        self._news = Event()
+
+    # Restoring
+
+    def begin(self, ids: TokenIds) -> Restore | None:
+        """Ask for the KV of a prompt that the device has not; None where it is not worth it."""
+        num_known = self._manager.measure(ids[:-1])
+        size = self._manager.block_size
+        num_blocks = (len(ids) - 1 - num_known) // size
+        if num_blocks < 1 or self.transfer.is_without_tier:
+            return None
+        num_tokens = num_blocks * size
+        if not self.planner.is_worth(num_tokens, num_blocks * self._image_bytes):
+            return None
+        patience_s = self.planner.patience_s(num_tokens)
+        deadline_s = self._clock() + patience_s if patience_s is not None else None
+        restore = Restore(ids, deadline_s)
+        start_block = num_known // size
+        self.transfer.restore(lambda tier: self._read(tier, restore, start_block))
+        return restore
+
+    def wait_for_news(self) -> None:
+        """Wait for the next delivery, for a moment at most."""
+        self._news.wait(_NEWS_PATIENCE_S)
+        self._news.clear()
+
+    def settle(self, restore: Restore) -> bool:
+        """Take what has come of a restore onto the device; whether more may come.
+
+        Gives up where there is no room for more, or where computing would have been quicker.
+        """
+        is_late = restore.deadline_s is not None and self._clock() > restore.deadline_s
+        while not restore.is_given_up.is_set():
+            try:
+                piece = restore.pieces.get_nowait()
+            except Empty:
+                break
+            restore.places.release()
+            num_adopted = self._manager.adopt(restore.ids, piece.start_block, piece.image)
+            restore.num_tokens += num_adopted * self._manager.block_size
+            self._note_kept(restore.ids, piece.start_block + num_adopted)
+            if num_adopted < piece.num_blocks:
+                restore.give_up()
+        if is_late or self.transfer.is_without_tier:
+            restore.give_up()
+        return not restore.is_over
+
+    def _note_kept(self, ids: TokenIds, num_blocks: int) -> None:
+        self._kept.update(self._local_keys(ids[: num_blocks * self._manager.block_size]))
+
+    def _read(self, tier: Tier, restore: Restore, start_block: int) -> None:
+        """On the transfer thread: read a prompt's packs one after another."""
+        packed = pack(restore.ids[:-1])
+        try:
+            for found in tier.find(self._keys(tier, packed), packed):
+                if found.start_block + found.num_blocks <= start_block:
+                    continue
+                if not _has_place(restore):
+                    return
+                start_s = self._clock()
+                image = tier.read(found)
+                self.planner.note_read(len(image), self._clock() - start_s)
+                restore.pieces.put(self._piece(found, image, start_block))
+                self._news.set()
+        except DamagedRecord:
+            return  # the tier counts it; what lies behind it is computed
+        finally:
+            restore.has_all.set()
+            self._news.set()
+
+    def _piece(self, found: Found, image: Image, start_block: int) -> Piece:
+        """Cut off what the device had already when it asked."""
+        num_known = max(0, start_block - found.start_block)
+        rest = memoryview(image)[num_known * self._image_bytes :]
+        return Piece(found.start_block + num_known, found.num_blocks - num_known, bytearray(rest))
+
+    def _keys(self, tier: Tier, packed: bytes) -> list[bytes]:
+        return chain_keys(tier.root, packed, self._block_bytes)
+
+    # Saving
+
+    def save(self, ids: TokenIds) -> None:
+        """Have the full blocks of a context written behind, as far as they are not kept yet."""
+        self._forget_failed()
+        if self.transfer.is_without_tier:
+            return
+        keys = self._local_keys(ids)
+        start = len(keys)
+        while start > 0 and keys[start - 1] not in self._kept:
+            start -= 1
+        blocks_a_pack = max(1, _PACK_BYTES // self._image_bytes)
+        for first in range(start, len(keys), blocks_a_pack):
+            last = min(first + blocks_a_pack, len(keys))
+            if not self._save_pack(ids, first, last, keys[first:last]):
+                return
+
+    def _save_pack(self, ids: TokenIds, first: int, last: int, keys: list[bytes]) -> bool:
+        image = self._manager.export(ids, first, last)
+        if image is None:
+            return False
+        packed = pack(ids[: last * self._manager.block_size])
+        future = self.transfer.save(
+            lambda tier: self._write(tier, packed, first, image), len(image)
+        )
+        if future is None:
+            return False
+        self._kept.update(keys)
+        self._saving.append(future)
+        return True
+
+    def _write(self, tier: Tier, packed: bytes, first: int, image: memoryview) -> bool:
+        """On the transfer thread: write what nobody else has written meanwhile.
+
+        A pack whose parents are missing could never be found, and is not written.
+        """
+        keys = self._keys(tier, packed)
+        known = sum(found.num_blocks for found in tier.find(keys, packed))
+        if not first <= known < len(keys):
+            return known == len(keys)
+        parent = keys[known - 1] if known else tier.root
+        head = PackHead(parent, packed[known * self._block_bytes :])
+        return tier.write(head, image[(known - first) * self._image_bytes :])
+
+    def _forget_failed(self) -> None:
+        """Where something could not be written, trust nothing: the next turn offers all again.
+
+        What is there still is not written twice, for the tier is asked first.
+        """
+        if any(future.done() and not future.result() for future in self._saving):
+            self._kept.clear()
+        self._saving = [future for future in self._saving if not future.done()]
+
+    def _local_keys(self, ids: TokenIds) -> list[bytes]:
+        return chain_keys(_LOCAL_ROOT, pack(ids), self._block_bytes)
+
+    def close(self) -> None:
+        """Wait for what is being written, within bounds, and end the thread."""
+        self.transfer.close(_CLOSE_PATIENCE_S)
+
+
+def _has_place(restore: Restore) -> bool:
+    """Wait until the engine has taken enough of what was read; false once it wants no more."""
+    while not restore.places.acquire(timeout=0.05):
+        if restore.is_given_up.is_set():
+            return False
+    return not restore.is_given_up.is_set()

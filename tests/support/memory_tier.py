@@ -1,0 +1,61 @@
+"""MemoryTier: the disk tier's naive twin. It keeps every block by itself in a dict.
+
+Packs, files, checksums and limits are what it does not have; what a prompt finds in it is what a
+tier has to find. Tests can spoil what it keeps, make it fail, or make it wait.
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+from kvchat.cache.block_key import chain_keys, root_key
+from kvchat.cache.codec import DamagedRecord, PackHead
+from kvchat.cache.tier import Found
+
+
+class MemoryTier:
+    """Blocks of `image_bytes` bytes by chain key. `before_read` and `before_write` may raise."""
+
+    def __init__(self, block_size: int, image_bytes: int) -> None:
+        self.root = root_key(b"test")
+        self.blocks: dict[bytes, bytes] = {}
+        self.num_read = 0
+        self.num_written = 0
+        self.before_read: Callable[[], None] = lambda: None
+        self.before_write: Callable[[], None] = lambda: None
+        self.is_closed = False
+        self._key_bytes = block_size * 4
+        self._image_bytes = image_bytes
+
+    def find(self, keys: Sequence[bytes], packed: bytes) -> list[Found]:
+        count = 0
+        while count < len(keys) and keys[count] in self.blocks:
+            count += 1
+        # Two finds where there is more than a block, as a branch inside a pack gives.
+        cuts = [0, count // 2, count] if count > 1 else [0, count]
+        self._asked = list(keys)
+        return [
+            Found(keys[start], start, end - start) for start, end in pairwise(cuts) if end > start
+        ]
+
+    def read(self, found: Found) -> bytes:
+        self.before_read()
+        keys = self._asked[found.start_block : found.start_block + found.num_blocks]
+        if not all(key in self.blocks for key in keys):
+            raise DamagedRecord("gone")
+        self.num_read += len(keys)
+        return b"".join(self.blocks[key] for key in keys)
+
+    def write(self, head: PackHead, image: bytes | memoryview) -> bool:
+        self.before_write()
+        keys = chain_keys(head.parent, head.ids, self._key_bytes)
+        assert len(image) == len(keys) * self._image_bytes
+        assert head.parent == self.root or head.parent in self.blocks, "a pack without its parent"
+        for number, key in enumerate(keys):
+            assert key not in self.blocks, "written twice"
+            start = number * self._image_bytes
+            self.blocks[key] = bytes(image[start : start + self._image_bytes])
+        self.num_written += len(keys)
+        return True
+
+    def close(self) -> None:
+        self.is_closed = True
