@@ -5,6 +5,7 @@ Knows how to run requests to their end and read off what they cost.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -29,10 +30,14 @@ class Completion:
 
 
 def new_engine(
-    source: ModelSource, model: ModelConfig, cache: CacheConfig, engine: EngineConfig | None = None
+    source: ModelSource,
+    model: ModelConfig,
+    cache: CacheConfig,
+    engine: EngineConfig | None = None,
+    state: Path | None = None,
 ) -> AssembledEngine:
-    """Build an engine; nothing is kept between runs."""
-    return build_engine(source, model, cache, engine or EngineConfig(), None, lambda event: None)
+    """Build an engine; what it learns about the model is kept between runs in `state` only."""
+    return build_engine(source, model, cache, engine or EngineConfig(), state, lambda event: None)
 
 
 def complete(engine: Engine, prompt_ids: Sequence[int], max_tokens: int) -> Completion:

@@ -5,19 +5,16 @@ table, so that a head vouches for a payload. Raw bytes only. What is broken is a
 counted. Several processes may share a directory. Knows packs; knows no device.
 """
 
-import fcntl
 import logging
+import math
 import os
 import shutil
-import sqlite3
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
-
-import diskcache
 
 from kvchat.cache.block_key import root_key
 from kvchat.cache.codec import (
@@ -30,12 +27,24 @@ from kvchat.cache.codec import (
     payload_checksum,
     payload_prefix,
 )
-from kvchat.cache.raw_disk import RawDisk
+from kvchat.cache.generations import (
+    DATABASE,
+    FILE_OVERHEAD_BYTES,
+    drop,
+    file_bytes,
+    file_number,
+    generations,
+    last_used,
+    tree_bytes,
+)
+from kvchat.cache.raw_disk import RawCache, is_passing
 from kvchat.cache.retention import KnownPack, eviction_order
-from kvchat.cache.tier import Found, TierStatus
+from kvchat.cache.store_lock import StoreLock
+from kvchat.cache.tier import Found
 from kvchat.core.config import format_bytes
 from kvchat.core.errors import StoreError
 from kvchat.core.paths import open_private, private_directory
+from kvchat.core.stats import TierStatus
 
 T = TypeVar("T")
 
@@ -43,7 +52,6 @@ _log = logging.getLogger(__name__)
 
 _HEAD, _PAYLOAD = b"h", b"p"
 _LOCK_NAME = "lock"
-_DATABASE = "cache.db"
 # A busy database is a miss: whoever holds it longer than this is not worth waiting for.
 _PATIENCE_S = 1.0
 _TIME_TO_LIVE_S = 30 * 86400.0
@@ -52,11 +60,8 @@ _MIN_FREE_BYTES = 1 << 30
 _MIN_FREE_SHARE = 0.05
 # What a full store makes room for beyond what is asked, so that not every pack pays for the search.
 _ROOM_SHARE = 0.05
-# A file's tail fills a page of the disk, and its name some of a directory.
-_FILE_OVERHEAD_BYTES = 8192
 # SQLite's tables, its log, and the directories, before anything is in them.
 _FIXED_BYTES = 2 << 20
-_TROUBLES = (OSError, sqlite3.Error, diskcache.Timeout, StoreError)
 
 
 class DiskTier:
@@ -82,8 +87,10 @@ class DiskTier:
         self._clock = clock
         self._root = root_key(layout.identity)
         self._status = TierStatus(limit_bytes=limit_bytes)
+        self._lock = StoreLock(directory / _LOCK_NAME, _PATIENCE_S)
+        self._may_begin_anew = True
         self._cache = self._opened()
-        self._drop_stale_generations()
+        self._attempt(self._tidy, None)
 
     @property
     def root(self) -> bytes:
@@ -97,13 +104,14 @@ class DiskTier:
         return self._attempt(lambda: list(self._walk(keys, packed)), [])
 
     def _walk(self, keys: Sequence[bytes], packed: bytes) -> Iterator[Found]:
+        self._follow()
         block = 0
         while block < len(keys):
             head = self._head(keys[block])
             shared = _num_shared(head, packed, block, self._layout) if head is not None else 0
-            if not shared:
+            if head is None or not shared:
                 return
-            yield Found(keys[block], block, shared)
+            yield Found(keys[block], block, shared, head.checksum)
             block += shared
 
     def _head(self, key: bytes) -> PackHead | None:
@@ -119,22 +127,31 @@ class DiskTier:
     def read(self, found: Found) -> memoryview:
         """Return the images of the blocks found, verified. Raises DamagedRecord, and forgets it."""
         try:
-            image = self._read_whole(found.key)
+            image = self._read_whole(found)
         except DamagedRecord as damage:
             self._quarantine(found.key, damage)
             raise
-        except _TROUBLES as error:
+        except Exception as error:
             self._note_trouble(error)
             raise DamagedRecord("unreadable") from error
+        if image is None:
+            raise DamagedRecord("gone")
         self._count(bytes_read=len(image))
         self._attempt(lambda: self._cache.touch(_HEAD + found.key, expire=_TIME_TO_LIVE_S), False)
         return image[: found.num_blocks * self._layout.block_bytes]
 
-    def _read_whole(self, key: bytes) -> memoryview:
-        head_data, payload = self._cache.get(_HEAD + key), self._cache.get(_PAYLOAD + key)
-        if head_data is None or payload is None:
-            raise DamagedRecord("gone")
-        return decode_payload(payload, key, decode_head(head_data, self._layout), self._layout)
+    def _read_whole(self, found: Found) -> memoryview | None:
+        """Return a pack's images; None where it was forgotten, or exchanged, since it was found."""
+        head_data = self._cache.get(_HEAD + found.key)
+        payload = self._cache.get(_PAYLOAD + found.key)
+        if head_data is None:
+            return None
+        head = decode_head(head_data, self._layout)
+        if found.checksum not in (b"", head.checksum):
+            return None
+        if payload is None:
+            raise DamagedRecord("without its payload")
+        return decode_payload(payload, found.key, head, self._layout)
 
     def _quarantine(self, key: bytes, damage: DamagedRecord) -> None:
         """Forget a damaged pack; its place is free for a good one."""
@@ -154,28 +171,24 @@ class DiskTier:
         num_blocks = head.num_blocks(self._layout)
         assert len(image) == num_blocks * self._layout.block_bytes
         complete = replace(head, checksum=payload_checksum(image))
-        try:
-            if not (self._own / _DATABASE).exists():
-                self._cache.close()
-                self._cache = self._opened()
-            with self._locked():
-                is_written = self._write(complete, image)
-        except _TROUBLES as error:
-            self._note_trouble(error)
-            is_written = False
+        is_written = self._attempt(lambda: self._write(complete, image), False)
         self._count(num_failed_writes=not is_written, bytes_written=is_written * len(image))
         return is_written
 
     def _write(self, head: PackHead, image: memoryview) -> bool:
+        self._follow()
         key = head.keys(self._layout)[0]
-        if (_HEAD + key) in self._cache:
-            return True
-        num_bytes = len(image) + 2 * len(head.ids) + _FILE_OVERHEAD_BYTES
-        if not self._make_room(num_bytes, head.parent):
-            return False
-        prefix = payload_prefix(key, head, len(image), self._layout)
-        self._cache.set(_PAYLOAD + key, b"".join((prefix, image)))
-        self._cache.set(_HEAD + key, encode_head(head, self._layout), expire=_TIME_TO_LIVE_S)
+        with self._lock.held() as was_cut_off:
+            if was_cut_off:
+                self._sweep()
+            if (_HEAD + key) in self._cache:
+                return True
+            num_bytes = len(image) + 2 * len(head.ids) + FILE_OVERHEAD_BYTES
+            if not self._make_room(num_bytes, head.parent):
+                return False
+            prefix = payload_prefix(key, head, len(image), self._layout)
+            self._cache.set(_PAYLOAD + key, b"".join((prefix, image)))
+            self._cache.set(_HEAD + key, encode_head(head, self._layout), expire=_TIME_TO_LIVE_S)
         return True
 
     def _make_room(self, num_bytes: int, parent: bytes) -> bool:
@@ -190,28 +203,38 @@ class DiskTier:
         if disk.free - num_bytes < floor:
             self._status = replace(self._status, trouble="the disk is nearly full.")
             return False
-        used = self._used_bytes()
-        excess = used + num_bytes - self._limit_bytes
-        if excess > 0:
-            self._evict(excess + int(_ROOM_SHARE * self._limit_bytes), parent)
-            excess = self._used_bytes() + num_bytes - self._limit_bytes
-        if excess > 0:
-            self._drop_generations(lambda age_s: True)
-            excess = self._used_bytes() + num_bytes - self._limit_bytes
-        if excess > 0:
+        if not self._shrink(num_bytes, parent):
             limit = format_bytes(self._limit_bytes)
             self._status = replace(self._status, trouble=f"--disk-cache allows only {limit}.")
-        return excess <= 0
+            return False
+        return True
 
-    def _evict(self, num_bytes: int, parent: bytes) -> None:
+    def _shrink(self, num_bytes: int, parent: bytes) -> bool:
+        """Forget what was used longest ago until `num_bytes` more fit; false if they never will.
+
+        What a pack after `parent` continues stays. Another generation goes as a whole, when its
+        turn comes.
+        """
+        excess = self._used_bytes() + num_bytes - self._limit_bytes
+        if excess <= 0:
+            return True
         packs = dict(self._known_packs())
-        freed = 0
+        # Once something has to go, more goes than is needed: not every pack pays for the search.
+        to_free = excess + int(_ROOM_SHARE * self._limit_bytes)
         for key in eviction_order(packs, parent):
-            if freed >= num_bytes:
+            to_free -= self._drop_older(packs[key].last_used)
+            if to_free <= 0:
                 break
             self._remove(key)
             self._count(num_evicted=1)
-            freed += packs[key].num_bytes
+            to_free -= packs[key].num_bytes
+        if to_free > 0:
+            self._drop_older(math.inf)
+        return self._used_bytes() + num_bytes <= self._limit_bytes
+
+    def _drop_older(self, used_s: float) -> int:
+        """Drop the generations last used before `used_s`; return how many bytes they had."""
+        return sum(drop(path) for path in self._others() if last_used(path) < used_s)
 
     def _known_packs(self) -> Iterator[tuple[bytes, KnownPack]]:
         for name in list(self._cache.iterkeys()):
@@ -224,14 +247,15 @@ class DiskTier:
                 self._quarantine(name[1:], damage)
                 continue
             keys = tuple(head.keys(self._layout))
-            num_bytes = len(keys) * self._layout.block_bytes + _FILE_OVERHEAD_BYTES
-            yield name[1:], KnownPack(head.parent, keys, expires or 0.0, num_bytes)
+            num_bytes = len(keys) * self._layout.block_bytes + FILE_OVERHEAD_BYTES
+            used_s = float(expires or 0.0) - _TIME_TO_LIVE_S
+            yield name[1:], KnownPack(head.parent, keys, used_s, num_bytes)
 
     def _used_bytes(self) -> int:
         """Return what the directory takes at most, this moment, all generations together."""
-        files = int(self._cache.reset("size")) + len(self._cache) * _FILE_OVERHEAD_BYTES
-        tables = sum(_size(self._own / f"{_DATABASE}{end}") for end in ("", "-wal", "-shm"))
-        others = sum(_tree_bytes(path) for path in self._generations())
+        files = int(self._cache.reset("size")) + len(self._cache) * FILE_OVERHEAD_BYTES
+        tables = sum(file_bytes(self._own / f"{DATABASE}{end}") for end in ("", "-wal", "-shm"))
+        others = sum(tree_bytes(path) for path in self._others())
         return _FIXED_BYTES + files + tables + others
 
     # Housekeeping
@@ -258,80 +282,88 @@ class DiskTier:
         self._attempt(self._collect, None)
 
     def _collect(self) -> None:
-        with self._locked():
+        with self._lock.held():
             self._cache.expire()
-            heads = {name[1:] for name in self._cache if name[:1] == _HEAD}
-            for name in list(self._cache):
+            names = list(self._cache)
+            heads = {name[1:] for name in names if name[:1] == _HEAD}
+            for name in names:
                 if name[1:] not in heads:
                     self._cache.delete(name)
-            self._cache.check(fix=True)
-            self._drop_stale_generations()
+            self._tidy()
+
+    def _tidy(self) -> None:
+        """What every opening does: dead generations, lost files, and a limit that was lowered."""
+        with self._lock.held():
+            now_s = self._clock()
+            self._drop_older(now_s - _GENERATION_TO_LIVE_S)
+            self._sweep()
+            self._shrink(0, self._root)
+
+    def _sweep(self) -> None:
+        """Remove files that the table does not know as they are: nobody else is writing now."""
+        known = self._cache.file_sizes()
+        if sum(known.values()) != self._cache.reset("size"):
+            raise ValueError("the table has lost count of its files")
+        for path in self._own.glob("??/*"):
+            if file_bytes(path) != known.get(f"{path.parent.name}/{path.name}"):
+                with suppress(OSError):
+                    path.unlink()
 
     def close(self) -> None:
         """Let go of the store. Idempotent."""
         self._cache.close()
 
-    # Generations: what other models, or other settings of this one, have left here
-
-    def _generations(self) -> list[Path]:
-        with suppress(OSError):
-            return [p for p in self._directory.iterdir() if p.is_dir() and p != self._own]
-        return []
-
-    def _drop_stale_generations(self) -> None:
-        self._drop_generations(lambda age_s: age_s > _GENERATION_TO_LIVE_S)
-
-    def _drop_generations(self, is_due: Callable[[float], bool]) -> None:
-        for path in self._generations():
-            with suppress(OSError):
-                if is_due(self._clock() - (path / _DATABASE).stat().st_mtime):
-                    shutil.rmtree(path, ignore_errors=True)
+    def _others(self) -> list[Path]:
+        """Return what other models, or other settings of this one, have left here."""
+        return [path for path in generations(self._directory) if path != self._own]
 
     # What the world may break
 
-    def _opened(self) -> diskcache.Cache:
-        """Open the store; one that SQLite cannot use is begun anew."""
-        private_directory(self._directory)
-        if self._own.is_symlink():
-            raise StoreError(f"{self._own} is a symbolic link.", "Remove it.")
+    def _opened(self) -> RawCache:
+        """Open the store; one whose table cannot be used is begun anew."""
+        for path in (self._directory, self._own):
+            if path.is_symlink():
+                raise StoreError(f"{path} is a symbolic link.", "Remove it.")
         try:
             return self._open()
-        except (sqlite3.Error, diskcache.Timeout) as error:
+        except Exception as error:
             self._note_trouble(error)
-            shutil.rmtree(self._own, ignore_errors=True)
+            if is_passing(error):
+                raise
+            with self._lock.held():
+                shutil.rmtree(self._own, ignore_errors=True)
             return self._open()
 
-    def _open(self) -> diskcache.Cache:
-        private_directory(self._own)
+    def _open(self) -> RawCache:
+        private_directory(self._directory)
+        private_directory(self._own).chmod(0o700)
         # SQLite gives its log the mode of its file; both are the user's alone.
-        os.close(open_private(self._own / _DATABASE, os.O_RDWR | os.O_CREAT))
-        return diskcache.Cache(
-            str(self._own),
-            timeout=_PATIENCE_S,
-            disk=RawDisk,
-            disk_min_file_size=1 << 16,
-            eviction_policy="none",
-            cull_limit=0,
-            size_limit=1 << 62,
-            statistics=0,
-        )
+        descriptor = open_private(self._own / DATABASE, os.O_RDWR | os.O_CREAT)
+        self._file = file_number(self._own / DATABASE)
+        os.close(descriptor)
+        return RawCache(self._own, _PATIENCE_S)
 
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        """Keep other processes from writing, so that all of them together keep the limit."""
-        descriptor = open_private(self._directory / _LOCK_NAME, os.O_RDWR | os.O_CREAT)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-            yield
-        finally:
-            os.close(descriptor)
+    def _follow(self) -> None:
+        """Reopen where the directory is not the one that was opened, or is no more."""
+        if file_number(self._own / DATABASE) != self._file:
+            self._cache.close()
+            self._cache = self._opened()
 
     def _attempt(self, action: Callable[[], T], otherwise: T) -> T:
         try:
             return action()
-        except _TROUBLES as error:
+        except Exception as error:  # a table with damage in it makes diskcache fail in any way
             self._note_trouble(error)
+            if self._may_begin_anew and not is_passing(error):
+                self._may_begin_anew = False
+                self._attempt(self._begin_anew, None)
             return otherwise
+
+    def _begin_anew(self) -> None:
+        with self._lock.held():
+            if file_number(self._own / DATABASE) == self._file:
+                shutil.rmtree(self._own, ignore_errors=True)
+        self._follow()
 
     def _note_trouble(self, error: Exception) -> None:
         _log.warning("disk tier: %r", error)
@@ -354,15 +386,3 @@ def _num_shared(head: PackHead, packed: bytes, block: int, layout: Layout) -> in
     ):
         count += 1
     return count
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0
-
-
-def _tree_bytes(directory: Path) -> int:
-    paths = (Path(top) / name for top, _, names in os.walk(directory) for name in names)
-    return sum(_size(path) + _FILE_OVERHEAD_BYTES for path in paths)

@@ -18,6 +18,7 @@ from kvchat.cache.planner import RestorePlanner
 from kvchat.cache.radix_node import TOKEN_BYTES, pack
 from kvchat.cache.tier import Found, Tier
 from kvchat.cache.transfer import OpenTier, TransferThread
+from kvchat.core.stats import TierStatus
 from kvchat.core.types import TokenIds
 
 Image = bytes | bytearray | memoryview
@@ -37,7 +38,7 @@ class Piece:
 
     start_block: int
     num_blocks: int
-    image: bytearray
+    image: bytearray | memoryview
 
 
 @dataclass(slots=True, eq=False)
@@ -160,12 +161,18 @@ class Persistence:
         """Cut off what the device had already when it asked."""
         num_known = max(0, start_block - found.start_block)
         rest = memoryview(image)[num_known * self._image_bytes :]
-        return Piece(found.start_block + num_known, found.num_blocks - num_known, bytearray(rest))
+        writable = bytearray(rest) if rest.readonly else rest
+        return Piece(found.start_block + num_known, found.num_blocks - num_known, writable)
 
     def _keys(self, tier: Tier, packed: bytes) -> list[bytes]:
         return chain_keys(tier.root, packed, self._block_bytes)
 
-    # Saving
+    # Saving and telling
+
+    def status(self) -> TierStatus | None:
+        """Return what the tier says of itself, None while there is none."""
+        tier = self.transfer.tier
+        return tier.status() if tier is not None else None
 
     def save(self, ids: TokenIds) -> None:
         """Have the full blocks of a context written behind, as far as they are not kept yet."""

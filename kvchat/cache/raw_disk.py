@@ -1,4 +1,4 @@
-"""RawDisk: diskcache's way to its files, with bytes and nothing but bytes.
+"""RawDisk and RawCache: diskcache with bytes and nothing but bytes.
 
 diskcache pickles what it does not know and creates files everybody may read; here either is
 impossible. Knows files and modes; knows no packs.
@@ -12,8 +12,25 @@ from typing import Any
 
 import diskcache
 
+from kvchat.core.errors import StoreError
+
 _RAW, _BINARY = 1, 2  # diskcache's numbers for a value in the table, and for one in a file
+# No pack comes near it. A file that claims to be longer is damaged, and must not fill the memory.
+_MAX_FILE_BYTES = 1 << 28
 _NAME = re.compile(r"[0-9a-f]{2}/[0-9a-f]{30}\.kv")
+
+
+# What passes, or what emptying the store would not mend. Everything else is the table's fault.
+_PASSING = (OSError, diskcache.Timeout, StoreError, MemoryError)
+_PASSING_CODES = {
+    sqlite3.SQLITE_BUSY,
+    sqlite3.SQLITE_LOCKED,
+    sqlite3.SQLITE_FULL,
+    sqlite3.SQLITE_IOERR,
+    sqlite3.SQLITE_READONLY,
+    sqlite3.SQLITE_CANTOPEN,
+    sqlite3.SQLITE_NOMEM,
+}
 
 
 class RawDisk(diskcache.Disk):
@@ -25,7 +42,9 @@ class RawDisk(diskcache.Disk):
         return sqlite3.Binary(key), True
 
     def get(self, key: Any, raw: bool) -> bytes:
-        return bytes(key)
+        if not isinstance(key, bytes) or not raw:
+            raise TypeError("a key is bytes")
+        return key
 
     def store(
         self, value: object, read: bool, key: object = None
@@ -61,7 +80,10 @@ class RawDisk(diskcache.Disk):
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         descriptor = os.open(Path(self._directory) / filename, flags)
         with os.fdopen(descriptor, "rb", buffering=0) as file:
-            data = bytearray(os.fstat(descriptor).st_size)
+            size = os.fstat(descriptor).st_size
+            if size > _MAX_FILE_BYTES:
+                return b""
+            data = bytearray(size)
             view = memoryview(data)
             position = 0
             while count := file.readinto(view[position:]):
@@ -73,7 +95,41 @@ class RawDisk(diskcache.Disk):
             super().remove(file_path)
 
 
+class RawCache(diskcache.Cache):
+    """diskcache's table over a RawDisk: it evicts nothing by itself and maps no file.
+
+    A mapped table that somebody cuts short would kill the process that reads it.
+    """
+
+    def __init__(self, directory: Path, patience_s: float) -> None:
+        super().__init__(
+            str(directory),
+            timeout=patience_s,
+            disk=RawDisk,
+            disk_min_file_size=1 << 16,
+            eviction_policy="none",
+            cull_limit=0,
+            size_limit=1 << 62,
+            statistics=0,
+            tag_index=0,
+            sqlite_mmap_size=0,
+            sqlite_wal_autocheckpoint=256,
+        )
+
+    def file_sizes(self) -> dict[str, int]:
+        """Return the length of every file the table knows, by its name in the directory."""
+        rows = self._sql("SELECT filename, size FROM Cache WHERE filename IS NOT NULL")
+        return dict(rows.fetchall())
+
+
 def _write_all(file: Any, value: bytes) -> None:
     view = memoryview(value)
     while view:
         view = view[file.write(view) :]
+
+
+def is_passing(error: Exception) -> bool:
+    """Whether an error is the machine's, and not the fault of what a table holds."""
+    if isinstance(error, sqlite3.Error):
+        return getattr(error, "sqlite_errorcode", 0) & 0xFF in _PASSING_CODES
+    return isinstance(error, _PASSING)

@@ -8,34 +8,21 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvchat.cache.codec import PackHead
+from kvchat.core.stats import TierStatus
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
     """A run of a prompt's blocks that a tier has, in a pack named by its first block's key.
 
-    The pack may hold more than the `num_blocks` that the prompt shares.
+    The pack may hold more than the `num_blocks` that the prompt shares. `checksum` is that of its
+    images: packs that begin with the same block have the same name.
     """
 
     key: bytes
     start_block: int
     num_blocks: int
-
-
-@dataclass(frozen=True, slots=True)
-class TierStatus:
-    """Totals since the tier was opened, and what it holds. `trouble` is the last thing that went
-    wrong, in a sentence."""
-
-    num_packs: int = 0
-    num_bytes: int = 0
-    limit_bytes: int = 0
-    bytes_read: int = 0
-    bytes_written: int = 0
-    num_evicted: int = 0
-    num_damaged: int = 0
-    num_failed_writes: int = 0
-    trouble: str = ""
+    checksum: bytes = b""
 
 
 class Tier(Protocol):
@@ -56,6 +43,9 @@ class Tier(Protocol):
 
     def write(self, head: PackHead, image: memoryview) -> bool:
         """Keep a pack; false, and why in the status, where the world did not let it."""
+
+    def status(self) -> TierStatus:
+        """Return what the tier holds and has done; may be asked from any thread."""
 
     def close(self) -> None:
         """Let go of the store. Idempotent."""

@@ -86,6 +86,8 @@ class Engine:
             num_copied=cache.num_copied,
             max_context=self.max_context,
             max_step_tokens=self._max_step_tokens,
+            disk=self._persistence.status() if self._persistence is not None else None,
+            read_rate=self._persistence.planner.read_bytes_per_s if self._persistence else None,
         )
 
     def running(self) -> list[Request]:

@@ -4,7 +4,6 @@ import os
 import random
 import shutil
 import sqlite3
-import stat
 import subprocess
 import sys
 import time
@@ -312,13 +311,6 @@ def test_the_limit_holds_at_every_instant(open_tier: OpenTier, tmp_path: Path) -
     assert status.num_failed_writes == 0
 
 
-def test_a_limit_smaller_than_a_pack_keeps_nothing(open_tier: OpenTier) -> None:
-    writer = Writer(open_tier(limit=1000))
-
-    assert not writer.write(list(range(40)))
-    assert "allows only" in writer.tier.status().trouble
-
-
 def test_the_limit_counts_what_other_models_left(open_tier: OpenTier, tmp_path: Path) -> None:
     limit = 8 * MIB
     for number in range(4):
@@ -356,21 +348,6 @@ def test_old_generations_go(open_tier: OpenTier, tmp_path: Path) -> None:
     assert (tmp_path / "kv" / LAYOUT.identity.hex()).exists()
     open_tier(layout=other, clock=lambda: time.time() + 30 * 86400.0)
     assert not (tmp_path / "kv" / LAYOUT.identity.hex()).exists()
-
-
-def test_everything_is_the_users_alone_whatever_the_umask(
-    open_tier: OpenTier, tmp_path: Path
-) -> None:
-    before = os.umask(0)
-    try:
-        writer = Writer(open_tier(layout=LONG), LONG)
-        writer.write(list(range(40)))
-    finally:
-        os.umask(before)
-
-    for path in (tmp_path / "kv", *(tmp_path / "kv").rglob("*")):
-        mode = stat.S_IMODE(path.stat().st_mode)
-        assert mode == (0o700 if path.is_dir() else 0o600), (path, oct(mode))
 
 
 def test_verify_reads_everything_and_drops_what_is_damaged(

@@ -10,6 +10,7 @@ from itertools import pairwise
 from kvchat.cache.block_key import chain_keys, root_key
 from kvchat.cache.codec import DamagedRecord, PackHead
 from kvchat.cache.tier import Found
+from kvchat.core.stats import TierStatus
 
 
 class MemoryTier:
@@ -56,6 +57,9 @@ class MemoryTier:
             self.blocks[key] = bytes(image[start : start + self._image_bytes])
         self.num_written += len(keys)
         return True
+
+    def status(self) -> TierStatus:
+        return TierStatus(num_packs=len(self.blocks))
 
     def close(self) -> None:
         self.is_closed = True

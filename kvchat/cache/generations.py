@@ -1,0 +1,59 @@
+"""Generations: the directories of a store, one for each identity, and how old and large they are.
+
+Knows files and their times; knows no packs. What vanishes while it is looked at counts as nothing.
+"""
+
+import os
+import shutil
+from contextlib import suppress
+from pathlib import Path
+
+DATABASE = "cache.db"
+# A file's tail fills a page of the disk, and its name some of a directory.
+FILE_OVERHEAD_BYTES = 8192
+
+
+def generations(directory: Path) -> list[Path]:
+    """Return the directories in a store."""
+    with suppress(OSError):
+        return [path for path in directory.iterdir() if path.is_dir() and not path.is_symlink()]
+    return []
+
+
+def drop(generation: Path) -> int:
+    """Delete a generation; return how many bytes it took."""
+    num_bytes = tree_bytes(generation)
+    shutil.rmtree(generation, ignore_errors=True)
+    return num_bytes
+
+
+def last_used(generation: Path) -> float:
+    """Return when a generation's table last changed, in seconds; 0 where it has none."""
+    times = [0.0]
+    for end in ("", "-wal"):
+        with suppress(OSError):
+            times.append((generation / f"{DATABASE}{end}").stat().st_mtime)
+    return max(times)
+
+
+def tree_bytes(directory: Path) -> int:
+    """Return what the files below a directory take at most."""
+    paths = [Path(top) / name for top, _, names in os.walk(directory) for name in names]
+    return sum(file_bytes(path) + FILE_OVERHEAD_BYTES for path in paths)
+
+
+def file_bytes(path: Path) -> int:
+    """Return the length of a file, 0 where there is none."""
+    try:
+        return path.stat(follow_symlinks=False).st_size
+    except OSError:
+        return 0
+
+
+def file_number(path: Path) -> tuple[int, int] | None:
+    """Return what tells a file from another one of the same name, None where there is none."""
+    try:
+        info = path.stat()
+    except OSError:
+        return None
+    return info.st_dev, info.st_ino

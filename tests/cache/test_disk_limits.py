@@ -1,0 +1,195 @@
+"""DiskTier: a prompt finds what was kept of its beginning, and never anything else."""
+
+import os
+import random
+import stat
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvchat.cache.codec import DamagedRecord
+from kvchat.cache.raw_disk import RawDisk
+from support.pack_chains import (
+    LAYOUT,
+    find,
+    keys_of,
+    num_found,
+    open_tier,
+    payload_files,
+    restored,
+    save,
+    used_bytes,
+)
+
+
+def test_a_context_comes_back_after_the_tier_was_closed(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path)
+    assert save(tier, [1, 2, 3, 4, 5])
+    assert save(tier, [1, 2, 3, 4, 5, 6, 7, 8])
+    tier.close()
+
+    again = open_tier(tmp_path)
+
+    assert [found.num_blocks for found in find(again, [1, 2, 3, 4, 5, 6, 7, 8, 9])] == [2, 2]
+    assert restored(again, [1, 2, 3, 4, 5, 6, 7, 8, 9]) == 4
+
+
+def test_a_branch_inside_a_pack_shares_what_it_has_in_common(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path)
+    save(tier, [1, 2, 3, 4, 5, 6, 7, 8])
+    save(tier, [1, 2, 3, 4, 9, 9, 9, 9])
+
+    assert restored(tier, [1, 2, 3, 4, 9, 9, 9, 9]) == 4
+    assert restored(tier, [1, 2, 3, 4, 5, 6, 7, 8]) == 4
+    assert restored(tier, [1, 2, 3, 4, 7, 7]) == 2
+    assert restored(tier, [2, 2]) == 0
+
+
+def test_another_model_in_the_same_directory_finds_nothing(tmp_path: Path) -> None:
+    save(open_tier(tmp_path), [1, 2, 3, 4])
+    other = replace(LAYOUT, identity=b"another model...")
+
+    assert find(open_tier(tmp_path, layout=other), [1, 2, 3, 4], other) == []
+    assert restored(open_tier(tmp_path), [1, 2, 3, 4]) == 2
+
+
+def test_files_are_the_users_alone_whatever_the_umask(tmp_path: Path) -> None:
+    mask = os.umask(0)
+    try:
+        tier = open_tier(tmp_path / "made" / "kv")
+        save(tier, [1, 2, 3, 4])
+    finally:
+        os.umask(mask)
+    names = {path.name for path in (tmp_path / "made").rglob("*")}
+    assert {"lock", "cache.db", "cache.db-wal", "cache.db-shm"} <= names
+    for path in (tmp_path / "made").rglob("*"):
+        expected = 0o700 if path.is_dir() else 0o600
+        assert stat.S_IMODE(path.stat().st_mode) == expected, path
+
+
+def test_nothing_but_bytes_is_stored_and_nothing_pickled_is_read(tmp_path: Path) -> None:
+    disk = RawDisk(str(tmp_path))
+
+    for value in ("text", 1, 1.5, None, ("tuple",), bytearray(b"bytes")):
+        with pytest.raises(TypeError):
+            disk.put(value)
+        with pytest.raises(TypeError):
+            disk.store(value, False)
+    pickled = b"\x80\x04cos\nsystem\n."
+    assert disk.fetch(4, None, pickled, False) == b""
+    assert disk.fetch(4, "../../x", None, False) == b""
+    assert disk.fetch(2, "../../x", None, False) == b""
+    assert disk.fetch(3, "ab/" + "0" * 30 + ".kv", None, False) == b""
+
+
+def test_a_read_pack_that_was_exchanged_meanwhile_is_never_another_contexts(
+    tmp_path: Path,
+) -> None:
+    """Both begin with the same block, so both have the same name; they go on differently."""
+    reader, other = open_tier(tmp_path), open_tier(tmp_path)
+    save(reader, [1, 2, 3, 4, 5, 6])
+    [found] = find(reader, [1, 2, 3, 4, 5, 6])
+    other._remove(found.key)
+    save(other, [1, 2, 7, 8, 9, 9])
+
+    with pytest.raises(DamagedRecord):
+        reader.read(found)
+    assert restored(other, [1, 2, 7, 8, 9, 9]) == 3
+
+
+def test_a_full_store_never_forgets_the_prefix_of_what_it_is_given(tmp_path: Path) -> None:
+    """A chain longer than the store: what cannot be kept is not written, its beginning stays."""
+    tier = open_tier(tmp_path, limit_bytes=4 << 20)
+    ids: list[int] = []
+    for turn in range(40):
+        ids += [turn] * 2 * 4
+        save(tier, ids)
+        assert num_found(tier, ids) > 0
+        assert used_bytes(tmp_path) <= 4 << 20
+
+
+def test_the_limit_holds_while_ten_times_as_much_is_written(tmp_path: Path) -> None:
+    limit = 5 << 20
+    tier = open_tier(tmp_path, limit)
+    rng = random.Random(5)
+    written = 0
+    while written < 10 * limit:
+        ids = [rng.randint(0, 2) for _ in range(2)] + [rng.randint(0, 999) for _ in range(10)]
+        assert save(tier, ids)
+        assert used_bytes(tmp_path) <= limit
+        assert restored(tier, ids) == 6
+        written = tier.status().bytes_written
+    assert tier.status().num_evicted > 100
+
+
+def test_a_limit_below_one_pack_writes_nothing(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path, limit_bytes=50_000)
+
+    assert not save(tier, [1, 2, 3, 4])
+    assert payload_files(tmp_path) == []
+    assert tier.status().trouble
+
+
+def test_what_another_model_left_goes_before_what_this_one_just_wrote(tmp_path: Path) -> None:
+    """The limit is shared. Who changes models must not find the new one's cache always empty."""
+    limit = 6 << 20
+    other = replace(LAYOUT, identity=b"another model...")
+    first = open_tier(tmp_path, limit, other)
+    for number in range(40):
+        save(first, [number] * 6, other)
+    first.close()
+    tier = open_tier(tmp_path, limit)
+    ids: list[int] = []
+    for turn in range(10):
+        ids += [turn] * 4
+        assert save(tier, ids)
+        assert num_found(tier, ids) == len(ids) // 2
+        assert used_bytes(tmp_path) <= limit
+
+
+def test_a_store_whose_limit_was_lowered_shrinks_at_the_next_opening(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path)
+    for number in range(30):
+        save(tier, [number] * 6)
+    tier.close()
+    assert used_bytes(tmp_path) > 3 << 20
+
+    open_tier(tmp_path, limit_bytes=3 << 20)
+
+    assert used_bytes(tmp_path) <= 3 << 20
+
+
+def test_files_that_a_killed_process_left_count_and_go(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path)
+    save(tier, [1, 2, 3, 4])
+    tier.close()
+    [payload] = payload_files(tmp_path)
+    orphan = payload.with_name("f" * 30 + ".kv")
+    orphan.write_bytes(bytes(1 << 20))
+
+    again = open_tier(tmp_path)
+
+    assert again.status().num_bytes >= used_bytes(tmp_path)
+    again.gc()
+    assert payload_files(tmp_path) == [payload]
+    assert restored(again, [1, 2, 3, 4]) == 2
+
+
+def test_random_actors_agree_with_a_set_of_prefixes(tmp_path: Path) -> None:
+    """Without eviction a tier knows exactly the prefixes that were saved, through any of two."""
+    rng = random.Random(11)
+    tiers = [open_tier(tmp_path, 1 << 30) for _ in range(2)]
+    known: set[bytes] = set()
+    for _ in range(300):
+        ids = [rng.randint(0, 1) for _ in range(rng.randint(0, 14))]
+        tier = rng.choice(tiers)
+        keys = keys_of(tier, ids)
+        expected = next((n for n, key in enumerate(keys) if key not in known), len(keys))
+        if rng.random() < 0.5:
+            assert save(tier, ids)
+            known.update(keys)
+        else:
+            assert restored(tier, ids) == expected
+    assert tiers[0].status().num_damaged == tiers[1].status().num_damaged == 0
+    assert tiers[0].verify()[1] == 0
