@@ -109,11 +109,14 @@ def test_a_spoiled_payload_is_refused_once_and_can_be_written_again(
     assert restored(tier, IDS) == 3
 
 
-def test_flipped_bits_anywhere_in_a_store_are_noticed_or_harmless(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rounds", [100, pytest.param(2000, marks=pytest.mark.soak)])
+def test_flipped_bits_anywhere_in_a_store_are_noticed_or_harmless(
+    tmp_path: Path, rounds: int
+) -> None:
     original, copy = tmp_path / "original", tmp_path / "copy"
     filled(original)
     rng = random.Random(13)
-    for _ in range(100):
+    for _ in range(rounds):
         shutil.rmtree(copy, ignore_errors=True)
         shutil.copytree(original, copy)
         # Half of them in the table, which is small beside the payloads.
