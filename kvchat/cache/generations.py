@@ -4,6 +4,7 @@ Knows files and their times; knows no packs. What vanishes while it is looked at
 """
 
 import os
+import re
 import shutil
 from contextlib import suppress
 from pathlib import Path
@@ -11,13 +12,20 @@ from pathlib import Path
 DATABASE = "cache.db"
 # A file's tail fills a page of the disk, and its name some of a directory.
 FILE_OVERHEAD_BYTES = 8192
+# The directory may be any that the user names: what is not called like an identity is not ours.
+_NAME = re.compile(r"[0-9a-f]{32}")
 
 
 def generations(directory: Path) -> list[Path]:
-    """Return the directories in a store."""
+    """Return the directories in a store that belong to it."""
     with suppress(OSError):
-        return [path for path in directory.iterdir() if path.is_dir() and not path.is_symlink()]
+        return [path for path in directory.iterdir() if _is_generation(path)]
     return []
+
+
+def _is_generation(path: Path) -> bool:
+    is_ours = _NAME.fullmatch(path.name) is not None
+    return is_ours and path.is_dir() and not path.is_symlink()
 
 
 def drop(generation: Path) -> int:

@@ -193,3 +193,19 @@ def test_random_actors_agree_with_a_set_of_prefixes(tmp_path: Path) -> None:
             assert restored(tier, ids) == expected
     assert tiers[0].status().num_damaged == tiers[1].status().num_damaged == 0
     assert tiers[0].verify()[1] == 0
+
+
+def test_what_else_is_in_the_directory_is_left_alone(tmp_path: Path) -> None:
+    """Every directory was taken for an old generation: `--cache-dir ~` would have emptied a home.
+
+    A store opened in a directory of the user's deleted what was in it, at once.
+    """
+    letters = tmp_path / "letters" / "from home"
+    letters.mkdir(parents=True)
+    (letters / "one.txt").write_text("dear")
+
+    tier = open_tier(tmp_path, limit_bytes=1)
+    save(tier, [1, 2, 3, 4])
+    tier.gc()
+
+    assert (letters / "one.txt").read_text() == "dear"
