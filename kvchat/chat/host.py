@@ -69,7 +69,11 @@ class ChatHost:
     def open_session(self, session_id: str) -> ChatSession:
         """Go on with a saved conversation; raises StoreError while another process has it."""
         assert self.store is not None, "there is nothing saved to open"
-        return ChatSession.open(self.model, self._engine, self.store, session_id)
+        session = ChatSession.open(self.model, self._engine, self.store, session_id)
+        # What was said is likely to be gone on with: its KV comes up while the user still types.
+        context = session.conversation.context_ids()
+        self._engine.call(lambda engine: engine.prefetch(context))
+        return session
 
     def fork_session(self, original: Conversation) -> ChatSession:
         """Begin a conversation with everything another has."""

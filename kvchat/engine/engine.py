@@ -30,7 +30,7 @@ from kvchat.engine.sampler import SamplingRow, sample
 from kvchat.engine.scheduler import Scheduler, Work
 
 if TYPE_CHECKING:
-    from kvchat.cache.persistence import Persistence
+    from kvchat.cache.persistence import Persistence, Restore
 
 _log = logging.getLogger(__name__)
 
@@ -62,13 +62,18 @@ class Engine:
         self._max_step_tokens = max_step_tokens
         self._clock = clock
         self._persistence = persistence
+        self._prefetch: Restore | None = None
         self._request_ids = count(1)
         self._num_steps = 0
         self._num_tokens = 0
 
     @property
     def has_work(self) -> bool:
-        return self._scheduler.has_work
+        return self._scheduler.has_work or self._is_prefetching
+
+    @property
+    def _is_prefetching(self) -> bool:
+        return self._prefetch is not None and not self._prefetch.is_over
 
     def status(self) -> EngineStatus:
         """Return counts for people; changes nothing."""
@@ -116,10 +121,34 @@ class Engine:
         request_id = next(self._request_ids)
         now_s = self._clock() if submitted_s is None else submitted_s
         request = Request.from_spec(request_id, spec, now_s)
-        if self._persistence is not None:
-            request.restore = self._persistence.begin(request.ids)
+        request.restore = self._restore_of(request.ids)
         self._scheduler.add(request)
         return request_id
+
+    def prefetch(self, token_ids: Sequence[int]) -> None:
+        """Bring a context's KV up from slower tiers, for a request that will probably follow.
+
+        One at a time: the newest is the likeliest.
+        """
+        self._give_up_prefetch()
+        if self._persistence is not None:
+            self._prefetch = self._persistence.begin((*token_ids, 0))
+
+    def _restore_of(self, ids: Sequence[int]) -> "Restore | None":
+        """Begin to restore a prompt, or go on with the prefetch that foresaw it."""
+        foreseen = self._prefetch
+        if foreseen is not None and not foreseen.is_given_up.is_set():
+            context = foreseen.ids[:-1]
+            if list(context) == list(ids[: len(context)]):
+                self._prefetch = None
+                return foreseen
+        self._give_up_prefetch()
+        return self._persistence.begin(ids) if self._persistence is not None else None
+
+    def _give_up_prefetch(self) -> None:
+        if self._prefetch is not None:
+            self._prefetch.give_up()
+        self._prefetch = None
 
     def cancel(self, request_id: int, reason: FinishReason = FinishReason.CANCELLED) -> None:
         """End a request at the next step, all its samples; what was generated stays."""
@@ -139,10 +168,15 @@ class Engine:
 
     def close(self) -> None:
         """Keep what unfinished requests have computed, and finish writing, within bounds."""
-        if self._persistence is not None:
-            for request in self.running():
-                self._persistence.save(request.ids[: request.num_computed])
-            self._persistence.close()
+        if self._persistence is None:
+            return
+        self._give_up_prefetch()
+        for request in self._scheduler.requests():
+            if request.restore is not None:
+                request.restore.give_up()  # or its reader would wait for a place to put a piece
+        for request in self.running():
+            self._persistence.save(request.ids[: request.num_computed])
+        self._persistence.close()
 
     # One step, part by part
 
@@ -164,10 +198,12 @@ class Engine:
         if self._persistence is None:
             return False
         requests = self._scheduler.requests()
-        restoring = [request for request in requests if request.restore is not None]
-        if restoring and len(restoring) == len(requests):
+        restores = [r.restore for r in requests if r.restore is not None and not r.restore.is_over]
+        if self._prefetch is not None and self._is_prefetching:
+            restores.append(self._prefetch)
+        if restores and len(restores) >= len(requests):
             self._persistence.wait_for_news()
-        outcomes = [self._persistence.settle(r.restore) for r in restoring if r.restore is not None]
+        outcomes = [self._persistence.settle(restore) for restore in restores]
         return any(outcomes)
 
     def _end_stuck(self) -> list[RequestEvent]:

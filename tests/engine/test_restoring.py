@@ -6,45 +6,14 @@ or not at all, shows in the text.
 
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import pytest
 
 from kvchat.cache.persistence import Persistence
-from kvchat.core.events import SampleFinished
-from kvchat.core.types import FinishReason, SamplingParams
-from kvchat.engine.request import RequestSpec
+from kvchat.core.types import FinishReason
 from support.engine_harness import EngineHarness
 from support.memory_tier import MemoryTier
-from support.remembering_model import complete_without_cache
-
-GREEDY = SamplingParams(temperature=0.0)
-HISTORY = tuple(i % 31 + 1 for i in range(50))
-
-
-def spec(ids: tuple[int, ...], max_tokens: int = 6) -> RequestSpec:
-    return RequestSpec(ids, GREEDY, max_tokens=max_tokens)
-
-
-def alone(request: RequestSpec) -> list[int]:
-    """What the request's answer has to be."""
-    return complete_without_cache(request, 0, 120)
-
-
-@dataclass
-class Process:
-    """One life of the program: an engine with an empty device tier, beside a tier that lasts."""
-
-    harness: EngineHarness
-    persistence: Persistence
-
-    def answer(self, request: RequestSpec) -> tuple[list[int], SampleFinished]:
-        number = self.harness.submit(request)
-        self.harness.run()
-        return self.harness.generated(number), self.harness.ending(number)
-
-    def end(self) -> None:
-        self.harness.engine.close()
+from support.restarts import HISTORY, Processes, alone, spec
 
 
 @pytest.fixture
@@ -53,25 +22,11 @@ def tier() -> MemoryTier:
 
 
 @pytest.fixture
-def processes(tier: MemoryTier) -> Iterator["Processes"]:
-    made = Processes(tier)
+def processes(tier: MemoryTier) -> Iterator[Processes]:
+    made = Processes(lambda: tier)
     yield made
     for process in made.started:
         process.end()
-
-
-class Processes:
-    def __init__(self, tier: MemoryTier) -> None:
-        self._tier = tier
-        self.started: list[Process] = []
-
-    def start(self, num_blocks: int = 200) -> Process:
-        harness = EngineHarness(num_blocks=num_blocks)
-        persistence = Persistence(harness.cache, lambda: self._tier)
-        harness.engine._persistence = persistence
-        process = Process(harness, persistence)
-        self.started.append(process)
-        return process
 
 
 def test_a_new_process_computes_only_what_is_new(processes: Processes) -> None:
@@ -241,3 +196,54 @@ def test_a_device_too_small_for_what_is_kept_takes_what_fits(processes: Processe
 
     assert resumed == alone(spec(HISTORY))
     assert finished.usage.cached.disk > 0
+
+
+# Prefetching
+
+
+def test_a_context_comes_up_before_anybody_asks(processes: Processes, tier: MemoryTier) -> None:
+    first = processes.start()
+    answer, _ = first.answer(spec(HISTORY))
+    first.end()
+    context = (*HISTORY, *answer)
+    process = processes.start()
+
+    process.harness.engine.prefetch(context)
+    process.harness.run()
+    num_read = tier.num_read
+    resumed, finished = process.answer(spec((*context, 3, 4)))
+
+    assert num_read == tier.num_read > 0
+    assert resumed == alone(spec((*context, 3, 4)))
+    assert finished.usage.cached.disk == num_read * 4
+    assert finished.usage.cached.device == 0
+
+
+def test_a_request_goes_on_with_the_prefetch_that_foresaw_it(
+    processes: Processes, tier: MemoryTier
+) -> None:
+    first = processes.start()
+    first.answer(spec(HISTORY))
+    first.end()
+    process = processes.start()
+
+    process.harness.engine.prefetch(HISTORY)
+    resumed, _ = process.answer(spec((*HISTORY, 3)))
+
+    assert resumed == alone(spec((*HISTORY, 3)))
+    assert tier.num_read == len(HISTORY) // 4
+
+
+def test_a_prefetch_nobody_wanted_is_given_up(processes: Processes) -> None:
+    first = processes.start()
+    first.answer(spec(HISTORY))
+    first.end()
+    process = processes.start()
+
+    process.harness.engine.prefetch(HISTORY)
+    process.harness.engine.prefetch((5, 6, 7))
+    other = (9, *HISTORY)
+    resumed, finished = process.answer(spec(other))
+
+    assert resumed == alone(spec(other))
+    assert finished.usage.cached.total == 0
