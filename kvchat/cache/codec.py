@@ -77,6 +77,16 @@ def encode_head(head: PackHead, layout: Layout) -> bytes:
     return fixed + head.ids + _head_checksum(fixed + head.ids)
 
 
+def layout_of(data: bytes) -> Layout:
+    """Return the layout that a head claims to be of; `decode_head` says whether to believe it."""
+    if len(data) < _HEAD.size:
+        raise DamagedRecord("truncated")
+    identity, block_size, block_bytes = (_HEAD.unpack_from(data)[field] for field in (2, 5, 6))
+    if not block_size or not block_bytes:
+        raise DamagedRecord("other geometry")
+    return Layout(identity, block_size, block_bytes)
+
+
 def decode_head(data: bytes, layout: Layout) -> PackHead:
     """Return what `encode_head` was given; raises DamagedRecord for anything else."""
     if len(data) < _HEAD.size + _HEAD_CHECKSUM_BYTES:

@@ -38,8 +38,8 @@ from kvchat.cache.generations import (
     tree_bytes,
 )
 from kvchat.cache.raw_disk import RawCache, is_passing
-from kvchat.cache.retention import KnownPack, eviction_order
-from kvchat.cache.store_lock import StoreLock
+from kvchat.cache.retention import TIME_TO_LIVE_S, KnownPack, eviction_order
+from kvchat.cache.store_lock import LOCK_NAME, StoreLock
 from kvchat.cache.tier import Found
 from kvchat.core.config import format_bytes
 from kvchat.core.errors import StoreError
@@ -51,10 +51,8 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 _HEAD, _PAYLOAD = b"h", b"p"
-_LOCK_NAME = "lock"
 # A busy database is a miss: whoever holds it longer than this is not worth waiting for.
 _PATIENCE_S = 1.0
-_TIME_TO_LIVE_S = 30 * 86400.0
 _GENERATION_TO_LIVE_S = 14 * 86400.0
 _MIN_FREE_BYTES = 1 << 30
 _MIN_FREE_SHARE = 0.05
@@ -87,7 +85,7 @@ class DiskTier:
         self._clock = clock
         self._root = root_key(layout.identity)
         self._status = TierStatus(limit_bytes=limit_bytes)
-        self._lock = StoreLock(directory / _LOCK_NAME, _PATIENCE_S)
+        self._lock = StoreLock(directory / LOCK_NAME, _PATIENCE_S)
         self._may_begin_anew = True
         self._cache = self._opened()
         self._attempt(self._tidy, None)
@@ -126,6 +124,12 @@ class DiskTier:
 
     def read(self, found: Found) -> memoryview:
         """Return the images of the blocks found, verified. Raises DamagedRecord, and forgets it."""
+        image = self._verified(found)
+        self._count(bytes_read=len(image))
+        self._attempt(lambda: self._cache.touch(_HEAD + found.key, expire=TIME_TO_LIVE_S), False)
+        return image[: found.num_blocks * self._layout.block_bytes]
+
+    def _verified(self, found: Found) -> memoryview:
         try:
             image = self._read_whole(found)
         except DamagedRecord as damage:
@@ -136,9 +140,7 @@ class DiskTier:
             raise DamagedRecord("unreadable") from error
         if image is None:
             raise DamagedRecord("gone")
-        self._count(bytes_read=len(image))
-        self._attempt(lambda: self._cache.touch(_HEAD + found.key, expire=_TIME_TO_LIVE_S), False)
-        return image[: found.num_blocks * self._layout.block_bytes]
+        return image
 
     def _read_whole(self, found: Found) -> memoryview | None:
         """Return a pack's images; None where it was forgotten, or exchanged, since it was found."""
@@ -188,7 +190,7 @@ class DiskTier:
                 return False
             prefix = payload_prefix(key, head, len(image), self._layout)
             self._cache.set(_PAYLOAD + key, b"".join((prefix, image)))
-            self._cache.set(_HEAD + key, encode_head(head, self._layout), expire=_TIME_TO_LIVE_S)
+            self._cache.set(_HEAD + key, encode_head(head, self._layout), expire=TIME_TO_LIVE_S)
         return True
 
     def _make_room(self, num_bytes: int, parent: bytes) -> bool:
@@ -248,7 +250,7 @@ class DiskTier:
                 continue
             keys = tuple(head.keys(self._layout))
             num_bytes = len(keys) * self._layout.block_bytes + FILE_OVERHEAD_BYTES
-            used_s = float(expires or 0.0) - _TIME_TO_LIVE_S
+            used_s = float(expires or 0.0) - TIME_TO_LIVE_S
             yield name[1:], KnownPack(head.parent, keys, used_s, num_bytes)
 
     def _used_bytes(self) -> int:
@@ -266,14 +268,17 @@ class DiskTier:
         num_packs = self._attempt(lambda: len(self._cache) // 2, 0)
         return replace(self._status, num_bytes=used, num_packs=num_packs)
 
-    def verify(self) -> tuple[int, int]:
-        """Read every pack; return how many are sound, and how many were not and are gone."""
+    def verify(self, goes_on: Callable[[], bool] = lambda: True) -> tuple[int, int]:
+        """Read every pack; return how many are sound, and how many were not and are gone.
+
+        That is no use of them: what is forgotten first stays the same. Ends where `goes_on` says so.
+        """
         before = self._status.num_damaged
         num_sound = 0
         names: list[bytes] = self._attempt(lambda: list(self._cache), [])
-        for key in (name[1:] for name in names if name[:1] == _HEAD):
+        for key in (name[1:] for name in names if name[:1] == _HEAD and goes_on()):
             with suppress(DamagedRecord):
-                self.read(Found(key, 0, 0))
+                self._verified(Found(key, 0, 0))
                 num_sound += 1
         return num_sound, self._status.num_damaged - before
 
@@ -367,7 +372,7 @@ class DiskTier:
 
     def _note_trouble(self, error: Exception) -> None:
         _log.warning("disk tier: %r", error)
-        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        reason = getattr(error, "strerror", None) or str(error).rstrip(".") or type(error).__name__
         self._status = replace(self._status, trouble=f"the disk cache failed: {reason}.")
 
     def _count(self, **amounts: int) -> None:

@@ -9,6 +9,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+# What nobody has read for so long expires.
+TIME_TO_LIVE_S = 30 * 86400.0
+
 
 @dataclass(frozen=True, slots=True)
 class KnownPack:

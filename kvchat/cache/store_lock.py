@@ -13,6 +13,7 @@ from pathlib import Path
 from kvchat.core.errors import StoreError
 from kvchat.core.paths import open_private
 
+LOCK_NAME = "lock"
 _RETRY_S = 0.005
 
 

@@ -1,6 +1,7 @@
-"""What the engine says about itself when asked: plain counts, no tensors."""
+"""What the engine, and the store it keeps KV in, say when asked: plain counts, no tensors."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,3 +48,78 @@ class EngineStatus:
     max_step_tokens: int
     disk: TierStatus | None = None
     read_rate: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationStatus:
+    """What a store keeps under one identity, which is a model and how it is run, in hex.
+
+    last_used_s   seconds since the epoch, 0 where nobody knows
+    trouble       what keeps it from being read, in a few words; empty if nothing does
+    """
+
+    identity: str
+    num_packs: int
+    num_tokens: int
+    num_bytes: int
+    last_used_s: float
+    trouble: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStatus:
+    """What a store holds, all identities together, the one used last first. 0 allowed is off."""
+
+    directory: Path
+    limit_bytes: int
+    generations: tuple[GenerationStatus, ...] = ()
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(generation.num_bytes for generation in self.generations)
+
+    @property
+    def num_packs(self) -> int:
+        return sum(generation.num_packs for generation in self.generations)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(generation.num_tokens for generation in self.generations)
+
+    @property
+    def trouble(self) -> str:
+        """What is wrong, in a sentence; empty if nothing is."""
+        for generation in self.generations:
+            if generation.trouble:
+                return f"{generation.identity[:8]} cannot be read: {generation.trouble}."
+        return ""
+
+
+@dataclass(frozen=True, slots=True)
+class KeptPack:
+    """A pack of a store, and the place of the pack it continues in the same list, which is before.
+
+    `parent` is None for a beginning; `is_orphan` where the beginning is gone.
+    """
+
+    parent: int | None
+    num_tokens: int
+    num_bytes: int
+    last_used_s: float
+    is_orphan: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """What reading a whole store has shown; what was damaged is gone.
+
+    `num_tables` counts the identities whose table was no good, and all that it led to with it.
+    """
+
+    num_sound: int = 0
+    num_damaged: int = 0
+    num_tables: int = 0
+
+    @property
+    def is_sound(self) -> bool:
+        return not (self.num_damaged or self.num_tables)

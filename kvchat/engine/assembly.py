@@ -3,13 +3,13 @@
 The one place where the model's facts become the cache's geometry. Decides sizes; runs nothing.
 """
 
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from kvchat.cache.codec import Layout
+from kvchat.cache.disk_budget import disk_budget
 from kvchat.cache.disk_tier import DiskTier
 from kvchat.cache.kv_pool import KvGeometry, KvPool, LayerGeometry
 from kvchat.cache.manager import CacheManager
@@ -28,8 +28,6 @@ from kvchat.model.self_test import ensure_trusted
 from kvchat.model.source import ModelSource
 from kvchat.model.spec import ModelSpec
 
-_DEFAULT_DISK_SHARE = Size(share=0.10)
-_MAX_DEFAULT_DISK_BYTES = 20 << 30
 _DEFAULT_SHARE = {"cpu": Size(share=0.25), "cuda": Size(share=0.80)}
 # Prefill work per step on a CPU, in multiply-adds: about a tenth of a second on two cores, so that
 # a step, which nothing interrupts, ends soon after Esc. Fixed, not measured: the same settings must
@@ -134,15 +132,6 @@ def _kv_pool(geometry: KvGeometry, config: CacheConfig, device: torch.device) ->
         ) from error
 
 
-def disk_budget(config: CacheConfig, directory: Path) -> int:
-    """Return the bytes KV may take in `directory`, which need not exist yet."""
-    existing = next(path for path in (directory, *directory.parents) if path.exists())
-    free = shutil.disk_usage(existing).free
-    if config.disk_bytes is not None:
-        return config.disk_bytes.resolve(free)
-    return min(_DEFAULT_DISK_SHARE.resolve(free), _MAX_DEFAULT_DISK_BYTES)
-
-
 def _persistence(
     loaded: LoadedModel, cache: CacheManager, config: CacheConfig, state_directory: Path | None
 ) -> Persistence | None:
@@ -150,7 +139,7 @@ def _persistence(
     directory = config.directory
     if directory is None or not config.reuse:
         return None
-    limit = disk_budget(config, directory)
+    limit = disk_budget(config.disk_bytes, directory)
     if limit == 0:
         return None
     geometry = cache.kv_pool.geometry

@@ -1,0 +1,141 @@
+"""Caretaker: looks after a whole store, all identities in it, without loading a model.
+
+Other processes may use the store meanwhile. Knows generations; what is in them is a DiskTier's.
+"""
+
+import math
+import os
+import sqlite3
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from kvchat.cache.disk_budget import disk_budget
+from kvchat.cache.disk_tier import DiskTier
+from kvchat.cache.generations import DATABASE, drop, file_number, last_used, tree_bytes
+from kvchat.cache.inventory import Generation, pack_tree, read_generation, stored_generations
+from kvchat.cache.store_lock import LOCK_NAME, StoreLock
+from kvchat.core.config import Size
+from kvchat.core.errors import StoreError
+from kvchat.core.stats import GenerationStatus, KeptPack, StoreStatus, Verified
+
+_NO_LIMIT = 1 << 62
+_LOCK_PATIENCE_S = 5.0
+
+
+class Caretaker:
+    """Looks after the store in `directory`, which need not exist and is never made.
+
+    `size` is what the user allows it to hold, None the default. Everything raises StoreError where
+    the directory cannot be used. May be used from any thread.
+    """
+
+    def __init__(self, directory: Path, size: Size | None = None) -> None:
+        self.directory = directory
+        self._size = size
+
+    def status(self) -> StoreStatus:
+        """Return what the store holds. Reads all heads, changes nothing."""
+        found = [_status_of(read_generation(path)) for path in stored_generations(self.directory)]
+        return StoreStatus(self.directory, self._limit_bytes, tuple(found))
+
+    def tree(self) -> list[tuple[GenerationStatus, list[KeptPack]]]:
+        """Return every generation and its packs, each after the one it continues."""
+        found = [read_generation(path) for path in stored_generations(self.directory)]
+        return [(_status_of(generation), pack_tree(generation)) for generation in found]
+
+    def verify(self, goes_on: Callable[[], bool] = lambda: True) -> Verified:
+        """Read every pack; what is damaged is gone then. Ends early where `goes_on` says so."""
+        num_sound = num_damaged = num_tables = 0
+        for path in stored_generations(self.directory):
+            if not goes_on():
+                break
+            table = file_number(path / DATABASE)
+            # Nothing is too old or too much: who wants to know what is sound throws nothing away.
+            with self._opened(path, _NO_LIMIT, lambda: -math.inf) as tier:
+                sound, damaged = tier.verify(goes_on)
+                trouble = tier.status().trouble
+            is_anew = table is not None and file_number(path / DATABASE) != table
+            if not (sound or damaged or is_anew):
+                _require_no(trouble)
+            num_sound, num_damaged = num_sound + sound, num_damaged + damaged
+            num_tables += is_anew
+        return Verified(num_sound, num_damaged, num_tables)
+
+    def gc(self) -> int:
+        """Remove what is out of date and what nothing leads to, and keep the limit.
+
+        Returns the bytes that are free now.
+        """
+        found = stored_generations(self.directory)
+        before = sum(tree_bytes(path) for path in found)
+        for path in found:
+            if not path.is_dir():  # it was too old, and went when the first was opened
+                continue
+            table = file_number(path / DATABASE)
+            with self._opened(path, self._limit_bytes, time.time) as tier:
+                tier.gc()
+                status = tier.status()
+            if file_number(path / DATABASE) == table and not status.num_damaged:
+                _require_no(status.trouble)
+        after = sum(tree_bytes(path) for path in stored_generations(self.directory))
+        return max(0, before - after)
+
+    def clear(self) -> int:
+        """Delete all packs of all identities; return the bytes that are free now."""
+        found = stored_generations(self.directory)
+        if not found:
+            return 0
+        with StoreLock(self.directory / LOCK_NAME, _LOCK_PATIENCE_S).held():
+            num_bytes = sum(drop(path) for path in found)
+        if stored_generations(self.directory) and any(path.exists() for path in found):
+            raise StoreError(f"Not all of {self.directory} can be deleted.", "Check who owns it.")
+        return num_bytes
+
+    @property
+    def _limit_bytes(self) -> int:
+        try:
+            return disk_budget(self._size, self.directory)
+        except OSError as error:
+            raise StoreError(
+                f"Cannot use the directory {self.directory}: {error.strerror}."
+            ) from error
+
+    @contextmanager
+    def _opened(
+        self, path: Path, limit_bytes: int, clock: Callable[[], float]
+    ) -> Iterator[DiskTier]:
+        """Open a generation without that counting as a use of it."""
+        used_s = last_used(path)
+        try:
+            tier = DiskTier(self.directory, read_generation(path).layout, limit_bytes, clock=clock)
+        except (OSError, sqlite3.Error) as error:
+            raise StoreError(f"Cannot use {path}: {error}.") from error
+        try:
+            yield tier
+        finally:
+            tier.close()
+            # A log is left only where somebody else has the table open, and is using it.
+            if used_s and not (path / f"{DATABASE}-wal").exists():
+                with suppress(OSError):
+                    os.utime(path / DATABASE, (used_s, used_s))
+
+
+def _status_of(generation: Generation) -> GenerationStatus:
+    layout = generation.layout
+    return GenerationStatus(
+        identity=generation.path.name,
+        num_packs=len(generation.heads),
+        num_tokens=sum(
+            stored.head.num_blocks(layout) * layout.block_size for stored in generation.heads
+        ),
+        num_bytes=tree_bytes(generation.path),
+        last_used_s=last_used(generation.path),
+        trouble=generation.trouble,
+    )
+
+
+def _require_no(trouble: str) -> None:
+    if trouble:
+        raise StoreError(trouble[:1].upper() + trouble[1:])

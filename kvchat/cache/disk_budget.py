@@ -1,0 +1,26 @@
+"""How many bytes of KV a directory may hold. Knows free space; knows no store that is open."""
+
+import shutil
+from pathlib import Path
+
+from kvchat.cache.generations import generations, tree_bytes
+from kvchat.core.config import Size
+
+_DEFAULT_SHARE = Size(share=0.10)
+_MAX_DEFAULT_BYTES = 20 << 30
+
+
+def disk_budget(size: Size | None, directory: Path) -> int:
+    """Return the bytes KV may take in `directory`, which need not exist yet.
+
+    A share, the default's too, is taken of what would be free without the KV that is there: a
+    limit that shrank as the store grew would empty it again.
+    """
+    if size is not None and size.num_bytes is not None:
+        return size.num_bytes
+    existing = next(path for path in (directory, *directory.parents) if path.exists())
+    kept = sum(tree_bytes(path) for path in generations(directory))
+    available = shutil.disk_usage(existing).free + kept
+    if size is not None:
+        return size.resolve(available)
+    return min(_DEFAULT_SHARE.resolve(available), _MAX_DEFAULT_BYTES)

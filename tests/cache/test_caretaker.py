@@ -1,0 +1,260 @@
+"""A whole store is looked after without a model: counted, drawn, verified, tidied, emptied."""
+
+import os
+import sqlite3
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from kvchat.cache.caretaker import Caretaker
+from kvchat.cache.disk_budget import disk_budget
+from kvchat.cache.generations import generations, tree_bytes
+from kvchat.core.config import Size
+from kvchat.core.errors import StoreError
+from kvchat.core.stats import Verified
+from support.pack_chains import LAYOUT, num_found, open_tier, payload_files, restored, save
+from support.stored_packs import OTHER, StoredPacks, stored_packs
+
+UNLIMITED = Size(num_bytes=1 << 40)
+DAY_S = 86400.0
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> StoredPacks:
+    return stored_packs(tmp_path / "kv")
+
+
+@pytest.fixture
+def caretaker(store: StoredPacks) -> Caretaker:
+    return Caretaker(store.directory, UNLIMITED)
+
+
+def snapshot(directory: Path) -> dict[str, tuple[int, float]]:
+    return {
+        str(path.relative_to(directory)): (path.lstat().st_size, path.lstat().st_mtime)
+        for path in directory.rglob("*")
+    }
+
+
+def test_packs_of_all_models_are_counted_the_last_used_first(
+    store: StoredPacks, caretaker: Caretaker
+) -> None:
+    store.age(DAY_S)
+
+    status = caretaker.status()
+
+    mine, other = status.generations
+    assert (mine.identity, other.identity) == (LAYOUT.identity.hex(), OTHER.identity.hex())
+    assert (mine.num_packs, mine.num_tokens) == (4, 14)
+    assert (other.num_packs, other.num_tokens) == (1, 8)
+    assert DAY_S / 2 < mine.last_used_s - other.last_used_s < DAY_S * 2
+    assert status.num_bytes == sum(tree_bytes(path) for path in generations(store.directory))
+    assert status.trouble == ""
+
+
+def test_looking_changes_nothing_and_leaves_no_trace(
+    store: StoredPacks, caretaker: Caretaker
+) -> None:
+    """The time of a table's change is what says that a model's packs are no longer used."""
+    before = snapshot(store.directory)
+
+    caretaker.status()
+    caretaker.tree()
+
+    assert snapshot(store.directory) == before
+
+
+def test_a_store_in_use_is_read_as_it_is_now(store: StoredPacks, caretaker: Caretaker) -> None:
+    tier = open_tier(store.directory)
+    save(tier, [4, 4, 4, 4])
+
+    assert caretaker.status().num_packs == 6
+    assert caretaker.verify() == Verified(6)
+    caretaker.gc()
+    assert caretaker.clear() > 0
+    assert num_found(tier, [4, 4, 4, 4]) == 0
+    assert save(tier, [4, 4, 4, 4])
+    assert restored(tier, [4, 4, 4, 4]) == 2
+    tier.close()
+
+
+def test_the_tree_says_what_continues_what(caretaker: Caretaker) -> None:
+    trees = {status.identity: packs for status, packs in caretaker.tree()}
+
+    packs = trees[LAYOUT.identity.hex()]
+    [beginning] = [
+        n for n, pack in enumerate(packs) if pack.parent is None and pack.num_tokens == 6
+    ]
+    assert sorted(p.num_tokens for p in packs if p.parent == beginning) == [2, 2]
+    assert [p.num_tokens for p in packs if p.parent is None] != [6]
+    assert all(pack.parent is None or pack.parent < n for n, pack in enumerate(packs))
+    assert not any(pack.is_orphan for pack in packs)
+    assert all(abs(pack.last_used_s - time.time()) < 60 for pack in packs)
+    assert [p.num_bytes for p in trees[OTHER.identity.hex()]] == [160_000]
+
+
+def test_what_has_lost_its_beginning_is_told(store: StoredPacks, caretaker: Caretaker) -> None:
+    table = store.directory / LAYOUT.identity.hex() / "cache.db"
+    generation = next(tree for status, tree in caretaker.tree() if status.num_packs == 4)
+    assert generation
+    with sqlite3.connect(table) as connection:
+        connection.execute(
+            "DELETE FROM Cache WHERE substr(key, 1, 1) = x'68' AND length(value) ="
+            " (SELECT max(length(value)) FROM Cache WHERE substr(key, 1, 1) = x'68')"
+        )
+    connection.close()
+
+    packs = next(tree for status, tree in caretaker.tree() if status.num_packs == 3)
+    assert sorted(pack.is_orphan for pack in packs) == [False, True, True]
+
+
+def test_verifying_finds_what_is_damaged_once_and_counts_as_no_use(
+    store: StoredPacks, caretaker: Caretaker
+) -> None:
+    store.age(20 * DAY_S)  # too old: opening the other model's packs would have thrown these away
+    store.damage()
+    used_s = {g.identity: g.last_used_s for g in caretaker.status().generations}
+    order = [[pack.last_used_s for pack in packs] for _, packs in caretaker.tree()]
+
+    found = caretaker.verify()
+
+    assert found == Verified(num_sound=4, num_damaged=1)
+    assert not found.is_sound
+    assert caretaker.verify() == Verified(num_sound=4)
+    assert {g.identity: g.last_used_s for g in caretaker.status().generations} == used_s
+    times = sorted(time_s for times in order for time_s in times)
+    left = sorted(pack.last_used_s for _, packs in caretaker.tree() for pack in packs)
+    assert set(left) < set(times)
+
+
+def test_verifying_ends_when_nobody_waits_for_it(caretaker: Caretaker) -> None:
+    assert caretaker.verify(lambda: False) == Verified()
+
+
+def test_a_table_that_is_none_is_told_and_begun_anew(
+    store: StoredPacks, caretaker: Caretaker
+) -> None:
+    store.spoil_table()
+
+    status = caretaker.status()
+    assert "not a database" in status.trouble
+    assert status.num_packs == 4
+    assert caretaker.verify() == Verified(num_sound=4, num_tables=1)
+    assert caretaker.verify() == Verified(num_sound=4)
+
+
+@pytest.mark.parametrize(
+    "make", [os.mkfifo, os.mkdir, lambda path: os.symlink("/etc/passwd", path)]
+)
+def test_what_is_no_table_is_not_opened(store: StoredPacks, make, caretaker: Caretaker) -> None:  # type: ignore[no-untyped-def]
+    table = store.directory / OTHER.identity.hex() / "cache.db"
+    table.unlink()
+    make(table)
+
+    assert "no file" in caretaker.status().trouble
+
+
+def test_a_table_of_another_program_is_told_not_believed(
+    store: StoredPacks, caretaker: Caretaker
+) -> None:
+    table = store.directory / OTHER.identity.hex() / "cache.db"
+    table.unlink()
+    with sqlite3.connect(table) as connection:
+        connection.execute("CREATE TABLE Cache (key TEXT, value INTEGER)")
+        connection.execute("INSERT INTO Cache VALUES ('h', 7)")
+    connection.close()
+
+    assert caretaker.status().trouble
+    assert caretaker.verify().num_sound == 4
+
+
+def test_collecting_drops_what_is_too_old_and_what_is_too_much(store: StoredPacks) -> None:
+    store.age(20 * DAY_S)
+    before = Caretaker(store.directory, UNLIMITED).status()
+
+    freed = Caretaker(store.directory, UNLIMITED).gc()
+
+    after = Caretaker(store.directory, UNLIMITED).status()
+    assert [g.num_packs for g in after.generations] == [4]
+    assert freed > 160_000
+    assert after.num_bytes <= before.num_bytes - freed
+    Caretaker(store.directory, Size(num_bytes=1)).gc()
+    assert Caretaker(store.directory, UNLIMITED).status().num_packs == 0
+
+
+def test_collecting_does_not_keep_a_dying_generation_alive(store: StoredPacks) -> None:
+    """Opening a table changes it; a store tidied every day would never have lost anything."""
+    store.age(10 * DAY_S)
+    used_s = Caretaker(store.directory).status().generations[1].last_used_s
+
+    Caretaker(store.directory, UNLIMITED).gc()
+
+    assert Caretaker(store.directory).status().generations[1].last_used_s == used_s
+
+
+def test_clearing_deletes_packs_and_nothing_else(store: StoredPacks, caretaker: Caretaker) -> None:
+    (store.directory / "letters").mkdir()
+    (store.directory / "letters" / "one.txt").write_text("dear")
+
+    assert caretaker.clear() > 700_000
+    assert payload_files(store.directory) == []
+    assert not list(store.directory.rglob("cache.db"))
+    assert (store.directory / "letters" / "one.txt").read_text() == "dear"
+    assert caretaker.clear() == 0
+
+
+def test_where_there_is_no_store_there_is_nothing_and_none_is_made(tmp_path: Path) -> None:
+    caretaker = Caretaker(tmp_path / "none" / "kv")
+
+    assert caretaker.status().num_packs == 0
+    assert caretaker.status().limit_bytes > 0
+    assert caretaker.tree() == []
+    assert caretaker.verify() == Verified()
+    assert caretaker.gc() == caretaker.clear() == 0
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize("deed", ["status", "tree", "verify", "gc", "clear"])
+def test_a_directory_that_cannot_be_used_is_told_in_a_sentence(tmp_path: Path, deed: str) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError, match="Cannot use the directory .*: Not a directory"):
+        getattr(Caretaker(tmp_path / "file"), deed)()
+    (tmp_path / "link").symlink_to(tmp_path)
+    with pytest.raises(StoreError, match="symbolic link"):
+        getattr(Caretaker(tmp_path / "link"), deed)()
+
+
+def test_a_store_that_is_held_is_said_to_be(store: StoredPacks, caretaker: Caretaker) -> None:
+    holder = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            "import fcntl, sys; f = open(sys.argv[1], 'a'); fcntl.flock(f, fcntl.LOCK_EX);"
+            " print(flush=True); sys.stdin.read()",
+            str(store.directory / "lock"),
+        ],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert holder.stdout is not None
+    holder.stdout.readline()
+    try:
+        with pytest.raises(StoreError, match="Another process holds the disk cache"):
+            caretaker.gc()
+        assert caretaker.verify() == Verified(5), "reading needs no lock"
+    finally:
+        holder.communicate()
+
+
+def test_a_share_does_not_shrink_as_the_store_fills(store: StoredPacks) -> None:
+    """The default was a tenth of what is free *beside* the store: each start threw some away."""
+    kept = sum(tree_bytes(path) for path in generations(store.directory))
+    share = Size(share=1.0)
+
+    with_store = disk_budget(share, store.directory)
+    without = disk_budget(share, store.directory / "elsewhere")
+    assert abs(with_store - without - kept) < 64 << 20  # others write to this disk too
+    assert disk_budget(Size(num_bytes=7), store.directory) == 7
