@@ -271,7 +271,7 @@ class DiskTier:
     def verify(self, goes_on: Callable[[], bool] = lambda: True) -> tuple[int, int]:
         """Read every pack; return how many are sound, and how many were not and are gone.
 
-        That is no use of them: what is forgotten first stays the same. Ends where `goes_on` says so.
+        That is no use of them: what is forgotten first stays the same. `goes_on` false ends it.
         """
         before = self._status.num_damaged
         num_sound = 0

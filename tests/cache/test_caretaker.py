@@ -5,6 +5,7 @@ import sqlite3
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -85,11 +86,9 @@ def test_the_tree_says_what_continues_what(caretaker: Caretaker) -> None:
     trees = {status.identity: packs for status, packs in caretaker.tree()}
 
     packs = trees[LAYOUT.identity.hex()]
-    [beginning] = [
-        n for n, pack in enumerate(packs) if pack.parent is None and pack.num_tokens == 6
-    ]
+    beginning = next(number for number, pack in enumerate(packs) if pack.num_tokens == 6)
     assert sorted(p.num_tokens for p in packs if p.parent == beginning) == [2, 2]
-    assert [p.num_tokens for p in packs if p.parent is None] != [6]
+    assert sorted(p.num_tokens for p in packs if p.parent is None) == [4, 6]
     assert all(pack.parent is None or pack.parent < n for n, pack in enumerate(packs))
     assert not any(pack.is_orphan for pack in packs)
     assert all(abs(pack.last_used_s - time.time()) < 60 for pack in packs)
@@ -98,8 +97,6 @@ def test_the_tree_says_what_continues_what(caretaker: Caretaker) -> None:
 
 def test_what_has_lost_its_beginning_is_told(store: StoredPacks, caretaker: Caretaker) -> None:
     table = store.directory / LAYOUT.identity.hex() / "cache.db"
-    generation = next(tree for status, tree in caretaker.tree() if status.num_packs == 4)
-    assert generation
     with sqlite3.connect(table) as connection:
         connection.execute(
             "DELETE FROM Cache WHERE substr(key, 1, 1) = x'68' AND length(value) ="
@@ -146,10 +143,14 @@ def test_a_table_that_is_none_is_told_and_begun_anew(
     assert caretaker.verify() == Verified(num_sound=4)
 
 
-@pytest.mark.parametrize(
-    "make", [os.mkfifo, os.mkdir, lambda path: os.symlink("/etc/passwd", path)]
-)
-def test_what_is_no_table_is_not_opened(store: StoredPacks, make, caretaker: Caretaker) -> None:  # type: ignore[no-untyped-def]
+def make_link(path: Path) -> None:
+    path.symlink_to("/etc/passwd")
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, make_link])
+def test_what_is_no_table_is_not_opened(
+    store: StoredPacks, caretaker: Caretaker, make: Callable[[Path], None]
+) -> None:
     table = store.directory / OTHER.identity.hex() / "cache.db"
     table.unlink()
     make(table)
@@ -199,7 +200,7 @@ def test_clearing_deletes_packs_and_nothing_else(store: StoredPacks, caretaker: 
     (store.directory / "letters").mkdir()
     (store.directory / "letters" / "one.txt").write_text("dear")
 
-    assert caretaker.clear() > 700_000
+    assert caretaker.clear() > 440_000
     assert payload_files(store.directory) == []
     assert not list(store.directory.rglob("cache.db"))
     assert (store.directory / "letters" / "one.txt").read_text() == "dear"
@@ -220,7 +221,7 @@ def test_where_there_is_no_store_there_is_nothing_and_none_is_made(tmp_path: Pat
 @pytest.mark.parametrize("deed", ["status", "tree", "verify", "gc", "clear"])
 def test_a_directory_that_cannot_be_used_is_told_in_a_sentence(tmp_path: Path, deed: str) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(StoreError, match="Cannot use the directory .*: Not a directory"):
+    with pytest.raises(StoreError, match=r"Cannot use the directory .*: Not a directory"):
         getattr(Caretaker(tmp_path / "file"), deed)()
     (tmp_path / "link").symlink_to(tmp_path)
     with pytest.raises(StoreError, match="symbolic link"):

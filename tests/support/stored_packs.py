@@ -13,7 +13,7 @@ _NO_LIMIT = 1 << 40
 
 @dataclass(frozen=True)
 class StoredPacks:
-    """Two models' packs: four of one, 14 tokens, of which two continue the same one; one, 8 tokens."""
+    """Two models' packs: four of one, 14 tokens, two of which continue a third; one of 8 tokens."""
 
     directory: Path
 
