@@ -212,8 +212,12 @@ class CacheManager:
         if table.cached_len != start or not self.reserve(table, start, end):
             self.release(table, token_ids[: table.cached_len])
             return 0
-        self.kv_pool.scatter(table.blocks[first:], image[: num_blocks * image_bytes])
-        self.release(table, token_ids[:end])
+        num_written = start
+        try:
+            self.kv_pool.scatter(table.blocks[first:], image[: num_blocks * image_bytes])
+            num_written = end
+        finally:
+            self.release(table, token_ids[:num_written])
         return num_blocks
 
     def clear(self) -> int:

@@ -4,6 +4,7 @@ Joins the manager, which has the blocks, with the transfer thread, which has the
 ids, blocks and images; knows no request and no model.
 """
 
+import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -20,6 +21,8 @@ from kvchat.cache.tier import Found, Tier
 from kvchat.cache.transfer import OpenTier, TransferThread
 from kvchat.core.stats import TierStatus
 from kvchat.core.types import TokenIds
+
+_log = logging.getLogger(__name__)
 
 Image = bytes | bytearray | memoryview
 
@@ -45,11 +48,13 @@ class Piece:
 class Restore:
     """One prompt on its way back. Made and read by the engine's thread, fed by the transfer thread.
 
-    `num_tokens` counts what has been restored so far. `give_up` ends it; what came stays.
+    `num_known` counts the leading tokens that the device had, `num_tokens` those restored behind
+    them so far. `give_up` ends it; what came stays.
     """
 
     ids: TokenIds
-    deadline_s: float | None
+    num_known: int
+    deadline_s: float
     pieces: "SimpleQueue[Piece]" = field(default_factory=SimpleQueue)
     places: BoundedSemaphore = field(
         default_factory=lambda: BoundedSemaphore(_MAX_PIECES_IN_FLIGHT)
@@ -57,6 +62,7 @@ class Restore:
     has_all: Event = field(default_factory=Event)
     is_given_up: Event = field(default_factory=Event)
     num_tokens: int = 0
+    kept_keys: list[bytes] = field(default_factory=list)
 
     @property
     def is_over(self) -> bool:
@@ -100,12 +106,10 @@ class Persistence:
             return None
         num_tokens = num_blocks * size
         if not self.planner.is_worth(num_tokens, num_blocks * self._image_bytes):
+            self.planner.note_refused()
             return None
-        patience_s = self.planner.patience_s(num_tokens)
-        deadline_s = self._clock() + patience_s if patience_s is not None else None
-        restore = Restore(ids, deadline_s)
-        start_block = num_known // size
-        self.transfer.restore(lambda tier: self._read(tier, restore, start_block))
+        restore = Restore(ids, num_known, self._clock() + self.planner.patience_s(num_tokens))
+        self.transfer.restore(lambda tier: self._read(tier, restore, num_known // size))
         return restore
 
     def wait_for_news(self) -> None:
@@ -118,27 +122,40 @@ class Persistence:
 
         Gives up where there is no room for more, or where computing would have been quicker.
         """
-        is_late = restore.deadline_s is not None and self._clock() > restore.deadline_s
+        is_late = self._clock() > restore.deadline_s
         while not restore.is_given_up.is_set():
             try:
                 piece = restore.pieces.get_nowait()
             except Empty:
                 break
             restore.places.release()
-            num_adopted = self._manager.adopt(restore.ids, piece.start_block, piece.image)
-            restore.num_tokens += num_adopted * self._manager.block_size
-            self._note_kept(restore.ids, piece.start_block + num_adopted)
-            if num_adopted < piece.num_blocks:
+            if self._take(restore, piece) < piece.num_blocks:
                 restore.give_up()
         if is_late or self.transfer.is_without_tier:
             restore.give_up()
         return not restore.is_over
 
-    def _note_kept(self, ids: TokenIds, num_blocks: int) -> None:
-        self._kept.update(self._local_keys(ids[: num_blocks * self._manager.block_size]))
+    def _take(self, restore: Restore, piece: Piece) -> int:
+        """Enter a piece in the device tier; return how many of its blocks are there now."""
+        size = self._manager.block_size
+        end = (piece.start_block + piece.num_blocks) * size
+        if self._manager.measure(restore.ids[:end]) == end:
+            return piece.num_blocks  # another request has computed it meanwhile
+        try:
+            num_adopted = self._manager.adopt(restore.ids, piece.start_block, piece.image)
+        except Exception:  # of memory, mostly: then it is computed, which says so if it cannot be
+            _log.exception("what was restored could not be taken in")
+            return 0
+        restore.num_tokens += num_adopted * size
+        if not restore.kept_keys:
+            restore.kept_keys = self._local_keys(restore.ids)
+        self._kept.update(restore.kept_keys[: piece.start_block + num_adopted])
+        return num_adopted
 
     def _read(self, tier: Tier, restore: Restore, start_block: int) -> None:
         """On the transfer thread: read a prompt's packs one after another."""
+        if restore.is_given_up.is_set():
+            return
         packed = pack(restore.ids[:-1])
         try:
             for found in tier.find(self._keys(tier, packed), packed):
@@ -175,7 +192,16 @@ class Persistence:
         return tier.status() if tier is not None else None
 
     def save(self, ids: TokenIds) -> None:
-        """Have the full blocks of a context written behind, as far as they are not kept yet."""
+        """Have the full blocks of a context written behind, as far as they are not kept yet.
+
+        Whatever goes wrong costs the next process time, and this one's answer nothing.
+        """
+        try:
+            self._save(ids)
+        except Exception:
+            _log.exception("a context could not be kept")
+
+    def _save(self, ids: TokenIds) -> None:
         self._forget_failed()
         if self.transfer.is_without_tier:
             return

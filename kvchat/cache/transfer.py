@@ -6,6 +6,7 @@ bytes; knows no request, no radix tree and no device.
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -76,22 +77,29 @@ class TransferThread:
         return outcome
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until nothing is queued and nothing runs; false if that took too long."""
+        """Wait until the tier is open and has nothing to do; false if that took too long."""
         with self._changed:
-            return self._changed.wait_for(self._is_idle, timeout_s)
+            return self._changed.wait_for(
+                lambda: self._is_open is not None and self._is_idle(), timeout_s
+            )
 
     def close(self, timeout_s: float) -> None:
-        """Finish the saves that are queued, for at most `timeout_s`, and end. Idempotent."""
-        self.flush(timeout_s)
+        """Finish the saves that are queued, for at most `timeout_s`, and end. Idempotent.
+
+        A tier that is still being opened, with nothing to save in it, is not waited for.
+        """
+        deadline_s = time.monotonic() + timeout_s
         with self._changed:
+            self._restores.clear()
+            self._changed.wait_for(self._is_idle, timeout_s)
             self._is_closing = True
             self._changed.notify_all()
-        self._thread.join(timeout_s)
+            is_opening = self._is_open is None
+        if not is_opening:
+            self._thread.join(max(0.0, deadline_s - time.monotonic()))
 
     def _is_idle(self) -> bool:
-        if self._is_open is False:
-            return True
-        return not (self._restores or self._saves or self._is_busy or self._is_open is None)
+        return self._is_open is False or not (self._restores or self._saves or self._is_busy)
 
     # On the thread
 

@@ -7,6 +7,7 @@ when they run out. Knows lengths and blocks; knows no logits and no events.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 from kvchat.cache.manager import CacheManager
 from kvchat.core.types import CachedTokens
@@ -155,9 +156,8 @@ class Scheduler:
         whose KV is on its way from a slower tier.
         """
         best, best_cost = None, 0.0
-        for request in self._waiting[:_MAX_COMPARED]:
-            if request.is_restoring:
-                continue
+        ready = (request for request in self._waiting if not request.is_restoring)
+        for request in islice(ready, _MAX_COMPARED):
             cached = self._cache.measure(request.ids)
             if self._is_being_computed(request, cached):
                 continue
@@ -198,6 +198,12 @@ class Scheduler:
 
 
 def _by_tier(request: Request, cached_len: int) -> CachedTokens:
-    """Say where the KV a request starts with came from."""
-    restored = min(request.restore.num_tokens, cached_len) if request.restore is not None else 0
+    """Say where the KV a request starts with came from.
+
+    What came from the disk lies behind what the device had, and may have been forgotten since.
+    """
+    restored = 0
+    if request.restore is not None:
+        behind = max(0, cached_len - request.restore.num_known)
+        restored = min(request.restore.num_tokens, behind)
     return CachedTokens(device=cached_len - restored, disk=restored)

@@ -9,7 +9,7 @@ def test_without_measurements_a_restore_is_tried_and_waited_for() -> None:
     planner = RestorePlanner()
 
     assert planner.is_worth(16, 1 << 40)
-    assert planner.patience_s(1_000_000) is None
+    assert planner.patience_s(4096) > 30.0
 
 
 def test_a_quick_disk_beats_a_slow_processor_and_a_slow_disk_does_not() -> None:
@@ -51,3 +51,21 @@ def test_rates_follow_a_machine_that_changes_its_mind() -> None:
 
     assert planner.prefill_tokens_per_s is not None
     assert 250 <= planner.prefill_tokens_per_s < 255
+
+
+def test_nobody_waits_long_where_no_rate_is_known() -> None:
+    """A first question waited until gigabytes of weights were read, to learn whose KV to use."""
+    assert RestorePlanner().patience_s(20) < 1.0
+
+
+def test_a_disk_that_was_slow_once_is_tried_again() -> None:
+    """What is not read is not measured: after one stall nothing was ever restored again."""
+    planner = RestorePlanner()
+    planner.note_prefill(1000, 1.0)
+    planner.note_read(1 << 20, 10.0)
+    num_refused = 0
+    while not planner.is_worth(1000, 1 << 20):
+        planner.note_refused()
+        num_refused += 1
+
+    assert 5 < num_refused < 50

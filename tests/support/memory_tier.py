@@ -14,7 +14,10 @@ from kvchat.core.stats import TierStatus
 
 
 class MemoryTier:
-    """Blocks of `image_bytes` bytes by chain key. `before_read` and `before_write` may raise."""
+    """Blocks of `image_bytes` bytes by chain key. `before_read` and `before_write` may raise.
+
+    `max_found` bounds the blocks of one find.
+    """
 
     def __init__(self, block_size: int, image_bytes: int) -> None:
         self.root = root_key(b"test")
@@ -24,6 +27,7 @@ class MemoryTier:
         self.before_read: Callable[[], None] = lambda: None
         self.before_write: Callable[[], None] = lambda: None
         self.is_closed = False
+        self.max_found = 1 << 30
         self._key_bytes = block_size * 4
         self._image_bytes = image_bytes
 
@@ -32,7 +36,8 @@ class MemoryTier:
         while count < len(keys) and keys[count] in self.blocks:
             count += 1
         # Two finds where there is more than a block, as a branch inside a pack gives.
-        cuts = [0, count // 2, count] if count > 1 else [0, count]
+        step = min(self.max_found, max(1, -(-count // 2)))
+        cuts = [*range(0, count, step), count]
         self._asked = list(keys)
         return [
             Found(keys[start], start, end - start) for start, end in pairwise(cuts) if end > start

@@ -1,0 +1,56 @@
+"""Lives of the program on a remembering model: device tiers that die, beside a tier that lasts."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvchat.cache.persistence import Persistence
+from kvchat.cache.tier import Tier
+from kvchat.core.events import SampleFinished
+from kvchat.core.types import SamplingParams
+from kvchat.engine.request import RequestSpec
+from support.engine_harness import EngineHarness
+from support.remembering_model import complete_without_cache
+
+GREEDY = SamplingParams(temperature=0.0)
+HISTORY = tuple(i % 31 + 1 for i in range(50))
+
+
+def spec(ids: tuple[int, ...], max_tokens: int = 6) -> RequestSpec:
+    return RequestSpec(ids, GREEDY, max_tokens=max_tokens)
+
+
+def alone(request: RequestSpec) -> list[int]:
+    """What the request's answer has to be."""
+    return complete_without_cache(request, 0, 120)
+
+
+@dataclass
+class Process:
+    """One life of the program: an engine with an empty device tier, beside a tier that lasts."""
+
+    harness: EngineHarness
+    persistence: Persistence
+
+    def answer(self, request: RequestSpec) -> tuple[list[int], SampleFinished]:
+        number = self.harness.submit(request)
+        self.harness.run()
+        return self.harness.generated(number), self.harness.ending(number)
+
+    def end(self) -> None:
+        self.harness.engine.close()
+
+
+class Processes:
+    """Starts processes one after another; `open_tier` gives each of them the tier."""
+
+    def __init__(self, open_tier: Callable[[], Tier]) -> None:
+        self._open_tier = open_tier
+        self.started: list[Process] = []
+
+    def start(self, num_blocks: int = 200) -> Process:
+        harness = EngineHarness(num_blocks=num_blocks)
+        persistence = Persistence(harness.cache, self._open_tier)
+        harness.engine._persistence = persistence
+        process = Process(harness, persistence)
+        self.started.append(process)
+        return process
