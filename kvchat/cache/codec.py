@@ -59,6 +59,16 @@ class PackHead:
     def num_blocks(self, layout: Layout) -> int:
         return len(self.ids) // layout.ids_bytes
 
+    def num_shared(self, packed: bytes, block: int, layout: Layout) -> int:
+        """Return how many of the blocks stand in `packed` token ids from `block` on."""
+        size, count = layout.ids_bytes, 0
+        while count < self.num_blocks(layout):
+            own = self.ids[count * size : (count + 1) * size]
+            if not packed.startswith(own, (block + count) * size):
+                break
+            count += 1
+        return count
+
 
 def encode_head(head: PackHead, layout: Layout) -> bytes:
     """Return the head as bytes."""

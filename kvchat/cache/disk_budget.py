@@ -8,6 +8,8 @@ from kvchat.core.config import Size
 
 _DEFAULT_SHARE = Size(share=0.10)
 _MAX_DEFAULT_BYTES = 20 << 30
+_MIN_FREE_BYTES = 1 << 30
+_MIN_FREE_SHARE = 0.05
 
 
 def disk_budget(size: Size | None, directory: Path) -> int:
@@ -24,3 +26,12 @@ def disk_budget(size: Size | None, directory: Path) -> int:
     if size is not None:
         return size.resolve(available)
     return min(_DEFAULT_SHARE.resolve(available), _MAX_DEFAULT_BYTES)
+
+
+def leaves_free(directory: Path, num_bytes: int, min_free_bytes: int | None) -> bool:
+    """Return whether the disk keeps what is left alone, None the default, after `num_bytes`."""
+    disk = shutil.disk_usage(directory)
+    floor = min_free_bytes
+    if floor is None:
+        floor = min(_MIN_FREE_BYTES, int(disk.total * _MIN_FREE_SHARE))
+    return disk.free - num_bytes >= floor

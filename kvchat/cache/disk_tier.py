@@ -27,15 +27,16 @@ from kvchat.cache.codec import (
     payload_checksum,
     payload_prefix,
 )
+from kvchat.cache.disk_budget import leaves_free
 from kvchat.cache.generations import (
     DATABASE,
     FILE_OVERHEAD_BYTES,
+    Sizes,
     drop,
     file_bytes,
     file_number,
     generations,
     last_used,
-    tree_bytes,
 )
 from kvchat.cache.raw_disk import RawCache, is_passing
 from kvchat.cache.retention import TIME_TO_LIVE_S, KnownPack, eviction_order
@@ -54,8 +55,6 @@ _HEAD, _PAYLOAD = b"h", b"p"
 # A busy database is a miss: whoever holds it longer than this is not worth waiting for.
 _PATIENCE_S = 1.0
 _GENERATION_TO_LIVE_S = 14 * 86400.0
-_MIN_FREE_BYTES = 1 << 30
-_MIN_FREE_SHARE = 0.05
 # What a full store makes room for beyond what is asked, so that not every pack pays for the search.
 _ROOM_SHARE = 0.05
 # SQLite's tables, its log, and the directories, before anything is in them.
@@ -86,7 +85,8 @@ class DiskTier:
         self._root = root_key(layout.identity)
         self._status = TierStatus(limit_bytes=limit_bytes)
         self._lock = StoreLock(directory / LOCK_NAME, _PATIENCE_S)
-        self._may_begin_anew = True
+        self._sizes = Sizes()
+        self._may_begin_anew, self._has_leftovers = True, False
         self._cache = self._opened()
         self._attempt(self._tidy, None)
 
@@ -106,7 +106,7 @@ class DiskTier:
         block = 0
         while block < len(keys):
             head = self._head(keys[block])
-            shared = _num_shared(head, packed, block, self._layout) if head is not None else 0
+            shared = head.num_shared(packed, block, self._layout) if head is not None else 0
             if head is None or not shared:
                 return
             yield Found(keys[block], block, shared, head.checksum)
@@ -131,16 +131,29 @@ class DiskTier:
 
     def _verified(self, found: Found) -> memoryview:
         try:
-            image = self._read_whole(found)
-        except DamagedRecord as damage:
-            self._quarantine(found.key, damage)
-            raise
+            image = self._read_twice(found)
         except Exception as error:
+            if isinstance(error, DamagedRecord):
+                raise
             self._note_trouble(error)
             raise DamagedRecord("unreadable") from error
         if image is None:
             raise DamagedRecord("gone")
         return image
+
+    def _read_twice(self, found: Found) -> memoryview | None:
+        """Read again what looks damaged while nobody writes: it may have been exchanged meanwhile.
+
+        What is damaged still is forgotten.
+        """
+        with suppress(DamagedRecord):
+            return self._read_whole(found)
+        with self._lock.held():
+            try:
+                return self._read_whole(found)
+            except DamagedRecord as damage:
+                self._quarantine(found.key, damage)
+                raise
 
     def _read_whole(self, found: Found) -> memoryview | None:
         """Return a pack's images; None where it was forgotten, or exchanged, since it was found."""
@@ -163,8 +176,9 @@ class DiskTier:
         self._attempt(lambda: self._remove(key), None)
 
     def _remove(self, key: bytes) -> None:
-        self._cache.delete(_HEAD + key)
-        self._cache.delete(_PAYLOAD + key)
+        with self._lock.held():
+            self._cache.delete(_HEAD + key)
+            self._cache.delete(_PAYLOAD + key)
 
     # Writing
 
@@ -181,16 +195,21 @@ class DiskTier:
         self._follow()
         key = head.keys(self._layout)[0]
         with self._lock.held() as was_cut_off:
-            if was_cut_off:
-                self._sweep()
+            if was_cut_off or self._has_leftovers:
+                self._tidy()
             if (_HEAD + key) in self._cache:
                 return True
             num_bytes = len(image) + 2 * len(head.ids) + FILE_OVERHEAD_BYTES
             if not self._make_room(num_bytes, head.parent):
                 return False
             prefix = payload_prefix(key, head, len(image), self._layout)
-            self._cache.set(_PAYLOAD + key, b"".join((prefix, image)))
-            self._cache.set(_HEAD + key, encode_head(head, self._layout), expire=TIME_TO_LIVE_S)
+            try:
+                self._cache.set(_PAYLOAD + key, b"".join((prefix, image)))
+                data = encode_head(head, self._layout)
+                self._cache.set(_HEAD + key, data, expire=TIME_TO_LIVE_S)
+            except Exception:
+                self._has_leftovers = True
+                raise
         return True
 
     def _make_room(self, num_bytes: int, parent: bytes) -> bool:
@@ -198,11 +217,7 @@ class DiskTier:
 
         What a pack after `parent` continues is not forgotten for its sake.
         """
-        disk = shutil.disk_usage(self._own)
-        floor = self._min_free_bytes
-        if floor is None:
-            floor = min(_MIN_FREE_BYTES, int(disk.total * _MIN_FREE_SHARE))
-        if disk.free - num_bytes < floor:
+        if not leaves_free(self._own, num_bytes, self._min_free_bytes):
             self._status = replace(self._status, trouble="the disk is nearly full.")
             return False
         if not self._shrink(num_bytes, parent):
@@ -243,8 +258,11 @@ class DiskTier:
             if name[:1] != _HEAD:
                 continue
             data, expires = self._cache.get(name, expire_time=True)
+            if data is None:  # out of date
+                self._remove(name[1:])
+                continue
             try:
-                head = decode_head(data or b"", self._layout)
+                head = decode_head(data, self._layout)
             except DamagedRecord as damage:
                 self._quarantine(name[1:], damage)
                 continue
@@ -257,7 +275,7 @@ class DiskTier:
         """Return what the directory takes at most, this moment, all generations together."""
         files = int(self._cache.reset("size")) + len(self._cache) * FILE_OVERHEAD_BYTES
         tables = sum(file_bytes(self._own / f"{DATABASE}{end}") for end in ("", "-wal", "-shm"))
-        others = sum(tree_bytes(path) for path in self._others())
+        others = sum(self._sizes.of(path) for path in self._others())
         return _FIXED_BYTES + files + tables + others
 
     # Housekeeping
@@ -283,26 +301,29 @@ class DiskTier:
         return num_sound, self._status.num_damaged - before
 
     def gc(self) -> None:
-        """Remove what is out of date, what nothing leads to, and dead generations."""
-        self._attempt(self._collect, None)
+        """Remove what is out of date, what nothing leads to, and dead generations.
 
-    def _collect(self) -> None:
-        with self._lock.held():
-            self._cache.expire()
-            names = list(self._cache)
-            heads = {name[1:] for name in names if name[:1] == _HEAD}
-            for name in names:
-                if name[1:] not in heads:
-                    self._cache.delete(name)
-            self._tidy()
+        Every opening does, and every first write after a process was cut off.
+        """
+        self._attempt(self._tidy, None)
 
     def _tidy(self) -> None:
-        """What every opening does: dead generations, lost files, and a limit that was lowered."""
         with self._lock.held():
-            now_s = self._clock()
-            self._drop_older(now_s - _GENERATION_TO_LIVE_S)
+            self._sizes.forget()
+            self._drop_older(self._clock() - _GENERATION_TO_LIVE_S)
+            self._cache.expire(self._clock())
+            self._drop_payloads()
+            self._has_leftovers = False
             self._sweep()
             self._shrink(0, self._root)
+
+    def _drop_payloads(self) -> None:
+        """Remove payloads without a head: no eviction would ever meet them."""
+        names = list(self._cache)
+        heads = {name[1:] for name in names if name[:1] == _HEAD}
+        for name in names:
+            if name[1:] not in heads:
+                self._cache.delete(name)
 
     def _sweep(self) -> None:
         """Remove files that the table does not know as they are: nobody else is writing now."""
@@ -378,16 +399,3 @@ class DiskTier:
     def _count(self, **amounts: int) -> None:
         totals = {name: getattr(self._status, name) + int(n) for name, n in amounts.items()}
         self._status = replace(self._status, **totals)
-
-
-def _num_shared(head: PackHead, packed: bytes, block: int, layout: Layout) -> int:
-    """Return how many whole blocks of a pack stand in `packed` from `block` on."""
-    start, size = block * layout.ids_bytes, layout.ids_bytes
-    count = 0
-    while (
-        count < head.num_blocks(layout)
-        and head.ids[count * size : (count + 1) * size]
-        == packed[start + count * size : start + (count + 1) * size]
-    ):
-        count += 1
-    return count

@@ -6,12 +6,15 @@ Knows files and their times; knows no packs. What vanishes while it is looked at
 import os
 import re
 import shutil
+import time
 from contextlib import suppress
 from pathlib import Path
 
 DATABASE = "cache.db"
 # A file's tail fills a page of the disk, and its name some of a directory.
 FILE_OVERHEAD_BYTES = 8192
+# No file system's times are coarser.
+_CLOCK_STEP_S = 2.0
 # The directory may be any that the user names: what is not called like an identity is not ours.
 _NAME = re.compile(r"[0-9a-f]{32}")
 
@@ -26,6 +29,44 @@ def generations(directory: Path) -> list[Path]:
 def _is_generation(path: Path) -> bool:
     is_ours = _NAME.fullmatch(path.name) is not None
     return is_ours and path.is_dir() and not path.is_symlink()
+
+
+class Sizes:
+    """How large generations are; one is looked through again only where its table has changed.
+
+    A file that a killed process left in it is not in the table: who learns of one calls `forget`.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[Path, tuple[object, int]] = {}
+
+    def of(self, generation: Path) -> int:
+        """Return what the files of a generation take at most."""
+        stamp = _stamp(generation)
+        known = self._known.get(generation)
+        if known is not None and known[0] == stamp:
+            return known[1]
+        num_bytes = tree_bytes(generation)
+        # A table changed this moment could change again at what the clock calls the same time.
+        if time.time() - last_used(generation) > _CLOCK_STEP_S:
+            self._known[generation] = stamp, num_bytes
+        return num_bytes
+
+    def forget(self) -> None:
+        self._known.clear()
+
+
+def _stamp(generation: Path) -> object:
+    """Return what changes whenever something is written to a generation's table."""
+    return tuple(_times(generation / f"{DATABASE}{end}") for end in ("", "-wal"))
+
+
+def _times(path: Path) -> tuple[int, int, int] | None:
+    try:
+        info = path.stat()
+    except OSError:
+        return None
+    return info.st_ino, info.st_size, info.st_mtime_ns
 
 
 def drop(generation: Path) -> int:

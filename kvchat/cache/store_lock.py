@@ -7,7 +7,7 @@ import fcntl
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from kvchat.core.errors import StoreError
@@ -41,13 +41,15 @@ class StoreLock:
         try:
             self._wait_for(descriptor)
             was_cut_off = os.fstat(descriptor).st_size > 0
-            os.pwrite(descriptor, b"!", 0)
+            with suppress(OSError):  # a full disk has no room for the mark, and waits to be tidied
+                os.pwrite(descriptor, b"!", 0)
             self._depth += 1
             try:
                 yield was_cut_off
             finally:
                 self._depth -= 1
-                os.ftruncate(descriptor, 0)
+                with suppress(OSError):
+                    os.ftruncate(descriptor, 0)
         finally:
             os.close(descriptor)
 

@@ -1,0 +1,170 @@
+"""What cut-off, failed and rival processes leave in a store: reclaimed, and never called damage."""
+
+import errno
+import os
+import sqlite3
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvchat.cache import generations, store_lock
+from kvchat.cache.codec import DamagedRecord
+from kvchat.cache.generations import Sizes, tree_bytes
+from support.pack_chains import (
+    LAYOUT,
+    find,
+    num_found,
+    open_tier,
+    payload_files,
+    restored,
+    save,
+)
+
+IDS = [1, 2, 3, 4, 5, 6]
+LIMIT = 5 << 20
+
+
+def payload_only(directory: Path, ids: list[int]) -> None:
+    """Leave what a process leaves that is killed between a pack's payload and its head."""
+    tier = open_tier(directory)
+    save(tier, ids)
+    [found] = find(tier, ids)
+    tier._cache.delete(b"h" + found.key)
+    tier.close()
+
+
+def test_a_pack_that_is_out_of_date_is_not_called_damaged(tmp_path: Path) -> None:
+    """Looking for something to forget met it, found nothing there, and said a block was damaged."""
+    tier = open_tier(tmp_path, LIMIT)
+    save(tier, IDS)
+    [table] = tmp_path.glob("*/cache.db")
+    with sqlite3.connect(table) as connection:
+        connection.execute("UPDATE Cache SET expire_time = 1 WHERE expire_time IS NOT NULL")
+    connection.close()
+
+    for number in range(60):
+        assert save(tier, [number, *IDS, 7])
+
+    status = tier.status()
+    assert status.num_evicted > 0
+    assert (status.num_damaged, status.trouble) == (0, "")
+    assert num_found(tier, IDS) == 0
+
+
+def test_payloads_of_processes_that_were_killed_between_two_writes_do_not_pile_up(
+    tmp_path: Path,
+) -> None:
+    """Eviction looks at heads: payloads without one filled the store for good."""
+    for number in range(20):
+        payload_only(tmp_path, [number, *IDS, 7])
+
+    tier = open_tier(tmp_path, LIMIT)
+
+    assert payload_files(tmp_path) == []
+    assert save(tier, IDS)
+    assert restored(tier, IDS) == 3
+
+
+def test_a_head_that_cannot_be_written_leaves_no_payload_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = open_tier(tmp_path)
+    write = tier._cache.set
+
+    def full(key: bytes, *arguments: object, **settings: object) -> object:
+        if key[:1] == b"h":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(key, *arguments, **settings)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tier._cache, "set", full)
+        for number in range(5):
+            assert not save(tier, [number, *IDS, 7])
+    assert save(tier, IDS)
+
+    assert len(payload_files(tmp_path)) == 1
+
+
+def test_a_pack_exchanged_while_it_is_read_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A head and another pack's payload looked like damage, and the good new pack was deleted."""
+    reader, other = open_tier(tmp_path), open_tier(tmp_path)
+    save(reader, IDS)
+    [found] = find(reader, IDS)
+    get = reader._cache.get
+
+    def exchanged(key: bytes, *arguments: object, **settings: object) -> object:
+        if key[:1] == b"p":
+            monkeypatch.undo()
+            other._remove(found.key)
+            save(other, [1, 2, 9, 9, 9, 9])
+        return get(key, *arguments, **settings)
+
+    monkeypatch.setattr(reader._cache, "get", exchanged)
+    with pytest.raises(DamagedRecord, match="gone"):
+        reader.read(found)
+
+    assert reader.status().num_damaged == 0
+    assert restored(other, [1, 2, 9, 9, 9, 9]) == 3
+
+
+def test_a_full_disk_can_be_tidied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mark in the lock's file is a byte that a full disk has no room for."""
+
+    class FullDisk:
+        def __getattr__(self, name: str) -> object:
+            return getattr(os, name)
+
+        def pwrite(self, *_: object) -> int:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    payload_only(tmp_path, IDS)
+    monkeypatch.setattr(store_lock, "os", FullDisk())
+
+    tier = open_tier(tmp_path)
+    tier.gc()
+
+    assert payload_files(tmp_path) == []
+    assert tier.status().trouble == ""
+
+
+def test_another_generation_is_measured_once_until_it_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every write of a pack once walked all files of all other models."""
+    writer = open_tier(tmp_path)
+    save(writer, IDS)
+    [generation] = generations.generations(tmp_path)
+    age(generation)
+    sizes, walked = Sizes(), []
+
+    def counted(path: Path) -> int:
+        walked.append(path)
+        return tree_bytes(path)
+
+    monkeypatch.setattr(generations, "tree_bytes", counted)
+    first = sizes.of(generation)
+    assert sizes.of(generation) == first == tree_bytes(generation)
+    assert len(walked) == 1
+
+    save(writer, [9, 9, 9, 9])
+
+    assert sizes.of(generation) == tree_bytes(generation) > first
+    assert sizes.of(generation) == tree_bytes(generation)
+    assert len(walked) == 3, "a table changed this moment may change again unnoticed"
+
+
+def age(generation: Path) -> None:
+    for path in generation.glob("cache.db*"):
+        os.utime(path, (1e9, 1e9))
+
+
+def test_a_tier_counts_what_other_models_write_meanwhile(tmp_path: Path) -> None:
+    layout = replace(LAYOUT, identity=b"another model...")
+    tier, other = open_tier(tmp_path), open_tier(tmp_path, layout=layout)
+    before = tier.status().num_bytes
+    save(other, IDS, layout)
+
+    assert tier.status().num_bytes >= before + 3 * layout.block_bytes
