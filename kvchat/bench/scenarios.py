@@ -39,7 +39,7 @@ def scenario(name: str) -> Scenario:
     """Return a scenario's function; raises UsageError for a name there is not."""
     if name not in NAMES:
         raise UsageError(f"There is no scenario {name!r}.", f"Choose from {', '.join(NAMES)}.")
-    from kvchat.bench import decode, memory, radix, replay, resume, startup, turns
+    from kvchat.bench import decode, memory, radix, replay, resume, startup, tiers, turns
 
     return {
         "turns": turns.run,
@@ -48,10 +48,11 @@ def scenario(name: str) -> Scenario:
         "radix": radix.run,
         "memory": memory.run,
         "startup": startup.run,
+        "tiers": tiers.run,
         "replay": replay.run,
     }[name]
 
 
 # All but `replay` measure without being given anything.
-DEFAULT_NAMES = ("turns", "resume", "decode", "radix", "memory", "startup")
+DEFAULT_NAMES = ("turns", "resume", "decode", "tiers", "radix", "memory", "startup")
 NAMES = (*DEFAULT_NAMES, "replay")

@@ -131,7 +131,7 @@ def chat(
 def bench(
     scenarios: Annotated[
         list[str] | None,
-        typer.Argument(help="turns resume decode radix memory startup replay; default: all"),
+        typer.Argument(help="turns resume decode tiers radix memory startup replay"),
     ] = None,
     model: Annotated[str | None, _setting("model", "-m", "--model", metavar="NAME")] = None,
     shape: Annotated[
@@ -172,9 +172,11 @@ def bench(
 
 sessions_app = typer.Typer(rich_markup_mode=None, help="Saved conversations.")
 models_app = typer.Typer(rich_markup_mode=None, help="Models on this machine.")
+cache_app = typer.Typer(rich_markup_mode=None, help="KV kept on disk between runs.")
 config_app = typer.Typer(rich_markup_mode=None, help="Settings and where they come from.")
 app.add_typer(sessions_app, name="sessions", invoke_without_command=True)
 app.add_typer(models_app, name="models", invoke_without_command=True)
+app.add_typer(cache_app, name="cache", invoke_without_command=True)
 app.add_typer(config_app, name="config", invoke_without_command=True)
 
 _SessionsDir = Annotated[str | None, _setting("sessions_dir", metavar="DIR")]
@@ -278,6 +280,76 @@ def models_info(
     models.info(model, device or "auto", json_)
 
 
+_Json = Annotated[bool, typer.Option("--json", help="print one JSON object")]
+
+
+@cache_app.callback()
+def cache_default(
+    context: typer.Context,
+    cache_dir: Annotated[str | None, _setting("cache_dir", metavar="DIR")] = None,
+    disk_cache: Annotated[str | None, _setting("disk_cache", metavar="SIZE")] = None,
+    json_: _Json = False,
+) -> None:
+    """Show, verify, tidy up or delete the KV kept on disk; deleting loses no word."""
+    # `kvchat --cache-dir D cache` means the same as `kvchat cache --cache-dir D`.
+    before = context.parent.params if context.parent is not None else {}
+    flags = {"cache_dir": cache_dir, "disk_cache": disk_cache}
+    context.obj = {name: value or before.get(name) for name, value in flags.items()}
+    if context.invoked_subcommand is None:
+        cache_status(context, json_)
+
+
+@cache_app.command("status")
+def cache_status(context: typer.Context, json_: _Json = False) -> None:
+    """Say where it is, how much, and when it was last used."""
+    from kvchat.cli import cache
+
+    cache.show_status(cache.open_store(context.obj), json_)
+
+
+@cache_app.command("tree")
+def cache_tree(context: typer.Context) -> None:
+    """Print every pack below the one it continues."""
+    from kvchat.cli import cache
+
+    cache.show_tree(cache.open_store(context.obj))
+
+
+@cache_app.command("verify")
+def cache_verify(context: typer.Context) -> None:
+    """Read every pack; exit 1 if some were damaged, which are gone then."""
+    from kvchat.cli import cache
+
+    raise typer.Exit(cache.verify(cache.open_store(context.obj)))
+
+
+@cache_app.command("gc")
+def cache_collect(context: typer.Context) -> None:
+    """Remove what is out of date, and what exceeds --disk-cache."""
+    from kvchat.cli import cache
+
+    cache.collect(cache.open_store(context.obj))
+
+
+@cache_app.command("clear")
+def cache_clear(
+    context: typer.Context,
+    yes: Annotated[bool, typer.Option("--yes", help="ask nothing")] = False,
+) -> None:
+    """Delete all of it."""
+    from kvchat.cli import cache
+
+    cache.clear(cache.open_store(context.obj), yes)
+
+
+@cache_app.command("path")
+def cache_path(context: typer.Context) -> None:
+    """Print where it is."""
+    from kvchat.cli import cache
+
+    cache.show_path(cache.open_store(context.obj))
+
+
 @config_app.callback()
 def config_default(context: typer.Context) -> None:
     """Show the settings in force, the configuration file, or change a setting in it."""
@@ -315,7 +387,7 @@ def config_set(name: str, value: str) -> None:
 def doctor(
     sessions_dir: _SessionsDir = None,
 ) -> None:
-    """Check terminal, Python, torch, GPU, disk and sessions; exit 0 only if all is well."""
+    """Check terminal, Python, torch, GPU, disk, kept KV, sessions; exit 0 only if all is well."""
     from kvchat.cli.doctor import examine
 
     raise typer.Exit(examine(sessions_dir))
