@@ -13,6 +13,7 @@ from kvchat.core.errors import UsageError
 from kvchat.core.events import LoadEvent, LoadProgress, ModelReady
 
 if TYPE_CHECKING:
+    from kvchat.cache.caretaker import Caretaker
     from kvchat.chat.host import ChatHost
     from kvchat.chat.session import AskOptions
     from kvchat.chat.store import SessionStore
@@ -45,6 +46,13 @@ def cache_directory(settings: Settings) -> Path:
     """Return where KV is kept between runs."""
     directory = settings["cache_dir"]
     return Path(directory).expanduser() if directory else user_paths().cache / "kv"
+
+
+def caretaker(settings: Settings) -> "Caretaker":
+    """Return what looks after the KV kept between runs."""
+    from kvchat.cache.caretaker import Caretaker
+
+    return Caretaker(cache_directory(settings), settings.cache_config().disk_bytes)
 
 
 def ask_options(settings: Settings, model_defaults: dict[str, float], samples: int) -> "AskOptions":

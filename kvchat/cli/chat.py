@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvchat.cli.build import ask_options, open_host, session_store, user_paths
+from kvchat.cli.build import ask_options, caretaker, open_host, session_store, user_paths
 from kvchat.cli.settings import Settings, resolve
 from kvchat.core.errors import UsageError
 
@@ -124,6 +124,7 @@ def _open_desk(
         settings["system"],
         request.title,
         attached,
+        caretaker(settings) if host.store is not None and settings["cache"] else None,
     )
 
 

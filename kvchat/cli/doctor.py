@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvchat import __version__
-from kvchat.cli.build import session_store, user_paths
+from kvchat.cli.build import caretaker, session_store, user_paths
 from kvchat.cli.settings import resolve
 from kvchat.core.config import format_bytes
 from kvchat.core.errors import ExitCode, KvchatError
 from kvchat.core.paths import private_directory
+from kvchat.terminal.kept_kv import used_of_limit
 
 _LOW_SPACE_BYTES = 1 << 30
 
@@ -63,7 +64,7 @@ def _checks(sessions_dir: str | None) -> tuple[Check, ...]:
         advice = f"Cannot be read: {', '.join(damaged[:3])}." if damaged else ""
         yield Finding("sessions", f"{len(summaries)} in {store.directory}", advice)
 
-    return (_versions, _terminal, _devices, _directories, sessions, _demo)
+    return (_versions, _terminal, _devices, _directories, _kv, sessions, _demo)
 
 
 def _versions() -> Iterator[Finding]:
@@ -125,6 +126,19 @@ def _directories() -> Iterator[Finding]:
         space = shutil.disk_usage(path).free
         advice = "Free some disk space." if space < _LOW_SPACE_BYTES else ""
         yield Finding(subject, f"{path}, {format_bytes(space)} free", advice)
+
+
+def _kv() -> Iterator[Finding]:
+    """What is kept between runs, and whether more can be."""
+    status = caretaker(resolve({}, os.environ, user_paths().config)).status()
+    directory = status.directory
+    existing = next(path for path in (directory, *directory.parents) if path.exists())
+    advice = ""
+    if status.trouble:
+        advice = f"{status.trouble} `kvchat cache verify` drops what is damaged."
+    elif not os.access(existing, os.W_OK | os.X_OK):
+        advice = "It cannot be written to: choose another with --cache-dir."
+    yield Finding("KV", f"{used_of_limit(status)} in {directory}", advice)
 
 
 def _demo() -> Iterator[Finding]:

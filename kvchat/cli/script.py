@@ -4,6 +4,7 @@ Knows how scripts talk to kvchat: standard input, output formats, exit codes. Do
 answer comes about.
 """
 
+import asyncio
 import json
 import queue
 import threading
@@ -121,6 +122,14 @@ class Script:
                 self._handle(exchange, event, reply)
                 if isinstance(event, AnswerEnded):
                     self._desk.note_ended(event)
+        self._tell_trouble()
+
+    def _tell_trouble(self) -> None:
+        """KV that is not kept is no reason to fail, but one to say so."""
+        if self._interruption.code is not None:
+            return
+        if trouble := asyncio.run(self._desk.new_trouble()):
+            self._setup.notices.tell(trouble)
 
     def report(self, error: KvchatError, fields: dict[str, object]) -> None:
         """Report what kept an exchange from happening."""
@@ -203,6 +212,7 @@ class Script:
             elif self._interruption.code is None and self._is_heard:
                 number += 1
                 self._start(arrival, number, running, inbox, places)
+        self._tell_trouble()
         if self._interruption.code is not None:
             self._note(self._interruption.code)
 

@@ -22,6 +22,7 @@ from kvchat.core.errors import KvchatError, UsageError
 from kvchat.core.events import LoadEvent
 from kvchat.core.stats import EngineStatus
 from kvchat.core.types import rate
+from kvchat.terminal.kept_kv import KeptKv, trouble_notice
 from kvchat.terminal.sanitize import one_line
 from kvchat.terminal.status import Price
 
@@ -47,7 +48,8 @@ class Attached:
 class Desk:
     """One conversation at a time. `session` is None until the first message makes one.
 
-    `attached` goes before the next message; `edited` is the turn it will stand in for.
+    `attached` goes before the next message; `edited` is the turn it will stand in for. `kept` looks
+    after the KV that outlives the chat, None where nothing does.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class Desk:
         system: str | None = None,
         title: str = "",
         attached: tuple[Attached, ...] = (),
+        kept: KeptKv | None = None,
     ) -> None:
         self.host = host
         self.new_host = new_host
@@ -67,10 +70,12 @@ class Desk:
         self.system = system
         self.title = title
         self.attached = attached
+        self.kept = kept
         self.edited: Turn | None = None
         self.last: AnswerEnded | None = None
         self._undone: list[int] = []
         self._prefill_rate: float | None = None
+        self._told: set[str] = set()
 
     # What there is
 
@@ -291,6 +296,15 @@ class Desk:
     async def engine_status(self) -> EngineStatus | None:
         """Ask the engine about itself; None while it loads or is too busy to say."""
         return await self._answer_of(self.host.status)
+
+    async def new_trouble(self) -> str:
+        """Return a sentence about what went wrong with KV on disk; each one comes only once."""
+        status = await self.engine_status()
+        trouble = status.disk.trouble if status is not None and status.disk is not None else ""
+        if not trouble or trouble in self._told:
+            return ""
+        self._told.add(trouble)
+        return trouble_notice(trouble)
 
     async def _cached(self, token_ids: list[int]) -> int | None:
         if not token_ids:

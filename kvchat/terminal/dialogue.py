@@ -251,13 +251,22 @@ class Dialogue(CommandContext):
         text = self._queue.take()
         self.refresh()
         await self._answering.answer_message(text, self.shows_stats)
-        self.conversation_changed()
+        self._answer_ended()
 
     async def _answer_asked(self) -> None:
         answer, self._asked = self._asked, None
         if answer is not None:
             await answer()
-            self.conversation_changed()
+            self._answer_ended()
+
+    def _answer_ended(self) -> None:
+        self.conversation_changed()
+        self._spawn(self._tell_trouble())
+
+    async def _tell_trouble(self) -> None:
+        """KV that is not kept is no reason to stop, but one to say so."""
+        if trouble := await self.desk.new_trouble():
+            self.say(trouble[:1].upper() + trouble[1:], Role.WARNING)
 
     # For commands
 

@@ -1,6 +1,7 @@
 """The one list of all slash commands."""
 
 from kvchat.terminal import (
+    commands_cache,
     commands_conversation,
     commands_engine,
     commands_input,
@@ -17,5 +18,6 @@ def build_registry() -> Registry:
             *commands_turns.COMMANDS,
             *commands_input.COMMANDS,
             *commands_engine.COMMANDS,
+            *commands_cache.COMMANDS,
         )
     )

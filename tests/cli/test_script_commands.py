@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from kvchat.cache.caretaker import Caretaker
 from kvchat.chat.chat_model import ChatModel
 from kvchat.chat.host import ChatHost
 from kvchat.chat.session import AskOptions
@@ -23,6 +24,7 @@ from kvchat.cli.script import Script, ScriptSetup
 from kvchat.core.errors import ModelError
 from kvchat.core.events import LoadProgress
 from kvchat.terminal.desk import Desk
+from kvchat.terminal.kept_kv import KeptKv
 from kvchat.terminal.paint import Painter
 from kvchat.terminal.registry import build_registry
 from kvchat.terminal.script_commands import ScriptCommands
@@ -32,6 +34,7 @@ from support.commands import Shell
 from support.pty_screen import PtyScreen
 from support.scripted_engine import Script as Answer
 from support.scripted_engine import scripted_build, text_model, write_text_checkpoint
+from support.stored_packs import stored_packs
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,8 @@ RunLines = Callable[..., Ran]
 
 
 def _author(question: str, sample: int) -> Answer:
+    if question.startswith("trouble "):
+        return Answer("All the same.", trouble=question.removeprefix("trouble "))
     return Answer(f"You said {question!r} ({sample}).", tokens_per_step=64)
 
 
@@ -72,7 +77,12 @@ def run_lines(model: ChatModel, tmp_path: Path) -> Iterator[RunLines]:
     desks: list[Desk] = []
 
     def run(
-        *lines: str, is_json: bool = False, stats: bool = False, quiet: bool = False, last: str = ""
+        *lines: str,
+        is_json: bool = False,
+        stats: bool = False,
+        quiet: bool = False,
+        last: str = "",
+        kept: KeptKv | None = None,
     ) -> Ran:
         store = SessionStore(tmp_path / "sessions")
 
@@ -83,7 +93,7 @@ def run_lines(model: ChatModel, tmp_path: Path) -> Iterator[RunLines]:
                 return ChatHost(model, _interrupted_while_loading, store, hear)
             return ChatHost(model, scripted_build(model, _author), store, hear)  # type: ignore[arg-type]
 
-        desk = Desk(new_host("scripted", None), new_host, None, AskOptions())
+        desk = Desk(new_host("scripted", None), new_host, None, AskOptions(), kept=kept)
         desks.append(desk)
         stdout, stderr = io.StringIO(), io.StringIO()
         notices = Notices(quiet, stderr)
@@ -226,6 +236,36 @@ def test_statistics_follow_every_answer_unless_quiet(run_lines: RunLines) -> Non
     switched = run_lines("one", "/stats on", "two", "/stats off", "three")
     assert switched.stderr.count("first token") == 1
     assert run_lines("one", "/help", stats=True, quiet=True).stderr == ""
+
+
+def test_trouble_with_the_disk_is_told_once_on_stderr_unless_quiet(run_lines: RunLines) -> None:
+    lines = ("trouble the disk cache failed: No space left.", "one", "trouble the disk is full.")
+
+    told = run_lines(*lines, "/retry")
+    assert told.stderr == (
+        "kvchat: the disk cache failed: No space left; the chat goes on without it.\n"
+        "kvchat: the disk cache: the disk is full; the chat goes on.\n"
+    )
+    assert told.code == 0
+    assert run_lines(*lines, quiet=True).stderr == ""
+
+
+def test_a_script_looks_after_the_store_as_a_person_does(
+    run_lines: RunLines, tmp_path: Path
+) -> None:
+    kept = Caretaker(stored_packs(tmp_path / "kv").directory)
+
+    deeds = ("/cache", "/cache verify", "/cache gc", "/cache path", "/cache clear")
+
+    ran = run_lines(*deeds, kept=kept)
+    assert ran.code == 2
+    for said in ("5 packs, 22 tokens", "All is sound: 5 packs.", "nothing to free.", "say yes to"):
+        assert said in ran.stderr
+    assert kept.status().num_packs == 5
+
+    assert "KiB deleted." in run_lines("/cache clear --yes", kept=kept).stderr
+    assert kept.status().num_packs == 0
+    assert run_lines("/cache").code == 2
 
 
 def test_commands_and_statistics_in_a_whole_process(shell: Shell, tiny: str) -> None:

@@ -8,7 +8,7 @@ prefix cache would.
 import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,7 +24,7 @@ from kvchat.core.events import (
     SampleFinished,
     TokensGenerated,
 )
-from kvchat.core.stats import EngineStatus
+from kvchat.core.stats import EngineStatus, TierStatus
 from kvchat.core.types import CachedTokens, FinishReason, Timing, Usage
 from kvchat.engine.request import RequestSpec
 from kvchat.model.source import find_model
@@ -40,13 +40,17 @@ BLOCK_SIZE = 16
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """One answer. `step_s` passes before every step, which reads or generates so many tokens."""
+    """One answer. `step_s` passes before every step, which reads or generates so many tokens.
+
+    `trouble` is what the disk tier says of itself from then on.
+    """
 
     text: str
     tokens_per_step: int = 4
     step_s: float = 0.0
     prefill_per_step: int = 4096
     error: Exception | None = None
+    trouble: str = ""
 
 
 # Says what to answer to the user's last message, for each sample.
@@ -124,6 +128,7 @@ class ScriptedEngine:
         self._num_requests = 0
         self._num_steps = 0
         self._num_tokens = 0
+        self._disk = TierStatus(num_packs=2, num_bytes=3 << 20, limit_bytes=1 << 30)
 
     @property
     def has_work(self) -> bool:
@@ -185,6 +190,7 @@ class ScriptedEngine:
             num_copied=0,
             max_context=self._max_context,
             max_step_tokens=512,
+            disk=self._disk,
         )
 
     def close(self) -> None:
@@ -195,6 +201,8 @@ class ScriptedEngine:
             return [self._finish(sample, sample.cancelled_for)]
         if sample.script.error is not None:
             raise sample.script.error
+        if sample.script.trouble:
+            self._disk = replace(self._disk, trouble=sample.script.trouble)
         prompt = len(sample.spec.prompt_ids)
         if sample.num_read < prompt:
             count = min(sample.script.prefill_per_step, prompt - sample.num_read)

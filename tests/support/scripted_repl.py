@@ -1,11 +1,11 @@
 """Runs the interactive chat with a scripted engine: what the pseudo-terminal tests start.
 
 Usage: python -m support.scripted_repl CHECKPOINT [--sessions DIR] [--history FILE] [--plain]
-       [--spoken] [--load S] [--fail] [--continue] [--reflows] [--log FILE]
+       [--spoken] [--load S] [--fail] [--continue] [--reflows] [--log FILE] [--kept DIR]
 
 What is typed decides the answer: `lines 40` gives forty numbered lines, `slow 40` the same slowly,
-`evil` tries to act on the terminal, `think` thinks first, `crash` makes the engine fail, and
-`long 20000` is for measurements.
+`evil` tries to act on the terminal, `think` thinks first, `crash` makes the engine fail, `trouble`
+its disk tier, with the sentence that follows, and `long 20000` is for measurements.
 """
 
 import argparse
@@ -14,6 +14,7 @@ import sys
 import time
 from pathlib import Path
 
+from kvchat.cache.caretaker import Caretaker
 from kvchat.chat.host import ChatHost
 from kvchat.chat.session import AskOptions
 from kvchat.chat.store import SessionStore
@@ -70,6 +71,8 @@ def author(question: str, sample: int) -> Script:
         return Script(EVIL, tokens_per_step=3)
     if word == "markdown":
         return Script(MARKDOWN, tokens_per_step=3, step_s=0.005)
+    if word == "trouble":
+        return Script("All the same.", trouble=" ".join(words[1:]))
     if word == "think":
         return Script("<think>\nLet me see.\nYes.\n</think>\n\nThe answer is **42**.", 3, 0.005)
     if word == "warn":
@@ -94,6 +97,7 @@ def main() -> int:
     parser.add_argument("--context", type=int, default=32768)
     parser.add_argument("--editor", default="vi")
     parser.add_argument("--log", type=Path)
+    parser.add_argument("--kept", type=Path)
     arguments = parser.parse_args()
     if arguments.log is not None:
         logging.basicConfig(filename=arguments.log, level=logging.INFO)
@@ -126,7 +130,13 @@ def _setup(arguments: argparse.Namespace) -> ReplSetup:
     session = host.open_session(store.latest()) if arguments.continues and store else None
     options = AskOptions(sampling=SamplingParams(temperature=0.0))
     return ReplSetup(
-        desk=Desk(host, new_host, session, options),
+        desk=Desk(
+            host,
+            new_host,
+            session,
+            options,
+            kept=Caretaker(arguments.kept) if arguments.kept else None,
+        ),
         relay=relay,
         history_path=arguments.history,
         look=Look(

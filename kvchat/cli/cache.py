@@ -1,0 +1,97 @@
+"""`kvchat cache`: what is kept of the KV on disk, and what may be done to it, without a model.
+
+Knows streams and exit codes; counting and deleting is the caretaker's, the words are the chat's.
+"""
+
+import json
+import os
+import sys
+from typing import Any
+
+from kvchat.cache.caretaker import Caretaker
+from kvchat.cli.build import caretaker, user_paths
+from kvchat.cli.settings import resolve
+from kvchat.core.errors import ExitCode, UsageError
+from kvchat.core.stats import StoreStatus
+from kvchat.terminal import kept_kv
+from kvchat.terminal.theme import ASCII_GLYPHS, Glyphs, is_utf8
+
+
+def open_store(flags: dict[str, Any]) -> Caretaker:
+    """Return what looks after the store that the settings name."""
+    return caretaker(resolve(flags, os.environ, user_paths().config))
+
+
+def show_status(kept: Caretaker, as_json: bool) -> None:
+    """Print where the store is and what it holds."""
+    status = kept.status()
+    if as_json:
+        _print([json.dumps(_object(status))])
+    else:
+        _print(kept_kv.status_lines(status))
+
+
+def show_tree(kept: Caretaker) -> None:
+    """Print a line per pack."""
+    has_unicode = is_utf8(sys.stdout.encoding)
+    _print(kept_kv.tree_lines(kept.tree(), Glyphs() if has_unicode else ASCII_GLYPHS))
+
+
+def verify(kept: Caretaker) -> ExitCode:
+    """Read every pack and print what is sound; return the exit code."""
+    found = kept.verify()
+    _print([kept_kv.verified_line(found)])
+    return ExitCode.OK if found.is_sound else ExitCode.GENERATION
+
+
+def collect(kept: Caretaker) -> None:
+    """Remove what is out of date or too much, and print how much that was."""
+    _print([kept_kv.collected_line(kept.gc())])
+
+
+def clear(kept: Caretaker, is_sure: bool) -> None:
+    """Delete everything, after a question unless the user `is_sure`; print how much it was."""
+    if not is_sure and not _confirm(kept_kv.clearing_question(kept.status())):
+        _print(["Nothing is deleted."])
+        return
+    _print([kept_kv.cleared_line(kept.clear())])
+
+
+def show_path(kept: Caretaker) -> None:
+    """Print where the store is, or would be."""
+    _print([str(kept.directory)])
+
+
+def _confirm(question: str) -> bool:
+    if sys.stdin is None or sys.stdin.closed or not sys.stdin.isatty():
+        raise UsageError(f"{question} Only somebody at a terminal can say yes.", "Or give --yes.")
+    sys.stderr.write(f"{question} [y/N] ")
+    sys.stderr.flush()
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
+
+
+def _object(status: StoreStatus) -> dict[str, object]:
+    """Return the object that `--json` prints."""
+    return {
+        "directory": str(status.directory),
+        "used_bytes": status.num_bytes,
+        "limit_bytes": status.limit_bytes,
+        "packs": status.num_packs,
+        "tokens": status.num_tokens,
+        "trouble": status.trouble or None,
+        "generations": [
+            {
+                "identity": generation.identity,
+                "packs": generation.num_packs,
+                "tokens": generation.num_tokens,
+                "bytes": generation.num_bytes,
+                "last_used": generation.last_used_s,
+                "trouble": generation.trouble or None,
+            }
+            for generation in status.generations
+        ],
+    }
+
+
+def _print(lines: list[str]) -> None:
+    sys.stdout.write("\n".join(lines) + "\n")

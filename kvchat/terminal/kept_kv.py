@@ -1,0 +1,156 @@
+"""KV that outlives the chat: who looks after it, and what is said about it.
+
+The command line and the chat say the same. Knows counts and words; knows no file and no screen.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Protocol
+
+from kvchat.core.config import format_bytes
+from kvchat.core.stats import GenerationStatus, KeptPack, StoreStatus, TierStatus, Verified
+from kvchat.terminal.sanitize import one_line
+from kvchat.terminal.status import plural
+from kvchat.terminal.theme import Glyphs
+
+_FAILED = "the disk cache failed"
+_IDENTITY_CHARS = 8
+_PATH_CHARS = 4096
+
+
+class KeptKv(Protocol):
+    """What looks after the store of KV. Any thread may use it; it raises StoreError."""
+
+    @property
+    def directory(self) -> Path:
+        """Where the store is."""
+
+    def status(self) -> StoreStatus:
+        """Return what it holds."""
+
+    def tree(self) -> list[tuple[GenerationStatus, list[KeptPack]]]:
+        """Return every pack."""
+
+    def verify(self, goes_on: Callable[[], bool]) -> Verified:
+        """Read every pack while `goes_on`; forget what is damaged."""
+
+    def gc(self) -> int:
+        """Remove what is out of date or too much; return its bytes."""
+
+    def clear(self) -> int:
+        """Delete everything; return its bytes."""
+
+
+def status_lines(status: StoreStatus) -> list[str]:
+    """Return where the store is, how full, since when of no use, and what is wrong with it."""
+    lines = [
+        one_line(str(status.directory), _PATH_CHARS),
+        f"{used_of_limit(status)}: {_packs(status)}",
+        *(f"  {_generation(generation)}" for generation in status.generations),
+    ]
+    if not status.limit_bytes:
+        lines.append("Chats keep nothing here: --disk-cache is 0.")
+    return [*lines, one_line(status.trouble, _PATH_CHARS)] if status.trouble else lines
+
+
+def tree_lines(
+    trees: Sequence[tuple[GenerationStatus, list[KeptPack]]], glyphs: Glyphs
+) -> list[str]:
+    """Return a line per pack, below the one it continues; only branches are indented."""
+    if not trees:
+        return ["Nothing is kept."]
+    return [
+        line
+        for generation, packs in trees
+        for line in (_generation(generation), *branch_lines(packs, glyphs))
+    ]
+
+
+def branch_lines(packs: list[KeptPack], glyphs: Glyphs) -> Iterator[str]:
+    """Yield a line per pack of one generation."""
+    children: dict[int | None, list[int]] = {}
+    for number, pack in enumerate(packs):
+        children.setdefault(pack.parent, []).append(number)
+    # What stands before the children of each pack; a pack comes after the one it continues.
+    leads: dict[int | None, str] = {None: ""}
+    for number, pack in enumerate(packs):
+        lead, siblings = leads[pack.parent], children[pack.parent]
+        own, below = lead, lead
+        if len(siblings) > 1 and number == siblings[-1]:
+            own, below = lead + glyphs.last_branch, lead + " " * len(glyphs.trunk)
+        elif len(siblings) > 1:
+            own, below = lead + glyphs.branch, lead + glyphs.trunk
+        leads[number] = below
+        lost = ", its beginning is gone" if pack.is_orphan else ""
+        size = f"{plural(pack.num_tokens, 'token')}, {format_bytes(pack.num_bytes)}"
+        yield f"  {own}{size}, {_when(pack.last_used_s)}{lost}"
+
+
+def verified_line(found: Verified) -> str:
+    """Return what reading everything has shown."""
+    if found.is_sound:
+        return f"All is sound: {plural(found.num_sound, 'pack')}."
+    parts = [f"{plural(found.num_sound, 'pack')} sound"]
+    if found.num_damaged:
+        parts.append(f"{found.num_damaged:,} damaged and gone now")
+    if found.num_tables:
+        parts.append(f"{plural(found.num_tables, 'damaged table')} gone with all it led to")
+    return f"{', '.join(parts)}. Chats read again what they need."
+
+
+def collected_line(num_bytes: int) -> str:
+    """Return what collecting has freed."""
+    return f"{format_bytes(num_bytes)} freed." if num_bytes else "There was nothing to free."
+
+
+def clearing_question(status: StoreStatus) -> str:
+    """Return what is asked before everything is deleted."""
+    size = format_bytes(status.num_bytes)
+    directory = one_line(str(status.directory), _PATH_CHARS)
+    return f"Delete {size} of KV in {directory}? No word of a conversation is lost."
+
+
+def cleared_line(num_bytes: int) -> str:
+    """Return what clearing has deleted."""
+    return f"{format_bytes(num_bytes)} deleted." if num_bytes else "There was nothing to delete."
+
+
+def trouble_notice(trouble: str) -> str:
+    """Return what is said, once, when a chat's own store has got into trouble."""
+    told = one_line(trouble, _PATH_CHARS).rstrip(".")
+    if told.startswith(_FAILED):
+        return f"{told}; the chat goes on without it."
+    return f"the disk cache: {told}; the chat goes on."
+
+
+def disk_lines(disk: TierStatus) -> list[str]:
+    """Return what a chat's own store holds and has done, for /stats."""
+    lines = [
+        f"disk:   {plural(disk.num_packs, 'pack')} of this model; "
+        f"{format_bytes(disk.num_bytes)} of {format_bytes(disk.limit_bytes)} used by all; "
+        f"{format_bytes(disk.bytes_read)} read, {format_bytes(disk.bytes_written)} written"
+    ]
+    return [*lines, f"        {one_line(disk.trouble, _PATH_CHARS)}"] if disk.trouble else lines
+
+
+def used_of_limit(status: StoreStatus) -> str:
+    """Return how full a store is."""
+    limit = f" of {format_bytes(status.limit_bytes)}" if status.limit_bytes else ""
+    return f"{format_bytes(status.num_bytes)}{limit} used"
+
+
+def _packs(status: StoreStatus) -> str:
+    if not status.num_packs:
+        return "nothing is kept"
+    return f"{plural(status.num_packs, 'pack')}, {plural(status.num_tokens, 'token')}"
+
+
+def _generation(generation: GenerationStatus) -> str:
+    size = f"{plural(generation.num_packs, 'pack')}, {plural(generation.num_tokens, 'token')}"
+    used = f"{format_bytes(generation.num_bytes)}, last used {_when(generation.last_used_s)}"
+    return f"{generation.identity[:_IDENTITY_CHARS]}: {size}, {used}"
+
+
+def _when(time_s: float) -> str:
+    return f"{datetime.fromtimestamp(time_s):%Y-%m-%d %H:%M}" if time_s else "at an unknown time"

@@ -1,0 +1,194 @@
+"""`kvchat cache`: what it prints, its exit codes, and that it never loads a model."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from support.commands import ROOT, Shell
+from support.pty_screen import PtyScreen
+from support.stored_packs import StoredPacks, stored_packs
+
+GREEDY = ("--temperature", "0", "--max-tokens", "12")
+
+
+@pytest.fixture
+def store(shell: Shell) -> StoredPacks:
+    """A store where the command looks for it."""
+    return stored_packs(shell.home / ".cache/kvchat/kv")
+
+
+def test_the_status_says_where_how_much_and_when(shell: Shell, store: StoredPacks) -> None:
+    done = shell.run("cache", "--disk-cache", "1G")
+
+    path, total, *generations = done.stdout.decode().splitlines()
+    assert done.returncode == 0
+    assert path == str(store.directory)
+    assert total.endswith("KiB of 1 GiB used: 5 packs, 22 tokens")
+    assert len(generations) == 2
+    assert all("last used 20" in line for line in generations)
+    assert done.stderr == b""
+    assert shell.run("cache", "--disk-cache", "1G", "status").stdout == done.stdout
+    assert shell.run("--disk-cache", "1G", "cache").stdout == done.stdout
+
+
+def test_the_status_is_an_object_for_scripts(shell: Shell, store: StoredPacks) -> None:
+    store.spoil_table()
+
+    status = json.loads(shell.run("cache", "--disk-cache", "1G", "status", "--json").stdout)
+
+    assert set(status) == {
+        *("directory", "used_bytes", "limit_bytes", "packs", "tokens", "trouble", "generations"),
+    }
+    assert (status["packs"], status["tokens"]) == (4, 14)
+    assert status["used_bytes"] == sum(g["bytes"] for g in status["generations"])
+    assert "not a database" in status["trouble"]
+    again = shell.run("cache", "--disk-cache", "1G", "--json")
+    assert status == json.loads(again.stdout)
+
+
+def test_the_tree_shows_branches_and_counts(shell: Shell, store: StoredPacks) -> None:
+    tree = shell.run("cache", "tree", PYTHONIOENCODING="utf-8").stdout.decode()
+
+    for expected in ("├─ 6 tokens, 117 KiB", "│  ├─ 2 tokens", "│  └─ 2 tokens", "└─ 4 tokens"):
+        assert f"  {expected}" in tree
+    assert shell.run("cache", "tree", PYTHONIOENCODING="ascii").stdout.isascii()
+
+
+def test_verifying_fails_once_where_something_was_damaged(shell: Shell, store: StoredPacks) -> None:
+    assert shell.run("cache", "verify").stdout == b"All is sound: 5 packs.\n"
+    store.damage()
+    store.spoil_table()
+
+    done = shell.run("cache", "verify")
+
+    assert done.returncode == 1
+    assert b"3 packs sound, 1 damaged and gone now, 1 damaged table gone" in done.stdout
+    again = shell.run("cache", "verify")
+    assert (again.returncode, again.stdout) == (0, b"All is sound: 3 packs.\n")
+
+
+def test_the_limit_is_kept_when_asked(shell: Shell, store: StoredPacks) -> None:
+    assert shell.run("cache", "gc").stdout == b"There was nothing to free.\n"
+    assert b"KiB freed." in shell.run("cache", "--disk-cache", "1M", "gc").stdout
+    assert b"nothing is kept" in shell.run("cache").stdout
+
+
+def test_a_script_that_clears_says_that_it_means_it(shell: Shell, store: StoredPacks) -> None:
+    refused = shell.run("cache", "clear", stdin=b"yes\n")
+    assert refused.returncode == 2
+    assert refused.stderr.count(b"\n") == 1
+    assert b"--yes" in refused.stderr
+    assert b"5 packs" in shell.run("cache").stdout
+
+    done = shell.run("cache", "clear", "--yes")
+
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert done.stdout.endswith(b"KiB deleted.\n")
+    assert not list(store.directory.rglob("*.kv"))
+    assert shell.run("cache", "clear", "--yes").stdout == b"There was nothing to delete.\n"
+
+
+@pytest.mark.parametrize(("typed", "is_kept"), [("", True), ("n", True), ("y", False)])
+def test_a_person_is_asked(shell: Shell, store: StoredPacks, typed: str, is_kept: bool) -> None:
+    screen = PtyScreen("kvchat", ("cache", "clear"), environment=shell.environment, columns=200)
+    try:
+        screen.wait_for("[y/N]").type(f"{typed}\r")
+        screen.wait_for("Nothing is deleted." if is_kept else "KiB deleted.")
+        assert screen.finish() == 0
+    finally:
+        screen.close()
+    assert bool(list(store.directory.rglob("*.kv"))) == is_kept
+
+
+def test_the_path_is_all_that_path_prints(shell: Shell) -> None:
+    assert shell.run("cache", "path").stdout.decode() == f"{shell.home}/.cache/kvchat/kv\n"
+    assert shell.run("cache", "path", KVCHAT_CACHE_DIR="/some/where").stdout == b"/some/where\n"
+    assert shell.run("--cache-dir", "/else", "cache", "path").stdout == b"/else\n"
+
+
+@pytest.mark.parametrize("deed", [["status"], ["tree"], ["verify"], ["gc"], ["clear", "--yes"]])
+def test_no_store_is_fine_and_an_unusable_one_is_one_sentence(
+    shell: Shell, deed: list[str]
+) -> None:
+    missing = shell.run("cache", *deed)
+    assert (missing.returncode, missing.stderr) == (0, b"")
+    assert not (shell.home / ".cache/kvchat").exists()
+
+    (shell.home / "file").write_text("")
+    refused = shell.run("cache", "--cache-dir", "file", *deed)
+    assert refused.returncode == 6
+    assert refused.stdout == b""
+    assert refused.stderr == (
+        b"kvchat: Cannot use the directory file: Not a directory. "
+        b"Check its permissions or choose another directory.\n"
+    )
+
+
+def test_what_a_chat_keeps_is_seen_and_can_go_while_it_runs(shell: Shell, tiny: str) -> None:
+    chat = shell.start("-m", tiny, *GREEDY, "--input-format", "lines", "--json")
+    assert chat.stdin is not None
+    assert chat.stdout is not None
+
+    def ask(text: str) -> dict[str, object]:
+        assert chat.stdin is not None
+        assert chat.stdout is not None
+        chat.stdin.write(f"{text}\n".encode())
+        chat.stdin.flush()
+        return json.loads(chat.stdout.readline())
+
+    try:
+        ask("My name is Ada, and I like to count ships in the harbour when it is foggy.")
+        for deed in (["status"], ["tree"], ["verify"], ["gc"], ["clear", "--yes"]):
+            done = shell.run("cache", *deed)
+            assert (done.returncode, done.stderr) == (0, b""), deed
+        assert ask("What is my name?")["text"]
+        assert ask("And what do I count?")["text"]
+    finally:
+        _, stderr = chat.communicate(timeout=60)
+    assert chat.returncode == 0
+    assert b"disk cache" not in stderr
+    assert json.loads(shell.run("cache", "--json").stdout)["tokens"] > 0
+
+
+def test_neither_help_nor_the_deeds_load_torch(store: StoredPacks) -> None:
+    for arguments in (["--help"], ["status"], ["tree"], ["verify"], ["gc"], ["clear", "--yes"]):
+        check = (
+            f"import sys; sys.argv = ['kvchat', 'cache', '--cache-dir', {str(store.directory)!r}, "
+            f"*{arguments}]\n"
+            "from kvchat.cli.app import app\n"
+            "try: app()\n"
+            "except SystemExit: pass\n"
+            "print({'torch', 'transformers', 'numpy'} & set(sys.modules), file=sys.stderr)"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", check],
+            env={"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "HOME": str(store.directory)},
+            capture_output=True,
+            check=True,
+        )
+        assert done.stderr == b"set()\n", arguments
+
+
+def test_the_doctor_looks_at_it(shell: Shell, store: StoredPacks) -> None:
+    line = next(
+        line for line in shell.run("doctor").stdout.decode().splitlines() if "KV" in line.split()
+    )
+    assert line.startswith("ok  KV ")
+    assert line.endswith(f"used in {store.directory}")
+
+    store.spoil_table()
+    done = shell.run("doctor")
+    assert done.returncode == 1
+    assert b"!!  KV " in done.stdout
+    assert b"`kvchat cache verify` drops what is damaged." in done.stdout
+
+
+def test_the_doctor_says_when_nothing_can_be_kept(shell: Shell, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    done = shell.run("doctor", KVCHAT_CACHE_DIR=str(tmp_path / "file"))
+
+    assert done.returncode == 1
+    assert b"Cannot use the directory" in done.stdout

@@ -1,0 +1,103 @@
+"""/cache, the disk tier in /stats, and what is said, once, when it got into trouble."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvchat.core.stats import KeptPack, StoreStatus, TierStatus, Verified
+from kvchat.terminal import kept_kv
+from kvchat.terminal.theme import ASCII_GLYPHS
+from support.pty_screen import PtyScreen
+from support.stored_packs import stored_packs
+
+StartChat = Callable[..., PtyScreen]
+
+_FAILED = "the disk cache failed: No space left on device."
+
+
+def test_the_store_is_looked_after_from_within_a_chat(
+    start_chat: StartChat, tmp_path: Path
+) -> None:
+    store = stored_packs(tmp_path / "kv")
+    chat = start_chat("--kept", str(store.directory), columns=160, rows=60)
+    chat.enter("/cache").wait_for("used: 5 packs, 22 tokens").wait_for("last used 20")
+    chat.enter("/cache tree").wait_for("├─ 6 tokens").wait_for("└─ 4 tokens")
+    chat.enter("/cache path").wait_for(lambda text: text.count(str(store.directory)) >= 2)
+    chat.enter("/cache verify").wait_for("All is sound: 5 packs.")
+    chat.enter("/cache gc").wait_for("There was nothing to free.")
+    chat.enter("/cache drop").wait_for("drop is unknown here. /cache [status|tree|")
+    chat.enter("/cache clear").wait_for("No word of a conversation is lost.").type("\r")
+    chat.wait_for("Nothing is deleted.")
+    assert list(store.directory.rglob("*.kv"))
+    chat.enter("/cache clear").wait_for(lambda t: "No word" in t.rpartition("deleted.")[2])
+    chat.type("yes")
+    chat.type("\r").wait_for("KiB deleted.")
+    assert not list(store.directory.rglob("*.kv"))
+
+
+def test_a_chat_that_keeps_nothing_says_so(start_chat: StartChat) -> None:
+    start_chat(columns=120).enter("/cache").wait_for("This chat keeps no KV on disk.")
+
+
+def test_the_statistics_tell_of_the_disk(start_chat: StartChat) -> None:
+    chat = start_chat(columns=140)
+    chat.enter("hello").wait_for("tokens at")
+    chat.enter("/stats").wait_for("disk:   2 packs of this model; 3 MiB of 1 GiB used by all")
+
+
+def test_trouble_is_told_once_a_sentence(start_chat: StartChat) -> None:
+    chat = start_chat(columns=140)
+    told = "The disk cache failed: No space left on device; the chat goes on without it."
+    chat.enter(f"trouble {_FAILED}").wait_for(told)
+    chat.enter("hello").wait_for("You said 'hello' (0).")
+    chat.enter(f"trouble {_FAILED}").wait_for(lambda text: text.count("All the same.") == 2)
+    chat.enter("trouble the disk is nearly full.")
+    chat.wait_for("The disk cache: the disk is nearly full; the chat goes on.")
+
+    assert chat.text.count(told) == 1
+    chat.enter("/stats").wait_for("        the disk is nearly full.")
+
+
+@pytest.mark.parametrize(
+    ("found", "line"),
+    [
+        (Verified(), "All is sound: 0 packs."),
+        (Verified(1), "All is sound: 1 pack."),
+        (Verified(2, 1), "2 packs sound, 1 damaged and gone now. Chats read again what they need."),
+        (
+            Verified(0, 0, 1),
+            "0 packs sound, 1 damaged table gone with all it led to. "
+            "Chats read again what they need.",
+        ),
+    ],
+)
+def test_what_verifying_found_is_one_line(found: Verified, line: str) -> None:
+    assert kept_kv.verified_line(found) == line
+
+
+def test_a_long_conversation_goes_straight_down() -> None:
+    """Only branches are indented, and no depth is too much."""
+    packs = [KeptPack(number - 1 if number else None, 16, 1024, 0.0) for number in range(3000)]
+    packs += [KeptPack(0, 16, 1024, 0.0), KeptPack(None, 16, 1024, 0.0, is_orphan=True)]
+    status = StoreStatus(Path("kv"), 0)
+
+    lines = kept_kv.tree_lines([], ASCII_GLYPHS)
+    assert lines == ["Nothing is kept."]
+    [*chain, branch, orphan] = list(kept_kv.branch_lines(packs, ASCII_GLYPHS))
+    assert chain[0] == "  |- 16 tokens, 1 KiB, at an unknown time"
+    assert chain[1] == "  |  |- 16 tokens, 1 KiB, at an unknown time"
+    assert chain[-1] == "  |  |  16 tokens, 1 KiB, at an unknown time"
+    assert branch == "  |  `- 16 tokens, 1 KiB, at an unknown time"
+    assert orphan == "  `- 16 tokens, 1 KiB, at an unknown time, its beginning is gone"
+    assert kept_kv.status_lines(status)[1:] == [
+        "0 B used: nothing is kept",
+        "Chats keep nothing here: --disk-cache is 0.",
+    ]
+
+
+def test_what_a_broken_table_says_cannot_act_on_a_terminal() -> None:
+    evil = TierStatus(trouble="the disk cache failed: \x1b]0;owned\x07.")
+
+    assert "\x1b" not in kept_kv.trouble_notice(evil.trouble)
+    assert "\x1b" not in "".join(kept_kv.disk_lines(evil))
