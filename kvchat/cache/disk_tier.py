@@ -235,6 +235,8 @@ class DiskTier:
         excess = self._used_bytes() + num_bytes - self._limit_bytes
         if excess <= 0:
             return True
+        if num_bytes and _FIXED_BYTES + num_bytes > self._limit_bytes:
+            return False
         packs = dict(self._known_packs())
         # Once something has to go, more goes than is needed: not every pack pays for the search.
         to_free = excess + int(_ROOM_SHARE * self._limit_bytes)
@@ -314,26 +316,15 @@ class DiskTier:
             self._cache.expire(self._clock())
             self._drop_payloads()
             self._has_leftovers = False
-            self._sweep()
+            self._cache.sweep()
             self._shrink(0, self._root)
 
     def _drop_payloads(self) -> None:
         """Remove payloads without a head: no eviction would ever meet them."""
         names = list(self._cache)
         heads = {name[1:] for name in names if name[:1] == _HEAD}
-        for name in names:
-            if name[1:] not in heads:
-                self._cache.delete(name)
-
-    def _sweep(self) -> None:
-        """Remove files that the table does not know as they are: nobody else is writing now."""
-        known = self._cache.file_sizes()
-        if sum(known.values()) != self._cache.reset("size"):
-            raise ValueError("the table has lost count of its files")
-        for path in self._own.glob("??/*"):
-            if file_bytes(path) != known.get(f"{path.parent.name}/{path.name}"):
-                with suppress(OSError):
-                    path.unlink()
+        for name in (name for name in names if name[1:] not in heads):
+            self._cache.delete(name)
 
     def close(self) -> None:
         """Let go of the store. Idempotent."""
@@ -380,6 +371,8 @@ class DiskTier:
             return action()
         except Exception as error:  # a table with damage in it makes diskcache fail in any way
             self._note_trouble(error)
+            with suppress(Exception):
+                self._cache.take_back()
             if self._may_begin_anew and not is_passing(error):
                 self._may_begin_anew = False
                 self._attempt(self._begin_anew, None)

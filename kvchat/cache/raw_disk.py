@@ -7,16 +7,20 @@ impossible. Knows files and modes; knows no packs.
 import os
 import re
 import sqlite3
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import diskcache
 
+from kvchat.cache.generations import file_bytes
 from kvchat.core.errors import StoreError
 
 _RAW, _BINARY = 1, 2  # diskcache's numbers for a value in the table, and for one in a file
 # No pack comes near it. A file that claims to be longer is damaged, and must not fill the memory.
 _MAX_FILE_BYTES = 1 << 28
+# What is smaller stays in the table.
+MIN_FILE_BYTES = 1 << 16
 _NAME = re.compile(r"[0-9a-f]{2}/[0-9a-f]{30}\.kv")
 
 
@@ -106,7 +110,7 @@ class RawCache(diskcache.Cache):
             str(directory),
             timeout=patience_s,
             disk=RawDisk,
-            disk_min_file_size=1 << 16,
+            disk_min_file_size=MIN_FILE_BYTES,
             eviction_policy="none",
             cull_limit=0,
             size_limit=1 << 62,
@@ -116,10 +120,21 @@ class RawCache(diskcache.Cache):
             sqlite_wal_autocheckpoint=256,
         )
 
-    def file_sizes(self) -> dict[str, int]:
-        """Return the length of every file the table knows, by its name in the directory."""
+    def take_back(self) -> None:
+        """End a change that failed at its very end: while it is open nobody else can write."""
+        if self._con.in_transaction:
+            self._con.rollback()
+
+    def sweep(self) -> None:
+        """Remove files that the table does not know as they are, while nobody else is writing."""
         rows = self._sql("SELECT filename, size FROM Cache WHERE filename IS NOT NULL")
-        return dict(rows.fetchall())
+        known = dict(rows.fetchall())
+        if sum(known.values()) != self.reset("size"):
+            raise ValueError("the table has lost count of its files")
+        for path in Path(self.directory).glob("??/*"):
+            if file_bytes(path) != known.get(f"{path.parent.name}/{path.name}"):
+                with suppress(OSError):
+                    path.unlink()
 
 
 def _write_all(file: Any, value: bytes) -> None:
@@ -129,7 +144,14 @@ def _write_all(file: Any, value: bytes) -> None:
 
 
 def is_passing(error: Exception) -> bool:
-    """Whether an error is the machine's, and not the fault of what a table holds."""
+    """Whether an error is the machine's, and not the fault of what a table holds.
+
+    So is one that came of handling such an error: where the disk is full SQLite takes a change
+    back by itself, and diskcache, taking it back again, fails with an error of its own.
+    """
+    before = error.__context__
+    if isinstance(before, Exception) and is_passing(before):
+        return True
     if isinstance(error, sqlite3.Error):
         return getattr(error, "sqlite_errorcode", 0) & 0xFF in _PASSING_CODES
     return isinstance(error, _PASSING)

@@ -3,6 +3,8 @@
 import errno
 import os
 import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import pytest
 
 from kvchat.cache import generations, store_lock
 from kvchat.cache.codec import DamagedRecord
+from kvchat.cache.disk_tier import DiskTier
 from kvchat.cache.generations import Sizes, tree_bytes
 from support.pack_chains import (
     LAYOUT,
@@ -168,3 +171,51 @@ def test_a_tier_counts_what_other_models_write_meanwhile(tmp_path: Path) -> None
     save(other, IDS, layout)
 
     assert tier.status().num_bytes >= before + 3 * layout.block_bytes
+
+
+def failing(
+    monkeypatch: pytest.MonkeyPatch, tier: DiskTier, verb: str, takes_back: bool
+) -> Iterator[None]:
+    """Fail every statement that begins with `verb`, as SQLite does where a disk is full."""
+    connection = tier._cache._con
+    execute = connection.execute
+
+    def run(statement: str, *arguments: object) -> object:
+        if statement.startswith(verb):
+            if takes_back:
+                connection.rollback()
+            error = sqlite3.OperationalError("database or disk is full")
+            error.sqlite_errorcode = sqlite3.SQLITE_FULL
+            raise error
+        return execute(statement, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(tier._cache), "_sql", property(lambda _: run))
+        yield
+
+
+@pytest.mark.parametrize(("verb", "takes_back"), [("INSERT", True), ("COMMIT", False)])
+def test_a_full_disk_neither_empties_the_store_nor_locks_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str, takes_back: bool
+) -> None:
+    """SQLite takes some changes back by itself, and diskcache did so once more: an error that looks
+    like a broken table's. Others stay open, and nobody could write for as long as the process ran.
+    """
+    tier = open_tier(tmp_path)
+    save(tier, IDS)
+    with contextmanager(failing)(monkeypatch, tier, verb, takes_back):
+        assert not save(tier, [8, 8, 8, 8])
+
+    assert restored(tier, IDS) == 3
+    assert save(open_tier(tmp_path), [7, 7, 7, 7])
+    assert save(tier, [9, 9, 9, 9])
+
+
+def test_a_pack_that_can_never_fit_costs_no_other_its_place(tmp_path: Path) -> None:
+    """Room was made for it by forgetting everything, and then there was too little."""
+    tier = open_tier(tmp_path, LIMIT)
+    save(tier, IDS)
+
+    assert not save(tier, [7, 7, *range(200)])
+
+    assert restored(tier, IDS) == 3

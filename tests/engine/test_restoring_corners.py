@@ -133,6 +133,7 @@ def test_a_short_prompt_does_not_wait_for_a_tier_that_is_still_being_opened(
         return tier
 
     process = Processes(slowly).start()
+    process.persistence.planner.prefill_tokens_per_s = None
     start_s = time.monotonic()
     answer, _ = process.answer(spec(HISTORY))
 

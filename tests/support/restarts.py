@@ -50,6 +50,8 @@ class Processes:
     def start(self, num_blocks: int = 200) -> Process:
         harness = EngineHarness(num_blocks=num_blocks)
         persistence = Persistence(harness.cache, self._open_tier)
+        # Patience without end: what a test sees must not hang on what else the machine does.
+        persistence.planner.prefill_tokens_per_s = 1e-3
         harness.engine._persistence = persistence
         process = Process(harness, persistence)
         self.started.append(process)
