@@ -17,7 +17,7 @@ from kvchat.cache.codec import DamagedRecord, PackHead
 from kvchat.cache.manager import CacheManager
 from kvchat.cache.planner import RestorePlanner
 from kvchat.cache.radix_node import TOKEN_BYTES, pack
-from kvchat.cache.tier import Found, Tier
+from kvchat.cache.tier import Found, Tier, trouble_of
 from kvchat.cache.transfer import OpenTier, TransferThread
 from kvchat.core.stats import TierStatus
 from kvchat.core.types import TokenIds
@@ -187,8 +187,10 @@ class Persistence:
     # Saving and telling
 
     def status(self) -> TierStatus | None:
-        """Return what the tier says of itself, None while there is none."""
-        tier = self.transfer.tier
+        """Return what the tier says of itself, or why there is none; None while it is opened."""
+        tier, failure = self.transfer.tier, self.transfer.failure
+        if failure is not None:
+            return TierStatus(trouble=trouble_of(failure))
         return tier.status() if tier is not None else None
 
     def save(self, ids: TokenIds) -> None:

@@ -25,6 +25,12 @@ class Found:
     checksum: bytes = b""
 
 
+def trouble_of(error: Exception) -> str:
+    """Return the sentence that a tier's status has about an error."""
+    reason = getattr(error, "strerror", None) or str(error).rstrip(".") or type(error).__name__
+    return f"the disk cache failed: {reason}."
+
+
 class Tier(Protocol):
     """One thread uses a tier at a time; other processes may use the same store."""
 

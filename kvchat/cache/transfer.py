@@ -45,6 +45,7 @@ class TransferThread:
         self._is_busy = False
         self._is_closing = False
         self._tier: Tier | None = None
+        self._failure: Exception | None = None
         self._is_open: bool | None = None
         self._thread = threading.Thread(target=self._run, name="kvchat-transfer", daemon=True)
         self._thread.start()
@@ -53,6 +54,11 @@ class TransferThread:
     def tier(self) -> Tier | None:
         """The tier, None while it is being opened and where it could not be."""
         return self._tier
+
+    @property
+    def failure(self) -> Exception | None:
+        """What kept the tier from being opened, None where nothing has."""
+        return self._failure
 
     @property
     def is_without_tier(self) -> bool:
@@ -120,8 +126,9 @@ class TransferThread:
     def _opened(self) -> Tier | None:
         try:
             return self._open_tier()
-        except Exception:  # a cache that cannot be used is a miss, never a broken chat
+        except Exception as error:  # a cache that cannot be used is a miss, never a broken chat
             _log.exception("the tier could not be opened")
+            self._failure = error
             return None
 
     def _next(self) -> "_Save | RestoreJob | None":

@@ -3,6 +3,7 @@
 The one place, beside the interactive loop, where errors become text.
 """
 
+import logging
 import os
 import sys
 import threading
@@ -37,6 +38,9 @@ def _run() -> int:
 
     prepare()
     is_debug = "--debug" in sys.argv
+    if not is_debug:
+        # Nobody configures logging here, and Python would print our warnings with their tracebacks.
+        logging.getLogger("kvchat").addHandler(logging.NullHandler())
     try:
         app(standalone_mode=True)
     except SystemExit as leaving:

@@ -126,6 +126,8 @@ def trouble_notice(trouble: str) -> str:
 
 def disk_lines(disk: TierStatus) -> list[str]:
     """Return what a chat's own store holds and has done, for /stats."""
+    if disk.trouble and not disk.limit_bytes:  # it could not be opened
+        return [f"disk:   {one_line(disk.trouble, _PATH_CHARS)}"]
     lines = [
         f"disk:   {plural(disk.num_packs, 'pack')} of this model; "
         f"{format_bytes(disk.num_bytes)} of {format_bytes(disk.limit_bytes)} used by all; "

@@ -153,6 +153,24 @@ def test_what_a_chat_keeps_is_seen_and_can_go_while_it_runs(shell: Shell, tiny: 
     assert json.loads(shell.run("cache", "--json").stdout)["tokens"] > 0
 
 
+def test_a_chat_whose_cache_cannot_be_used_says_so_once(shell: Shell, tiny: str) -> None:
+    """It was silent: the tier was never opened, and nobody asked why."""
+    (shell.home / "file").write_text("")
+
+    done = shell.run(
+        *("-m", tiny, *GREEDY, "--cache-dir", "file", "--input-format", "lines"),
+        stdin=b"Hello\nAgain\nOnce more\n/stats\n",
+    )
+
+    assert done.returncode == 0
+    [told, *statistics] = [line for line in done.stderr.splitlines() if b"disk cache" in line]
+    assert told.startswith(b"kvchat: the disk cache failed: Cannot use the directory file: ")
+    assert told.endswith(b"; the chat goes on without it.")
+    assert len(statistics) == 1
+    quiet = shell.run("-m", tiny, *GREEDY, "--cache-dir", "file", "-q", "-p", "Hello")
+    assert (quiet.returncode, quiet.stderr) == (0, b"")
+
+
 def test_neither_help_nor_the_deeds_load_torch(store: StoredPacks) -> None:
     for arguments in (["--help"], ["status"], ["tree"], ["verify"], ["gc"], ["clear", "--yes"]):
         check = (

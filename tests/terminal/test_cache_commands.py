@@ -101,3 +101,9 @@ def test_what_a_broken_table_says_cannot_act_on_a_terminal() -> None:
 
     assert "\x1b" not in kept_kv.trouble_notice(evil.trouble)
     assert "\x1b" not in "".join(kept_kv.disk_lines(evil))
+
+
+def test_a_store_that_could_not_be_opened_has_no_figures() -> None:
+    [line] = kept_kv.disk_lines(TierStatus(trouble=_FAILED))
+
+    assert line == f"disk:   {_FAILED}"
