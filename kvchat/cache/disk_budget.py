@@ -1,5 +1,6 @@
 """How many bytes of KV a directory may hold. Knows free space; knows no store that is open."""
 
+import os
 import shutil
 from pathlib import Path
 
@@ -20,7 +21,7 @@ def disk_budget(size: Size | None, directory: Path) -> int:
     """
     if size is not None and size.num_bytes is not None:
         return size.num_bytes
-    existing = next(path for path in (directory, *directory.parents) if path.exists())
+    existing = next(path for path in (directory, *directory.parents) if os.path.exists(path))
     kept = sum(tree_bytes(path) for path in generations(directory))
     available = shutil.disk_usage(existing).free + kept
     if size is not None:

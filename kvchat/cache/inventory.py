@@ -54,9 +54,9 @@ def stored_generations(directory: Path) -> list[Path]:
 
     Raises StoreError where the directory cannot be read.
     """
-    if directory.is_symlink():
-        raise StoreError(f"{directory} is a symbolic link.", "Remove it.")
     try:
+        if directory.is_symlink():
+            raise StoreError(f"{directory} is a symbolic link.", "Remove it.")
         with os.scandir(directory):
             return sorted(generations(directory), key=last_used, reverse=True)
     except FileNotFoundError:

@@ -132,7 +132,7 @@ def _kv() -> Iterator[Finding]:
     """What is kept between runs, and whether more can be."""
     status = caretaker(resolve({}, os.environ, user_paths().config)).status()
     directory = status.directory
-    existing = next(path for path in (directory, *directory.parents) if path.exists())
+    existing = next(path for path in (directory, *directory.parents) if os.path.exists(path))
     advice = ""
     if status.trouble:
         advice = f"{status.trouble} `kvchat cache verify` drops what is damaged."

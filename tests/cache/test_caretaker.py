@@ -5,7 +5,7 @@ import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -226,6 +226,32 @@ def test_a_directory_that_cannot_be_used_is_told_in_a_sentence(tmp_path: Path, d
     (tmp_path / "link").symlink_to(tmp_path)
     with pytest.raises(StoreError, match="symbolic link"):
         getattr(Caretaker(tmp_path / "link"), deed)()
+
+
+@pytest.fixture
+def locked_out(tmp_path: Path) -> Iterator[Path]:
+    """A store in a directory that this user may not even look into."""
+    store = stored_packs(tmp_path / "closed" / "kv")
+    user = os.geteuid()
+    (tmp_path / "closed").chmod(0)
+    if user == 0:  # root is let in everywhere
+        os.seteuid(65534)
+    try:
+        yield store.directory
+    finally:
+        os.seteuid(user)
+        (tmp_path / "closed").chmod(0o700)
+
+
+@pytest.mark.parametrize("deed", ["status", "tree", "verify", "gc", "clear"])
+def test_a_directory_that_may_not_be_looked_into_is_told(locked_out: Path, deed: str) -> None:
+    with pytest.raises(StoreError, match=r"Cannot use the directory .*: Permission denied"):
+        getattr(Caretaker(locked_out), deed)()
+
+
+def test_where_nobody_may_look_there_is_a_budget_all_the_same(locked_out: Path) -> None:
+    """Asking whether the directory is there was refused, and the model was not loaded for it."""
+    assert disk_budget(None, locked_out) > 0
 
 
 def test_a_store_that_is_held_is_said_to_be(store: StoredPacks, caretaker: Caretaker) -> None:

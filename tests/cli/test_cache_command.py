@@ -1,6 +1,7 @@
 """`kvchat cache`: what it prints, its exit codes, and that it never loads a model."""
 
 import json
+import sqlite3
 import subprocess
 import sys
 from pathlib import Path
@@ -151,6 +152,24 @@ def test_what_a_chat_keeps_is_seen_and_can_go_while_it_runs(shell: Shell, tiny: 
     assert chat.returncode == 0
     assert b"disk cache" not in stderr
     assert json.loads(shell.run("cache", "--json").stdout)["tokens"] > 0
+
+
+def test_a_chat_that_meets_damage_says_so_and_goes_on(shell: Shell, tiny: str) -> None:
+    shell.run("-m", tiny, *GREEDY, "-p", "My name is Ada, and I like to count ships.")
+    [table] = shell.home.rglob("cache.db")
+    with sqlite3.connect(table) as connection:
+        connection.execute(
+            "UPDATE Cache SET value = zeroblob(length(value)) WHERE substr(key, 1, 1) = x'70'"
+        )
+    connection.close()
+
+    done = shell.run("-m", tiny, *GREEDY, "-c", "--json", "-p", "What is my name?")
+
+    told = b"kvchat: the disk cache: a stored block was damaged (wrong magic); the chat goes on.\n"
+    assert done.returncode == 0
+    assert json.loads(done.stdout)["usage"]["cached_tokens"]["disk"] == 0
+    assert done.stderr.count(told) == 1
+    assert shell.run("cache", "verify").returncode == 0, "it is gone, and written anew"
 
 
 def test_a_chat_whose_cache_cannot_be_used_says_so_once(shell: Shell, tiny: str) -> None:
