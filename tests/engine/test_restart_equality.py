@@ -1,0 +1,232 @@
+"""Real models whose conversation goes on in another process: the same ids, and only the new ones
+computed.
+
+Every engine is built as the command builds it, on weights read anew, with an empty device tier; the
+directory on the disk is all that two engines have in common.
+"""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig, Size
+from kvchat.core.events import RequestFailed, SampleFinished, TokensGenerated
+from kvchat.core.types import CachedTokens, SamplingParams
+from kvchat.engine.assembly import build_engine
+from kvchat.engine.engine import Engine
+from kvchat.engine.request import RequestSpec
+from kvchat.model.source import find_model
+from support.architectures import SUPPORTED
+from support.checkpoints import save_checkpoint, tiny_model
+from support.specimens import random_ids
+
+FAMILIES = [
+    "llama",
+    "mistral, window",
+    "gemma3, mixed windows",
+    "gemma3n, shared KV",
+    "gpt_oss, sinks",
+    "deepseek_v3, wide keys",
+]
+BLOCK = 16
+MIB = 1 << 20
+
+
+@dataclass
+class Conversation:
+    """One engine in a life of its own, and what it has been asked."""
+
+    engine: Engine
+
+    def answer(self, prompt: list[int], count: int = 20) -> tuple[list[int], CachedTokens]:
+        if self.engine._persistence is not None:  # a busy machine must not make it lose patience
+            self.engine._persistence.planner.prefill_tokens_per_s = 1e-3
+        sampling = SamplingParams(temperature=0.0)
+        self.engine.submit(RequestSpec(tuple(prompt), sampling, max_tokens=count))
+        ids: list[int] = []
+        while self.engine.has_work:
+            for event in self.engine.step():
+                assert not isinstance(event, RequestFailed), event
+                if isinstance(event, TokensGenerated):
+                    ids.extend(event.token_ids)
+                if isinstance(event, SampleFinished):
+                    cached = event.usage.cached
+        return ids, cached
+
+
+@dataclass
+class Home:
+    """A checkpoint, and the directory in which its KV survives."""
+
+    checkpoint: Path
+    directory: Path
+
+    def start(
+        self,
+        dtype: str = "float32",
+        block_size: int = BLOCK,
+        kept: bool = True,
+        checkpoint: Path | None = None,
+    ) -> Conversation:
+        cache = CacheConfig(
+            block_size,
+            device_bytes=Size(num_bytes=8 * MIB),
+            disk_bytes=Size(num_bytes=64 * MIB),
+            directory=self.directory / "kv" if kept else None,
+        )
+        built = build_engine(
+            find_model(str(checkpoint or self.checkpoint)),
+            ModelConfig(dtype=dtype),
+            cache,
+            EngineConfig(),
+            self.directory / "state",
+            lambda _: None,
+        )
+        return Conversation(built.engine)
+
+
+def home_of(name: str, directory: Path) -> Home:
+    model_type, settings = SUPPORTED[name]
+    return Home(save_checkpoint(directory / "model", tiny_model(model_type, **settings)), directory)
+
+
+def full_blocks(num_tokens: int, block_size: int = BLOCK) -> int:
+    return num_tokens // block_size * block_size
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_conversation_that_was_interrupted_goes_on_as_one_that_was_not(
+    family: str, tmp_path: Path
+) -> None:
+    home = home_of(family, tmp_path)
+    first, more = random_ids(61, 1), random_ids(17, 2)
+    never_interrupted = home.start(kept=False)
+    one, _ = never_interrupted.answer(first)
+    second = [*first, *one, *more]
+    two, _ = never_interrupted.answer(second)
+
+    before = home.start()
+    assert before.answer(first)[0] == one
+    before.engine.close()
+    after = home.start()
+    resumed, cached = after.answer(second)
+    after.engine.close()
+
+    assert resumed == two
+    # The last token drawn was never computed.
+    assert cached == CachedTokens(disk=full_blocks(len(first) + len(one) - 1))
+
+
+def test_every_branch_resumes_with_only_its_own_tokens(tmp_path: Path) -> None:
+    home = home_of("gemma3, mixed windows", tmp_path)
+    trunk = random_ids(70, 1)
+    branches = [[*trunk[:cut], *random_ids(21, cut)] for cut in (16, 33, 48, 70)]
+    cold = [home.start(kept=False).answer(branch)[0] for branch in branches]
+    before = home.start()
+    for branch in branches:
+        before.answer(branch)
+    before.engine.close()
+
+    for branch, answer in zip(branches, cold, strict=True):
+        after = home.start()
+        assert after.answer(branch) == (
+            answer,
+            CachedTokens(disk=full_blocks(len(branch) - 1)),
+        )
+        after.engine.close()
+
+
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3, wide keys"])
+def test_what_comes_back_is_bit_for_bit_what_was_kept(family: str, tmp_path: Path) -> None:
+    home = home_of(family, tmp_path)
+    prompt = random_ids(70, 1)
+    before = home.start(dtype="bfloat16")
+    answer, _ = before.answer(prompt)
+    num_blocks = (len(prompt) + len(answer) - 1) // BLOCK
+    kept = before.engine.cache.export([*prompt, *answer], 0, num_blocks)
+    before.engine.close()
+    after = home.start(dtype="bfloat16")
+    _, cached = after.answer([*prompt, *answer, 5])
+
+    assert cached.disk == num_blocks * BLOCK
+    restored = after.engine.cache.export([*prompt, *answer], 0, num_blocks)
+    assert kept is not None
+    assert any(kept)
+    assert restored == kept
+    after.engine.close()
+
+
+# One thing that changes the numbers, each
+
+
+def one_weight_changed(checkpoint: Path) -> None:
+    path = checkpoint / "model.safetensors"
+    tensors = load_file(path)
+    name = "model.layers.1.mlp.down_proj.weight"
+    tensors[name].view(-1)[1234] += 0.5  # far from what a sample of the file would read
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def other_rope(checkpoint: Path) -> None:
+    path = checkpoint / "config.json"
+    config = json.loads(path.read_text())
+    config["rope_parameters"] = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+    path.write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("change", [one_weight_changed, other_rope])
+def test_another_model_meets_nothing_of_this_one(
+    tmp_path: Path, change: Callable[[Path], None]
+) -> None:
+    home = home_of("llama", tmp_path)
+    other = shutil.copytree(home.checkpoint, tmp_path / "other")
+    change(other)
+    prompt = random_ids(70, 1)
+    before = home.start()
+    before.answer(prompt)
+    before.engine.close()
+    cold, _ = home.start(kept=False, checkpoint=other).answer(prompt)
+
+    after = home.start(checkpoint=other)
+
+    assert after.answer(prompt) == (cold, CachedTokens())
+    after.engine.close()
+
+
+def test_a_weight_changed_in_place_is_another_model(tmp_path: Path) -> None:
+    """The digest is remembered by file; the file is the same, and its contents are not."""
+    home = home_of("llama", tmp_path)
+    prompt = random_ids(70, 1)
+    before = home.start()
+    before.answer(prompt)
+    before.engine.close()
+    one_weight_changed(home.checkpoint)
+
+    after = home.start()
+
+    assert after.answer(prompt)[1] == CachedTokens()
+    after.engine.close()
+
+
+@pytest.mark.parametrize("settings", [{"dtype": "bfloat16"}, {"block_size": 8}])
+def test_other_settings_of_one_model_meet_nothing_of_these(
+    tmp_path: Path, settings: dict[str, str | int]
+) -> None:
+    home = home_of("llama", tmp_path)
+    prompt = random_ids(70, 1)
+    before = home.start()
+    before.answer(prompt)
+    before.engine.close()
+
+    after = home.start(**settings)  # type: ignore[arg-type]
+    again = home.start()
+
+    assert after.answer(prompt)[1] == CachedTokens()
+    assert again.answer(prompt)[1] == CachedTokens(disk=full_blocks(len(prompt)))
+    after.engine.close()
+    again.engine.close()
