@@ -197,7 +197,7 @@ class DiskTier:
         with self._lock.held() as was_cut_off:
             if was_cut_off or self._has_leftovers:
                 self._tidy()
-            if (_HEAD + key) in self._cache:
+            if self._head(key) is not None:
                 return True
             num_bytes = len(image) + 2 * len(head.ids) + FILE_OVERHEAD_BYTES
             if not self._make_room(num_bytes, head.parent):

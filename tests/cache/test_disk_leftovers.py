@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvchat.cache import generations, store_lock
+from kvchat.cache import generations, raw_disk, store_lock
 from kvchat.cache.codec import DamagedRecord
 from kvchat.cache.disk_tier import DiskTier
 from kvchat.cache.generations import Sizes, tree_bytes
@@ -218,4 +218,19 @@ def test_a_pack_that_can_never_fit_costs_no_other_its_place(tmp_path: Path) -> N
 
     assert not save(tier, [7, 7, *range(200)])
 
+    assert restored(tier, IDS) == 3
+
+
+def test_a_head_whose_file_is_gone_can_be_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The heads of long packs are files too; the row alone kept them from being written."""
+    monkeypatch.setattr(raw_disk, "MIN_FILE_BYTES", 64)
+    tier = open_tier(tmp_path)
+    save(tier, IDS)
+    for path in payload_files(tmp_path):
+        path.unlink()
+
+    assert num_found(tier, IDS) == 0
+    assert save(tier, IDS)
     assert restored(tier, IDS) == 3
