@@ -149,6 +149,7 @@ class DiskTier:
         with suppress(DamagedRecord):
             return self._read_whole(found)
         with self._lock.held():
+            self._follow()
             try:
                 return self._read_whole(found)
             except DamagedRecord as damage:

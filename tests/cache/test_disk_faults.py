@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from kvchat.cache.caretaker import Caretaker
 from kvchat.cache.codec import DamagedRecord
 from kvchat.cache.disk_tier import DiskTier
 from support.pack_chains import (
@@ -24,6 +25,7 @@ from support.pack_chains import (
     save,
     used_bytes,
 )
+from support.soak_sizes import short_and_long
 
 IDS = [1, 2, 3, 4, 5, 6]
 
@@ -240,25 +242,33 @@ def test_a_table_cut_short_under_a_running_process_does_not_kill_it(tmp_path: Pa
 def _write_at_random(directory: Path, seed: int, until_s: float) -> None:
     rng = random.Random(seed)
     tier = open_tier(directory, limit_bytes=6 << 20)
+    num_restored = 0
     while time.monotonic() < until_s:
         ids = [rng.randint(0, 2) for _ in range(rng.randint(2, 16))]
         save(tier, ids)
         with suppress(DamagedRecord):  # forgotten between being found and being read
-            restored(tier, ids)
+            num_restored += restored(tier, ids)
         if rng.random() < 0.02:
             tier.gc()
-    assert tier.status().num_damaged == 0
+        if rng.random() < 0.002:
+            Caretaker(directory).clear()
+    status = tier.status()
+    assert status.num_damaged == 0, status.trouble
+    assert num_restored > 0
     tier.close()
 
 
+@short_and_long((3, 3), (10, 60))
 def test_processes_that_share_a_store_keep_the_limit_and_read_only_their_own(
-    tmp_path: Path,
+    tmp_path: Path, size: tuple[int, int]
 ) -> None:
-    until_s = time.monotonic() + 3
+    """While all save, restore and collect, one or another empties the whole store."""
+    num_processes, seconds = size
+    until_s = time.monotonic() + seconds
     context = multiprocessing.get_context("fork")
     processes = [
         context.Process(target=_write_at_random, args=(tmp_path, seed, until_s))
-        for seed in range(3)
+        for seed in range(num_processes)
     ]
     for process in processes:
         process.start()
@@ -266,4 +276,4 @@ def test_processes_that_share_a_store_keep_the_limit_and_read_only_their_own(
         assert used_bytes(tmp_path) <= 6 << 20
     for process in processes:
         process.join(60)
-    assert [process.exitcode for process in processes] == [0, 0, 0]
+    assert [process.exitcode for process in processes] == [0] * num_processes

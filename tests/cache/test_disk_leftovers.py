@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvchat.cache import generations, raw_disk, store_lock
+from kvchat.cache.caretaker import Caretaker
 from kvchat.cache.codec import DamagedRecord
 from kvchat.cache.disk_tier import DiskTier
 from kvchat.cache.generations import Sizes, tree_bytes
@@ -111,6 +112,29 @@ def test_a_pack_exchanged_while_it_is_read_is_left_alone(
 
     assert reader.status().num_damaged == 0
     assert restored(other, [1, 2, 9, 9, 9, 9]) == 3
+
+
+def test_a_store_emptied_while_it_is_read_holds_no_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The old table, deleted and still open, had the head of a payload that was gone."""
+    tier = open_tier(tmp_path)
+    save(tier, IDS)
+    [found] = find(tier, IDS)
+    get = tier._cache.get
+
+    def emptied(key: bytes, *arguments: object, **settings: object) -> object:
+        if key[:1] == b"p":
+            monkeypatch.undo()
+            Caretaker(tmp_path).clear()
+        return get(key, *arguments, **settings)
+
+    monkeypatch.setattr(tier._cache, "get", emptied)
+    with pytest.raises(DamagedRecord, match="gone"):
+        tier.read(found)
+
+    assert (tier.status().num_damaged, tier.status().trouble) == (0, "")
+    assert save(tier, IDS)
 
 
 def test_a_full_disk_can_be_tidied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ answer in it must be the model's own, and the next kvchat must be able to go on 
 import json
 import queue
 import random
+import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from kvchat.cache.caretaker import Caretaker
 from kvchat.chat.conversation import Conversation, Role
 from kvchat.chat.store import SessionStore
 from support.checkpoints import never_stopping, save_checkpoint, tiny_model
@@ -48,6 +50,12 @@ class Run:
         return self.sent[: sum(event["event"] == "start" for event in self.events)]
 
     @property
+    def num_restored(self) -> int:
+        """Tokens of the first prompt whose KV came from the disk."""
+        read = (event["cached_tokens"] for event in self.events if event["event"] == "prefill")
+        return next(read, {}).get("disk", 0)
+
+    @property
     def answers(self) -> list[tuple[str, bool]]:
         """The text seen of each answer, and whether its end was."""
         answers: list[tuple[str, bool]] = []
@@ -64,11 +72,13 @@ class Run:
 class Victim:
     """A kvchat that answers lines, and is killed."""
 
-    def __init__(self, shell: Shell, model: Path, session: str | None, lines: list[str]) -> None:
+    def __init__(
+        self, shell: Shell, model: Path, session: str | None, lines: list[str], *flags: str
+    ) -> None:
         resume = ["-r", session] if session is not None else []
         self._process = shell.start(
             *("--model", str(model), "--input-format", "lines", "--output-format", "stream-json"),
-            *("--temperature", "0", "--max-tokens", "150", "--quiet", *resume),
+            *("--temperature", "0", "--max-tokens", "150", "--quiet", *resume, *flags),
         )
         self._lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         threading.Thread(target=self._read, daemon=True).start()
@@ -100,6 +110,8 @@ class Victim:
             return False
         if line.endswith(b"\n"):  # or it was torn: nobody has read it
             self.run.events.append(json.loads(line))
+        if not line:
+            self._lines.put(line)  # the end stays the end, however often it is asked for
         return bool(line)
 
     def kill(self) -> Run:
@@ -208,3 +220,39 @@ def test_no_kill_loses_a_word(
     assert user_texts(conversation)[-2:] == ["and on", "and on and on"]
     assert len(conversation.context_ids()) < CONTEXT - 200, "the context was full before the end"
     assert_every_token_is_the_models(reference, conversation)
+
+
+@short_and_long(2, 200)
+def test_no_kill_spoils_the_kv_that_is_kept(
+    shell: Shell, model: Path, reference: PreTrainedModel, size: int
+) -> None:
+    """Most are killed while what they computed is being written behind, each on the last one's
+    store; a session of many turns is left for a new one before its context is full.
+    """
+    rng, store = random.Random(size), SessionStore(shell.home / ".local/share/kvchat/sessions")
+    kept = Caretaker(shell.home / ".cache/kvchat/kv")
+    session: str | None = None
+    num_restored = 0
+    for number in range(size):
+        session = None if number % 20 == 0 else session
+        flags = ("--max-tokens", "40") if rng.random() < 0.8 else ()
+        victim = Victim(shell, model, session, [f"{number}.{turn}" for turn in range(3)], *flags)
+        victim.watch(rng.choice([0, 1, 43, 43, 86, 86, 129]), rng.uniform(0.0, 0.3))
+        run = victim.kill()
+        session = session or run.session
+        num_restored += run.num_restored > 0
+    verified = kept.verify()
+    assert (verified.num_damaged, verified.num_tables) == (0, 0)
+    assert verified.num_sound > 0
+
+    copy = shutil.copytree(shell.home, shell.home.parent / f"{shell.home.name}-cold")
+    session, lines = store.latest(), ["and on", "and on and on"]
+    warm = Victim(shell, model, session, lines).finish()
+    assert warm.num_restored > 0
+    assert [has_ended for _, has_ended in warm.answers] == [True, True]
+    assert_every_token_is_the_models(reference, store.read(session).conversation)
+    if size > 2:  # what a cold process answers has just been computed without any process
+        cold = Victim(Shell(copy), model, session, lines, "--no-cache").finish()
+        assert cold.num_restored == 0
+        assert warm.answers == cold.answers
+    print(f"\n{size} kills, {num_restored} runs restored, {verified}")  # noqa: T201
