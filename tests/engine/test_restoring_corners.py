@@ -193,7 +193,9 @@ def test_a_prompt_computed_by_another_while_it_is_read_comes_right(
 
     for number in (impatient, patient):
         assert process.harness.generated(number) == alone(spec(HISTORY))
-    assert process.harness.ending(patient).usage.cached.device == 48
+    cached = process.harness.ending(patient).usage.cached
+    assert cached.device >= 48  # and a token of the block it shares, once the other is done
+    assert cached.disk == 0
 
 
 def test_many_prompts_that_wait_for_the_disk_do_not_keep_others_from_running(
