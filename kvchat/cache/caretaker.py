@@ -88,8 +88,10 @@ class Caretaker:
         if not found:
             return 0
         with StoreLock(self.directory / LOCK_NAME, _LOCK_PATIENCE_S).held():
+            before = _files(found)
             num_bytes = sum(drop(path) for path in found)
-        if stored_generations(self.directory) and any(path.exists() for path in found):
+        # What others made anew meanwhile is no file that was to be deleted.
+        if before & _files(found):
             raise StoreError(f"Not all of {self.directory} can be deleted.", "Check who owns it.")
         return num_bytes
 
@@ -134,6 +136,17 @@ def _status_of(generation: Generation) -> GenerationStatus:
         last_used_s=last_used(generation.path),
         trouble=generation.trouble,
     )
+
+
+def _files(directories: list[Path]) -> set[tuple[str, int, int, int]]:
+    """Return what tells each file below the directories from any other, of the same name too."""
+    found = set()
+    for top, _, names in (entry for path in directories for entry in os.walk(path)):
+        for name in names:
+            with suppress(OSError):
+                info = os.lstat(os.path.join(top, name))
+                found.add((f"{top}/{name}", info.st_ino, info.st_size, info.st_mtime_ns))
+    return found
 
 
 def _require_no(trouble: str) -> None:
