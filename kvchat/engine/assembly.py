@@ -161,4 +161,5 @@ def _ready(loaded: LoadedModel, engine: Engine) -> ModelReady:
         dtype=dtype_name(loaded.dtype),
         context_limit=engine.max_context,
         load_s=loaded.load_s,
+        notes=loaded.notes,
     )
