@@ -1,0 +1,34 @@
+"""Runs functions in a process where Triton interprets kernels on CPU tensors.
+
+Triton decides when it is imported whether kernels are compiled or interpreted, so the two cannot
+share a process. Knows processes only. What the interpreter does not show: races, instructions,
+limits of the hardware, and anything in bfloat16, whose arithmetic is silently wrong there.
+"""
+
+import multiprocessing
+import os
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+
+class Interpreter:
+    """One process that interprets; started by the first call, ended by `close`."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pool = ProcessPoolExecutor(1, mp_context=context, initializer=_interpret_kernels)
+
+    def __call__(self, function: Callable[..., Any], *args: object) -> Any:
+        """Return `function(*args)` from over there, or raise what it raised.
+
+        The function lives at the top of a module; its arguments and its result are pickled.
+        """
+        return self._pool.submit(function, *args).result()
+
+    def close(self) -> None:
+        self._pool.shutdown()
+
+
+def _interpret_kernels() -> None:
+    os.environ["TRITON_INTERPRET"] = "1"
