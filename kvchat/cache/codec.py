@@ -1,8 +1,9 @@
 """Packs as bytes: consecutive blocks of one chain, stored together, with all that identifies them.
 
 A pack is two records. The *head* says which token ids after which block; the *payload* holds the
-block images. Either can be damaged in any way and is then refused, never believed. Knows bytes and
-checksums; knows no files. Nothing here is ever unpickled.
+block images. Either can be damaged in any way and is then refused, never believed. A head may carry
+a *canary*: what the model said after the pack's last token, for whoever reads the pack to compare.
+Knows bytes and checksums; knows no files. Nothing here is ever unpickled.
 """
 
 import struct
@@ -13,11 +14,14 @@ import xxhash
 from kvchat.cache.block_key import KEY_BYTES, chain_keys
 from kvchat.cache.radix_node import TOKEN_BYTES
 
-_VERSION = 1
+FORMAT_VERSION = 2
 _HEAD_MAGIC = b"KVhd"
 _PAYLOAD_MAGIC = b"KVpl"
-# magic, version, identity, parent key, blocks, tokens a block, bytes an image, payload checksum
-_HEAD = struct.Struct("<4sI16s16sIIQ16s")
+# magic, version, identity, parent key, blocks, tokens a block, bytes an image, payload checksum,
+# entries of the canary
+_HEAD = struct.Struct("<4sI16s16sIIQ16sI")
+# a token id and its logit
+_CANARY_ENTRY = struct.Struct("<if")
 _HEAD_CHECKSUM_BYTES = 8
 # magic, version, identity, key of the first block, length, checksum
 _PAYLOAD = struct.Struct("<4sI16s16sQ16s")
@@ -45,12 +49,24 @@ class Layout:
 
 
 @dataclass(frozen=True, slots=True)
+class Canary:
+    """The largest logits of the forward of a pack's last token: token ids, and their values."""
+
+    token_ids: tuple[int, ...]
+    values: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        assert len(self.token_ids) == len(self.values)
+
+
+@dataclass(frozen=True, slots=True)
 class PackHead:
     """The key of the block before the first, and the packed token ids of whole blocks."""
 
     parent: bytes
     ids: bytes
     checksum: bytes = bytes(16)
+    canary: Canary | None = None
 
     def keys(self, layout: Layout) -> list[bytes]:
         """Return the chain key of each block."""
@@ -76,15 +92,31 @@ def encode_head(head: PackHead, layout: Layout) -> bytes:
     assert len(head.ids) % layout.ids_bytes == 0
     fixed = _HEAD.pack(
         _HEAD_MAGIC,
-        _VERSION,
+        FORMAT_VERSION,
         layout.identity,
         head.parent,
         head.num_blocks(layout),
         layout.block_size,
         layout.block_bytes,
         head.checksum,
+        len(head.canary.values) if head.canary is not None else 0,
     )
-    return fixed + head.ids + _head_checksum(fixed + head.ids)
+    data = fixed + head.ids + _encode_canary(head.canary)
+    return data + _head_checksum(data)
+
+
+def _encode_canary(canary: Canary | None) -> bytes:
+    if canary is None:
+        return b""
+    entries = zip(canary.token_ids, canary.values, strict=True)
+    return b"".join(_CANARY_ENTRY.pack(token, value) for token, value in entries)
+
+
+def _decode_canary(data: bytes) -> Canary | None:
+    if not data:
+        return None
+    token_ids, values = zip(*_CANARY_ENTRY.iter_unpack(data), strict=True)
+    return Canary(token_ids, values)
 
 
 def layout_of(data: bytes) -> Layout:
@@ -101,7 +133,7 @@ def decode_head(data: bytes, layout: Layout) -> PackHead:
     """Return what `encode_head` was given; raises DamagedRecord for anything else."""
     if len(data) < _HEAD.size + _HEAD_CHECKSUM_BYTES:
         raise DamagedRecord("truncated")
-    magic, version, identity, parent, num_blocks, block_size, block_bytes, checksum = (
+    magic, version, identity, parent, num_blocks, block_size, block_bytes, checksum, num_entries = (
         _HEAD.unpack_from(data)
     )
     _require_kind(magic, _HEAD_MAGIC, version, identity, layout)
@@ -109,10 +141,11 @@ def decode_head(data: bytes, layout: Layout) -> PackHead:
         raise DamagedRecord("checksum of the head")
     if (block_size, block_bytes) != (layout.block_size, layout.block_bytes):
         raise DamagedRecord("other geometry")
-    ids = data[_HEAD.size : -_HEAD_CHECKSUM_BYTES]
-    if not num_blocks or len(ids) != num_blocks * layout.ids_bytes:
+    rest = data[_HEAD.size : -_HEAD_CHECKSUM_BYTES]
+    end = num_blocks * layout.ids_bytes
+    if not num_blocks or len(rest) != end + num_entries * _CANARY_ENTRY.size:
         raise DamagedRecord("truncated")
-    return PackHead(parent, ids, checksum)
+    return PackHead(parent, rest[:end], checksum, _decode_canary(rest[end:]))
 
 
 def payload_checksum(image: bytes | bytearray | memoryview) -> bytes:
@@ -123,7 +156,9 @@ def payload_checksum(image: bytes | bytearray | memoryview) -> bytes:
 def payload_prefix(key: bytes, head: PackHead, num_bytes: int, layout: Layout) -> bytes:
     """Return what stands before the images in a payload record; `key` is the first block's."""
     assert len(key) == KEY_BYTES
-    return _PAYLOAD.pack(_PAYLOAD_MAGIC, _VERSION, layout.identity, key, num_bytes, head.checksum)
+    return _PAYLOAD.pack(
+        _PAYLOAD_MAGIC, FORMAT_VERSION, layout.identity, key, num_bytes, head.checksum
+    )
 
 
 def decode_payload(
@@ -149,7 +184,7 @@ def _require_kind(
 ) -> None:
     if magic != expected:
         raise DamagedRecord("wrong magic")
-    if version != _VERSION:
+    if version != FORMAT_VERSION:
         raise DamagedRecord(f"version {version}")
     if identity != layout.identity:
         raise DamagedRecord("other identity")

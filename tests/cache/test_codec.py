@@ -6,6 +6,7 @@ import pytest
 
 from kvchat.cache.block_key import chain_keys, root_key
 from kvchat.cache.codec import (
+    Canary,
     DamagedRecord,
     Layout,
     PackHead,
@@ -19,7 +20,8 @@ from kvchat.cache.radix_node import pack
 
 LAYOUT = Layout(identity=b"i" * 16, block_size=4, block_bytes=64)
 IMAGE = bytes(range(128))
-HEAD = PackHead(root_key(LAYOUT.identity), pack(range(8)), payload_checksum(IMAGE))
+CANARY = Canary((7, 3, 39), (12.5, 0.25, -3.0))
+HEAD = PackHead(root_key(LAYOUT.identity), pack(range(8)), payload_checksum(IMAGE), CANARY)
 KEY = HEAD.keys(LAYOUT)[0]
 HEAD_DATA = encode_head(HEAD, LAYOUT)
 PAYLOAD_DATA = payload_prefix(KEY, HEAD, len(IMAGE), LAYOUT) + IMAGE
@@ -28,6 +30,12 @@ PAYLOAD_DATA = payload_prefix(KEY, HEAD, len(IMAGE), LAYOUT) + IMAGE
 def test_a_round_trip_changes_nothing() -> None:
     assert decode_head(HEAD_DATA, LAYOUT) == HEAD
     assert decode_payload(PAYLOAD_DATA, KEY, HEAD, LAYOUT) == IMAGE
+
+
+def test_a_head_needs_no_canary() -> None:
+    silent = PackHead(HEAD.parent, HEAD.ids, HEAD.checksum)
+
+    assert decode_head(encode_head(silent, LAYOUT), LAYOUT) == silent
 
 
 @pytest.mark.parametrize("length", range(len(HEAD_DATA)))
