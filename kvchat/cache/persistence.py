@@ -7,16 +7,16 @@ ids, blocks and images; knows no request and no model.
 import logging
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from threading import BoundedSemaphore, Event
 
-from kvchat.cache.block_key import chain_keys, root_key
-from kvchat.cache.codec import DamagedRecord, PackHead
+from kvchat.cache.block_key import chain_keys
+from kvchat.cache.codec import DamagedRecord
 from kvchat.cache.manager import CacheManager
 from kvchat.cache.planner import RestorePlanner
 from kvchat.cache.radix_node import TOKEN_BYTES, pack
+from kvchat.cache.saving import Saver
 from kvchat.cache.tier import Found, Tier, trouble_of
 from kvchat.cache.transfer import OpenTier, TransferThread
 from kvchat.core.stats import TierStatus
@@ -26,13 +26,10 @@ _log = logging.getLogger(__name__)
 
 Image = bytes | bytearray | memoryview
 
-_PACK_BYTES = 4 << 20
 _MAX_PENDING_BYTES = 256 << 20
 _MAX_PIECES_IN_FLIGHT = 8
 _CLOSE_PATIENCE_S = 5.0
 _NEWS_PATIENCE_S = 0.02
-# What is kept where needs no identity as long as it is asked within one process.
-_LOCAL_ROOT = root_key(b"")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +59,6 @@ class Restore:
     has_all: Event = field(default_factory=Event)
     is_given_up: Event = field(default_factory=Event)
     num_tokens: int = 0
-    kept_keys: list[bytes] = field(default_factory=list)
 
     @property
     def is_over(self) -> bool:
@@ -87,12 +83,11 @@ class Persistence:
     ) -> None:
         self.planner = RestorePlanner()
         self.transfer = TransferThread(open_tier, _MAX_PENDING_BYTES)
+        self.saver = Saver(manager, self.transfer, clock)
         self._manager = manager
         self._clock = clock
         self._block_bytes = manager.block_size * TOKEN_BYTES
         self._image_bytes = manager.kv_pool.geometry.block_bytes
-        self._kept: set[bytes] = set()
-        self._saving: list[Future[bool]] = []
         self._news = Event()
 
     # Restoring
@@ -147,9 +142,7 @@ class Persistence:
             _log.exception("what was restored could not be taken in")
             return 0
         restore.num_tokens += num_adopted * size
-        if not restore.kept_keys:
-            restore.kept_keys = self._local_keys(restore.ids)
-        self._kept.update(restore.kept_keys[: piece.start_block + num_adopted])
+        self.saver.note_kept(restore.ids, piece.start_block + num_adopted)
         return num_adopted
 
     def _read(self, tier: Tier, restore: Restore, start_block: int) -> None:
@@ -194,67 +187,8 @@ class Persistence:
         return tier.status() if tier is not None else None
 
     def save(self, ids: TokenIds) -> None:
-        """Have the full blocks of a context written behind, as far as they are not kept yet.
-
-        Whatever goes wrong costs the next process time, and this one's answer nothing.
-        """
-        try:
-            self._save(ids)
-        except Exception:
-            _log.exception("a context could not be kept")
-
-    def _save(self, ids: TokenIds) -> None:
-        self._forget_failed()
-        if self.transfer.is_without_tier:
-            return
-        keys = self._local_keys(ids)
-        start = len(keys)
-        while start > 0 and keys[start - 1] not in self._kept:
-            start -= 1
-        blocks_a_pack = max(1, _PACK_BYTES // self._image_bytes)
-        for first in range(start, len(keys), blocks_a_pack):
-            last = min(first + blocks_a_pack, len(keys))
-            if not self._save_pack(ids, first, last, keys[first:last]):
-                return
-
-    def _save_pack(self, ids: TokenIds, first: int, last: int, keys: list[bytes]) -> bool:
-        image = self._manager.export(ids, first, last)
-        if image is None:
-            return False
-        packed = pack(ids[: last * self._manager.block_size])
-        future = self.transfer.save(
-            lambda tier: self._write(tier, packed, first, image), len(image)
-        )
-        if future is None:
-            return False
-        self._kept.update(keys)
-        self._saving.append(future)
-        return True
-
-    def _write(self, tier: Tier, packed: bytes, first: int, image: memoryview) -> bool:
-        """On the transfer thread: write what nobody else has written meanwhile.
-
-        A pack whose parents are missing could never be found, and is not written.
-        """
-        keys = self._keys(tier, packed)
-        known = sum(found.num_blocks for found in tier.find(keys, packed))
-        if not first <= known < len(keys):
-            return known == len(keys)
-        parent = keys[known - 1] if known else tier.root
-        head = PackHead(parent, packed[known * self._block_bytes :])
-        return tier.write(head, image[(known - first) * self._image_bytes :])
-
-    def _forget_failed(self) -> None:
-        """Where something could not be written, trust nothing: the next turn offers all again.
-
-        What is there still is not written twice, for the tier is asked first.
-        """
-        if any(future.done() and not future.result() for future in self._saving):
-            self._kept.clear()
-        self._saving = [future for future in self._saving if not future.done()]
-
-    def _local_keys(self, ids: TokenIds) -> list[bytes]:
-        return chain_keys(_LOCAL_ROOT, pack(ids), self._block_bytes)
+        """Have the full blocks of a context written behind, as far as they are not kept yet."""
+        self.saver.save(ids)
 
     def close(self) -> None:
         """Wait for what is being written, within bounds, and end the thread."""

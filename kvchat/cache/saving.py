@@ -1,0 +1,167 @@
+"""Saver: which blocks of the contexts a slower tier still lacks, and how they get there.
+
+The engine's thread asks and hands over images; the transfer thread writes. A tier that refuses is
+asked again ever more rarely, with one pack at a time. Knows token ids, blocks and packs; knows no
+request.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+
+from kvchat.cache.block_key import root_key
+from kvchat.cache.chain_memo import ChainMemo
+from kvchat.cache.codec import PackHead
+from kvchat.cache.manager import CacheManager
+from kvchat.cache.radix_node import TOKEN_BYTES, pack
+from kvchat.cache.tier import Tier
+from kvchat.cache.transfer import TransferThread
+from kvchat.core.types import TokenIds
+
+_log = logging.getLogger(__name__)
+
+PACK_BYTES = 4 << 20
+# After a write that failed nothing is offered for so long, twice as long after each further one.
+_FIRST_REST_S = 1.0
+_LONGEST_REST_S = 300.0
+# What is kept where needs no identity as long as it is asked within one process.
+_LOCAL_ROOT = root_key(b"")
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """Of an offered pack: how many blocks of its context the tier has, and whether it refused."""
+
+    keys: list[bytes]
+    num_there: int
+    is_refused: bool
+    at_s: float
+
+
+class Saver:
+    """Has the full blocks of one manager's contexts written behind. `clock` returns seconds.
+
+    The engine's thread owns it. Whatever goes wrong costs the next process time, and this one's
+    answers nothing.
+    """
+
+    def __init__(
+        self, manager: CacheManager, transfer: TransferThread, clock: Callable[[], float]
+    ) -> None:
+        self._manager = manager
+        self._transfer = transfer
+        self._clock = clock
+        self._image_bytes = manager.kv_pool.geometry.block_bytes
+        self._block_bytes = manager.block_size * TOKEN_BYTES
+        self._blocks_a_pack = max(1, PACK_BYTES // self._image_bytes)
+        self._memo = ChainMemo(_LOCAL_ROOT, self._block_bytes)
+        self._kept: set[bytes] = set()
+        self._outcomes: SimpleQueue[_Outcome] = SimpleQueue()
+        self._num_unheard = 0
+        self._num_refusals = 0
+        self._rests_until_s = 0.0
+        self._tier_memo: ChainMemo | None = None  # the transfer thread's
+
+    @property
+    def pack_tokens(self) -> int:
+        """Tokens of a whole pack."""
+        return self._blocks_a_pack * self._manager.block_size
+
+    def note_kept(self, ids: TokenIds, num_blocks: int) -> None:
+        """Take in that the tier has the first blocks of a context."""
+        size = self._manager.block_size
+        self._kept.update(self._memo.keys_of(pack(ids[: num_blocks * size])))
+
+    def save(self, ids: TokenIds) -> None:
+        """Have the full blocks of a context written, as far as they are not kept yet."""
+        self._offer(ids, whole_packs=False)
+
+    def save_packs(self, ids: TokenIds) -> None:
+        """Have what fills whole packs written: for a context that is still growing."""
+        self._offer(ids, whole_packs=True)
+
+    def _offer(self, ids: TokenIds, whole_packs: bool) -> None:
+        try:
+            self._learn()
+            if not self._transfer.is_without_tier and self._may_offer():
+                self._offer_packs(ids, whole_packs)
+        except Exception:
+            _log.exception("a context could not be kept")
+
+    def _offer_packs(self, ids: TokenIds, whole_packs: bool) -> None:
+        keys = self._memo.keys_of(pack(ids))
+        start = next((n for n, key in enumerate(keys) if key not in self._kept), len(keys))
+        for first in range(start, len(keys), self._blocks_a_pack):
+            last = min(first + self._blocks_a_pack, len(keys))
+            is_short = last - first < self._blocks_a_pack
+            if (is_short and whole_packs) or not self._offer_pack(ids, first, keys[:last]):
+                return
+            if self._num_refusals:
+                return  # one pack, to see whether the tier takes anything again
+
+    def _offer_pack(self, ids: TokenIds, first: int, keys: list[bytes]) -> bool:
+        image = self._manager.export(ids, first, len(keys))
+        if image is None:
+            return False
+        packed = pack(ids[: len(keys) * self._manager.block_size])
+        if not self._transfer.save(
+            lambda tier: self._write(tier, packed, first, image, keys), len(image)
+        ):
+            return False
+        self._kept.update(keys[first:])
+        self._num_unheard += 1
+        return True
+
+    # What became of it
+
+    def _may_offer(self) -> bool:
+        """Whether the tier may be asked: not too soon after it refused, nor twice at once then."""
+        if not self._num_refusals:
+            return True
+        return not self._num_unheard and self._clock() >= self._rests_until_s
+
+    def _learn(self) -> None:
+        """Take in what the transfer thread has done; what is not there is to be offered again."""
+        while True:
+            try:
+                outcome = self._outcomes.get_nowait()
+            except Empty:
+                return
+            self._num_unheard -= 1
+            self._kept.difference_update(outcome.keys[outcome.num_there :])
+            if outcome.is_refused:
+                rest_s = min(_LONGEST_REST_S, _FIRST_REST_S * 2**self._num_refusals)
+                self._num_refusals += 1
+                self._rests_until_s = outcome.at_s + rest_s
+            elif outcome.num_there == len(outcome.keys):
+                self._num_refusals = 0
+
+    # On the transfer thread
+
+    def _write(
+        self, tier: Tier, packed: bytes, first: int, image: memoryview, keys: list[bytes]
+    ) -> bool:
+        """Write what nobody else has written meanwhile.
+
+        A pack whose parents are missing could never be found, and is not written.
+        """
+        num_there, is_written = 0, False
+        try:
+            tier_keys = self._tier_keys(tier, packed)
+            num_there = sum(found.num_blocks for found in tier.find(tier_keys, packed))
+            is_wanted = first <= num_there < len(keys)
+            if is_wanted:
+                parent = tier_keys[num_there - 1] if num_there else tier.root
+                head = PackHead(parent, packed[num_there * self._block_bytes :])
+                is_written = tier.write(head, image[(num_there - first) * self._image_bytes :])
+        finally:
+            is_refused = not is_written and first <= num_there < len(keys)
+            num_there = len(keys) if is_written else num_there
+            self._outcomes.put(_Outcome(keys, num_there, is_refused, self._clock()))
+        return is_written
+
+    def _tier_keys(self, tier: Tier, packed: bytes) -> list[bytes]:
+        if self._tier_memo is None:
+            self._tier_memo = ChainMemo(tier.root, self._block_bytes)
+        return self._tier_memo.keys_of(packed)

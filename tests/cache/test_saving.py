@@ -1,0 +1,149 @@
+"""Saver: everything gets written once, as it fills, and a tier that refuses is not pestered."""
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+import pytest
+import torch
+
+from kvchat.cache.block_key import chain_keys, root_key
+from kvchat.cache.chain_memo import ChainMemo
+from kvchat.cache.kv_pool import KvGeometry, KvPool, LayerGeometry
+from kvchat.cache.manager import CacheManager
+from kvchat.cache.radix_node import pack
+from kvchat.cache.saving import Saver
+from kvchat.cache.transfer import TransferThread
+from support.cached_contexts import CPU, compute
+from support.memory_tier import MemoryTier
+
+# Blocks of two tokens whose images are a megabyte: four of them, eight tokens, fill a pack.
+GEOMETRY = KvGeometry((LayerGeometry(1, 1 << 16, 1 << 16),), torch.float32, block_size=2)
+PACK_BLOCKS = 4
+STORY = list(range(23))
+
+
+class Household:
+    """A device tier, a slower one, and the saver between them, with a clock set by hand."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.tier = MemoryTier(GEOMETRY.block_size, GEOMETRY.block_bytes)
+        self.manager = CacheManager(KvPool(GEOMETRY, 40, CPU))
+        self.transfer = TransferThread(lambda: self.tier, 64 << 20)
+        self.saver = Saver(self.manager, self.transfer, lambda: self.now_s)
+        self.num_exported = 0
+        self._export = self.manager.export
+        self.manager.export = self._counted  # type: ignore[method-assign]
+
+    def _counted(self, ids: list[int], first: int, last: int) -> memoryview | None:
+        image = self._export(ids, first, last)
+        self.num_exported += last - first if image is not None else 0
+        return image
+
+    def save(self, ids: list[int]) -> int:
+        """Save a context; return how many blocks were handed over."""
+        before = self.num_exported
+        self.saver.save(ids)
+        assert self.transfer.flush(5.0)
+        return self.num_exported - before
+
+    def grow(self, ids: list[int]) -> int:
+        before = self.num_exported
+        self.saver.save_packs(ids)
+        assert self.transfer.flush(5.0)
+        return self.num_exported - before
+
+    def break_down(self) -> None:
+        def fail() -> None:
+            raise OSError("no space")
+
+        self.tier.before_write = fail
+
+    def mend(self) -> None:
+        self.tier.before_write = lambda: None
+
+
+@pytest.fixture
+def house() -> Iterator[Household]:
+    made = Household()
+    compute(made.manager, STORY)
+    yield made
+    made.transfer.close(5.0)
+
+
+def test_a_growing_context_is_written_pack_by_pack_and_nothing_twice(house: Household) -> None:
+    """A long document's KV was once written when its first answer was over, and lost until then."""
+    handed_over = [house.grow(STORY[:end]) for end in (3, 7, 8, 9, 15, 16, 23)]
+
+    assert handed_over == [0, 0, 4, 0, 0, 4, 0]
+    assert house.save(STORY) == 3
+    assert house.tier.num_written == len(house.tier.blocks) == 11
+
+
+def test_what_is_kept_is_not_handed_over_again(house: Household) -> None:
+    house.save(STORY[:16])
+
+    assert house.save(STORY[:16]) == 0
+    assert house.save(STORY) == 3
+    assert house.save([*STORY[:8], 90, 91]) == 0, "the block of another branch is not there"
+
+
+def test_a_write_that_fails_is_made_up_for(house: Household) -> None:
+    house.break_down()
+    house.save(STORY)
+    assert not house.tier.blocks
+
+    house.mend()
+    house.now_s = 2.0
+    assert house.save(STORY) == PACK_BLOCKS, "one pack, to see whether it takes anything again"
+    assert house.save(STORY) == 11 - PACK_BLOCKS
+    assert house.tier.num_written == len(house.tier.blocks) == 11
+
+
+def test_a_tier_that_goes_on_refusing_is_asked_ever_more_rarely(house: Household) -> None:
+    """The whole context was once gathered again at every turn for a disk that stayed full."""
+    house.break_down()
+    house.save(STORY)
+    asked_at = []
+    for second in range(1, 2000):
+        house.now_s = float(second)
+        if handed_over := house.save(STORY):
+            assert handed_over == PACK_BLOCKS
+            asked_at.append(second)
+
+    pauses = [later - earlier for earlier, later in pairwise(asked_at)]
+    assert pauses == sorted(pauses)
+    assert pauses[0] < 5
+    assert 300 <= pauses[-1] < 305
+    assert len(asked_at) < 20
+
+
+def test_what_the_tier_lost_is_written_again(house: Household) -> None:
+    """Another process has emptied the store: what is missing shows with the next pack."""
+    house.save(STORY[:16])
+    house.tier.blocks.clear()
+
+    house.save(STORY)
+    assert not house.tier.blocks, "a pack without its parents could never be found"
+    house.save(STORY)
+
+    assert len(house.tier.blocks) == 11
+
+
+def test_only_what_is_missing_is_handed_over_again(house: Household) -> None:
+    house.save(STORY[:16])
+    for key in chain_keys(house.tier.root, pack(STORY), 8)[6:]:
+        house.tier.blocks.pop(key, None)
+
+    house.save(STORY)
+    assert house.save(STORY) == 11 - 6
+    assert len(house.tier.blocks) == 11
+
+
+def test_a_memo_gives_the_keys_that_hashing_all_gives() -> None:
+    root = root_key(b"x")
+    memo = ChainMemo(root, 8)
+    contexts = [[*range(cut), *range(50, 50 + more)] for cut in range(20) for more in (0, 1, 7)]
+
+    for ids in [*contexts, *reversed(contexts)]:
+        assert memo.keys_of(pack(ids)) == chain_keys(root, pack(ids), 8)
