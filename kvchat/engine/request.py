@@ -19,7 +19,7 @@ from kvchat.core.types import (
 )
 
 if TYPE_CHECKING:
-    from kvchat.cache.persistence import Restore
+    from kvchat.cache.restoring import Restore
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,36 +97,15 @@ def test_a_damaged_record_costs_time_and_no_word(processes: Processes, tier: Mem
 
 
 def test_a_tier_that_cannot_be_opened_is_none(processes: Processes) -> None:
-    harness = EngineHarness()
-
     def refuse() -> MemoryTier:
         raise OSError("no such disk")
 
-    harness.engine._persistence = Persistence(harness.cache, refuse)
+    harness = EngineHarness(persist=lambda cache: Persistence(cache, refuse))
     number = harness.submit(spec(HISTORY))
     harness.run()
 
     assert harness.generated(number) == alone(spec(HISTORY))
     harness.engine.close()
-
-
-def test_a_write_that_fails_is_made_up_for(processes: Processes, tier: MemoryTier) -> None:
-    process = processes.start()
-
-    def fail() -> None:
-        raise OSError("no space")
-
-    tier.before_write = fail
-    answer, _ = process.answer(spec(HISTORY))
-    assert process.persistence.transfer.flush(5.0)
-    assert not tier.blocks
-
-    tier.before_write = lambda: None
-    context = (*HISTORY, *answer, 3)
-    process.answer(spec(context))
-    process.end()
-
-    assert len(tier.blocks) == (len(context) + 5) // 4
 
 
 def test_a_cancelled_request_does_not_wait_for_the_disk(

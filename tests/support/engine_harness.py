@@ -8,6 +8,8 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from itertools import count
 
+from kvchat.cache.manager import CacheManager
+from kvchat.cache.persistence import Persistence
 from kvchat.core.events import (
     PrefillProgress,
     RequestEvent,
@@ -127,6 +129,7 @@ class EngineHarness(SteppedEngine):
         max_step_tokens: int = 16,
         max_running: int = 8,
         fails: Callable[[], None] = lambda: None,
+        persist: Callable[[CacheManager], Persistence] | None = None,
     ) -> None:
         cache = new_cache(num_blocks, block_size, reuse)
         self.model = RememberingModel(cache, fails)
@@ -139,6 +142,7 @@ class EngineHarness(SteppedEngine):
             max_running,
             VOCAB_SIZE,
             clock=lambda: float(next(ticks)),
+            persistence=persist(cache) if persist is not None else None,
         )
         super().__init__(engine, max_step_tokens, max_running)
 

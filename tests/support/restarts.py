@@ -48,11 +48,11 @@ class Processes:
         self.started: list[Process] = []
 
     def start(self, num_blocks: int = 200) -> Process:
-        harness = EngineHarness(num_blocks=num_blocks)
-        persistence = Persistence(harness.cache, self._open_tier)
+        harness = EngineHarness(num_blocks, persist=lambda c: Persistence(c, self._open_tier))
+        persistence = harness.engine._persistence
+        assert persistence is not None
         # Patience without end: what a test sees must not hang on what else the machine does.
         persistence.planner.prefill_tokens_per_s = 1e-3
-        harness.engine._persistence = persistence
         process = Process(harness, persistence)
         self.started.append(process)
         return process

@@ -1,0 +1,171 @@
+"""Samples: what becomes of drawn tokens. Requests grow, fork and end here, and say so in events.
+
+Knows when a request is done. Knows no logits, no text and no plans.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from kvchat.cache.manager import CacheManager
+from kvchat.core.errors import GenerationError, KvchatError
+from kvchat.core.events import (
+    PrefillProgress,
+    RequestEvent,
+    RequestFailed,
+    SampleFinished,
+    TokensGenerated,
+)
+from kvchat.core.types import CachedTokens, FinishReason
+from kvchat.engine.request import Request, State
+from kvchat.engine.scheduler import Scheduler, Work
+
+if TYPE_CHECKING:
+    from kvchat.cache.persistence import Persistence
+
+_log = logging.getLogger(__name__)
+
+
+class Samples:
+    """Appends to the requests of one scheduler, and ends them.
+
+    `max_context` bounds prompt and completion together; `clock` returns seconds. With `persistence`
+    finished contexts are kept.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        cache: CacheManager,
+        persistence: "Persistence | None",
+        max_context: int,
+        clock: Callable[[], float],
+    ) -> None:
+        self._scheduler = scheduler
+        self._cache = cache
+        self._persistence = persistence
+        self._max_context = max_context
+        self._clock = clock
+
+    def mark_started(self, plan: Sequence[Work]) -> None:
+        now_s = self._clock()
+        for work in plan:
+            if work.request.clock.started_s is None:
+                work.request.clock.started_s = now_s
+
+    def advance(self, plan: Sequence[Work], tokens: dict[Work, list[int]]) -> list[RequestEvent]:
+        """Count what was computed, enter full blocks in the tree, and append what was drawn."""
+        events: list[RequestEvent] = []
+        for work in plan:
+            request = work.request
+            if request.state is State.FINISHED:
+                continue  # it has failed with another of its samples
+            assert request.table is not None
+            request.num_computed += work.num_tokens
+            self._cache.commit(request.table, request.ids, request.num_computed)
+            if request.num_generated == 0:
+                events.append(_progress(request))
+            if work in tokens:
+                events.extend(self._append(request, tokens[work]))
+        return events
+
+    def _append(self, request: Request, tokens: list[int]) -> list[RequestEvent]:
+        """Append one drawn token to the request, and one each to the siblings it forks into."""
+        events: list[RequestEvent] = []
+        siblings = self._fork(request)
+        for sibling, token in zip([request, *siblings], tokens, strict=True):
+            if sibling.state is not State.FINISHED:  # or it has failed with another sample
+                events.extend(self._append_token(sibling, token))
+        return events
+
+    def _fork(self, request: Request) -> list[Request]:
+        """Make the siblings that share the prompt's blocks from here on."""
+        assert request.table is not None
+        siblings = []
+        for number in range(1, 1 + request.num_siblings_to_fork):
+            table = self._cache.fork(request.table, request.num_computed)
+            sibling = request.sibling(number, table)
+            self._scheduler.add(sibling)
+            siblings.append(sibling)
+        request.num_siblings_to_fork = 0
+        return siblings
+
+    def _append_token(self, request: Request, token: int) -> list[RequestEvent]:
+        now_s = self._clock()
+        if request.clock.first_token_s is None:
+            request.clock.first_token_s = now_s
+        request.clock.last_token_s = now_s
+        if token in request.spec.stop_token_ids:
+            request.stop_token = token
+            return [self._finish(request, FinishReason.STOP)]
+        request.ids.append(token)
+        generated = TokensGenerated(request.request_id, request.sample, (token,))
+        try:
+            is_stopped = request.watcher is not None and request.watcher.feed(token)
+        except Exception as error:  # a watcher reads text, which is not the engine's own work
+            _log.error("a stop watcher failed", exc_info=error)
+            failure = GenerationError("Looking for stop strings failed.", "Answer without --stop.")
+            return [generated, *self.fail(request, failure)]
+        if is_stopped:
+            return [generated, self._finish(request, FinishReason.STOP)]
+        if self._is_at_limit(request):
+            return [generated, self._finish(request, FinishReason.LENGTH)]
+        return [generated]
+
+    def _is_at_limit(self, request: Request) -> bool:
+        limit = request.spec.max_tokens
+        if limit is not None and request.num_generated >= limit:
+            return True
+        return len(request.ids) >= self._max_context
+
+    def _finish(self, request: Request, reason: FinishReason) -> SampleFinished:
+        computed = request.ids[: request.num_computed]
+        self._scheduler.finish(request)
+        if self._persistence is not None:
+            self._persistence.save(computed)
+        timing = request.clock.timing(self._clock())
+        return SampleFinished(
+            request.request_id,
+            request.sample,
+            reason,
+            request.usage(),
+            timing,
+            request.stop_token,
+        )
+
+    def end_cancelled(self) -> list[RequestEvent]:
+        """End what was cancelled since the last step; what was generated stays."""
+        events: list[RequestEvent] = []
+        for request in self._scheduler.requests():
+            if request.cancelled_for is not None:
+                ending = self._finish(request, request.cancelled_for)
+                # Samples that were still to fork end with it: every sample has an end.
+                samples = range(request.sample, request.sample + 1 + request.num_siblings_to_fork)
+                events.extend(replace(ending, sample=sample) for sample in samples)
+        return events
+
+    def end_stuck(self) -> list[RequestEvent]:
+        """With nothing running and nothing admissible, waiting longer would not help."""
+        events: list[RequestEvent] = []
+        for request in self._scheduler.requests():
+            self._scheduler.finish(request)
+            error = GenerationError("The cache has no room for this request.")
+            events.append(RequestFailed(request.request_id, error))
+        return events
+
+    def fail(self, failed: Request, error: KvchatError) -> list[RequestEvent]:
+        """End a request, all its samples; what they had computed before stays valid."""
+        for request in self._scheduler.requests():
+            if request.request_id == failed.request_id:
+                self._scheduler.finish(request)
+        return [RequestFailed(failed.request_id, error)]
+
+
+def _progress(request: Request) -> PrefillProgress:
+    return PrefillProgress(
+        request.request_id,
+        request.cached or CachedTokens(),
+        request.num_computed,
+        request.num_prompt_tokens,
+    )
