@@ -12,7 +12,7 @@ from queue import Empty, SimpleQueue
 
 from kvchat.cache.block_key import root_key
 from kvchat.cache.chain_memo import ChainMemo
-from kvchat.cache.codec import PackHead
+from kvchat.cache.codec import Canary, PackHead
 from kvchat.cache.manager import CacheManager
 from kvchat.cache.radix_node import TOKEN_BYTES, pack
 from kvchat.cache.tier import Tier
@@ -73,40 +73,58 @@ class Saver:
         size = self._manager.block_size
         self._kept.update(self._memo.keys_of(pack(ids[: num_blocks * size])))
 
-    def save(self, ids: TokenIds) -> None:
-        """Have the full blocks of a context written, as far as they are not kept yet."""
-        self._offer(ids, whole_packs=False)
+    def note_gone(self, ids: TokenIds) -> None:
+        """Take in that the tier has lost a context."""
+        self._kept.difference_update(self._memo.keys_of(pack(ids)))
+
+    def lacks(self, ids: TokenIds) -> bool:
+        """Whether a context has full blocks that are not known to be kept."""
+        if self._transfer.is_without_tier:
+            return False
+        return any(key not in self._kept for key in self._memo.keys_of(pack(ids)))
+
+    def save(self, ids: TokenIds, canary: Canary | None = None) -> None:
+        """Have the full blocks of a context written, as far as they are not kept yet.
+
+        `canary` is that of the last block's last token.
+        """
+        self._offer(ids, whole_packs=False, canary=canary)
 
     def save_packs(self, ids: TokenIds) -> None:
         """Have what fills whole packs written: for a context that is still growing."""
         self._offer(ids, whole_packs=True)
 
-    def _offer(self, ids: TokenIds, whole_packs: bool) -> None:
+    def _offer(self, ids: TokenIds, whole_packs: bool, canary: Canary | None = None) -> None:
         try:
             self._learn()
             if not self._transfer.is_without_tier and self._may_offer():
-                self._offer_packs(ids, whole_packs)
+                self._offer_packs(ids, whole_packs, canary)
         except Exception:
             _log.exception("a context could not be kept")
 
-    def _offer_packs(self, ids: TokenIds, whole_packs: bool) -> None:
+    def _offer_packs(self, ids: TokenIds, whole_packs: bool, canary: Canary | None) -> None:
         keys = self._memo.keys_of(pack(ids))
         start = next((n for n, key in enumerate(keys) if key not in self._kept), len(keys))
         for first in range(start, len(keys), self._blocks_a_pack):
             last = min(first + self._blocks_a_pack, len(keys))
             is_short = last - first < self._blocks_a_pack
-            if (is_short and whole_packs) or not self._offer_pack(ids, first, keys[:last]):
+            if is_short and whole_packs:
+                return
+            own_canary = canary if last == len(keys) else None
+            if not self._offer_pack(ids, first, keys[:last], own_canary):
                 return
             if self._num_refusals:
                 return  # one pack, to see whether the tier takes anything again
 
-    def _offer_pack(self, ids: TokenIds, first: int, keys: list[bytes]) -> bool:
+    def _offer_pack(
+        self, ids: TokenIds, first: int, keys: list[bytes], canary: Canary | None
+    ) -> bool:
         image = self._manager.export(ids, first, len(keys))
         if image is None:
             return False
         packed = pack(ids[: len(keys) * self._manager.block_size])
         if not self._transfer.save(
-            lambda tier: self._write(tier, packed, first, image, keys), len(image)
+            lambda tier: self._write(tier, packed, first, image, keys, canary), len(image)
         ):
             return False
         self._kept.update(keys[first:])
@@ -140,8 +158,14 @@ class Saver:
     # On the transfer thread
 
     def _write(
-        self, tier: Tier, packed: bytes, first: int, image: memoryview, keys: list[bytes]
-    ) -> bool:
+        self,
+        tier: Tier,
+        packed: bytes,
+        first: int,
+        image: memoryview,
+        keys: list[bytes],
+        canary: Canary | None,
+    ) -> None:
         """Write what nobody else has written meanwhile.
 
         A pack whose parents are missing could never be found, and is not written.
@@ -153,13 +177,12 @@ class Saver:
             is_wanted = first <= num_there < len(keys)
             if is_wanted:
                 parent = tier_keys[num_there - 1] if num_there else tier.root
-                head = PackHead(parent, packed[num_there * self._block_bytes :])
+                head = PackHead(parent, packed[num_there * self._block_bytes :], canary=canary)
                 is_written = tier.write(head, image[(num_there - first) * self._image_bytes :])
         finally:
             is_refused = not is_written and first <= num_there < len(keys)
             num_there = len(keys) if is_written else num_there
             self._outcomes.put(_Outcome(keys, num_there, is_refused, self._clock()))
-        return is_written
 
     def _tier_keys(self, tier: Tier, packed: bytes) -> list[bytes]:
         if self._tier_memo is None:

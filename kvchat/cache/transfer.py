@@ -1,7 +1,7 @@
-"""TransferThread: the one thread that waits for a slower tier, so that the engine never does.
+"""TransferThread: the one thread that waits for slower tiers, so that the engine never does.
 
-Restores go before saves, saves in the order they came and within a budget of bytes. Knows jobs and
-bytes; knows no request, no radix tree and no device.
+Copies to and from host memory go first, then restores, then saves, in the order they came and
+within a budget of bytes. Knows jobs and bytes; knows no request, no radix tree and no device.
 """
 
 import logging
@@ -9,15 +9,15 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 
 from kvchat.cache.tier import Tier
 
 OpenTier = Callable[[], Tier | None]
+CopyJob = Callable[[], None]
 RestoreJob = Callable[[Tier], None]
-SaveJob = Callable[[Tier], bool]
+SaveJob = Callable[[Tier], object]
 
 _log = logging.getLogger(__name__)
 
@@ -26,29 +26,32 @@ _log = logging.getLogger(__name__)
 class _Save:
     job: SaveJob
     num_bytes: int
-    outcome: "Future[bool]"
 
 
 class TransferThread:
-    """Owns a tier, which `open_tier` opens on the thread; None, or an error, leaves it without one.
+    """Owns a tier, which `open_tier` opens; None, or an error, leaves it without one.
 
-    Jobs given before the tier is open wait for it. Everything public may be called from any thread.
+    Opening may take as long as reading the weights, so it has a thread of its own: restores and
+    saves given before wait for it, copies do not. Everything public may be called from any thread.
     """
 
     def __init__(self, open_tier: OpenTier, max_pending_bytes: int) -> None:
         self._open_tier = open_tier
         self._max_pending_bytes = max_pending_bytes
         self._changed = threading.Condition()
+        self._copies: deque[CopyJob] = deque()
         self._restores: deque[RestoreJob] = deque()
         self._saves: deque[_Save] = deque()
         self._pending_bytes = 0
         self._is_busy = False
         self._is_closing = False
+        self._is_over = False
         self._tier: Tier | None = None
         self._failure: Exception | None = None
         self._is_open: bool | None = None
         self._thread = threading.Thread(target=self._run, name="kvchat-transfer", daemon=True)
         self._thread.start()
+        threading.Thread(target=self._open, name="kvchat-open-tier", daemon=True).start()
 
     @property
     def tier(self) -> Tier | None:
@@ -62,25 +65,30 @@ class TransferThread:
 
     @property
     def is_without_tier(self) -> bool:
-        """Whether no job will ever be done."""
+        """Whether no restore and no save will ever be done."""
         return self._is_open is False
 
+    def copy(self, job: CopyJob) -> None:
+        """Queue a job that needs no tier, before all others."""
+        with self._changed:
+            self._copies.append(job)
+            self._changed.notify_all()
+
     def restore(self, job: RestoreJob) -> None:
-        """Queue a job before all saves."""
+        """Queue a job before all saves, where there is or may be a tier."""
         with self._changed:
             self._restores.append(job)
             self._changed.notify_all()
 
-    def save(self, job: SaveJob, num_bytes: int) -> "Future[bool] | None":
-        """Queue a job that holds `num_bytes`; None, and nothing queued, beyond the budget."""
+    def save(self, job: SaveJob, num_bytes: int) -> bool:
+        """Queue a job that holds `num_bytes`; false, and nothing queued, beyond the budget."""
         with self._changed:
             if self._pending_bytes + num_bytes > self._max_pending_bytes or self._is_closing:
-                return None
-            outcome: Future[bool] = Future()
-            self._saves.append(_Save(job, num_bytes, outcome))
+                return False
+            self._saves.append(_Save(job, num_bytes))
             self._pending_bytes += num_bytes
             self._changed.notify_all()
-        return outcome
+        return True
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until the tier is open and has nothing to do; false if that took too long."""
@@ -100,28 +108,22 @@ class TransferThread:
             self._changed.wait_for(self._is_idle, timeout_s)
             self._is_closing = True
             self._changed.notify_all()
-            is_opening = self._is_open is None
-        if not is_opening:
-            self._thread.join(max(0.0, deadline_s - time.monotonic()))
+        self._thread.join(max(0.0, deadline_s - time.monotonic()))
 
     def _is_idle(self) -> bool:
-        return self._is_open is False or not (self._restores or self._saves or self._is_busy)
+        if self._copies or self._is_busy:
+            return False
+        return self._is_open is False or not (self._restores or self._saves)
 
-    # On the thread
-
-    def _run(self) -> None:
+    def _open(self) -> None:
+        """On a thread that ends with it: open the tier, and close it where nobody waited for it."""
         tier = self._opened()
         with self._changed:
             self._tier, self._is_open = tier, tier is not None
+            is_too_late = self._is_over
             self._changed.notify_all()
-        while (job := self._next()) is not None:
-            if isinstance(job, _Save):
-                job.outcome.set_result(tier is not None and _done(job.job, tier))
-            elif tier is not None:
-                _done(job, tier)
-        if tier is not None:
-            with suppress(Exception):
-                tier.close()
+        if is_too_late:
+            _close(tier)
 
     def _opened(self) -> Tier | None:
         try:
@@ -131,24 +133,50 @@ class TransferThread:
             self._failure = error
             return None
 
-    def _next(self) -> "_Save | RestoreJob | None":
+    # On the thread
+
+    def _run(self) -> None:
+        while (job := self._next()) is not None:
+            job()
+        with self._changed:
+            self._is_over = True
+        _close(self._tier)
+
+    def _next(self) -> CopyJob | None:
+        """Wait for the next job; return what does it, None once there will be none."""
         with self._changed:
             self._is_busy = False
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._restores or self._saves or self._is_closing)
+            self._changed.wait_for(lambda: self._is_closing or self._has_job())
             if self._is_closing:
                 return None
             self._is_busy = True
-            if self._restores:
-                return self._restores.popleft()
-            save = self._saves.popleft()
-            self._pending_bytes -= save.num_bytes
-            return save
+            return self._taken()
+
+    def _has_job(self) -> bool:
+        return bool(self._copies or (self._is_open is not None and (self._restores or self._saves)))
+
+    def _taken(self) -> CopyJob:
+        if self._copies:
+            job = self._copies.popleft()
+            return lambda: _do(job)
+        tier = self._tier
+        if self._restores:
+            restore = self._restores.popleft()
+            return lambda: _do(lambda: tier is not None and restore(tier))
+        save = self._saves.popleft()
+        self._pending_bytes -= save.num_bytes
+        return lambda: _do(lambda: tier is not None and save.job(tier))
 
 
-def _done(job: Callable[[Tier], object], tier: Tier) -> bool:
+def _do(job: Callable[[], object]) -> None:
     try:
-        return bool(job(tier))
+        job()
     except Exception:
         _log.exception("a transfer failed")
-        return False
+
+
+def _close(tier: Tier | None) -> None:
+    if tier is not None:
+        with suppress(Exception):
+            tier.close()
