@@ -1,0 +1,250 @@
+"""HostTier: blocks of KV in host RAM, by chain key: what sank from the device, and may rise again.
+
+A block goes before the block it continues, never after; what is being copied stays. Found blocks
+are compared with the token ids asked for. Knows keys, ids and bytes; knows no device and no thread.
+"""
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kvchat.cache.block_key import chain_keys, root_key
+from kvchat.cache.codec import DamagedRecord, PackHead
+from kvchat.cache.host_memory import HostMemory
+from kvchat.cache.radix_node import TOKEN_BYTES
+from kvchat.cache.tier import Found
+from kvchat.core.stats import TierStatus
+
+# What one process keeps in its memory needs no identity.
+_ROOT = root_key(b"host")
+
+
+@dataclass(slots=True)
+class _Entry:
+    """One block. `num_users` counts the copies under way; it is found once it `is_filled`."""
+
+    parent: bytes
+    ids: bytes
+    slot: int
+    num_users: int = 0
+    is_filled: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Loan:
+    """Rows of host memory, one per block of `keys`, that stay theirs until the loan is ended.
+
+    `first` is the place of the first of them in the run that was asked for or offered.
+    """
+
+    keys: tuple[bytes, ...]
+    first: int
+    rows: tuple[torch.Tensor, ...]
+
+
+class HostTier:
+    """At most `limit_bytes` of images of `block_bytes`, for blocks of `block_size` token ids.
+
+    The limit holds at every instant. One thread owns the tier; rows that it lends may be copied to
+    and from by another.
+    """
+
+    def __init__(
+        self, block_size: int, block_bytes: int, limit_bytes: int, is_pinned: bool
+    ) -> None:
+        self._ids_bytes = block_size * TOKEN_BYTES
+        self._limit_bytes = limit_bytes
+        self._memory = HostMemory(block_bytes, limit_bytes, is_pinned)
+        # The one used longest ago first, and every block after all that continue it.
+        self._entries: OrderedDict[bytes, _Entry] = OrderedDict()
+        self._num_children: Counter[bytes] = Counter()
+        self._num_evicted = 0
+        self._bytes_read = 0
+        self._bytes_written = 0
+
+    @property
+    def root(self) -> bytes:
+        """The key of the empty context."""
+        return _ROOT
+
+    @property
+    def num_slots(self) -> int:
+        """Blocks the tier can hold."""
+        return self._memory.num_slots
+
+    # Lending
+
+    def count(self, keys: Sequence[bytes], packed: bytes) -> int:
+        """Return how many of a prompt's leading blocks are here; changes nothing.
+
+        `keys` are the chain keys of the blocks of `packed` token ids. Both may begin in the middle
+        of the prompt: what lies before is the caller's.
+        """
+        size = self._ids_bytes
+        for number, key in enumerate(keys):
+            entry = self._entries.get(key)
+            own = packed[number * size : (number + 1) * size]
+            if entry is None or not entry.is_filled or entry.ids != own:
+                return number
+        return len(keys)
+
+    def borrow(self, keys: Sequence[bytes], packed: bytes) -> Loan:
+        """Lend the leading blocks that are here, to be copied from; see `count`."""
+        found = tuple(keys[: self.count(keys, packed)])
+        if found:
+            self._touch(self._entries[found[0]].parent, found)
+        return self._lend(found, 0)
+
+    def offer(self, parent: bytes, keys: Sequence[bytes], packed: bytes) -> Loan:
+        """Make room for blocks that follow `parent` and are not here, and lend it to be filled.
+
+        What is here already counts as used. Where there is not room for all, the last are left out.
+        """
+        assert len(packed) == len(keys) * self._ids_bytes
+        first = next((n for n, key in enumerate(keys) if key not in self._entries), len(keys))
+        last = next((n for n in range(first, len(keys)) if keys[n] in self._entries), len(keys))
+        self._touch(parent, keys)
+        needed = {*self._line(parent), *keys}
+        parents = [parent, *keys]
+        for number in range(first, last):
+            slot = self._slot(needed)
+            if slot is None:
+                last = number
+                break
+            ids = packed[number * self._ids_bytes : (number + 1) * self._ids_bytes]
+            self._entries[keys[number]] = _Entry(parents[number], ids, slot)
+            self._num_children[parents[number]] += 1
+        self._touch(parent, keys)
+        return self._lend(tuple(keys[first:last]), first)
+
+    def _lend(self, keys: tuple[bytes, ...], first: int) -> Loan:
+        for key in keys:
+            self._entries[key].num_users += 1
+        rows = tuple(self._memory.row(self._entries[key].slot) for key in keys)
+        return Loan(keys, first, rows)
+
+    def end(self, loan: Loan) -> None:
+        """Take back what was borrowed."""
+        for key in loan.keys:
+            self._entries[key].num_users -= 1
+        self._bytes_read += len(loan.keys) * self._memory.block_bytes
+
+    def settle(self, loan: Loan, is_filled: bool) -> None:
+        """Take back what was offered: it is found from now on, or forgotten if nothing came."""
+        for key in loan.keys:
+            entry = self._entries[key]
+            entry.num_users -= 1
+            entry.is_filled = is_filled
+        if is_filled:
+            self._bytes_written += len(loan.keys) * self._memory.block_bytes
+            return
+        for key in reversed(loan.keys):
+            self._remove(key)
+
+    # Forgetting
+
+    def _slot(self, kept: set[bytes]) -> int | None:
+        """Take a slot, if need be that of the block used longest ago that nothing continues."""
+        slot = self._memory.take()
+        if slot is None and (oldest := self._oldest(kept)) is not None:
+            self._remove(oldest)
+            self._num_evicted += 1
+            slot = self._memory.take()
+        return slot
+
+    def _oldest(self, kept: set[bytes]) -> bytes | None:
+        for key, entry in self._entries.items():
+            if not (entry.num_users or self._num_children[key] or key in kept):
+                return key
+        return None
+
+    def _remove(self, key: bytes) -> None:
+        entry = self._entries.pop(key)
+        self._memory.give_back(entry.slot)
+        self._num_children[entry.parent] -= 1
+        if not self._num_children[entry.parent]:
+            del self._num_children[entry.parent]
+
+    def clear(self) -> None:
+        """Forget everything that is not being copied."""
+        while (oldest := self._oldest(set())) is not None:
+            self._remove(oldest)
+
+    def _touch(self, parent: bytes, keys: Sequence[bytes]) -> None:
+        """Make blocks that follow `parent`, and those it follows, the ones used last."""
+        for key in reversed(keys):
+            if key in self._entries:
+                self._entries.move_to_end(key)
+        for key in self._line(parent):
+            self._entries.move_to_end(key)
+
+    def _line(self, key: bytes) -> Iterator[bytes]:
+        """Yield a block and those it follows, the nearest first, until one is not here."""
+        while (entry := self._entries.get(key)) is not None:
+            yield key
+            key = entry.parent
+
+    # The contract of tiers
+
+    def find(self, keys: Sequence[bytes], packed: bytes) -> list[Found]:
+        """Return the leading blocks of a prompt that are here, each as a pack of one."""
+        return [
+            Found(key, number, 1) for number, key in enumerate(keys[: self.count(keys, packed)])
+        ]
+
+    def read(self, found: Found) -> memoryview:
+        """Return a copy of a block's image. Raises DamagedRecord where it is gone."""
+        entry = self._entries.get(found.key)
+        if entry is None or not entry.is_filled:
+            raise DamagedRecord("gone")
+        self._touch(entry.parent, [found.key])
+        self._bytes_read += self._memory.block_bytes
+        image = bytearray(self._memory.block_bytes)
+        torch.frombuffer(image, dtype=torch.uint8).copy_(self._memory.row(entry.slot))
+        return memoryview(image)
+
+    def write(self, head: PackHead, image: memoryview) -> bool:
+        """Keep the blocks of a pack that are not here; false where there is not room for all."""
+        keys = chain_keys(head.parent, head.ids, self._ids_bytes)
+        while (loan := self.offer(head.parent, keys, head.ids)).keys:
+            for number, row in enumerate(loan.rows):
+                start = (loan.first + number) * self._memory.block_bytes
+                bits = bytearray(image[start : start + self._memory.block_bytes])
+                row.copy_(torch.frombuffer(bits, dtype=torch.uint8))
+            self.settle(loan, is_filled=True)
+        return all(key in self._entries for key in keys)
+
+    def status(self) -> TierStatus:
+        """Return what the tier holds and has done; may be asked from any thread."""
+        return TierStatus(
+            num_packs=len(self._entries),
+            num_bytes=self._memory.num_bytes,
+            limit_bytes=self._limit_bytes,
+            bytes_read=self._bytes_read,
+            bytes_written=self._bytes_written,
+            num_evicted=self._num_evicted,
+        )
+
+    def close(self) -> None:
+        """Nothing to let go of: the memory goes with the tier."""
+
+    # Self-examination
+
+    def check(self, loans: Sequence[Loan] | None = None) -> None:
+        """Re-derive every invariant; with all loans given, the counts of users too."""
+        memory, entries = self._memory, self._entries
+        assert memory.num_bytes <= self._limit_bytes
+        slots = [entry.slot for entry in entries.values()]
+        assert len(set(slots)) == len(slots), "two blocks share a slot"
+        assert len(slots) + memory.num_free == memory.num_slots
+        assert Counter(entry.parent for entry in entries.values()) == self._num_children
+        places = {key: place for place, key in enumerate(entries)}
+        for key, entry in entries.items():
+            if entry.parent in places:
+                assert places[entry.parent] > places[key], "a block is older than what continues it"
+            assert entry.is_filled or entry.num_users, "a block is neither filled nor being filled"
+        if loans is not None:
+            users = Counter(key for loan in loans for key in loan.keys)
+            assert users == Counter({k: e.num_users for k, e in entries.items() if e.num_users})

@@ -1,0 +1,237 @@
+"""HostTier against its naive twin, a dict of images; its limit, and what goes first."""
+
+import random
+import zlib
+from collections.abc import Sequence
+
+import pytest
+
+from kvchat.cache.block_key import chain_keys
+from kvchat.cache.codec import PackHead
+from kvchat.cache.host_memory import HostMemory
+from kvchat.cache.host_tier import HostTier, Loan
+from kvchat.cache.radix_node import pack
+from kvchat.cache.tier import Tier
+from support.soak_sizes import short_and_long
+
+SIZE = 2
+IMAGE_BYTES = 64
+STORY = list(range(20))
+
+
+def new_tier(num_blocks: int) -> HostTier:
+    return HostTier(SIZE, IMAGE_BYTES, num_blocks * IMAGE_BYTES, is_pinned=False)
+
+
+def image_of(ids: Sequence[int], num_blocks: int) -> memoryview:
+    """Return images of a context's first blocks; each says all that lies before its end."""
+    images = [
+        zlib.crc32(bytes(ids[: (n + 1) * SIZE])).to_bytes(4, "big") for n in range(num_blocks)
+    ]
+    return memoryview(b"".join(image * (IMAGE_BYTES // 4) for image in images))
+
+
+def keys_of(tier: HostTier, ids: Sequence[int]) -> list[bytes]:
+    return chain_keys(tier.root, pack(ids), SIZE * 4)
+
+
+def write(tier: HostTier, ids: Sequence[int], first: int = 0) -> bool:
+    """Write a context's blocks from `first` on."""
+    parent = keys_of(tier, ids)[first - 1] if first else tier.root
+    image = image_of(ids, len(ids) // SIZE)[first * IMAGE_BYTES :]
+    return tier.write(PackHead(parent, pack(ids[first * SIZE : len(ids) // SIZE * SIZE])), image)
+
+
+def num_found(tier: HostTier, ids: Sequence[int], first: int = 0) -> int:
+    """Return how many blocks from `first` on are found, each with its own image."""
+    found = tier.find(keys_of(tier, ids)[first:], pack(ids[first * SIZE :]))
+    images = b"".join(bytes(tier.read(part)) for part in found)
+    whole = bytes(image_of(ids, first + len(found)))
+    assert images == whole[first * IMAGE_BYTES :]
+    return len(found)
+
+
+def test_it_is_a_tier() -> None:
+    tier: Tier = new_tier(4)
+    assert tier.status().limit_bytes == 4 * IMAGE_BYTES
+
+
+def test_what_was_written_is_found_by_prefix_and_nothing_else_is() -> None:
+    tier = new_tier(16)
+    assert write(tier, STORY)
+
+    assert num_found(tier, STORY) == 10
+    assert num_found(tier, [*STORY[:7], 99, 99]) == 3
+    assert num_found(tier, [99, *STORY]) == 0
+    assert num_found(tier, STORY, first=4) == 6
+    tier.check([])
+
+
+def test_other_ids_under_the_same_key_are_not_found() -> None:
+    """Keys are hashes: what they say is not believed without the ids."""
+    tier = new_tier(16)
+    write(tier, STORY)
+
+    assert tier.find(keys_of(tier, STORY), pack([*STORY[:6], *[77] * 14])) == tier.find(
+        keys_of(tier, STORY[:6]), pack(STORY[:6])
+    )
+
+
+def test_the_end_of_what_was_used_longest_ago_goes_first() -> None:
+    tier = new_tier(16)
+    write(tier, STORY)
+    write(tier, [50, *STORY])
+    assert (num_found(tier, STORY), num_found(tier, [50, *STORY])) == (6, 10)
+
+    num_found(tier, STORY)
+    write(tier, [60, 61, 62, 63])
+
+    assert num_found(tier, STORY) == 6
+    assert num_found(tier, [50, *STORY]) == 8
+    tier.check([])
+
+
+def test_a_block_that_came_after_those_that_continue_it_leaves_after_them() -> None:
+    """From the device the ends of contexts come first."""
+    tier = new_tier(8)
+    write(tier, STORY[:12], first=4)
+    write(tier, STORY[:8], first=2)
+    write(tier, STORY[:4])
+    assert num_found(tier, STORY) == 6
+
+    write(tier, [60, 61, 62, 63, 64, 65])
+
+    assert num_found(tier, STORY) == 5
+    tier.check([])
+
+
+def test_nothing_is_forgotten_for_what_continues_it() -> None:
+    tier = new_tier(8)
+
+    assert not write(tier, STORY)
+    assert num_found(tier, STORY) == 8
+    assert not write(tier, STORY, first=8)
+    assert num_found(tier, STORY) == 8
+    tier.check([])
+
+
+def test_what_is_being_copied_stays() -> None:
+    tier = new_tier(4)
+    write(tier, STORY[:6])
+    keys = keys_of(tier, STORY[:6])
+    loan = tier.borrow(keys, pack(STORY[:6]))
+
+    assert not write(tier, [60, 61, 62, 63])
+    assert [bytes(row.tolist()) for row in loan.rows] == [
+        bytes(image_of(STORY, 3)[n * IMAGE_BYTES : (n + 1) * IMAGE_BYTES]) for n in range(3)
+    ]
+    tier.end(loan)
+    assert write(tier, [60, 61, 62, 63])
+
+
+def test_what_is_being_filled_is_not_found_until_it_is() -> None:
+    tier = new_tier(4)
+    keys = keys_of(tier, STORY[:4])
+    kept, lost = tier.offer(tier.root, keys[:1], pack(STORY[:2])), None
+    lost = tier.offer(keys[0], keys[1:], pack(STORY[2:4]))
+    assert tier.count(keys, pack(STORY[:4])) == 0
+
+    tier.settle(kept, is_filled=True)
+    tier.settle(lost, is_filled=False)
+
+    assert tier.count(keys, pack(STORY[:4])) == 1
+    tier.check([])
+
+
+@pytest.mark.parametrize("limit", [0, 1, 63, 64, 100, 1 << 12, 10_000])
+@pytest.mark.parametrize("block_bytes", [1, 48, 64, 1000])
+def test_memory_is_taken_up_to_the_limit_and_no_further(block_bytes: int, limit: int) -> None:
+    memory = HostMemory(block_bytes, limit, is_pinned=False)
+    slots = []
+    while (slot := memory.take()) is not None:
+        slots.append(slot)
+        memory.row(slot).fill_(slot % 251)
+        assert memory.num_bytes <= limit
+
+    assert len(slots) == memory.num_slots
+    assert memory.num_free == 0
+    assert all((memory.row(slot) == slot % 251).all() for slot in slots)
+    if limit >= 8 * 2 * block_bytes:
+        assert len(slots) * block_bytes >= limit * 3 // 8
+
+
+def test_where_the_system_has_no_more_memory_the_tier_is_smaller(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tier = new_tier(64)
+    write(tier, STORY[:4])
+
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr("kvchat.cache.host_memory.torch.empty", refuse)
+    for start in range(0, 40, 4):
+        write(tier, list(range(100 + start, 104 + start)))
+
+    monkeypatch.undo()
+    tier.check([])
+    assert num_found(tier, list(range(136, 140))) == 2
+
+
+class Borrower:
+    """Borrows, fills and forgets at random, and remembers in a dict what was ever written."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
+        self.tier = new_tier(rng.choice([3, 8, 24]))
+        self.written: dict[bytes, bytes] = {}
+        self.filling: list[tuple[Loan, list[bytes]]] = []
+        self.reading: list[Loan] = []
+        self.num_found = 0
+        trunk = list(range(16))
+        self.stories = [[*trunk[:cut], *range(20, 36 - cut + 4)] for cut in (0, 3, 8, 9, 16)]
+
+    def act(self) -> None:
+        story = self.rng.choice(self.stories)
+        ids = story[: SIZE * self.rng.randint(1, len(story) // SIZE)]
+        keys, images = keys_of(self.tier, ids), bytes(image_of(ids, len(ids) // SIZE))
+        parts = [images[n * IMAGE_BYTES : (n + 1) * IMAGE_BYTES] for n in range(len(keys))]
+        first = self.rng.randint(0, len(keys) - 1)
+        action = self.rng.random()
+        if action < 0.45 and len(self.filling) < 2:
+            parent = keys[first - 1] if first else self.tier.root
+            loan = self.tier.offer(parent, keys[first:], pack(ids[first * SIZE :]))
+            self.filling.append((loan, parts[first + loan.first :]))
+        elif action < 0.75 and self.filling:
+            self.fill(*self.filling.pop(self.rng.randrange(len(self.filling))))
+        elif action < 0.9 and len(self.reading) < 2:
+            loan = self.tier.borrow(keys[first:], pack(ids[first * SIZE :]))
+            for key, row, part in zip(loan.keys, loan.rows, parts[first:], strict=False):
+                assert bytes(row.tolist()) == part == self.written[key]
+            self.num_found += len(loan.keys)
+            self.reading.append(loan)
+        elif self.reading:
+            loan = self.reading.pop()
+            for key, row in zip(loan.keys, loan.rows, strict=True):
+                assert bytes(row.tolist()) == self.written[key], "lent rows were given away"
+            self.tier.end(loan)
+        self.tier.check([loan for loan, _ in self.filling] + self.reading)
+
+    def fill(self, loan: Loan, parts: list[bytes]) -> None:
+        is_filled = self.rng.random() < 0.9
+        for key, row, part in zip(loan.keys, loan.rows, parts, strict=False):
+            row.copy_(row.new_tensor(list(part)))
+            if is_filled:
+                self.written[key] = part
+        self.tier.settle(loan, is_filled)
+
+
+@short_and_long(6, 200)
+def test_borrowers_only_ever_see_what_was_written(size: int) -> None:
+    num_found = 0
+    for seed in range(size):
+        borrower = Borrower(random.Random(seed))
+        for _ in range(300):
+            borrower.act()
+        num_found += borrower.num_found
+    assert num_found > 20 * size
