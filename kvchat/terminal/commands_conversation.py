@@ -1,9 +1,11 @@
 """Commands about whole conversations: begin, resume, name, write out, delete, leave."""
 
+import asyncio
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvchat.chat.importing import import_file
 from kvchat.chat.store import SessionStore, SessionSummary
 from kvchat.chat.transcript import to_json, to_markdown
 from kvchat.core.errors import ExitCode, SessionNotFound, StoreError, UsageError
@@ -33,6 +35,20 @@ async def resume(context: "CommandContext", arguments: str) -> None:
     session_id = await _pick_session(context, store, arguments, "Go on with")
     if session_id is None:
         return
+    _go_on_with(context, session_id)
+
+
+async def import_(context: "CommandContext", arguments: str) -> None:
+    store = _store(context)
+    if not arguments:
+        raise UsageError("/import needs a file: a session, or messages in JSON.", "/import PATH")
+    path = Path(arguments).expanduser()
+    session_id = await asyncio.to_thread(import_file, store, path)
+    context.say(f"A copy of {one_line(str(path))} is saved and open.")
+    _go_on_with(context, session_id)
+
+
+def _go_on_with(context: "CommandContext", session_id: str) -> None:
     session = context.desk.open(session_id)
     for note in session.notes:
         context.say(note)
@@ -203,6 +219,14 @@ COMMANDS = (
         Group.CONVERSATION,
         usage="[md|json|jsonl] [PATH]",
         aliases=("save",),
+        argument=Argument.PATH,
+    ),
+    Command(
+        "import",
+        "take over a conversation from a file, and go on with it",
+        import_,
+        Group.CONVERSATION,
+        usage="PATH",
         argument=Argument.PATH,
     ),
 )

@@ -62,6 +62,23 @@ def test_a_conversation_is_exported_into_a_directory(start_chat: StartChat, tmp_
     assert written.suffix == ".json"
 
 
+def test_a_written_conversation_is_imported_and_gone_on_with(
+    start_chat: StartChat, tmp_path: Path
+) -> None:
+    """What /export wrote could only be read back from the shell."""
+    path = tmp_path / "a chat.json"
+    chat = start_chat(columns=200)
+    chat.enter("hello").wait_for("tokens at")
+    chat.enter(f"/export {path}").wait_for("Written to")
+    chat.enter("/new").wait_for("A new conversation")
+
+    chat.enter(f"/import {path}").wait_for("read again once")
+    chat.enter("/tree").wait_for("you: hello")
+
+    chat.enter(f"/import {tmp_path / 'nothing'}").wait_for("cannot be read")
+    chat.enter("/import").wait_for("needs a file")
+
+
 def test_the_context_is_told_in_words_to_those_who_listen(start_chat: StartChat) -> None:
     """The bar was read out cell by cell, and the prompt was said before the command's answer."""
     chat = start_chat("--spoken")
