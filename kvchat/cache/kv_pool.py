@@ -4,12 +4,11 @@ Knows geometry, bytes and devices. Does not know which block belongs to whom.
 """
 
 import mmap
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
-from kvchat_kernels.block_copy import block_copy
+from kvchat_kernels.block_copy import PoolTensors, copy_blocks, gather_blocks, scatter_blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +57,7 @@ class KvPool:
             (self._allocate(layer, layer.key_dim), self._allocate(layer, layer.value_dim))
             for layer in geometry.layers
         )
+        self._tensors = PoolTensors([tensor for pair in self.layers for tensor in pair])
 
     def _allocate(self, layer: LayerGeometry, dim: int) -> torch.Tensor:
         geometry = self.geometry
@@ -70,11 +70,7 @@ class KvPool:
 
     def copy_block(self, source: int, target: int) -> None:
         """Copy one block's KV in every layer, for copy-on-write."""
-        sources = torch.tensor([source], device=self.device)
-        targets = torch.tensor([target], device=self.device)
-        for keys, values in self.layers:
-            block_copy(keys, sources, targets)
-            block_copy(values, sources, targets)
+        copy_blocks(self._tensors, [source], [target])
 
     def gather(self, blocks: list[int]) -> memoryview:
         """Return the images of `blocks`, one after another, as bytes of the caller's own.
@@ -83,30 +79,15 @@ class KvPool:
         """
         image = bytearray(len(blocks) * self.geometry.block_bytes)
         if blocks:
-            staging = torch.frombuffer(image, dtype=torch.uint8).view(len(blocks), -1)
-            for rows, start, end in self._columns():
-                staging[:, start:end] = rows[_selector(blocks)].to(staging.device)
+            rows = torch.frombuffer(image, dtype=torch.uint8).view(len(blocks), -1)
+            staging = rows.to(self.device)
+            gather_blocks(self._tensors, blocks, staging)
+            rows.copy_(staging)
         return memoryview(image)
 
     def scatter(self, blocks: list[int], image: bytearray | memoryview) -> None:
         """Fill `blocks` with images that `gather` made; `image` must be writable memory."""
         assert len(image) == len(blocks) * self.geometry.block_bytes
         if blocks:
-            staging = torch.frombuffer(image, dtype=torch.uint8).view(len(blocks), -1)
-            for rows, start, end in self._columns():
-                rows[_selector(blocks)] = staging[:, start:end].to(rows.device)
-
-    def _columns(self) -> Iterator[tuple[torch.Tensor, int, int]]:
-        """Yield every tensor as [num_blocks, bytes], and the bytes of an image that are its own."""
-        start = 0
-        for tensors in self.layers:
-            for tensor in tensors:
-                rows = tensor.view(self.num_blocks, -1).view(torch.uint8)
-                yield rows, start, start + rows.shape[1]
-                start += rows.shape[1]
-
-
-def _selector(blocks: list[int]) -> slice | list[int]:
-    """Return what selects `blocks`: a slice where they lie side by side, which is much faster."""
-    first, last = blocks[0], blocks[-1] + 1
-    return slice(first, last) if blocks == list(range(first, last)) else blocks
+            rows = torch.frombuffer(image, dtype=torch.uint8).view(len(blocks), -1)
+            scatter_blocks(self._tensors, blocks, rows.to(self.device))

@@ -1,17 +1,89 @@
-"""Copy whole blocks within a pool, for copy-on-write.
+"""Copy whole blocks, all layers at once: to other blocks, into images, and from images.
 
-Knows block ids; not why a block is copied.
+For copy-on-write and for the tiers. Knows block ids and bytes; not why a block is copied.
 """
+
+from collections.abc import Sequence
 
 import torch
 
+from kvchat_kernels.block_copy.pool_tensors import PoolTensors
+from kvchat_kernels.block_copy.reference import (
+    copy_blocks_reference,
+    gather_blocks_reference,
+    scatter_blocks_reference,
+)
+from kvchat_kernels.launch import uses_triton
 
-def block_copy(pool: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
-    """Copy blocks of one layer's pool, in place.
+__all__ = ["PoolTensors", "copy_blocks", "gather_blocks", "scatter_blocks"]
 
-    pool      [num_blocks, block_size, num_kv_heads, head_dim]
-    sources   [num_copies] int64 block ids; none of them is also a target
-    targets   [num_copies] int64 distinct block ids
+
+def copy_blocks(
+    pools: PoolTensors, sources: Sequence[int], targets: Sequence[int], *, impl: str = "auto"
+) -> None:
+    """Copy block `sources[i]` to block `targets[i]` in every tensor, in place.
+
+    Targets are distinct, and none of them is also a source. `impl` is auto, triton or reference;
+    on a GPU this is one kernel for all tensors, and does not wait for it.
     """
-    assert sources.shape == targets.shape
-    pool.index_copy_(0, targets, pool.index_select(0, sources))
+    assert len(sources) == len(targets)
+    _check(pools, [*sources, *targets])
+    if not sources:
+        return
+    if uses_triton(pools.device, impl):
+        from kvchat_kernels.block_copy.kernel import copy_launch
+
+        copy_launch(pools, _on(pools, sources), _on(pools, targets)).run()
+    else:
+        copy_blocks_reference(pools, sources, targets)
+
+
+def gather_blocks(
+    pools: PoolTensors, blocks: Sequence[int], images: torch.Tensor, *, impl: str = "auto"
+) -> None:
+    """Fill `images`, [len(blocks), image_bytes] uint8 on the pools' device, with blocks' images.
+
+    `images` is contiguous, the caller's, and starts at a multiple of 16 bytes on a GPU.
+    """
+    _check(pools, blocks)
+    _check_images(pools, blocks, images)
+    if not blocks:
+        return
+    if uses_triton(pools.device, impl):
+        from kvchat_kernels.block_copy.kernel import image_launch
+
+        image_launch(pools, _on(pools, blocks), images, is_gather=True).run()
+    else:
+        gather_blocks_reference(pools, blocks, images)
+
+
+def scatter_blocks(
+    pools: PoolTensors, blocks: Sequence[int], images: torch.Tensor, *, impl: str = "auto"
+) -> None:
+    """Fill distinct `blocks` with what `gather_blocks` made; the shapes are the same."""
+    _check(pools, blocks)
+    _check_images(pools, blocks, images)
+    if not blocks:
+        return
+    if uses_triton(pools.device, impl):
+        from kvchat_kernels.block_copy.kernel import image_launch
+
+        image_launch(pools, _on(pools, blocks), images, is_gather=False).run()
+    else:
+        scatter_blocks_reference(pools, blocks, images)
+
+
+def _on(pools: PoolTensors, blocks: Sequence[int]) -> torch.Tensor:
+    return torch.tensor(blocks, dtype=torch.int64, device=pools.device)
+
+
+def _check(pools: PoolTensors, blocks: Sequence[int]) -> None:
+    # A kernel would write wherever a wrong id points.
+    assert all(0 <= block < pools.num_blocks for block in blocks), blocks
+
+
+def _check_images(pools: PoolTensors, blocks: Sequence[int], images: torch.Tensor) -> None:
+    assert images.shape == (len(blocks), pools.image_bytes), images.shape
+    assert images.dtype == torch.uint8
+    assert images.device == pools.device
+    assert images.is_contiguous()

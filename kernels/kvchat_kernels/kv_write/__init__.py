@@ -1,9 +1,15 @@
 """Write a step's keys and values into their slots.
 
-Knows pools and slots; not which sequence owns a slot.
+Knows pools and slots; not which sequence owns a slot. Keys that still need their norm or their
+rotation go through `rope_kv_write` instead.
 """
 
 import torch
+
+from kvchat_kernels.kv_write.reference import kv_write_reference
+from kvchat_kernels.launch import uses_triton
+
+__all__ = ["kv_write"]
 
 
 def kv_write(
@@ -12,16 +18,27 @@ def kv_write(
     key_pool: torch.Tensor,
     value_pool: torch.Tensor,
     slot_mapping: torch.Tensor,
+    *,
+    impl: str = "auto",
 ) -> None:
     """Scatter new keys and values into the pools, in place.
 
-    key            [num_tokens, num_kv_heads, key_dim], cast to the pool's dtype
+    key            [num_tokens, num_kv_heads, key_dim], cast to the pool's dtype; any strides, but
+                   on a GPU neighbours of the last dimension must be neighbours in memory
     value          [num_tokens, num_kv_heads, value_dim], likewise
-    key_pool       [num_blocks, block_size, num_kv_heads, key_dim]
-    value_pool     [num_blocks, block_size, num_kv_heads, value_dim]
-    slot_mapping   [num_tokens] int64, `block_id * block_size + offset`; padding rows name slots of
-                   the scratch block 0, and may repeat; all other slots are distinct
+    key_pool       [num_blocks, block_size, num_kv_heads, key_dim], contiguous
+    value_pool     [num_blocks, block_size, num_kv_heads, value_dim], contiguous
+    slot_mapping   [num_tokens] int64, `block_id * block_size + offset`; a token at slot -1 is not
+                   written; padding rows name slots of the scratch block 0, and may repeat; all
+                   other slots are distinct
+    impl           auto, triton or reference
     """
     assert key.shape[0] == value.shape[0] == slot_mapping.shape[0]
-    key_pool.flatten(0, 1).index_copy_(0, slot_mapping, key.to(key_pool.dtype))
-    value_pool.flatten(0, 1).index_copy_(0, slot_mapping, value.to(value_pool.dtype))
+    assert key.shape[1:] == key_pool.shape[2:], (key.shape, key_pool.shape)
+    assert value.shape[1:] == value_pool.shape[2:], (value.shape, value_pool.shape)
+    if uses_triton(key.device, impl):
+        from kvchat_kernels.kv_write.kernel import kv_write_launch
+
+        kv_write_launch(key, value, key_pool, value_pool, slot_mapping).run()
+    else:
+        kv_write_reference(key, value, key_pool, value_pool, slot_mapping)

@@ -1,0 +1,103 @@
+"""The block copies as Triton kernels over a table of addresses, one launch for all tensors.
+
+Legend: W words of a part of a row. A word has WORD bytes, and ALIGNED words in a row are known to
+start at a multiple of ALIGNED * WORD bytes: that is what makes a load 16 bytes wide.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from kvchat_kernels.block_copy.pool_tensors import PoolTensors
+from kvchat_kernels.launch import Launch
+
+_PART_BYTES = 8192
+
+
+@triton.jit
+def _copy_part(
+    source, target, row_bytes, part, WORD: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Copy BLOCK words between two addresses, given as int64 numbers."""
+    word: tl.constexpr = tl.core.get_int_dtype(8 * WORD, True)
+    source_ptr = tl.multiple_of(source.to(tl.pointer_type(word)), WORD * ALIGNED)
+    target_ptr = tl.multiple_of(target.to(tl.pointer_type(word)), WORD * ALIGNED)
+    num_words = tl.multiple_of((row_bytes // WORD).to(tl.int32), ALIGNED)
+    index = part * BLOCK + tl.arange(0, BLOCK)  # [W]
+    inside = index < num_words
+    words = tl.load(source_ptr + index, mask=inside, other=0)
+    tl.store(target_ptr + index, words, mask=inside)
+
+
+@triton.jit
+def copy_kernel(
+    table_ptr, sources_ptr, targets_ptr, WORD: tl.constexpr, ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Program (copy, tensor, part) copies BLOCK words of one tensor's row."""
+    entry_ptr = table_ptr + 3 * tl.program_id(1)
+    part = tl.program_id(2)
+    address = tl.load(entry_ptr)
+    row_bytes = tl.load(entry_ptr + 1)
+    if part * BLOCK * WORD < row_bytes:
+        source = address + tl.load(sources_ptr + tl.program_id(0)) * row_bytes
+        target = address + tl.load(targets_ptr + tl.program_id(0)) * row_bytes
+        _copy_part(source, target, row_bytes, part, WORD, ALIGNED, BLOCK)
+
+
+@triton.jit
+def image_kernel(
+    table_ptr, blocks_ptr, images_ptr, image_bytes, IS_GATHER: tl.constexpr, WORD: tl.constexpr,
+    ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Program (image, tensor, part) copies BLOCK words of a row to its image, or back."""
+    image = tl.program_id(0).to(tl.int64)
+    entry_ptr = table_ptr + 3 * tl.program_id(1)
+    part = tl.program_id(2)
+    address = tl.load(entry_ptr)
+    row_bytes = tl.load(entry_ptr + 1)
+    start = tl.load(entry_ptr + 2)
+    if part * BLOCK * WORD < row_bytes:
+        in_pool = address + tl.load(blocks_ptr + image) * row_bytes
+        in_image = images_ptr.to(tl.int64) + image * image_bytes + start
+        if IS_GATHER:
+            _copy_part(in_pool, in_image, row_bytes, part, WORD, ALIGNED, BLOCK)
+        else:
+            _copy_part(in_image, in_pool, row_bytes, part, WORD, ALIGNED, BLOCK)
+
+
+def copy_launch(pools: PoolTensors, sources: torch.Tensor, targets: torch.Tensor) -> Launch:
+    """Return the launch that copies blocks; ids are [num_copies] int64 on the device."""
+    values = {"table_ptr": pools.table, "sources_ptr": sources, "targets_ptr": targets}
+    words = _words(pools.alignment)
+    return Launch(copy_kernel, _grid(pools, len(sources)), {**values, **words})
+
+
+def image_launch(
+    pools: PoolTensors, blocks: torch.Tensor, images: torch.Tensor, *, is_gather: bool
+) -> Launch:
+    """Return the launch that fills images from blocks, or blocks from images.
+
+    blocks   [num_images] int64 on the device
+    images   [num_images, image_bytes] uint8 on the device, contiguous
+    """
+    is_aligned = images.device.type == "meta" or images.data_ptr() % 16 == 0
+    values = {
+        "table_ptr": pools.table,
+        "blocks_ptr": blocks,
+        "images_ptr": images,
+        "image_bytes": pools.image_bytes,
+        "IS_GATHER": is_gather,
+    }
+    words = _words(pools.alignment if is_aligned else 1)
+    return Launch(image_kernel, _grid(pools, len(blocks)), {**values, **words})
+
+
+def _grid(pools: PoolTensors, num_blocks: int) -> tuple[int, int, int]:
+    return num_blocks, pools.num_tensors, triton.cdiv(pools.largest_row, _PART_BYTES)
+
+
+def _words(alignment: int) -> dict[str, int]:
+    """Return the constants of a kernel whose addresses and lengths `alignment` bytes divide."""
+    word = min(alignment, 4)
+    return {"WORD": word, "ALIGNED": alignment // word, "BLOCK": _PART_BYTES // word}

@@ -1,0 +1,72 @@
+"""How a Triton kernel is called, and where kernels can run at all.
+
+Every kernel's launcher returns a Launch: what the tests compile for a GPU that is not there is then
+exactly what a GPU would be given. Knows devices; imports Triton nowhere, for a machine without a
+GPU never needs it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One call of a kernel, not yet made.
+
+    kernel     a function under `@triton.jit`
+    grid       programs along each axis; none at all if one of them is 0
+    values     one per parameter of the kernel
+    num_warps, num_stages   as Triton means them
+    """
+
+    kernel: Any
+    grid: tuple[int, ...]
+    values: Mapping[str, object]
+    num_warps: int = 4
+    num_stages: int = 3
+
+    def run(self) -> None:
+        """Put the kernel on the current stream."""
+        if 0 not in self.grid:
+            self.kernel[self.grid](
+                **self.values, num_warps=self.num_warps, num_stages=self.num_stages
+            )
+
+
+def uses_triton(device: torch.device, impl: str) -> bool:
+    """Tell whether an operation on `device` goes through its Triton kernel.
+
+    impl   auto, triton or reference; auto takes the kernel where the device can run it
+    """
+    assert impl in ("auto", "triton", "reference"), impl
+    if impl == "auto":
+        return device.type == "cuda" and _can_run_kernels(device.index)
+    return impl == "triton"
+
+
+@cache
+def _can_run_kernels(device_index: int | None) -> bool:
+    # Before compute capability 8.0 there is no bfloat16 and no asynchronous copy.
+    is_recent = torch.cuda.get_device_capability(device_index) >= (8, 0)
+    return is_recent and find_spec("triton") is not None
+
+
+def next_power_of_2(number: int) -> int:
+    """Return the smallest power of two that is not less than `number`; 1 for 0."""
+    return 1 << max(0, number - 1).bit_length()
+
+
+def row_stride(rows: torch.Tensor) -> int:
+    """Return how many elements lie between rows of the last dimension, which is dense.
+
+    Raises RuntimeError where rows are not equally far apart.
+    """
+    assert rows.stride(-1) == 1, rows.stride()
+    if rows.ndim == 1 or not rows.numel():
+        return rows.shape[-1]
+    return rows.view(-1, rows.shape[-1]).stride(0)

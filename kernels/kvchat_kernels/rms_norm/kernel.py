@@ -1,0 +1,63 @@
+"""The RMS norm as a Triton kernel, a program for each row.
+
+Legend: S elements of a row, padded to a power of two.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from kvchat_kernels.launch import Launch, next_power_of_2, row_stride
+
+
+@triton.jit
+def rms_norm_kernel(
+    hidden_ptr, residual_ptr, weight_ptr, out_ptr, total_ptr, hidden_stride, residual_stride, eps,
+    offset, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Program (row,): the whole row lies in its registers, so it is read once."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)  # [S]
+    inside = column < SIZE
+    hidden = tl.load(hidden_ptr + row * hidden_stride + column, mask=inside, other=0.0)
+    hidden = hidden.to(tl.float32)
+    if residual_ptr is not None:
+        residual = tl.load(residual_ptr + row * residual_stride + column, mask=inside, other=0.0)
+        # What is normed is what the next layer will find: the rounded sum.
+        total = (hidden + residual.to(tl.float32)).to(total_ptr.dtype.element_ty)
+        tl.store(total_ptr + row * SIZE + column, total, mask=inside)
+        hidden = total.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(hidden * hidden, axis=0) / SIZE + eps)
+    weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32) + offset
+    normed = (hidden * scale * weight).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + row * SIZE + column, normed, mask=inside)
+
+
+def rms_norm_launch(
+    hidden: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    offset: float,
+    out: torch.Tensor,
+    total: torch.Tensor | None,
+) -> Launch:
+    """Return the launch that fills `out`, and with a residual `total`; both are contiguous."""
+    size = hidden.shape[-1]
+    block = next_power_of_2(size)
+    values = {
+        "hidden_ptr": hidden,
+        "residual_ptr": residual,
+        "weight_ptr": weight,
+        "out_ptr": out,
+        "total_ptr": total,
+        "hidden_stride": row_stride(hidden),
+        "residual_stride": row_stride(residual) if residual is not None else 0,
+        "eps": eps,
+        "offset": offset,
+        "SIZE": size,
+        "BLOCK": block,
+    }
+    # Eight elements a thread and load, up to 16 warps: the sum waits for the last of them.
+    num_warps = min(16, max(1, block // 256))
+    return Launch(rms_norm_kernel, (out.numel() // size,), values, num_warps=num_warps)
