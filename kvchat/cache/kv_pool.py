@@ -10,6 +10,8 @@ import torch
 
 from kvchat_kernels.block_copy import PoolTensors, copy_blocks, gather_blocks, scatter_blocks
 
+_SMALLEST_LENGTH = 1e-20
+
 
 @dataclass(frozen=True, slots=True)
 class LayerGeometry:
@@ -71,6 +73,31 @@ class KvPool:
     def copy_block(self, source: int, target: int) -> None:
         """Copy one block's KV in every layer, for copy-on-write."""
         copy_blocks(self._tensors, [source], [target])
+
+    def drift(self, block: int, other: int, slot: int) -> float:
+        """Return how far slot `slot` of block `other` lies from that of `block`: the Euclidean
+        distance over the usual length of a token's key or value in `block`, the largest over all
+        tensors. NaN where something is no number.
+
+        The usual length, not the token's own: some tokens have values of next to nothing, whose
+        rounding errors come of greater terms.
+        """
+        distances = []
+        for tensors in self.layers:
+            for tensor in tensors:
+                known = tensor[block].float().flatten(1)
+                length = known.norm(dim=1).square().mean().sqrt()
+                away = (tensor[other, slot].float().flatten() - known[slot]).norm()
+                distances.append(away / length.clamp_min(_SMALLEST_LENGTH))
+        return float(torch.stack(distances).max())
+
+    def is_finite(self, block: int, num_slots: int) -> bool:
+        """Whether the first slots of a block hold numbers, neither NaN nor infinity."""
+        return all(
+            bool(tensor[block, :num_slots].isfinite().all())
+            for tensors in self.layers
+            for tensor in tensors
+        )
 
     def gather(self, blocks: list[int]) -> memoryview:
         """Return the images of `blocks`, one after another, as bytes of the caller's own.

@@ -120,6 +120,16 @@ class CacheManager:
         table.blocks.extend(self._pool.allocate(num_new, after=last))
         return True
 
+    def rewind(self, table: BlockTable, num_tokens: int) -> None:
+        """Give back the blocks beyond `num_tokens` tokens, which were reserved for wrong drafts.
+
+        What those wrote to earlier blocks stays, unread, until it is overwritten.
+        """
+        num_blocks = -(-num_tokens // self.block_size)
+        assert num_blocks >= table.num_committed
+        self._pool.release(table.blocks[num_blocks:])
+        del table.blocks[num_blocks:]
+
     def _make_room(self, num_blocks: int) -> bool:
         missing = num_blocks - self._pool.num_free
         if missing > 0:
@@ -219,6 +229,33 @@ class CacheManager:
         finally:
             self.release(table, token_ids[:num_written])
         return num_blocks
+
+    # Whether what is kept is right
+
+    def forget(self, token_ids: TokenIds, num_kept: int) -> None:
+        """Forget the KV of a context behind its first `num_kept` tokens, and of all that goes on
+        from there. What others are using stays.
+        """
+        self._pool.release(self._tree.cut(pack(token_ids), num_kept // self.block_size))
+
+    def drift(self, table: BlockTable, token_ids: TokenIds) -> float:
+        """Return how far the KV of the last of `token_ids`, which a table has computed once more,
+        lies from what the tree has for it; 0 where it has nothing. See `KvPool.drift`.
+        """
+        index, slot = divmod(len(token_ids) - 1, self.block_size)
+        known = self._tree.blocks_of(pack(token_ids))
+        if len(known) <= index:
+            return 0.0
+        return self.kv_pool.drift(known[index], table.blocks[index], slot)
+
+    def num_sound(self, table: BlockTable, num_tokens: int) -> int:
+        """Return how many leading tokens of a table lie before the first KV that is no number."""
+        size = self.block_size
+        blocks = table.blocks[: -(-num_tokens // size)]
+        for index, block in enumerate(blocks):
+            if not self.kv_pool.is_finite(block, min(size, num_tokens - index * size)):
+                return index * size
+        return num_tokens
 
     def clear(self) -> int:
         """Forget everything nobody uses; return how many blocks became free."""

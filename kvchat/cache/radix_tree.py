@@ -297,6 +297,26 @@ class RadixTree:
         node.parent = None
         self._note_candidate(parent)
 
+    def cut(self, packed: bytes, num_blocks: int) -> list[int]:
+        """Forget what stands in `packed` behind its first `num_blocks` blocks, and all that
+        continues it; return those blocks. Where something of it is locked nothing is forgotten.
+        """
+        node, matched, blocks = self._walk(packed[: (num_blocks + 1) * self._block_bytes])
+        if len(blocks) <= num_blocks or node.lock_count:
+            return []
+        if matched > 1:
+            self._split(node, matched - 1)
+        self._remove(node)
+        gone: list[int] = []
+        pending = [node]
+        while pending:
+            lower = pending.pop()
+            lower.parent = None
+            gone.extend(lower.blocks)
+            pending.extend((*lower.children.values(), *lower.tails))
+        self._num_blocks -= len(gone)
+        return gone
+
     def _is_evictable(self, node: Node) -> bool:
         return node.parent is not None and node.is_leaf and node.lock_count == 0
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvchat.cache.codec import PackHead
+from kvchat.cache.codec import Canary, PackHead
 from kvchat.core.stats import TierStatus
 
 
@@ -15,14 +15,16 @@ from kvchat.core.stats import TierStatus
 class Found:
     """A run of a prompt's blocks that a tier has, in a pack named by its first block's key.
 
-    The pack may hold more than the `num_blocks` that the prompt shares. `checksum` is that of its
-    images: packs that begin with the same block have the same name.
+    The pack may hold more than the `num_blocks` that the prompt shares; where it does not, `canary`
+    is that of the last one's last token. `checksum` is that of its images: packs that begin with
+    the same block have the same name.
     """
 
     key: bytes
     start_block: int
     num_blocks: int
     checksum: bytes = b""
+    canary: Canary | None = None
 
 
 def trouble_of(error: Exception) -> str:
@@ -49,6 +51,9 @@ class Tier(Protocol):
 
     def write(self, head: PackHead, image: memoryview) -> bool:
         """Keep a pack; false, and why in the status, where the world did not let it."""
+
+    def quarantine(self, keys: Sequence[bytes]) -> None:
+        """Never give out again the packs that hold one of these blocks, nor what continues them."""
 
     def status(self) -> TierStatus:
         """Return what the tier holds and has done; may be asked from any thread."""

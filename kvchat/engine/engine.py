@@ -17,6 +17,7 @@ from kvchat.core.events import RequestEvent
 from kvchat.core.stats import EngineStatus
 from kvchat.core.types import FinishReason
 from kvchat.engine.drawing import draw
+from kvchat.engine.probes import Probes
 from kvchat.engine.request import Request, RequestSpec, State
 from kvchat.engine.restores import Restores
 from kvchat.engine.runner import Runner
@@ -25,6 +26,8 @@ from kvchat.engine.scheduler import Scheduler, Work
 
 if TYPE_CHECKING:
     from kvchat.cache.persistence import Persistence
+    from kvchat.cache.restoring import Proof
+    from kvchat.model.batch import SequencePiece
 
 _log = logging.getLogger(__name__)
 
@@ -57,14 +60,16 @@ class Engine:
         self._clock = clock
         self._persistence = persistence
         self._restores = Restores(persistence)
-        self._samples = Samples(self._scheduler, cache, persistence, self.max_context, clock)
+        self._probes = Probes(cache, persistence, runner.dtype)
+        self._samples = Samples(self._scheduler, cache, self._probes, self.max_context, clock)
         self._request_ids = count(1)
         self._num_steps = 0
         self._num_tokens = 0
 
     @property
     def has_work(self) -> bool:
-        return self._scheduler.has_work or self._restores.is_prefetching
+        is_restoring = self._restores.is_prefetching
+        return self._scheduler.has_work or is_restoring or self._probes.has_work
 
     def status(self) -> EngineStatus:
         """Return counts for people; changes nothing."""
@@ -132,12 +137,22 @@ class Engine:
     def step(self) -> list[RequestEvent]:
         """Run one forward pass over whatever is due; return what happened."""
         events = self._samples.end_cancelled()
-        is_restoring = self._restores.settle(self._scheduler.requests())
-        plan = self._scheduler.schedule()
-        if not plan:
-            return events if is_restoring else events + self._samples.end_stuck()
-        self._samples.mark_started(plan)
-        return events + self._compute(plan)
+        requests = self._scheduler.requests()
+        is_restoring = self._restores.settle(requests)
+        self._probes.begin(of_all=any(not request.is_restoring for request in requests))
+        try:
+            plan = self._scheduler.schedule()
+        except Exception as error:  # one request too odd to plan must not end all that follow
+            _log.exception("no step could be planned")
+            self._recall(self._probes.end_alone(self._run_alone))
+            return events + self._samples.fail_all(_explain(error))
+        if plan:
+            self._samples.mark_started(plan)
+            return events + self._compute(plan)
+        if self._probes.pieces:
+            self._recall(self._probes.end_alone(self._run_alone))
+            return events
+        return events if is_restoring else events + self._samples.end_stuck()
 
     def close(self) -> None:
         """Keep what unfinished requests have computed, and finish writing, within bounds."""
@@ -145,7 +160,9 @@ class Engine:
             return
         self._restores.give_up(self._scheduler.requests())
         for request in self.running():
-            self._persistence.save(request.ids[: request.num_computed])
+            self._probes.save(request.ids[: request.num_computed])
+        self._probes.begin()
+        self._probes.end_alone(self._run_alone)
         self._persistence.close()
 
     def _compute(self, plan: Sequence[Work]) -> list[RequestEvent]:
@@ -156,20 +173,37 @@ class Engine:
         """
         began_s = self._clock()
         try:
-            tokens = draw(plan, self._runner.run(plan))
+            logits = self._runner.run(plan, self._probes.pieces)
+            num_rows = len(logits) - len(self._probes.pieces)
+            if failed := self._probes.end(logits[num_rows:], self._run_alone):
+                self._recall(failed)
+                return []  # nothing was counted: what still runs is computed again
+            tokens = draw(plan, logits[:num_rows])
         except Exception as error:  # a model's own code can fail with anything
             _log.error("step failed requests=%d", len(plan), exc_info=error)
-            if len(plan) == 1:
+            if len(plan) == 1 and not self._probes.pieces:
                 return self._samples.fail(plan[0].request, _explain(error))
         else:
             self._note_step(plan, self._clock() - began_s)
             return self._samples.advance(plan, tokens)
         # Outside the handler: the error held on to the failed step's tensors.
+        self._recall(self._probes.end_alone(self._run_alone))
         events: list[RequestEvent] = []
         for work in plan:
             if work.request.state is State.RUNNING:  # or it has failed with another of its samples
                 events.extend(self._compute([work]))
         return events
+
+    def _run_alone(self, pieces: "Sequence[SequencePiece]") -> torch.Tensor:
+        return self._runner.run((), pieces)
+
+    def _recall(self, failed: "Sequence[Proof]") -> None:
+        """What came up is not this model's: have it forgotten, and begin again whoever uses it."""
+        for proof in failed:
+            _log.warning("restored KV is wrong tokens=%d", len(proof.ids) - proof.num_trusted)
+            self._scheduler.recall(proof.ids, proof.num_trusted)
+            assert self._persistence is not None
+            self._persistence.quarantine(proof)
 
     def _note_step(self, plan: Sequence[Work], seconds: float) -> None:
         """Count a step, and let the planner know what computing costs: so restoring has a worth."""

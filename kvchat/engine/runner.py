@@ -20,12 +20,18 @@ class Runner:
         self._model = model
         self._block_size = block_size
 
-    def run(self, plan: Sequence[Work]) -> torch.Tensor:
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the model computes in."""
+        return self._model.dtype
+
+    def run(self, plan: Sequence[Work], probes: Sequence[SequencePiece] = ()) -> torch.Tensor:
         """Compute the plan's tokens; return a row of logits for each work that completes, in order.
 
-        Returns [num_completing, vocab_size] float32.
+        Whatever `probes` ask for is computed beside it, and their rows come last. Returns
+        [num_completing + num_probe_rows, vocab_size] float32.
         """
-        pieces = [_piece(work) for work in plan]
+        pieces = [*(_piece(work) for work in plan), *probes]
         batch = build_batch(pieces, self._block_size, self._model.device)
         return self._model.forward(batch)
 

@@ -6,7 +6,6 @@ Knows when a request is done. Knows no logits, no text and no plans.
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from kvchat.cache.manager import CacheManager
 from kvchat.core.errors import GenerationError, KvchatError
@@ -18,11 +17,9 @@ from kvchat.core.events import (
     TokensGenerated,
 )
 from kvchat.core.types import CachedTokens, FinishReason
+from kvchat.engine.probes import Probes
 from kvchat.engine.request import Request, State
 from kvchat.engine.scheduler import Scheduler, Work
-
-if TYPE_CHECKING:
-    from kvchat.cache.persistence import Persistence
 
 _log = logging.getLogger(__name__)
 
@@ -30,21 +27,21 @@ _log = logging.getLogger(__name__)
 class Samples:
     """Appends to the requests of one scheduler, and ends them.
 
-    `max_context` bounds prompt and completion together; `clock` returns seconds. With `persistence`
-    finished contexts are kept.
+    `max_context` bounds prompt and completion together; `clock` returns seconds. Finished contexts
+    are left to `probes` to be kept.
     """
 
     def __init__(
         self,
         scheduler: Scheduler,
         cache: CacheManager,
-        persistence: "Persistence | None",
+        probes: Probes,
         max_context: int,
         clock: Callable[[], float],
     ) -> None:
         self._scheduler = scheduler
         self._cache = cache
-        self._persistence = persistence
+        self._probes = probes
         self._max_context = max_context
         self._clock = clock
 
@@ -122,8 +119,7 @@ class Samples:
     def _finish(self, request: Request, reason: FinishReason) -> SampleFinished:
         computed = request.ids[: request.num_computed]
         self._scheduler.finish(request)
-        if self._persistence is not None:
-            self._persistence.save(computed)
+        self._probes.save(computed)
         timing = request.clock.timing(self._clock())
         return SampleFinished(
             request.request_id,
@@ -152,6 +148,19 @@ class Samples:
             self._scheduler.finish(request)
             error = GenerationError("The cache has no room for this request.")
             events.append(RequestFailed(request.request_id, error))
+        return events
+
+    def fail_all(self, error: KvchatError) -> list[RequestEvent]:
+        """End every request; those that cannot even be released are let go of as they are."""
+        events: list[RequestEvent] = []
+        for request in self._scheduler.requests():
+            try:
+                self._scheduler.finish(request)
+            except Exception:
+                _log.exception("a request could not be released")
+                self._scheduler.drop(request)
+            if all(event.request_id != request.request_id for event in events):
+                events.append(RequestFailed(request.request_id, error))
         return events
 
     def fail(self, failed: Request, error: KvchatError) -> list[RequestEvent]:

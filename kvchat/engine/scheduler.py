@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from itertools import islice
 
 from kvchat.cache.manager import CacheManager
-from kvchat.core.types import CachedTokens
+from kvchat.cache.radix_node import common_tokens, pack
+from kvchat.core.types import CachedTokens, TokenIds
 from kvchat.engine.request import Request, State
 
 # A waiting request gains this many tokens of advantage per step, so that a long cold prompt is not
@@ -79,6 +80,29 @@ class Scheduler:
         request.state = State.FINISHED
         if request.restore is not None:
             request.restore.give_up()
+
+    def drop(self, request: Request) -> None:
+        """Take a request out whatever state it is in, and leave its blocks where they are."""
+        for queue in (self._waiting, self._running):
+            if request in queue:
+                queue.remove(request)
+        request.state = State.FINISHED
+
+    def recall(self, token_ids: TokenIds, num_trusted: int) -> None:
+        """Send back to wait, with nothing computed, whoever runs on more than the first
+        `num_trusted` tokens of a context that has turned out to be wrong.
+        """
+        packed = pack(token_ids)
+        for request in list(self._running):
+            computed = pack(request.ids[: request.num_computed])
+            if common_tokens(computed, packed) <= num_trusted:
+                continue
+            assert request.table is not None
+            self._cache.release(request.table, [])
+            request.table, request.num_computed, request.restore = None, 0, None
+            if not request.num_generated:
+                request.cached = None
+            self._send_back(request)
 
     def schedule(self) -> list[Work]:
         """Choose the next step's work and reserve its blocks; empty where nothing can run."""

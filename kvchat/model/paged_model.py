@@ -49,6 +49,10 @@ class PagedModel:
     def device(self) -> torch.device:
         return self.loaded.device
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.loaded.dtype
+
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Run one step: write the new tokens' KV, return the logits of `batch.logit_rows`.

@@ -22,6 +22,7 @@ from kvchat.engine.engine import Engine
 from kvchat.engine.request import Request, RequestSpec, State
 from kvchat.engine.runner import Runner
 from kvchat.engine.scheduler import Work
+from kvchat.model.batch import SequencePiece
 from support.remembering_model import (
     VOCAB_SIZE,
     RememberingModel,
@@ -46,9 +47,10 @@ class SteppedEngine:
     def _watch_plans(self, runner: Runner) -> None:
         run = runner.run
 
-        def watched(plan: Sequence[Work]):  # type: ignore[no-untyped-def]
-            self.steps.append([(work.request.request_id, work.num_tokens) for work in plan])
-            return run(plan)
+        def watched(plan: Sequence[Work], probes: Sequence[SequencePiece] = ()):  # type: ignore[no-untyped-def]
+            if plan:
+                self.steps.append([(work.request.request_id, work.num_tokens) for work in plan])
+            return run(plan, probes)
 
         runner.run = watched  # type: ignore[method-assign]
 

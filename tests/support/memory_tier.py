@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 from kvchat.cache.block_key import chain_keys, root_key
-from kvchat.cache.codec import DamagedRecord, PackHead
+from kvchat.cache.codec import Canary, DamagedRecord, PackHead
 from kvchat.cache.tier import Found
 from kvchat.core.stats import TierStatus
 
@@ -22,8 +22,11 @@ class MemoryTier:
     def __init__(self, block_size: int, image_bytes: int) -> None:
         self.root = root_key(b"test")
         self.blocks: dict[bytes, bytes] = {}
+        self.canaries: dict[bytes, Canary] = {}
         self.num_read = 0
         self.num_written = 0
+        self.num_quarantined = 0
+        self._parents: dict[bytes, bytes] = {}
         self.before_read: Callable[[], None] = lambda: None
         self.before_write: Callable[[], None] = lambda: None
         self.is_closed = False
@@ -40,7 +43,9 @@ class MemoryTier:
         cuts = [*range(0, count, step), count]
         self._asked = list(keys)
         return [
-            Found(keys[start], start, end - start) for start, end in pairwise(cuts) if end > start
+            Found(keys[start], start, end - start, canary=self.canaries.get(keys[end - 1]))
+            for start, end in pairwise(cuts)
+            if end > start
         ]
 
     def read(self, found: Found) -> bytes:
@@ -60,8 +65,20 @@ class MemoryTier:
             assert key not in self.blocks, "written twice"
             start = number * self._image_bytes
             self.blocks[key] = bytes(image[start : start + self._image_bytes])
+            self._parents[key] = keys[number - 1] if number else head.parent
+        if head.canary is not None:
+            self.canaries[keys[-1]] = head.canary
         self.num_written += len(keys)
         return True
+
+    def quarantine(self, keys: Sequence[bytes]) -> None:
+        gone = {key for key in keys if key in self.blocks}
+        while more := {k for k, parent in self._parents.items() if parent in gone} - gone:
+            gone |= more
+        for key in gone:
+            del self.blocks[key], self._parents[key]
+            self.canaries.pop(key, None)
+        self.num_quarantined += len(gone)
 
     def status(self) -> TierStatus:
         return TierStatus(num_packs=len(self.blocks))

@@ -40,6 +40,7 @@ class RememberingModel:
     """Stands in for a PagedModel. `fails` is asked before each step and may raise."""
 
     device = CPU
+    dtype = torch.float32
 
     def __init__(self, cache: CacheManager, fails: Callable[[], None] = lambda: None) -> None:
         [(token_pool, position_pool)] = cache.kv_pool.layers

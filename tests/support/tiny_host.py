@@ -44,9 +44,9 @@ def tiny_host(
         )
         run = assembled.engine._runner.run
 
-        def paced(plan):  # type: ignore[no-untyped-def]
+        def paced(plan, probes=()):  # type: ignore[no-untyped-def]
             before_step()
-            return run(plan)
+            return run(plan, probes)
 
         assembled.engine._runner.run = paced  # type: ignore[method-assign]
         return assembled.engine, assembled.ready

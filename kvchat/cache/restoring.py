@@ -1,0 +1,237 @@
+"""Restoring: prompts whose KV lies on a slower tier, on its way up.
+
+The transfer thread reads packs, the engine's thread takes them into the device tier. What came up
+is to be proven by a forward pass before anybody relies on it. Knows token ids, blocks and images;
+knows no request and no model.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+from threading import BoundedSemaphore, Event
+
+from kvchat.cache.block_key import chain_keys
+from kvchat.cache.codec import Canary, DamagedRecord
+from kvchat.cache.manager import CacheManager
+from kvchat.cache.planner import RestorePlanner
+from kvchat.cache.radix_node import TOKEN_BYTES, pack
+from kvchat.cache.tier import Found, Tier
+from kvchat.cache.transfer import TransferThread
+from kvchat.core.types import TokenIds
+
+_log = logging.getLogger(__name__)
+
+Image = bytes | bytearray | memoryview
+
+_MAX_PIECES_IN_FLIGHT = 8
+_NEWS_PATIENCE_S = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """`num_blocks` block images that belong at `start_block` of the prompt being restored.
+
+    `canary` is that of its last token, where there is one.
+    """
+
+    start_block: int
+    num_blocks: int
+    image: bytearray | memoryview
+    canary: Canary | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Proof:
+    """A context that came up, from its token `num_trusted` on, and is to be proven.
+
+    Its last token is to be computed once more, and held against its KV and the canary, if any.
+    """
+
+    ids: list[int]
+    num_trusted: int
+    canary: Canary | None
+
+
+@dataclass(slots=True, eq=False)
+class Restore:
+    """One prompt on its way back. Made and read by the engine's thread, fed by the transfer thread.
+
+    `num_known` counts the leading tokens that the device had, `num_tokens` those restored behind
+    them so far. `give_up` ends it; what came stays.
+
+    # [num_trusted, num_arrived)    tokens that came up and are still to be proven; `canary` is that
+    #                               of the last
+    """
+
+    ids: TokenIds
+    num_known: int
+    deadline_s: float
+    pieces: "SimpleQueue[Piece]" = field(default_factory=SimpleQueue)
+    places: BoundedSemaphore = field(
+        default_factory=lambda: BoundedSemaphore(_MAX_PIECES_IN_FLIGHT)
+    )
+    has_all: Event = field(default_factory=Event)
+    is_given_up: Event = field(default_factory=Event)
+    num_tokens: int = 0
+    num_trusted: int = 0
+    num_arrived: int = 0
+    canary: Canary | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more will come of it."""
+        return self.is_given_up.is_set() or (self.has_all.is_set() and self.pieces.empty())
+
+    def give_up(self) -> None:
+        self.is_given_up.set()
+
+
+class Restoring:
+    """The restores of one manager. `clock` returns seconds; `note_kept` hears what a tier has.
+
+    The engine's thread owns it.
+    """
+
+    def __init__(
+        self,
+        manager: CacheManager,
+        transfer: TransferThread,
+        planner: RestorePlanner,
+        note_kept: Callable[[TokenIds, int], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self._manager = manager
+        self._transfer = transfer
+        self._planner = planner
+        self._note_kept = note_kept
+        self._clock = clock
+        self._block_bytes = manager.block_size * TOKEN_BYTES
+        self._image_bytes = manager.kv_pool.geometry.block_bytes
+        self._news = Event()
+        self._unproven: list[Restore] = []
+
+    def begin(self, ids: TokenIds) -> Restore | None:
+        """Ask for the KV of a prompt that the device has not; None where it is not worth it."""
+        num_known = self._manager.measure(ids[:-1])
+        size = self._manager.block_size
+        num_blocks = (len(ids) - 1 - num_known) // size
+        if num_blocks < 1 or self._transfer.is_without_tier:
+            return None
+        num_tokens = num_blocks * size
+        if not self._planner.is_worth(num_tokens, num_blocks * self._image_bytes):
+            self._planner.note_refused()
+            return None
+        restore = Restore(ids, num_known, self._clock() + self._planner.patience_s(num_tokens))
+        self._transfer.restore(lambda tier: self._read(tier, restore, num_known // size))
+        return restore
+
+    def wait_for_news(self) -> None:
+        """Wait for the next delivery, for a moment at most."""
+        self._news.wait(_NEWS_PATIENCE_S)
+        self._news.clear()
+
+    def settle(self, restore: Restore) -> bool:
+        """Take what has come of a restore onto the device; whether more may come.
+
+        Gives up where there is no room for more, or where computing would have been quicker.
+        """
+        is_late = self._clock() > restore.deadline_s
+        while not restore.is_given_up.is_set():
+            try:
+                piece = restore.pieces.get_nowait()
+            except Empty:
+                break
+            restore.places.release()
+            if self._take(restore, piece) < piece.num_blocks:
+                restore.give_up()
+        if is_late or self._transfer.is_without_tier:
+            restore.give_up()
+        return not restore.is_over
+
+    def _take(self, restore: Restore, piece: Piece) -> int:
+        """Enter a piece in the device tier; return how many of its blocks are there now."""
+        size = self._manager.block_size
+        end = (piece.start_block + piece.num_blocks) * size
+        if self._manager.measure(restore.ids[:end]) == end:
+            return piece.num_blocks  # another request has computed it meanwhile
+        try:
+            num_adopted = self._manager.adopt(restore.ids, piece.start_block, piece.image)
+        except Exception:  # of memory, mostly: then it is computed, which says so if it cannot be
+            _log.exception("what was restored could not be taken in")
+            return 0
+        if num_adopted:
+            self._note_arrival(restore, piece, num_adopted)
+        return num_adopted
+
+    def _note_arrival(self, restore: Restore, piece: Piece, num_adopted: int) -> None:
+        size = self._manager.block_size
+        if restore.num_arrived <= restore.num_trusted:
+            restore.num_trusted = piece.start_block * size
+            self._unproven.append(restore)
+        restore.num_arrived = (piece.start_block + num_adopted) * size
+        restore.canary = piece.canary if num_adopted == piece.num_blocks else None
+        restore.num_tokens += num_adopted * size
+        self._note_kept(restore.ids, piece.start_block + num_adopted)
+
+    # Proving
+
+    def proofs(self, of_all: bool) -> list[Proof]:
+        """Return what has come up and is to be proven now: by whole restores, unless `of_all`.
+
+        Each is returned once; from then on it is taken to be proven.
+        """
+        due = [restore for restore in self._unproven if of_all or restore.is_over]
+        self._unproven = [restore for restore in self._unproven if restore not in due]
+        return [self._proof(restore) for restore in due]
+
+    @property
+    def has_proofs(self) -> bool:
+        """Whether something that came up whole is to be proven."""
+        return any(restore.is_over for restore in self._unproven)
+
+    def _proof(self, restore: Restore) -> Proof:
+        ids = list(restore.ids[: restore.num_arrived])
+        proof = Proof(ids, restore.num_trusted, restore.canary)
+        restore.num_trusted = restore.num_arrived
+        return proof
+
+    # On the transfer thread
+
+    def _read(self, tier: Tier, restore: Restore, start_block: int) -> None:
+        """Read a prompt's packs one after another."""
+        if restore.is_given_up.is_set():
+            return
+        packed = pack(restore.ids[:-1])
+        try:
+            for found in tier.find(chain_keys(tier.root, packed, self._block_bytes), packed):
+                if found.start_block + found.num_blocks <= start_block:
+                    continue
+                if not _has_place(restore):
+                    return
+                start_s = self._clock()
+                image = tier.read(found)
+                self._planner.note_read(len(image), self._clock() - start_s)
+                restore.pieces.put(self._piece(found, image, start_block))
+                self._news.set()
+        except DamagedRecord:
+            return  # the tier counts it; what lies behind it is computed
+        finally:
+            restore.has_all.set()
+            self._news.set()
+
+    def _piece(self, found: Found, image: Image, start_block: int) -> Piece:
+        """Cut off what the device had already when it asked."""
+        num_known = max(0, start_block - found.start_block)
+        rest = memoryview(image)[num_known * self._image_bytes :]
+        writable = bytearray(rest) if rest.readonly else rest
+        first = found.start_block + num_known
+        return Piece(first, found.num_blocks - num_known, writable, found.canary)
+
+
+def _has_place(restore: Restore) -> bool:
+    """Wait until the engine has taken enough of what was read; false once it wants no more."""
+    while not restore.places.acquire(timeout=0.05):
+        if restore.is_given_up.is_set():
+            return False
+    return not restore.is_given_up.is_set()

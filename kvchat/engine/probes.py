@@ -1,0 +1,172 @@
+"""Probes: one token of a kept context computed once more, beside whatever else a step computes.
+
+A context about to be kept gets its canary that way, and a context that came back is proven: while
+its last token is computed again, in a block of the probe's own, its KV is still there to compare.
+Costs a row of a batch that has to run anyway; alone it is a step of one token. Knows contexts and
+rows of logits; knows no request and no tier.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvchat.cache.block_table import BlockTable
+from kvchat.cache.manager import CacheManager
+from kvchat.cache.restoring import Proof
+from kvchat.engine.canary import canary_of, deviation, tolerance
+from kvchat.model.batch import SequencePiece
+
+if TYPE_CHECKING:
+    from kvchat.cache.persistence import Persistence
+
+_log = logging.getLogger(__name__)
+
+# Computes pieces, alone, and returns a row of logits for each.
+Run = Callable[[Sequence[SequencePiece]], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Probe:
+    """`ids` end with the token that is computed again. `table` is the probe's until it ends.
+
+    `kept` is the context to be kept, None where `proof` says what is to be proven.
+    """
+
+    ids: list[int]
+    table: BlockTable
+    kept: list[int] | None = None
+    proof: Proof | None = None
+
+    @property
+    def piece(self) -> SequencePiece:
+        """What is to be computed; the logits of its last token are wanted."""
+        start = min(self.table.cached_len, len(self.ids) - 1)
+        return SequencePiece(self.ids[start:], start, self.table.blocks, num_logit_rows=1)
+
+
+class Probes:
+    """The probes of one engine, which without `persistence` has none.
+
+    `dtype` is what its model computes in. Every `begin` is followed by a step that ends what was
+    begun. The engine's thread owns it.
+    """
+
+    def __init__(
+        self, cache: CacheManager, persistence: "Persistence | None", dtype: torch.dtype
+    ) -> None:
+        self._cache = cache
+        self._persistence = persistence
+        self._tolerance = tolerance(dtype, cache.kv_pool.geometry.dtype)
+        self._to_keep: list[list[int]] = []
+        self._open: list[Probe] = []
+
+    @property
+    def has_work(self) -> bool:
+        if self._persistence is None:
+            return False
+        return bool(self._to_keep) or self._persistence.restoring.has_proofs
+
+    def save(self, ids: Sequence[int]) -> None:
+        """Keep a context, with its canary, after the next step."""
+        if self._persistence is not None and self._persistence.saver.lacks(ids):
+            self._to_keep.append(list(ids))
+
+    def begin(self, of_all: bool = False) -> None:
+        """Hold what is to be computed in the coming step.
+
+        `of_all` where others may meet what is still coming up. What there is no room for is kept
+        without a canary, and believed without a proof.
+        """
+        if self._persistence is None:
+            return
+        for proof in self._persistence.restoring.proofs(of_all):
+            if (table := self._held(proof.ids)) is not None:
+                self._open.append(Probe(proof.ids, table, proof=proof))
+        waiting, self._to_keep = self._to_keep, []
+        for kept in waiting:
+            ids = kept[: len(kept) // self._cache.block_size * self._cache.block_size]
+            if (table := self._held(ids)) is not None:
+                self._open.append(Probe(ids, table, kept=kept))
+            else:
+                self._persistence.save(kept)
+
+    def _held(self, ids: list[int]) -> BlockTable | None:
+        """Hold a context with room for its last token; None where that, or the rest, is not there.
+
+        Without room for a copy of the last block all of it is computed again.
+        """
+        table = self._cache.match(ids)
+        is_near = len(ids) - table.cached_len <= self._cache.block_size
+        if is_near and self._cache.reserve(table, table.cached_len, len(ids)):
+            return table
+        self._cache.release(table, [])
+        return None
+
+    @property
+    def pieces(self) -> list[SequencePiece]:
+        """What the coming step is to compute beside its plan: a row of logits each, in order."""
+        return [probe.piece for probe in self._open]
+
+    def end(self, logits: torch.Tensor, run: Run) -> list[Proof]:
+        """Take the rows of `pieces`, [num_pieces, vocab_size] float32; return what has failed.
+
+        What fails gets a second look, computed alone by `run`: low bits depend on what else is in
+        a batch, and where a model chooses experts by them, more than low bits.
+        """
+        return self._end(list(logits), run)
+
+    def end_alone(self, run: Run) -> list[Proof]:
+        """Compute what was begun in a step of its own; return what has failed.
+
+        Where that cannot be, contexts are kept without a canary and what came up is not believed.
+        """
+        if not self._open:
+            return []
+        try:
+            rows: list[torch.Tensor | None] = list(run(self.pieces))
+        except Exception:  # a model's own code can fail with anything
+            _log.exception("probes failed contexts=%d", len(self._open))
+            rows = [None] * len(self._open)
+        return self._end(rows, run)
+
+    def _end(self, rows: Sequence[torch.Tensor | None], run: Run) -> list[Proof]:
+        probes, self._open = self._open, []
+        failed = [
+            probe.proof
+            for probe, row in zip(probes, rows, strict=True)
+            if probe.proof is not None and not (self._holds(probe, row) or self._repeat(probe, run))
+        ]
+        for probe in probes:
+            self._cache.release(probe.table, [])
+        for probe, row in zip(probes, rows, strict=True):
+            if probe.kept is not None:
+                self._keep(probe.kept, row)
+        return failed
+
+    def _keep(self, ids: list[int], row: torch.Tensor | None) -> None:
+        """Keep a context; one whose KV makes no numbers is better computed again."""
+        assert self._persistence is not None
+        canary = canary_of(row) if row is not None else None
+        if row is None or canary is not None:
+            self._persistence.save(ids, canary)
+
+    def _holds(self, probe: Probe, row: torch.Tensor | None) -> bool:
+        if row is None:
+            return False
+        canary = probe.proof.canary if probe.proof is not None else None
+        off = deviation(canary, row) if canary is not None else 0.0
+        drift = self._cache.drift(probe.table, probe.ids)
+        is_right = self._tolerance.allows(off, drift)
+        level = logging.DEBUG if is_right else logging.WARNING
+        _log.log(level, "proof logits=%.2e kv=%.2e tokens=%d", off, drift, len(probe.ids))
+        return is_right
+
+    def _repeat(self, probe: Probe, run: Run) -> bool:
+        try:
+            return self._holds(probe, run([probe.piece])[0])
+        except Exception:
+            _log.exception("a proof could not be repeated")
+            return False
