@@ -1,0 +1,37 @@
+"""SamplerRows: how each row of a step draws its token, as tensors on the device.
+
+Knows numbers only. They are tensors so that a captured graph can be replayed with other values.
+"""
+
+from dataclasses import dataclass, fields
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerRows:
+    """Parameters of each row, all [num_rows] on the device of the logits.
+
+    temperature   float32, 0 takes the likeliest token
+    top_k         int32, tokens to draw from, 0 for all
+    top_p         float32, share of the probability to draw from, 1 for all
+    min_p         float32, least probability relative to the likeliest token's, 0 for any
+    seeds         int64, the low 64 bits of each seed
+    positions     int64, the index of the token to be drawn in its sequence
+    """
+
+    temperature: torch.Tensor
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    min_p: torch.Tensor
+    seeds: torch.Tensor
+    positions: torch.Tensor
+
+    def __post_init__(self) -> None:
+        dtypes = [torch.float32, torch.int32, torch.float32, torch.float32]
+        dtypes += [torch.int64, torch.int64]
+        for field, dtype in zip(fields(self), dtypes, strict=True):
+            tensor = getattr(self, field.name)
+            assert tensor.dtype == dtype, (field.name, tensor.dtype)
+            assert tensor.shape == self.temperature.shape, (field.name, tensor.shape)
+            assert tensor.is_contiguous(), field.name

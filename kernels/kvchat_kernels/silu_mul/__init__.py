@@ -1,0 +1,42 @@
+"""The gate of a gated feed-forward layer: an activation of one half times the other.
+
+Knows elements; not which weights made the halves.
+"""
+
+import torch
+
+from kvchat_kernels.launch import uses_triton
+from kvchat_kernels.silu_mul.reference import gelu_tanh_mul_reference, silu_mul_reference
+
+__all__ = ["gelu_tanh_mul", "silu_mul"]
+
+
+def silu_mul(gate: torch.Tensor, up: torch.Tensor, *, impl: str = "auto") -> torch.Tensor:
+    """Return `silu(gate) * up` (SwiGLU: Shazeer, 2020).
+
+    gate, up   [..., size] of one shape and dtype, last dimension dense, rows equally far apart:
+               the halves of a merged projection, `merged.chunk(2, dim=-1)`, will do
+    impl       auto, triton or reference
+
+    Returns a contiguous tensor of their shape and dtype, owned by the caller. The kernel computes
+    in float32 and rounds once; the twin rounds the activation too, as the modules do.
+    """
+    return _gated(gate, up, "silu", impl)
+
+
+def gelu_tanh_mul(gate: torch.Tensor, up: torch.Tensor, *, impl: str = "auto") -> torch.Tensor:
+    """Return `gelu(gate, approximate="tanh") * up`, as Gemma has it; otherwise as `silu_mul`."""
+    return _gated(gate, up, "gelu_tanh", impl)
+
+
+def _gated(gate: torch.Tensor, up: torch.Tensor, activation: str, impl: str) -> torch.Tensor:
+    assert gate.shape == up.shape, (gate.shape, up.shape)
+    assert gate.dtype == up.dtype
+    if uses_triton(gate.device, impl):
+        from kvchat_kernels.silu_mul.kernel import gated_mul_launch
+
+        out = gate.new_empty(gate.shape)
+        gated_mul_launch(gate, up, activation, out).run()
+        return out
+    twin = silu_mul_reference if activation == "silu" else gelu_tanh_mul_reference
+    return twin(gate, up)

@@ -1,0 +1,127 @@
+"""What the kernels that work row by row must do, on any device that runs them.
+
+Called where Triton interprets, with tensors on the CPU, and on a CUDA device. Each check makes its
+own data from a seed and raises AssertionError.
+"""
+
+import torch
+from torch.nn import functional
+
+from kvchat_kernels.rms_norm import add_rms_norm, rms_norm
+from kvchat_kernels.silu_mul import gelu_tanh_mul, silu_mul
+from kvchat_kernels.skinny_linear import skinny_linear
+from support.rounding import assert_as_exact, assert_same_bits, poisoned_memory, sparse_memory
+
+EPS = 1e-6
+
+
+def _rows(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
+    """Random rows inside wider ones, whose other numbers are NaN; one row is nearly zero."""
+    wider = torch.full((*shape[:-1], shape[-1] + 16), float("nan"))
+    wider[..., : shape[-1]] = torch.randn(shape) * 3
+    if len(shape) > 1 and shape[0]:
+        wider[0] *= 1e-3
+    return wider.to(dtype).to(device)[..., : shape[-1]]
+
+
+def check_rms_norm(
+    shape: tuple[int, ...], dtype: torch.dtype, offset: float, device: str = "cpu"
+) -> None:
+    """Rows alone and after an addition are normed as exactly as by the twin."""
+    torch.manual_seed(shape[-1])
+    hidden, residual = _rows(shape, dtype, device), _rows(shape, dtype, device)
+    weight = (torch.rand(shape[-1]) + 0.5 - offset).to(dtype).to(device)
+
+    def normed(rows: torch.Tensor) -> torch.Tensor:
+        rows = rows.double()
+        root = (rows.square().mean(dim=-1, keepdim=True) + EPS).sqrt()
+        return rows / root * (weight.double() + offset)
+
+    with poisoned_memory():
+        out = rms_norm(hidden, weight, EPS, offset=offset, impl="triton")
+        after, total = add_rms_norm(hidden, residual, weight, EPS, offset=offset, impl="triton")
+
+    assert_as_exact(
+        out, rms_norm(hidden, weight, EPS, offset=offset, impl="reference"), normed(hidden)
+    )
+    plain, plain_total = add_rms_norm(
+        hidden, residual, weight, EPS, offset=offset, impl="reference"
+    )
+    assert_same_bits(total, plain_total, "the sum")
+    assert_as_exact(after, plain, normed(total))
+
+
+def check_gates(shape: tuple[int, ...], dtype: torch.dtype, device: str = "cpu") -> None:
+    """Both gates on the halves of a merged projection; large arguments saturate."""
+    torch.manual_seed(shape[-1])
+    merged = torch.randn(*shape[:-1], 2 * shape[-1]) * 4
+    if merged.numel():
+        merged.view(-1)[:2] = torch.tensor([-60.0, 60.0])
+    gate, up = merged.to(dtype).to(device).chunk(2, dim=-1)
+    wide_gate, wide_up = gate.double(), up.double()
+    oracles = {
+        silu_mul: functional.silu(wide_gate) * wide_up,
+        gelu_tanh_mul: functional.gelu(wide_gate, approximate="tanh") * wide_up,
+    }
+    for gated, oracle in oracles.items():
+        with poisoned_memory():
+            out = gated(gate, up, impl="triton")
+        assert_as_exact(out, gated(gate, up, impl="reference"), oracle)
+
+
+def check_skinny_linear(
+    sizes: tuple[int, int, int], dtype: torch.dtype, has_bias: bool, device: str = "cpu"
+) -> None:
+    """A product of `sizes`: rows, inputs, outputs; memory around the operands is NaN."""
+    torch.manual_seed(sum(sizes))
+    num_rows, in_size, out_size = sizes
+    rows = _between_nans((num_rows, in_size), dtype, device)
+    weight = _between_nans((out_size, in_size), dtype, device)
+    bias = _between_nans((out_size,), dtype, device) if has_bias else None
+    oracle = rows.double() @ weight.double().T + (bias.double() if bias is not None else 0)
+
+    with poisoned_memory():
+        out = skinny_linear(rows, weight, bias, impl="triton")
+
+    assert_as_exact(out, skinny_linear(rows, weight, bias, impl="reference"), oracle)
+
+
+def _between_nans(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
+    count = torch.Size(shape).numel()
+    memory = torch.full((count + 4096,), float("nan"), dtype=dtype, device=device)
+    part = memory[2048 : 2048 + count].view(shape)
+    return part.copy_(torch.randn(shape))
+
+
+def check_rows_do_not_depend_on_each_other(device: str = "cpu") -> None:
+    """Of two rows on, a row's product is the same to the bit, whatever else is computed."""
+    torch.manual_seed(1)
+    dtype = torch.float16
+    rows, weight = torch.randn(16, 300).to(dtype), torch.randn(40, 300).to(dtype)
+    rows, weight = rows.to(device), weight.to(device)
+    together = skinny_linear(rows, weight, impl="triton")
+
+    for count in (2, 5, 11):
+        some = skinny_linear(rows[:count], weight, impl="triton")
+        assert_same_bits(some, together[:count], f"{count} rows")
+
+
+def check_distant_rows() -> None:
+    """Rows further from the first than 32 bits can count; on the CPU."""
+    size, stride = 64, 2**30
+    memory = sparse_memory(3 * stride, torch.float16)
+    far = memory.view(3, stride)[:, :size]
+    far.copy_(torch.randn(3, size))
+    near = far.clone()
+    weight = torch.rand(size).half()
+
+    assert_same_bits(
+        rms_norm(far, weight, EPS, impl="triton"), rms_norm(near, weight, EPS, impl="triton"), ""
+    )
+    for normed, same in zip(
+        add_rms_norm(far, far, weight, EPS, impl="triton"),
+        add_rms_norm(near, near, weight, EPS, impl="triton"),
+        strict=True,
+    ):
+        assert_same_bits(normed, same, "the norm of a sum")
+    assert_same_bits(silu_mul(far, far, impl="triton"), silu_mul(near, near, impl="triton"), "")
