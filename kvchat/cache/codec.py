@@ -25,6 +25,7 @@ _CANARY_ENTRY = struct.Struct("<if")
 _HEAD_CHECKSUM_BYTES = 8
 # magic, version, identity, key of the first block, length, checksum
 _PAYLOAD = struct.Struct("<4sI16s16sQ16s")
+PREFIX_BYTES = _PAYLOAD.size
 
 
 class DamagedRecord(Exception):
@@ -165,18 +166,30 @@ def decode_payload(
     data: bytes | bytearray, key: bytes, head: PackHead, layout: Layout
 ) -> memoryview:
     """Return the images of a payload record, verified; raises DamagedRecord for anything else."""
-    if len(data) < _PAYLOAD.size:
+    image = memoryview(data)[PREFIX_BYTES:]
+    if len(image) != head.num_blocks(layout) * layout.block_bytes:
         raise DamagedRecord("truncated")
-    magic, version, identity, own_key, num_bytes, checksum = _PAYLOAD.unpack_from(data)
+    check_payload(bytes(data[:PREFIX_BYTES]), image, key, head.checksum, layout)
+    return image
+
+
+def check_payload(
+    prefix: bytes, image: memoryview, key: bytes, checksum: bytes, layout: Layout
+) -> None:
+    """Raise DamagedRecord unless these are the images that `checksum` stands for, of block `key`.
+
+    `prefix` is what stands before them.
+    """
+    if len(prefix) < PREFIX_BYTES:
+        raise DamagedRecord("truncated")
+    magic, version, identity, own_key, num_bytes, own_checksum = _PAYLOAD.unpack(prefix)
     _require_kind(magic, _PAYLOAD_MAGIC, version, identity, layout)
-    image = memoryview(data)[_PAYLOAD.size :]
-    if own_key != key or checksum != head.checksum:
+    if own_key != key or own_checksum != checksum:
         raise DamagedRecord("another pack's payload")
-    if not num_bytes == len(image) == head.num_blocks(layout) * layout.block_bytes:
+    if num_bytes != len(image):
         raise DamagedRecord("truncated")
     if payload_checksum(image) != checksum:
         raise DamagedRecord("checksum")
-    return image
 
 
 def _require_kind(

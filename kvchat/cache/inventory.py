@@ -16,14 +16,13 @@ from kvchat.cache.block_key import root_key
 from kvchat.cache.codec import DamagedRecord, Layout, PackHead, decode_head, layout_of
 from kvchat.cache.generations import DATABASE, file_bytes, generations, last_used
 from kvchat.cache.raw_disk import RawDisk
-from kvchat.cache.retention import TIME_TO_LIVE_S
 from kvchat.core.errors import StoreError
 from kvchat.core.stats import KeptPack
 
 _PATIENCE_S = 1.0
 _HEADS = (
-    "SELECT substr(key, 2), mode, filename, value, expire_time FROM Cache"
-    " WHERE substr(key, 1, 1) = x'68'"
+    "SELECT substr(key, 2), mode, filename, value, store_time FROM Cache"
+    " WHERE key >= x'68' AND key < x'69'"
 )
 
 
@@ -106,7 +105,7 @@ def _as_bytes(
     disk: RawDisk, rows: list[tuple[object, ...]]
 ) -> Iterator[tuple[bytes, bytes, float]]:
     """Give each row the types it should have; a damaged table holds anything."""
-    for key, mode, filename, value, expires in rows:
+    for key, mode, filename, value, used_s in rows:
         if not isinstance(key, bytes) or not isinstance(mode, int):
             continue
         if not isinstance(filename, str | None):
@@ -115,8 +114,7 @@ def _as_bytes(
             data = bytes(disk.fetch(mode, filename, value, False))
         except OSError:
             continue
-        used_s = expires - TIME_TO_LIVE_S if isinstance(expires, int | float) else 0.0
-        yield key, data, max(0.0, used_s)
+        yield key, data, max(0.0, float(used_s) if isinstance(used_s, int | float) else 0.0)
 
 
 def _connection(table: Path) -> sqlite3.Connection:

@@ -7,7 +7,9 @@ impossible. Knows files and modes; knows no packs.
 import os
 import re
 import sqlite3
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,17 @@ _PASSING_CODES = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """A value that lies in two places; nobody copies it to have it in one."""
+
+    prefix: bytes
+    rest: memoryview
+
+    def __len__(self) -> int:
+        return len(self.prefix) + len(self.rest)
+
+
 class RawDisk(diskcache.Disk):
     """Keys and values are bytes; large values are files of mode 0600 in directories of 0700."""
 
@@ -52,14 +65,15 @@ class RawDisk(diskcache.Disk):
     def store(
         self, value: object, read: bool, key: object = None
     ) -> tuple[int, int, str | None, Any]:
-        if not isinstance(value, bytes) or read:
+        if not isinstance(value, bytes | Parts) or read:
             raise TypeError("a value is bytes")
-        if len(value) < self.min_file_size:
-            return 0, _RAW, None, sqlite3.Binary(value)
-        name = self._new_file(value)
-        return len(value), _BINARY, name, None
+        parts = Parts(value, memoryview(b"")) if isinstance(value, bytes) else value
+        if len(parts) < self.min_file_size:
+            return 0, _RAW, None, sqlite3.Binary(b"".join((parts.prefix, parts.rest)))
+        name = self._new_file(parts)
+        return len(parts), _BINARY, name, None
 
-    def _new_file(self, value: bytes) -> str:
+    def _new_file(self, parts: Parts) -> str:
         random = os.urandom(16).hex()
         name = f"{random[:2]}/{random[2:]}.kv"
         path = Path(self._directory) / name
@@ -68,7 +82,8 @@ class RawDisk(diskcache.Disk):
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             with os.fdopen(descriptor, "wb", buffering=0) as file:
-                _write_all(file, value)
+                _write_all(file, parts.prefix)
+                _write_all(file, parts.rest)
         except OSError:
             path.unlink(missing_ok=True)
             raise
@@ -76,22 +91,32 @@ class RawDisk(diskcache.Disk):
 
     def fetch(self, mode: int, filename: str | None, value: Any, read: bool) -> bytes | bytearray:
         """Return a value; one that diskcache would have to unpickle reads as nothing."""
+        _, data = self.read_parts((mode, filename, value), 0, lambda n: memoryview(bytearray(n)))
+        return value if isinstance(value, bytes) and mode == _RAW else bytes(data)
+
+    def read_parts(
+        self, row: tuple[Any, ...], prefix_bytes: int, take: Callable[[int], memoryview]
+    ) -> tuple[bytes, memoryview]:
+        """Return the first bytes of a value, and the rest of it in memory that `take` gives.
+
+        `row` is its mode, file name and value. What is too long or too short has no rest.
+        """
+        mode, filename, value = row
         if mode == _RAW and isinstance(value, bytes):
-            return value
-        if mode != _BINARY or filename is None or not _NAME.fullmatch(filename):
-            return b""
+            return value[:prefix_bytes], memoryview(value)[prefix_bytes:]
+        if mode != _BINARY or not isinstance(filename, str) or not _NAME.fullmatch(filename):
+            return b"", memoryview(b"")
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-        descriptor = os.open(Path(self._directory) / filename, flags)
-        with os.fdopen(descriptor, "rb", buffering=0) as file:
-            size = os.fstat(descriptor).st_size
-            if size > _MAX_FILE_BYTES:
-                return b""
-            data = bytearray(size)
-            view = memoryview(data)
-            position = 0
-            while count := file.readinto(view[position:]):
-                position += count
-            return data if position == len(data) else data[:position]
+        descriptor = os.open(f"{self._directory}/{filename}", flags)
+        try:
+            size = os.fstat(descriptor).st_size - prefix_bytes
+            if not 0 <= size <= _MAX_FILE_BYTES:
+                return b"", memoryview(b"")
+            prefix = os.read(descriptor, prefix_bytes)
+            rest = take(size)
+            return prefix, rest[: _read_all(descriptor, rest)]
+        finally:
+            os.close(descriptor)
 
     def remove(self, file_path: str) -> None:
         if _NAME.fullmatch(file_path):
@@ -119,6 +144,13 @@ class RawCache(diskcache.Cache):
             sqlite_wal_autocheckpoint=256,
         )
 
+    def read_parts(
+        self, row: tuple[Any, ...], prefix_bytes: int, take: Callable[[int], memoryview]
+    ) -> tuple[bytes, memoryview]:
+        """Return a value in two parts, as `RawDisk.read_parts` does."""
+        disk: RawDisk = self.disk
+        return disk.read_parts(row, prefix_bytes, take)
+
     def take_back(self) -> None:
         """End a change that failed at its very end: while it is open nobody else can write."""
         if self._con.in_transaction:
@@ -136,10 +168,18 @@ class RawCache(diskcache.Cache):
                     path.unlink()
 
 
-def _write_all(file: Any, value: bytes) -> None:
+def _write_all(file: Any, value: bytes | memoryview) -> None:
     view = memoryview(value)
     while view:
         view = view[file.write(view) :]
+
+
+def _read_all(descriptor: int, memory: memoryview) -> int:
+    """Fill `memory` as far as the file reaches; return how far that is."""
+    position = 0
+    while position < len(memory) and (count := os.readv(descriptor, [memory[position:]])):
+        position += count
+    return position
 
 
 def is_passing(error: Exception) -> bool:

@@ -27,25 +27,27 @@ class StoreLock:
         self._path = path
         self._patience_s = patience_s
         self._depth = 0
+        self.has_leftovers = False
 
     @contextmanager
-    def held(self) -> Iterator[bool]:
-        """Hold the lock; yields whether the last holder ended before it was done.
+    def held(self) -> Iterator[None]:
+        """Hold the lock; `has_leftovers` then says whether a holder ended before it was done.
 
-        Raises StoreError where the lock cannot be had.
+        It says so until whoever has tidied up sets it back. Raises StoreError where the lock cannot
+        be had.
         """
         if self._depth:
-            yield False
+            yield
             return
         descriptor = open_private(self._path, os.O_RDWR | os.O_CREAT)
         try:
             self._wait_for(descriptor)
-            was_cut_off = os.fstat(descriptor).st_size > 0
+            self.has_leftovers |= os.fstat(descriptor).st_size > 0
             with suppress(OSError):  # a full disk has no room for the mark, and waits to be tidied
                 os.pwrite(descriptor, b"!", 0)
             self._depth += 1
             try:
-                yield was_cut_off
+                yield
             finally:
                 self._depth -= 1
                 with suppress(OSError):

@@ -34,7 +34,7 @@ def payload_only(directory: Path, ids: list[int]) -> None:
     tier = open_tier(directory)
     save(tier, ids)
     [found] = find(tier, ids)
-    tier._cache.delete(b"h" + found.key)
+    tier._keeper.table.delete(b"h" + found.key)
     tier.close()
 
 
@@ -44,7 +44,7 @@ def test_a_pack_that_is_out_of_date_is_not_called_damaged(tmp_path: Path) -> Non
     save(tier, IDS)
     [table] = tmp_path.glob("*/cache.db")
     with sqlite3.connect(table) as connection:
-        connection.execute("UPDATE Cache SET expire_time = 1 WHERE expire_time IS NOT NULL")
+        connection.execute("UPDATE Cache SET expire_time = 1 WHERE tag IS NOT NULL")
     connection.close()
 
     for number in range(60):
@@ -74,7 +74,8 @@ def test_a_head_that_cannot_be_written_leaves_no_payload_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tier = open_tier(tmp_path)
-    write = tier._cache.set
+    table = tier._keeper.table
+    write = table.set
 
     def full(key: bytes, *arguments: object, **settings: object) -> object:
         if key[:1] == b"h":
@@ -82,7 +83,7 @@ def test_a_head_that_cannot_be_written_leaves_no_payload_behind(
         return write(key, *arguments, **settings)
 
     with monkeypatch.context() as patch:
-        patch.setattr(tier._cache, "set", full)
+        patch.setattr(table, "set", full)
         for number in range(5):
             assert not save(tier, [number, *IDS, 7])
     assert save(tier, IDS)
@@ -97,16 +98,16 @@ def test_a_pack_exchanged_while_it_is_read_is_left_alone(
     reader, other = open_tier(tmp_path), open_tier(tmp_path)
     save(reader, IDS)
     [found] = find(reader, IDS)
-    get = reader._cache.get
+    table = reader._keeper.table
+    payload = table.payload
 
-    def exchanged(key: bytes, *arguments: object, **settings: object) -> object:
-        if key[:1] == b"p":
-            monkeypatch.undo()
-            other._remove(found.key)
-            save(other, [1, 2, 9, 9, 9, 9])
-        return get(key, *arguments, **settings)
+    def exchanged(*arguments: object) -> object:
+        monkeypatch.undo()
+        other._remove(found.key)
+        save(other, [1, 2, 9, 9, 9, 9])
+        return payload(*arguments)
 
-    monkeypatch.setattr(reader._cache, "get", exchanged)
+    monkeypatch.setattr(table, "payload", exchanged)
     with pytest.raises(DamagedRecord, match="gone"):
         reader.read(found)
 
@@ -121,15 +122,15 @@ def test_a_store_emptied_while_it_is_read_holds_no_damage(
     tier = open_tier(tmp_path)
     save(tier, IDS)
     [found] = find(tier, IDS)
-    get = tier._cache.get
+    table = tier._keeper.table
+    payload = table.payload
 
-    def emptied(key: bytes, *arguments: object, **settings: object) -> object:
-        if key[:1] == b"p":
-            monkeypatch.undo()
-            Caretaker(tmp_path).clear()
-        return get(key, *arguments, **settings)
+    def emptied(*arguments: object) -> object:
+        monkeypatch.undo()
+        Caretaker(tmp_path).clear()
+        return payload(*arguments)
 
-    monkeypatch.setattr(tier._cache, "get", emptied)
+    monkeypatch.setattr(table, "payload", emptied)
     with pytest.raises(DamagedRecord, match="gone"):
         tier.read(found)
 
@@ -201,7 +202,7 @@ def failing(
     monkeypatch: pytest.MonkeyPatch, tier: DiskTier, verb: str, takes_back: bool
 ) -> Iterator[None]:
     """Fail every statement that begins with `verb`, as SQLite does where a disk is full."""
-    connection = tier._cache._con
+    connection = tier._keeper.table._con
     execute = connection.execute
 
     def run(statement: str, *arguments: object) -> object:
@@ -214,7 +215,7 @@ def failing(
         return execute(statement, *arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(type(tier._cache), "_sql", property(lambda _: run))
+        patch.setattr(type(tier._keeper.table), "_sql", property(lambda _: run))
         yield
 
 

@@ -1,0 +1,148 @@
+"""DiskRoom: keeps a store's directory below its limit, all identities in it together.
+
+Decides how much has to go, and when another identity's packs go as a whole; which of one's own go
+first is `retention.py`'s. Knows bytes and files; knows no head and no payload.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvchat.cache.disk_budget import leaves_free
+from kvchat.cache.generations import (
+    DATABASE,
+    FILE_OVERHEAD_BYTES,
+    Sizes,
+    drop,
+    file_bytes,
+    generations,
+    last_used,
+)
+from kvchat.cache.pack_table import PIN_MARK, PackTable
+from kvchat.cache.retention import KnownPack, eviction_order, expired
+from kvchat.core.config import format_bytes
+
+_GENERATION_TO_LIVE_S = 14 * 86400.0
+# What a full store makes room for beyond what is asked, so that not every pack pays for the search.
+_ROOM_SHARE = 0.05
+# SQLite's tables, its log, and the directories, before anything is in them.
+_FIXED_BYTES = 2 << 20
+
+Packs = Mapping[bytes, KnownPack]
+
+
+@dataclass(slots=True)
+class DiskRoom:
+    """The bounds of the store in `directory`, seen from the identity in `own`.
+
+    Whoever makes room or collects holds the store's lock. `num_evicted` counts packs.
+    """
+
+    directory: Path
+    own: Path
+    limit_bytes: int
+    min_free_bytes: int | None
+    num_evicted: int = 0
+    _sizes: Sizes = field(default_factory=Sizes)
+
+    def used_bytes(self, table: PackTable) -> int:
+        """Return what the directory takes at most, this moment."""
+        files = int(table.reset("size")) + len(table) * FILE_OVERHEAD_BYTES
+        tables = sum(file_bytes(self.own / f"{DATABASE}{end}") for end in ("", "-wal", "-shm"))
+        others = sum(self._sizes.of(path) for path in self._others())
+        return _FIXED_BYTES + files + tables + others
+
+    def make(
+        self, table: PackTable, packs: Callable[[], Packs], num_bytes: int, parent: bytes
+    ) -> str:
+        """Forget packs until `num_bytes` more fit; return why they do not, "" where they do.
+
+        What a pack after `parent` continues is not forgotten for its sake, nor is what is pinned.
+        """
+        if not leaves_free(self.own, num_bytes, self.min_free_bytes):
+            return "the disk is nearly full."
+        if _FIXED_BYTES + num_bytes > self.limit_bytes:
+            return f"--disk-cache allows only {format_bytes(self.limit_bytes)}."
+        if self._shrink(table, packs, num_bytes, parent):
+            return ""
+        if any(self._pinned(table)):
+            return f"what is pinned fills --disk-cache, {format_bytes(self.limit_bytes)}."
+        return f"--disk-cache allows only {format_bytes(self.limit_bytes)}."
+
+    def collect(self, table: PackTable, packs: Callable[[], Packs], now_s: float) -> str:
+        """Remove what is out of date, and what exceeds the limit; return what is wrong, or "".
+
+        The limit holds even where pins alone exceed it.
+        """
+        self._sizes.forget()
+        self._drop_older(now_s - _GENERATION_TO_LIVE_S)
+        table.expire(now_s)
+        for key in expired(packs(), now_s, self._pinned(table)):
+            table.remove(key)
+        table.drop_payloads()
+        self._shrink(table, packs, 0, b"")
+        has_pins = any(self._pinned(table)) or any((p / PIN_MARK).exists() for p in self._others())
+        if not has_pins or self._excess(table, 0) <= 0:
+            return ""
+        self._forget_pinned(table, packs())
+        return (
+            f"what is pinned was more than --disk-cache, {format_bytes(self.limit_bytes)}; "
+            "some of it had to go."
+        )
+
+    def _shrink(
+        self, table: PackTable, packs: Callable[[], Packs], num_bytes: int, parent: bytes
+    ) -> bool:
+        """Forget what is worth least until `num_bytes` more fit; false where they never will.
+
+        Another generation goes as a whole, when its turn comes.
+        """
+        excess = self._excess(table, num_bytes)
+        if excess <= 0:
+            return True
+        known = packs()
+        # Once something has to go, more goes than is needed: not every pack pays for the search.
+        to_free = excess + int(_ROOM_SHARE * self.limit_bytes)
+        for key in eviction_order(known, parent, self._pinned(table)):
+            to_free -= self._drop_older(known[key].use.last_s)
+            if to_free <= 0:
+                break
+            to_free -= self._evict(table, key, known[key])
+        if to_free > 0:
+            self._drop_older(math.inf)
+        return self._excess(table, num_bytes) <= 0
+
+    def _forget_pinned(self, table: PackTable, known: Packs) -> None:
+        for key in eviction_order(known, b""):
+            if self._excess(table, 0) <= 0:
+                return
+            self._evict(table, key, known[key])
+        for path in self._others():
+            drop(path)
+
+    def _evict(self, table: PackTable, key: bytes, pack: KnownPack) -> int:
+        table.remove(key)
+        self.num_evicted += 1
+        return pack.num_bytes
+
+    def _excess(self, table: PackTable, num_bytes: int) -> int:
+        return self.used_bytes(table) + num_bytes - self.limit_bytes
+
+    def _pinned(self, table: PackTable) -> set[bytes]:
+        return {key for pin in table.pins() for key in pin.keys}
+
+    def _drop_older(self, used_s: float) -> int:
+        """Drop the generations last used before `used_s`; return how many bytes they had.
+
+        One with pins stays.
+        """
+        return sum(
+            drop(path)
+            for path in self._others()
+            if last_used(path) < used_s and not (path / PIN_MARK).exists()
+        )
+
+    def _others(self) -> list[Path]:
+        """Return what other models, or other settings of this one, have left here."""
+        return [path for path in generations(self.directory) if path != self.own]

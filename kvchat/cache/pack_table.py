@@ -1,0 +1,169 @@
+"""PackTable: a table whose rows are packs, and pins.
+
+A pack has two rows under its first block's key: its payload, a file if it is large, and its head,
+so that a head vouches for a payload. Columns that diskcache has no use for here say how a pack was
+used, without a word of what is in it. Knows rows; knows no bounds and no damage.
+"""
+
+import sqlite3
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvchat.cache.pin_record import Pin, decode_pin, encode_pin, pin_name
+from kvchat.cache.raw_disk import Parts, RawCache
+from kvchat.cache.read_buffers import ReadBuffers
+from kvchat.cache.retention import Use, first_use, used_again
+
+HEAD, PAYLOAD, PIN = b"h", b"p", b"n"
+# A generation with this file in it has pins: nobody drops it without need.
+PIN_MARK = "pinned"
+_HEADS = "WHERE key >= x'68' AND key < x'69'"
+_USE = "store_time, access_time, access_count, tag"
+
+
+@dataclass(frozen=True, slots=True)
+class PackRow:
+    """A pack as the table has it: its name, its head as stored, and its uses.
+
+    A head that is out of date, or gone, is empty.
+    """
+
+    key: bytes
+    head: bytes
+    use: Use
+
+
+def use_of(columns: tuple[Any, ...]) -> Use:
+    """Return what the columns of a row say of its uses; a damaged table says anything."""
+    last_s, credit_s, num_uses, num_followed = (
+        value if isinstance(value, int | float) else 0 for value in columns
+    )
+    return Use(float(last_s), float(credit_s), int(num_uses) or 1, int(num_followed))
+
+
+class PackTable(RawCache):
+    """One identity's packs. Raises what SQLite and the file system raise."""
+
+    # Packs
+
+    def head(self, key: bytes) -> bytes | None:
+        """Return a pack's head as it was stored."""
+        data: bytes | None = self.get(HEAD + key)
+        return data
+
+    def payload(
+        self, key: bytes, prefix_bytes: int, buffers: ReadBuffers
+    ) -> tuple[bytes, memoryview] | None:
+        """Return the beginning of a pack's payload, and the rest of it in memory of `buffers`."""
+        query = "SELECT mode, filename, value FROM Cache WHERE key = ? AND raw = 1"
+        row = self._sql(query, (sqlite3.Binary(PAYLOAD + key),)).fetchone()
+        return self.read_parts(row, prefix_bytes, buffers.take) if row is not None else None
+
+    def keep(self, key: bytes, head: bytes, payload: Parts, now_s: float, one_shot: bool) -> None:
+        """Enter a pack: all of it, or nothing."""
+        use = first_use(now_s, one_shot)
+        with self.transact():
+            self.set(PAYLOAD + key, payload)
+            self.set(HEAD + key, head, tag=0)
+            self._set_use(key, use)
+
+    def remove(self, key: bytes) -> None:
+        """Forget a pack."""
+        self.delete(HEAD + key)
+        self.delete(PAYLOAD + key)
+
+    def rows(self) -> Iterator[PackRow]:
+        """Yield every pack."""
+        query = f"SELECT key, expire_time, mode, filename, value, {_USE} FROM Cache {_HEADS}"
+        for key, expires, mode, filename, value, *use in self._sql(query).fetchall():
+            is_out_of_date = isinstance(expires, int | float) and expires < time.time()
+            data = b"" if is_out_of_date else self._value(mode, filename, value)
+            yield PackRow(bytes(key)[1:], data, use_of(tuple(use)))
+
+    def _value(self, mode: int, filename: str | None, value: Any) -> bytes:
+        """Return what a row holds; nothing where its file is gone."""
+        try:
+            return bytes(self.disk.fetch(mode, filename, value, False))
+        except FileNotFoundError:
+            return b""
+
+    def num_packs(self) -> int:
+        """Return how many heads there are."""
+        [(count,)] = self._sql(f"SELECT COUNT(*) FROM Cache {_HEADS}").fetchall()
+        return int(count)
+
+    def largest(self) -> int:
+        """Return the size of the largest payload."""
+        [(size,)] = self._sql("SELECT MAX(size) FROM Cache").fetchall()
+        return int(size or 0)
+
+    def drop_payloads(self) -> None:
+        """Remove payloads without a head: no eviction would ever meet them."""
+        names = list(self)
+        heads = {name[1:] for name in names if name[:1] == HEAD}
+        for name in names:
+            if name[1:] not in heads and name[:1] != PIN:
+                self.delete(name)
+
+    @contextmanager
+    def leaving_no_trace(self) -> Iterator[None]:
+        """While entered what is removed is overwritten; afterwards the log has nothing of it."""
+        self._sql("PRAGMA secure_delete = ON").fetchall()
+        try:
+            yield
+        finally:
+            self._sql("PRAGMA secure_delete = OFF").fetchall()
+            self._sql("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+
+    # Uses
+
+    def note_uses(
+        self, keys: Iterable[bytes], followed: bytes | None, now_s: float, one_shot: bool
+    ) -> None:
+        """Remember that packs were used, and that another was written behind `followed`."""
+        with self.transact():
+            for key in keys:
+                if (use := self._use(key)) is None:
+                    continue
+                use = used_again(use, now_s, one_shot)
+                num_followed = use.num_followed + (key == followed)
+                self._set_use(key, Use(use.last_s, use.credit_s, use.num_uses, num_followed))
+
+    def _use(self, key: bytes) -> Use | None:
+        query = f"SELECT {_USE} FROM Cache WHERE key = ? AND raw = 1"
+        row = self._sql(query, (sqlite3.Binary(HEAD + key),)).fetchone()
+        return use_of(row) if row is not None else None
+
+    def _set_use(self, key: bytes, use: Use) -> None:
+        self._sql(
+            "UPDATE Cache SET store_time = ?, access_time = ?, access_count = ?, tag = ?"
+            " WHERE key = ? AND raw = 1",
+            (
+                *(use.last_s, use.credit_s, use.num_uses, use.num_followed),
+                sqlite3.Binary(HEAD + key),
+            ),
+        )
+
+    # Pins
+
+    def pins(self) -> list[Pin]:
+        """Return all pins that can be read."""
+        names = [name for name in self if name[:1] == PIN]
+        records = (self.get(name) for name in names)
+        found = (decode_pin(data) for data in records if data is not None)
+        return [pin for pin in found if pin is not None]
+
+    def pin(self, pin: Pin) -> None:
+        """Enter a pin, in place of one of the same label."""
+        self.set(PIN + pin_name(pin.label), encode_pin(pin))
+        (Path(self.directory) / PIN_MARK).touch(0o600)
+
+    def unpin(self, label: str) -> None:
+        """Remove the pin of a label."""
+        self.delete(PIN + pin_name(label))
+        if not self.pins():
+            (Path(self.directory) / PIN_MARK).unlink(missing_ok=True)

@@ -1,0 +1,120 @@
+"""TableKeeper: one identity's table, open, whatever becomes of its files meanwhile.
+
+Others may delete the directory, make it anew, or spoil it. Knows what an error means for a table;
+knows no packs.
+"""
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import TypeVar
+
+from kvchat.cache.generations import DATABASE, file_number
+from kvchat.cache.pack_table import PackTable
+from kvchat.cache.raw_disk import is_passing
+from kvchat.cache.store_lock import StoreLock
+from kvchat.core.errors import StoreError
+from kvchat.core.paths import open_private, private_directory
+
+T = TypeVar("T")
+
+
+class TableKeeper:
+    """Owns the table in `own`, a generation of the store in `directory`; one thread uses it.
+
+    `note_trouble` hears of every error. A table waits `patience_s` for whoever else writes to it.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        own: Path,
+        lock: StoreLock,
+        patience_s: float,
+        note_trouble: Callable[[Exception], None],
+    ) -> None:
+        self._directory = directory
+        self._own = own
+        self._lock = lock
+        self._patience_s = patience_s
+        self._note_trouble = note_trouble
+        self._may_begin_anew = True
+        self._file: tuple[int, int] | None = None
+        self.table = self._opened()
+
+    def follow(self) -> PackTable:
+        """Return the table, opened again where its file is not the one it was."""
+        if file_number(self._own / DATABASE) != self._file:
+            self.table.close()
+            self.table = self._opened()
+        return self.table
+
+    @contextmanager
+    def changing(self) -> Iterator[PackTable]:
+        """Hold the store's lock; yields the table as it is under the lock.
+
+        Whoever deletes a store holds it too: what was looked at before may be gone.
+        """
+        with self._lock.held():
+            yield self.follow()
+
+    def attempt(self, action: Callable[[], T], otherwise: T) -> T:
+        """Do something with the table; where that fails, `otherwise`.
+
+        A table that is no good is begun anew, once.
+        """
+        try:
+            return action()
+        except Exception as error:  # a table with damage in it makes diskcache fail in any way
+            self._note_trouble(error)
+            with suppress(Exception):
+                self.table.take_back()
+            if self._may_begin_anew and not is_passing(error):
+                self._may_begin_anew = False
+                self.attempt(self._begin_anew, None)
+            return otherwise
+
+    def _begin_anew(self) -> None:
+        with self._lock.held():
+            if file_number(self._own / DATABASE) == self._file:
+                shutil.rmtree(self._own, ignore_errors=True)
+            self.follow()
+
+    def _opened(self) -> PackTable:
+        """Open the table; one that cannot be used is begun anew."""
+        for path in (self._directory, self._own):
+            if path.is_symlink():
+                raise StoreError(f"{path} is a symbolic link.", "Remove it.")
+        private_directory(self._directory)
+        with self._alone():
+            try:
+                return self._open()
+            except Exception as error:
+                self._note_trouble(error)
+                if is_passing(error):
+                    raise
+            with self._lock.held():
+                shutil.rmtree(self._own, ignore_errors=True)
+                return self._open()
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Hold the lock while a table is opened: SQLite opens its log by its name when it first
+        needs it, and where somebody deletes the store in between that is another table's.
+
+        Whoever holds the lock for long, as a process stopped with Ctrl-Z does, is not waited for.
+        """
+        with ExitStack() as stack:
+            with suppress(StoreError):
+                stack.enter_context(self._lock.held())
+            yield
+
+    def _open(self) -> PackTable:
+        private_directory(self._own).chmod(0o700)
+        # SQLite gives its log the mode of its file; both are the user's alone.
+        descriptor = open_private(self._own / DATABASE, os.O_RDWR | os.O_CREAT)
+        self._file = file_number(self._own / DATABASE)
+        os.close(descriptor)
+        return PackTable(self._own, self._patience_s)
