@@ -73,9 +73,9 @@ DRAFT_IS = (
 
 def write_card(home: Path, scores: dict[str, Any], made: dict[str, Any]) -> None:
     """Write README.md into both model folders of `home`."""
-    roles = (("target", "target", TARGET_IS), ("draft", "distillation", DRAFT_IS))
-    for folder, stage, what in roles:
-        text = card(folder, what, made["stages"][stage], scores, made, home / folder)
+    for folder, what in (("target", TARGET_IS), ("draft", DRAFT_IS)):
+        stage = made["stages"][made["shipped"][folder]]
+        text = card(folder, what, stage, scores, made, home / folder)
         (home / folder / "README.md").write_text(text, encoding="utf-8")
 
 
@@ -120,9 +120,13 @@ def _facts(stage: dict[str, Any], num_bytes: int) -> str:
 
 
 def _stages(stages: dict[str, Any]) -> str:
-    lines = ["| stage | steps | tokens | minutes |", "|---|---|---|---|"]
+    lines = [
+        "| stage | begins with | learns from | steps | tokens | minutes |",
+        "|---|---|---|---|---|---|",
+    ]
     lines += [
-        f"| {name} | {stage['steps']:,} | {stage['tokens'] / 1e6:.1f} M | {stage['minutes']:,} |"
+        f"| {name} | {stage['after'] or 'random weights'} | {stage['teacher'] or 'the dialogues'} "
+        f"| {stage['steps']:,} | {stage['tokens'] / 1e6:.1f} M | {stage['minutes']:,} |"
         for name, stage in stages.items()
     ]
     return "\n".join(lines)

@@ -27,11 +27,22 @@ class Reached:
 
 def save_checkpoint(folder: Path, network: Network, optimiser: Optimiser, reached: Reached) -> None:
     """Write everything a resumed run needs."""
+    _save(folder, network, optimiser.state(), reached)
+
+
+def save_finished(folder: Path, network: Network, reached: Reached) -> None:
+    """Write weights that need no more training."""
+    _save(folder, network, {}, reached)
+
+
+def _save(
+    folder: Path, network: Network, optimiser: dict[str, torch.Tensor], reached: Reached
+) -> None:
     fresh = folder.with_name(folder.name + ".new")
     shutil.rmtree(fresh, ignore_errors=True)
     fresh.mkdir(parents=True)
     save_file(network.state_dict(), fresh / "model.safetensors")
-    save_file(optimiser.state(), fresh / "optimiser.safetensors")
+    save_file(optimiser, fresh / "optimiser.safetensors")
     state = {"geometry": asdict(network.geometry), "reached": asdict(reached)}
     (fresh / "state.json").write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
     shutil.rmtree(folder, ignore_errors=True)

@@ -26,6 +26,7 @@ from kvchat.demo.dialogues import (
     lists,
     numbers,
     poems,
+    practice,
     smalltalk,
     stories,
     telling,
@@ -50,6 +51,11 @@ BEATS: tuple[tuple[_Beat, float], ...] = (
     (calendar.play, 3), (stories.play, 1.6),
     (poems.play, 1.2), (code.play, 2.2), (documents.play, 0.6), (echo.play, 3),
 )  # fmt: skip
+COURSES: tuple[tuple[_Beat, ...], tuple[float, ...]] = (
+    (practice.list_course, practice.correction, practice.quiz, telling.tell),
+    (0.3, 0.2, 0.3, 0.2),
+)
+ODDITY = 0.5  # share of odd slot values in a chat that has them
 CHARACTERS_PER_TURN = 115  # measured mean of message and reply together
 
 
@@ -58,12 +64,18 @@ class Shape:
     """How long chats are: the mean number of turns, or a length in characters to be filled.
 
     drill_rate    share of chats that only repeat words, which is how copying is learnt first
+    course_rate   share of beats that are a course of `practice`
+    quiz_rate     share of chats that end with questions about what was told
+    odd_rate      share of chats whose slot values are odd ones
     """
 
     mean_turns: float = 6.0
     max_turns: int = 24
     characters: int | None = None
     drill_rate: float = 0.0
+    course_rate: float = 0.0
+    quiz_rate: float = 0.0
+    odd_rate: float = 0.0
 
 
 class Conversations:
@@ -88,6 +100,8 @@ class Conversations:
 
 def compose(scene: Scene, shape: Shape) -> Chat:
     """Write one chat into `scene`."""
+    if shape.odd_rate and scene.chance(shape.odd_rate):
+        scene.oddity = ODDITY
     system = _system_prompt(scene, shape)
     beats, weights = _leanings(scene)
     if scene.chance(shape.drill_rate):
@@ -96,7 +110,12 @@ def compose(scene: Scene, shape: Shape) -> Chat:
         scene.turns.append(smalltalk.greet(scene))
     num_turns = _num_turns(scene, shape)
     while len(scene.turns) < num_turns and not _is_full(scene, shape):
-        _extend(scene, scene.rng.choices(beats, weights)[0])
+        if shape.course_rate and scene.chance(shape.course_rate):
+            _extend(scene, scene.rng.choices(*COURSES)[0])
+        else:
+            _extend(scene, scene.rng.choices(beats, weights)[0])
+    if shape.quiz_rate and scene.chance(shape.quiz_rate):
+        _extend(scene, practice.quiz)
     return Chat(system, tuple(scene.turns))
 
 

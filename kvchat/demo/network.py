@@ -57,12 +57,14 @@ class Rows:
                               only, and segment 0 is padding
     targets                   [num_rows, row_len] int64; the next token, or -100 where none is
                               learnt
+    weights                   [num_rows, row_len] float32; how much each target counts
     """
 
     ids: Tensor
     positions: Tensor
     segments: Tensor
     targets: Tensor
+    weights: Tensor
 
     def to(self, device: torch.device) -> "Rows":
         return Rows(*(getattr(self, name).to(device) for name in self.__slots__))
@@ -94,23 +96,27 @@ class Network(nn.Module):
         return states
 
     def loss(self, rows: Rows, dtype: torch.dtype) -> Tensor:
-        """Mean cross entropy over the targets that are not -100."""
+        """Weighted mean cross entropy over the targets that are not -100."""
         targets = rows.targets.flatten()
         chosen = (targets != -100).nonzero().squeeze(1)
         # Pad to whole chunks, so that the compiled loss sees one shape only.
         padding = -len(chosen) % LOSS_CHUNK
         picked = torch.cat([chosen, chosen.new_zeros(padding)])
         labels = torch.cat([targets[chosen], targets.new_full((padding,), -100)])
+        weights = rows.weights.flatten()[picked]
         states = self.hidden(rows, dtype).flatten(0, 1)[picked]
         head, norm, eps = (
             self.model.embed_tokens.weight,
             self.model.norm.weight,
             self.geometry.rms_norm_eps,
         )
-        pieces = zip(states.split(LOSS_CHUNK), labels.split(LOSS_CHUNK), strict=True)
-        total = sum(self._run_loss(piece, norm, head, label, eps) for piece, label in pieces)
+        chunks = (part.split(LOSS_CHUNK) for part in (states, labels, weights))
+        total = sum(
+            self._run_loss(piece, norm, head, label, weight, eps)
+            for piece, label, weight in zip(*chunks, strict=True)
+        )
         assert isinstance(total, Tensor), "no target in these rows"
-        return total / len(chosen)
+        return total / rows.weights.flatten()[chosen].sum()
 
     def logits(self, states: Tensor) -> Tensor:
         """Logits [..., vocab_size] in float32 of final hidden states [..., hidden_size]."""
@@ -270,7 +276,9 @@ def rms_norm(states: Tensor, weight: Tensor, eps: float) -> Tensor:
     return normed.to(states.dtype) * weight.to(states.dtype)
 
 
-def summed_loss(states: Tensor, norm: Tensor, head: Tensor, labels: Tensor, eps: float) -> Tensor:
-    """Cross entropy summed over the labels that are not -100."""
+def summed_loss(
+    states: Tensor, norm: Tensor, head: Tensor, labels: Tensor, weights: Tensor, eps: float
+) -> Tensor:
+    """Weighted cross entropy summed over the labels that are not -100."""
     logits = linear(rms_norm(states, norm, eps), head.to(states.dtype)).float()
-    return cross_entropy(logits, labels, reduction="sum", ignore_index=-100)
+    return (cross_entropy(logits, labels, reduction="none", ignore_index=-100) * weights).sum()

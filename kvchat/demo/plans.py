@@ -25,6 +25,38 @@ FIRST_STEPS = Mix(((SHORT, 1.0),), jump_rate=0.3)
 EVERYDAY = Mix(((USUAL, 1.0),), jump_rate=0.3)
 FAR_BACK = Mix(((USUAL, 0.92), (EXTENDED, 0.05), (LONG, 0.02), (LONGEST, 0.01)), jump_rate=0.4)
 
+# The second round repeats what the first one left weak: copying, recall from far back, lists.
+PRACTISED = Shape(mean_turns=4.5, max_turns=16, course_rate=0.12, quiz_rate=0.2, odd_rate=0.25)
+COURSES = Shape(mean_turns=7, max_turns=24, course_rate=0.45, quiz_rate=0.6, odd_rate=0.4)
+QUIZZED = Shape(characters=2300, course_rate=0.25, quiz_rate=0.9, odd_rate=0.3)
+QUIZZED_LATE = Shape(characters=4800, course_rate=0.2, quiz_rate=1.0, odd_rate=0.3)
+QUIZZED_LAST = Shape(characters=10_000, course_rate=0.15, quiz_rate=1.0, odd_rate=0.3)
+ECHOES = Shape(mean_turns=3, max_turns=8, drill_rate=1.0, odd_rate=0.5)
+PRACTICE = Mix(
+    (
+        (PRACTISED, 0.594),
+        (COURSES, 0.252),
+        (QUIZZED, 0.0375),
+        (QUIZZED_LATE, 0.0107),
+        (QUIZZED_LAST, 0.0038),
+        (ECHOES, 0.101),
+    ),
+    jump_rate=0.3,
+    key_weight=2.0,
+)
+PRACTICE_FAR_BACK = Mix(
+    (
+        (PRACTISED, 0.638),
+        (COURSES, 0.227),
+        (QUIZZED, 0.0495),
+        (QUIZZED_LATE, 0.0206),
+        (QUIZZED_LAST, 0.007),
+        (ECHOES, 0.057),
+    ),
+    jump_rate=0.4,
+    key_weight=2.0,
+)
+
 TARGET_GEOMETRY = Geometry(
     vocab_size=VOCAB_SIZE,
     hidden_size=256,
@@ -47,42 +79,90 @@ DRAFT_GEOMETRY = Geometry(
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
-    """All plans of one build.
+class Stage:
+    """One training run of a build.
 
+    after    the stage whose weights it begins with; random weights if None. The optimiser's state
+             and the rate schedule are always new.
+    teacher  the stage whose distribution is the loss's target; the text itself if None
+    """
+
+    plan: Plan
+    after: str | None = None
+    teacher: str | None = None
+
+    @property
+    def name(self) -> str:
+        return self.plan.name
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """All stages of one build, in order; each starts from earlier ones only.
+
+    shipped              the stage whose weights each folder of the pair holds
     num_tokenizer_chats  chats that train the tokenizer
     num_probes           evaluation dialogues per test and grade
     tests                which tests; all of them unless named
     """
 
-    target: Plan
-    draft: Plan
-    distillation: Plan
+    stages: tuple[Stage, ...]
+    shipped: dict[str, str]
     num_tokenizer_chats: int
     num_probes: int
     tests: tuple[str, ...] = tuple(MAKERS)
 
 
+_DISTILLING = Rates(matrix=0.005, other=0.001)
 FULL = Recipe(
-    target=Plan(
-        "target",
-        TARGET_GEOMETRY,
-        (Phase(FIRST_STEPS, 3), Phase(EVERYDAY, 22), Phase(FAR_BACK, 11)),
+    stages=(
+        Stage(
+            Plan(
+                "target",
+                TARGET_GEOMETRY,
+                (Phase(FIRST_STEPS, 3), Phase(EVERYDAY, 22), Phase(FAR_BACK, 11)),
+            )
+        ),
+        Stage(Plan("draft", DRAFT_GEOMETRY, (Phase(FIRST_STEPS, 1), Phase(EVERYDAY, 9)))),
+        Stage(
+            Plan(
+                "distillation",
+                DRAFT_GEOMETRY,
+                (Phase(FAR_BACK, 3),),
+                seed=2,
+                rates=_DISTILLING,
+                flat_share=0.0,
+            ),
+            after="draft",
+            teacher="target",
+        ),
+        Stage(
+            Plan(
+                "target-2",
+                TARGET_GEOMETRY,
+                (Phase(PRACTICE, 5), Phase(PRACTICE_FAR_BACK, 4)),
+                seed=3,
+                rates=Rates(matrix=0.014, other=0.002),
+                warmup_steps=50,
+                flat_share=1 / 9,
+            ),
+            after="target",
+        ),
+        Stage(
+            Plan(
+                "distillation-2",
+                DRAFT_GEOMETRY,
+                (Phase(PRACTICE, 1),),
+                seed=4,
+                rates=_DISTILLING,
+                warmup_steps=20,
+                flat_share=0.0,
+            ),
+            after="distillation",
+            teacher="target-2",
+        ),
     ),
-    draft=Plan(
-        "draft",
-        DRAFT_GEOMETRY,
-        (Phase(FIRST_STEPS, 1), Phase(EVERYDAY, 9)),
-        rates=Rates(matrix=0.02),
-    ),
-    distillation=Plan(
-        "distillation",
-        DRAFT_GEOMETRY,
-        (Phase(FAR_BACK, 3),),
-        seed=2,
-        rates=Rates(matrix=0.005, other=0.001),
-        flat_share=0.0,
-    ),
+    shipped={"target": "target-2", "draft": "distillation-2"},
     num_tokenizer_chats=20_000,
     num_probes=100,
 )
@@ -97,15 +177,16 @@ _TINY = replace(
 _TINY_DRAFT = replace(_TINY, num_hidden_layers=1)
 _BRISK = {"batch_tokens": 4096, "leg_steps": 20, "warmup_steps": 10}
 QUICK = Recipe(
-    target=Plan("target", _TINY, (Phase(FIRST_STEPS, 4),), **_BRISK),  # type: ignore[arg-type]
-    draft=Plan("draft", _TINY_DRAFT, (Phase(FIRST_STEPS, 2),), **_BRISK),  # type: ignore[arg-type]
-    distillation=Plan(
-        "distillation",
-        _TINY_DRAFT,
-        (Phase(FIRST_STEPS, 1),),
-        seed=2,
-        **_BRISK,  # type: ignore[arg-type]
+    stages=(
+        Stage(Plan("target", _TINY, (Phase(FIRST_STEPS, 4),), **_BRISK)),  # type: ignore[arg-type]
+        Stage(Plan("draft", _TINY_DRAFT, (Phase(FIRST_STEPS, 2),), **_BRISK)),  # type: ignore[arg-type]
+        Stage(
+            Plan("distillation", _TINY_DRAFT, (Phase(FIRST_STEPS, 1),), seed=2, **_BRISK),  # type: ignore[arg-type]
+            after="draft",
+            teacher="target",
+        ),
     ),
+    shipped={"target": "target", "draft": "distillation"},
     num_tokenizer_chats=2_000,
     num_probes=4,
     tests=("recall after 1 turn", "kvchat", "out of scope"),

@@ -1,7 +1,8 @@
 """`python -m kvchat.demo.recipe`: build the demo pair, or go on where an earlier run stopped.
 
-Tokenizer, target, draft, distilled draft, files, evaluation, card, manifest. Every stage leaves
-its result in the work folder and is skipped when it is there. Knows the order; the plans know the
+Tokenizer, the training stages of target and draft, files, evaluation, card, manifest. Every stage
+leaves its result in the work folder and is skipped when it is there. A pair that exists can stand
+for the stages before a given one, which trains it further. Knows the order; the plans know the
 numbers.
 """
 
@@ -20,20 +21,19 @@ from pathlib import Path
 import torch
 
 from kvchat.demo.card import write_card
-from kvchat.demo.checkpoint import export, load_network, reached
+from kvchat.demo.checkpoint import Reached, export, load_network, reached, save_finished
 from kvchat.demo.conversation import Conversations
 from kvchat.demo.distill import Distillation
 from kvchat.demo.evaluate import Report, acceptance, evaluate
 from kvchat.demo.manifest import write_manifest
 from kvchat.demo.paths import HOME
-from kvchat.demo.plans import CONTEXT, FULL, QUICK, USUAL, VOCAB_SIZE, Recipe
+from kvchat.demo.plans import CONTEXT, FULL, QUICK, USUAL, VOCAB_SIZE, Recipe, Stage
 from kvchat.demo.talkers import NetworkTalker
 from kvchat.demo.team import Team, run_team
 from kvchat.demo.tokenizer import ChatTokenizer, train_tokenizer
-from kvchat.demo.train import Machine, Plan, train
+from kvchat.demo.train import Machine, train
 
 TOKENIZER_SEED = 5
-STAGES = ("target", "draft", "distillation")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,18 +46,14 @@ class Build:
     num_workers: int
     is_compiled: bool
 
-    def plan(self, stage: str) -> Plan:
-        plan = getattr(self.recipe, stage)
-        assert isinstance(plan, Plan)
-        return plan
-
 
 def build(job: Build) -> None:
     """Run all stages that are not done yet, and write the pair to `job.home`."""
     _tokenizer(job)
-    for stage in STAGES:
-        _note(f"{stage}: {job.plan(stage).num_steps} steps")
-        run_team(job.num_workers, functools.partial(_train_stage, job, stage))
+    for stage in job.recipe.stages:
+        if reached(job.work / stage.name).next_leg < stage.plan.num_legs:
+            _note(f"{stage.name}: {stage.plan.num_steps} steps")
+            run_team(job.num_workers, functools.partial(_train_stage, job, stage))
     _export(job)
     _note("evaluation")
     report = _evaluate(job)
@@ -79,23 +75,41 @@ def _tokenizer(job: Build) -> None:
     ChatTokenizer(train_tokenizer(few, VOCAB_SIZE)).save(folder, CONTEXT)
 
 
-def _train_stage(job: Build, stage: str, team: Team) -> None:
+def adopt(job: Build, pair: Path, before: str) -> None:
+    """Let the weights of a built pair stand for every stage ahead of `before`.
+
+    The pair's own manifest, if there is one, says how long they took.
+    """
+    shutil.copytree(pair / "target", job.work / "tokenizer", dirs_exist_ok=True)
+    manifest = pair / "manifest.json"
+    made = json.loads(manifest.read_text(encoding="utf-8"))["made"] if manifest.exists() else {}
+    for stage in itertools.takewhile(lambda stage: stage.name != before, job.recipe.stages):
+        role = "target" if stage.name.startswith("target") else "draft"
+        minutes = made.get("stages", {}).get(stage.name, {}).get("minutes", 0)
+        done = Reached(stage.plan.num_legs, 60.0 * minutes)
+        save_finished(job.work / stage.name, load_network(pair / role), done)
+
+
+def _train_stage(job: Build, stage: Stage, team: Team) -> None:
     """Train one stage in this process of the team."""
-    tokenizer = ChatTokenizer.load(job.work / "tokenizer")
     machine = Machine.detected(is_compiled=job.is_compiled, team=team)
-    folder = job.work / stage
-    if stage != "distillation":
-        train(job.plan(stage), tokenizer, folder, machine)
-        return
-    teacher = load_network(job.work / "target").to(machine.device)
-    draft = load_network(job.work / "draft")
-    loss = Distillation(teacher, machine.dtype)
-    train(job.plan(stage), tokenizer, folder, machine, initial=draft, loss_of=loss)
+    loss = None
+    if stage.teacher:
+        teacher = load_network(job.work / stage.teacher).to(machine.device)
+        loss = Distillation(teacher, machine.dtype)
+    train(
+        stage.plan,
+        ChatTokenizer.load(job.work / "tokenizer"),
+        job.work / stage.name,
+        machine,
+        initial=load_network(job.work / stage.after) if stage.after else None,
+        loss_of=loss,
+    )
 
 
 def _export(job: Build) -> None:
     tokenizer = ChatTokenizer.load(job.work / "tokenizer")
-    for name, stage in (("target", "target"), ("draft", "distillation")):
+    for name, stage in job.recipe.shipped.items():
         folder = job.home / name
         shutil.rmtree(folder, ignore_errors=True)
         network = load_network(job.work / stage)
@@ -122,17 +136,24 @@ def _evaluate(job: Build) -> Report:
 def _made(job: Build) -> dict[str, object]:
     """How the pair was built, for the manifest and the card."""
     stages = {}
-    for stage in STAGES:
-        plan = job.plan(stage)
-        stages[stage] = {
+    for stage in job.recipe.stages:
+        plan = stage.plan
+        stages[stage.name] = {
+            "after": stage.after,
+            "teacher": stage.teacher,
             "seed": plan.seed,
             "steps": plan.num_steps,
             "tokens": plan.num_steps * plan.batch_tokens,
-            "minutes": round(reached(job.work / stage).seconds / 60),
-            "parameters": load_network(job.work / stage).num_parameters(),
+            "minutes": round(reached(job.work / stage.name).seconds / 60),
+            "parameters": load_network(job.work / stage.name).num_parameters(),
             "geometry": asdict(plan.geometry),
         }
-    return {"stages": stages, "machine": _machine(), "built": time.strftime("%Y-%m-%d")}
+    return {
+        "stages": stages,
+        "shipped": job.recipe.shipped,
+        "machine": _machine(),
+        "built": time.strftime("%Y-%m-%d"),
+    }
 
 
 def _machine() -> str:
@@ -159,6 +180,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--workers", type=int, default=os.cpu_count() or 1, help="training processes"
     )
+    parser.add_argument(
+        "--adopt", type=Path, help="a built pair whose weights stand for the stages before --at"
+    )
+    parser.add_argument("--at", help="the first stage to train after --adopt")
     parser.add_argument("--no-compile", action="store_true", help="train without a C++ compiler")
     options = parser.parse_args(arguments)
     work = options.work / ("quick" if options.quick else "full")
@@ -167,7 +192,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     home = options.home or (work / "pair" if options.quick else HOME)
     num_workers = 1 if torch.cuda.is_available() else options.workers
     recipe = QUICK if options.quick else FULL
-    build(Build(recipe, work, home, num_workers, not (options.no_compile or options.quick)))
+    job = Build(recipe, work, home, num_workers, not (options.no_compile or options.quick))
+    if options.adopt:
+        if options.at not in {stage.name for stage in recipe.stages}:
+            parser.error(f"--at names one of: {', '.join(s.name for s in recipe.stages)}")
+        adopt(job, options.adopt, options.at)
+    build(job)
 
 
 if __name__ == "__main__":

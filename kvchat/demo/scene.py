@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from kvchat.demo.facts import Fact
 from kvchat.demo.grammar import FAIR_TRIES, Grade, Phrases, Words
 from kvchat.demo.lexicon.coined import coined_name
+from kvchat.demo.lexicon.odd import made_odd
 from kvchat.demo.voice import WRAPPERS, Kind, Voice, is_imperative
 
 
@@ -52,7 +53,11 @@ class Chat:
 
 @dataclass(slots=True)
 class Scene:
-    """The state of one chat being written; owned by one generator call."""
+    """The state of one chat being written; owned by one generator call.
+
+    oddity  share of slot values whose words are replaced by others, so that nothing but copying
+            gets them right
+    """
 
     rng: random.Random
     grade: Grade = Grade.TRAIN
@@ -61,6 +66,7 @@ class Scene:
     lists: dict[str, list[str]] = field(default_factory=dict)
     turns: list[Turn] = field(default_factory=list)
     num_held_out: int = 0  # held-out phrasings drawn so far
+    oddity: float = 0.0
 
     def draw(self, phrases: Phrases, **slots: str) -> str:
         """Draw a phrasing, type it in the user's voice and fill its slots."""
@@ -83,7 +89,10 @@ class Scene:
 
     def value(self, words: Words) -> str:
         """A slot value, spelled as this user spells."""
-        return self.voice.spelled(words.draw(self.rng, self.grade))
+        value = words.draw(self.rng, self.grade)
+        if self.oddity and self.chance(self.oddity):
+            value = made_odd(value, self.rng)
+        return self.voice.spelled(value)
 
     def name(self, words: Words, coined_rate: float = 0.5) -> str:
         """A proper name from the list, or a coined one."""

@@ -49,7 +49,7 @@ def _is_right(draft: Network, prompt: list[int], reply: list[int]) -> list[bool]
     device = draft.model.embed_tokens.weight.device
     ids = torch.tensor([[*prompt, *reply]], device=device)
     places = torch.arange(ids.shape[1], device=device)[None]
-    rows = Rows(ids, places, torch.ones_like(ids), ids)
+    rows = Rows(ids, places, torch.ones_like(ids), ids, torch.ones(ids.shape, device=device))
     states = draft.hidden(rows, draft.model.embed_tokens.weight.dtype)
     proposed = draft.logits(states[0, len(prompt) - 1 : -1]).argmax(-1)
     return [bool(right) for right in proposed == ids[0, len(prompt) :]]

@@ -24,10 +24,12 @@ class Mix:
 
     shapes     kinds of chats and the share of each, counted in chats
     jump_rate  share of chats whose positions jump between messages: long distances, cheaply
+    key_weight how much a token counts that any good reply must have: a recalled value, an item
     """
 
     shapes: tuple[tuple[Shape, float], ...]
     jump_rate: float = 0.0
+    key_weight: float = 1.0
 
 
 @dataclass(slots=True)
@@ -57,7 +59,7 @@ class Leg:
             length = self._place(self._draw())
             if (rows := self._full_batch(length)) is not None:
                 made += 1
-                yield as_rows(rows, length, self._tokenizer.pad_id)
+                yield as_rows(rows, length, self._tokenizer.pad_id, self._mix.key_weight)
 
     def _draw(self) -> tuple[Encoded, list[int]]:
         shapes, weights = zip(*self._mix.shapes, strict=True)
@@ -97,12 +99,13 @@ class Leg:
         return batch
 
 
-def as_rows(rows: list[Row], length: int, pad_id: int) -> Rows:
+def as_rows(rows: list[Row], length: int, pad_id: int, key_weight: float = 1.0) -> Rows:
     """Packed rows as tensors; the target of a token is the next one if that belongs to a reply."""
     ids = torch.full((len(rows), length), pad_id)
     positions = torch.zeros_like(ids)
     segments = torch.zeros_like(ids)
     targets = torch.full_like(ids, -100)
+    weights = torch.ones(ids.shape)
     for number, row in enumerate(rows):
         at = 0
         for segment, (encoded, places) in enumerate(row.chats, start=1):
@@ -115,8 +118,10 @@ def as_rows(rows: list[Row], length: int, pad_id: int) -> Rows:
                 for token, is_answer in zip(encoded.ids[1:], encoded.is_answer[1:], strict=True)
             ]
             targets[number, at : end - 1] = torch.tensor(learnt)
+            counts = [key_weight if is_key else 1.0 for is_key in encoded.is_key[1:]]
+            weights[number, at : end - 1] = torch.tensor(counts)
             at = end
-    return Rows(ids, positions, segments, targets)
+    return Rows(ids, positions, segments, targets, weights)
 
 
 def clipped(encoded: Encoded, length: int) -> Encoded:
@@ -124,7 +129,9 @@ def clipped(encoded: Encoded, length: int) -> Encoded:
     if len(encoded.ids) <= length:
         return encoded
     starts = [start for start in encoded.starts if start < length]
-    return Encoded(encoded.ids[:length], encoded.is_answer[:length], starts)
+    return Encoded(
+        encoded.ids[:length], encoded.is_answer[:length], starts, encoded.is_key[:length]
+    )
 
 
 def jumping_positions(encoded: Encoded, limit: int, rng: random.Random) -> list[int]:

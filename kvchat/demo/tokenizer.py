@@ -6,13 +6,14 @@ ever appends. Knows nothing of networks.
 """
 
 import json
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from kvchat.demo.scene import Chat
+from kvchat.demo.scene import Chat, Turn
 
 BOS, END, PAD = "<|bos|>", "<|end|>", "<|pad|>"
 ROLES = {"system": "<|system|>", "user": "<|user|>", "assistant": "<|assistant|>"}
@@ -28,16 +29,23 @@ CHAT_TEMPLATE = (
     "{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}"
 )
+FIXED_SKILLS = ("fallback", "small talk")  # every reply is the same sentence
 NUMBER_REPEATS = 400  # each number this often, so that the trainer merges its digits
 
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A chat as token ids; `is_answer` marks the tokens of replies, their ends included."""
+    """A chat as token ids.
+
+    is_answer  the tokens of replies, their ends included
+    starts     index of each message's first token
+    is_key     the tokens of replies that any good reply must have
+    """
 
     ids: list[int]
     is_answer: list[bool]
-    starts: list[int]  # index of each message's first token
+    starts: list[int]
+    is_key: list[bool]
 
 
 class ChatTokenizer:
@@ -61,13 +69,17 @@ class ChatTokenizer:
 
     def encode_chat(self, chat: Chat) -> Encoded:
         """Ids of a whole chat, as the chat template renders it."""
-        encoded = Encoded([self.bos_id], [False], [])
+        encoded = Encoded([self.bos_id], [False], [], [False])
+        turns = iter(chat.turns)
         for message in chat.messages:
             is_answer = message["role"] == "assistant"
             encoded.starts.append(len(encoded.ids))
-            text_ids = self.encode(message["content"])
-            encoded.ids.extend((self.role_ids[message["role"]], *text_ids, self.end_id))
-            encoded.is_answer.extend((False, *[is_answer] * (len(text_ids) + 1)))
+            text = self._plain.encode(message["content"], add_special_tokens=False)
+            encoded.ids.extend((self.role_ids[message["role"]], *text.ids, self.end_id))
+            encoded.is_answer.extend((False, *[is_answer] * (len(text.ids) + 1)))
+            keys = key_spans(next(turns)) if is_answer else []
+            is_key = [any(a < end and b > start for start, end in keys) for a, b in text.offsets]
+            encoded.is_key.extend((False, *is_key, False))
         return encoded
 
     def prompt(self, messages: list[dict[str, str]]) -> list[int]:
@@ -121,6 +133,18 @@ def train_tokenizer(chats: Iterable[Chat], vocab_size: int) -> Tokenizer:
     )
     tokenizer.train_from_iterator(_texts(chats), trainer)
     return tokenizer
+
+
+def key_spans(turn: Turn) -> list[tuple[int, int]]:
+    """Where in the reply the words stand that any good reply has, as character ranges."""
+    if turn.skill in FIXED_SKILLS:
+        return []
+    patterns = (pattern for group in turn.all for pattern in group)
+    return [
+        found.span()
+        for pattern in patterns
+        for found in re.finditer(pattern, turn.reply, re.IGNORECASE)
+    ]
 
 
 def plain_twin(tokenizer: Tokenizer) -> Tokenizer:

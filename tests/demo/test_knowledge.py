@@ -9,8 +9,8 @@ from kvchat.demo.judge import judge
 COMMANDS = Words("""
     /help, /exit, /quit, /bye, /new, /clear, /resume, /load, /rename, /delete, /export, /save,
     /import, /undo, /redo, /rewind, /edit, /retry, /regen, /continue, /fork, /branch, /tree,
-    /switch, /btw,
-    /compact, /file, /read, /pin, /unpin, /system, /set, /show, /model, /think, /editor, /copy,
+    /switch,
+    /file, /read, /pin, /unpin, /system, /set, /show, /model, /editor, /copy,
     /spec,
     /stats, /context, /tokens, /cache, /forget
 """).all
@@ -18,7 +18,7 @@ FLAGS = Words("""
     --model, --draft, --spec, --no-spec, -p, -s, -f, -c, -r, --fork, --title, --json,
     --output-format, --input-format, --stats, -q, --temperature, --top-p, --top-k, --min-p,
     --repetition-penalty,
-    --seed, --max-tokens, --stop, --timeout, -n, --device, --dtype, --weights, --device-cache,
+    --seed, --max-tokens, --stop, --timeout, -n, --device, --dtype, --device-cache,
     --host-cache, --disk-cache, --cache-dir, --no-cache, --incognito, --sessions-dir, --color,
     --accessible, --version, -h
 """).all

@@ -25,7 +25,7 @@ TINY = Geometry(
 
 def rows_of(ids: torch.Tensor, segments: torch.Tensor, targets: torch.Tensor) -> Rows:
     positions = torch.arange(ids.shape[1]).expand_as(ids)
-    return Rows(ids, positions, segments, targets)
+    return Rows(ids, positions, segments, targets, torch.ones(ids.shape))
 
 
 def last_logits(network: Network, ids: list[int]) -> torch.Tensor:
@@ -70,6 +70,22 @@ def test_the_loss_is_the_mean_over_learnt_tokens() -> None:
     expected = cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
 
     assert torch.allclose(network.loss(rows, torch.float32), expected, atol=1e-5)
+
+
+def test_a_token_of_weight_three_counts_as_three() -> None:
+    network = Network(TINY)
+    ids = torch.randint(0, 97, (1, 20))
+    targets = torch.where(torch.arange(20) % 2 == 0, ids, -100)
+    weights = torch.where(torch.arange(20) < 10, 3.0, 1.0)[None]
+    rows = Rows(ids, torch.arange(20)[None], torch.ones_like(ids), targets, weights)
+
+    logits = network.logits(network.hidden(rows, torch.float32))[0]
+    left, right = (
+        cross_entropy(logits[part], targets[0, part], ignore_index=-100)
+        for part in (slice(0, 10), slice(10, 20))
+    )
+
+    assert torch.allclose(network.loss(rows, torch.float32), (3 * left + right) / 4, atol=1e-5)
 
 
 def test_cached_batched_decoding_equals_greedy_decoding_one_by_one() -> None:

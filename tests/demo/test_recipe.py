@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import load_file
 
 from kvchat.demo import plans
-from kvchat.demo.checkpoint import Reached, reached
+from kvchat.demo.checkpoint import Reached, load_network, reached
 from kvchat.demo.manifest import digests
-from kvchat.demo.network import Geometry
-from kvchat.demo.plans import QUICK, Recipe
-from kvchat.demo.recipe import Build, _tokenizer, _train_stage, build
+from kvchat.demo.network import Geometry, Network
+from kvchat.demo.plans import FULL, QUICK, Recipe, Stage
+from kvchat.demo.recipe import Build, _tokenizer, _train_stage, adopt, build
 from kvchat.demo.team import Team, run_team
 from kvchat.demo.train import Phase, Plan
 
@@ -27,10 +27,15 @@ def tiny(name: str, num_legs: int, num_layers: int = 1) -> Plan:
     return Plan(name, geometry, (Phase(plans.FIRST_STEPS, num_legs),), **SPEED)
 
 
+FIRST = Stage(tiny("target", 2, num_layers=2))
 TINY = Recipe(
-    target=tiny("target", 2, num_layers=2),
-    draft=tiny("draft", 1),
-    distillation=tiny("distillation", 1),
+    stages=(
+        FIRST,
+        Stage(tiny("draft", 1)),
+        Stage(tiny("distillation", 1), after="draft", teacher="target"),
+        Stage(tiny("target-2", 1, num_layers=2), after="target"),
+    ),
+    shipped={"target": "target-2", "draft": "distillation"},
     num_tokenizer_chats=300,
     num_probes=1,
     tests=("kvchat",),
@@ -71,7 +76,9 @@ def test_the_manifest_and_the_card_tell_what_was_done(built: Path) -> None:
     card = (built / "pair" / "target" / "README.md").read_text()
 
     assert manifest["files"] == digests(built / "pair")
-    assert manifest["made"]["stages"]["target"]["steps"] == TINY.target.num_steps
+    assert manifest["made"]["stages"]["target"]["steps"] == FIRST.plan.num_steps
+    assert "| target-2 | target | the dialogues | 2 |" in card
+    assert "| distillation | draft | target | 2 |" in card
     assert "apache-2.0" in card
     assert "| kvchat |" in card
 
@@ -82,7 +89,7 @@ def test_building_again_trains_nothing_and_changes_no_weight(built: Path) -> Non
     build(job(built))
 
     assert digests(built / "pair")["target/model.safetensors"] == before
-    assert reached(built / "work" / "target").next_leg == TINY.target.num_legs
+    assert reached(built / "work" / "target").next_leg == FIRST.plan.num_legs
 
 
 def test_a_run_cut_short_resumes_to_the_same_weights(built: Path, tmp_path: Path) -> None:
@@ -90,10 +97,10 @@ def test_a_run_cut_short_resumes_to_the_same_weights(built: Path, tmp_path: Path
     half = job(tmp_path)
     _tokenizer(half)
     with pytest.raises(_Cut):
-        _train_stage(half, "target", _CutTeam(after_waits=1))
+        _train_stage(half, FIRST, _CutTeam(after_waits=1))
     assert reached(half.work / "target").next_leg == 1
 
-    _train_stage(half, "target", Team())
+    _train_stage(half, FIRST, Team())
 
     whole, resumed = (
         load_file(folder / "target" / "model.safetensors") for folder in (built / "work", half.work)
@@ -134,10 +141,50 @@ def _average_and_write(folder: Path, team: Team) -> None:
 
 
 def test_a_checkpoint_of_another_shape_is_refused(built: Path) -> None:
-    other = replace(TINY, target=tiny("target", 2, num_layers=3))
+    other = Stage(tiny("target", 2, num_layers=3))
 
     with pytest.raises(ValueError, match="holds another geometry"):
-        _train_stage(job(built, other), "target", Team())
+        _train_stage(job(built), other, Team())
+
+
+def test_a_second_round_starts_from_the_first_and_moves_away(built: Path) -> None:
+    first, second = (load_network(built / "work" / name) for name in ("target", "target-2"))
+    fresh = Network(first.geometry, seed=TINY.stages[3].plan.seed)
+
+    moved, away = (_distance(second, other) for other in (first, fresh))
+
+    assert 0 < moved < away
+
+
+def _distance(one: Network, other: Network) -> float:
+    pairs = zip(one.parameters(), other.parameters(), strict=True)
+    return sum(float((left - right).detach().square().sum()) for left, right in pairs)
+
+
+def test_a_built_pair_stands_for_the_first_round(built: Path, tmp_path: Path) -> None:
+    later = job(tmp_path)
+
+    adopt(later, built / "pair", before="target-2")
+    build(later)
+
+    made = json.loads((tmp_path / "pair" / "manifest.json").read_text())["made"]
+    assert made["stages"]["target-2"]["steps"] == 2
+    adopted, shipped = (load_network(built / "pair" / "target"), later.work / "target")
+    assert _distance(load_network(shipped), adopted) == 0
+    assert (
+        digests(tmp_path / "pair")["target/model.safetensors"]
+        != (digests(built / "pair")["target/model.safetensors"])
+    )
+
+
+@pytest.mark.parametrize("recipe", [FULL, QUICK, TINY], ids=["full", "quick", "tiny"])
+def test_every_stage_needs_earlier_stages_only(recipe: Recipe) -> None:
+    names = [stage.name for stage in recipe.stages]
+
+    assert len(set(names)) == len(names)
+    for number, stage in enumerate(recipe.stages):
+        assert {stage.after, stage.teacher} - {None} <= set(names[:number])
+    assert set(recipe.shipped.values()) <= set(names)
 
 
 def test_nothing_trained_is_nothing_reached(tmp_path: Path) -> None:
@@ -145,7 +192,7 @@ def test_nothing_trained_is_nothing_reached(tmp_path: Path) -> None:
 
 
 def test_the_rate_warms_up_stays_and_falls_to_almost_nothing() -> None:
-    plan = replace(QUICK.target, warmup_steps=10, flat_share=0.5)
+    plan = replace(QUICK.stages[0].plan, warmup_steps=10, flat_share=0.5)
     scales = [plan.scale(step) for step in range(plan.num_steps)]
 
     assert scales[0] == pytest.approx(0.1)

@@ -62,7 +62,7 @@ def test_each_chat_starts_anew_and_is_in_one_piece(tokenizer: ChatTokenizer) -> 
 
 
 def test_jumping_positions_only_skip_ahead_and_only_between_messages() -> None:
-    encoded = Encoded(list(range(60)), [False] * 60, [1, 11, 21, 31, 41, 51])
+    encoded = Encoded(list(range(60)), [False] * 60, [1, 11, 21, 31, 41, 51], [False] * 60)
     rng = random.Random(3)
     longest = 0
 
@@ -77,7 +77,7 @@ def test_jumping_positions_only_skip_ahead_and_only_between_messages() -> None:
 
 
 def test_a_chat_that_is_too_long_is_cut() -> None:
-    encoded = Encoded(list(range(10)), [True] * 10, [1, 8])
+    encoded = Encoded(list(range(10)), [True] * 10, [1, 8], [False] * 10)
 
-    assert clipped(encoded, 5) == Encoded(list(range(5)), [True] * 5, [1])
+    assert clipped(encoded, 5) == Encoded(list(range(5)), [True] * 5, [1], [False] * 5)
     assert clipped(encoded, 10) is encoded

@@ -75,7 +75,7 @@ COMMANDS_ENGINE = (
     ),
     topic(
         "/context shows how much of the context is used; /tokens is another name.",
-        "When it gets full, /compact makes room.",
+        "When it gets full, /new starts a fresh chat.",
         "/context shows the context used.",
         "/context|/tokens",
         names="/context; /tokens; the /(context|tokens) command; the context command",
@@ -95,8 +95,8 @@ COMMANDS_ENGINE = (
         """,
     ),
     topic(
-        "/cache shows the cache: /cache status, tree, why, verify, gc and drop. kvchat cache does "
-        "the same from the shell.",
+        "/cache shows what is kept on disk: /cache tree, verify, gc, clear and why. kvchat cache "
+        "does the same from the shell.",
         "/cache why shows the first token that differs when something expected to be cached was "
         "not.",
         "/cache looks into the cache.",
@@ -105,7 +105,7 @@ COMMANDS_ENGINE = (
             /cache
             the /cache command
             the cache command
-            /cache (status|tree)
+            /cache tree
             kvchat cache
             kvchat cache (status|tree)
         """,
@@ -153,7 +153,7 @@ COMMANDS_ENGINE = (
         "gc|clear",
         names="""
             /cache gc
-            /cache drop
+            /cache clear
             kvchat cache (gc|clear)
             the (gc|cache gc|cache clear) command
             garbage collection

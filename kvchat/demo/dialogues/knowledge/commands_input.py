@@ -6,7 +6,7 @@ COMMANDS_INPUT = (
     topic(
         "/file PATH adds a file to your message; /read and @path do the same, and -f PATH does it "
         "from the shell.",
-        "It is read while you still type, so the answer starts sooner.",
+        "The text of the file goes to the model in front of your message.",
         "/file adds a file.",
         "/file|/read|@|-f",
         names="""
@@ -180,25 +180,6 @@ COMMANDS_INPUT = (
             I want (something|a model) (better|smarter|bigger|real) [than you]
         """,
         weight=5,
-    ),
-    topic(
-        "/think turns the thinking of reasoning models on or off.",
-        "The demo model does not think before it answers, so it changes nothing here.",
-        "/think switches thinking on or off.",
-        "/think",
-        names="""
-            /think
-            the /think command
-            the think command
-            (thinking|reasoning|thinking mode|reasoning mode|chain of thought)
-        """,
-        tasks="""
-            (turn|switch) (on|off) (thinking|reasoning|the thinking)
-            turn (thinking|reasoning) (on|off)
-            (enable|disable|stop|allow|hide|start) (thinking|reasoning|the thinking|the reasoning)
-            (let|make) the model (think|reason|think first|think longer)
-            (answer|reply) without (thinking|reasoning)
-        """,
     ),
     topic(
         "/editor opens your $EDITOR for a long message; Ctrl-G does the same.",

@@ -78,8 +78,8 @@ COMMANDS_TURNS = (
     topic(
         "/resume opens a saved conversation; /load is another name. From the shell, kvchat -c "
         "continues the last one and -r ID a certain one.",
-        "The picker shows how soon each one is ready and restores the highlighted one while you "
-        "look.",
+        "Without an id a picker lists the saved conversations. What was read then is still in the "
+        "cache.",
         "/resume opens a saved chat.",
         "/resume|-c",
         names="/resume; /load; the /(resume|load) command; the (resume|session) picker",
@@ -328,12 +328,11 @@ COMMANDS_TURNS = (
         weight=1.3,
     ),
     topic(
-        "/tree shows all branches of the conversation and marks each turn as device, host, disk or "
-        "cold.",
-        "It also shows how many seconds a turn needs to resume. /switch goes to another branch.",
+        "/tree shows all branches of the conversation and marks where you are.",
+        "/retry, /edit and /fork make branches. /switch goes to another branch.",
         "/tree shows the branches.",
         "/tree",
-        names="/tree; the /tree command; the tree command; the tree; the tree with warmth",
+        names="/tree; the /tree command; the tree command; the tree; the tree of branches",
         tasks="""
             (see|show|view|list|print|display|find|look at) (the|all|all my|my|the other) branches
             (see|show|view|print|draw|display) the [conversation|chat] tree
@@ -365,35 +364,22 @@ COMMANDS_TURNS = (
         """,
     ),
     topic(
-        "/btw asks something by the way, without leaving it in the conversation.",
-        "The side question sees the chat, but the chat goes on as if it was never asked.",
-        "/btw asks a side question.",
-        "/btw",
-        names="/btw; the /btw command; the btw command; (a|the) side question; side questions",
-        tasks="""
-            ask (a side question|something by the way|a quick question|something else|
-                something off topic) [without changing the chat|in between|on the side]
-            ask (something|a question) without (keeping it|leaving a trace|adding it to the chat|
-                it staying in the chat|changing the conversation)
-            (make|have) a (side note|side remark|private question)
-            keep a question out of the (chat|context|conversation)
-            interrupt with a side question
+        "kvchat has no such command: /help lists all it has.",
+        "A mistyped command is answered with the closest name and never sent to the model.",
+        "There is no such command.",
+        "no such|/help lists",
+        names="""
+            /(btw|compact|think|summarize|search|translate|weather|image|play|theme|login|memory|
+                agents|web|run|python|vote|sing|join|mute|plugin|remind|mail|paste|voice|draw)
+            the /(btw|compact|think|summarize|search|translate|weather|image|theme|login|memory|web|
+                run|voice|plugin) command
         """,
-    ),
-    topic(
-        "/compact shortens the conversation to a summary, to make room in the context.",
-        "Compacted text must be read anew once. /context shows how full the context is.",
-        "/compact sums up the chat to save room.",
-        "short|summar|room",
-        names="/compact; the /compact command; the compact command; (compaction|compacting)",
-        tasks="""
-            (compact|shrink|compress|condense|shorten) (the chat|this chat|the context|
-                the conversation|my chat|the history)
-            (make|get|gain) [more] (room|space) [in the context|for more text]
-            (free|save) (context|tokens|context space)
-            (reduce|cut|lower) the (length|size) of (the chat|the context|the conversation)
-            (go on|continue) when the (context|chat) is full
-            make the (chat|context|history) (shorter|smaller)
+        questions="""
+            is there a /(btw|compact|think|search|translate|weather|image|theme|web|voice) command
+            does /(btw|compact|think|search|translate|weather|image|theme|web|voice) (exist|work)
+            (why|how come) (is there no|there is no) /(compact|think|search|theme|web) [command]
+            what (does|would) /(btw|compact|think|search|weather|image|web|run|voice) do
         """,
+        weight=0.6,
     ),
 )

@@ -136,7 +136,7 @@ CONCEPTS = (
     topic(
         "The context is all text the model can see at once: system prompt, messages and answers. "
         "/context shows how full it is.",
-        "When it gets full, /compact makes room. The demo model holds 4,096 tokens.",
+        "When it gets full, /new starts a fresh chat. The demo model holds 4,096 tokens.",
         "The context is what the model can see.",
         "see|text",
         names="(the|a) (context|context window|context length|context size|model context); context",

@@ -311,26 +311,6 @@ FLAGS = (
         """,
     ),
     topic(
-        "--weights int8 or int4 stores the weights in fewer bits: less memory, more speed, "
-        "slightly worse answers.",
-        "--kv-dtype does the same for the KV cache.",
-        "--weights makes a model smaller.",
-        "int8|int4|--weights",
-        names="""
-            --weights
-            (int8|int4)
-            the --weights (flag|option)
-            (quantization|quantisation|quantized weights|quantized models)
-        """,
-        tasks="""
-            (quantize|quantise|shrink|compress) (a model|the model|the weights)
-            (run|load|use|fit) a (big|large|bigger) model (in less memory|with little memory|
-                on a small machine|on my laptop)
-            (use|get) (int8|int4|4-bit|8-bit) [weights]
-            (save|reduce) (memory|the size of the model|memory for the weights)
-        """,
-    ),
-    topic(
         "--draft chooses the draft: a model, a directory, a hub id, ngram, or none.",
         "The draft must share the target's tokenizer. --no-spec turns guessing off.",
         "--draft chooses the draft model.",
