@@ -1,7 +1,7 @@
 """Lays sequences out in pools of NaN: what a kernel reads beside its own tokens shows at once."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -24,6 +24,20 @@ class PagedProblem:
     def rows(self, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
         """Split a [num_tokens, ...] tensor by sequence."""
         return tensor.split(list(self.sequences.query_lens))
+
+    def to(self, device: str) -> "PagedProblem":
+        """Return the problem with what kernels read on `device`; the oracle's KV stays."""
+        if self.query.device.type == device:
+            return self
+        tables = self.sequences.block_tables.to(device)
+        return replace(
+            self,
+            query=self.query.to(device),
+            key_pool=self.key_pool.to(device),
+            value_pool=self.value_pool.to(device),
+            sequences=replace(self.sequences, block_tables=tables),
+            sinks=None if self.sinks is None else self.sinks.to(device),
+        )
 
 
 def paged_problem(

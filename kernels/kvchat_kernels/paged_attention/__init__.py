@@ -1,16 +1,26 @@
 """Attention over paged KV: one entrance, several implementations of the same formula.
 
-Knows how to choose an implementation by device. The derivation is in README.md.
+Knows shapes. Which implementation runs is decided in choice.py; the derivation is in README.md.
 """
 
 import torch
 
-from kvchat_kernels.paged_attention.reference import paged_attention_reference
+from kvchat_kernels.paged_attention.choice import (
+    Implementation,
+    implementation,
+    implementation_for,
+)
 from kvchat_kernels.paged_attention.sequences import PagedSequences
 from kvchat_kernels.paged_attention.span import FULL, AttentionSpan
-from kvchat_kernels.paged_attention.torch_cpu import paged_attention_cpu
 
-__all__ = ["FULL", "AttentionSpan", "PagedSequences", "paged_attention"]
+__all__ = [
+    "FULL",
+    "AttentionSpan",
+    "Implementation",
+    "PagedSequences",
+    "implementation_for",
+    "paged_attention",
+]
 
 
 def paged_attention(
@@ -32,7 +42,7 @@ def paged_attention(
     value_pool   [num_blocks, block_size, num_kv_heads, value_dim]
     sinks        [num_heads], an extra logit per head that takes weight but adds no value
     scale        multiplies the scores, before `softcap`
-    impl         auto, cpu or reference
+    impl         auto, triton, cpu or reference; see `implementation_for`
 
     Returns [num_tokens, num_heads, value_dim] in the query's dtype, owned by the caller. Slots that
     no sequence's context covers are never read.
@@ -42,6 +52,6 @@ def paged_attention(
     assert key_pool.shape[:3] == value_pool.shape[:3]
     assert key_pool.shape[1] == sequences.block_size
     if impl == "auto":
-        impl = "cpu" if query.device.type == "cpu" else "reference"
-    attend = paged_attention_cpu if impl == "cpu" else paged_attention_reference
-    return attend(query, key_pool, value_pool, sequences, span, scale, softcap, sinks)
+        dims = key_pool.shape[3], value_pool.shape[3]
+        impl = implementation_for(query.device, *dims, query.dtype).name
+    return implementation(impl)(query, key_pool, value_pool, sequences, span, scale, softcap, sinks)

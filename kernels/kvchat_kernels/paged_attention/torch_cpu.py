@@ -11,6 +11,10 @@ from kvchat_kernels.paged_attention.span import AttentionSpan
 # Rows are taken in slabs with at most this many bytes of scores, so that they stay in the caches
 # between the two products and the softmax: larger slabs took up to twice as long per score.
 _SLAB_BYTES = 1 << 22
+# Up to this many rows a product is best begun from the keys, which are then read as they lie.
+_FEW_ROWS = 16
+# Below this context a single row is fastest in the fused kernel, whatever the dtype.
+_SHORT_CONTEXT = 512
 
 
 def paged_attention_cpu(
@@ -32,8 +36,11 @@ def paged_attention_cpu(
         first = span.first_visible(sequences.context_lens[index] - query_len)
         key = _gather(key_pool, sequences, index, first).to(compute_dtype)
         value = _gather(value_pool, sequences, index, first).to(compute_dtype)
-        if query_len == 1 and softcap is None:
+        is_short = compute_dtype != torch.bfloat16 or key.shape[0] < _SHORT_CONTEXT
+        if query_len == 1 and softcap is None and is_short:
             outputs.append(_attend_one(rows, key, value, scale, sinks))
+        elif query_len <= _FEW_ROWS:
+            outputs.append(_attend_few(rows, key, value, span, first, scale, softcap, sinks))
         else:
             outputs.append(_attend_many(rows, key, value, span, first, scale, softcap, sinks))
         start += query_len
@@ -97,6 +104,44 @@ def _equal_head_dims(
     if missing < 0:
         return query, key, pad(value, (0, -missing))
     return query, key, value
+
+
+def _attend_few(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    span: AttentionSpan,
+    first: int,
+    scale: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attend few rows at the end of `key`'s positions: [num_rows, num_heads, value_dim].
+
+    As `_attend_slab`, but keys times queries and not queries times keys: with few queries the
+    product then reads every key once, in the order of the pool.
+    """
+    num_rows, num_heads, head_dim = query.shape
+    num_keys, num_kv_heads, value_dim = value.shape
+    rows = query.reshape(num_rows, num_kv_heads, -1, head_dim).permute(1, 3, 2, 0)
+    rows = rows.reshape(num_kv_heads, head_dim, -1)
+    scores = rows.new_empty(num_kv_heads, num_keys, rows.shape[2])
+    scores = torch.baddbmm(scores, key.transpose(0, 1), rows, beta=0, alpha=scale)
+    if softcap is not None:
+        scores = scores.float().div_(softcap).tanh_().mul_(softcap)
+    if num_rows > 1:
+        end = first + num_keys
+        hidden = _hidden(span, first, end, num_rows).t()[:, None]
+        by_row = scores.view(num_kv_heads, num_keys, -1, num_rows)
+        by_row[:, num_keys - hidden.shape[0] :].masked_fill_(hidden, float("-inf"))
+    scores = scores.transpose(1, 2)
+    if sinks is not None:
+        column = sinks.to(scores.dtype).view(num_heads, 1).expand(-1, num_rows)
+        scores = torch.cat([scores, column.reshape(num_kv_heads, -1, 1)], dim=-1)
+    weights = torch.softmax(scores, dim=-1)[..., :num_keys].to(value.dtype)
+    out = torch.bmm(weights, value.transpose(0, 1))
+    out = out.view(num_kv_heads, -1, num_rows, value_dim).permute(2, 0, 1, 3)
+    return out.reshape(num_rows, num_heads, value_dim)
 
 
 def _attend_many(

@@ -1,0 +1,52 @@
+"""Which implementation of paged attention a layer runs with, and why not a faster one.
+
+Knows devices, head dims and dtypes. Imports Triton only where a layer is run with it: it is slow to
+import, and not there on every system.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from kvchat_kernels.launch import uses_triton
+from kvchat_kernels.paged_attention.reference import paged_attention_reference
+from kvchat_kernels.paged_attention.tiles import unsupported
+from kvchat_kernels.paged_attention.torch_cpu import paged_attention_cpu
+
+
+@dataclass(frozen=True, slots=True)
+class Implementation:
+    """The implementation of a layer's attention.
+
+    name      triton, cpu or reference
+    refusal   why the device's fast one is not used; None where it is
+    """
+
+    name: str
+    refusal: str | None = None
+
+
+@cache
+def implementation_for(
+    device: torch.device, key_dim: int, value_dim: int, dtype: torch.dtype
+) -> Implementation:
+    """Choose by device: Triton on CUDA where it can run the layer, torch's own everywhere else."""
+    if device.type == "cpu":
+        return Implementation("cpu")
+    if device.type != "cuda":
+        return Implementation("reference", f"there are no kernels for {device.type}")
+    if not uses_triton(device, "auto"):
+        return Implementation("reference", "Triton is missing, or the GPU is older than Ampere")
+    refusal = unsupported(key_dim, value_dim, dtype)
+    return Implementation("triton" if refusal is None else "reference", refusal)
+
+
+def implementation(name: str) -> Callable[..., torch.Tensor]:
+    """Return the function behind a name; its parameters are those of `reference.py`."""
+    if name == "triton":
+        from kvchat_kernels.paged_attention.triton_gpu import paged_attention_triton
+
+        return paged_attention_triton
+    return {"cpu": paged_attention_cpu, "reference": paged_attention_reference}[name]

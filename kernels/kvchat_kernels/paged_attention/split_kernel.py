@@ -1,0 +1,258 @@
+"""Attention of a few rows to long contexts: the keys are split among programs, then merged.
+
+Knows device memory only: lengths and tables are read there, and how the keys are split is computed
+there, so that a captured launch stays right when they change. README.md derives the division.
+"""
+
+import triton
+import triton.language as tl
+
+from kvchat_kernels.paged_attention.tile_kernel import attend_keys, first_visible, load_rows
+
+
+@triton.jit
+def divide_keys(
+    query_starts_ptr,
+    context_lens_ptr,
+    num_sequences,
+    num_splits,
+    max_query_len,
+    BLOCK_B: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    MIN_SPLIT: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Return [B] how many splits each sequence gets, and the scalar length of a split.
+
+    All splits of a step are equally long, so that a long sequence gets many and a short one few;
+    there are at most num_splits + num_sequences of them.
+    """
+    sequence = tl.arange(0, BLOCK_B)
+    there = sequence < num_sequences
+    start = tl.load(query_starts_ptr + sequence, mask=there, other=0)
+    query_len = tl.load(query_starts_ptr + sequence + 1, mask=there, other=0) - start
+    context_len = tl.load(context_lens_ptr + sequence, mask=there, other=0)
+    first = first_visible(tl.maximum(context_len - query_len, 0), WINDOW, CHUNK)
+    is_ours = (query_len > 0) & (query_len <= max_query_len)
+    num_keys = tl.where(is_ours, context_len - first, 0)
+    fair = tl.cdiv(tl.sum(num_keys, 0), num_splits)
+    split_len = tl.maximum(tl.cdiv(fair, BLOCK_N) * BLOCK_N, MIN_SPLIT)
+    return tl.cdiv(num_keys, split_len), split_len
+
+
+@triton.jit(do_not_specialize=["num_sequences", "num_splits", "max_query_len"])
+def paged_attention_split_kernel(
+    query_ptr,
+    key_ptr,
+    value_ptr,
+    tables_ptr,
+    query_starts_ptr,
+    context_lens_ptr,
+    partial_ptr,
+    lse_ptr,
+    scale,
+    cap,
+    num_sequences,
+    num_splits,
+    max_query_len,
+    query_stride_token,
+    query_stride_head,
+    key_stride_block,
+    key_stride_slot,
+    key_stride_head,
+    value_stride_block,
+    value_stride_slot,
+    value_stride_head,
+    tables_stride,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    MIN_SPLIT: tl.constexpr,
+):
+    """Attend the rows of one KV head of one sequence to one split of its keys.
+
+    Grid: (row tiles * KV heads, num_splits + num_sequences). Writes the rows' weighted mean of the
+    values, [splits, max_query_len * GROUP, KV heads, VALUE_DIM] float32, and the log2 of their
+    weights' sum, the same without the last dimension.
+    """
+    kv_head = tl.program_id(0) % NUM_KV_HEADS
+    row_tile = tl.program_id(0) // NUM_KV_HEADS
+    split = tl.program_id(1)
+    counts, split_len = divide_keys(
+        query_starts_ptr,
+        context_lens_ptr,
+        num_sequences,
+        num_splits,
+        max_query_len,
+        BLOCK_B,
+        BLOCK_N,
+        MIN_SPLIT,
+        WINDOW,
+        CHUNK,
+    )
+    if split >= tl.sum(counts, 0):
+        return
+    is_before = tl.cumsum(counts, 0) <= split
+    sequence = tl.sum(is_before.to(tl.int32), 0)
+    nth = split - tl.sum(tl.where(is_before, counts, 0), 0)
+
+    first_token = tl.load(query_starts_ptr + sequence)
+    query_len = tl.load(query_starts_ptr + sequence + 1) - first_token
+    context_len = tl.load(context_lens_ptr + sequence)
+    num_rows = query_len * GROUP
+    if row_tile * BLOCK_M >= num_rows:
+        return
+    row = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    position = context_len - query_len + row // GROUP
+    first = first_visible(tl.maximum(context_len - query_len, 0), WINDOW, CHUNK)
+    begin = first + nth * split_len
+    end = tl.minimum(begin + split_len, context_len)
+
+    query = load_rows(
+        query_ptr,
+        row,
+        first_token,
+        num_rows,
+        kv_head,
+        query_stride_token,
+        query_stride_head,
+        GROUP,
+        KEY_DIM,
+        BLOCK_K,
+    )
+    total, top, weight = attend_keys(
+        tl.zeros((BLOCK_M, BLOCK_V), dtype=tl.float32),
+        tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32),
+        tl.zeros((BLOCK_M,), dtype=tl.float32),
+        query,
+        position,
+        begin,
+        end,
+        tables_ptr + sequence.to(tl.int64) * tables_stride,
+        key_ptr + kv_head * key_stride_head,
+        value_ptr + kv_head * value_stride_head,
+        scale,
+        cap,
+        key_stride_block,
+        key_stride_slot,
+        value_stride_block,
+        value_stride_slot,
+        BLOCK_SIZE,
+        KEY_DIM,
+        VALUE_DIM,
+        BLOCK_K,
+        BLOCK_V,
+        BLOCK_N,
+        WINDOW,
+        CHUNK,
+        HAS_SOFTCAP,
+        PRECISION,
+        MASKED=True,
+    )
+
+    # A row that saw no key of this split has weight 0: its mean is 0 and its logarithm -inf.
+    mean = total / tl.where(weight == 0.0, 1.0, weight)[:, None]
+    place = (split.to(tl.int64) * max_query_len * GROUP + row) * NUM_KV_HEADS + kv_head
+    dim = tl.arange(0, BLOCK_V)
+    is_row = row < num_rows
+    tl.store(
+        partial_ptr + place[:, None] * VALUE_DIM + dim[None, :],
+        mean,
+        mask=is_row[:, None] & (dim[None, :] < VALUE_DIM),
+    )
+    tl.store(lse_ptr + place, top + tl.log2(weight), mask=is_row)
+
+
+@triton.jit(do_not_specialize=["num_sequences", "num_splits", "max_query_len"])
+def merge_splits_kernel(
+    partial_ptr,
+    lse_ptr,
+    sinks_ptr,
+    out_ptr,
+    query_starts_ptr,
+    context_lens_ptr,
+    num_sequences,
+    num_splits,
+    max_query_len,
+    out_stride_token,
+    out_stride_head,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    MIN_SPLIT: tl.constexpr,
+):
+    """Merge one row's splits by their weights, the sink's weight among them.
+
+    Grid: (num_sequences * max_query_len, query heads).
+    """
+    sequence = tl.program_id(0) // max_query_len
+    token = tl.program_id(0) % max_query_len
+    head = tl.program_id(1)
+    first_token = tl.load(query_starts_ptr + sequence)
+    query_len = tl.load(query_starts_ptr + sequence + 1) - first_token
+    if (token >= query_len) | (query_len > max_query_len):
+        return
+    counts, _split_len = divide_keys(
+        query_starts_ptr,
+        context_lens_ptr,
+        num_sequences,
+        num_splits,
+        max_query_len,
+        BLOCK_B,
+        BLOCK_N,
+        MIN_SPLIT,
+        WINDOW,
+        CHUNK,
+    )
+    index = tl.arange(0, BLOCK_B)
+    begin = tl.sum(tl.where(index < sequence, counts, 0), 0)
+    end = begin + tl.sum(tl.where(index == sequence, counts, 0), 0)
+
+    dim = tl.arange(0, BLOCK_V)
+    row = token * GROUP + head % GROUP
+    total = tl.zeros((BLOCK_V,), dtype=tl.float32)
+    top = tl.full((), float("-inf"), dtype=tl.float32)
+    weight = tl.zeros((), dtype=tl.float32)
+    if HAS_SINKS:
+        # exp(sink) in units of log2, as the scores are; of itself it weighs 1.
+        top = tl.load(sinks_ptr + head).to(tl.float32) * 1.4426950408889634
+        weight += 1.0
+    for tile in range(begin, end, BLOCK_S):
+        split = tile + tl.arange(0, BLOCK_S)
+        there = split < end
+        place = (split.to(tl.int64) * max_query_len * GROUP + row) * NUM_KV_HEADS + head // GROUP
+        lse = tl.load(lse_ptr + place, mask=there, other=float("-inf"))  # [S]
+        means = tl.load(
+            partial_ptr + place[:, None] * VALUE_DIM + dim[None, :],
+            mask=there[:, None] & (dim[None, :] < VALUE_DIM),
+            other=0.0,
+        )  # [S, V]
+        new_top = tl.maximum(top, tl.max(lse, 0))
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)
+        shrink = tl.exp2(top - base)
+        weights = tl.exp2(lse - base)
+        weight = weight * shrink + tl.sum(weights, 0)
+        total = total * shrink + tl.sum(weights[:, None] * means, 0)
+        top = new_top
+    mean = total / tl.where(weight == 0.0, 1.0, weight)
+    offset = (first_token + token).to(tl.int64) * out_stride_token + head * out_stride_head
+    tl.store(out_ptr + offset + dim, mean.to(out_ptr.dtype.element_ty), mask=dim < VALUE_DIM)

@@ -1,0 +1,137 @@
+"""What both attention kernels do with one tile of keys: find, load, score, add.
+
+Knows one program's rows and one tile of one sequence. Does not know how the work was divided.
+
+    M   rows of the tile: (token, query head of the group) pairs, token by token
+    N   keys of the tile
+    K   key dim, padded to a power of two; V likewise the value dim
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def first_visible(position, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
+    """Return the lowest position that each query position sees; both scalars or both blocks."""
+    first = position * 0
+    if WINDOW > 0:
+        first = tl.maximum(first, position - WINDOW + 1)
+    if CHUNK > 0:
+        first = tl.maximum(first, position // CHUNK * CHUNK)
+    return first
+
+
+@triton.jit
+def load_blocks(table_ptr, token, end, BLOCK_SIZE: tl.constexpr):
+    """Return the ids of the blocks that hold each token, 0 for tokens from `end` on."""
+    ids = tl.load(table_ptr + token // BLOCK_SIZE, mask=token < end, other=0)  # [N]
+    # A pool passes 2^31 elements at 4 GB of bfloat16: the id is wide before anything multiplies it.
+    return ids.to(tl.int64)
+
+
+@triton.jit
+def load_rows(
+    query_ptr,
+    row,
+    first_token,
+    num_rows,
+    kv_head,
+    query_stride_token,
+    query_stride_head,
+    GROUP: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Return the queries of a program's rows, zero where there is no such row or dimension."""
+    dim = tl.arange(0, BLOCK_K)
+    token = (first_token + row // GROUP).to(tl.int64)
+    head = kv_head * GROUP + row % GROUP
+    offset = token * query_stride_token + head * query_stride_head
+    there = (row[:, None] < num_rows) & (dim[None, :] < KEY_DIM)
+    return tl.load(query_ptr + offset[:, None] + dim[None, :], mask=there, other=0.0)  # [M, K]
+
+
+@triton.jit
+def attend_keys(
+    total,
+    top,
+    weight,
+    query,
+    position,
+    begin,
+    end,
+    table_ptr,
+    key_ptr,
+    value_ptr,
+    scale,
+    cap,
+    key_stride_block,
+    key_stride_slot,
+    value_stride_block,
+    value_stride_slot,
+    BLOCK_SIZE: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Add the keys [begin, end) of a sequence to the running softmax of a program's rows.
+
+    total, top, weight   [M, V], [M], [M]: weighted values, highest score, sum of weights so far
+    position             [M], the rows' positions in the sequence
+    MASKED               whether some row may not see all of these keys; without it, begin and end
+                         are a whole number of tiles apart
+
+    `key_ptr` and `value_ptr` point at the KV head's first element. Scores are in units of log2.
+    """
+    offset = tl.arange(0, BLOCK_N)
+    key_dim, value_dim = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
+    lowest = first_visible(position, WINDOW, CHUNK)
+    # Block ids are loaded one tile ahead. Were they loaded in the iteration that needs them, the
+    # pipeline would spend its stages on them and leave keys and values with a single buffer.
+    blocks = load_blocks(table_ptr, begin + offset, end, BLOCK_SIZE)
+    for tile in range(begin, end, BLOCK_N):
+        token = tile + offset  # [N]
+        next_blocks = load_blocks(table_ptr, token + BLOCK_N, end, BLOCK_SIZE)
+        slot = token % BLOCK_SIZE
+        key_offset = blocks * key_stride_block + slot * key_stride_slot
+        value_offset = blocks * value_stride_block + slot * value_stride_slot
+        key_there = key_dim[:, None] < KEY_DIM
+        value_there = value_dim[None, :] < VALUE_DIM
+        if MASKED:
+            # Slots behind the end may hold anything, NaN included, and 0 * NaN is NaN.
+            key_there = key_there & (token[None, :] < end)
+            value_there = value_there & (token[:, None] < end)
+        key = tl.load(key_ptr + key_offset[None, :] + key_dim[:, None], mask=key_there, other=0.0)
+        value = tl.load(
+            value_ptr + value_offset[:, None] + value_dim[None, :], mask=value_there, other=0.0
+        )
+        scores = tl.dot(query, key, input_precision=PRECISION) * scale  # [M, N]
+        if HAS_SOFTCAP:
+            # cap * tanh(x) with tanh(x) = 1 - 2 / (1 + exp(2x)); the factors are in scale and cap.
+            scores = cap - 2.0 * cap / (1.0 + tl.exp2(scores))
+        if MASKED:
+            seen = (token[None, :] <= position[:, None]) & (token[None, :] < end)
+            if WINDOW > 0 or CHUNK > 0:
+                seen = seen & (token[None, :] >= lowest[:, None])
+            scores = tl.where(seen, scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        base = new_top
+        if MASKED:
+            # A row that has seen nothing yet: -inf - -inf is NaN.
+            base = tl.where(new_top == float("-inf"), 0.0, new_top)
+        shrink = tl.exp2(top - base)
+        weights = tl.exp2(scores - base[:, None])
+        weight = weight * shrink + tl.sum(weights, 1)
+        total = total * shrink[:, None]
+        total = tl.dot(weights.to(value.dtype), value, total, input_precision=PRECISION)
+        top = new_top
+        blocks = next_blocks
+    return total, top, weight

@@ -1,0 +1,240 @@
+"""Paged attention on a GPU: which kernels a step needs, with which values.
+
+Knows the kernels' parameters and the host's view of a step. Equal to `reference.py` within
+rounding. Reads no device memory, and of the lengths only those of the queries: a captured step may
+be replayed with other context lengths, tables and slots in the same tensors.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from kvchat_kernels.launch import Launch, next_power_of_2
+from kvchat_kernels.paged_attention.prefill_kernel import paged_attention_prefill_kernel
+from kvchat_kernels.paged_attention.sequences import PagedSequences
+from kvchat_kernels.paged_attention.span import AttentionSpan
+from kvchat_kernels.paged_attention.split_kernel import (
+    merge_splits_kernel,
+    paged_attention_split_kernel,
+)
+from kvchat_kernels.paged_attention.tiles import (
+    MERGE_BLOCK,
+    MIN_SPLIT,
+    Tile,
+    merge_warps,
+    padded,
+    prefill_tile,
+    split_tile,
+)
+
+# Queries up to this long always have their keys split; longer ones where they fill few programs.
+MAX_SPLIT_QUERY = 16
+_MAX_SPLIT_CHUNK = 256
+# Splits are cut so that about this many programs run on each multiprocessor: one loads while
+# another computes.
+_PROGRAMS_PER_PROCESSOR = 2
+_LOG2_E = math.log2(math.e)
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """One layer's attention in one step: what `paged_attention` was given, and where it goes."""
+
+    query: torch.Tensor
+    key_pool: torch.Tensor
+    value_pool: torch.Tensor
+    sequences: PagedSequences
+    span: AttentionSpan
+    scale: float
+    softcap: float | None
+    sinks: torch.Tensor | None
+    out: torch.Tensor
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.key_pool.shape[2]
+
+    @property
+    def group(self) -> int:
+        return self.query.shape[1] // self.num_kv_heads
+
+    @property
+    def dims(self) -> tuple[int, int]:
+        return self.key_pool.shape[3], self.value_pool.shape[3]
+
+
+def paged_attention_triton(
+    query: torch.Tensor,
+    key_pool: torch.Tensor,
+    value_pool: torch.Tensor,
+    sequences: PagedSequences,
+    span: AttentionSpan,
+    scale: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attend every row of `query` to its own sequence; see `paged_attention` for the shapes."""
+    if query.stride(-1) != 1:
+        query = query.contiguous()
+    out = query.new_empty(*query.shape[:2], value_pool.shape[3])
+    call = AttentionCall(query, key_pool, value_pool, sequences, span, scale, softcap, sinks, out)
+    for launch in plan_launches(call, num_processors(query.device)):
+        launch.run()
+    return out
+
+
+@cache
+def num_processors(device: torch.device) -> int:
+    """Return how many multiprocessors there are; for a CPU, which interprets, enough to divide."""
+    if device.type != "cuda":
+        return 16
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def plan_launches(call: AttentionCall, processors: int) -> Iterator[Launch]:
+    """Yield the kernels that together write every row of the step, in order."""
+    query_lens = call.sequences.query_lens
+    longest_split = _longest_split_query(call, processors)
+    if min(query_lens) <= longest_split:
+        max_query_len = max(length for length in query_lens if length <= longest_split)
+        tile = split_tile(*call.dims, call.query.dtype, max_query_len * call.group)
+        yield from split_launches(call, max_query_len, tile, MIN_SPLIT, processors)
+    if max(query_lens) > longest_split:
+        tile = prefill_tile(*call.dims, call.query.dtype)
+        yield prefill_launch(call, longest_split + 1, tile)
+
+
+def _longest_split_query(call: AttentionCall, processors: int) -> int:
+    """Return up to which length queries have their keys split; the longer ones are prefilled.
+
+    A prefill of few tiles leaves most of a GPU idle, however long its context is.
+    """
+    longest = max(call.sequences.query_lens)
+    if longest > _MAX_SPLIT_CHUNK:
+        return MAX_SPLIT_QUERY
+    block_m = prefill_tile(*call.dims, call.query.dtype).block_m
+    tiles = _count_tiles(call, MAX_SPLIT_QUERY + 1, block_m)
+    is_small = tiles * call.num_kv_heads * _PROGRAMS_PER_PROCESSOR <= processors
+    return max(longest, MAX_SPLIT_QUERY) if is_small else MAX_SPLIT_QUERY
+
+
+def _count_tiles(call: AttentionCall, min_query_len: int, block_m: int) -> int:
+    lengths = call.sequences.query_lens
+    return sum(-(-n * call.group // block_m) for n in lengths if n >= min_query_len)
+
+
+def split_launches(
+    call: AttentionCall, max_query_len: int, tile: Tile, min_split: int, processors: int
+) -> Iterator[Launch]:
+    """Yield the split kernel and the merge, for all sequences of up to `max_query_len` new tokens.
+
+    max_query_len   no query on the device may be longer; it fixes the grid and the partial results
+    """
+    max_rows = max_query_len * call.group
+    programs = -(-max_rows // tile.block_m) * call.num_kv_heads
+    num_splits = max(1, _PROGRAMS_PER_PROCESSOR * processors // programs)
+    most = num_splits + len(call.sequences.query_lens)
+    shape = (most, max_rows, call.num_kv_heads)
+    partial = call.query.new_empty(*shape, call.dims[1], dtype=torch.float32)
+    lse = call.query.new_empty(shape, dtype=torch.float32)
+    division = {
+        "query_starts_ptr": call.sequences.query_starts,
+        "context_lens_ptr": call.sequences.context_lens_device,
+        "num_sequences": len(call.sequences.query_lens),
+        "num_splits": num_splits,
+        "max_query_len": max_query_len,
+        "NUM_KV_HEADS": call.num_kv_heads,
+        "BLOCK_N": tile.block_n,
+        "BLOCK_B": _sequence_block(call),
+        "MIN_SPLIT": min_split,
+    }
+    partials = {"partial_ptr": partial, "lse_ptr": lse}
+    split = {**_inputs(call), **partials, **division, "BLOCK_M": tile.block_m}
+    yield _launch(paged_attention_split_kernel, (programs, most), split, tile)
+    merge = {**_output(call), **partials, **division, **_shared(call), "BLOCK_S": MERGE_BLOCK}
+    grid = (len(call.sequences.query_lens) * max_query_len, call.query.shape[1])
+    yield Launch(merge_splits_kernel, grid, merge, merge_warps(call.dims[1]), num_stages=2)
+
+
+def prefill_launch(call: AttentionCall, min_query_len: int, tile: Tile) -> Launch:
+    """Return the prefill kernel, for all sequences of at least `min_query_len` new tokens."""
+    values = {
+        **_inputs(call),
+        **_output(call),
+        "num_sequences": len(call.sequences.query_lens),
+        "min_query_len": min_query_len,
+        "query_starts_ptr": call.sequences.query_starts,
+        "context_lens_ptr": call.sequences.context_lens_device,
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "BLOCK_B": _sequence_block(call),
+    }
+    grid = (call.num_kv_heads, _count_tiles(call, min_query_len, tile.block_m))
+    return _launch(paged_attention_prefill_kernel, grid, values, tile)
+
+
+def _launch(kernel: Any, grid: tuple[int, ...], values: dict[str, Any], tile: Tile) -> Launch:
+    return Launch(kernel, grid, values, tile.num_warps, tile.num_stages)
+
+
+def _sequence_block(call: AttentionCall) -> int:
+    return max(16, next_power_of_2(len(call.sequences.query_lens)))
+
+
+def _shared(call: AttentionCall) -> dict[str, Any]:
+    """The values all kernels take."""
+    return {
+        "GROUP": call.group,
+        "VALUE_DIM": call.dims[1],
+        "WINDOW": call.span.window or 0,
+        "CHUNK": call.span.chunk or 0,
+        "BLOCK_V": padded(call.dims[1]),
+    }
+
+
+def _inputs(call: AttentionCall) -> dict[str, Any]:
+    """The values of the kernels that read keys. Scores are in units of log2."""
+    if call.softcap is None:
+        scale, cap = call.scale * _LOG2_E, 0.0
+    else:
+        scale, cap = call.scale * 2 * _LOG2_E / call.softcap, call.softcap * _LOG2_E
+    query_strides = call.query.stride()
+    key_strides, value_strides = call.key_pool.stride(), call.value_pool.stride()
+    return {
+        **_shared(call),
+        "query_ptr": call.query,
+        "key_ptr": call.key_pool,
+        "value_ptr": call.value_pool,
+        "tables_ptr": call.sequences.block_tables,
+        "scale": scale,
+        "cap": cap,
+        "query_stride_token": query_strides[0],
+        "query_stride_head": query_strides[1],
+        "key_stride_block": key_strides[0],
+        "key_stride_slot": key_strides[1],
+        "key_stride_head": key_strides[2],
+        "value_stride_block": value_strides[0],
+        "value_stride_slot": value_strides[1],
+        "value_stride_head": value_strides[2],
+        "tables_stride": call.sequences.block_tables.stride(0),
+        "KEY_DIM": call.dims[0],
+        "BLOCK_SIZE": call.sequences.block_size,
+        "HAS_SOFTCAP": call.softcap is not None,
+        "PRECISION": "ieee" if call.query.dtype == torch.float32 else "tf32",
+        "BLOCK_K": padded(call.dims[0]),
+    }
+
+
+def _output(call: AttentionCall) -> dict[str, Any]:
+    """The values of the kernels that write rows."""
+    return {
+        "sinks_ptr": call.sinks,
+        "out_ptr": call.out,
+        "out_stride_token": call.out.stride(0),
+        "out_stride_head": call.out.stride(1),
+        "HAS_SINKS": call.sinks is not None,
+    }

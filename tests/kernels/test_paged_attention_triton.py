@@ -1,0 +1,86 @@
+"""The Triton kernels of paged attention, interpreted: every rule, and every way work is divided."""
+
+import pytest
+import torch
+from interpreter import Interpreter
+
+from support.attention_checks import CASES, check_attention
+from support.attention_kernel_checks import (
+    check_distant_blocks,
+    check_replay,
+    check_rows_without_context,
+    check_small_splits,
+    check_strided_tensors,
+    check_unused_table_entries,
+)
+from support.plain_attention import AttentionCase
+
+# (new tokens, context). Decodes and a verification; a chunk, a first chunk and a decode beside it.
+FEW_ROWS = ((1, 257), (3, 63), (1, 1))
+MANY_ROWS = ((20, 90), (17, 17), (1, 33))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_few_rows_by_every_rule(interpreter: Interpreter, name: str) -> None:
+    interpreter(check_attention, CASES[name], FEW_ROWS, "triton")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_chunks_by_every_rule(interpreter: Interpreter, name: str) -> None:
+    interpreter(check_attention, CASES[name], MANY_ROWS, "triton")
+
+
+@pytest.mark.parametrize("lengths", [FEW_ROWS, MANY_ROWS], ids=["few rows", "many rows"])
+@pytest.mark.parametrize("name", ["odd heads", "softcap and window", "sinks, wide keys"])
+def test_float16_is_as_exact_as_plain_arithmetic_in_it(
+    interpreter: Interpreter, name: str, lengths: tuple[tuple[int, int], ...]
+) -> None:
+    interpreter(check_attention, CASES[name], lengths, "triton", "cpu", torch.float16)
+
+
+@pytest.mark.parametrize("layout", ["permuted", "descending"])
+@pytest.mark.parametrize("block_size", [1, 8, 24, 64, 256])
+def test_where_blocks_lie_makes_no_difference(
+    interpreter: Interpreter, block_size: int, layout: str
+) -> None:
+    case = AttentionCase(num_heads=2, num_kv_heads=1, window=50, has_sinks=True)
+    lengths = ((20, 90), (2, 130), (1, 65))
+    arguments = ("triton", "cpu", torch.float32, block_size, layout)
+    interpreter(check_attention, case, lengths, *arguments)
+
+
+@pytest.mark.parametrize("name", ["full", "window 100", "chunk 48", "softcap", "sinks and window"])
+def test_many_splits_are_merged_and_empty_ones_weigh_nothing(
+    interpreter: Interpreter, name: str
+) -> None:
+    interpreter(check_small_splits, CASES[name])
+
+
+@pytest.mark.parametrize("new", [1, 5])
+def test_a_step_planned_for_a_single_token_is_right_for_a_long_context(
+    interpreter: Interpreter, new: int
+) -> None:
+    interpreter(check_replay, AttentionCase(has_sinks=True), new, (290, new, 33))
+
+
+def test_rows_without_context_become_zero(interpreter: Interpreter) -> None:
+    interpreter(check_rows_without_context)
+
+
+def test_unused_table_entries_are_not_followed(interpreter: Interpreter) -> None:
+    interpreter(check_unused_table_entries)
+
+
+def test_blocks_beyond_two_to_the_31_elements_are_found(interpreter: Interpreter) -> None:
+    interpreter(check_distant_blocks)
+
+
+def test_queries_and_pools_may_be_strided(interpreter: Interpreter) -> None:
+    interpreter(check_strided_tensors)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("new", [1, 5, 16, 17, 63, 257])
+@pytest.mark.parametrize("name", CASES)
+def test_long_contexts_by_every_rule(interpreter: Interpreter, name: str, new: int) -> None:
+    interpreter(check_attention, CASES[name], ((new, 4097), (1, 257), (new, new)), "triton")

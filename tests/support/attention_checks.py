@@ -1,0 +1,89 @@
+"""What paged attention must do, by any implementation and on any device that runs it.
+
+Called here, where Triton interprets, and on a CUDA device. Oracles are computed on the CPU.
+"""
+
+from collections.abc import Iterable
+
+import torch
+
+from kvchat_kernels.paged_attention import AttentionSpan, paged_attention
+from support.paged_fixture import PagedProblem, paged_problem
+from support.plain_attention import AttentionCase, plain_attention
+from support.rounding import assert_as_exact, poisoned_memory
+
+CASES = {
+    "full": AttentionCase(),
+    "one head": AttentionCase(num_heads=1, num_kv_heads=1),
+    "odd heads": AttentionCase(num_heads=7, num_kv_heads=1, key_dim=24, value_dim=24),
+    "grouped by 3": AttentionCase(num_heads=9, num_kv_heads=3, key_dim=20, value_dim=20),
+    "ungrouped": AttentionCase(num_heads=5, num_kv_heads=5),
+    "wide keys": AttentionCase(key_dim=24, value_dim=16),
+    "wide values": AttentionCase(key_dim=12, value_dim=20),
+    "window 1": AttentionCase(window=1),
+    "window 5": AttentionCase(window=5),
+    "window 100": AttentionCase(window=100),
+    "chunk 48": AttentionCase(chunk=48),
+    "window in chunk": AttentionCase(window=9, chunk=64),
+    "softcap": AttentionCase(softcap=2.0),
+    "softcap and window": AttentionCase(softcap=2.0, window=37),
+    "sinks": AttentionCase(has_sinks=True),
+    "sinks and window": AttentionCase(has_sinks=True, window=21, num_heads=6),
+    "sinks and softcap": AttentionCase(has_sinks=True, softcap=1.5),
+    "sinks, wide keys": AttentionCase(has_sinks=True, key_dim=20, value_dim=12),
+}
+# (new tokens, context): first tokens, decodes, chunks, a partial last block, a full one.
+MIXED = ((1, 1), (1, 257), (63, 63), (5, 64), (16, 130), (17, 131), (40, 300), (3, 3))
+
+
+def span_of(case: AttentionCase) -> AttentionSpan:
+    return AttentionSpan(case.window, case.chunk)
+
+
+def attend(
+    problem: PagedProblem, case: AttentionCase, impl: str, device: str = "cpu"
+) -> torch.Tensor:
+    """Run the implementation on `device`, whose fresh memory holds NaN; return the rows."""
+    moved = problem.to(device)
+    with poisoned_memory():
+        out = paged_attention(
+            moved.query,
+            moved.key_pool,
+            moved.value_pool,
+            moved.sequences,
+            span=span_of(case),
+            scale=case.scale,
+            softcap=case.softcap,
+            sinks=moved.sinks,
+            impl=impl,
+        )
+    return out.cpu()
+
+
+def by_formula(problem: PagedProblem, case: AttentionCase, dtype: torch.dtype) -> torch.Tensor:
+    rows = problem.rows(problem.query)
+    outputs = [
+        plain_attention(case, query, key, value, problem.sinks, dtype)
+        for query, key, value in zip(rows, problem.keys, problem.values, strict=True)
+    ]
+    return torch.cat(outputs)
+
+
+def assert_exact(out: torch.Tensor, problem: PagedProblem, case: AttentionCase) -> None:
+    """Hold all rows to the formula in the dtype they came in."""
+    plain = by_formula(problem, case, out.dtype)
+    assert_as_exact(out, plain, by_formula(problem, case, torch.float64))
+
+
+def check_attention(
+    case: AttentionCase,
+    lengths: Iterable[tuple[int, int]],
+    impl: str,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    block_size: int = 16,
+    layout: str = "permuted",
+) -> None:
+    """One batch of (new tokens, context) is as exact as plain arithmetic."""
+    problem = paged_problem(case, tuple(lengths), block_size, dtype, layout)
+    assert_exact(attend(problem, case, impl, device), problem, case)

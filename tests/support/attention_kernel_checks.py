@@ -1,0 +1,146 @@
+"""What only the Triton kernels of paged attention must do: they read lengths on the device.
+
+Called where Triton interprets, with tensors on the CPU, and on a CUDA device.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from kvchat_kernels.paged_attention import PagedSequences
+from kvchat_kernels.paged_attention.tiles import Tile
+from kvchat_kernels.paged_attention.triton_gpu import AttentionCall, plan_launches, split_launches
+from support.attention_checks import assert_exact, attend, by_formula, span_of
+from support.paged_fixture import PagedProblem, paged_problem
+from support.plain_attention import AttentionCase
+from support.rounding import sparse_memory
+
+
+def check_replay(
+    case: AttentionCase, new: int, contexts: tuple[int, ...], device: str = "cpu"
+) -> None:
+    """What was planned for other contexts is right for these: lengths are read on the device."""
+    problem = paged_problem(case, [(new, context) for context in contexts])
+    moved = problem.to(device)
+    planned = PagedSequences(
+        problem.sequences.query_lens,
+        (new,) * len(contexts),
+        torch.zeros_like(moved.sequences.block_tables),
+        problem.sequences.block_size,
+    )
+    call = attention_call(replace(moved, sequences=planned), case)
+    replay = captured(call)
+
+    planned.context_lens_device.copy_(moved.sequences.context_lens_device)
+    planned.block_tables.copy_(moved.sequences.block_tables)
+    replay()
+
+    assert_exact(call.out.cpu(), problem, case)
+
+
+def attention_call(problem: PagedProblem, case: AttentionCase) -> AttentionCall:
+    """Return one layer's call whose rows are NaN until something writes them."""
+    shape = (*problem.query.shape[:2], case.value_dim)
+    return AttentionCall(
+        problem.query,
+        problem.key_pool,
+        problem.value_pool,
+        problem.sequences,
+        span_of(case),
+        case.scale,
+        case.softcap,
+        problem.sinks,
+        problem.query.new_full(shape, float("nan")),
+    )
+
+
+def captured(call: AttentionCall) -> Callable[[], None]:
+    """Plan a step now; return what runs it. On a GPU that is the replay of a captured graph."""
+    if call.query.device.type == "cpu":
+        launches = list(plan_launches(call, 16))
+        return lambda: [launch.run() for launch in launches] and None
+    for launch in plan_launches(call, 132):
+        launch.run()  # compiles
+    call.out.fill_(float("nan"))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for launch in plan_launches(call, 132):
+            launch.run()
+    return graph.replay
+
+
+def check_rows_without_context(device: str = "cpu") -> None:
+    """A padding row of a captured step has no context: it becomes zero, and its neighbours stay."""
+    case = AttentionCase()
+    problem = paged_problem(case, [(1, 40), (1, 1), (1, 300)])
+    moved = problem.to(device)
+    moved.sequences.context_lens_device[1] = 0
+    moved.sequences.block_tables[1] = -1
+
+    out = attend(moved, case, "triton", device)
+
+    assert (out[1] == 0).all()
+    expected = by_formula(problem, case, torch.float64)
+    assert torch.allclose(out[[0, 2]].double(), expected[[0, 2]], atol=1e-5)
+
+
+def check_unused_table_entries(device: str = "cpu") -> None:
+    """Entries behind a context are never followed: not -1, and not an id far outside the pool."""
+    case = AttentionCase(window=70)
+    problem = paged_problem(case, [(1, 40), (20, 100), (2, 17)])
+    before = attend(problem, case, "triton", device)
+    tables = problem.sequences.block_tables
+    used = [-(-context // 16) for context in problem.sequences.context_lens]
+    for row, count in enumerate(used):
+        tables[row, count:] = -1 if row else 2**31 - 1
+
+    assert torch.equal(attend(problem, case, "triton", device), before)
+
+
+def check_distant_blocks() -> None:
+    """Blocks that lie 2^31 elements into a pool and beyond are found: offsets are 64 bits wide."""
+    case = AttentionCase(num_heads=2, num_kv_heads=1)
+    problem = paged_problem(case, [(1, 40), (20, 50)], dtype=torch.float16)
+    shape, block_elements = (-1, 16, 1, 16), 16 * 16
+    offset = 2**31 // block_elements
+    distant = []
+    for pool in (problem.key_pool, problem.value_pool):
+        num_elements = (offset + pool.shape[0]) * block_elements
+        distant.append(sparse_memory(num_elements, torch.float16).view(shape))
+        distant[-1][offset:] = pool
+    tables = problem.sequences.block_tables + offset
+    sequences = replace(problem.sequences, block_tables=tables.to(torch.int32))
+    moved = replace(problem, key_pool=distant[0], value_pool=distant[1], sequences=sequences)
+
+    assert torch.equal(attend(moved, case, "triton"), attend(problem, case, "triton"))
+
+
+def check_strided_tensors(device: str = "cpu") -> None:
+    """Queries may be head-major and pools one layer's slices of a larger tensor."""
+    case = AttentionCase(num_heads=6, num_kv_heads=3)
+    problem = paged_problem(case, [(1, 40), (20, 50)])
+    pools = torch.stack([problem.key_pool, problem.value_pool], dim=1)
+    strided = replace(
+        problem,
+        query=problem.query.transpose(0, 1).contiguous().transpose(0, 1),
+        key_pool=pools[:, 0],
+        value_pool=pools[:, 1],
+    )
+    assert not strided.query.is_contiguous()
+
+    out = attend(strided, case, "triton", device)
+
+    assert torch.equal(out, attend(problem, case, "triton", device))
+
+
+def check_small_splits(case: AttentionCase, device: str = "cpu") -> None:
+    """More splits than the merge takes at once, of which a window leaves some rows nothing."""
+    problem = paged_problem(case, [(4, 600), (1, 17), (2, 2), (3, 40)])
+    call = attention_call(problem.to(device), case)
+    split, merge = split_launches(call, 4, Tile(16, 16, 4, 2), min_split=16, processors=132)
+
+    split.run()
+    merge.run()
+
+    assert_exact(call.out.cpu(), problem, case)
