@@ -23,13 +23,21 @@ _ROOT = root_key(b"host")
 
 @dataclass(slots=True)
 class _Entry:
-    """One block. `num_users` counts the copies under way; it is found once it `is_filled`."""
+    """One block. `num_users` counts the copies under way; it is found once it `is_filled`.
+
+    What `is_condemned` is not found any more, and goes with its last user.
+    """
 
     parent: bytes
     ids: bytes
     slot: int
     num_users: int = 0
     is_filled: bool = False
+    is_condemned: bool = False
+
+    @property
+    def is_findable(self) -> bool:
+        return self.is_filled and not self.is_condemned
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +94,7 @@ class HostTier:
         for number, key in enumerate(keys):
             entry = self._entries.get(key)
             own = packed[number * size : (number + 1) * size]
-            if entry is None or not entry.is_filled or entry.ids != own:
+            if entry is None or not entry.is_findable or entry.ids != own:
                 return number
         return len(keys)
 
@@ -127,21 +135,24 @@ class HostTier:
 
     def end(self, loan: Loan) -> None:
         """Take back what was borrowed."""
-        for key in loan.keys:
-            self._entries[key].num_users -= 1
         self._bytes_read += len(loan.keys) * self._memory.block_bytes
+        self._take_back(loan)
 
     def settle(self, loan: Loan, is_filled: bool) -> None:
         """Take back what was offered: it is found from now on, or forgotten if nothing came."""
         for key in loan.keys:
-            entry = self._entries[key]
-            entry.num_users -= 1
-            entry.is_filled = is_filled
+            self._entries[key].is_filled = is_filled
+            self._entries[key].is_condemned |= not is_filled
         if is_filled:
             self._bytes_written += len(loan.keys) * self._memory.block_bytes
-            return
+        self._take_back(loan)
+
+    def _take_back(self, loan: Loan) -> None:
         for key in reversed(loan.keys):
-            self._remove(key)
+            entry = self._entries[key]
+            entry.num_users -= 1
+            if entry.is_condemned and not entry.num_users:
+                self._remove(key)
 
     # Forgetting
 
@@ -169,8 +180,20 @@ class HostTier:
 
     def clear(self) -> None:
         """Forget everything that is not being copied."""
-        while (oldest := self._oldest(set())) is not None:
-            self._remove(oldest)
+        for key in [key for key, entry in self._entries.items() if not entry.num_users]:
+            self._remove(key)
+
+    def quarantine(self, keys: Sequence[bytes]) -> None:
+        """Never give out again these blocks, nor what continues them."""
+        gone = set(keys)
+        # From the newest on: a block comes after all that continue it.
+        for key, entry in reversed(self._entries.items()):
+            if entry.parent in gone:
+                gone.add(key)
+        for key in [key for key in self._entries if key in gone]:
+            self._entries[key].is_condemned = True
+            if not self._entries[key].num_users:
+                self._remove(key)
 
     def _touch(self, parent: bytes, keys: Sequence[bytes]) -> None:
         """Make blocks that follow `parent`, and those it follows, the ones used last."""
@@ -197,7 +220,7 @@ class HostTier:
     def read(self, found: Found) -> memoryview:
         """Return a copy of a block's image. Raises DamagedRecord where it is gone."""
         entry = self._entries.get(found.key)
-        if entry is None or not entry.is_filled:
+        if entry is None or not entry.is_findable:
             raise DamagedRecord("gone")
         self._touch(entry.parent, [found.key])
         self._bytes_read += self._memory.block_bytes

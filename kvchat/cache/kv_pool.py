@@ -107,9 +107,10 @@ class KvPool:
         image = bytearray(len(blocks) * self.geometry.block_bytes)
         if blocks:
             rows = torch.frombuffer(image, dtype=torch.uint8).view(len(blocks), -1)
-            staging = rows.to(self.device)
-            gather_blocks(self._tensors, blocks, staging)
-            rows.copy_(staging)
+            if rows.device == self.device:
+                gather_blocks(self._tensors, blocks, rows)
+            else:
+                rows.copy_(self.stage(blocks))
         return memoryview(image)
 
     def scatter(self, blocks: list[int], image: bytearray | memoryview) -> None:
@@ -117,4 +118,22 @@ class KvPool:
         assert len(image) == len(blocks) * self.geometry.block_bytes
         if blocks:
             rows = torch.frombuffer(image, dtype=torch.uint8).view(len(blocks), -1)
-            scatter_blocks(self._tensors, blocks, rows.to(self.device))
+            self.unstage(blocks, rows.to(self.device))
+
+    def stage(self, blocks: list[int]) -> torch.Tensor:
+        """Return the images of `blocks` on the device: [len(blocks), block_bytes] bytes.
+
+        On a CUDA device this is only queued, before whatever is computed afterwards: the blocks may
+        be given away at once.
+        """
+        shape = (len(blocks), self.geometry.block_bytes)
+        staging = torch.empty(shape, dtype=torch.uint8, device=self.device)
+        gather_blocks(self._tensors, blocks, staging)
+        return staging
+
+    def unstage(self, blocks: list[int], staging: torch.Tensor) -> None:
+        """Fill `blocks` with images on the device that `stage` made."""
+        assert staging.shape == (len(blocks), self.geometry.block_bytes)
+        scatter_blocks(self._tensors, blocks, staging)
+        if staging.is_cuda:  # it may come from another stream, whose next tensor must not be there
+            staging.record_stream(torch.cuda.current_stream(staging.device))

@@ -5,6 +5,7 @@ their reference counts in step. Knows no request, sampling or layer.
 """
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from kvchat.cache.block_pool import BlockPool
 from kvchat.cache.block_table import BlockTable
@@ -25,6 +26,19 @@ class CacheStatus:
     num_copied: int
 
 
+class Sink(Protocol):
+    """Where KV goes that has to leave the device."""
+
+    def demote(self, packed: bytes, blocks: list[int]) -> None:
+        """Take the last full blocks of a context, which are given to others on return."""
+
+    def forget(self, packed: bytes, num_kept: int) -> None:
+        """Never give out again the blocks of a context behind its first `num_kept`."""
+
+    def clear(self) -> None:
+        """Forget everything that nobody is waiting for."""
+
+
 class CacheManager:
     """Owns the block pool, the radix tree and, through `kv_pool`, the device memory.
 
@@ -40,6 +54,11 @@ class CacheManager:
         self._tree = RadixTree(self.block_size)
         self._num_evicted = 0
         self._num_copied = 0
+        self._sink: Sink | None = None
+
+    def attach(self, sink: Sink) -> None:
+        """Let what is evicted from now on sink instead of being forgotten."""
+        self._sink = sink
 
     @property
     def max_tokens(self) -> int:
@@ -109,7 +128,7 @@ class CacheManager:
         shared = [
             index
             for index in range(start // size, len(table.blocks))
-            if self._pool.references(table.blocks[index]) > 1
+            if self._is_shared(table.blocks[index])
         ]
         num_new = max(0, -(-end // size) - len(table.blocks))
         if not self._make_room(num_new + len(shared)):
@@ -136,11 +155,27 @@ class CacheManager:
             self._evict(missing)
         return num_blocks <= self._pool.num_free
 
+    def sink(self, num_blocks: int) -> None:
+        """Evict up to `num_blocks` blocks before they are needed, the coldest first."""
+        self._evict(num_blocks)
+
     def _evict(self, num_blocks: int) -> None:
-        evicted = self._tree.evict(num_blocks, lambda block: self._pool.references(block) > 1)
+        leaving: list[tuple[bytes, list[int]]] = []
+
+        def told(packed: bytes, blocks: list[int]) -> None:
+            leaving.append((packed, blocks))
+
+        is_shared = self._is_shared
+        evicted = self._tree.evict(num_blocks, is_shared, told if self._sink is not None else None)
+        for packed, blocks in leaving:
+            assert self._sink is not None
+            self._sink.demote(packed, blocks)
         self._num_evicted += len(evicted)
         num_freed = self._pool.release(evicted)
         assert num_freed == len(evicted)
+
+    def _is_shared(self, block: int) -> bool:
+        return self._pool.references(block) > 1
 
     def _copy_on_write(self, table: BlockTable, index: int) -> None:
         source = table.blocks[index]
@@ -236,7 +271,10 @@ class CacheManager:
         """Forget the KV of a context behind its first `num_kept` tokens, and of all that goes on
         from there. What others are using stays.
         """
-        self._pool.release(self._tree.cut(pack(token_ids), num_kept // self.block_size))
+        num_blocks, packed = num_kept // self.block_size, pack(token_ids)
+        self._pool.release(self._tree.cut(packed, num_blocks))
+        if self._sink is not None:
+            self._sink.forget(packed, num_blocks)
 
     def drift(self, table: BlockTable, token_ids: TokenIds) -> float:
         """Return how far the KV of the last of `token_ids`, which a table has computed once more,
@@ -260,7 +298,11 @@ class CacheManager:
     def clear(self) -> int:
         """Forget everything nobody uses; return how many blocks became free."""
         before = self._pool.num_free
+        sink, self._sink = self._sink, None
         self._evict(self._tree.num_blocks)
+        self._sink = sink
+        if sink is not None:
+            sink.clear()
         return self._pool.num_free - before
 
     def check(self, tables: list[BlockTable] | None = None) -> None:

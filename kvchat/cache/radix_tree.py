@@ -251,11 +251,17 @@ class RadixTree:
                 self._num_locked_blocks -= len(ancestor.blocks)
                 self._note_candidate(ancestor)
 
-    def evict(self, num_blocks: int, is_shared: Callable[[int], bool]) -> list[int]:
+    def evict(
+        self,
+        num_blocks: int,
+        is_shared: Callable[[int], bool],
+        told: Callable[[bytes, list[int]], None] | None = None,
+    ) -> list[int]:
         """Forget up to `num_blocks` blocks; return them.
 
         Leaves go first, the least recently used first, a leaf's last blocks first. Locked nodes
         stay, and so does a block for which `is_shared` is true, with all that comes before it.
+        `told` hears of full blocks: the packed ids of the context that ends with them, and them.
         """
         evicted: list[int] = []
         skipped = []
@@ -265,8 +271,11 @@ class RadixTree:
             if entry[0] != node.last_used or not self._is_evictable(node):
                 self._note_candidate(node)
                 continue
+            context = _context_of(node) if told is not None else b""
             blocks = self._trim(node, num_blocks - len(evicted), is_shared)
             evicted.extend(blocks)
+            if told is not None and blocks and len(context) % self._block_bytes == 0:
+                told(context, blocks[::-1])
             if not blocks:
                 skipped.append(entry)
             elif node.blocks:
@@ -380,3 +389,8 @@ class RadixTree:
             assert 0 < len(tail.key) < self._block_bytes
             others = [*node.children.values(), *(t for t in node.tails if t is not tail)]
             assert not any(other.key.startswith(tail.key) for other in others)
+
+
+def _context_of(node: Node) -> bytes:
+    """Return the packed ids of everything from the root to a node's end."""
+    return b"".join([part.key for part in path_to_root(node)][::-1])

@@ -143,6 +143,28 @@ def test_what_is_being_filled_is_not_found_until_it_is() -> None:
     tier.check([])
 
 
+def test_what_is_in_quarantine_is_never_found_again_nor_what_continues_it() -> None:
+    tier = new_tier(32)
+    write(tier, STORY)
+    write(tier, [*STORY[:8], 90, 91])
+    write(tier, [*STORY[:2], 80, 81])
+    keys = keys_of(tier, STORY)
+    loan = tier.borrow(keys, pack(STORY))
+    filling = tier.offer(keys[-1], [b"x" * 16], pack([70, 71]))
+
+    tier.quarantine(keys[2:4])
+
+    assert num_found(tier, STORY) == 2
+    assert num_found(tier, [*STORY[:8], 90, 91]) == 2
+    assert num_found(tier, [*STORY[:2], 80, 81]) == 2
+    tier.settle(filling, is_filled=True)
+    assert tier.count([b"x" * 16], pack([70, 71])) == 0
+    tier.end(loan)
+    tier.check([])
+    write(tier, STORY)
+    assert num_found(tier, STORY) == 10
+
+
 @pytest.mark.parametrize("limit", [0, 1, 63, 64, 100, 1 << 12, 10_000])
 @pytest.mark.parametrize("block_bytes", [1, 48, 64, 1000])
 def test_memory_is_taken_up_to_the_limit_and_no_further(block_bytes: int, limit: int) -> None:

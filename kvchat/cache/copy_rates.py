@@ -1,0 +1,66 @@
+"""CopyRates: is it quicker to copy KV down to host memory and up again, or to compute it again?
+
+Decides by what this machine has shown so far. Pure arithmetic; knows no tier and no clock.
+"""
+
+from dataclasses import dataclass
+
+# A rate follows what is measured, the newest weighing a third.
+_NEWEST = 1 / 3
+# Below these a measurement says more about overheads than about the rate.
+_MIN_TOKENS = 64
+_MIN_BYTES = 1 << 18
+# How much quicker copying may have become with every copy that was not tried.
+_DOUBT = 1.1
+
+
+@dataclass(slots=True)
+class CopyRates:
+    """Rates of this machine, None until something was measured. One thread owns them."""
+
+    prefill_tokens_per_s: float | None = None
+    down_bytes_per_s: float | None = None
+    up_bytes_per_s: float | None = None
+
+    def note_prefill(self, num_tokens: int, seconds: float) -> None:
+        """Take in how long computing took."""
+        if num_tokens >= _MIN_TOKENS and seconds > 0:
+            self.prefill_tokens_per_s = _moved(self.prefill_tokens_per_s, num_tokens / seconds)
+
+    def note_down(self, num_bytes: int, seconds: float) -> None:
+        """Take in how long a copy from the device to host memory took."""
+        if num_bytes >= _MIN_BYTES and seconds > 0:
+            self.down_bytes_per_s = _moved(self.down_bytes_per_s, num_bytes / seconds)
+
+    def note_up(self, num_bytes: int, seconds: float) -> None:
+        """Take in how long a copy from host memory to the device took."""
+        if num_bytes >= _MIN_BYTES and seconds > 0:
+            self.up_bytes_per_s = _moved(self.up_bytes_per_s, num_bytes / seconds)
+
+    def is_worth_keeping(self, num_tokens: int, num_bytes: int) -> bool:
+        """Whether to copy both ways rather than compute; an unknown rate speaks for trying.
+
+        A refusal lets the rates be believed a little less, until a copy measures them again.
+        """
+        ways = (self.down_bytes_per_s, self.up_bytes_per_s)
+        seconds = sum(num_bytes / rate for rate in ways if rate is not None)
+        if self._is_quicker(num_tokens, seconds):
+            return True
+        if self.down_bytes_per_s is not None:
+            self.down_bytes_per_s *= _DOUBT
+        if self.up_bytes_per_s is not None:
+            self.up_bytes_per_s *= _DOUBT
+        return False
+
+    def is_worth_fetching(self, num_tokens: int, num_bytes: int) -> bool:
+        """Whether to copy up what was copied down before, rather than compute it."""
+        rate = self.up_bytes_per_s
+        return rate is None or self._is_quicker(num_tokens, num_bytes / rate)
+
+    def _is_quicker(self, num_tokens: int, seconds: float) -> bool:
+        rate = self.prefill_tokens_per_s
+        return rate is None or seconds < num_tokens / rate
+
+
+def _moved(rate: float | None, newest: float) -> float:
+    return newest if rate is None else rate + _NEWEST * (newest - rate)

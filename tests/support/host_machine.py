@@ -1,0 +1,77 @@
+"""A device tier, host memory, and the swap between them, whose copies are done when told to be."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from kvchat.cache.block_table import BlockTable
+from kvchat.cache.host_swap import HostSwap
+from kvchat.cache.host_tier import HostTier
+from kvchat.cache.kv_pool import KvGeometry, KvPool, LayerGeometry
+from kvchat.cache.manager import CacheManager
+from support.cached_contexts import CPU, assert_kv_is_right
+
+GEOMETRIES = {
+    "one layer": (LayerGeometry(1, 1, 1),),
+    "keys wider than values": (LayerGeometry(1, 3, 2), LayerGeometry(1, 3, 2)),
+    "layers that differ": (LayerGeometry(2, 1, 1), LayerGeometry(1, 4, 4)),
+}
+
+
+class LateThread:
+    """A transfer thread that does nothing until it is told to."""
+
+    def __init__(self) -> None:
+        self.jobs: list[Callable[[], None]] = []
+
+    def copy(self, job: Callable[[], None]) -> None:
+        self.jobs.append(job)
+
+    def work(self, num_jobs: int = 1 << 30) -> None:
+        for _ in range(min(num_jobs, len(self.jobs))):
+            self.jobs.pop(0)()
+
+
+class Machine:
+    """The parts, and what tests do to them."""
+
+    def __init__(
+        self,
+        num_blocks: int = 12,
+        num_slots: int = 64,
+        layers: tuple[LayerGeometry, ...] = GEOMETRIES["one layer"],
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        geometry = KvGeometry(layers, dtype, block_size=4)
+        self.manager = CacheManager(KvPool(geometry, num_blocks, CPU))
+        self.host = HostTier(4, geometry.block_bytes, num_slots * geometry.block_bytes, False)
+        self.thread = LateThread()
+        self.swap = HostSwap(self.manager, self.host, self.thread)  # type: ignore[arg-type]
+
+    def sink(self, num_blocks: int = 1 << 20) -> None:
+        self.manager.sink(num_blocks)
+        self.settle()
+
+    def settle(self) -> None:
+        self.thread.work()
+        self.swap.settle(may_sink=False)
+
+    def promote(self, ids: Sequence[int]) -> int:
+        """Bring a context up; return how many tokens came."""
+        promotion = self.swap.begin([*ids, 0])
+        if promotion is None:
+            return 0
+        while not promotion.is_over:
+            self.settle()
+        return promotion.num_tokens
+
+    def held(self, ids: Sequence[int]) -> int:
+        """Return how many tokens of a context the device has, all of them right."""
+        table = self.manager.match([*ids, 0])
+        assert_kv_is_right(self.manager, table, ids[: table.cached_len])
+        self.manager.release(table, ids[: table.cached_len])
+        return table.cached_len
+
+    def check(self, tables: Sequence[BlockTable] = ()) -> None:
+        self.manager.check([*tables, *self.swap.tables()])
+        self.swap.check()
