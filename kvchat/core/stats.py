@@ -9,6 +9,7 @@ class TierStatus:
     """Totals of a slower tier since it was opened, and what it holds at this moment.
 
     bytes_read, bytes_written   KV only, without what surrounds it
+    num_quarantined             blocks that a forward pass has found to be of another model
     trouble                     the last thing that went wrong, in a sentence; empty if nothing did
     """
 
@@ -20,6 +21,7 @@ class TierStatus:
     num_evicted: int = 0
     num_damaged: int = 0
     num_failed_writes: int = 0
+    num_quarantined: int = 0
     trouble: str = ""
 
 
@@ -64,6 +66,16 @@ class GenerationStatus:
     num_bytes: int
     last_used_s: float
     trouble: str = ""
+    pins: "tuple[KeptPin, ...]" = ()
+
+
+@dataclass(frozen=True, slots=True)
+class KeptPin:
+    """A context that is not to be forgotten: what the user calls it, and since when (epoch)."""
+
+    label: str
+    num_tokens: int
+    made_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +111,7 @@ class StoreStatus:
 class KeptPack:
     """A pack of a store, and the place of the pack it continues in the same list, which is before.
 
-    `parent` is None for a beginning; `is_orphan` where the beginning is gone.
+    `parent` is None for a beginning; `is_orphan` where the beginning is gone, `is_pinned` where it is not to be forgotten.
     """
 
     parent: int | None
@@ -107,6 +119,7 @@ class KeptPack:
     num_bytes: int
     last_used_s: float
     is_orphan: bool = False
+    is_pinned: bool = False
 
 
 @dataclass(frozen=True, slots=True)

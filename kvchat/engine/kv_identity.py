@@ -7,6 +7,7 @@ identity, and so never meet each other's KV. Knows facts and their digest; reads
 import hashlib
 import json
 
+from kvchat.cache.codec import FORMAT_VERSION
 from kvchat.cache.kv_pool import KvGeometry
 from kvchat.model.device import dtype_name
 from kvchat.model.loader import LoadedModel
@@ -20,6 +21,7 @@ def kv_identity(loaded: LoadedModel, geometry: KvGeometry, content_digest: str) 
     """Return 16 bytes that name the KV a model computes, as this engine stores it."""
     facts = {
         "version": _KV_VERSION,
+        "format": FORMAT_VERSION,
         "content": content_digest,
         "dtype": dtype_name(loaded.dtype),
         "kv_dtype": dtype_name(geometry.dtype),

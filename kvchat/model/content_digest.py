@@ -31,7 +31,7 @@ def content_digest(source: ModelSource, state_directory: Path | None) -> str:
     known = _read_memory(state_directory)
     digests = {}
     for path in source.weight_files:
-        mark = _file_mark(path)
+        mark = remembered_as(path)
         digests[mark] = known.get(mark) or _file_digest(path)
     if digests.keys() - known.keys():
         _write_memory(state_directory, known | digests)
@@ -41,7 +41,8 @@ def content_digest(source: ModelSource, state_directory: Path | None) -> str:
     return whole.hexdigest()
 
 
-def _file_mark(path: Path) -> str:
+def remembered_as(path: Path) -> str:
+    """Return what tells a file from any other, and from what it was before it was written to."""
     info = path.stat()
     return f"{info.st_dev}:{info.st_ino}:{info.st_size}:{info.st_mtime_ns}:{info.st_ctime_ns}"
 

@@ -190,3 +190,43 @@ def live_beside_a_dict(rng: random.Random) -> None:
         tree.check()
         for _, prefix in locked:
             assert tree.measure(pack(prefix)) == len(prefix), "a locked prefix was evicted"
+
+
+def test_a_cut_takes_what_goes_on_from_there_and_nothing_else() -> None:
+    rng = random.Random(5)
+    for _ in range(200):
+        tree, contexts = RadixTree(2), []
+        blocks = iter(range(1, 1000))
+        for _ in range(6):
+            ids = [rng.randrange(2) for _ in range(2 * rng.randrange(1, 7))]
+            tree.lock(tree.root)
+            known = tree.measure(pack(ids))
+            result = tree.insert(tree.root, pack(ids), [next(blocks) for _ in ids[::2]])
+            tree.unlock(tree.root)
+            contexts.append((ids, result.kept))
+            assert known <= len(ids)
+        victim, num_kept = rng.choice(contexts)[0], rng.randrange(4)
+        gone = tree.cut(pack(victim), num_kept)
+
+        tree.check()
+        beginning = victim[: 2 * num_kept + 2]
+        for ids, kept in contexts:
+            is_hit = len(beginning) == 2 * num_kept + 2 and ids[: len(beginning)] == beginning
+            left = kept[:num_kept] if is_hit else kept
+            assert tree.blocks_of(pack(ids)) == list(left)
+            assert not set(left) & set(gone)
+        assert len(gone) == len(set(gone))
+
+
+def test_a_cut_leaves_what_is_locked() -> None:
+    tree = RadixTree(2)
+    tree.lock(tree.root)
+    result = tree.insert(tree.root, pack([1, 2, 3, 4]), [1, 2])
+    tree.unlock(tree.root)
+    tree.lock(result.node)
+
+    assert tree.cut(pack([1, 2, 3, 4]), 0) == []
+    assert tree.blocks_of(pack([1, 2, 3, 4])) == [1, 2]
+    tree.unlock(result.node)
+    assert sorted(tree.cut(pack([1, 2, 3, 4]), 1)) == [2]
+    tree.check()

@@ -1,0 +1,188 @@
+"""Restored KV is proven by the next forward pass: what is wrong is forgotten, here and on the tier,
+and computed again.
+
+The model answers from what it reads back from its KV, so that an answer from wrong KV is a wrong
+answer; reference counts are re-derived after every step.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from kvchat.cache.codec import Canary
+from kvchat.core.types import CachedTokens
+from support.memory_tier import MemoryTier
+from support.restarts import HISTORY, Processes, alone, spec
+
+BLOCK = 4
+NUM_KEPT = (len(HISTORY) + 5) // BLOCK  # the last token drawn was never computed
+
+
+@pytest.fixture
+def tier() -> MemoryTier:
+    return MemoryTier(block_size=BLOCK, image_bytes=BLOCK * 8)
+
+
+@pytest.fixture
+def processes(tier: MemoryTier) -> Iterator[Processes]:
+    made = Processes(lambda: tier)
+    yield made
+    for process in made.started:
+        process.end()
+
+
+@pytest.fixture
+def context(processes: Processes) -> tuple[int, ...]:
+    """A context that a process which has ended has left on the tier."""
+    first = processes.start()
+    answer, _ = first.answer(spec(HISTORY))
+    first.end()
+    return (*HISTORY, *answer, 7, 8, 9)
+
+
+def spoil_canary(tier: MemoryTier) -> None:
+    [(key, canary)] = tier.canaries.items()
+    tier.canaries[key] = replace(canary, values=tuple(v + 0.5 for v in canary.values))
+
+
+def spoil_kv(tier: MemoryTier) -> None:
+    """Have every token of the last block be another one."""
+    key = list(tier.blocks)[-1]
+    tier.blocks[key] = b"\x00\x00\x00\x3f" * BLOCK + tier.blocks[key][BLOCK * 4 :]
+
+
+def test_a_turn_leaves_a_canary_with_its_last_block(
+    context: tuple[int, ...], tier: MemoryTier
+) -> None:
+    [canary] = tier.canaries.values()
+
+    assert isinstance(canary, Canary)
+    assert list(tier.canaries) == [list(tier.blocks)[-1]]
+    assert len(canary.values) == 8
+    assert list(canary.values) == sorted(canary.values, reverse=True)
+
+
+def test_what_is_right_stays(
+    context: tuple[int, ...], processes: Processes, tier: MemoryTier
+) -> None:
+    process = processes.start()
+    resumed, finished = process.answer(spec(context))
+
+    assert resumed == alone(spec(context))
+    assert finished.usage.cached == CachedTokens(disk=NUM_KEPT * BLOCK)
+    assert tier.num_quarantined == 0
+    # The proof rode along with the prompt's own first step.
+    assert process.harness.steps[0][0][1] == len(context) - NUM_KEPT * BLOCK
+
+
+@pytest.mark.parametrize("spoil", [spoil_canary, spoil_kv])
+def test_what_is_wrong_is_computed_again_and_never_given_out(
+    spoil, context: tuple[int, ...], processes: Processes, tier: MemoryTier
+) -> None:  # type: ignore[no-untyped-def]
+    spoil(tier)
+    process = processes.start()
+    resumed, finished = process.answer(spec(context))
+
+    assert resumed == alone(spec(context))
+    assert finished.usage.cached == CachedTokens()
+    assert finished.usage.prefilled_tokens == len(context)
+    assert process.persistence.transfer.flush(5.0)
+    assert tier.num_quarantined == NUM_KEPT
+    process.end()
+    again = processes.start()
+    assert again.answer(spec(context))[0] == alone(spec(context))
+    assert tier.num_quarantined == NUM_KEPT
+
+
+def test_what_continues_the_wrong_goes_with_it(
+    context: tuple[int, ...], processes: Processes, tier: MemoryTier
+) -> None:
+    longer = processes.start()
+    longer.answer(spec((*context, *HISTORY[:20])))
+    longer.end()
+    key = next(iter(tier.canaries))
+    tier.canaries[key] = replace(tier.canaries[key], values=(9.0,) * 8)
+
+    process = processes.start()
+    resumed, _ = process.answer(spec(context[:-3], max_tokens=1))
+    assert process.persistence.transfer.flush(5.0)
+
+    assert resumed == alone(spec(context[:-3], max_tokens=1))
+    assert tier.num_quarantined > NUM_KEPT
+    assert len(tier.blocks) == len(context[:-3]) // BLOCK  # this one's own, by now
+
+
+def test_nobody_else_is_answered_from_it(
+    context: tuple[int, ...], processes: Processes, tier: MemoryTier
+) -> None:
+    """Two requests on the same wrong context, one of several samples, and one beside them."""
+    spoil_kv(tier)
+    process = processes.start()
+    harness = process.harness
+    specs = [spec(context), replace(spec(context), num_samples=3), spec((9, 8, 7, 6, 5, 4))]
+    numbers = [harness.submit(each) for each in specs]
+    harness.run()
+
+    for number in numbers:
+        harness.assert_complete(number)
+    assert harness.ending(numbers[0]).usage.cached.disk == 0
+
+
+def test_a_prefetch_is_proven_while_nobody_waits(
+    context: tuple[int, ...], processes: Processes, tier: MemoryTier
+) -> None:
+    spoil_kv(tier)
+    process = processes.start()
+    process.harness.engine.prefetch(context)
+    process.harness.run()
+    assert process.persistence.transfer.flush(5.0)
+
+    assert tier.num_quarantined == NUM_KEPT
+    assert process.harness.cache.measure(context) == 0
+    assert process.answer(spec(context))[0] == alone(spec(context))
+
+
+def test_what_the_device_had_itself_is_not_forgotten(
+    context: tuple[int, ...], processes: Processes, tier: MemoryTier
+) -> None:
+    spoil_kv(tier)
+    process = processes.start()
+    tier.max_found = 0  # this one finds nothing
+    process.answer(spec(HISTORY[:20], max_tokens=1))
+    tier.max_found = 1 << 30
+
+    resumed, finished = process.answer(spec(context))
+
+    assert resumed == alone(spec(context))
+    assert finished.usage.cached.device == 20
+
+
+def test_a_device_without_room_for_a_proof_believes(
+    context: tuple[int, ...], processes: Processes, tier: MemoryTier
+) -> None:
+    process = processes.start(num_blocks=16)
+    resumed, finished = process.answer(spec(context[:-2], max_tokens=2))
+
+    assert resumed == alone(spec(context[:-2], max_tokens=2))
+    assert finished.usage.cached.disk > 0
+
+
+def test_a_probe_that_fails_costs_nothing(
+    context: tuple[int, ...], processes: Processes, tier: MemoryTier
+) -> None:
+    process = processes.start()
+    run = process.harness.engine._runner.run
+
+    def fail_beside_probes(plan, probes=()):  # type: ignore[no-untyped-def]
+        if probes:
+            raise RuntimeError("boom")
+        return run(plan)
+
+    process.harness.engine._runner.run = fail_beside_probes  # type: ignore[method-assign]
+    resumed, _ = process.answer(spec(context))
+    assert process.persistence.transfer.flush(5.0)
+
+    assert resumed == alone(spec(context))
+    assert len(tier.canaries) == 0  # not believed, so quarantined; and kept anew without one
+    assert len(tier.blocks) == (len(context) + 5) // BLOCK
