@@ -80,11 +80,11 @@ def skinny_linear_launch(
         "out_size": out_size,
         "IN_SIZE": in_size,
     }
+    is_exact = rows.dtype == torch.float32
     if num_rows == 1:
-        tile = {"BLOCK_N": 4, "BLOCK_K": 1024, "STAGES": 4}
+        tile = {"BLOCK_N": 4, "BLOCK_K": 512 if is_exact else 1024, "STAGES": 4}
         grid = (triton.cdiv(out_size, tile["BLOCK_N"]),)
         return Launch(one_row_kernel, grid, {"row_ptr": rows, **values, **tile})
-    is_exact = rows.dtype == torch.float32
     block_n = 32 if out_size >= _OUTPUTS_FOR_WIDE_TILES else 16
     tile = {"BLOCK_M": _ROWS_OF_A_TILE, "BLOCK_N": block_n, "BLOCK_K": 128 if is_exact else 256}
     grid = (triton.cdiv(out_size, tile["BLOCK_N"]),)
