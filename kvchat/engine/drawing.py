@@ -1,47 +1,74 @@
 """A step's logits -> the tokens drawn from them, work by work.
 
-Knows which row belongs to which sample. Appends nothing and decides no ending.
+Knows which row belongs to which sample and which draft. Appends nothing and decides no ending.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from kvchat.engine.noise import sample_seed
-from kvchat.engine.request import Request
 from kvchat.engine.sampler import SamplingRow, sample
 from kvchat.engine.scheduler import Work
+
+
+@dataclass(frozen=True, slots=True)
+class _Owner:
+    """Whose draw it is: row `row` of a work, for the request or a sibling about to fork."""
+
+    work: Work
+    row: int
+    sibling: int
 
 
 def draw(plan: Sequence[Work], logits: torch.Tensor) -> dict[Work, list[int]]:
     """Draw the next token of each completing request, and of the siblings about to fork.
 
-    logits   [num_completing, vocab_size] float32, as a Runner returns them
+    logits   [num_rows, vocab_size] float32, as a Runner returns them
+
+    For a work with drafts the tokens are those of consecutive positions, one for each of its rows.
     """
-    completing = [work for work in plan if work.completes]
-    owners = [
-        (work, sibling)
-        for work in completing
-        for sibling in range(1 + work.request.num_siblings_to_fork)
-    ]
-    rows = [_sampling_row(work.request, sibling, logits.device) for work, sibling in owners]
-    if len(owners) > len(completing):
-        logits = logits[[completing.index(work) for work, _ in owners]]
+    owners: list[_Owner] = []
+    rows_of_logits: list[int] = []
+    start = 0
+    tokens: dict[Work, list[int]] = {}
+    for work in plan:
+        if not work.completes:
+            continue
+        tokens[work] = []
+        for owner in _owners(work):
+            owners.append(owner)
+            rows_of_logits.append(start + owner.row)
+        start += 1 + len(work.drafts)
+    if len(owners) > start:
+        logits = logits[rows_of_logits]
+    rows = [_sampling_row(owner, logits.device) for owner in owners]
     drawn = sample(logits, rows) if rows else []
-    tokens: dict[Work, list[int]] = {work: [] for work in completing}
-    for (work, _), token in zip(owners, drawn, strict=True):
-        tokens[work].append(token)
+    for owner, token in zip(owners, drawn, strict=True):
+        tokens[owner.work].append(token)
     return tokens
 
 
-def _sampling_row(request: Request, sibling: int, device: torch.device) -> SamplingRow:
+def _owners(work: Work) -> Iterator[_Owner]:
+    num_siblings = work.request.num_siblings_to_fork
+    assert not (work.drafts and num_siblings)
+    for row in range(1 + len(work.drafts)):
+        for sibling in range(1 + num_siblings):
+            yield _Owner(work, row, sibling)
+
+
+def _sampling_row(owner: _Owner, device: torch.device) -> SamplingRow:
+    """Say how to draw after the drafts before a row, a repetition penalty seeing them too."""
+    request = owner.work.request
     params = request.spec.sampling
     context_ids = None
     if params.repetition_penalty != 1.0:
-        context_ids = torch.tensor(request.ids, dtype=torch.int64, device=device)
+        seen = [*request.ids, *owner.work.drafts[: owner.row]]
+        context_ids = torch.tensor(seen, dtype=torch.int64, device=device)
     return SamplingRow(
         params=params,
-        seed=sample_seed(params.seed, request.sample + sibling),
-        position=len(request.ids),
+        seed=sample_seed(params.seed, request.sample + owner.sibling),
+        position=len(request.ids) + owner.row,
         context_ids=context_ids,
     )

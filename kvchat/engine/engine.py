@@ -6,6 +6,7 @@ The door to the parts that plan, compute and append. Knows no text, no files and
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING
 
@@ -23,8 +24,10 @@ from kvchat.engine.restores import Restores
 from kvchat.engine.runner import Runner
 from kvchat.engine.samples import Samples
 from kvchat.engine.scheduler import Scheduler, Work
+from kvchat.engine.speculation import Limits, Speculation
 
 if TYPE_CHECKING:
+    from kvchat.cache.host_swap import HostSwap
     from kvchat.cache.persistence import Persistence
     from kvchat.cache.restoring import Proof
     from kvchat.model.batch import SequencePiece
@@ -37,7 +40,8 @@ class Engine:
 
     `max_context` is the longest context of any request, prompt and completion together; prompts
     hold ids below `vocab_size`. `clock` returns seconds. With `persistence` prompts are looked for
-    on a slower tier too, and finished contexts are kept there; the engine closes it.
+    on a slower tier too, and finished contexts are kept there; the engine closes it. `speculation`
+    is what drafts; the engine closes it too.
     """
 
     def __init__(
@@ -50,18 +54,24 @@ class Engine:
         vocab_size: int,
         clock: Callable[[], float] = time.perf_counter,
         persistence: "Persistence | None" = None,
+        speculation: Speculation | None = None,
+        swap: "HostSwap | None" = None,
     ) -> None:
         self.cache = cache
         self.max_context = min(max_context, cache.max_tokens)
         self._vocab_size = vocab_size
         self._runner = runner
-        self._scheduler = Scheduler(cache, max_step_tokens, max_running)
+        self._restores = Restores(persistence, swap)
+        promote = self._restores.promote
+        self._scheduler = Scheduler(cache, max_step_tokens, max_running, promote)
         self._max_step_tokens = max_step_tokens
         self._clock = clock
         self._persistence = persistence
-        self._restores = Restores(persistence)
+        self._swap = swap
         self._probes = Probes(cache, persistence, runner.dtype)
         self._samples = Samples(self._scheduler, cache, self._probes, self.max_context, clock)
+        self._limits = Limits(vocab_size, self.max_context, max_step_tokens)
+        self.speculation = speculation if speculation is not None else Speculation()
         self._request_ids = count(1)
         self._num_steps = 0
         self._num_tokens = 0
@@ -87,6 +97,7 @@ class Engine:
             num_copied=cache.num_copied,
             max_context=self.max_context,
             max_step_tokens=self._max_step_tokens,
+            host=self._swap.status() if self._swap is not None else None,
             disk=self._persistence.status() if self._persistence is not None else None,
             read_rate=self._persistence.planner.read_bytes_per_s if self._persistence else None,
         )
@@ -117,7 +128,7 @@ class Engine:
         request_id = next(self._request_ids)
         now_s = self._clock() if submitted_s is None else submitted_s
         request = Request.from_spec(request_id, spec, now_s)
-        request.restore = self._restores.begin(request.ids)
+        self._restores.begin(request)
         self._scheduler.add(request)
         return request_id
 
@@ -136,12 +147,17 @@ class Engine:
 
     def step(self) -> list[RequestEvent]:
         """Run one forward pass over whatever is due; return what happened."""
+        events = self._step()
+        self.speculation.tend(self._scheduler.requests())
+        return events
+
+    def _step(self) -> list[RequestEvent]:
         events = self._samples.end_cancelled()
         requests = self._scheduler.requests()
         is_restoring = self._restores.settle(requests)
         self._probes.begin(of_all=any(not request.is_restoring for request in requests))
         try:
-            plan = self._scheduler.schedule()
+            plan = self.speculation.draft(self._scheduler.schedule(), self.cache, self._limits)
         except Exception as error:  # one request too odd to plan must not end all that follow
             _log.exception("no step could be planned")
             self._recall(self._probes.end_alone(self._run_alone))
@@ -156,9 +172,12 @@ class Engine:
 
     def close(self) -> None:
         """Keep what unfinished requests have computed, and finish writing, within bounds."""
+        self.speculation.close()
+        self._restores.give_up(self._scheduler.requests())
+        if self._swap is not None:
+            self._swap.close()
         if self._persistence is None:
             return
-        self._restores.give_up(self._scheduler.requests())
         for request in self.running():
             self._probes.save(request.ids[: request.num_computed])
         self._probes.begin()
@@ -170,6 +189,7 @@ class Engine:
 
         One request that cannot be answered, or a batch too large for the device's memory, must not
         cost the others their answers. Running work again is harmless: it writes the same slots.
+        Drafts are left out then, for the failure may be theirs.
         """
         began_s = self._clock()
         try:
@@ -181,18 +201,35 @@ class Engine:
             tokens = draw(plan, logits[:num_rows])
         except Exception as error:  # a model's own code can fail with anything
             _log.error("step failed requests=%d", len(plan), exc_info=error)
-            if len(plan) == 1 and not self._probes.pieces:
+            if len(plan) == 1 and not self._probes.pieces and not plan[0].drafts:
                 return self._samples.fail(plan[0].request, _explain(error))
         else:
-            self._note_step(plan, self._clock() - began_s)
-            return self._samples.advance(plan, tokens)
+            self._note_step(plan, tokens, self._clock() - began_s)
+            events = self._samples.advance(plan, tokens)
+            self._keep_whole_packs(plan)
+            return events
         # Outside the handler: the error held on to the failed step's tensors.
         self._recall(self._probes.end_alone(self._run_alone))
         events: list[RequestEvent] = []
         for work in plan:
             if work.request.state is State.RUNNING:  # or it has failed with another of its samples
-                events.extend(self._compute([work]))
+                events.extend(self._compute([replace(work, drafts=())]))
         return events
+
+    def _keep_whole_packs(self, plan: Sequence[Work]) -> None:
+        """Have the KV of what still grows written behind, as far as it fills packs.
+
+        A process that is killed within its first answer has then not lost a long document's.
+        """
+        if self._persistence is None:
+            return
+        saver = self._persistence.saver
+        for request in (work.request for work in plan):
+            request.num_offered = min(request.num_offered, request.num_computed)
+            is_due = request.num_computed - request.num_offered >= saver.pack_tokens
+            if is_due and request.state is State.RUNNING:
+                request.num_offered = request.num_computed
+                saver.save_packs(request.ids[: request.num_computed])
 
     def _run_alone(self, pieces: "Sequence[SequencePiece]") -> torch.Tensor:
         return self._runner.run((), pieces)
@@ -205,13 +242,18 @@ class Engine:
             assert self._persistence is not None
             self._persistence.quarantine(proof)
 
-    def _note_step(self, plan: Sequence[Work], seconds: float) -> None:
-        """Count a step, and let the planner know what computing costs: so restoring has a worth."""
-        num_tokens = sum(work.num_tokens for work in plan)
+    def _note_step(
+        self, plan: Sequence[Work], tokens: dict[Work, list[int]], seconds: float
+    ) -> None:
+        """Count a step, and let those know what it has cost who weigh restoring and drafting."""
+        num_rows = sum(work.num_rows for work in plan)
         self._num_steps += 1
-        self._num_tokens += num_tokens
+        self._num_tokens += num_rows
+        self.speculation.note(plan, tokens, seconds)
         if self._persistence is not None:
-            self._persistence.planner.note_prefill(num_tokens, seconds)
+            self._persistence.planner.note_prefill(num_rows, seconds)
+        if self._swap is not None:
+            self._swap.rates.note_prefill(num_rows, seconds)
 
 
 def _explain(error: Exception) -> KvchatError:

@@ -19,6 +19,7 @@ from kvchat.core.types import (
 )
 
 if TYPE_CHECKING:
+    from kvchat.cache.host_swap import Promotion
     from kvchat.cache.restoring import Restore
 
 
@@ -83,8 +84,9 @@ class Request:
     # [num_computed, len(ids))     to be computed by the coming steps
     # ids[:num_prompt_tokens]      the prompt; what follows was generated
 
-    `table` is there while the request runs. `steps_waited` counts since it last ran. `restore` is
-    what a slower tier has of the prompt, on its way up before the request first runs.
+    `table` is there while the request runs. `steps_waited` counts since it last ran. `promotion`
+    and `restore` are what host memory and a slower tier have of it, on its way up before it runs.
+    `num_offered` counts the tokens whose KV was last offered to be kept.
     """
 
     request_id: int
@@ -96,12 +98,16 @@ class Request:
     table: BlockTable | None = None
     num_computed: int = 0
     cached: CachedTokens | None = None
+    promotion: "Promotion | None" = None
     restore: "Restore | None" = None
+    num_offered: int = 0
     watcher: StopWatcher | None = None
     steps_waited: int = 0
     cancelled_for: FinishReason | None = None
     stop_token: int | None = None
     num_siblings_to_fork: int = field(default=0)
+    num_drafted: int = 0
+    num_accepted: int = 0
 
     @classmethod
     def from_spec(cls, request_id: int, spec: RequestSpec, now_s: float) -> "Request":
@@ -147,7 +153,8 @@ class Request:
     @property
     def is_restoring(self) -> bool:
         """Whether more of the prompt's KV may still come from a slower tier."""
-        return self.restore is not None and not self.restore.is_over
+        is_promoting = self.promotion is not None and not self.promotion.is_over
+        return is_promoting or (self.restore is not None and not self.restore.is_over)
 
     @property
     def is_decoding(self) -> bool:
@@ -159,4 +166,6 @@ class Request:
             prompt_tokens=self.num_prompt_tokens,
             cached=self.cached or CachedTokens(),
             completion_tokens=self.num_generated,
+            drafted_tokens=self.num_drafted,
+            accepted_tokens=self.num_accepted,
         )

@@ -26,10 +26,11 @@ class Runner:
         return self._model.dtype
 
     def run(self, plan: Sequence[Work], probes: Sequence[SequencePiece] = ()) -> torch.Tensor:
-        """Compute the plan's tokens; return a row of logits for each work that completes, in order.
+        """Compute the plan's tokens; return rows of logits for each work that completes, in order.
 
+        A work has one row, and one more for each of its drafts: what follows where they are right.
         Whatever `probes` ask for is computed beside it, and their rows come last. Returns
-        [num_completing + num_probe_rows, vocab_size] float32.
+        [num_rows + num_probe_rows, vocab_size] float32.
         """
         pieces = [*(_piece(work) for work in plan), *probes]
         batch = build_batch(pieces, self._block_size, self._model.device)
@@ -41,8 +42,8 @@ def _piece(work: Work) -> SequencePiece:
     assert request.table is not None
     start = request.num_computed
     return SequencePiece(
-        token_ids=request.ids[start : start + work.num_tokens],
+        token_ids=[*request.ids[start : start + work.num_tokens], *work.drafts],
         start=start,
         blocks=request.table.blocks,
-        num_logit_rows=1 if work.completes else 0,
+        num_logit_rows=1 + len(work.drafts) if work.completes else 0,
     )

@@ -20,6 +20,7 @@ from kvchat.core.types import CachedTokens, FinishReason
 from kvchat.engine.probes import Probes
 from kvchat.engine.request import Request, State
 from kvchat.engine.scheduler import Scheduler, Work
+from kvchat.engine.verify import accepted_len
 
 _log = logging.getLogger(__name__)
 
@@ -63,17 +64,42 @@ class Samples:
             self._cache.commit(request.table, request.ids, request.num_computed)
             if request.num_generated == 0:
                 events.append(_progress(request))
-            if work in tokens:
-                events.extend(self._append(request, tokens[work]))
+            if work.drafts:
+                events.extend(self._append_verified(request, work.drafts, tokens[work]))
+            elif work in tokens:
+                events.extend(self._append_drawn(request, tokens[work]))
+            if request.table is not None:
+                self._cache.rewind(request.table, len(request.ids))
         return events
 
-    def _append(self, request: Request, tokens: list[int]) -> list[RequestEvent]:
+    def _append_verified(
+        self, request: Request, drafts: Sequence[int], tokens: Sequence[int]
+    ) -> list[RequestEvent]:
+        """Append the accepted drafts and the token drawn after them, until one ends the request.
+
+        The KV of an accepted draft is there already; that of the others is never read.
+        """
+        num_accepted = accepted_len(drafts, tokens)
+        request.num_drafted += len(drafts)
+        start = len(request.ids)
+        ending: list[RequestEvent] = []
+        for index in range(num_accepted + 1):
+            is_accepted = index < num_accepted
+            request.num_accepted += is_accepted
+            ending = self._append(request, tokens[index], is_accepted)
+            if ending:
+                break
+        return [*_generated(request, start), *ending]
+
+    def _append_drawn(self, request: Request, tokens: list[int]) -> list[RequestEvent]:
         """Append one drawn token to the request, and one each to the siblings it forks into."""
         events: list[RequestEvent] = []
         siblings = self._fork(request)
         for sibling, token in zip([request, *siblings], tokens, strict=True):
             if sibling.state is not State.FINISHED:  # or it has failed with another sample
-                events.extend(self._append_token(sibling, token))
+                start = len(sibling.ids)
+                ending = self._append(sibling, token, is_computed=False)
+                events.extend([*_generated(sibling, start), *ending])
         return events
 
     def _fork(self, request: Request) -> list[Request]:
@@ -88,7 +114,8 @@ class Samples:
         request.num_siblings_to_fork = 0
         return siblings
 
-    def _append_token(self, request: Request, token: int) -> list[RequestEvent]:
+    def _append(self, request: Request, token: int, is_computed: bool) -> list[RequestEvent]:
+        """Append a token, whose KV may be there already; return what ends the request, if any."""
         now_s = self._clock()
         if request.clock.first_token_s is None:
             request.clock.first_token_s = now_s
@@ -97,18 +124,18 @@ class Samples:
             request.stop_token = token
             return [self._finish(request, FinishReason.STOP)]
         request.ids.append(token)
-        generated = TokensGenerated(request.request_id, request.sample, (token,))
+        request.num_computed += is_computed
         try:
             is_stopped = request.watcher is not None and request.watcher.feed(token)
         except Exception as error:  # a watcher reads text, which is not the engine's own work
             _log.error("a stop watcher failed", exc_info=error)
             failure = GenerationError("Looking for stop strings failed.", "Answer without --stop.")
-            return [generated, *self.fail(request, failure)]
+            return self.fail(request, failure)
         if is_stopped:
-            return [generated, self._finish(request, FinishReason.STOP)]
+            return [self._finish(request, FinishReason.STOP)]
         if self._is_at_limit(request):
-            return [generated, self._finish(request, FinishReason.LENGTH)]
-        return [generated]
+            return [self._finish(request, FinishReason.LENGTH)]
+        return []
 
     def _is_at_limit(self, request: Request) -> bool:
         limit = request.spec.max_tokens
@@ -169,6 +196,12 @@ class Samples:
             if request.request_id == failed.request_id:
                 self._scheduler.finish(request)
         return [RequestFailed(failed.request_id, error)]
+
+
+def _generated(request: Request, start: int) -> list[TokensGenerated]:
+    """Return the event of the tokens from `start` on; none where there are none."""
+    token_ids = tuple(request.ids[start:])
+    return [TokensGenerated(request.request_id, request.sample, token_ids)] if token_ids else []
 
 
 def _progress(request: Request) -> PrefillProgress:

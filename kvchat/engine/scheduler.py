@@ -5,7 +5,7 @@ decoding requests, under one token budget. Reserves blocks through the cache man
 when they run out. Knows lengths and blocks; knows no logits and no events.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 
@@ -23,10 +23,19 @@ _MAX_COMPARED = 64
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """`num_tokens` tokens of a request, to be computed in this step."""
+    """`num_tokens` tokens of a request, to be computed in this step.
+
+    `drafts` are guesses of what comes after its newest token, to be verified by the same step.
+    """
 
     request: Request
     num_tokens: int
+    drafts: tuple[int, ...] = ()
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the forward pass: the tokens to be computed and those to be verified."""
+        return self.num_tokens + len(self.drafts)
 
     @property
     def completes(self) -> bool:
@@ -38,10 +47,18 @@ class Scheduler:
     """Owns the queues. `max_step_tokens` bounds a step, `max_running` the requests with blocks.
 
     No more requests run than a step has tokens, so that all of them can decode in every step.
+    `promote` is asked before a request runs, and says whether KV is on its way up for it first.
     """
 
-    def __init__(self, cache: CacheManager, max_step_tokens: int, max_running: int) -> None:
+    def __init__(
+        self,
+        cache: CacheManager,
+        max_step_tokens: int,
+        max_running: int,
+        promote: Callable[[Request], bool] = lambda request: False,
+    ) -> None:
         self._cache = cache
+        self._promote = promote
         self._max_step_tokens = max_step_tokens
         self._max_running = min(max_running, max_step_tokens)
         self._waiting: list[Request] = []
@@ -78,6 +95,8 @@ class Scheduler:
         queue = self._waiting if request.state is State.WAITING else self._running
         queue.remove(request)
         request.state = State.FINISHED
+        if request.promotion is not None:
+            request.promotion.give_up()
         if request.restore is not None:
             request.restore.give_up()
 
@@ -151,6 +170,7 @@ class Scheduler:
         """Send a running request back to wait; it resumes by prefix match."""
         self._release(request)
         self._running.remove(request)
+        request.promotion = None
         request.state = State.WAITING
         self._waiting.insert(0, request)
 
@@ -170,6 +190,7 @@ class Scheduler:
             if not self._reserve(request, num_tokens):
                 self._preempt(request)
                 return
+            request.steps_waited = 0
             budget -= num_tokens
             yield Work(request, num_tokens)
 
@@ -207,12 +228,12 @@ class Scheduler:
         """
         table = self._cache.match(request.ids)
         num_blocks = -(-len(request.ids) // self._cache.block_size) - len(table.blocks)
-        if num_blocks + len(self._running) > self._cache.num_available:
+        has_room = num_blocks + len(self._running) <= self._cache.num_available
+        if not has_room or self._promote(request):
             self._cache.release(table, request.ids[: table.cached_len])
             return False
         request.table = table
         request.num_computed = table.cached_len
-        request.steps_waited = 0
         if request.cached is None:
             request.cached = _by_tier(request, table.cached_len)
         self._waiting.remove(request)
@@ -224,10 +245,14 @@ class Scheduler:
 def _by_tier(request: Request, cached_len: int) -> CachedTokens:
     """Say where the KV a request starts with came from.
 
-    What came from the disk lies behind what the device had, and may have been forgotten since.
+    What came from host memory lies behind what the device had, and what came from the disk behind
+    that; either may have been forgotten since.
     """
-    restored = 0
+    disk = host = 0
     if request.restore is not None:
         behind = max(0, cached_len - request.restore.num_known)
-        restored = min(request.restore.num_tokens, behind)
-    return CachedTokens(device=cached_len - restored, disk=restored)
+        disk = min(request.restore.num_tokens, behind)
+    if request.promotion is not None:
+        behind = max(0, cached_len - disk - request.promotion.num_known)
+        host = min(request.promotion.num_tokens, behind)
+    return CachedTokens(device=cached_len - host - disk, host=host, disk=disk)

@@ -17,21 +17,10 @@ from kvchat.cache.radix_tree import RadixTree
 from kvchat.core.types import FinishReason, SamplingParams
 from kvchat.engine.request import RequestSpec
 from support.engine_harness import EngineHarness
-from support.remembering_model import GREEDY, VOCAB_SIZE, complete_without_cache
+from support.remembering_model import GREEDY, VOCAB_SIZE, WatchFor, complete_without_cache
 from support.soak_sizes import short_and_long
 
 SAMPLED = SamplingParams(temperature=0.9, top_k=30, top_p=0.95, repetition_penalty=1.2, seed=11)
-
-
-class WatchFor:
-    """A stop watcher that ends a completion at the n-th token of a kind."""
-
-    def __init__(self, token_id: int, times: int) -> None:
-        self._token_id, self._left = token_id, times
-
-    def feed(self, token_id: int) -> bool:
-        self._left -= token_id == self._token_id
-        return self._left == 0
 
 
 def conversations(count: int = 6) -> list[RequestSpec]:

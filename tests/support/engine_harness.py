@@ -22,6 +22,7 @@ from kvchat.engine.engine import Engine
 from kvchat.engine.request import Request, RequestSpec, State
 from kvchat.engine.runner import Runner
 from kvchat.engine.scheduler import Work
+from kvchat.engine.speculation import Speculation
 from kvchat.model.batch import SequencePiece
 from support.remembering_model import (
     VOCAB_SIZE,
@@ -32,7 +33,7 @@ from support.remembering_model import (
 
 
 class SteppedEngine:
-    """Drives one engine; `steps[i]` holds the (request id, tokens) pairs of forward pass i."""
+    """Drives one engine; `steps[i]` holds the (request id, rows) pairs of forward pass i."""
 
     def __init__(self, engine: Engine, max_step_tokens: int, max_running: int) -> None:
         self.engine = engine
@@ -49,7 +50,7 @@ class SteppedEngine:
 
         def watched(plan: Sequence[Work], probes: Sequence[SequencePiece] = ()):  # type: ignore[no-untyped-def]
             if plan:
-                self.steps.append([(work.request.request_id, work.num_tokens) for work in plan])
+                self.steps.append([(work.request.request_id, work.num_rows) for work in plan])
             return run(plan, probes)
 
         runner.run = watched  # type: ignore[method-assign]
@@ -132,6 +133,7 @@ class EngineHarness(SteppedEngine):
         max_running: int = 8,
         fails: Callable[[], None] = lambda: None,
         persist: Callable[[CacheManager], Persistence] | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
         cache = new_cache(num_blocks, block_size, reuse)
         self.model = RememberingModel(cache, fails)
@@ -145,6 +147,7 @@ class EngineHarness(SteppedEngine):
             VOCAB_SIZE,
             clock=lambda: float(next(ticks)),
             persistence=persist(cache) if persist is not None else None,
+            speculation=speculation,
         )
         super().__init__(engine, max_step_tokens, max_running)
 

@@ -108,4 +108,15 @@ def complete_without_cache(spec: RequestSpec, number: int, max_context: int) -> 
     return ids[len(spec.prompt_ids) :]
 
 
+class WatchFor:
+    """A stop watcher that ends a completion at the n-th token of a kind."""
+
+    def __init__(self, token_id: int, times: int) -> None:
+        self._token_id, self._left = token_id, times
+
+    def feed(self, token_id: int) -> bool:
+        self._left -= token_id == self._token_id
+        return self._left == 0
+
+
 GREEDY = SamplingParams(temperature=0.0)

@@ -1,0 +1,207 @@
+"""Speculation: a step's decoding requests get drafts, as many as pay and as there is room for.
+
+Asks the drafters, lets the pace choose, reserves blocks, and notes what came of it. A drafter that
+fails is asked no more, and decoding goes on without it. Draws, verifies and appends nothing.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from kvchat.cache.manager import CacheManager
+from kvchat.engine.draft_length import MAX_DRAFTED
+from kvchat.engine.drafters import Drafter, Offer, Wanted
+from kvchat.engine.pace import AdaptivePace, Asking, Pace
+from kvchat.engine.request import Request
+from kvchat.engine.scheduler import Work
+from kvchat.engine.verify import accepted_len
+
+_log = logging.getLogger(__name__)
+
+
+class Mode(StrEnum):
+    """Which drafters are asked: none, all of them the preferred first, or one."""
+
+    OFF = "off"
+    AUTO = "auto"
+    NGRAM = "ngram"
+    DRAFT = "draft"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What drafts must fit into: ids below `vocab_size`, `max_context` tokens of prompt and
+    completion together, `max_step_tokens` rows of a step.
+    """
+
+    vocab_size: int
+    max_context: int
+    max_step_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """What one drafter is to do for one work of the plan."""
+
+    work: Work
+    drafter: Drafter
+    offer: Offer
+    num_tokens: int
+
+
+class Speculation:
+    """Drafts for one engine. `drafters` stand in the order of preference; `clock` returns seconds.
+
+    A step is a `draft`, and either a `note` of what was drawn or nothing where it failed, and a
+    `tend`.
+    """
+
+    def __init__(
+        self,
+        drafters: Sequence[Drafter] = (),
+        mode: Mode = Mode.AUTO,
+        pace: Pace | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.mode = mode
+        self._drafters = list(drafters)
+        self._pace: Pace = pace if pace is not None else AdaptivePace()
+        self._clock = clock
+        self._sources: dict[Work, str] = {}
+
+    def draft(self, plan: Sequence[Work], cache: CacheManager, limits: Limits) -> list[Work]:
+        """Return the plan with drafts, whose blocks are reserved."""
+        self._sources.clear()
+        orders = self._orders(plan, limits)
+        drafts = self._propose(orders) if orders else {}
+        return [self._with_drafts(work, drafts.get(work, ()), cache, limits) for work in plan]
+
+    def _orders(self, plan: Sequence[Work], limits: Limits) -> list[_Order]:
+        """Choose what is to be drafted, within the rows that a step has."""
+        decoding = [work for work in plan if work.request.is_decoding]
+        offered = {work: self._offers(work.request, _most(work, limits)) for work in decoding}
+        asking = [work for work in decoding if offered[work]]
+        if not asking:
+            return []
+        num_rows = sum(work.num_rows for work in plan)
+        taken = self._pace.choose(
+            [Asking(work.request, tuple(offered[work])) for work in asking],
+            num_rows,
+            len(decoding) - len(asking),
+        )
+        orders, room = [], limits.max_step_tokens - num_rows
+        for work, take in zip(asking, taken, strict=True):
+            num_tokens = min(take.num_tokens, room) if take is not None else 0
+            if take is not None and num_tokens:
+                orders.append(_Order(work, offered[work][take.offer], take.offer, num_tokens))
+                room -= num_tokens
+        return orders
+
+    def _offers(self, request: Request, most: int) -> dict[Offer, Drafter]:
+        """Ask every drafter of the mode, in order."""
+        offers: dict[Offer, Drafter] = {}
+        for drafter in self._asked() if most > 0 else ():
+            try:
+                offer = drafter.offer(request, most)
+            except Exception as error:  # a drafter may be anybody's model
+                self._drop(drafter, error)
+                continue
+            if offer is not None:
+                offers[offer] = drafter
+        return offers
+
+    def _asked(self) -> list[Drafter]:
+        if self.mode is Mode.AUTO:
+            return list(self._drafters)
+        return [drafter for drafter in self._drafters if drafter.name == self.mode]
+
+    def _propose(self, orders: Sequence[_Order]) -> dict[Work, Sequence[int]]:
+        """Have every drafter draft for all its requests at once."""
+        drafts: dict[Work, Sequence[int]] = {}
+        for drafter in list(self._drafters):
+            own = [order for order in orders if order.drafter is drafter]
+            if not own:
+                continue
+            began_s = self._clock()
+            try:
+                proposed = drafter.propose([Wanted(o.work.request, o.num_tokens) for o in own])
+            except Exception as error:
+                self._drop(drafter, error)
+                continue
+            if not own[0].offer.is_free:
+                longest = max(order.num_tokens for order in own)
+                self._pace.note_drafting(len(own), longest, self._clock() - began_s)
+            for order, token_ids in zip(own, proposed, strict=True):
+                drafts[order.work] = token_ids[: order.num_tokens]
+                self._sources[order.work] = order.offer.source
+        return drafts
+
+    def _with_drafts(
+        self, work: Work, token_ids: Sequence[int], cache: CacheManager, limits: Limits
+    ) -> Work:
+        """Reserve room for a draft; where there is none, and nobody is to give way, cut it."""
+        drafts = tuple(_leading(token_ids, limits.vocab_size))
+        request = work.request
+        if not drafts or request.table is None:
+            return work
+        start, end = request.num_computed, request.num_computed + work.num_tokens
+        num_tokens = len(drafts)
+        while num_tokens and not cache.reserve(request.table, start, end + num_tokens):
+            num_tokens -= 1
+        source = self._sources.pop(work)
+        longer = replace(work, drafts=drafts[:num_tokens])
+        if num_tokens:
+            self._sources[longer] = source
+        return longer
+
+    def note(self, plan: Sequence[Work], drawn: dict[Work, list[int]], seconds: float) -> None:
+        """Take in what a step has cost and which of its drafts were right."""
+        num_decoding = sum(work.request.is_decoding for work in plan)
+        if num_decoding:
+            num_rows = sum(work.num_rows for work in plan)
+            self._pace.note_step(num_decoding, num_rows, seconds)
+        for work in plan:
+            source = self._sources.get(work)
+            if source is not None:
+                num_accepted = accepted_len(work.drafts, drawn[work])
+                self._pace.note_verified(work.request, source, len(work.drafts), num_accepted)
+
+    def tend(self, requests: Sequence[Request]) -> None:
+        """Let go of requests that have left, all the unfinished ones given."""
+        self._pace.settle(requests)
+        for drafter in list(self._drafters):
+            try:
+                drafter.tend(requests, 0)
+            except Exception as error:
+                self._drop(drafter, error)
+
+    def _drop(self, drafter: Drafter, error: Exception) -> None:
+        """Ask a drafter no more."""
+        _log.error("the %s drafter failed", drafter.name, exc_info=error)
+        self._drafters.remove(drafter)
+
+    def close(self) -> None:
+        for drafter in self._drafters:
+            try:
+                drafter.close()
+            except Exception:
+                _log.exception("the %s drafter did not close in order", drafter.name)
+
+
+def _most(work: Work, limits: Limits) -> int:
+    """Return how many drafts could still be of use: the last token of all is never drafted."""
+    request = work.request
+    most = min(MAX_DRAFTED, limits.max_context - len(request.ids) - 1)
+    if request.spec.max_tokens is not None:
+        most = min(most, request.spec.max_tokens - request.num_generated - 1)
+    return max(0, most)
+
+
+def _leading(token_ids: Iterable[int], vocab_size: int) -> Iterable[int]:
+    """Yield token ids up to the first that the target has no embedding for."""
+    for token in token_ids:
+        if not 0 <= token < vocab_size:
+            return
+        yield int(token)

@@ -1,0 +1,256 @@
+"""Speculation changes the speed of a text and nothing else, whatever is drafted."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from kvchat.core.types import FinishReason, SamplingParams
+from kvchat.engine.drafters import Drafter
+from kvchat.engine.ngram import NgramDrafter
+from kvchat.engine.pace import AdaptivePace, FixedPace
+from kvchat.engine.request import RequestSpec
+from kvchat.engine.speculation import Mode, Speculation
+from kvchat.engine.verify import accepted_len
+from support.engine_harness import EngineHarness
+from support.remembering_model import GREEDY, VOCAB_SIZE, WatchFor, complete_without_cache
+from support.trial_drafters import (
+    FailingDrafter,
+    FickleDrafter,
+    GarbageDrafter,
+    OracleDrafter,
+)
+
+SAMPLED = SamplingParams(temperature=1.3, top_p=0.95, seed=11)
+PENALISED = SamplingParams(temperature=0.9, repetition_penalty=1.4, seed=3)
+DRAFTERS: dict[str, Callable[[], Drafter]] = {
+    "oracle": OracleDrafter,
+    "nearly right": lambda: OracleDrafter(error=0.3),
+    "garbage": GarbageDrafter,
+    "fickle": FickleDrafter,
+    "ngram": NgramDrafter,
+}
+
+
+def speculating(drafter: Drafter, num_tokens: int = 4) -> Speculation:
+    return Speculation([drafter], pace=FixedPace(num_tokens))
+
+
+def conversations() -> list[RequestSpec]:
+    return [
+        RequestSpec((1, 2, 3) * 9, GREEDY, max_tokens=40),
+        RequestSpec(tuple(range(30)), SAMPLED, max_tokens=35),
+        RequestSpec((9, 8, 7), PENALISED, max_tokens=50),
+        RequestSpec(tuple(range(14)), replace(SAMPLED, seed=5), max_tokens=30, num_samples=3),
+    ]
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS.values(), ids=DRAFTERS)
+@pytest.mark.parametrize(
+    ("block_size", "num_blocks", "max_step_tokens"),
+    [(4, 200, 16), (1, 700, 9), (16, 40, 64), (4, 34, 7), (2, 62, 5)],
+)
+def test_the_text_is_the_same_whatever_is_drafted(
+    drafter: Callable[[], Drafter], block_size: int, num_blocks: int, max_step_tokens: int
+) -> None:
+    engine = EngineHarness(
+        num_blocks, block_size, max_step_tokens=max_step_tokens, speculation=speculating(drafter())
+    )
+    numbers = [engine.submit(spec) for spec in conversations()]
+
+    engine.run()
+
+    for number in numbers:
+        engine.assert_complete(number)
+
+
+def test_a_drafter_that_is_right_saves_steps() -> None:
+    plain, fast = EngineHarness(), EngineHarness(speculation=speculating(OracleDrafter()))
+    spec = RequestSpec((1, 2, 3), SAMPLED, max_tokens=41)
+    plain.complete(spec)
+    [number] = [fast.submit(spec)]
+    fast.run()
+
+    fast.assert_complete(number)
+    assert len(plain.steps) == 41
+    assert len(fast.steps) == 1 + 40 / 5
+    usage = fast.ending(number).usage
+    assert (usage.drafted_tokens, usage.accepted_tokens) == (32, 32)
+    assert usage.completion_tokens == 41
+
+
+ENDLESS = RequestSpec(tuple(range(14)), replace(SAMPLED, seed=2), max_tokens=200)
+FUTURE = complete_without_cache(ENDLESS, 0, 60)
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 8])
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"max_tokens": 9}, FinishReason.LENGTH),
+        ({"max_tokens": None}, FinishReason.LENGTH),
+        ({"stop_token_ids": frozenset({FUTURE[9]})}, FinishReason.STOP),
+        ({"new_stop_watcher": lambda: WatchFor(FUTURE[9], 1)}, FinishReason.STOP),
+    ],
+    ids=["max tokens", "context's end", "stop token", "stop string"],
+)
+def test_an_accepted_run_ends_where_plain_decoding_does(
+    change: dict[str, object], reason: FinishReason, length: int
+) -> None:
+    spec = replace(ENDLESS, **change)  # type: ignore[arg-type]
+    oracle = OracleDrafter(max_context=60)
+    engine = EngineHarness(max_context=60, speculation=speculating(oracle, length))
+    number = engine.submit(spec)
+
+    engine.run()
+
+    engine.assert_complete(number)
+    ending, generated = engine.ending(number), engine.generated(number)
+    assert ending.reason is reason
+    assert ending.usage.completion_tokens == len(generated) + (ending.stop_token is not None)
+    assert ending.usage.accepted_tokens <= ending.usage.drafted_tokens
+    # And what was kept of it is right: the next turn goes on from there.
+    follow = RequestSpec((*spec.prompt_ids, *generated, 1)[:59], GREEDY, max_tokens=3)
+    engine.assert_complete(_run(engine, follow))
+
+
+def _run(engine: EngineHarness, spec: RequestSpec) -> int:
+    number = engine.submit(spec)
+    engine.run()
+    return number
+
+
+def test_a_run_accepted_whole_leaves_its_kv_for_the_next_turn() -> None:
+    engine = EngineHarness(speculation=speculating(OracleDrafter()))
+    spec = RequestSpec((1, 2, 3), GREEDY, max_tokens=30)
+    [answer] = engine.complete(spec)
+
+    number = _run(engine, RequestSpec((1, 2, 3, *answer, 5), GREEDY, max_tokens=1))
+
+    assert engine.ending(number).usage.cached.device >= 3 + len(answer) - 1
+    engine.assert_complete(number)
+
+
+@pytest.mark.parametrize("step", range(2, 9))
+def test_cancelling_keeps_what_was_said(step: int) -> None:
+    engine = EngineHarness(speculation=speculating(OracleDrafter(error=0.2)))
+    spec = RequestSpec((1, 2, 3), SAMPLED, max_tokens=60)
+    number = engine.submit(spec)
+    for _ in range(step):
+        engine.step()
+    engine.engine.cancel(number)
+    engine.run()
+
+    said = engine.generated(number)
+    assert engine.ending(number).reason is FinishReason.CANCELLED
+    assert said == complete_without_cache(spec, 0, 120)[: len(said)]
+    again = replace(spec, prompt_ids=(*spec.prompt_ids, *said, 4))
+    engine.assert_complete(_run(engine, again))
+
+
+def test_drafts_make_no_request_give_way() -> None:
+    """Two requests fill the cache to the last block; drafts would need more."""
+    specs = [RequestSpec((n, 2, 3), GREEDY, max_tokens=29) for n in (1, 2)]
+    engine = EngineHarness(num_blocks=1 + 2 * 8, speculation=speculating(OracleDrafter(), 8))
+    numbers = [engine.submit(spec) for spec in specs]
+
+    engine.run()
+
+    assert engine.engine.status().num_preempted == 0
+    for number in numbers:
+        engine.assert_complete(number)
+
+
+def test_drafts_stay_within_a_step() -> None:
+    engine = EngineHarness(max_step_tokens=6, speculation=speculating(OracleDrafter(), 8))
+    for n in range(4):
+        engine.submit(RequestSpec((n, 2, 3), GREEDY, max_tokens=30))
+
+    engine.run()  # the harness holds every step to its budget
+
+    assert any(tokens > 1 for plan in engine.steps for _, tokens in plan)
+
+
+@pytest.mark.parametrize("method", ["offer", "propose", "tend", "close"])
+@pytest.mark.parametrize("num_good", [0, 1, 3])
+def test_a_drafter_that_fails_is_asked_no_more(method: str, num_good: int) -> None:
+    speculation = speculating(FailingDrafter(method, num_good))
+    engine = EngineHarness(speculation=speculation)
+    number = engine.submit(RequestSpec((1, 2, 3), SAMPLED, max_tokens=40))
+
+    engine.run()
+    engine.engine.close()
+
+    engine.assert_complete(number)
+
+
+def test_a_step_that_fails_with_drafts_is_tried_without() -> None:
+    engine = EngineHarness(speculation=speculating(OracleDrafter()))
+    run, num_failed = engine.engine._runner.run, 0
+
+    def fails_with_drafts(plan, probes=()):  # type: ignore[no-untyped-def]
+        nonlocal num_failed
+        if any(work.drafts for work in plan):
+            num_failed += 1
+            raise MemoryError
+        return run(plan, probes)
+
+    engine.engine._runner.run = fails_with_drafts  # type: ignore[method-assign]
+    number = engine.submit(RequestSpec((1, 2, 3), SAMPLED, max_tokens=20))
+    engine.run()
+
+    engine.assert_complete(number)
+    assert num_failed > 5
+
+
+def test_a_mode_asks_its_own_drafters() -> None:
+    speculation = speculating(OracleDrafter())
+    engine = EngineHarness(speculation=speculation)
+    used = {}
+    for mode in Mode:
+        speculation.mode = mode
+        number = _run(engine, RequestSpec((1, 2, 3), GREEDY, max_tokens=20))
+        engine.assert_complete(number)
+        used[mode] = engine.ending(number).usage.drafted_tokens > 0
+
+    assert used == {Mode.OFF: False, Mode.AUTO: True, Mode.NGRAM: False, Mode.DRAFT: True}
+
+
+def test_switching_in_the_middle_of_an_answer_changes_nothing() -> None:
+    speculation = speculating(OracleDrafter(error=0.1))
+    engine = EngineHarness(speculation=speculation)
+    number = engine.submit(RequestSpec((1, 2, 3), SAMPLED, max_tokens=80))
+    modes = [Mode.OFF, Mode.AUTO, Mode.DRAFT, Mode.NGRAM]
+    while engine.engine.has_work:
+        speculation.mode = modes[len(engine.steps) % 4]
+        engine.step()
+
+    engine.assert_complete(number)
+
+
+def test_a_text_may_be_guessed_by_several_drafters_in_one_step() -> None:
+    drafters = [FickleDrafter(seed=4), GarbageDrafter(seed=5), NgramDrafter()]
+    engine = EngineHarness(speculation=Speculation(drafters, pace=AdaptivePace()))
+    numbers = [engine.submit(spec) for spec in conversations()]
+
+    engine.run()
+
+    for number in numbers:
+        engine.assert_complete(number)
+
+
+@pytest.mark.parametrize(
+    ("drafts", "drawn", "expected"),
+    [
+        ((), [5], 0),
+        ((5,), [5, 6], 1),
+        ((5,), [4, 6], 0),
+        ((5, 6, 7), [5, 9, 7, 8], 1),
+        ((5, 6, 7), [5, 6, 7, 8], 3),
+    ],
+)
+def test_accepted_is_what_is_right_from_the_beginning(
+    drafts: tuple[int, ...], drawn: list[int], expected: int
+) -> None:
+    assert accepted_len(drafts, drawn) == expected
+    assert max(drawn) < VOCAB_SIZE
