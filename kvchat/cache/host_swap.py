@@ -39,6 +39,7 @@ _MAX_SINKING_BYTES = 16 << 20
 # How long a step waits for staged images to reach host memory before what leaves is forgotten.
 _SINK_PATIENCE_S = 0.2
 _NEWS_PATIENCE_S = 0.02
+_CLOSE_PATIENCE_S = 5.0
 
 
 @dataclass(slots=True, eq=False)
@@ -350,6 +351,10 @@ class HostSwap:
         if self._is_worth_keeping():
             wanted = max(2, int(status.num_blocks * _HIGH_MARK)) - status.num_free
             self._manager.sink(min(wanted, max(1, _MAX_SINKING_BYTES // self._image_bytes)))
+
+    def close(self) -> None:
+        """End the thread once what is under way is done, within bounds. Idempotent."""
+        self._transfer.close(_CLOSE_PATIENCE_S)
 
     # Self-examination
 

@@ -205,15 +205,18 @@ class Engine:
                 return self._samples.fail(plan[0].request, _explain(error))
         else:
             self._note_step(plan, tokens, self._clock() - began_s)
-            events = self._samples.advance(plan, tokens)
-            self._keep_whole_packs(plan)
-            return events
+            return self._advance(plan, tokens)
         # Outside the handler: the error held on to the failed step's tensors.
         self._recall(self._probes.end_alone(self._run_alone))
         events: list[RequestEvent] = []
         for work in plan:
             if work.request.state is State.RUNNING:  # or it has failed with another of its samples
                 events.extend(self._compute([replace(work, drafts=())]))
+        return events
+
+    def _advance(self, plan: Sequence[Work], tokens: dict[Work, list[int]]) -> list[RequestEvent]:
+        events = self._samples.advance(plan, tokens)
+        self._keep_whole_packs(plan)
         return events
 
     def _keep_whole_packs(self, plan: Sequence[Work]) -> None:
