@@ -6,7 +6,7 @@ Knows how to put numbers into sentences; measures nothing.
 from pathlib import Path
 from typing import Any
 
-from kvchat.demo.evaluate import GOALS, HANDWRITTEN_GOAL
+from kvchat.demo.evaluate import GOALS, HANDWRITTEN_GOAL, shortfalls
 from kvchat.demo.tokenizer import BOS, END
 
 BAR = "\\|"  # inside a table cell
@@ -55,6 +55,8 @@ dialogue generator existed, by the same author; training text that repeats one i
 
 {speculation}
 
+{shortfalls}
+
 Reproduce with `python -m kvchat.demo.evaluate`.
 
 ## What it cannot do
@@ -98,6 +100,7 @@ def card(
         scores=_scores(scores["tests"]),
         finished=_finished(scores["ends by itself"]),
         speculation=_speculation(scores["speculation"]),
+        shortfalls=_shortfalls(scores),
     )
 
 
@@ -160,6 +163,18 @@ def _finished(ends: dict[str, Any]) -> str:
         f"themselves "
         "within 160 tokens."
     )
+
+
+def _shortfalls(scores: dict[str, Any]) -> str:
+    missed = [
+        f"{what} ({_figure(score)}, goal {_figure(goal)})"
+        for what, score, goal in shortfalls(scores)
+    ]
+    return f"**Goals not reached:** {'; '.join(missed)}." if missed else "Every goal is reached."
+
+
+def _figure(value: float) -> str:
+    return f"{value:.2f}" if value > 1 else _percent(value)
 
 
 def _speculation(measured: dict[str, Any]) -> str:

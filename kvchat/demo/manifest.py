@@ -13,9 +13,13 @@ from typing import Any
 FOLDERS = ("target", "draft")
 
 
-def write_manifest(home: Path, made: dict[str, Any]) -> None:
-    """Write manifest.json beside the model folders; `made` tells how they were built."""
-    document = {"files": digests(home), "made": made | {"versions": versions()}}
+def write_manifest(home: Path, made: dict[str, Any], scores: dict[str, Any]) -> None:
+    """Write manifest.json beside the model folders: how they were built and what they reach."""
+    document = {
+        "files": digests(home),
+        "made": made | {"versions": versions()},
+        "scores": scores,
+    }
     text = json.dumps(document, indent=2) + "\n"
     (home / "manifest.json").write_text(text, encoding="utf-8")
 

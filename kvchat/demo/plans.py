@@ -164,7 +164,7 @@ FULL = Recipe(
     ),
     shipped={"target": "target-2", "draft": "distillation-2"},
     num_tokenizer_chats=20_000,
-    num_probes=100,
+    num_probes=40,
 )
 
 _TINY = replace(

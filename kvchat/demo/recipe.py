@@ -24,7 +24,7 @@ from kvchat.demo.card import write_card
 from kvchat.demo.checkpoint import Reached, export, load_network, reached, save_finished
 from kvchat.demo.conversation import Conversations
 from kvchat.demo.distill import Distillation
-from kvchat.demo.evaluate import Report, acceptance, evaluate
+from kvchat.demo.evaluate import Report, acceptance, evaluate_files
 from kvchat.demo.manifest import write_manifest
 from kvchat.demo.paths import HOME
 from kvchat.demo.plans import CONTEXT, FULL, QUICK, USUAL, VOCAB_SIZE, Recipe, Stage
@@ -61,7 +61,7 @@ def build(job: Build) -> None:
     scores.write_text(json.dumps(report.as_json(), indent=1) + "\n", encoding="utf-8")
     made = _made(job)
     write_card(job.home, report.as_json(), made)
-    write_manifest(job.home, made)
+    write_manifest(job.home, made, report.as_json())
     _note(f"done: {job.home}")
 
 
@@ -129,7 +129,7 @@ def _evaluate(job: Build) -> Report:
     target = NetworkTalker.load(job.home / "target", device)
     draft = NetworkTalker.load(job.home / "draft", device)
     count, tests = job.recipe.num_probes, job.recipe.tests
-    report = evaluate(target, count, tests)
+    report = evaluate_files(job.home / "target", count, tests, job.num_workers)
     return Report(report.scores, acceptance(target, draft, count, tests))
 
 

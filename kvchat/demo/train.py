@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 
 import torch
@@ -35,7 +35,11 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Everything that decides a training run."""
+    """Everything that decides a training run.
+
+    flat_share  share of the steps at the full rate; then it falls linearly to `last_scale`
+    knots       instead of that: factors on the rate at some steps, linear in between
+    """
 
     name: str
     geometry: Geometry
@@ -45,8 +49,9 @@ class Plan:
     leg_steps: int = 100
     rates: Rates = field(default_factory=Rates)
     warmup_steps: int = 100
-    flat_share: float = 0.4  # share of the steps at the full rate; then the rate falls linearly
+    flat_share: float = 0.4
     last_scale: float = 0.01
+    knots: tuple[tuple[int, float], ...] = ()
 
     @property
     def num_legs(self) -> int:
@@ -67,6 +72,9 @@ class Plan:
     def scale(self, step: int) -> float:
         """The factor on the learning rates at `step`."""
         warm = min(1.0, (step + 1) / self.warmup_steps)
+        for (start, high), (end, low) in pairwise(self.knots):
+            if start <= step < end:
+                return warm * (high + (low - high) * (step - start) / (end - start))
         start = self.flat_share * self.num_steps
         fall = max(0.0, (step - start) / max(1.0, self.num_steps - start))
         return warm * (1.0 - fall * (1.0 - self.last_scale))

@@ -4,9 +4,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvchat.demo.evaluate import GOALS, Report, evaluate, table
+from kvchat.demo.evaluate import GOALS, Report, evaluate, evaluate_files, shortfalls, table
 from kvchat.demo.grammar import Grade
 from kvchat.demo.judge import judge
+from kvchat.demo.paths import TARGET
 from kvchat.demo.probes import MAKERS, Probe, handwritten, probes
 from kvchat.demo.scores import run_probes
 from kvchat.demo.talkers import Message, Reply
@@ -87,11 +88,32 @@ def test_the_far_recall_spans_three_thousand_tokens_worth_of_text() -> None:
     assert sum(len(turn.user) + len(turn.reply) for turn in probe.turns) > 10_000
 
 
+def test_two_processes_measure_what_one_does() -> None:
+    one, two = (
+        evaluate_files(TARGET, 1, ("kvchat",), num_workers).as_json() for num_workers in (1, 2)
+    )
+
+    assert one == two
+
+
 def test_there_are_fifty_hand_written_prompts_and_nonsense_passes_none() -> None:
     prompts = list(handwritten())
 
     assert len(prompts) == 50
     assert not any(judge("zzz", probe.last.all, probe.last.none).is_good for probe in prompts)
+
+
+def test_a_report_names_what_misses_its_goal() -> None:
+    lengths = {"known": {"mean acceptance length": 2.5}, "unseen": {"mean acceptance length": 3.5}}
+    silent = Report(evaluate(Parrot([], is_silent=True), 1, ("kvchat",)).scores, lengths)
+
+    assert [what for what, _, _ in shortfalls(silent.as_json())] == [
+        "kvchat, known",
+        "kvchat, unseen",
+        "handwritten",
+        "ends by itself",
+        "acceptance length, known",
+    ]
 
 
 def test_the_table_shows_every_test_beside_its_goal() -> None:
