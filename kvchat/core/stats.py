@@ -32,6 +32,7 @@ class EngineStatus:
     num_blocks    blocks the budget allows; of these `num_free` are free and `num_cached` hold KV
                   that a later prompt may reuse (some of it in use right now)
     block_bytes   bytes of one block over all layers
+    host          the tier in host memory, None where there is none
     disk          the tier that outlives the process, None where there is none (yet)
     read_rate     bytes a second that came back from it, None before the first
     """
@@ -48,6 +49,7 @@ class EngineStatus:
     num_copied: int
     max_context: int
     max_step_tokens: int
+    host: TierStatus | None = None
     disk: TierStatus | None = None
     read_rate: float | None = None
 
@@ -111,7 +113,8 @@ class StoreStatus:
 class KeptPack:
     """A pack of a store, and the place of the pack it continues in the same list, which is before.
 
-    `parent` is None for a beginning; `is_orphan` where the beginning is gone, `is_pinned` where it is not to be forgotten.
+    `parent` is None for a beginning; `is_orphan` where the beginning is gone, `is_pinned` where it
+    is not to be forgotten.
     """
 
     parent: int | None
