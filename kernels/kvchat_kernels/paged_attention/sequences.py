@@ -4,6 +4,7 @@ Knows lengths and block tables. Does not know a layer, a head or a weight: one i
 layer of a forward pass.
 """
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -50,6 +51,11 @@ class PagedSequences:
     def context_lens_device(self) -> torch.Tensor:
         """[num_sequences] int32 on the tables' device."""
         return torch.tensor(self.context_lens, dtype=torch.int32, device=self.block_tables.device)
+
+    @cached_property
+    def masks(self) -> dict[Hashable, torch.Tensor]:
+        """Room for masks that every layer of a step would make alike, by whatever sets them."""
+        return {}
 
     @cached_property
     def _tables_on_host(self) -> list[list[int]]:

@@ -11,10 +11,10 @@ from kvchat_kernels.paged_attention.span import AttentionSpan
 # Rows are taken in slabs with at most this many bytes of scores, so that they stay in the caches
 # between the two products and the softmax: larger slabs took up to twice as long per score.
 _SLAB_BYTES = 1 << 22
-# Up to this many rows a product is best begun from the keys, which are then read as they lie.
+# The fused kernel starts in a tenth of the time of two products and a softmax, which in bfloat16 are
+# the faster from about this many keys on. It is meant for few rows.
+_SHORT_CONTEXT = 1024
 _FEW_ROWS = 16
-# Below this context a single row is fastest in the fused kernel, whatever the dtype.
-_SHORT_CONTEXT = 512
 
 
 def paged_attention_cpu(
@@ -36,11 +36,16 @@ def paged_attention_cpu(
         first = span.first_visible(sequences.context_lens[index] - query_len)
         key = _gather(key_pool, sequences, index, first).to(compute_dtype)
         value = _gather(value_pool, sequences, index, first).to(compute_dtype)
-        is_short = compute_dtype != torch.bfloat16 or key.shape[0] < _SHORT_CONTEXT
-        if query_len == 1 and softcap is None and is_short:
+        num_keys = key.shape[0]
+        prefers_fused = num_keys < _SHORT_CONTEXT or (
+            query_len == 1 and compute_dtype == torch.float32
+        )
+        if softcap is None and query_len <= _FEW_ROWS and prefers_fused:
+            group = query.shape[1] // key.shape[1]
+            mask = _additive_mask(sequences, index, span, first, group, compute_dtype)
+            outputs.append(_attend_fused(rows, key, value, mask, scale, sinks))
+        elif softcap is None and query_len == 1:
             outputs.append(_attend_one(rows, key, value, scale, sinks))
-        elif query_len <= _FEW_ROWS:
-            outputs.append(_attend_few(rows, key, value, span, first, scale, softcap, sinks))
         else:
             outputs.append(_attend_many(rows, key, value, span, first, scale, softcap, sinks))
         start += query_len
@@ -67,6 +72,66 @@ def _gather(pool: torch.Tensor, sequences: PagedSequences, index: int, first: in
     return tokens[first % block_size : first % block_size + sequences.context_lens[index] - first]
 
 
+def _attend_fused(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attend few rows by torch's fused kernel: [num_rows, num_heads, value_dim].
+
+    The query heads that share a KV head are that head's rows, row by row within each; `mask` is
+    added to their scores. The aten operator behind scaled_dot_product_attention is called by its
+    own name because only it returns the log-sum-exp, which sinks need.
+    """
+    num_rows, num_heads, _ = query.shape
+    num_kv_heads, value_dim = value.shape[1:]
+    query, key, value = _equal_head_dims(query, key, value)
+    rows = query.view(num_rows, num_kv_heads, -1, query.shape[-1]).permute(1, 2, 0, 3)
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        rows.reshape(1, num_kv_heads, -1, query.shape[-1]),
+        key.transpose(0, 1)[None],
+        value.transpose(0, 1)[None],
+        0.0,
+        False,
+        attn_mask=mask,
+        scale=scale,
+    )
+    out = out.reshape(num_heads, num_rows, -1).transpose(0, 1)[..., :value_dim]
+    if sinks is not None:
+        share = torch.sigmoid(lse.reshape(num_heads, num_rows).t() - sinks.float())
+        out = out * share[..., None].to(out.dtype)
+    return out
+
+
+def _additive_mask(
+    sequences: PagedSequences,
+    index: int,
+    span: AttentionSpan,
+    first: int,
+    group: int,
+    dtype: torch.dtype,
+) -> torch.Tensor | None:
+    """Return what keeps a sequence's rows from what they may not see, None for a single row.
+
+    [group * num_rows, num_keys] in `dtype`, minus infinity where hidden. Made once a step and not
+    once a layer.
+    """
+    num_rows, end = sequences.query_lens[index], sequences.context_lens[index]
+    if num_rows == 1:
+        return None
+    key = (index, span, group, dtype)
+    mask = sequences.masks.get(key)
+    if mask is None:
+        positions = torch.arange(first, end)
+        hidden = ~span.mask(positions[-num_rows:], positions)
+        mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
+        mask = sequences.masks[key] = mask.repeat(group, 1)
+    return mask
+
+
 def _attend_one(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -74,23 +139,20 @@ def _attend_one(
     scale: float,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attend a single row to all of `key`, by torch's fused kernel: [1, num_heads, value_dim].
+    """Attend a single row to many keys by two products: [1, num_heads, value_dim].
 
-    The query heads that share a KV head are that head's rows. The aten operator behind
-    scaled_dot_product_attention is called by its own name because only it returns the
-    log-sum-exp, which sinks need.
+    The first is keys times queries and not queries times keys: it then reads the keys in the order
+    in which they lie.
     """
-    num_heads, num_kv_heads, value_dim = query.shape[1], key.shape[1], value.shape[-1]
-    query, key, value = _equal_head_dims(query, key, value)
-    rows = query.reshape(1, num_kv_heads, num_heads // num_kv_heads, -1)
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        rows, key.transpose(0, 1)[None], value.transpose(0, 1)[None], 0.0, False, scale=scale
-    )
-    out = out.reshape(1, num_heads, -1)[..., :value_dim]
+    num_heads, num_kv_heads = query.shape[1], key.shape[1]
+    rows = query.view(num_kv_heads, -1, query.shape[-1]).transpose(1, 2)
+    scores = rows.new_empty(num_kv_heads, key.shape[0], rows.shape[2])
+    scores = torch.baddbmm(scores, key.transpose(0, 1), rows, beta=0, alpha=scale).transpose(1, 2)
     if sinks is not None:
-        share = torch.sigmoid(lse.reshape(1, num_heads, 1) - sinks.float()[:, None])
-        out = out * share.to(out.dtype)
-    return out
+        column = sinks.to(scores.dtype).view(num_kv_heads, -1, 1)
+        scores = torch.cat([scores, column], dim=-1)
+    weights = torch.softmax(scores, dim=-1)[..., : key.shape[0]]
+    return torch.bmm(weights, value.transpose(0, 1)).view(1, num_heads, -1)
 
 
 def _equal_head_dims(
@@ -104,44 +166,6 @@ def _equal_head_dims(
     if missing < 0:
         return query, key, pad(value, (0, -missing))
     return query, key, value
-
-
-def _attend_few(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    span: AttentionSpan,
-    first: int,
-    scale: float,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
-    """Attend few rows at the end of `key`'s positions: [num_rows, num_heads, value_dim].
-
-    As `_attend_slab`, but keys times queries and not queries times keys: with few queries the
-    product then reads every key once, in the order of the pool.
-    """
-    num_rows, num_heads, head_dim = query.shape
-    num_keys, num_kv_heads, value_dim = value.shape
-    rows = query.reshape(num_rows, num_kv_heads, -1, head_dim).permute(1, 3, 2, 0)
-    rows = rows.reshape(num_kv_heads, head_dim, -1)
-    scores = rows.new_empty(num_kv_heads, num_keys, rows.shape[2])
-    scores = torch.baddbmm(scores, key.transpose(0, 1), rows, beta=0, alpha=scale)
-    if softcap is not None:
-        scores = scores.float().div_(softcap).tanh_().mul_(softcap)
-    if num_rows > 1:
-        end = first + num_keys
-        hidden = _hidden(span, first, end, num_rows).t()[:, None]
-        by_row = scores.view(num_kv_heads, num_keys, -1, num_rows)
-        by_row[:, num_keys - hidden.shape[0] :].masked_fill_(hidden, float("-inf"))
-    scores = scores.transpose(1, 2)
-    if sinks is not None:
-        column = sinks.to(scores.dtype).view(num_heads, 1).expand(-1, num_rows)
-        scores = torch.cat([scores, column.reshape(num_kv_heads, -1, 1)], dim=-1)
-    weights = torch.softmax(scores, dim=-1)[..., :num_keys].to(value.dtype)
-    out = torch.bmm(weights, value.transpose(0, 1))
-    out = out.view(num_kv_heads, -1, num_rows, value_dim).permute(2, 0, 1, 3)
-    return out.reshape(num_rows, num_heads, value_dim)
 
 
 def _attend_many(
