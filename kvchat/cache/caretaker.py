@@ -7,18 +7,21 @@ import math
 import os
 import sqlite3
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from kvchat.cache.block_key import chain_keys, root_key
+from kvchat.cache.codec import Layout
 from kvchat.cache.disk_budget import disk_budget
 from kvchat.cache.disk_tier import DiskTier
 from kvchat.cache.generations import DATABASE, drop, file_number, last_used, tree_bytes
 from kvchat.cache.inventory import Generation, pack_tree, read_generation, stored_generations
+from kvchat.cache.radix_node import pack
 from kvchat.cache.store_lock import LOCK_NAME, StoreLock
 from kvchat.core.config import Size
 from kvchat.core.errors import StoreError
-from kvchat.core.stats import GenerationStatus, KeptPack, StoreStatus, Verified
+from kvchat.core.stats import GenerationStatus, KeptPack, KeptPin, StoreStatus, Verified
 
 _NO_LIMIT = 1 << 62
 _LOCK_PATIENCE_S = 5.0
@@ -82,6 +85,36 @@ class Caretaker:
         after = sum(tree_bytes(path) for path in stored_generations(self.directory))
         return max(0, before - after)
 
+    def unpin(self, label: str) -> int:
+        """Remove the pins of a label; return how many there were, one for each identity."""
+        num_pins = 0
+        for path in stored_generations(self.directory):
+            num_pins += sum(pin.label == label for pin in read_generation(path).pins)
+            with self._opened(path, _NO_LIMIT, lambda: -math.inf) as tier:
+                tier.unpin(label)
+        return num_pins
+
+    def forget(
+        self, contexts: Iterable[Sequence[int]], shared: Iterable[Sequence[int]], label: str = ""
+    ) -> int:
+        """Remove the KV of contexts, given by their token ids, except what is `shared` with others.
+
+        Of all identities. A pin called `label` goes first; what other pins hold stays. Returns how
+        many blocks went.
+        """
+        packed, others = [pack(ids) for ids in contexts], [pack(ids) for ids in shared]
+        num_blocks = 0
+        for path in stored_generations(self.directory):
+            generation = read_generation(path)
+            stays = _keys(generation.layout, others)
+            stays.update(key for p in generation.pins if p.label != label for key in p.keys)
+            goes = _keys(generation.layout, packed) - stays
+            with self._opened(path, _NO_LIMIT, lambda: -math.inf) as tier:
+                if label:
+                    tier.unpin(label)
+                num_blocks += tier.forget(goes)
+        return num_blocks
+
     def clear(self) -> int:
         """Delete all packs of all identities; return the bytes that are free now."""
         found = stored_generations(self.directory)
@@ -135,7 +168,17 @@ def _status_of(generation: Generation) -> GenerationStatus:
         num_bytes=tree_bytes(generation.path),
         last_used_s=last_used(generation.path),
         trouble=generation.trouble,
+        pins=tuple(
+            KeptPin(pin.label, len(pin.keys) * layout.block_size, pin.made_s)
+            for pin in generation.pins
+        ),
     )
+
+
+def _keys(layout: Layout, contexts: Iterable[bytes]) -> set[bytes]:
+    """Return the chain keys of all full blocks of contexts."""
+    root = root_key(layout.identity)
+    return {key for packed in contexts for key in chain_keys(root, packed, layout.ids_bytes)}
 
 
 def _files(directories: list[Path]) -> set[tuple[str, int, int, int]]:

@@ -5,6 +5,7 @@ Knows packs; knows no device.
 """
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
@@ -75,6 +76,7 @@ class DiskTier:
         self._attempt = self._keeper.attempt
         self.gc()
         self._attempt(self._warm_up, None)
+        self._look()
 
     @property
     def root(self) -> bytes:
@@ -186,6 +188,7 @@ class DiskTier:
         complete = replace(head, checksum=payload_checksum(image))
         is_written = self._attempt(lambda: self._write(complete, image), False)
         self._count(num_failed_writes=not is_written, bytes_written=is_written * len(image))
+        self._look()
         return is_written
 
     def _write(self, head: PackHead, image: memoryview) -> bool:
@@ -303,12 +306,19 @@ class DiskTier:
     # Housekeeping
 
     def status(self) -> TierStatus:
-        """Return totals, and what the store holds now."""
+        """Return totals, and what the store holds: now, or when its own thread last looked."""
+        if threading.get_ident() == self._keeper.thread:
+            self._look()
+        return self._status
+
+    def _look(self) -> None:
         table = self._keeper.table
         used = self._attempt(lambda: self._room.used_bytes(table), 0)
         num_packs = self._attempt(table.num_packs, 0)
-        num_evicted = self._room.num_evicted
-        return replace(self._status, num_bytes=used, num_packs=num_packs, num_evicted=num_evicted)
+        evicted = self._room.num_evicted
+        self._status = replace(
+            self._status, num_bytes=used, num_packs=num_packs, num_evicted=evicted
+        )
 
     def verify(self, goes_on: Callable[[], bool] = lambda: True) -> tuple[int, int]:
         """Read every pack; return how many are sound, and how many were not and are gone.

@@ -15,6 +15,7 @@ from pathlib import Path
 from kvchat.cache.block_key import root_key
 from kvchat.cache.codec import DamagedRecord, Layout, PackHead, decode_head, layout_of
 from kvchat.cache.generations import DATABASE, file_bytes, generations, last_used
+from kvchat.cache.pin_record import Pin, decode_pin
 from kvchat.cache.raw_disk import RawDisk
 from kvchat.core.errors import StoreError
 from kvchat.core.stats import KeptPack
@@ -22,8 +23,9 @@ from kvchat.core.stats import KeptPack
 _PATIENCE_S = 1.0
 _HEADS = (
     "SELECT substr(key, 2), mode, filename, value, store_time FROM Cache"
-    " WHERE key >= x'68' AND key < x'69'"
+    " WHERE key >= x'68' AND key < x'69' ORDER BY rowid"
 )
+_PINS = _HEADS.replace("x'68'", "x'6e'").replace("x'69'", "x'6f'")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,7 @@ class Generation:
     path: Path
     layout: Layout
     heads: tuple[StoredHead, ...] = ()
+    pins: tuple[Pin, ...] = ()
     trouble: str = ""
 
 
@@ -76,7 +79,7 @@ def read_generation(path: Path) -> Generation:
     if not table.is_file() or table.is_symlink():  # to open a pipe would wait for its other end
         return Generation(path, any_layout, trouble="its table is no file")
     try:
-        rows = _rows(table)
+        rows, pin_rows = _rows(table, _HEADS), _rows(table, _PINS)
     except sqlite3.Error as error:
         return Generation(path, any_layout, trouble=str(error))
     heads, layouts = [], Counter[Layout]()
@@ -90,14 +93,20 @@ def read_generation(path: Path) -> Generation:
     if not layouts:
         return Generation(path, any_layout)
     [(common, _)] = layouts.most_common(1)
-    return Generation(path, common, tuple(head for layout, head in heads if layout == common))
+    pins = (decode_pin(data) for _, data, _ in pin_rows)
+    return Generation(
+        path,
+        common,
+        tuple(head for layout, head in heads if layout == common),
+        tuple(pin for pin in pins if pin is not None),
+    )
 
 
-def _rows(table: Path) -> list[tuple[bytes, bytes, float]]:
-    """Return key, head and last use of every row that may be a pack's head."""
+def _rows(table: Path, query: str) -> list[tuple[bytes, bytes, float]]:
+    """Return key, value and last use of every row of a kind."""
     disk = RawDisk(str(table.parent))
     with closing(_connection(table)) as connection:
-        rows = connection.execute(_HEADS).fetchall()
+        rows = connection.execute(query).fetchall()
     return list(_as_bytes(disk, rows))
 
 
@@ -141,6 +150,7 @@ def pack_tree(generation: Generation) -> list[KeptPack]:
     for number, stored in enumerate(generation.heads):
         children.setdefault(owners.get(stored.head.parent), []).append(number)
     root = root_key(layout.identity)
+    pinned = {key for pin in generation.pins for key in pin.keys}
     packs: list[KeptPack] = []
     pending: list[tuple[int | None, int]] = [
         (None, number) for number in _last_first(children, None)
@@ -158,6 +168,7 @@ def pack_tree(generation: Generation) -> list[KeptPack]:
                 num_bytes=num_blocks * layout.block_bytes,
                 last_used_s=stored.last_used_s,
                 is_orphan=is_orphan,
+                is_pinned=not pinned.isdisjoint(stored.head.keys(layout)),
             )
         )
     return packs

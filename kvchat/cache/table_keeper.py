@@ -6,6 +6,7 @@ knows no packs.
 
 import os
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -22,7 +23,8 @@ T = TypeVar("T")
 
 
 class TableKeeper:
-    """Owns the table in `own`, a generation of the store in `directory`; one thread uses it.
+    """Owns the table in `own`, a generation of the store in `directory`; one thread at a time uses
+    it, and `thread` is the one that did last.
 
     `note_trouble` hears of every error. A table waits `patience_s` for whoever else writes to it.
     """
@@ -42,11 +44,16 @@ class TableKeeper:
         self._note_trouble = note_trouble
         self._may_begin_anew = True
         self._file: tuple[int, int] | None = None
+        self.thread = threading.get_ident()
         self.table = self._opened()
 
     def follow(self) -> PackTable:
-        """Return the table, opened again where its file is not the one it was."""
-        if file_number(self._own / DATABASE) != self._file:
+        """Return the table, opened again where its file is not the one it was.
+
+        So it is on another thread: SQLite's connections are each thread's own.
+        """
+        is_the_same = file_number(self._own / DATABASE) == self._file
+        if not is_the_same or threading.get_ident() != self.thread:
             self.table.close()
             self.table = self._opened()
         return self.table
@@ -115,6 +122,6 @@ class TableKeeper:
         private_directory(self._own).chmod(0o700)
         # SQLite gives its log the mode of its file; both are the user's alone.
         descriptor = open_private(self._own / DATABASE, os.O_RDWR | os.O_CREAT)
-        self._file = file_number(self._own / DATABASE)
+        self._file, self.thread = file_number(self._own / DATABASE), threading.get_ident()
         os.close(descriptor)
         return PackTable(self._own, self._patience_s)

@@ -79,6 +79,11 @@ def _object(status: StoreStatus) -> dict[str, object]:
         "packs": status.num_packs,
         "tokens": status.num_tokens,
         "trouble": status.trouble or None,
+        "pins": [
+            {"label": pin.label, "tokens": pin.num_tokens, "made": pin.made_s}
+            for generation in status.generations
+            for pin in generation.pins
+        ],
         "generations": [
             {
                 "identity": generation.identity,

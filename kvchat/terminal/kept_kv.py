@@ -3,7 +3,7 @@
 The command line and the chat say the same. Knows counts and words; knows no file and no screen.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Protocol
@@ -17,6 +17,7 @@ from kvchat.terminal.theme import Glyphs
 _FAILED = "the disk cache failed"
 _IDENTITY_CHARS = 8
 _PATH_CHARS = 4096
+_LABEL_CHARS = 64
 
 
 class KeptKv(Protocol):
@@ -41,6 +42,14 @@ class KeptKv(Protocol):
     def clear(self) -> int:
         """Delete everything; return its bytes."""
 
+    def unpin(self, label: str) -> int:
+        """Remove the pins of a label; return how many there were."""
+
+    def forget(
+        self, contexts: Iterable[Sequence[int]], shared: Iterable[Sequence[int]], label: str = ""
+    ) -> int:
+        """Remove contexts, and a pin, but nothing that is shared; return how many blocks went."""
+
 
 def status_lines(status: StoreStatus) -> list[str]:
     """Return where the store is, how full, since when of no use, and what is wrong with it."""
@@ -48,10 +57,21 @@ def status_lines(status: StoreStatus) -> list[str]:
         one_line(str(status.directory), _PATH_CHARS),
         f"{used_of_limit(status)}: {_packs(status)}",
         *(f"  {_generation(generation)}" for generation in status.generations),
+        *pin_lines(status),
     ]
     if not status.limit_bytes:
         lines.append("Chats keep nothing here: --disk-cache is 0.")
     return [*lines, one_line(status.trouble, _PATH_CHARS)] if status.trouble else lines
+
+
+def pin_lines(status: StoreStatus) -> list[str]:
+    """Return a line per pin."""
+    return [
+        f"pinned: {one_line(pin.label, _LABEL_CHARS)}, {plural(pin.num_tokens, 'token')}, "
+        f"since {_when(pin.made_s)}"
+        for generation in status.generations
+        for pin in generation.pins
+    ]
 
 
 def tree_lines(
@@ -83,8 +103,9 @@ def branch_lines(packs: list[KeptPack], glyphs: Glyphs) -> Iterator[str]:
             own, below = lead + glyphs.branch, lead + glyphs.trunk
         leads[number] = below
         lost = ", its beginning is gone" if pack.is_orphan else ""
+        pinned = ", pinned" if pack.is_pinned else ""
         size = f"{plural(pack.num_tokens, 'token')}, {format_bytes(pack.num_bytes)}"
-        yield f"  {own}{size}, {_when(pack.last_used_s)}{lost}"
+        yield f"  {own}{size}, {_when(pack.last_used_s)}{pinned}{lost}"
 
 
 def verified_line(found: Verified) -> str:

@@ -41,7 +41,7 @@ def test_the_status_is_an_object_for_scripts(shell: Shell, store: StoredPacks) -
     status = json.loads(shell.run("cache", "--disk-cache", "1G", "status", "--json").stdout)
 
     assert set(status) == {
-        *("directory", "used_bytes", "limit_bytes", "packs", "tokens", "trouble", "generations"),
+        *("directory", "used_bytes", "limit_bytes", "packs", "tokens", "trouble", "pins", "generations"),
     }
     assert (status["packs"], status["tokens"]) == (4, 14)
     assert status["used_bytes"] == sum(g["bytes"] for g in status["generations"])
