@@ -87,6 +87,7 @@ def chat(
     block_size: Annotated[int | None, _setting("block_size", metavar="N")] = None,
     threads: Annotated[int | None, _setting("threads", metavar="N")] = None,
     device_cache: Annotated[str | None, _setting("device_cache", metavar="SIZE")] = None,
+    host_cache: Annotated[str | None, _setting("host_cache", metavar="SIZE")] = None,
     disk_cache: Annotated[str | None, _setting("disk_cache", metavar="SIZE")] = None,
     cache_dir: Annotated[str | None, _setting("cache_dir", metavar="DIR")] = None,
     max_context: Annotated[int | None, _setting("max_context", metavar="N")] = None,

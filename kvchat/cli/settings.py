@@ -56,6 +56,9 @@ SETTINGS = (
     Setting("block_size", int, 16, "tokens per cache block, a power of two"),
     Setting("threads", int, None, "CPU threads; default: the physical cores"),
     Setting("device_cache", str, None, "KV memory on the device: 8G, 512M, or 20% of what is free"),
+    Setting(
+        "host_cache", str, None, "KV in RAM beside a GPU's: 8G, 10% of what is free; 0 is none"
+    ),
     Setting("disk_cache", str, None, "KV kept on disk: 20G, 5% of what is free; 0 is none"),
     Setting("cache_dir", str, None, "where KV is kept; it can be deleted at any time"),
     Setting("max_context", int, None, "lower the longest context, in tokens"),
@@ -88,6 +91,7 @@ class Settings:
         return CacheConfig(
             block_size=self["block_size"],
             device_bytes=self._size("device_cache"),
+            host_bytes=self._size("host_cache"),
             kv_dtype=self["kv_dtype"],
             reuse=self["cache"],
             disk_bytes=self._size("disk_cache"),

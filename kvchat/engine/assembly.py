@@ -11,9 +11,12 @@ import torch
 from kvchat.cache.codec import Layout
 from kvchat.cache.disk_budget import disk_budget
 from kvchat.cache.disk_tier import DiskTier
+from kvchat.cache.host_swap import HostSwap
+from kvchat.cache.host_tier import HostTier
 from kvchat.cache.kv_pool import KvGeometry, KvPool, LayerGeometry
 from kvchat.cache.manager import CacheManager
 from kvchat.cache.persistence import Persistence
+from kvchat.cache.transfer import TransferThread
 from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig, Size, format_bytes
 from kvchat.core.errors import ModelError
 from kvchat.core.events import LoadProgress, ModelReady
@@ -29,6 +32,9 @@ from kvchat.model.source import ModelSource
 from kvchat.model.spec import ModelSpec
 
 _DEFAULT_SHARE = {"cpu": Size(share=0.25), "cuda": Size(share=0.80)}
+# Beside a CPU's memory there is no other that KV could sink into.
+_DEFAULT_HOST_SHARE = {"cpu": Size(num_bytes=0), "cuda": Size(share=0.10)}
+_MAX_DEFAULT_HOST_BYTES = 16 << 30
 # Prefill work per step on a CPU, in multiply-adds: about a tenth of a second on two cores, so that
 # a step, which nothing interrupts, ends soon after Esc. Fixed, not measured: the same settings must
 # cut the same prompt into the same chunks, or low-precision rounding would differ from run to run.
@@ -76,6 +82,7 @@ def engine_around(
     geometry = kv_geometry(loaded.spec, cache_config, loaded.dtype)
     kv_pool = _kv_pool(geometry, cache_config, loaded.device)
     cache = CacheManager(kv_pool, cache_config.reuse)
+    persistence = _persistence(loaded, cache, cache_config, state_directory)
     return Engine(
         runner=Runner(PagedModel(loaded, kv_pool.layers), cache_config.block_size),
         cache=cache,
@@ -83,7 +90,8 @@ def engine_around(
         max_step_tokens=engine_config.max_step_tokens or step_tokens(loaded.spec, loaded.device),
         max_running=engine_config.max_running,
         vocab_size=loaded.spec.vocab_size,
-        persistence=_persistence(loaded, cache, cache_config, state_directory),
+        persistence=persistence,
+        swap=_swap(cache, cache_config, persistence),
     )
 
 
@@ -103,6 +111,13 @@ def device_budget(config: CacheConfig, device: torch.device) -> int:
     """Return the bytes KV may take on `device`."""
     size = config.device_bytes or _DEFAULT_SHARE[device.type]
     return size.resolve(free_bytes(device))
+
+
+def host_budget(config: CacheConfig, device: torch.device) -> int:
+    """Return the bytes KV may take in host memory beside `device`."""
+    size = config.host_bytes or _DEFAULT_HOST_SHARE[device.type]
+    num_bytes = size.resolve(free_bytes(torch.device("cpu")))
+    return num_bytes if config.host_bytes else min(num_bytes, _MAX_DEFAULT_HOST_BYTES)
 
 
 def step_tokens(spec: ModelSpec, device: torch.device) -> int:
@@ -151,6 +166,20 @@ def _persistence(
         return DiskTier(directory, layout, limit)
 
     return Persistence(cache, open_tier)
+
+
+def _swap(
+    cache: CacheManager, config: CacheConfig, persistence: Persistence | None
+) -> HostSwap | None:
+    """Return what lets KV sink into host memory; None where nothing may."""
+    pool = cache.kv_pool
+    limit = host_budget(config, pool.device)
+    if not config.reuse or limit < pool.geometry.block_bytes:
+        return None
+    geometry, is_pinned = pool.geometry, pool.device.type == "cuda"
+    host = HostTier(geometry.block_size, geometry.block_bytes, limit, is_pinned)
+    transfer = persistence.transfer if persistence is not None else TransferThread(lambda: None, 0)
+    return HostSwap(cache, host, transfer)
 
 
 def _ready(loaded: LoadedModel, engine: Engine) -> ModelReady:

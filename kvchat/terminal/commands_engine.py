@@ -8,7 +8,7 @@ from kvchat.chat.conversation import Role as Speaker
 from kvchat.core.config import format_bytes
 from kvchat.core.errors import UsageError
 from kvchat.terminal.commands import Argument, Command, Group
-from kvchat.terminal.kept_kv import disk_lines
+from kvchat.terminal.kept_kv import disk_lines, host_lines
 from kvchat.terminal.model_change import change_model
 from kvchat.terminal.paint import Row, prefixed
 from kvchat.terminal.recital import describe_model
@@ -64,6 +64,7 @@ async def stats(context: "CommandContext", arguments: str) -> None:
                 f"        {plural(status.num_evicted, 'block')} evicted, "
                 f"{plural(status.num_preempted, 'request')} put off"
             )
+        lines += host_lines(status.host) if status.host is not None else []
         lines += disk_lines(status.disk) if status.disk is not None else []
     context.say("\n".join(lines))
 

@@ -157,6 +157,15 @@ def disk_lines(disk: TierStatus) -> list[str]:
     return [*lines, f"        {one_line(disk.trouble, _PATH_CHARS)}"] if disk.trouble else lines
 
 
+def host_lines(host: TierStatus) -> list[str]:
+    """Return what host memory holds and has done, for /stats."""
+    return [
+        f"host:   {plural(host.num_packs, 'block')}; "
+        f"{format_bytes(host.num_bytes)} of {format_bytes(host.limit_bytes)} taken; "
+        f"{format_bytes(host.bytes_written)} sank, {format_bytes(host.bytes_read)} rose"
+    ]
+
+
 def used_of_limit(status: StoreStatus) -> str:
     """Return how full a store is."""
     limit = f" of {format_bytes(status.limit_bytes)}" if status.limit_bytes else ""
