@@ -54,10 +54,10 @@ class Drafter(Protocol):
     def propose(self, wanted: Sequence[Wanted]) -> list[Sequence[int]]:
         """Draft for several requests at once, for each at most as many tokens as it has offered."""
 
-    def tend(self, requests: Sequence[Request], num_tokens: int) -> None:
-        """After a step: let go of requests that have left, and catch up with the others.
+    def tend(self, requests: Sequence[Request], seconds: float) -> None:
+        """After a step: let go of all but the unfinished `requests`, and catch up with those.
 
-        `num_tokens` is how many tokens it may compute for that.
+        `seconds` is about how long that may take.
         """
 
     def close(self) -> None:

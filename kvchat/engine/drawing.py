@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from kvchat.engine.noise import sample_seed
+from kvchat.engine.request import Request
 from kvchat.engine.sampler import SamplingRow, sample
 from kvchat.engine.scheduler import Work
 
@@ -43,7 +44,10 @@ def draw(plan: Sequence[Work], logits: torch.Tensor) -> dict[Work, list[int]]:
         start += 1 + len(work.drafts)
     if len(owners) > start:
         logits = logits[rows_of_logits]
-    rows = [_sampling_row(owner, logits.device) for owner in owners]
+    rows = [
+        sampling_row(o.work.request, o.work.drafts[: o.row], logits.device, o.sibling)
+        for o in owners
+    ]
     drawn = sample(logits, rows) if rows else []
     for owner, token in zip(owners, drawn, strict=True):
         tokens[owner.work].append(token)
@@ -58,17 +62,17 @@ def _owners(work: Work) -> Iterator[_Owner]:
             yield _Owner(work, row, sibling)
 
 
-def _sampling_row(owner: _Owner, device: torch.device) -> SamplingRow:
-    """Say how to draw after the drafts before a row, a repetition penalty seeing them too."""
-    request = owner.work.request
+def sampling_row(
+    request: Request, drafts: Sequence[int], device: torch.device, sibling: int = 0
+) -> SamplingRow:
+    """Say how to draw what follows a request's ids and `drafts`; a penalty sees both."""
     params = request.spec.sampling
     context_ids = None
     if params.repetition_penalty != 1.0:
-        seen = [*request.ids, *owner.work.drafts[: owner.row]]
-        context_ids = torch.tensor(seen, dtype=torch.int64, device=device)
+        context_ids = torch.tensor([*request.ids, *drafts], dtype=torch.int64, device=device)
     return SamplingRow(
         params=params,
-        seed=sample_seed(params.seed, request.sample + owner.sibling),
-        position=len(request.ids) + owner.row,
+        seed=sample_seed(params.seed, request.sample + sibling),
+        position=len(request.ids) + len(drafts),
         context_ids=context_ids,
     )

@@ -20,6 +20,9 @@ from kvchat.engine.verify import accepted_len
 
 _log = logging.getLogger(__name__)
 
+# What a drafter lacks is made up for in this share of every step's time.
+_SHARE_FOR_CATCHING_UP = 0.25
+
 
 class Mode(StrEnum):
     """Which drafters are asked: none, all of them the preferred first, or one."""
@@ -70,6 +73,8 @@ class Speculation:
         self._pace: Pace = pace if pace is not None else AdaptivePace()
         self._clock = clock
         self._sources: dict[Work, str] = {}
+        self._step_s = 0.0
+        self.failures: dict[str, Exception] = {}
 
     def draft(self, plan: Sequence[Work], cache: CacheManager, limits: Limits) -> list[Work]:
         """Return the plan with drafts, whose blocks are reserved."""
@@ -158,6 +163,7 @@ class Speculation:
 
     def note(self, plan: Sequence[Work], drawn: dict[Work, list[int]], seconds: float) -> None:
         """Take in what a step has cost and which of its drafts were right."""
+        self._step_s = seconds
         num_decoding = sum(work.request.is_decoding for work in plan)
         if num_decoding:
             num_rows = sum(work.num_rows for work in plan)
@@ -169,11 +175,13 @@ class Speculation:
                 self._pace.note_verified(work.request, source, len(work.drafts), num_accepted)
 
     def tend(self, requests: Sequence[Request]) -> None:
-        """Let go of requests that have left, all the unfinished ones given."""
+        """Have the drafters keep up with the unfinished requests, in a part of a step's time."""
         self._pace.settle(requests)
+        seconds, self._step_s = self._step_s * _SHARE_FOR_CATCHING_UP, 0.0
+        asked = self._asked()
         for drafter in list(self._drafters):
             try:
-                drafter.tend(requests, 0)
+                drafter.tend(requests if drafter in asked else [], seconds)
             except Exception as error:
                 self._drop(drafter, error)
 
@@ -181,13 +189,21 @@ class Speculation:
         """Ask a drafter no more."""
         _log.error("the %s drafter failed", drafter.name, exc_info=error)
         self._drafters.remove(drafter)
+        self.failures[drafter.name] = error
+        _close(drafter)
 
     def close(self) -> None:
+        """Let the drafters keep what they have. Idempotent."""
         for drafter in self._drafters:
-            try:
-                drafter.close()
-            except Exception:
-                _log.exception("the %s drafter did not close in order", drafter.name)
+            _close(drafter)
+        self._drafters.clear()
+
+
+def _close(drafter: Drafter) -> None:
+    try:
+        drafter.close()
+    except Exception:
+        _log.exception("the %s drafter did not close in order", drafter.name)
 
 
 def _most(work: Work, limits: Limits) -> int:

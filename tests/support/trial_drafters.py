@@ -43,7 +43,7 @@ class OracleDrafter:
             for token in ids
         ]
 
-    def tend(self, requests: Sequence[Request], num_tokens: int) -> None:
+    def tend(self, requests: Sequence[Request], seconds: float) -> None:
         self.tended.append(list(requests))
 
     def close(self) -> None:
@@ -95,9 +95,9 @@ class FailingDrafter(OracleDrafter):
         self._count("propose")
         return super().propose(wanted)
 
-    def tend(self, requests: Sequence[Request], num_tokens: int) -> None:
+    def tend(self, requests: Sequence[Request], seconds: float) -> None:
         self._count("tend")
-        super().tend(requests, num_tokens)
+        super().tend(requests, seconds)
 
     def close(self) -> None:
         self._count("close")

@@ -1,0 +1,198 @@
+"""A draft model keeps its KV as the target does, and nobody waits for it."""
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from kvchat.cache.persistence import Persistence
+from kvchat.core.types import SamplingParams
+from kvchat.engine.draft_model import ModelDrafter
+from kvchat.engine.pace import FixedPace
+from kvchat.engine.request import RequestSpec
+from kvchat.engine.speculation import Speculation
+from support.engine_harness import EngineHarness
+from support.memory_tier import MemoryTier
+from support.remembering_model import GREEDY, VOCAB_SIZE, RememberingModel, new_cache
+
+SAMPLED = SamplingParams(temperature=1.1, top_k=20, seed=11)
+LONG = tuple(random.Random(3).randrange(VOCAB_SIZE) for _ in range(90))
+
+
+class Drafting(EngineHarness):
+    """An engine whose draft model is its own twin: every draft is right, if its KV is.
+
+    `forwards[i]` counts the draft's forward passes before step i ended.
+    """
+
+    def __init__(
+        self,
+        draft_blocks: int = 200,
+        vocab_size: int = VOCAB_SIZE,
+        tier: MemoryTier | None = None,
+        num_tokens: int = 4,
+        fails: Callable[[], None] = lambda: None,
+        **shape: int,
+    ) -> None:
+        self.num_draft_forwards = 0
+        self.forwards: list[int] = []
+        self.draft_cache = new_cache(draft_blocks, shape.get("block_size", 4))
+        self.draft_model = RememberingModel(self.draft_cache, lambda: self._count(fails))
+        persistence = None
+        if tier is not None:
+            persistence = Persistence(self.draft_cache, lambda: tier)
+            persistence.planner.prefill_tokens_per_s = 1e-3
+        self.persistence = persistence
+        self.drafter = ModelDrafter(
+            self.draft_model,  # type: ignore[arg-type]
+            self.draft_cache,
+            vocab_size,
+            shape.get("max_context", 120),
+            persistence,
+        )
+        speculation = Speculation([self.drafter], pace=FixedPace(num_tokens))
+        super().__init__(speculation=speculation, **shape)  # type: ignore[arg-type]
+
+    def _count(self, fails: Callable[[], None]) -> None:
+        self.num_draft_forwards += 1
+        fails()
+
+    def check(self) -> None:
+        super().check()
+        self.forwards.append(self.num_draft_forwards)
+        assert not self.draft_model.broken_promises, self.draft_model.broken_promises
+        self.draft_cache.check([seat.table for seat in self.drafter._seats.values()])
+
+    def run_checked(self, *specs: RequestSpec) -> list[int]:
+        numbers = [self.submit(spec) for spec in specs]
+        self.run()
+        for number in numbers:
+            self.assert_complete(number)
+        return numbers
+
+    def accepted_share(self, number: int) -> float:
+        usage = self.ending(number).usage
+        return usage.accepted_tokens / usage.drafted_tokens
+
+
+def test_a_twin_is_always_right_and_its_kv_is_never_mixed_up() -> None:
+    engine = Drafting(num_tokens=5)
+    [number] = engine.run_checked(RequestSpec((1, 2, 3), SAMPLED, max_tokens=60))
+
+    assert engine.accepted_share(number) == 1.0
+    assert len(engine.steps) == 1 + 59 // 6 + 1
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 4, 16])
+@pytest.mark.parametrize("draft_blocks", [9, 200])
+def test_batches_forks_and_little_room_change_no_text(block_size: int, draft_blocks: int) -> None:
+    engine = Drafting(draft_blocks, block_size=block_size, num_blocks=240 // block_size)
+    numbers = engine.run_checked(
+        RequestSpec((1, 2, 3) * 5, GREEDY, max_tokens=40),
+        RequestSpec(tuple(range(20)), SAMPLED, max_tokens=35, num_samples=3),
+        RequestSpec((9, 8), replace(SAMPLED, repetition_penalty=1.3), max_tokens=50),
+        RequestSpec((1, 2, 3) * 4, SAMPLED, max_tokens=20),
+    )
+
+    if draft_blocks == 200:
+        assert all(engine.accepted_share(number) == 1.0 for number in numbers)
+
+
+def test_the_first_token_does_not_wait_for_the_draft() -> None:
+    engine = Drafting()
+    engine.submit(RequestSpec(LONG, GREEDY, max_tokens=20))
+    while not any(engine.generated(1)):
+        assert engine.num_draft_forwards == 0
+        engine.step()
+    engine.run()
+
+    assert engine.num_draft_forwards > 0
+    engine.assert_complete(1)
+
+
+def test_what_the_draft_lacks_is_made_up_for_a_little_in_each_step() -> None:
+    engine = Drafting()
+    engine.submit(RequestSpec(LONG, GREEDY, max_tokens=30))
+    engine.run()
+
+    plain = [plan for plan in engine.steps if plan == [(1, 1)]]
+    verifying = [plan for plan in engine.steps if plan == [(1, 5)]]
+    assert 0 < len(plain) <= 4
+    assert len(verifying) >= 4
+
+
+def test_the_next_turn_and_a_branch_draft_at_once() -> None:
+    engine = Drafting()
+    [first] = engine.run_checked(RequestSpec(LONG, GREEDY, max_tokens=9))
+    answer = engine.generated(first)
+    computed = engine.draft_cache.measure((*LONG, *answer))
+    assert computed >= len(LONG)
+
+    for prompt in ((*LONG, *answer, 4, 5), (*LONG[:80], 7), (*LONG, *answer[:3], 9)):
+        before = len(engine.steps)
+        [number] = engine.run_checked(RequestSpec(prompt, GREEDY, max_tokens=11))
+        assert [rows for [(_, rows)] in engine.steps[before:] if rows == 5], "nothing was drafted"
+        assert engine.accepted_share(number) == 1.0
+        assert (number, 1) not in [plan[0] for plan in engine.steps[before + 1 :]], "a plain step"
+
+
+@pytest.fixture
+def tier() -> MemoryTier:
+    return MemoryTier(block_size=4, image_bytes=32)
+
+
+def test_a_restored_conversation_drafts_as_well_as_before(tier: MemoryTier) -> None:
+    yesterday = Drafting(tier=tier)
+    [number] = yesterday.run_checked(RequestSpec(LONG, GREEDY, max_tokens=9))
+    answer = yesterday.generated(number)
+    yesterday.engine.close()
+    assert tier.blocks
+
+    today = Drafting(tier=tier)
+    assert today.persistence is not None
+    [number] = today.run_checked(RequestSpec((*LONG, *answer, 3), GREEDY, max_tokens=11))
+
+    assert today.accepted_share(number) == 1.0
+    assert today.draft_cache.measure((*LONG, *answer)) >= len(LONG)
+    assert [rows for [(_, rows)] in today.steps[-2:]] == [5, 5], "it drafted late"
+    today.engine.close()
+
+
+def test_a_context_beyond_the_drafts_vocabulary_or_context_is_decoded_plainly() -> None:
+    engine = Drafting(vocab_size=20)
+    [number] = engine.run_checked(RequestSpec((1, 39, 3), GREEDY, max_tokens=20))
+    assert engine.ending(number).usage.drafted_tokens == 0
+
+    short = Drafting()
+    short.drafter._max_context = 30
+    [number] = short.run_checked(RequestSpec((1, 2, 3), GREEDY, max_tokens=60))
+    assert 0 < short.ending(number).usage.drafted_tokens <= 30
+
+
+@pytest.mark.parametrize("num_good", [0, 1, 7])
+def test_a_draft_model_that_crashes_leaves_the_text_alone(num_good: int) -> None:
+    left = [num_good]
+
+    def fail() -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise RuntimeError("the draft fell over")
+
+    engine = Drafting(fails=fail)
+    engine.run_checked(RequestSpec((1, 2, 3), SAMPLED, max_tokens=40))
+
+    assert "fell over" in str(engine.engine.speculation.failures["draft"])
+
+
+def test_a_cancelled_request_leaves_its_seat() -> None:
+    engine = Drafting()
+    number = engine.submit(RequestSpec((1, 2, 3), SAMPLED, max_tokens=60))
+    for _ in range(5):
+        engine.step()
+    assert engine.drafter._seats
+    engine.engine.cancel(number)
+    engine.step()
+
+    assert not engine.drafter._seats
+    engine.run_checked(RequestSpec((1, 2, 3), SAMPLED, max_tokens=60))
