@@ -12,6 +12,7 @@ from kvchat.cache.codec import Canary
 from kvchat.cache.manager import CacheManager
 from kvchat.cache.planner import RestorePlanner
 from kvchat.cache.radix_node import TOKEN_BYTES, pack
+from kvchat.cache.rate_memory import RateMemory
 from kvchat.cache.restoring import Proof, Restore, Restoring
 from kvchat.cache.saving import Saver
 from kvchat.cache.tier import trouble_of
@@ -24,7 +25,8 @@ _CLOSE_PATIENCE_S = 5.0
 
 
 class Persistence:
-    """Restores into and saves from one manager. `clock` returns seconds.
+    """Restores into and saves from one manager. `clock` returns seconds; `rates` remembers how fast
+    this machine is.
 
     The engine's thread owns it; reading, writing and checking happen on the transfer thread.
     """
@@ -34,8 +36,12 @@ class Persistence:
         manager: CacheManager,
         open_tier: OpenTier,
         clock: Callable[[], float] = time.perf_counter,
+        rates: RateMemory | None = None,
     ) -> None:
         self.planner = RestorePlanner()
+        self._rates = rates
+        if rates is not None:
+            self.planner.begin_with(rates.read())
         self.transfer = TransferThread(open_tier, _MAX_PENDING_BYTES)
         self.saver = Saver(manager, self.transfer, clock)
         self.restoring = Restoring(
@@ -45,9 +51,9 @@ class Persistence:
 
     # Restoring
 
-    def begin(self, ids: TokenIds) -> Restore | None:
+    def begin(self, ids: TokenIds, may_have_front: bool = True) -> Restore | None:
         """Ask for the KV of a prompt that the device has not; None where it is not worth it."""
-        return self.restoring.begin(ids)
+        return self.restoring.begin(ids, may_have_front)
 
     def wait_for_news(self) -> None:
         """Wait for the next delivery, for a moment at most."""
@@ -82,7 +88,15 @@ class Persistence:
         `canary` is that of the last block's last token.
         """
         self.saver.save(ids, canary)
+        self._keep_rates()
+
+    def _keep_rates(self) -> None:
+        rates = self._rates
+        if rates is not None:
+            known = self.planner.rates()
+            self.transfer.copy(lambda: rates.write(known))
 
     def close(self) -> None:
         """Wait for what is being written, within bounds, and end the thread."""
+        self._keep_rates()
         self.transfer.close(_CLOSE_PATIENCE_S)

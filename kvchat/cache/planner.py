@@ -1,9 +1,16 @@
-"""RestorePlanner: is it quicker to read KV back, or to compute it again?
+"""RestorePlanner: what of a context to read back, and what to compute again meanwhile.
 
-Decides by what this machine has shown so far: tokens computed a second, bytes read a second. Pure
-arithmetic; knows no tier and no clock.
+Decides by what this machine has shown: tokens computed a second, bytes read a second. The front of
+a context can be computed while its back is read, and either may take all. With c seconds to compute
+a token, r to read one, and l to find the first, n tokens are there after
+
+    max(k c, l + (n - k) r)    where the first k are computed:  least at k = (l + n r) / (c + r)
+
+which is what Jin et al. ("Compute or Load KV Cache? Why Not Both?", 2024) do by meeting in the
+middle. Pure arithmetic; knows no tier and no clock.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 # A rate follows what is measured, the newest weighing a third: machines change their mind.
@@ -13,8 +20,13 @@ _MIN_TOKENS = 64
 _MIN_BYTES = 1 << 18
 # How much quicker a disk may have become with every restore that was not tried.
 _DOUBT = 1.1
-# How much longer than computing a restore may take before it is given up, and the least patience.
-_PATIENCE = 1.0
+# A plan that is not quicker by a tenth is not worth its risks.
+_WORTH = 0.9
+# What it takes to ask a tier and to hear of the first pack.
+_FINDING_S = 0.002
+# How long to wait for what comes next, in parts of what computing it would take. What is awaited in
+# vain is lost, and what is on its way, though late, is not worth more than that.
+_PATIENCE, _FIRST_PATIENCE = 0.5, 0.25
 _MIN_PATIENCE_S = 0.05
 # A slow machine's, until this one has shown its own: a short prompt must not wait for a tier that
 # is still reading gigabytes of weights to know whose KV it may give out.
@@ -23,10 +35,22 @@ _ASSUMED_TOKENS_PER_S = 100.0
 
 @dataclass(slots=True)
 class RestorePlanner:
-    """Rates of this machine, None until something was measured. One thread owns a planner."""
+    """Rates of this machine, None until something was measured."""
 
     prefill_tokens_per_s: float | None = None
     read_bytes_per_s: float | None = None
+
+    def rates(self) -> dict[str, float]:
+        """Return the rates that are known, by name."""
+        known = {"prefill": self.prefill_tokens_per_s, "read": self.read_bytes_per_s}
+        return {name: rate for name, rate in known.items() if rate is not None}
+
+    def begin_with(self, rates: Mapping[str, float]) -> None:
+        """Take over what an earlier process has measured, as far as this one has not."""
+        if self.prefill_tokens_per_s is None:
+            self.prefill_tokens_per_s = rates.get("prefill")
+        if self.read_bytes_per_s is None:
+            self.read_bytes_per_s = rates.get("read")
 
     def note_prefill(self, num_tokens: int, seconds: float) -> None:
         """Take in how long computing took."""
@@ -46,16 +70,38 @@ class RestorePlanner:
         if self.read_bytes_per_s is not None:
             self.read_bytes_per_s *= _DOUBT
 
-    def is_worth(self, num_tokens: int, num_bytes: int) -> bool:
-        """Whether to restore; an unknown rate speaks for trying, which measures it."""
-        if self.prefill_tokens_per_s is None or self.read_bytes_per_s is None:
-            return True
-        return num_bytes / self.read_bytes_per_s < num_tokens / self.prefill_tokens_per_s
+    def front(self, num_tokens: int, num_bytes: int) -> int:
+        """Return how many leading tokens to compute while the others, of `num_bytes` together with
+        them, are read; all of them where reading is not worth it.
 
-    def patience_s(self, num_tokens: int) -> float:
-        """Return how long to wait for a restore before computing."""
+        An unknown rate speaks for reading everything, which measures it.
+        """
+        if self.prefill_tokens_per_s is None or self.read_bytes_per_s is None:
+            return 0
+        compute_s = 1 / self.prefill_tokens_per_s
+        read_s = num_bytes / num_tokens / self.read_bytes_per_s
+        only_reading_s = _FINDING_S + num_tokens * read_s
+        front = only_reading_s / (compute_s + read_s)
+        num_front, least_s = 0, only_reading_s
+        if front >= _MIN_TOKENS and front * compute_s < _WORTH * only_reading_s:
+            num_front, least_s = int(front), front * compute_s
+        return num_front if least_s < _WORTH * num_tokens * compute_s else num_tokens
+
+    def is_worth(self, num_tokens: int, num_bytes: int) -> bool:
+        """Whether to read anything."""
+        return self.front(num_tokens, num_bytes) < num_tokens
+
+    def patience_s(self, num_tokens: int, num_bytes: int, is_first: bool = False) -> float:
+        """Return how long to wait for the next tokens to come up before computing them.
+
+        For the first ones, which a tier may have to be opened for, `num_tokens` are all.
+        """
         rate = self.prefill_tokens_per_s or _ASSUMED_TOKENS_PER_S
-        return max(_MIN_PATIENCE_S, _PATIENCE * num_tokens / rate)
+        share = _FIRST_PATIENCE if is_first else _PATIENCE
+        expected_s = 0.0
+        if self.read_bytes_per_s is not None and not is_first:
+            expected_s = 2 * num_bytes / self.read_bytes_per_s
+        return max(_MIN_PATIENCE_S, share * num_tokens / rate, expected_s)
 
 
 def _moved(rate: float | None, newest: float) -> float:

@@ -6,7 +6,9 @@ knows no request and no model.
 """
 
 import logging
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from threading import BoundedSemaphore, Event
@@ -24,7 +26,8 @@ _log = logging.getLogger(__name__)
 
 Image = bytes | bytearray | memoryview
 
-_MAX_PIECES_IN_FLIGHT = 8
+# What is read before the front is computed waits in memory: 256 MiB of packs at most.
+_MAX_PIECES_IN_FLIGHT = 64
 _NEWS_PATIENCE_S = 0.02
 
 
@@ -57,16 +60,24 @@ class Proof:
 class Restore:
     """One prompt on its way back. Made and read by the engine's thread, fed by the transfer thread.
 
-    `num_known` counts the leading tokens that the device had, `num_tokens` those restored behind
-    them so far. `give_up` ends it; what came stays.
+    `num_known` counts the leading tokens that the device had, `num_tokens` those restored so far.
+    `give_up` ends it; what came stays.
 
+    # [0, num_known)                the device had it
+    # [num_known, num_front)        to be computed while the rest is read; where that is everything
+    #                               but nothing, `num_front` is 0
     # [num_trusted, num_arrived)    tokens that came up and are still to be proven; `canary` is that
     #                               of the last
+
+    `due_s` is when waiting for the next piece stops being worth it.
     """
 
     ids: TokenIds
     num_known: int
-    deadline_s: float
+    due_s: float
+    may_have_front: bool = True
+    num_front: int = 0
+    held: "deque[Piece]" = field(default_factory=deque)
     pieces: "SimpleQueue[Piece]" = field(default_factory=SimpleQueue)
     places: BoundedSemaphore = field(
         default_factory=lambda: BoundedSemaphore(_MAX_PIECES_IN_FLIGHT)
@@ -81,7 +92,9 @@ class Restore:
     @property
     def is_over(self) -> bool:
         """Whether nothing more will come of it."""
-        return self.is_given_up.is_set() or (self.has_all.is_set() and self.pieces.empty())
+        if self.is_given_up.is_set():
+            return True
+        return self.has_all.is_set() and self.pieces.empty() and not self.held
 
     def give_up(self) -> None:
         self.is_given_up.set()
@@ -111,18 +124,22 @@ class Restoring:
         self._news = Event()
         self._unproven: list[Restore] = []
 
-    def begin(self, ids: TokenIds) -> Restore | None:
-        """Ask for the KV of a prompt that the device has not; None where it is not worth it."""
+    def begin(self, ids: TokenIds, may_have_front: bool) -> Restore | None:
+        """Ask for the KV of a prompt that the device has not; None where it is not worth it.
+
+        `may_have_front` where somebody computes what is better computed than read.
+        """
         num_known = self._manager.measure(ids[:-1])
         size = self._manager.block_size
         num_blocks = (len(ids) - 1 - num_known) // size
         if num_blocks < 1 or self._transfer.is_without_tier:
             return None
-        num_tokens = num_blocks * size
-        if not self._planner.is_worth(num_tokens, num_blocks * self._image_bytes):
+        num_tokens, num_bytes = num_blocks * size, num_blocks * self._image_bytes
+        if not self._planner.is_worth(num_tokens, num_bytes):
             self._planner.note_refused()
             return None
-        restore = Restore(ids, num_known, self._clock() + self._planner.patience_s(num_tokens))
+        patience_s = self._planner.patience_s(num_tokens, num_bytes, is_first=True)
+        restore = Restore(ids, num_known, self._clock() + patience_s, may_have_front)
         self._transfer.restore(lambda tier: self._read(tier, restore, num_known // size))
         return restore
 
@@ -134,20 +151,40 @@ class Restoring:
     def settle(self, restore: Restore) -> bool:
         """Take what has come of a restore onto the device; whether more may come.
 
-        Gives up where there is no room for more, or where computing would have been quicker.
+        Gives up where there is no room for more, or where computing would have been quicker. What
+        comes up before its front is computed is held until then.
         """
-        is_late = self._clock() > restore.deadline_s
-        while not restore.is_given_up.is_set():
-            try:
-                piece = restore.pieces.get_nowait()
-            except Empty:
-                break
+        is_late = self._clock() > restore.due_s
+        with suppress(Empty):
+            while True:
+                restore.held.append(restore.pieces.get_nowait())
+        is_ready = self._has_front(restore)
+        while is_ready and restore.held and not restore.is_given_up.is_set():
+            piece = restore.held.popleft()
             restore.places.release()
+            is_late = False
             if self._take(restore, piece) < piece.num_blocks:
                 restore.give_up()
-        if is_late or self._transfer.is_without_tier:
+            self._wait_anew(restore, piece.num_blocks)
+        if not is_ready:
+            self._wait_anew(restore, 0)
+        elif is_late or self._transfer.is_without_tier:
             restore.give_up()
         return not restore.is_over
+
+    def _has_front(self, restore: Restore) -> bool:
+        """Whether all that is to be computed before what comes up is there."""
+        if not restore.num_front:
+            return True
+        return self._manager.measure(restore.ids[: restore.num_front]) == restore.num_front
+
+    def _wait_anew(self, restore: Restore, num_blocks: int) -> None:
+        """Something went on: the next piece, probably as large as the last, has its time again."""
+        num_tokens, num_bytes = (
+            num_blocks * self._manager.block_size,
+            num_blocks * self._image_bytes,
+        )
+        restore.due_s = self._clock() + self._planner.patience_s(num_tokens, num_bytes)
 
     def _take(self, restore: Restore, piece: Piece) -> int:
         """Enter a piece in the device tier; return how many of its blocks are there now."""
@@ -199,12 +236,14 @@ class Restoring:
     # On the transfer thread
 
     def _read(self, tier: Tier, restore: Restore, start_block: int) -> None:
-        """Read a prompt's packs one after another."""
+        """Read a prompt's packs one after another, or those behind a front to be computed."""
         if restore.is_given_up.is_set():
             return
         packed = pack(restore.ids[:-1])
         try:
-            for found in tier.find(chain_keys(tier.root, packed, self._block_bytes), packed):
+            runs = tier.find(chain_keys(tier.root, packed, self._block_bytes), packed)
+            start_block = self._planned_start(restore, runs, start_block)
+            for found in runs:
                 if found.start_block + found.num_blocks <= start_block:
                     continue
                 if not _has_place(restore):
@@ -219,6 +258,19 @@ class Restoring:
         finally:
             restore.has_all.set()
             self._news.set()
+
+    def _planned_start(self, restore: Restore, runs: Sequence[Found], start_block: int) -> int:
+        """Return the block to read from, and let the engine know of a front to be computed."""
+        num_blocks = sum(found.num_blocks for found in runs) - start_block
+        if num_blocks < 1 or not restore.may_have_front:
+            return start_block
+        size = self._manager.block_size
+        num_front = self._planner.front(num_blocks * size, num_blocks * self._image_bytes)
+        if num_front >= size:
+            start_block += num_front // size
+            if num_front < num_blocks * size:
+                restore.num_front = start_block * size
+        return start_block
 
     def _piece(self, found: Found, image: Image, start_block: int) -> Piece:
         """Cut off what the device had already when it asked."""

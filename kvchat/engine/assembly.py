@@ -16,6 +16,7 @@ from kvchat.cache.host_tier import HostTier
 from kvchat.cache.kv_pool import KvGeometry, KvPool, LayerGeometry
 from kvchat.cache.manager import CacheManager
 from kvchat.cache.persistence import Persistence
+from kvchat.cache.rate_memory import RateMemory
 from kvchat.cache.transfer import TransferThread
 from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig, Size, format_bytes
 from kvchat.core.errors import ModelError
@@ -165,7 +166,8 @@ def _persistence(
         layout = Layout(identity, geometry.block_size, geometry.block_bytes)
         return DiskTier(directory, layout, limit)
 
-    return Persistence(cache, open_tier)
+    subject = f"{loaded.identity} {dtype_name(loaded.dtype)} {loaded.device.type}"
+    return Persistence(cache, open_tier, rates=RateMemory(state_directory, subject))
 
 
 def _swap(

@@ -157,6 +157,25 @@ class Request:
         return is_promoting or (self.restore is not None and not self.restore.is_over)
 
     @property
+    def num_due(self) -> int:
+        """Tokens to compute as soon as there is room: while more comes up, those before it."""
+        if not self.is_restoring:
+            return self.num_uncomputed
+        front = self.restore.num_front if self.restore is not None else 0
+        return max(0, min(len(self.ids), front) - self.num_computed)
+
+    @property
+    def awaits_kv(self) -> bool:
+        """Whether it has nothing to compute before more comes up."""
+        return self.is_restoring and not self.num_due
+
+    @property
+    def is_to_join(self) -> bool:
+        """Whether it has computed the front of what has come up behind it, and runs on that now."""
+        has_front = self.restore is not None and self.restore.num_front > 0
+        return has_front and not self.is_restoring
+
+    @property
     def is_decoding(self) -> bool:
         """Whether only the newest token is left to compute."""
         return self.num_uncomputed == 1 and self.num_generated > 0

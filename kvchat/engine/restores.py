@@ -84,8 +84,14 @@ class Restores:
             climber.promotion = self._swap.begin(climber.ids)
         if climber.promotion is not None:
             self._climbing.append(climber)
-        elif self._persistence is not None:
-            climber.restore = self._persistence.begin(climber.ids)
+        else:
+            self._restore(climber)
+
+    def _restore(self, climber: "Request | _Foreseen") -> None:
+        """Ask the disk; for what no request has asked for yet nobody would compute a front."""
+        if self._persistence is not None:
+            has_front = isinstance(climber, Request)
+            climber.restore = self._persistence.begin(climber.ids, has_front)
 
     def promote(self, request: Request) -> bool:
         """Whether some of a request that is about to run comes up from host memory first.
@@ -117,7 +123,7 @@ class Restores:
 
         Where all requests wait it waits with them, for the next delivery or a moment.
         """
-        num_waiting = sum(request.is_restoring for request in requests) + self.is_prefetching
+        num_waiting = sum(request.awaits_kv for request in requests) + self.is_prefetching
         if num_waiting and num_waiting >= len(requests):
             self._wait_for_news()
         if self._swap is not None:
@@ -126,7 +132,7 @@ class Restores:
         for restore in self._live_restores(requests):
             assert self._persistence is not None
             self._persistence.settle(restore)
-        return any(request.is_restoring for request in requests) or self.is_prefetching
+        return any(request.awaits_kv for request in requests) or self.is_prefetching
 
     def _wait_for_news(self) -> None:
         if self._swap is not None and self._swap.is_promoting:
@@ -141,8 +147,8 @@ class Restores:
                 continue
             self._climbing.remove(climber)
             is_wanted = isinstance(climber, _Foreseen) or climber.state is State.WAITING
-            if is_wanted and self._persistence is not None:
-                climber.restore = self._persistence.begin(climber.ids)
+            if is_wanted:
+                self._restore(climber)
 
     def _live_restores(self, requests: Sequence[Request]) -> "list[Restore]":
         restores = [request.restore for request in requests]

@@ -6,7 +6,7 @@ when they run out. Knows lengths and blocks; knows no logits and no events.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 from kvchat.cache.manager import CacheManager
@@ -139,7 +139,9 @@ class Scheduler:
         index = 0
         while index < len(self._running):
             request = self._running[index]
-            num_tokens = min(request.num_uncomputed, 1 if request.is_decoding else prefill_budget)
+            if request.is_to_join:
+                self._join(request)
+            num_tokens = min(request.num_due, 1 if request.is_decoding else prefill_budget)
             if num_tokens and not self._reserve_or_preempt(request, num_tokens):
                 continue  # the request itself gave way, and the next one stands at its index
             if num_tokens:
@@ -147,6 +149,18 @@ class Scheduler:
                     prefill_budget -= num_tokens
                 yield Work(request, num_tokens)
             index += 1
+
+    def _join(self, request: Request) -> None:
+        """Have a request run on what has come up behind the front that it has computed."""
+        assert request.table is not None
+        before = request.num_computed
+        self._cache.release(request.table, request.ids[:before])
+        request.table = self._cache.match(request.ids)
+        request.num_computed = request.table.cached_len
+        request.restore = None
+        if request.cached is not None:
+            num_joined = max(0, request.num_computed - before)
+            request.cached = replace(request.cached, disk=request.cached.disk + num_joined)
 
     def _reserve_or_preempt(self, request: Request, num_tokens: int) -> bool:
         """Reserve blocks, preempting the youngest until there is room; false if it was this one."""
@@ -186,7 +200,9 @@ class Scheduler:
             request = self._next_waiting()
             if request is None or not self._start(request):
                 return
-            num_tokens = min(request.num_uncomputed, budget)
+            num_tokens = min(request.num_due, budget)
+            if not num_tokens:
+                continue  # others have computed its front meanwhile
             if not self._reserve(request, num_tokens):
                 self._preempt(request)
                 return
@@ -198,10 +214,10 @@ class Scheduler:
         """Choose the request with least left to compute, its age counted in its favour.
 
         A request whose next block is being computed by a running one waits for it, and so does one
-        whose KV is on its way from a slower tier.
+        whose KV is on its way from a slower tier, unless its front is to be computed meanwhile.
         """
         best, best_cost = None, 0.0
-        ready = (request for request in self._waiting if not request.is_restoring)
+        ready = (request for request in self._waiting if request.num_due)
         for request in islice(ready, _MAX_COMPARED):
             cached = self._cache.measure(request.ids)
             if self._is_being_computed(request, cached):

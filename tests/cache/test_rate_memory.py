@@ -1,0 +1,90 @@
+"""Rates kept between runs: a round trip, a file of the user's own, and nothing that breaks it."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from kvchat.cache.rate_memory import RateMemory
+
+RATES = {"prefill": 500.0, "read": 3e9}
+
+
+def test_what_was_written_is_there_for_the_next_run(tmp_path: Path) -> None:
+    RateMemory(tmp_path / "state", "model on cpu").write(RATES)
+
+    assert RateMemory(tmp_path / "state", "model on cpu").read() == RATES
+    assert RateMemory(tmp_path / "state", "another").read() == {}
+
+
+def test_the_file_is_the_users_alone(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        RateMemory(tmp_path / "state", "model").write(RATES)
+    finally:
+        os.umask(before)
+    [path] = (tmp_path / "state").iterdir()
+
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert path.parent.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"[" * 100_000,
+        b'{"version": 2, "rates": {"model": {"read": 1.0}}}',
+        b'{"version": 1}',
+        b'{"version": 1, "rates": 7}',
+        b'{"version": 1, "rates": {"model": 7}}',
+        b'{"version": 1, "rates": {"model": {"read": "fast", "prefill": -1, "up": NaN}}}',
+        b"\xff\xfe",
+    ],
+)
+def test_a_broken_file_is_as_good_as_none_and_is_mended(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "rates.json").write_bytes(content)
+    memory = RateMemory(tmp_path, "model")
+
+    assert memory.read() == {}
+    memory.write(RATES)
+    assert RateMemory(tmp_path, "model").read() == RATES
+
+
+def test_a_link_is_not_followed(tmp_path: Path) -> None:
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps({"version": 1, "rates": {"model": RATES}}))
+    (tmp_path / "rates.json").symlink_to(other)
+
+    assert RateMemory(tmp_path, "model").read() == {}
+
+
+def test_a_directory_that_cannot_be_written_costs_nothing(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    memory = RateMemory(tmp_path / "file" / "state", "model")
+
+    memory.write(RATES)
+
+    assert memory.read() == {}
+
+
+def test_the_newest_subjects_are_kept(tmp_path: Path) -> None:
+    for number in range(70):
+        RateMemory(tmp_path, f"model {number}").write(RATES)
+
+    assert RateMemory(tmp_path, "model 5").read() == {}
+    assert RateMemory(tmp_path, "model 69").read() == RATES
+
+
+def test_what_is_no_news_is_not_written(tmp_path: Path) -> None:
+    memory = RateMemory(tmp_path, "model")
+    memory.write(RATES)
+    written = (tmp_path / "rates.json").stat().st_ino
+    memory.write({"prefill": 505.0, "read": 3e9})
+    assert (tmp_path / "rates.json").stat().st_ino == written
+
+    memory.write({"prefill": 700.0, "read": 3e9})
+    assert RateMemory(tmp_path, "model").read()["prefill"] == 700.0
