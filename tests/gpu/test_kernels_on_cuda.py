@@ -27,6 +27,7 @@ from support.row_kernel_checks import (
 )
 from support.sampler_kernel_checks import (
     Drawing,
+    check_bounds_of_filters,
     check_broken_logits,
     check_draws,
     sampler_rows,
@@ -107,8 +108,8 @@ def test_a_row_of_a_product_does_not_depend_on_the_rows_beside_it() -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("vocab", [1, 63, 2049, 32000, 151936])
 def test_sampler(vocab: int, dtype: torch.dtype) -> None:
-    """The twin runs on the device too; the two may only differ where scores agree to the last places
-    of a logarithm, or where a filter's bound lies between two roundings of one sum."""
+    """The twin runs on the device too. They may only differ where scores agree to the last places
+    of a logarithm, or where the bound of a filter lies between two roundings of one sum."""
     check_draws(vocab, dtype, 1, DEVICE)
 
 
@@ -119,6 +120,10 @@ def test_the_device_samples_what_the_cpu_samples() -> None:
     on_device = sample_tokens(logits.to(DEVICE), sampler_rows(drawings, 7, DEVICE))
 
     assert on_device.tolist() == sample_tokens(logits, sampler_rows(drawings, 7, "cpu")).tolist()
+
+
+def test_filters_are_exact_at_their_bounds() -> None:
+    check_bounds_of_filters(DEVICE)
 
 
 def test_logits_that_are_no_numbers_are_reported() -> None:

@@ -4,6 +4,7 @@ What the interpreter cannot show: that nothing spills, that shared memory suffic
 16 bytes wide, that weights are on their way before they are needed, that addresses have 64 bits.
 """
 
+import re
 from collections.abc import Callable
 
 import pytest
@@ -156,7 +157,8 @@ def test_skinny_products(num_rows: int, sizes: tuple[int, int], has_bias: bool) 
     assert is_one_step or code.ptx_count("cp.async.cg") >= 8
     assert (code.ptx_count("mma.sync") > 0) == (num_rows > 1)
     if in_size == 12288:  # a power of two would be a shift
-        assert code.ptx_count("mad.wide") > 0, "addresses of 32 bits"
+        row = rf"mad\.wide\.s32\s.*, {in_size * 2},"
+        assert re.search(row, code.ptx), "rows are found with 32 bits"
 
 
 @pytest.mark.parametrize("dtype", sweep(torch.float32, torch.float16), ids=str)

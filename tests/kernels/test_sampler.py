@@ -12,6 +12,7 @@ from kvchat_kernels.sampler.reference import gumbel_noise as twin_noise
 from support.sampler_kernel_checks import (
     DRAWINGS,
     Drawing,
+    check_bounds_of_filters,
     check_broken_logits,
     check_draws,
     sampler_rows,
@@ -118,3 +119,7 @@ def test_logits_that_are_no_numbers_are_reported_and_infinite_ones_are_borne(
     interpreter: Interpreter,
 ) -> None:
     interpreter(check_broken_logits)
+
+
+def test_filters_are_exact_at_their_bounds(interpreter: Interpreter) -> None:
+    interpreter(check_bounds_of_filters)

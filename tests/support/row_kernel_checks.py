@@ -49,6 +49,8 @@ def check_rms_norm(
     )
     assert_same_bits(total, plain_total, "the sum")
     assert_as_exact(after, plain, normed(total))
+    alone = rms_norm(total, weight, EPS, offset=offset, impl="triton")
+    assert_same_bits(after, alone, "what is normed is not what is returned")
 
 
 def check_gates(shape: tuple[int, ...], dtype: torch.dtype, device: str = "cpu") -> None:
