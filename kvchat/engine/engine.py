@@ -168,6 +168,7 @@ class Engine:
         if self._probes.pieces:
             self._recall(self._probes.end_alone(self._run_alone))
             return events
+        is_restoring |= self._restores.is_under_way
         return events if is_restoring else events + self._samples.end_stuck()
 
     def close(self) -> None:

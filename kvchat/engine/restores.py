@@ -57,6 +57,14 @@ class Restores:
     def is_prefetching(self) -> bool:
         return self._foreseen is not None and not self._foreseen.is_over
 
+    @property
+    def is_under_way(self) -> bool:
+        """Whether copies from host memory are, even such as nobody wants any more.
+
+        They hold blocks until they are done.
+        """
+        return self._swap is not None and self._swap.is_promoting
+
     def prefetch(self, token_ids: Sequence[int]) -> None:
         """Bring a context's KV up for a request that will probably follow."""
         self.give_up_prefetch()
@@ -124,7 +132,8 @@ class Restores:
         Where all requests wait it waits with them, for the next delivery or a moment.
         """
         num_waiting = sum(request.awaits_kv for request in requests) + self.is_prefetching
-        if num_waiting and num_waiting >= len(requests):
+        is_idle = not any(request.state is State.RUNNING for request in requests)
+        if (num_waiting and num_waiting >= len(requests)) or (is_idle and self.is_under_way):
             self._wait_for_news()
         if self._swap is not None:
             self._swap.settle(may_sink=not num_waiting)
@@ -135,7 +144,7 @@ class Restores:
         return any(request.awaits_kv for request in requests) or self.is_prefetching
 
     def _wait_for_news(self) -> None:
-        if self._swap is not None and self._swap.is_promoting:
+        if self._swap is not None and self.is_under_way:
             self._swap.wait_for_news()
         elif self._persistence is not None:
             self._persistence.wait_for_news()

@@ -8,8 +8,11 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from itertools import count
 
+from kvchat.cache.host_swap import HostSwap
+from kvchat.cache.host_tier import HostTier
 from kvchat.cache.manager import CacheManager
 from kvchat.cache.persistence import Persistence
+from kvchat.cache.transfer import TransferThread
 from kvchat.core.events import (
     PrefillProgress,
     RequestEvent,
@@ -84,6 +87,9 @@ class SteppedEngine:
 
     def check(self) -> None:
         tables = [r.table for r in self.live() if r.table is not None]
+        if (swap := self.engine._swap) is not None:
+            swap.check()
+            tables += swap.tables()
         self.cache.check(tables)
         running = [r for r in self.live() if r.state is State.RUNNING]
         assert len(running) <= self.max_running
@@ -120,6 +126,15 @@ class SteppedEngine:
         return [e for e in self.events[request_id] if isinstance(e, PrefillProgress)]
 
 
+def new_swap(cache: CacheManager, num_blocks: int, persistence: Persistence | None) -> HostSwap:
+    """Return a swap between a cache and host memory of its own, and of so many blocks."""
+    geometry = cache.kv_pool.geometry
+    limit = num_blocks * geometry.block_bytes
+    host = HostTier(geometry.block_size, geometry.block_bytes, limit, is_pinned=False)
+    transfer = persistence.transfer if persistence is not None else TransferThread(lambda: None, 0)
+    return HostSwap(cache, host, transfer)
+
+
 class EngineHarness(SteppedEngine):
     """Drives an engine on a remembering model, whose completions an oracle knows."""
 
@@ -134,8 +149,10 @@ class EngineHarness(SteppedEngine):
         fails: Callable[[], None] = lambda: None,
         persist: Callable[[CacheManager], Persistence] | None = None,
         speculation: Speculation | None = None,
+        num_host_blocks: int = 0,
     ) -> None:
         cache = new_cache(num_blocks, block_size, reuse)
+        persistence = persist(cache) if persist is not None else None
         self.model = RememberingModel(cache, fails)
         ticks = count()
         engine = Engine(
@@ -146,8 +163,9 @@ class EngineHarness(SteppedEngine):
             max_running,
             VOCAB_SIZE,
             clock=lambda: float(next(ticks)),
-            persistence=persist(cache) if persist is not None else None,
+            persistence=persistence,
             speculation=speculation,
+            swap=new_swap(cache, num_host_blocks, persistence) if num_host_blocks else None,
         )
         super().__init__(engine, max_step_tokens, max_running)
 
