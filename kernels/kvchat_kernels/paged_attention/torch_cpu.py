@@ -11,8 +11,8 @@ from kvchat_kernels.paged_attention.span import AttentionSpan
 # Rows are taken in slabs with at most this many bytes of scores, so that they stay in the caches
 # between the two products and the softmax: larger slabs took up to twice as long per score.
 _SLAB_BYTES = 1 << 22
-# The fused kernel starts in a tenth of the time of two products and a softmax, which in bfloat16 are
-# the faster from about this many keys on. It is meant for few rows.
+# The fused kernel starts sooner than two products and a softmax, which in bfloat16 are the faster
+# from about this many keys on. It is meant for few rows.
 _SHORT_CONTEXT = 1024
 _FEW_ROWS = 16
 

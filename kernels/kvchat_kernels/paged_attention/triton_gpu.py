@@ -91,7 +91,7 @@ def paged_attention_triton(
 def num_processors(device: torch.device) -> int:
     """Return how many multiprocessors there are; for a CPU, which interprets, enough to divide."""
     if device.type != "cuda":
-        return 16
+        return 4
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 

@@ -1,0 +1,81 @@
+"""The attention kernels on a CUDA device: exact in all dtypes, at real sizes, and when replayed."""
+
+import pytest
+import torch
+
+from support.attention_checks import CASES, MIXED, check_attention
+from support.attention_kernel_checks import (
+    check_distant_blocks,
+    check_replay,
+    check_rows_without_context,
+    check_small_splits,
+    check_strided_tensors,
+    check_unused_table_entries,
+)
+from support.plain_attention import AttentionCase
+
+DEVICE = "cuda"
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
+]
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+# Query heads, KV heads, key dim, value dim of layers that people run.
+LAYERS = {
+    "Qwen3-8B": AttentionCase(32, 8, 128, 128),
+    "0.4 B": AttentionCase(14, 2, 64, 64),
+    "Gemma 3": AttentionCase(8, 4, 256, 256, window=1024),
+    "gpt-oss": AttentionCase(64, 8, 64, 64, window=128, has_sinks=True),
+    "Gemma 2": AttentionCase(8, 4, 256, 256, softcap=50.0),
+    "DeepSeek": AttentionCase(16, 16, 192, 128),
+    "Phi": AttentionCase(32, 32, 96, 96),
+    "one KV head": AttentionCase(32, 1, 80, 80),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_every_rule_on_a_mixed_batch(name: str, dtype: torch.dtype) -> None:
+    check_attention(CASES[name], MIXED, "triton", DEVICE, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("new", [1, 5, 16, 17, 257])
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_of_real_models(name: str, new: int, dtype: torch.dtype) -> None:
+    lengths = ((new, 4097), (1, 257), (new, new), (1, 63))
+    check_attention(LAYERS[name], lengths, "triton", DEVICE, dtype)
+
+
+@pytest.mark.parametrize("layout", ["permuted", "descending", "consecutive"])
+@pytest.mark.parametrize("block_size", [1, 8, 24, 32, 256])
+def test_where_blocks_lie_makes_no_difference(block_size: int, layout: str) -> None:
+    case = AttentionCase(window=50, has_sinks=True)
+    check_attention(case, MIXED, "triton", DEVICE, torch.float32, block_size, layout)
+
+
+@pytest.mark.parametrize("name", ["full", "window 100", "chunk 48", "softcap", "sinks and window"])
+def test_many_splits_are_merged_and_empty_ones_weigh_nothing(name: str) -> None:
+    check_small_splits(CASES[name], DEVICE)
+
+
+@pytest.mark.parametrize("new", [1, 5, 16])
+def test_a_step_captured_for_a_single_token_is_right_for_a_long_context(new: int) -> None:
+    case = AttentionCase(8, 2, 64, 64, has_sinks=True)
+    check_replay(case, new, (32768, new, 257, 33), DEVICE)
+
+
+def test_rows_without_context_become_zero() -> None:
+    check_rows_without_context(DEVICE)
+
+
+def test_unused_table_entries_are_not_followed() -> None:
+    check_unused_table_entries(DEVICE)
+
+
+def test_queries_and_pools_may_be_strided() -> None:
+    check_strided_tensors(DEVICE)
+
+
+def test_blocks_beyond_two_to_the_31_elements_are_found() -> None:
+    check_distant_blocks(DEVICE)
