@@ -81,6 +81,8 @@ def chat(
     samples: Annotated[
         int, typer.Option("-n", "--samples", help="answers to the same prompt", metavar="N")
     ] = 1,
+    spec: Annotated[bool | None, _setting("spec", "--spec/--no-spec")] = None,
+    draft: Annotated[str | None, _setting("draft", metavar="NAME")] = None,
     device: Annotated[str | None, _setting("device", metavar="NAME")] = None,
     dtype: Annotated[str | None, _setting("dtype", metavar="NAME")] = None,
     kv_dtype: Annotated[str | None, _setting("kv_dtype", metavar="NAME")] = None,

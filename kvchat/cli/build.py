@@ -90,24 +90,28 @@ def open_host(
     # Values that cannot be used are told before a model is looked for.
     settings.model_config(), settings.cache_config(), settings.engine_config()
     source = find_model(model_name if model_name is not None else settings["model"])
+    draft_name = settings.draft_name(source.name)
+    draft = find_model(draft_name) if draft_name is not None else None
     store = None if settings["incognito"] else session_store(settings)
-    return ChatHost(read_chat_model(source), _build(settings, source), store, on_load)
+    return ChatHost(read_chat_model(source), _build(settings, source, draft), store, on_load)
 
 
 def _build(
-    settings: Settings, source: "ModelSource"
+    settings: Settings, source: "ModelSource", draft: "ModelSource | None"
 ) -> "Callable[[Callable[[LoadProgress], None]], tuple[Engine, ModelReady]]":
     state = None if settings["incognito"] else user_paths().state
     kept = None if settings["incognito"] else cache_directory(settings)
 
     def build(progress: Callable[[LoadProgress], None]) -> "tuple[Engine, ModelReady]":
-        from kvchat.engine.assembly import build_engine
+        from kvchat.engine.draft_assembly import build_speculating_engine
 
-        assembled = build_engine(
+        assembled = build_speculating_engine(
             source,
+            draft,
             settings.model_config(),
             settings.cache_config(kept),
             settings.engine_config(),
+            settings.speculation_config(source.name),
             state,
             progress,
         )

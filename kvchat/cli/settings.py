@@ -10,9 +10,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig, Size, parse_size
+from kvchat.core.config import (
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    Size,
+    SpeculationConfig,
+    parse_size,
+)
 from kvchat.core.errors import UsageError
 from kvchat.core.types import SamplingParams
+from kvchat.model.source import DEMO, DEMO_DRAFT
 
 ENVIRONMENT_PREFIX = "KVCHAT_"
 
@@ -48,6 +56,8 @@ SETTINGS = (
     Setting("max_tokens", int, None, "most tokens of an answer"),
     Setting("stop", list, (), "end the answer at this text"),
     Setting("timeout", float, None, "seconds an answer may take, the model loaded"),
+    Setting("spec", bool, None, "guess ahead: faster, the same text; default: the demo pair only"),
+    Setting("draft", str, None, "a small model with the same vocabulary to guess; ngram, none"),
     Setting("device", str, "auto", "where the model runs", ("auto", "cpu", "cuda")),
     Setting(
         "dtype", str, "auto", "auto: the checkpoint's", ("auto", "float32", "bfloat16", "float16")
@@ -100,6 +110,22 @@ class Settings:
 
     def engine_config(self) -> EngineConfig:
         return EngineConfig(max_context=self["max_context"])
+
+    def speculation_config(self, model_name: str) -> SpeculationConfig:
+        """Return what guesses ahead when `model_name` is chatted with."""
+        draft = self["draft"]
+        is_wanted = self["spec"]
+        if is_wanted is None:
+            is_wanted = draft is not None or model_name == DEMO
+        if not is_wanted or draft == "none":
+            return SpeculationConfig("off")
+        return SpeculationConfig("ngram" if draft == "ngram" else "auto")
+
+    def draft_name(self, model_name: str) -> str | None:
+        """Return the name of the draft model for `model_name`; None for none."""
+        if self["spec"] is False or self["draft"] in ("none", "ngram"):
+            return None
+        return self["draft"] or (DEMO_DRAFT if model_name == DEMO else None)
 
     def _size(self, name: str) -> Size | None:
         text = self[name]

@@ -122,6 +122,18 @@ class EngineConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class SpeculationConfig:
+    """What guesses ahead of the model: nothing, n-grams of the conversation, a draft model, or
+    whichever pays best. Can be switched later, to what was loaded.
+    """
+
+    mode: str = "off"
+
+    def __post_init__(self) -> None:
+        _one_of("--spec", self.mode, ("off", "auto", "ngram", "draft"))
+
+
+@dataclass(frozen=True, slots=True)
 class Paths:
     """Where kvchat keeps things; directories are created on first use, private to the user."""
 

@@ -24,6 +24,7 @@ from kvchat.core.events import LoadProgress, ModelReady
 from kvchat.engine.engine import Engine
 from kvchat.engine.kv_identity import kv_identity
 from kvchat.engine.runner import Runner
+from kvchat.engine.speculation import Speculation
 from kvchat.model.content_digest import content_digest
 from kvchat.model.device import dtype_name, dtype_of, free_bytes
 from kvchat.model.loader import LoadedModel, Progress, load_model
@@ -66,11 +67,25 @@ def build_engine(
     `state_directory` keeps self-test verdicts between runs; None keeps none. Raises ModelError or
     ModelUnsupported with a sentence for the user.
     """
-    loaded = load_model(source, model_config, engine_config.max_context, progress)
+    loaded = load_trusted(
+        source, model_config, engine_config.max_context, state_directory, progress
+    )
+    engine = engine_around(loaded, cache_config, engine_config, state_directory)
+    return AssembledEngine(engine, loaded, model_ready(loaded, engine))
+
+
+def load_trusted(
+    source: ModelSource,
+    config: ModelConfig,
+    max_context: int | None,
+    state_directory: Path | None,
+    progress: Progress,
+) -> LoadedModel:
+    """Load a model whose paged forward pass is known to be right; errors as `build_engine`."""
+    loaded = load_model(source, config, max_context, progress)
     progress(LoadProgress("checking the paged forward pass"))
     ensure_trusted(loaded, state_directory)
-    engine = engine_around(loaded, cache_config, engine_config, state_directory)
-    return AssembledEngine(engine, loaded, _ready(loaded, engine))
+    return loaded
 
 
 def engine_around(
@@ -78,12 +93,13 @@ def engine_around(
     cache_config: CacheConfig,
     engine_config: EngineConfig,
     state_directory: Path | None,
+    speculation: Speculation | None = None,
 ) -> Engine:
     """Build pools, cache and engine around a loaded model, which serves one engine at a time."""
     geometry = kv_geometry(loaded.spec, cache_config, loaded.dtype)
-    kv_pool = _kv_pool(geometry, cache_config, loaded.device)
+    kv_pool = new_kv_pool(geometry, cache_config, loaded.device)
     cache = CacheManager(kv_pool, cache_config.reuse)
-    persistence = _persistence(loaded, cache, cache_config, state_directory)
+    persistence = new_persistence(loaded, cache, cache_config, state_directory)
     return Engine(
         runner=Runner(PagedModel(loaded, kv_pool.layers), cache_config.block_size),
         cache=cache,
@@ -92,6 +108,7 @@ def engine_around(
         max_running=engine_config.max_running,
         vocab_size=loaded.spec.vocab_size,
         persistence=persistence,
+        speculation=speculation,
         swap=_swap(cache, cache_config, persistence),
     )
 
@@ -130,7 +147,7 @@ def step_tokens(spec: ModelSpec, device: torch.device) -> int:
     return min(high, max(low, 1 << max(0, affordable.bit_length() - 1)))
 
 
-def _kv_pool(geometry: KvGeometry, config: CacheConfig, device: torch.device) -> KvPool:
+def new_kv_pool(geometry: KvGeometry, config: CacheConfig, device: torch.device) -> KvPool:
     """Make as many blocks as the budget allows; raises ModelError where there is no such memory."""
     budget = device_budget(config, device)
     num_blocks = budget // geometry.block_bytes
@@ -148,7 +165,7 @@ def _kv_pool(geometry: KvGeometry, config: CacheConfig, device: torch.device) ->
         ) from error
 
 
-def _persistence(
+def new_persistence(
     loaded: LoadedModel, cache: CacheManager, config: CacheConfig, state_directory: Path | None
 ) -> Persistence | None:
     """Return what keeps KV in the configured directory; None where nothing is to be kept."""
@@ -184,7 +201,8 @@ def _swap(
     return HostSwap(cache, host, transfer)
 
 
-def _ready(loaded: LoadedModel, engine: Engine) -> ModelReady:
+def model_ready(loaded: LoadedModel, engine: Engine) -> ModelReady:
+    """Return the event that says an engine answers from now on."""
     return ModelReady(
         name=loaded.source.name,
         identity=loaded.identity,

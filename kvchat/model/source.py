@@ -14,7 +14,7 @@ from pathlib import Path
 
 from kvchat.core.errors import ModelError
 
-DEMO = "demo"
+DEMO, DEMO_DRAFT = "demo", "demo-draft"
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?$")
 _WANTED = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "README.md")
 _UNWANTED = ("original/*", "consolidated*", "onnx/*", "*/*.safetensors")
@@ -47,6 +47,8 @@ def find_model(name: str) -> ModelSource:
     """
     if name == DEMO:
         return _checked(ModelSource(DEMO, demo_directory()))
+    if name == DEMO_DRAFT:
+        return _checked(ModelSource(DEMO_DRAFT, demo_directory("draft")))
     path = Path(name).expanduser()
     if path.is_dir():
         return _checked(ModelSource(name, path))

@@ -1,0 +1,132 @@
+"""Builds an engine that speculates: the target as `assembly` builds it, and what drafts for it.
+
+The draft's KV shares the device budget with the target's, block for block, and lies in the same
+store under an identity of its own. A draft that cannot be used costs a sentence, never the answer.
+"""
+
+import logging
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from kvchat.cache.manager import CacheManager
+from kvchat.core.config import (
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    Size,
+    SpeculationConfig,
+)
+from kvchat.core.errors import KvchatError, ModelError
+from kvchat.core.events import LoadProgress
+from kvchat.engine.assembly import (
+    AssembledEngine,
+    device_budget,
+    engine_around,
+    kv_geometry,
+    load_trusted,
+    model_ready,
+    new_kv_pool,
+    new_persistence,
+)
+from kvchat.engine.draft_model import ModelDrafter
+from kvchat.engine.drafters import Drafter
+from kvchat.engine.ngram import NgramDrafter
+from kvchat.engine.speculation import Mode, Speculation
+from kvchat.model.loader import LoadedModel, Progress
+from kvchat.model.paged_model import PagedModel
+from kvchat.model.source import ModelSource
+from kvchat.model.vocabulary import same_vocabulary
+
+_log = logging.getLogger(__name__)
+
+
+def build_speculating_engine(
+    source: ModelSource,
+    draft_source: ModelSource | None,
+    model_config: ModelConfig,
+    cache_config: CacheConfig,
+    engine_config: EngineConfig,
+    speculation_config: SpeculationConfig,
+    state_directory: Path | None,
+    progress: Progress,
+) -> AssembledEngine:
+    """Load a model, and a draft model where there is one, and build the engine around them.
+
+    As `build_engine`; what keeps the draft from being used is told in the notes of the model.
+    """
+    target = load_trusted(
+        source, model_config, engine_config.max_context, state_directory, progress
+    )
+    build = _DraftBuild(target, model_config, cache_config, state_directory)
+    try:
+        draft = build.drafter(draft_source) if draft_source is not None else None
+    except Exception as error:  # whatever is wrong with a draft, the target can answer
+        _log.warning("no draft model", exc_info=error)
+        note = f"Answers come without the draft model: {_sentence(error)}"
+        target = replace(target, notes=(*target.notes, note))
+        draft = None
+    drafters: list[Drafter] = [NgramDrafter(), *([draft.drafter] if draft is not None else [])]
+    speculation = Speculation(drafters, Mode(speculation_config.mode))
+    target_cache = draft.target_cache if draft is not None else cache_config
+    engine = engine_around(target, target_cache, engine_config, state_directory, speculation)
+    return AssembledEngine(engine, target, model_ready(target, engine))
+
+
+@dataclass(frozen=True, slots=True)
+class _Draft:
+    """What drafts, and the budget that is left to the target."""
+
+    drafter: ModelDrafter
+    target_cache: CacheConfig
+
+
+@dataclass(frozen=True, slots=True)
+class _DraftBuild:
+    """Everything a draft model for `target` is built from."""
+
+    target: LoadedModel
+    model_config: ModelConfig
+    cache_config: CacheConfig
+    state_directory: Path | None
+
+    def drafter(self, source: ModelSource) -> _Draft:
+        """Load a draft model and give it its share of the budget; raises where that cannot be."""
+        target = self.target
+        if not same_vocabulary(target.source, source):
+            raise ModelError(f"{source.name} has another vocabulary than {target.source.name}.")
+        loaded = load_trusted(
+            source, self.model_config, target.max_context, self.state_directory, _say_nothing
+        )
+        geometry = kv_geometry(loaded.spec, self.cache_config, loaded.dtype)
+        target_geometry = kv_geometry(target.spec, self.cache_config, target.dtype)
+        both_bytes = geometry.block_bytes + target_geometry.block_bytes
+        num_blocks = device_budget(self.cache_config, target.device) // both_bytes
+        own_config = self._limited(num_blocks * geometry.block_bytes)
+        cache = CacheManager(
+            new_kv_pool(geometry, own_config, loaded.device), self.cache_config.reuse
+        )
+        drafter = ModelDrafter(
+            PagedModel(loaded, cache.kv_pool.layers),
+            cache,
+            loaded.spec.vocab_size,
+            loaded.max_context,
+            new_persistence(loaded, cache, own_config, self.state_directory),
+        )
+        return _Draft(drafter, self._limited(num_blocks * target_geometry.block_bytes))
+
+    def _limited(self, num_bytes: int) -> CacheConfig:
+        return replace(self.cache_config, device_bytes=Size(num_bytes=num_bytes))
+
+
+def _say_nothing(event: LoadProgress) -> None:
+    """Loading a draft takes no time worth a bar of its own."""
+
+
+def _sentence(error: Exception) -> str:
+    if isinstance(error, KvchatError):
+        return error.message
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return "there is no memory for it."
+    return f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}."
