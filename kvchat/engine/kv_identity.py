@@ -14,7 +14,7 @@ from kvchat.model.loader import LoadedModel
 
 # Raise it whenever what a slot holds for the same token changes: the layout of a block image, or
 # what the attention writes to it.
-_KV_VERSION = 1
+_KV_VERSION = 2
 
 
 def kv_identity(loaded: LoadedModel, geometry: KvGeometry, content_digest: str) -> bytes:
@@ -24,6 +24,7 @@ def kv_identity(loaded: LoadedModel, geometry: KvGeometry, content_digest: str) 
         "format": FORMAT_VERSION,
         "content": content_digest,
         "dtype": dtype_name(loaded.dtype),
+        "weights": loaded.weights,
         "kv_dtype": dtype_name(geometry.dtype),
         "block_size": geometry.block_size,
         "layers": [(x.num_kv_heads, x.key_dim, x.value_dim) for x in geometry.layers],

@@ -28,10 +28,24 @@ AttentionFunction = Callable[..., tuple[torch.Tensor, None]]
 
 
 class StepContext:
-    """Holds the batch of the forward pass that is running; one per model, shared by its layers."""
+    """Holds the batch of the forward pass that is running; one per model, shared by its layers.
+
+    `memo` is for what layers would otherwise make again and again in one pass.
+    """
 
     def __init__(self) -> None:
         self.batch: ForwardBatch | None = None
+        self.memo: dict[int, Any] = {}
+
+    @contextmanager
+    def running(self, batch: ForwardBatch) -> Iterator[None]:
+        """Be inside the forward pass of `batch`."""
+        self.batch = batch
+        try:
+            yield
+        finally:
+            self.batch = None
+            self.memo.clear()
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +67,17 @@ def bind(module: nn.Module, binding: LayerBinding) -> None:
     module.__dict__[_BINDING] = binding
 
 
+def unbind(module: nn.Module) -> None:
+    """Undo `bind`, if it was done."""
+    module.__dict__.pop(_BINDING, None)
+
+
+def binding_of(module: nn.Module) -> LayerBinding:
+    """Return what `bind` has tied to an attention module."""
+    binding: LayerBinding = module.__dict__[_BINDING]
+    return binding
+
+
 def paged_attention_function(
     module: nn.Module,
     query: torch.Tensor,
@@ -71,7 +96,7 @@ def paged_attention_function(
 
     Returns [1, num_tokens, num_heads, value_dim] and no weights.
     """
-    binding: LayerBinding = module.__dict__[_BINDING]
+    binding = binding_of(module)
     batch, layer = binding.context.batch, binding.layer
     assert batch is not None, "attention outside of a step"
     if layer.stores_kv:

@@ -8,7 +8,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,8 +18,9 @@ from transformers.utils import logging as transformers_logging
 from kvchat.core.config import ModelConfig
 from kvchat.core.errors import ModelError, ModelUnsupported
 from kvchat.core.events import LoadProgress
-from kvchat.model.attention import OWN_ATTENTION, PAGED, register_attention
+from kvchat.model.attention import OWN_ATTENTION, PAGED, StepContext, register_attention
 from kvchat.model.device import choose_device, dtype_of, free_bytes, set_threads
+from kvchat.model.fuse import Fusing, choose_scheme
 from kvchat.model.identity import sample_digest
 from kvchat.model.probe import PROBE, ProbeInconclusive, probe, probe_loaded, register_probe
 from kvchat.model.rope import freeze_rope
@@ -40,7 +41,8 @@ class LoadedModel:
 
     `max_context` is the longest sequence it may be run on; floating position encodings are frozen
     to it, so it belongs to the identity of its KV. `notes` tells the user what was odd about the
-    files.
+    files. `step` is the step that is running, for whoever sits in a module; `fusing` says which
+    modules run other code than transformers' during one.
     """
 
     source: ModelSource
@@ -53,6 +55,13 @@ class LoadedModel:
     load_s: float
     frozen_rope: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    step: StepContext = field(default_factory=StepContext)
+    fusing: Fusing | None = None
+
+    @property
+    def weights(self) -> str:
+        """The form of the weights that numbers depend on: `own`, or what copies are held in."""
+        return self.fusing.weights if self.fusing is not None else "own"
 
 
 def read_config(source: ModelSource) -> Any:
@@ -101,6 +110,8 @@ def load_model(
     limit = min(spec.max_context, max_context or spec.max_context)
     frozen_rope = freeze_rope(module, limit)
     _move(module, device, progress)
+    step = StepContext()
+    fusing = Fusing(module, spec, step, choose_scheme(module))
     load_s = time.perf_counter() - start_s
     _log.info("loaded model=%s device=%s seconds=%.2f", spec.model_type, device, load_s)
     return LoadedModel(
@@ -114,6 +125,8 @@ def load_model(
         load_s=load_s,
         frozen_rope=frozen_rope,
         notes=notes,
+        step=step,
+        fusing=fusing,
     )
 
 

@@ -11,7 +11,6 @@ import torch
 from kvchat.model.attention import (
     OWN_ATTENTION,
     LayerBinding,
-    StepContext,
     bind,
     paged_attention_function,
     replace_own_attention,
@@ -34,11 +33,11 @@ class PagedModel:
         assert len(pools) == len(loaded.spec.storing_layers)
         self.loaded = loaded
         self._module = loaded.module
-        self._context = StepContext()
+        context = loaded.step
         for layer in loaded.spec.layers:
             keys, values = pools[layer.pool_index]
             module = self._module.get_submodule(layer.module_name)
-            bind(module, LayerBinding(layer, keys, values, self._context))
+            bind(module, LayerBinding(layer, keys, values, context))
         own = OWN_ATTENTION.get(loaded.spec.model_type)
         if own is not None:
             replace_own_attention(self._module, own, paged_attention_function)
@@ -59,18 +58,17 @@ class PagedModel:
 
         Returns [num_rows, vocab_size] float32, owned by the caller.
         """
-        self._context.batch = batch
-        try:
-            # Rows are named by a tensor: given a number, some models drop rows before attention.
-            rows = {"logits_to_keep": batch.logit_rows} if self._keeps_rows else {}
+        if self.loaded.fusing is not None:
+            self.loaded.fusing.before_step(len(batch.token_ids))
+        # Rows are named by a tensor: given a number, some models drop rows before attention.
+        rows = {"logits_to_keep": batch.logit_rows} if self._keeps_rows else {}
+        with self.loaded.step.running(batch):
             output = self._module(
                 input_ids=batch.token_ids[None],
                 position_ids=batch.positions[None],
                 use_cache=False,
                 **rows,
             )
-        finally:
-            self._context.batch = None
         logits = output.logits[0]
         if not self._keeps_rows:
             logits = logits[batch.logit_rows]

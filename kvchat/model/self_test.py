@@ -66,6 +66,8 @@ def compare_with_own(loaded: LoadedModel) -> float:
 
     In float32 that of the worst row, in low precision the median; NaN where any logit is.
     """
+    if loaded.fusing is not None:
+        loaded.fusing.wait()  # it runs modules too, and the attention they are set to is changed
     count = sum(_CHUNKS)
     generator = torch.Generator().manual_seed(0)
     limit = min(loaded.spec.vocab_size, 1 << 15)

@@ -1,0 +1,241 @@
+"""Swaps forwards of a loaded model for faster ones, instance by instance, each proven first.
+
+A candidate is run beside the module it would replace, on the same random input, and kept only where
+the two agree; everything else goes on as it was. Replacements work during a step of a PagedModel,
+for as many rows as the scheme says; otherwise modules run their own code.
+"""
+
+import logging
+from dataclasses import dataclass
+from threading import Lock, Thread
+from typing import Any
+
+import torch
+from torch import nn
+
+from kvchat.model.attention import StepContext
+from kvchat.model.device import free_bytes
+from kvchat.model.fuse_install import Installer
+from kvchat.model.fuse_linear import (
+    MAX_PACKED_ROWS,
+    PACKABLE,
+    HalfProduct,
+    MergedProduct,
+    has_half_products,
+)
+from kvchat.model.fuse_search import FoundParts, LayerSearch, MakeProduct, find_norm
+from kvchat.model.fuse_trial import Trial
+from kvchat.model.spec import LayerSpec, ModelSpec
+
+_log = logging.getLogger(__name__)
+_NO_LIMIT = 1 << 30
+# Copies of the weights may take this share of what memory is free; KV wants some too.
+_MOST_OF_FREE = 0.6
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """How products are made, and what fused parts compute in.
+
+    `weights` names the numbers: `own`, or `float16` where few rows meet copies in that dtype.
+    """
+
+    weights: str
+    make: MakeProduct
+    compute_dtype: torch.dtype
+    max_rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fusion:
+    """What of a model runs fused: whole decoder layers, and parts fused on their own."""
+
+    weights: str = "own"
+    num_layers: int = 0
+    num_parts: int = 0
+
+    def __str__(self) -> str:
+        if not self.num_layers and not self.num_parts:
+            return "none: transformers' own forward pass"
+        return f"{self.num_layers} layers, {self.num_parts} other parts, {self.weights} weights"
+
+
+def choose_scheme(module: Any) -> Scheme:
+    """Return the scheme for a loaded model's dtype and device."""
+    weight = module.get_input_embeddings().weight
+    dtype, device = weight.dtype, weight.device
+    num_bytes = 2 * sum(parameter.numel() for parameter in module.parameters())
+    if (
+        device.type == "cpu"
+        and dtype in PACKABLE
+        and has_half_products()
+        and num_bytes < _MOST_OF_FREE * free_bytes(device)
+    ):
+        return Scheme("float16", HalfProduct, torch.float32, MAX_PACKED_ROWS)
+    return Scheme("own", MergedProduct, dtype, _NO_LIMIT)
+
+
+class Fusing:
+    """A model's fusion under way, or done.
+
+    Copies of weights take seconds to lay out, which need not keep anybody from loading and
+    prefilling: they are made on threads of their own, and `wait` is called before the first step
+    they are for. Replacements run while `context` is inside a step.
+    """
+
+    def __init__(self, module: Any, spec: ModelSpec, context: StepContext, scheme: Scheme) -> None:
+        self.weights = scheme.weights
+        self._fuser = _Fuser(module, spec, context, scheme)
+        self._max_rows = scheme.max_rows
+        self._threads: list[Thread] = []
+        if scheme.weights == "own":
+            self._fuser.work()
+        else:
+            # As daemons: a process that leaves before they are done has no use for their work.
+            self._threads = [
+                Thread(target=self._fuser.work, name=f"kvchat-fuse-{index}", daemon=True)
+                for index in range(torch.get_num_threads())
+            ]
+            for thread in self._threads:
+                thread.start()
+
+    def wait(self) -> Fusion:
+        """Return what was fused, once it is all done."""
+        for thread in self._threads:
+            thread.join()
+        self._threads = []
+        return self._fuser.finish()
+
+    def before_step(self, num_rows: int) -> None:
+        """Wait if replacements are for steps of so many rows: the same step, the same numbers."""
+        if self._threads and num_rows <= self._max_rows:
+            self.wait()
+
+
+class _Fuser:
+    """Proves and installs replacements, on any number of threads at once."""
+
+    def __init__(self, module: Any, spec: ModelSpec, context: StepContext, scheme: Scheme) -> None:
+        self._module = module
+        self._spec = spec
+        self._scheme = scheme
+        self._installer = Installer(context, scheme.compute_dtype, scheme.max_rows)
+        self._proven: dict[tuple[str, ...], bool] = {}
+        self._lock = Lock()
+        # Taken from the end: the head, which is the largest, comes first.
+        self._to_do: list[LayerSpec | None] = [*reversed(spec.layers), None]
+        self._num_layers = 0
+        self._num_parts = 0
+        self._has_head = False
+        self._fusion: Fusion | None = None
+
+    def work(self) -> None:
+        """Do what is left to do, until nothing is."""
+        while True:
+            with self._lock:
+                if not self._to_do:
+                    return
+                layer = self._to_do.pop()
+            try:
+                if layer is None:
+                    self._fuse_head()
+                else:
+                    self._install(layer, self._search(layer))
+            except (RuntimeError, MemoryError) as error:
+                # Nothing is lost but speed: the module goes on running its own code.
+                _log.warning("not fused: %s", error)
+
+    def finish(self) -> Fusion:
+        """Fuse what hangs on all else being fused; return what was."""
+        if self._fusion is None:
+            is_whole = self._num_layers == len(self._spec.layers) and self._has_head
+            self._installer.keeps_stream = self._install_final_norm() and is_whole
+            self._fusion = Fusion(self._scheme.weights, self._num_layers, self._num_parts)
+            _log.info("fused model=%s: %s", self._spec.model_type, self._fusion)
+        return self._fusion
+
+    @torch.inference_mode()
+    def _search(self, layer: LayerSpec) -> FoundParts | None:
+        parent, attention_name = self._parent(layer)
+        scheme = self._scheme
+        search = LayerSearch(parent, attention_name, layer, scheme.make, scheme.compute_dtype)
+        try:
+            found = search.run()
+        except ValueError as error:
+            _log.info("%s runs its own code: %s", layer.module_name, error)
+            return None
+        if self._is_low_precision:
+            kind = (*(type(module).__name__ for module in parent.modules()), *found.recipe)
+            if kind not in self._proven:
+                self._proven[kind] = search.is_proven_in_float32(found)
+            if not self._proven[kind]:
+                _log.info("%s runs its own code: not proven in float32", layer.module_name)
+                return None
+        return found
+
+    @property
+    def _is_low_precision(self) -> bool:
+        return bool(self._module.dtype != torch.float32)
+
+    def _parent(self, layer: LayerSpec) -> tuple[Any, str]:
+        """Return the module that holds a layer's attention, and the attention's name in it."""
+        parent_name, _, attention_name = layer.module_name.rpartition(".")
+        return self._module.get_submodule(parent_name), attention_name
+
+    def _install(self, layer: LayerSpec, found: FoundParts | None) -> None:
+        if found is None:
+            return
+        with self._lock:
+            self._install_parts(layer, found)
+
+    def _install_parts(self, layer: LayerSpec, found: FoundParts) -> None:
+        parent, attention_name = self._parent(layer)
+        attention = parent.get_submodule(attention_name)
+        if found.layer is not None:
+            self._installer.layer(parent, attention, found.layer)
+            self._num_layers += 1
+            return
+        for name, norm in found.norms.items():
+            self._installer.norm(parent.get_submodule(name), norm)
+        if found.attention is not None:
+            self._installer.attention(attention, found.attention)
+        if found.mlp is not None:
+            self._installer.mlp(parent.mlp, found.mlp)
+        for name, product in found.linears.items():
+            self._installer.linear(parent.get_submodule(name), product)
+        self._num_parts += found.num_parts
+
+    @torch.inference_mode()
+    def _fuse_head(self) -> None:
+        """Replace the output head by a product, where it is a linear layer."""
+        head = self._module.get_output_embeddings()
+        if type(head) is not nn.Linear:
+            return
+        try:
+            product = self._scheme.make([head])
+        except ValueError as error:
+            _log.info("the head runs its own code: %s", error)
+            return
+        trial = Trial(head.weight.dtype, head.weight.device)
+        dtype = self._scheme.compute_dtype
+        if trial.same(head, lambda x: product(x.to(dtype)), head.in_features):
+            with self._lock:
+                self._installer.head(head, product)
+                self._num_parts += 1
+                self._has_head = True
+
+    @torch.inference_mode()
+    def _install_final_norm(self) -> bool:
+        """Replace the norm that follows the last layer, where it is found beside the layers."""
+        first, _ = self._parent(self._spec.layers[0])
+        for name, module in self._module.named_modules():
+            if any(child is first for child in module.children()):
+                owner, _, _ = name.rpartition(".")
+                norm = getattr(self._module.get_submodule(owner), "norm", None)
+                found = find_norm(norm, Trial(self._module.dtype, self._module.device))
+                if found is None:
+                    return False
+                self._installer.norm(norm, found[1])
+                self._num_parts += 1
+                return True
+        return False

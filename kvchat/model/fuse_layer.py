@@ -1,0 +1,55 @@
+"""A decoder layer as one function: norms, attention, MLP and the residual stream between them.
+
+Knows the two orders that Llama's and Gemma's families use. Whether a layer is of one of them is for
+`fuse` to find out, by running both.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from kvchat.model.attention import LayerBinding
+from kvchat.model.fuse_attention import FusedAttention
+from kvchat.model.fuse_parts import GatedMlp, RmsNorm
+
+_LLAMA_NORMS = ("input_layernorm", "post_attention_layernorm")
+_GEMMA_NORMS = (*_LLAMA_NORMS, "pre_feedforward_layernorm", "post_feedforward_layernorm")
+
+
+@dataclass(frozen=True, slots=True)
+class FusedLayer:
+    """x + attention(norm x), then x + mlp(norm x); Gemma norms what is added as well."""
+
+    attention: FusedAttention
+    mlp: GatedMlp
+    before_attention: RmsNorm
+    after_attention: RmsNorm | None
+    before_mlp: RmsNorm
+    after_mlp: RmsNorm | None
+
+    def __call__(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, binding: LayerBinding
+    ) -> torch.Tensor:
+        """Return the stream after this layer: [num_tokens, hidden_size] in x's dtype."""
+        attended = self.attention(self.before_attention(x), cos, sin, binding)
+        if self.after_attention is not None:
+            attended = self.after_attention(attended)
+        x = attended.add_(x)
+        out = self.mlp(self.before_mlp(x))
+        if self.after_mlp is not None:
+            out = self.after_mlp(out)
+        return out.add_(x)
+
+
+def join_layer(
+    attention: FusedAttention, mlp: GatedMlp, norms: Mapping[str, RmsNorm]
+) -> FusedLayer | None:
+    """Return the layer that norms of these names make, None where there is no such order."""
+    if set(norms) == set(_GEMMA_NORMS):
+        first, second, third, fourth = (norms[name] for name in _GEMMA_NORMS)
+        return FusedLayer(attention, mlp, first, second, third, fourth)
+    if set(norms) == set(_LLAMA_NORMS):
+        first, second = (norms[name] for name in _LLAMA_NORMS)
+        return FusedLayer(attention, mlp, first, None, second, None)
+    return None

@@ -1,0 +1,151 @@
+"""Linear layers that share an input, as one product; on a CPU with weights laid out for few rows.
+
+Knows torch's packed formats and their limits. Does not know what the outputs are for.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.nn.functional import linear
+
+# Above this many rows bfloat16's own product is the faster one (measured on AVX-512 with bf16: even
+# at 12 to 16 rows, 1.3x ahead at 8, 3x ahead at one).
+MAX_PACKED_ROWS = 12
+# float16 keeps 11 bits down to 2^-14 and an absolute 2^-25 below. Where a row's largest weight is
+# at least this, none of its weights moves by more than 2^-13 of it, a 32nd of a bfloat16's step.
+_SMALLEST_ROW_MAX = 2.0**-12
+_LARGEST_WEIGHT = 65504.0
+_SLICE_ELEMENTS = 1 << 26
+PACKABLE = (torch.bfloat16, torch.float16)
+
+
+class Product(Protocol):
+    """x [num_rows, in_features] -> [num_rows, out_features], both in the dtype it was made for."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
+
+
+class HalfProduct:
+    """Products of few float32 rows with weights held in float16, by torch's packed kernel (FBGEMM).
+
+    It multiplies and adds in float32 and reads the weights at the speed of memory: a bfloat16
+    product of one row takes two to three times as long. Holds a copy of the weights, 2 bytes each.
+    """
+
+    def __init__(self, layers: Sequence[nn.Linear]) -> None:
+        """Raises ValueError where the weights would not survive float16."""
+        if not all(_survives_half(layer.weight.detach()) for layer in layers):
+            raise ValueError("weights beyond float16")
+        bias = _joined_bias(layers)
+        self._packs = [
+            torch.ops.quantized.linear_prepack_fp16(
+                weight, None if bias is None else bias[start : start + len(weight)]
+            )
+            for start, weight in _float_slices(layers)
+        ]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        outputs = [torch.ops.quantized.linear_dynamic_fp16(x, pack) for pack in self._packs]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
+
+
+def _float_slices(layers: Sequence[nn.Linear]) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield the layers' weights in float32, row after row, and where each slice begins.
+
+    One slice, but for weights so large that a copy of four bytes each might not fit.
+    """
+    weights = [layer.weight.detach() for layer in layers]
+    num_rows = sum(len(weight) for weight in weights)
+    if num_rows * weights[0].shape[1] <= _SLICE_ELEMENTS:
+        floats = torch.empty(num_rows, weights[0].shape[1], dtype=torch.float32)
+        for part, weight in zip(floats.split([len(w) for w in weights]), weights, strict=True):
+            part.copy_(weight)
+        yield 0, floats
+        return
+    start = 0
+    for weight in weights:
+        for piece in weight.split(max(1, _SLICE_ELEMENTS // weight.shape[1])):
+            yield start, piece.float()
+            start += len(piece)
+
+
+class MergedProduct:
+    """One product with the weights of several layers, for any number of rows.
+
+    The layers' parameters become views of the merged ones on `adopt`, so that nothing is held
+    twice; until then the layers are untouched.
+    """
+
+    def __init__(self, layers: Sequence[nn.Linear]) -> None:
+        self._layers = tuple(layers)
+        if len(layers) == 1:
+            self._weight, self._bias = layers[0].weight.data, _joined_bias(layers, False)
+        else:
+            self._weight = torch.cat([layer.weight.data for layer in layers])
+            self._bias = _joined_bias(layers, False)
+
+    def adopt(self) -> None:
+        """Let the layers' parameters be views of the merged ones."""
+        if len(self._layers) == 1:
+            return
+        start = 0
+        for layer in self._layers:
+            end = start + layer.out_features
+            layer.weight.data = self._weight[start:end]
+            if layer.bias is not None and self._bias is not None:
+                layer.bias.data = self._bias[start:end]
+            start = end
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return linear(x, self._weight, self._bias)
+
+
+class SeparateProducts:
+    """The layers' own forwards, side by side: for weights held in some form of their own."""
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        self._layers = tuple(layers)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if len(self._layers) == 1:
+            out: torch.Tensor = self._layers[0](x)
+            return out
+        return torch.cat([layer(x) for layer in self._layers], dim=-1)
+
+
+def _survives_half(weight: torch.Tensor) -> bool:
+    """Tell whether a [rows, columns] weight can be held in float16 without harm."""
+    row_max = weight.abs().amax(dim=1).float()
+    is_in_range = (row_max >= _SMALLEST_ROW_MAX) & (row_max <= _LARGEST_WEIGHT)
+    return bool((is_in_range | (row_max == 0)).all())
+
+
+def has_half_products() -> bool:
+    """Tell whether torch was built with the packed float16 product for this processor."""
+    return "fbgemm" in torch.backends.quantized.supported_engines and hasattr(
+        torch.ops.quantized, "linear_prepack_fp16"
+    )
+
+
+def plain_linears(*modules: Any) -> list[nn.Linear] | None:
+    """Return the modules if they are torch's linear layers with an input in common, else None."""
+    if not all(type(module) is nn.Linear for module in modules):
+        return None
+    layers: list[nn.Linear] = list(modules)
+    if len({layer.in_features for layer in layers}) > 1:
+        return None
+    return layers
+
+
+def _joined_bias(layers: Sequence[nn.Linear], as_float: bool = True) -> torch.Tensor | None:
+    """Return the layers' biases in one tensor, zeros where only some layers have one."""
+    if all(layer.bias is None for layer in layers):
+        return None
+    parts = [
+        layer.weight.new_zeros(layer.out_features) if layer.bias is None else layer.bias.detach()
+        for layer in layers
+    ]
+    joined = torch.cat(parts)
+    return joined.float() if as_float else joined

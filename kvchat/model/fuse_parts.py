@@ -1,0 +1,83 @@
+"""Norms and gated MLPs as few operations, made from modules recognised by what they hold.
+
+Knows the forms they take in transformers' models. Whether a form was rightly guessed is for `fuse`
+to find out, by running both.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from kvchat.model.fuse_linear import Product, plain_linears
+
+_EPSILON_NAMES = ("variance_epsilon", "eps", "norm_eps")
+
+
+class RmsNorm:
+    """x / rms(x) * weight, over the last dimension, in the dtype of x.
+
+    The mean of squares plus epsilon is the hypotenuse of the vector's length and a constant: four
+    operations instead of six, which is what a norm over one row costs on a CPU.
+    """
+
+    def __init__(self, weight: torch.Tensor | None, width: int, epsilon: float) -> None:
+        """`weight` is [width], or [rows, width] to give rows of x weights of their own."""
+        device = weight.device if weight is not None else None
+        self.width = width
+        self.epsilon = epsilon
+        self.weight = weight
+        scale = torch.ones(width, device=device) if weight is None else weight.float()
+        self._scale = scale * width**0.5
+        self._floor = torch.tensor((epsilon * width) ** 0.5, device=device)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x if x.dtype == torch.float32 else x.float()
+        length = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
+        out = (rows * self._scale).div_(torch.hypot(length, self._floor))
+        return out if x.dtype == torch.float32 else out.to(x.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class GatedMlp:
+    """down(act(gate(x)) * up(x)), with gate and up as one product of twice `width` columns."""
+
+    gate_up: Product
+    down: Product
+    act: Callable[[torch.Tensor], torch.Tensor]
+    num_inputs: int
+    width: int
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        both = self.gate_up(x)
+        return self.down(self.act(both[..., : self.width]).mul_(both[..., self.width :]))
+
+
+def rms_norms(module: nn.Module, width: int) -> list[RmsNorm]:
+    """Return what a module that looks like an RMS norm may be; empty for any other.
+
+    Gemma's weights are offsets from one: both readings are candidates.
+    """
+    epsilon = next((getattr(module, n) for n in _EPSILON_NAMES if hasattr(module, n)), None)
+    parameters = dict(module.named_parameters())
+    if not type(module).__name__.endswith("Norm") or not isinstance(epsilon, float):
+        return []
+    if not parameters:
+        return [RmsNorm(None, width, epsilon)]
+    weight = parameters.get("weight")
+    if len(parameters) > 1 or weight is None or weight.shape != (width,):
+        return []
+    plain = weight.detach().float()
+    return [RmsNorm(plain, width, epsilon), RmsNorm(1.0 + plain, width, epsilon)]
+
+
+def mlp_linears(module: Any) -> tuple[list[nn.Linear], list[nn.Linear]] | None:
+    """Return gate and up, and down, of a gated MLP; None for any other module."""
+    names = ("gate_proj", "up_proj", "down_proj", "act_fn")
+    if not all(hasattr(module, name) for name in names):
+        return None
+    gate_up = plain_linears(module.gate_proj, module.up_proj)
+    down = plain_linears(module.down_proj)
+    return (gate_up, down) if gate_up is not None and down is not None else None

@@ -1,0 +1,111 @@
+"""Trials: a module and its replacement, run on the same random input and compared.
+
+Knows tolerances and how an attention module is run on its own. Decides nothing.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import nn
+
+from kvchat.model.attention import LayerBinding, StepContext, bind, unbind
+from kvchat.model.batch import SequencePiece, build_batch
+from kvchat.model.spec import LayerSpec
+
+_SEED = 0
+_BLOCK_SIZE = 4
+# Tokens already in the cache, and new ones: more than one of each, within and across blocks.
+_NUM_EARLIER = 6
+_NUM_ROWS = 3
+# Relative, over all outputs. In float32 only the order of additions differs. In bfloat16 the module
+# itself rounds every intermediate to 8 bits: a right replacement, which computes in float32, was
+# never further from it than 0.008; one with a wrong norm, rotation or mask is at 0.1 and beyond.
+_TOLERANCE = {torch.float32: 3e-5, torch.float16: 0.01, torch.bfloat16: 0.03}
+
+_FAILURES = (AttributeError, TypeError, RuntimeError, ValueError, LookupError)
+
+Tensors = Callable[[torch.Tensor], torch.Tensor]
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, LayerBinding], torch.Tensor]
+
+
+class Trial:
+    """One random input, the same for everybody who asks."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._generator = torch.Generator()
+        self._dtype = dtype
+        self._device = device
+
+    def agree(self, own: torch.Tensor, fused: torch.Tensor) -> bool:
+        """Tell whether the replacement's output is the module's, within the dtype's tolerance."""
+        if own.shape != fused.shape:
+            return False
+        error = torch.linalg.vector_norm(own.float() - fused.float())
+        return bool(error <= _TOLERANCE[self._dtype] * torch.linalg.vector_norm(own.float()))
+
+    def same(self, module: Tensors, fused: Tensors, width: int) -> bool:
+        """Compare two functions of rows of `width`; one that cannot be run does not agree."""
+        self._generator.manual_seed(_SEED)
+        x = self._random(1, _NUM_ROWS, width)
+        try:
+            return self.agree(module(x), fused(x))
+        except _FAILURES:
+            return False
+
+    def same_attention(
+        self, layer: LayerSpec, attention: nn.Module, own: nn.Module, fused: Attend, width: int
+    ) -> bool:
+        """Compare `own`, which holds `attention`, with its replacement: outputs and KV written."""
+        try:
+            mine = self._attend(layer, attention, width, partial(self._run_own, own))
+            other = self._attend(layer, attention, width, partial(self._run_fused, fused))
+        except _FAILURES:
+            return False
+        return all(self.agree(a, b) for a, b in zip(mine, other, strict=True))
+
+    def _run_own(self, own: nn.Module, x: torch.Tensor, binding: LayerBinding) -> torch.Tensor:
+        output = own(
+            hidden_states=x,
+            position_embeddings=self._angles(binding.layer.key_dim),
+            attention_mask=None,
+            past_key_values=None,
+        )
+        return output if isinstance(output, torch.Tensor) else output[0]
+
+    def _run_fused(self, fused: Attend, x: torch.Tensor, binding: LayerBinding) -> torch.Tensor:
+        cos, sin = self._angles(binding.layer.key_dim)
+        return fused(x[0], cos, sin, binding)[None]
+
+    def _attend(
+        self,
+        layer: LayerSpec,
+        attention: nn.Module,
+        width: int,
+        run: Callable[[torch.Tensor, LayerBinding], torch.Tensor],
+    ) -> list[torch.Tensor]:
+        """Return the output and both pools after a step over random KV."""
+        self._generator.manual_seed(_SEED)
+        x = self._random(1, _NUM_ROWS, width)
+        blocks = (3, 1, 4)
+        piece = SequencePiece([0] * _NUM_ROWS, _NUM_EARLIER, blocks, 1)
+        shape = (1 + max(blocks), _BLOCK_SIZE, layer.num_kv_heads)
+        pools = [self._random(*shape, dim) for dim in (layer.key_dim, layer.value_dim)]
+        binding = LayerBinding(layer, pools[0], pools[1], StepContext())
+        bind(attention, binding)
+        try:
+            with binding.context.running(build_batch([piece], _BLOCK_SIZE, self._device)):
+                return [run(x, binding), *pools]
+        finally:
+            unbind(attention)
+
+    def _angles(self, key_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return cos and sin of random angles, [1, num_rows, key_dim], equal in both halves."""
+        generator = torch.Generator().manual_seed(_SEED + 1)
+        angles = torch.rand(1, _NUM_ROWS, key_dim // 2, generator=generator) * 6.3
+        both = torch.cat((angles, angles), dim=-1).to(self._device)
+        return both.cos().to(self._dtype), both.sin().to(self._dtype)
+
+    def _random(self, *shape: int) -> torch.Tensor:
+        values = torch.randn(*shape, generator=self._generator)
+        return values.to(self._device, self._dtype)
