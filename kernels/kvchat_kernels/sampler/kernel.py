@@ -19,13 +19,14 @@ _TILE = 4096
 
 @triton.jit
 def likeliest_kernel(
-    logits_ptr, peak_ptr, peak_id_ptr, row_stride, vocab, num_chunks, BLOCK_V: tl.constexpr
-):
+    logits_ptr, peak_ptr, peak_id_ptr, row_stride, num_chunks, VOCAB: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):  # fmt: skip
     """Program (row, chunk) finds a chunk's largest logit, and its id or -1 where one is a NaN."""
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     token = chunk * BLOCK_V + tl.arange(0, BLOCK_V)  # [V]
-    inside = token < vocab
+    inside = token < VOCAB
     logits = tl.load(logits_ptr + row * row_stride + token, mask=inside, other=float("-inf"))
     logits = logits.to(tl.float32)
     peak = tl.max(logits, axis=0)
@@ -38,7 +39,7 @@ def likeliest_kernel(
 @triton.jit
 def draw_kernel(
     logits_ptr, temperature_ptr, top_k_ptr, min_p_ptr, seed_ptr, position_ptr, peak_ptr, mass_ptr,
-    score_ptr, drawn_ptr, row_stride, vocab, num_chunks, BLOCK_V: tl.constexpr,
+    score_ptr, drawn_ptr, row_stride, num_chunks, VOCAB: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """Program (row, chunk) sums a chunk's exponentials, and draws from what may be kept of it."""
@@ -58,7 +59,7 @@ def draw_kernel(
     least = scaled_logits(bound, largest, temperature)
     least = tl.maximum(least, tl.log(tl.load(min_p_ptr + row)) - 1e-3)
     token = chunk * BLOCK_V + tl.arange(0, BLOCK_V)  # [V]
-    logits = tl.load(logits_ptr + row * row_stride + token, mask=token < vocab,
+    logits = tl.load(logits_ptr + row * row_stride + token, mask=token < VOCAB,
                      other=float("-inf"))  # fmt: skip
     scaled = scaled_logits(logits.to(tl.float32), largest, temperature)
     tl.store(mass_ptr + row * num_chunks + chunk, tl.sum(tl.exp(scaled), axis=0))
@@ -67,7 +68,7 @@ def draw_kernel(
     if tl.max(scaled, axis=0) >= least:
         first, second = row_key(tl.load(seed_ptr + row), tl.load(position_ptr + row))
         scores = scaled + gumbel(token, first, second)
-        scores = tl.where((scaled >= least) & (token < vocab), scores, float("-inf"))
+        scores = tl.where((scaled >= least) & (token < VOCAB), scores, float("-inf"))
         score = tl.max(scores, axis=0)
         drawn = tl.min(tl.where(scores == score, token, 2147483647), axis=0)
     tl.store(score_ptr + row * num_chunks + chunk, score)
@@ -77,8 +78,8 @@ def draw_kernel(
 @triton.jit
 def decide_kernel(
     logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, position_ptr, peak_ptr,
-    peak_id_ptr, mass_ptr, score_ptr, drawn_ptr, chosen_ptr, row_stride, vocab, num_chunks,
-    BLOCK_V: tl.constexpr, BLOCK_C: tl.constexpr,
+    peak_id_ptr, mass_ptr, score_ptr, drawn_ptr, chosen_ptr, row_stride, num_chunks,
+    VOCAB: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """Program (row,) takes the best draw, and draws again as long as the filters refuse it."""
     row = tl.program_id(0).to(tl.int64)
@@ -101,7 +102,7 @@ def decide_kernel(
         chosen = decide(
             logits_ptr + row * row_stride, best, mass, largest, temperature,
             tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), tl.load(min_p_ptr + row),
-            tl.load(seed_ptr + row), tl.load(position_ptr + row), vocab, BLOCK_V,
+            tl.load(seed_ptr + row), tl.load(position_ptr + row), VOCAB, BLOCK_V,
         )  # fmt: skip
         tl.store(chosen_ptr + row, chosen.to(tl.int64))
     else:
@@ -119,7 +120,7 @@ def sampler_launches(
     def scratch(dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(num_rows, num_chunks, dtype=dtype, device=logits.device)
 
-    shape = {"row_stride": logits.stride(0), "vocab": vocab, "num_chunks": num_chunks}
+    shape = {"row_stride": logits.stride(0), "VOCAB": vocab, "num_chunks": num_chunks}
     likeliest = {
         "logits_ptr": logits,
         "peak_ptr": scratch(torch.float32),
