@@ -226,7 +226,7 @@ class HostSwap:
         first = self._manager.measure(ids[:-1]) // size
         keys = self._memo.keys_of(packed)[first:]
         rest = packed[first * self._block_bytes :]
-        count = min(self.host.count(keys, rest), self._manager.num_available)
+        count = min(self._count(keys, rest), self._manager.num_available)
         if not count or not self.rates.is_worth_fetching(count * size, count * self._image_bytes):
             return None
         promotion = Promotion(
@@ -239,6 +239,19 @@ class HostSwap:
         self._promotions.append(promotion)
         self._send_up(promotion)
         return promotion
+
+    def _count(self, keys: list[bytes], packed: bytes) -> int:
+        """Return how many blocks are in host memory, those included that are just arriving there.
+
+        What has been pushed out a moment ago is worth the moment it takes.
+        """
+        deadline_s = time.monotonic() + _NEWS_PATIENCE_S
+        while True:
+            count = self.host.count(keys, packed)
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0 or not self.host.is_filling(keys[count : count + 1]):
+                return count
+            self._take_done(left_s)
 
     def _patience_s(self, num_tokens: int) -> float:
         rate = self.rates.prefill_tokens_per_s
@@ -351,6 +364,10 @@ class HostSwap:
         if self._is_worth_keeping():
             wanted = max(2, int(status.num_blocks * _HIGH_MARK)) - status.num_free
             self._manager.sink(min(wanted, max(1, _MAX_SINKING_BYTES // self._image_bytes)))
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until every copy under way is done; false if that took too long."""
+        return self._transfer.flush(timeout_s)
 
     def close(self) -> None:
         """End the thread once what is under way is done, within bounds. Idempotent."""

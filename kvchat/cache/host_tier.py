@@ -98,6 +98,11 @@ class HostTier:
                 return number
         return len(keys)
 
+    def is_filling(self, keys: Sequence[bytes]) -> bool:
+        """Whether one of these blocks is on its way here."""
+        entries = (self._entries.get(key) for key in keys)
+        return any(e is not None and not e.is_filled and not e.is_condemned for e in entries)
+
     def borrow(self, keys: Sequence[bytes], packed: bytes) -> Loan:
         """Lend the leading blocks that are here, to be copied from; see `count`."""
         found = tuple(keys[: self.count(keys, packed)])

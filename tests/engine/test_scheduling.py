@@ -86,6 +86,31 @@ def test_a_long_cold_prompt_is_not_overtaken_for_ever() -> None:
     assert any(request_id == long for step in engine.steps for request_id, _ in step)
 
 
+def test_a_request_that_could_not_begin_after_all_keeps_its_age(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its waiting was once forgotten before its blocks were there: it began to wait anew."""
+    engine = EngineHarness(max_running=1)
+    first = engine.submit(greedy(1, 2, max_tokens=6))
+    engine.step()
+    second = engine.submit(greedy(3, 4, 5, max_tokens=2))
+    [_, waiting] = engine.live()
+    while not engine.failures(first) and engine.live()[0] is not waiting:
+        engine.step()
+    age = waiting.steps_waited
+    assert age > 3
+
+    reserve = engine.cache.reserve
+    monkeypatch.setattr(engine.cache, "reserve", lambda *_: False)
+    plan = engine.engine._scheduler.schedule()
+    monkeypatch.setattr(engine.cache, "reserve", reserve)
+
+    assert plan == []
+    assert waiting.steps_waited == age + 1
+    engine.run()
+    engine.assert_complete(second)
+
+
 def test_a_request_waits_for_a_prefix_that_another_is_computing() -> None:
     prompt = run_of(2, 48)
     engine = EngineHarness(max_step_tokens=16)

@@ -8,11 +8,8 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from itertools import count
 
-from kvchat.cache.host_swap import HostSwap
-from kvchat.cache.host_tier import HostTier
 from kvchat.cache.manager import CacheManager
 from kvchat.cache.persistence import Persistence
-from kvchat.cache.transfer import TransferThread
 from kvchat.core.events import (
     PrefillProgress,
     RequestEvent,
@@ -27,6 +24,7 @@ from kvchat.engine.runner import Runner
 from kvchat.engine.scheduler import Work
 from kvchat.engine.speculation import Speculation
 from kvchat.model.batch import SequencePiece
+from support.host_machine import new_swap
 from support.remembering_model import (
     VOCAB_SIZE,
     RememberingModel,
@@ -126,15 +124,6 @@ class SteppedEngine:
         return [e for e in self.events[request_id] if isinstance(e, PrefillProgress)]
 
 
-def new_swap(cache: CacheManager, num_blocks: int, persistence: Persistence | None) -> HostSwap:
-    """Return a swap between a cache and host memory of its own, and of so many blocks."""
-    geometry = cache.kv_pool.geometry
-    limit = num_blocks * geometry.block_bytes
-    host = HostTier(geometry.block_size, geometry.block_bytes, limit, is_pinned=False)
-    transfer = persistence.transfer if persistence is not None else TransferThread(lambda: None, 0)
-    return HostSwap(cache, host, transfer)
-
-
 class EngineHarness(SteppedEngine):
     """Drives an engine on a remembering model, whose completions an oracle knows."""
 
@@ -150,6 +139,7 @@ class EngineHarness(SteppedEngine):
         persist: Callable[[CacheManager], Persistence] | None = None,
         speculation: Speculation | None = None,
         num_host_blocks: int = 0,
+        clock: Callable[[], float] | None = None,
     ) -> None:
         cache = new_cache(num_blocks, block_size, reuse)
         persistence = persist(cache) if persist is not None else None
@@ -162,7 +152,7 @@ class EngineHarness(SteppedEngine):
             max_step_tokens,
             max_running,
             VOCAB_SIZE,
-            clock=lambda: float(next(ticks)),
+            clock=clock if clock is not None else lambda: float(next(ticks)),
             persistence=persistence,
             speculation=speculation,
             swap=new_swap(cache, num_host_blocks, persistence) if num_host_blocks else None,

@@ -9,6 +9,8 @@ from kvchat.cache.host_swap import HostSwap
 from kvchat.cache.host_tier import HostTier
 from kvchat.cache.kv_pool import KvGeometry, KvPool, LayerGeometry
 from kvchat.cache.manager import CacheManager
+from kvchat.cache.persistence import Persistence
+from kvchat.cache.transfer import TransferThread
 from support.cached_contexts import CPU, assert_kv_is_right
 
 GEOMETRIES = {
@@ -16,6 +18,15 @@ GEOMETRIES = {
     "keys wider than values": (LayerGeometry(1, 3, 2), LayerGeometry(1, 3, 2)),
     "layers that differ": (LayerGeometry(2, 1, 1), LayerGeometry(1, 4, 4)),
 }
+
+
+def new_swap(cache: CacheManager, num_blocks: int, persistence: Persistence | None) -> HostSwap:
+    """Return a swap between a cache and host memory of its own, and of so many blocks."""
+    geometry = cache.kv_pool.geometry
+    limit = num_blocks * geometry.block_bytes
+    host = HostTier(geometry.block_size, geometry.block_bytes, limit, is_pinned=False)
+    transfer = persistence.transfer if persistence is not None else TransferThread(lambda: None, 0)
+    return HostSwap(cache, host, transfer)
 
 
 class LateThread:

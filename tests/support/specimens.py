@@ -28,6 +28,7 @@ from kvchat.model.source import find_model
 from kvchat.model.spec import LayerSpec
 from support.architectures import SUPPORTED
 from support.checkpoints import save_checkpoint, tiny_model
+from support.host_machine import new_swap
 
 MAX_CONTEXT = 128
 NUM_GENERATED = 20
@@ -90,18 +91,21 @@ def engine_on(
     max_step_tokens: int = 64,
     reuse: bool = True,
     num_blocks: int | None = None,
+    num_host_blocks: int = 0,
 ) -> Engine:
     """Return an engine on pools of its own; only the newest engine of a loaded model may run."""
     count = num_blocks if num_blocks is not None else 2 + 1200 // block_size
     geometry = kv_geometry(loaded.spec, CacheConfig(block_size=block_size), loaded.dtype)
     pool = KvPool(geometry, count, CPU)
+    cache = CacheManager(pool, reuse)
     return Engine(
         runner=Runner(PagedModel(loaded, pool.layers), block_size),
-        cache=CacheManager(pool, reuse),
+        cache=cache,
         max_context=loaded.max_context,
         max_step_tokens=max_step_tokens,
         max_running=8,
         vocab_size=loaded.spec.vocab_size,
+        swap=new_swap(cache, num_host_blocks, None) if num_host_blocks else None,
     )
 
 
@@ -117,5 +121,9 @@ def complete(engine: Engine, prompts: Sequence[list[int]]) -> list[list[int]]:
             assert not isinstance(event, RequestFailed), event
             if isinstance(event, TokensGenerated):
                 generated[event.request_id].extend(event.token_ids)
-        engine.cache.check([request.table for request in engine.running() if request.table])
+        tables = [request.table for request in engine.running() if request.table]
+        if engine._swap is not None:
+            engine._swap.check()
+            tables += engine._swap.tables()
+        engine.cache.check(tables)
     return list(generated.values())
