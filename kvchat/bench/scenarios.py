@@ -39,7 +39,7 @@ def scenario(name: str) -> Scenario:
     """Return a scenario's function; raises UsageError for a name there is not."""
     if name not in NAMES:
         raise UsageError(f"There is no scenario {name!r}.", f"Choose from {', '.join(NAMES)}.")
-    from kvchat.bench import decode, memory, radix, replay, resume, startup, tiers, turns
+    from kvchat.bench import decode, kernels, memory, radix, replay, resume, startup, tiers, turns
 
     return {
         "turns": turns.run,
@@ -50,9 +50,10 @@ def scenario(name: str) -> Scenario:
         "startup": startup.run,
         "tiers": tiers.run,
         "replay": replay.run,
+        "kernels": kernels.run,
     }[name]
 
 
-# All but `replay` measure without being given anything.
+# What measures without being asked for: `replay` needs recordings, `kernels` a GPU.
 DEFAULT_NAMES = ("turns", "resume", "decode", "tiers", "radix", "memory", "startup")
-NAMES = (*DEFAULT_NAMES, "replay")
+NAMES = (*DEFAULT_NAMES, "replay", "kernels")

@@ -3,11 +3,9 @@
 For copy-on-write and for the tiers. Knows block ids and bytes; not why a block is copied.
 """
 
-from collections.abc import Sequence
-
 import torch
 
-from kvchat_kernels.block_copy.pool_tensors import PoolTensors
+from kvchat_kernels.block_copy.pool_tensors import BlockIds, PoolTensors
 from kvchat_kernels.block_copy.reference import (
     copy_blocks_reference,
     gather_blocks_reference,
@@ -15,20 +13,22 @@ from kvchat_kernels.block_copy.reference import (
 )
 from kvchat_kernels.launch import uses_triton
 
-__all__ = ["PoolTensors", "copy_blocks", "gather_blocks", "scatter_blocks"]
+__all__ = ["BlockIds", "PoolTensors", "copy_blocks", "gather_blocks", "scatter_blocks"]
 
 
 def copy_blocks(
-    pools: PoolTensors, sources: Sequence[int], targets: Sequence[int], *, impl: str = "auto"
+    pools: PoolTensors, sources: BlockIds, targets: BlockIds, *, impl: str = "auto"
 ) -> None:
     """Copy block `sources[i]` to block `targets[i]` in every tensor, in place.
 
-    Targets are distinct, and none of them is also a source. `impl` is auto, triton or reference;
-    on a GPU this is one kernel for all tensors, and does not wait for it.
+    Targets are distinct, and none of them is also a source. Ids are numbers on the host, which are
+    checked, or [num_blocks] int64 tensors on the device, which are not. `impl` is auto, triton or
+    reference; on a GPU this is one kernel for all tensors, and does not wait for it.
     """
     assert len(sources) == len(targets)
-    _check(pools, [*sources, *targets])
-    if not sources:
+    _check(pools, sources)
+    _check(pools, targets)
+    if not len(sources):
         return
     if uses_triton(pools.device, impl):
         from kvchat_kernels.block_copy.kernel import copy_launch
@@ -39,7 +39,7 @@ def copy_blocks(
 
 
 def gather_blocks(
-    pools: PoolTensors, blocks: Sequence[int], images: torch.Tensor, *, impl: str = "auto"
+    pools: PoolTensors, blocks: BlockIds, images: torch.Tensor, *, impl: str = "auto"
 ) -> None:
     """Fill `images`, [len(blocks), image_bytes] uint8 on the pools' device, with blocks' images.
 
@@ -47,7 +47,7 @@ def gather_blocks(
     """
     _check(pools, blocks)
     _check_images(pools, blocks, images)
-    if not blocks:
+    if not len(blocks):
         return
     if uses_triton(pools.device, impl):
         from kvchat_kernels.block_copy.kernel import image_launch
@@ -58,12 +58,12 @@ def gather_blocks(
 
 
 def scatter_blocks(
-    pools: PoolTensors, blocks: Sequence[int], images: torch.Tensor, *, impl: str = "auto"
+    pools: PoolTensors, blocks: BlockIds, images: torch.Tensor, *, impl: str = "auto"
 ) -> None:
     """Fill distinct `blocks` with what `gather_blocks` made; the shapes are the same."""
     _check(pools, blocks)
     _check_images(pools, blocks, images)
-    if not blocks:
+    if not len(blocks):
         return
     if uses_triton(pools.device, impl):
         from kvchat_kernels.block_copy.kernel import image_launch
@@ -73,16 +73,21 @@ def scatter_blocks(
         scatter_blocks_reference(pools, blocks, images)
 
 
-def _on(pools: PoolTensors, blocks: Sequence[int]) -> torch.Tensor:
+def _on(pools: PoolTensors, blocks: BlockIds) -> torch.Tensor:
+    if isinstance(blocks, torch.Tensor):
+        return blocks
     return torch.tensor(blocks, dtype=torch.int64, device=pools.device)
 
 
-def _check(pools: PoolTensors, blocks: Sequence[int]) -> None:
-    # A kernel would write wherever a wrong id points.
-    assert all(0 <= block < pools.num_blocks for block in blocks), blocks
+def _check(pools: PoolTensors, blocks: BlockIds) -> None:
+    if isinstance(blocks, torch.Tensor):
+        assert blocks.dtype == torch.int64
+        assert blocks.device == pools.device
+    else:  # a kernel would write wherever a wrong id points
+        assert all(0 <= block < pools.num_blocks for block in blocks), blocks
 
 
-def _check_images(pools: PoolTensors, blocks: Sequence[int], images: torch.Tensor) -> None:
+def _check_images(pools: PoolTensors, blocks: BlockIds, images: torch.Tensor) -> None:
     assert images.shape == (len(blocks), pools.image_bytes), images.shape
     assert images.dtype == torch.uint8
     assert images.device == pools.device

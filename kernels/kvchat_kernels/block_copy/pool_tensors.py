@@ -9,6 +9,9 @@ from math import gcd
 
 import torch
 
+# Ids on the host, or [num_blocks] int64 on the device of the pools.
+BlockIds = Sequence[int] | torch.Tensor
+
 
 class PoolTensors:
     """Contiguous tensors of `num_blocks` rows each, on one device, in the order of the image.

@@ -1,0 +1,290 @@
+"""The kernels as things to be measured: data, the bytes that have to move, a twin, a peer.
+
+Knows the shapes a decode step has. Measures nothing.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from kvchat_kernels.block_copy import PoolTensors, copy_blocks, gather_blocks
+from kvchat_kernels.paged_attention import PagedSequences, paged_attention
+from kvchat_kernels.rms_norm import add_rms_norm
+from kvchat_kernels.rope_kv_write import HeadNorms, Rotation, StepKv, rope_kv_write
+from kvchat_kernels.sampler import SamplerRows, sample_tokens
+from kvchat_kernels.silu_mul import silu_mul
+from kvchat_kernels.skinny_linear import skinny_linear
+
+_BLOCK_SIZE = 16
+_ROWS = (1, 5, 16)
+
+
+@dataclass(frozen=True, slots=True)
+class KernelShape:
+    """The sizes of a model that its kernels see."""
+
+    hidden: int
+    intermediate: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab: int
+    num_layers: int
+
+    @classmethod
+    def of(cls, config: Any) -> "KernelShape":
+        """Read them from a configuration of transformers."""
+        num_heads = config.num_attention_heads
+        return cls(
+            hidden=config.hidden_size,
+            intermediate=config.intermediate_size,
+            num_heads=num_heads,
+            num_kv_heads=getattr(config, "num_key_value_heads", None) or num_heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // num_heads,
+            vocab=config.vocab_size,
+            num_layers=config.num_hidden_layers,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where cases live: device, dtype, bytes of the cache that must not hold what is measured."""
+
+    device: torch.device
+    dtype: torch.dtype
+    cache_bytes: int
+
+    def random(self, *shape: int) -> torch.Tensor:
+        return torch.randn(*shape, dtype=self.dtype, device=self.device)
+
+    def copies(self, num_bytes: int) -> int:
+        """Return how many sets of `num_bytes` are more than the cache holds twice over."""
+        return min(64, 1 + 2 * self.cache_bytes // num_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class KernelCase:
+    """One kernel on one shape.
+
+    num_bytes        what has to be read and written, each once
+    is_read_only     nearly all of that is reading
+    run              runs the kernel on the i-th of `num_sets` sets of data
+    twin             computes in plain torch what `run` returns for set 0
+    peer             runs on set i what the kernel is to be better than
+    """
+
+    name: str
+    num_bytes: int
+    is_read_only: bool
+    num_sets: int
+    run: Callable[[int], torch.Tensor]
+    twin: Callable[[], torch.Tensor]
+    peer: Callable[[int], object] | None = None
+    peer_name: str = ""
+
+    def is_right(self) -> bool:
+        """Compare with the twin: equal integers, or all numbers as close as their dtype tells."""
+        ours, expected = self.run(0), self.twin()
+        if not ours.is_floating_point():
+            return torch.equal(ours, expected)
+        tolerance = 8 * torch.finfo(ours.dtype).eps * expected.abs().max().item()
+        return torch.allclose(ours.float(), expected.float(), rtol=0.0, atol=tolerance)
+
+
+def kernel_cases(
+    shape: KernelShape, place: Place, contexts: tuple[int, ...]
+) -> Iterator[KernelCase]:
+    """Yield the cases one by one: each is given up before the next takes its memory."""
+    yield _norm(shape, place)
+    yield _gate(shape, place)
+    for num_rows in (1, 512):
+        yield _rope(shape, place, num_rows)
+    yield from _block_copies(shape, place)
+    yield from _products(shape, place)
+    yield from _samplers(shape, place)
+    for context in contexts:
+        for num_rows in (1, 5):
+            yield _attention(shape, place, context, num_rows)
+
+
+def _norm(shape: KernelShape, place: Place) -> KernelCase:
+    hidden, residual = place.random(1, shape.hidden), place.random(1, shape.hidden)
+    weight = place.random(shape.hidden)
+
+    def run(impl: str) -> torch.Tensor:
+        return add_rms_norm(hidden, residual, weight, 1e-6, impl=impl)[0]
+
+    num_bytes = 5 * weight.nbytes
+    return KernelCase(
+        "add, rms norm", num_bytes, False, 1, lambda _: run("auto"), lambda: run("reference")
+    )
+
+
+def _gate(shape: KernelShape, place: Place) -> KernelCase:
+    gate, up = place.random(1, 2 * shape.intermediate).chunk(2, dim=1)
+    return KernelCase(
+        "silu times up",
+        3 * gate.nbytes,
+        False,
+        1,
+        lambda _: silu_mul(gate, up),
+        lambda: silu_mul(gate, up, impl="reference"),
+    )
+
+
+def _rope(shape: KernelShape, place: Place, num_rows: int) -> KernelCase:
+    heads, kv_heads, dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
+    widths = [heads * dim, kv_heads * dim, kv_heads * dim]
+    merged = place.random(num_rows, sum(widths))
+    query, key, value = (part.view(num_rows, -1, dim) for part in merged.split(widths, dim=1))
+    angles = torch.rand(num_rows, dim // 2, device=place.device)
+    rotation = Rotation(angles.cos(), angles.sin())
+    pool = place.random(1 + num_rows // _BLOCK_SIZE, _BLOCK_SIZE, kv_heads, dim)
+    step = StepKv(pool, pool.clone(), torch.arange(num_rows, device=place.device))
+    norms = HeadNorms(place.random(dim), place.random(dim), 1e-6)
+
+    def run(impl: str) -> torch.Tensor:
+        return rope_kv_write(query, key, value, rotation, step, norms, impl=impl)
+
+    return KernelCase(
+        f"head norms, rope, KV write, {num_rows} rows",
+        2 * merged.nbytes,
+        False,
+        1,
+        lambda _: run("auto"),
+        lambda: run("reference"),
+    )
+
+
+def _block_copies(shape: KernelShape, place: Place) -> Iterator[KernelCase]:
+    block = (_BLOCK_SIZE, shape.num_kv_heads, shape.head_dim)
+    num_blocks = 64
+    tensors = [place.random(2 * num_blocks, *block) for _ in range(2 * shape.num_layers)]
+    pools = PoolTensors(tensors)
+    size = (num_blocks, pools.image_bytes)
+    images, expected = (torch.empty(size, dtype=torch.uint8, device=place.device) for _ in range(2))
+    # On the device already: a graph cannot capture the ids' way there.
+    blocks = torch.arange(0, 2 * num_blocks, 2, device=place.device)
+
+    def gather(images: torch.Tensor, impl: str = "auto") -> torch.Tensor:
+        gather_blocks(pools, blocks, images, impl=impl)
+        return images
+
+    def copy(_: int) -> torch.Tensor:
+        copy_blocks(pools, blocks[:1], blocks[:1] + 1)
+        return tensors[-1][1]
+
+    name = f"gather {num_blocks} blocks"
+    num_bytes = 2 * images.nbytes
+    yield KernelCase(
+        name, num_bytes, False, 1, lambda _: gather(images), lambda: gather(expected, "reference")
+    )
+    num_bytes = 2 * pools.image_bytes
+    yield KernelCase("copy a block", num_bytes, False, 1, copy, lambda: tensors[-1][0])
+
+
+def _products(shape: KernelShape, place: Place) -> Iterator[KernelCase]:
+    qkv = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
+    products = {
+        "qkv": (qkv, shape.hidden),
+        "out": (shape.hidden, shape.num_heads * shape.head_dim),
+        "gate and up": (2 * shape.intermediate, shape.hidden),
+        "down": (shape.hidden, shape.intermediate),
+        "head": (shape.vocab, shape.hidden),
+    }
+    for name, (out_size, in_size) in products.items():
+        num_bytes = out_size * in_size * place.dtype.itemsize
+        weights = [place.random(out_size, in_size) for _ in range(place.copies(num_bytes))]
+        for num_rows in _ROWS:
+            yield _product(f"{name}, {num_rows} rows", weights, place.random(num_rows, in_size))
+
+
+def _product(name: str, weights: list[torch.Tensor], rows: torch.Tensor) -> KernelCase:
+    return KernelCase(
+        name,
+        weights[0].nbytes,
+        True,
+        len(weights),
+        lambda i: skinny_linear(rows, weights[i]),
+        lambda: skinny_linear(rows, weights[0], impl="reference"),
+        lambda i: functional.linear(rows, weights[i]),
+        "torch's linear",
+    )
+
+
+def _samplers(shape: KernelShape, place: Place) -> Iterator[KernelCase]:
+    logits = 3 * torch.randn(1, shape.vocab, device=place.device)
+
+    def one(value: float, dtype: torch.dtype) -> torch.Tensor:
+        return torch.full((1,), value, dtype=dtype, device=place.device)
+
+    kinds = {"greedy": (0.0, 0, 1.0), "top-p 0.9": (0.8, 0, 0.9), "top-k 20": (0.6, 20, 0.95)}
+    for name, (temperature, top_k, top_p) in kinds.items():
+        rows = SamplerRows(
+            one(temperature, torch.float32),
+            one(top_k, torch.int32),
+            one(top_p, torch.float32),
+            one(0.0, torch.float32),
+            one(1, torch.int64),
+            one(1, torch.int64),
+        )
+        yield KernelCase(
+            f"sample, {name}",
+            logits.nbytes,
+            True,
+            1,
+            partial(_sample, logits, rows),
+            partial(sample_tokens, logits, rows, impl="reference"),
+        )
+
+
+def _sample(logits: torch.Tensor, rows: SamplerRows, _: int) -> torch.Tensor:
+    return sample_tokens(logits, rows)
+
+
+def _attention(shape: KernelShape, place: Place, context: int, num_rows: int) -> KernelCase:
+    blocks = -(-context // _BLOCK_SIZE)
+    size = (blocks + 1, _BLOCK_SIZE, shape.num_kv_heads, shape.head_dim)
+    num_bytes = 2 * context * shape.num_kv_heads * shape.head_dim * place.dtype.itemsize
+    pools = [(place.random(*size), place.random(*size)) for _ in range(place.copies(num_bytes))]
+    query = place.random(num_rows, shape.num_heads, shape.head_dim)
+    order = torch.randperm(blocks, dtype=torch.int32, device=place.device)[None] + 1
+    sequences = PagedSequences((num_rows,), (context,), order, _BLOCK_SIZE)
+    scale = shape.head_dim**-0.5
+    contiguous = [_gathered(pair, order[0], context) for pair in pools]
+    heads = query.transpose(0, 1)[None]
+
+    def attend(index: int, impl: str = "auto") -> torch.Tensor:
+        return paged_attention(query, *pools[index], sequences, scale=scale, impl=impl)
+
+    def peer(index: int) -> torch.Tensor:
+        key, value = contiguous[index]
+        return functional.scaled_dot_product_attention(
+            heads, key, value, scale=scale, enable_gqa=True
+        )
+
+    return KernelCase(
+        f"attention, {num_rows} rows on {context:,} tokens",
+        num_bytes,
+        True,
+        len(pools),
+        attend,
+        lambda: attend(0, "reference"),
+        peer,
+        "SDPA, contiguous KV, no mask",
+    )
+
+
+def _gathered(
+    pools: tuple[torch.Tensor, torch.Tensor], order: torch.Tensor, context: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return keys and values as [1, num_kv_heads, context, dim], contiguous."""
+    key, value = (
+        pool[order.long()].flatten(0, 1)[:context].transpose(0, 1)[None].contiguous()
+        for pool in pools
+    )
+    return key, value
