@@ -134,7 +134,7 @@ def chat(
 def bench(
     scenarios: Annotated[
         list[str] | None,
-        typer.Argument(help="turns resume decode tiers radix memory startup replay"),
+        typer.Argument(help="turns resume decode tiers radix memory startup replay kernels"),
     ] = None,
     model: Annotated[str | None, _setting("model", "-m", "--model", metavar="NAME")] = None,
     shape: Annotated[
