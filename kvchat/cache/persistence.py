@@ -15,7 +15,7 @@ from kvchat.cache.radix_node import TOKEN_BYTES, pack
 from kvchat.cache.rate_memory import RateMemory
 from kvchat.cache.restoring import Proof, Restore, Restoring
 from kvchat.cache.saving import Saver
-from kvchat.cache.tier import trouble_of
+from kvchat.cache.tier import Pinning, Tier, trouble_of
 from kvchat.cache.transfer import OpenTier, TransferThread
 from kvchat.core.stats import TierStatus
 from kvchat.core.types import TokenIds
@@ -89,6 +89,41 @@ class Persistence:
         """
         self.saver.save(ids, canary)
         self._keep_rates()
+
+    def pin(self, ids: TokenIds, label: str, done: Callable[[int], None]) -> None:
+        """Never forget what is kept of a context, once all that was to be written is.
+
+        `done` hears how many tokens that are, on the transfer thread or at once.
+        """
+        packed = pack(ids)
+        size = self._manager.block_size
+
+        def pin(tier: Tier) -> bool:
+            keys = chain_keys(tier.root, packed, size * TOKEN_BYTES)
+            num_blocks = 0
+            try:
+                if isinstance(tier, Pinning):
+                    num_blocks = tier.pin(keys, packed, label)
+            finally:
+                done(num_blocks * size)
+            return True
+
+        if self.transfer.is_without_tier or not self.transfer.save(pin, 0):
+            done(0)
+
+    def forget(self, ids: TokenIds) -> None:
+        """Take in that somebody is about to remove a context from the tier."""
+        self.saver.note_gone(ids)
+
+    def when_written(self, done: Callable[[], None]) -> None:
+        """Call `done` once all that was to be written is, on the transfer thread or at once."""
+
+        def tell(tier: Tier) -> bool:
+            done()
+            return True
+
+        if self.transfer.is_without_tier or not self.transfer.save(tell, 0):
+            done()
 
     def _keep_rates(self) -> None:
         rates = self._rates

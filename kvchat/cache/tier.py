@@ -5,7 +5,7 @@ Packs are found by the chain keys of a prompt and read back image by image. Know
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from kvchat.cache.codec import Canary, PackHead
 from kvchat.core.stats import TierStatus
@@ -31,6 +31,14 @@ def trouble_of(error: Exception) -> str:
     """Return the sentence that a tier's status has about an error."""
     reason = getattr(error, "strerror", None) or str(error).rstrip(".") or type(error).__name__
     return f"the disk cache failed: {reason}."
+
+
+@runtime_checkable
+class Pinning(Protocol):
+    """A tier that can be told never to forget something."""
+
+    def pin(self, keys: Sequence[bytes], packed: bytes, label: str) -> int:
+        """Never forget what is kept of a context; return how many of its blocks that is."""
 
 
 class Tier(Protocol):

@@ -54,7 +54,10 @@ class Turn:
 
 
 class Conversation:
-    """A tree of turns and the tip where it goes on. Turns are only ever added."""
+    """A tree of turns and the tip where it goes on.
+
+    Turns are only ever added, and go only where the user wants them forgotten.
+    """
 
     def __init__(self, session_id: str, created_s: float, system: str | None = None) -> None:
         self.session_id = session_id
@@ -118,6 +121,36 @@ class Conversation:
         assert before.parent_id == turn.parent_id
         assert before.role is turn.role
         self._turns[turn.turn_id] = turn
+
+    def remove(self, turn_id: int) -> set[int]:
+        """Forget a turn and all below it, for good; return their ids.
+
+        A tip among them moves to the turn before.
+        """
+        parent, gone = self._turns[turn_id].parent_id, self.below(turn_id)
+        for current in gone:
+            del self._turns[current], self._children[current]
+        self._children[parent].remove(turn_id)
+        if self.tip_id in gone:
+            self.tip_id = parent
+        return gone
+
+    def below(self, turn_id: int) -> set[int]:
+        """Return the ids of a turn and of all below it."""
+        found, pending = set(), [turn_id]
+        while pending:
+            current = pending.pop()
+            found.add(current)
+            pending += self._children[current]
+        return found
+
+    def contexts(self, turn_id: int = ROOT) -> list[list[int]]:
+        """Return the token ids of every branch through a turn, to its end."""
+        return [
+            self.context_ids(leaf.turn_id)
+            for leaf in self.leaves()
+            if turn_id in (ROOT, *(turn.turn_id for turn in self.path(leaf.turn_id)))
+        ]
 
     def move_tip(self, turn_id: int) -> None:
         """Go on from another turn, or from ROOT. Nothing is lost: branches stay."""

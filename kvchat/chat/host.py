@@ -7,14 +7,28 @@ command line.
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from typing import TYPE_CHECKING, TypeVar
 
 from kvchat.chat.chat_model import ChatModel
 from kvchat.chat.conversation import Conversation
 from kvchat.chat.session import ChatSession
 from kvchat.chat.store import SessionStore
-from kvchat.core.events import LoadEvent, LoadFailed, ModelReady
+from kvchat.core.events import (
+    LoadEvent,
+    LoadFailed,
+    ModelReady,
+    RequestEvent,
+    RequestFailed,
+    SampleFinished,
+)
 from kvchat.core.stats import EngineStatus
+from kvchat.engine.request import RequestSpec
 from kvchat.engine.thread import Build, EngineThread
+
+if TYPE_CHECKING:
+    from kvchat.engine.engine import Engine
+
+T = TypeVar("T")
 
 
 class ChatHost:
@@ -86,6 +100,43 @@ class ChatHost:
     def cached_tokens(self, token_ids: list[int]) -> "Future[int]":
         """Ask how many leading tokens of a context would not have to be read again."""
         return self._engine.call(lambda engine: engine.cache.measure(token_ids))
+
+    def read(self, token_ids: list[int]) -> "Future[None]":
+        """Have a context read, so that its KV is there; the future ends when it is."""
+        done: Future[None] = Future()
+
+        def listen(event: RequestEvent) -> None:
+            if isinstance(event, RequestFailed):
+                done.set_exception(event.error)
+            elif isinstance(event, SampleFinished):
+                done.set_result(None)
+
+        self._engine.submit(RequestSpec(tuple(token_ids), max_tokens=1), listen)
+        return done
+
+    def pin(self, token_ids: list[int], label: str) -> "Future[int]":
+        """Never forget a context's KV; the result is how many tokens of it are kept."""
+        done: Future[int] = Future()
+        self._ask(lambda engine: engine.pin(token_ids, label, done.set_result), done)
+        return done
+
+    def forget(self, contexts: list[tuple[list[int], int]]) -> "Future[None]":
+        """Drop the KV of contexts behind so many tokens of each, here and not on disk.
+
+        When the future ends nothing of theirs is still to be written.
+        """
+        done: Future[None] = Future()
+        self._ask(lambda engine: engine.forget(contexts, lambda: done.set_result(None)), done)
+        return done
+
+    def _ask(self, function: "Callable[[Engine], None]", done: "Future[T]") -> None:
+        """Call `function` on the engine's thread; what keeps it from its work is `done`'s error."""
+
+        def note(asked: "Future[None]") -> None:
+            if (error := asked.exception()) is not None and not done.done():
+                done.set_exception(error)
+
+        self._engine.call(function).add_done_callback(note)
 
     def close(self) -> None:
         """Stop the engine after its current step. Idempotent."""

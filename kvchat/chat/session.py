@@ -281,6 +281,19 @@ class ChatSession:
             self.save(session_file.end_line(copy.turn_id, copy.finish, {}))
         return copy.turn_id
 
+    def forget(self, turn_id: int) -> None:
+        """Remove a turn and all below it for good; StoreError, and nothing removed, where it cannot
+        be removed from the file.
+        """
+        is_first = self.conversation.turn(turn_id).parent_id == ROOT
+        gone = self.conversation.below(turn_id)
+        if self._log is not None:
+            self._log.rewrite(lambda data: session_file.without_turns(data, gone, not is_first))
+        self.conversation.remove(turn_id)
+        if is_first:
+            self.conversation.title = ""
+        self.save(session_file.tip_line(self.conversation.tip_id), durable=True)
+
     def close(self) -> str | None:
         """Let go of the session file; returns a sentence on what could not be saved. Idempotent."""
         return self._log.close() if self._log is not None else None

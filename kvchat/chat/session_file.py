@@ -107,6 +107,24 @@ def read_session(data: bytes, name: str) -> ReadSession:
     return ReadSession(conversation, model, tuple(notes))
 
 
+def without_turns(data: bytes, gone: set[int], keeps_title: bool) -> bytes:
+    """Return a session file's bytes without the lines of some turns.
+
+    A title may be made of the words of the first turn: `keeps_title` says whether it may stay.
+    """
+    first, *lines = data.split(b"\n")[:-1]
+    kept = [line for line in lines if _stays(_event(line) or {}, gone, keeps_title)]
+    return b"".join(line + b"\n" for line in (first, *kept))
+
+
+def _stays(event: dict[str, Any], gone: set[int], keeps_title: bool) -> bool:
+    kind = event.get("type")
+    if kind in ("turn", "more", "end", "tip"):
+        return event.get("id") not in gone
+    # What cannot be read may be of any turn.
+    return kind is not None and (keeps_title or kind != "title")
+
+
 def _event(line: bytes) -> dict[str, Any] | None:
     try:
         event = json.loads(line)

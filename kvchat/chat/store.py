@@ -10,6 +10,7 @@ import os
 import re
 import secrets
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -21,6 +22,8 @@ from kvchat.core.errors import SessionNotFound, StoreError
 from kvchat.core.paths import open_private, private_directory
 
 _SUFFIX = ".jsonl"
+# What is to take the place of a session's file, while it is written.
+NEW_SUFFIX = ".new"
 _SESSION_ID = re.compile(r"^[0-9]{8}-[0-9]{6}-[0-9a-f]{4}$")
 
 
@@ -43,9 +46,10 @@ class SessionLog:
     process lives.
     """
 
-    def __init__(self, descriptor: int, name: str) -> None:
+    def __init__(self, descriptor: int, path: Path) -> None:
         self._descriptor: int | None = descriptor
-        self._name = name
+        self._path = path
+        self._name = path.name
         self._unwritten = b""
         self._needs_sync = False
 
@@ -80,6 +84,32 @@ class SessionLog:
             if error.errno != errno.EINVAL:  # which says that this file system knows no waiting
                 raise
         self._needs_sync = False
+
+    def rewrite(self, change: Callable[[bytes], bytes]) -> None:
+        """Put something else in the place of all that was written, in one step.
+
+        Raises StoreError where that cannot be, and then nothing is changed.
+        """
+        if (problem := self.write("", durable=True)) is not None or self._descriptor is None:
+            raise StoreError(problem or f"{self._name} is closed.")
+        new_path = self._path.with_suffix(NEW_SUFFIX)
+        try:
+            data = change(self._path.read_bytes())
+            descriptor = open_private(new_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _write_all(descriptor, data)
+                os.fsync(descriptor)
+                os.replace(new_path, self._path)
+            except OSError:
+                os.close(descriptor)
+                raise
+        except OSError as error:
+            with suppress(OSError):
+                new_path.unlink()
+            raise StoreError(f"{self._name} cannot be changed: {error.strerror}.") from error
+        os.close(self._descriptor)
+        self._descriptor = descriptor
 
     def close(self) -> str | None:
         """Try once more to write what is missing, and release the file and its lock. Idempotent.
@@ -169,7 +199,9 @@ class SessionStore:
                 f"The session {session_id} is open in another kvchat.",
                 "Close it there, or use --fork to go on in a copy.",
             ) from error
-        return SessionLog(descriptor, path.name)
+        with suppress(OSError):  # a process that was killed while it changed the file
+            path.with_suffix(NEW_SUFFIX).unlink()
+        return SessionLog(descriptor, path)
 
     def ids(self) -> list[str]:
         """Return the ids of all sessions, the most recently changed first.
@@ -240,6 +272,11 @@ def new_session_id(now_s: float | None = None) -> str:
     """Return a fresh id: date, time and four random digits; nothing of the conversation."""
     moment = datetime.fromtimestamp(time.time() if now_s is None else now_s)
     return f"{moment:%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+
+
+def _write_all(descriptor: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(descriptor, data) :]
 
 
 def _has_text(path: Path) -> bool:

@@ -139,6 +139,37 @@ class Engine:
         """
         self._restores.prefetch(token_ids)
 
+    def pin(self, token_ids: Sequence[int], label: str, done: Callable[[int], None]) -> None:
+        """Never forget a context's KV; `done` hears how many tokens, perhaps on another thread."""
+        if self._persistence is None:
+            done(0)
+            return
+        self._keep_waiting()
+        self._persistence.pin(tuple(token_ids), label, done)
+
+    def forget(
+        self, contexts: Sequence[tuple[Sequence[int], int]], done: Callable[[], None]
+    ) -> None:
+        """Drop the KV of contexts behind so many tokens of each.
+
+        `done` is called, perhaps on another thread, when nothing of theirs is still to be written:
+        what a slower tier has of them can then be removed.
+        """
+        self._keep_waiting()
+        for token_ids, num_kept in contexts:
+            self.cache.forget(tuple(token_ids), num_kept)
+            if self._persistence is not None:
+                self._persistence.forget(tuple(token_ids))
+        if self._persistence is None:
+            done()
+        else:
+            self._persistence.when_written(done)
+
+    def _keep_waiting(self) -> None:
+        """Have everything written that waits for a step to go with."""
+        self._probes.begin()
+        self._recall(self._probes.end_alone(self._run_alone))
+
     def cancel(self, request_id: int, reason: FinishReason = FinishReason.CANCELLED) -> None:
         """End a request at the next step, all its samples; what was generated stays."""
         for request in self._scheduler.requests():

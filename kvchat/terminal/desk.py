@@ -250,6 +250,12 @@ class Desk:
             self._undone.append(tip)
         return turn
 
+    def forget(self, turn_id: int) -> None:
+        """Remove a turn and all below it, for good."""
+        self.require_session().forget(turn_id)
+        self.edited = None
+        self._undone.clear()
+
     def redo(self) -> bool:
         """Take back the last undo, or go down to where this branch was left."""
         session = self.require_session()

@@ -5,6 +5,7 @@ from kvchat.terminal import (
     commands_conversation,
     commands_engine,
     commands_input,
+    commands_keeping,
     commands_turns,
 )
 from kvchat.terminal.commands import Registry
@@ -19,5 +20,6 @@ def build_registry() -> Registry:
             *commands_input.COMMANDS,
             *commands_engine.COMMANDS,
             *commands_cache.COMMANDS,
+            *commands_keeping.COMMANDS,
         )
     )

@@ -17,6 +17,7 @@ from kvchat.engine.engine import Engine
 from kvchat.model.source import find_model
 
 BLOCK_SIZE = 8
+DISK = Size(num_bytes=1 << 30)
 GREEDY = SamplingParams(temperature=0.0)
 
 
@@ -29,15 +30,21 @@ def tiny_host(
     store: SessionStore | None,
     before_step: Callable[[], None] = lambda: None,
     reuse: bool = True,
+    kept: Path | None = None,
 ) -> ChatHost:
-    """Start a host on a checkpoint; `before_step` runs on the engine's thread before each one."""
+    """Start a host on a checkpoint; `before_step` runs on the engine's thread before each one.
+
+    KV is kept on disk in `kept`.
+    """
     source = find_model(str(directory))
 
     def build(progress: Callable[[LoadProgress], None]) -> tuple[Engine, ModelReady]:
         assembled = build_engine(
             source,
             ModelConfig(dtype="float32"),
-            CacheConfig(BLOCK_SIZE, Size(num_bytes=1 << 23), reuse=reuse),
+            CacheConfig(
+                BLOCK_SIZE, Size(num_bytes=1 << 23), reuse=reuse, disk_bytes=DISK, directory=kept
+            ),
             EngineConfig(max_step_tokens=64),
             None,
             progress,

@@ -1,0 +1,232 @@
+"""/pin, /unpin and /forget: what is never forgotten, and what is forgotten for good."""
+
+import asyncio
+import shlex
+from collections.abc import Iterable
+from glob import glob
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvchat.chat.attachment import read_attachment
+from kvchat.chat.conversation import ROOT, Conversation, Role
+from kvchat.core.errors import KvchatError, UsageError
+from kvchat.terminal import kept_kv
+from kvchat.terminal.commands import Argument, Command, Group
+from kvchat.terminal.kept_kv import KeptKv
+from kvchat.terminal.sanitize import one_line
+from kvchat.terminal.status import plural
+
+if TYPE_CHECKING:
+    from kvchat.terminal.command_context import CommandContext
+    from kvchat.terminal.desk import Desk
+
+# Opening the disk tier and writing what waits may take so long; then it is not worth waiting for.
+_PATIENCE_S = 30.0
+_SURE = ("yes", "--yes")
+# Messages that begin differently: what they have in common behind a file belongs to the file.
+_PROBES = ("a", "Z")
+
+
+async def pin(context: "CommandContext", arguments: str) -> None:
+    kept = _kept(context)
+    if arguments in ("list", "show"):
+        lines = kept_kv.pin_lines(await asyncio.to_thread(kept.status))
+        context.say("\n".join(lines) if lines else "Nothing is pinned.")
+        return
+    desk = context.desk
+    await asyncio.to_thread(desk.host.wait_until_ready)
+    if arguments:
+        label, paths = _label_and_paths(arguments)
+        token_ids = _file_context(desk, paths)
+        await asyncio.wrap_future(desk.host.read(token_ids))
+    else:
+        token_ids, label = desk.context_ids, desk.require_session().session_id
+        if not token_ids:
+            raise UsageError("There is nothing to pin yet.", "/pin FILE... pins files.")
+    num_tokens = await _pinned(desk, token_ids, label)
+    name = f"{one_line(label, 64)}: " if arguments else ""
+    context.say(
+        f"Pinned: {name}{num_tokens:,} of {plural(len(token_ids), 'token')} stay on disk."
+        + (" A chat that begins with the same files starts warm." if arguments else "")
+    )
+
+
+async def _pinned(desk: "Desk", token_ids: list[int], label: str) -> int:
+    try:
+        async with asyncio.timeout(_PATIENCE_S):
+            num_tokens = await asyncio.wrap_future(desk.host.pin(token_ids, label))
+    except TimeoutError:
+        raise UsageError("The disk cache does not answer.", "Try again in a moment.") from None
+    if not num_tokens:
+        raise UsageError(
+            "Nothing of it is kept on disk, so there is nothing to pin.",
+            "It may be shorter than a block, or --disk-cache has no room: /stats.",
+        )
+    return num_tokens
+
+
+def _label_and_paths(arguments: str) -> tuple[str, list[Path]]:
+    """Read `[NAME] FILE...`: the first word is a name if it is no file and others follow."""
+    try:
+        words = shlex.split(arguments)
+    except ValueError:
+        words = [arguments]
+    first = Path(words[0]).expanduser()
+    has_name = len(words) > 1 and not first.exists() and not glob(str(first))
+    paths = [path for word in words[has_name:] for path in _matches(word)]
+    return (words[0] if has_name else " ".join(path.name for path in paths)), paths
+
+
+def _matches(word: str) -> list[Path]:
+    path = Path(word).expanduser()
+    found = [] if path.exists() else sorted(glob(str(path)))
+    return [Path(name) for name in found] or [path]
+
+
+def _file_context(desk: "Desk", paths: Iterable[Path]) -> list[int]:
+    """Return how a conversation begins whose first message has these files attached."""
+    text = "".join(f"{read_attachment(path)}\n" for path in paths)
+    empty = Conversation("", 0.0, desk.system)
+    one, other = (desk.host.model.user_ids(empty, ROOT, text + end, desk.system) for end in _PROBES)
+    return list(one[: _common(one, other)])
+
+
+async def unpin(context: "CommandContext", arguments: str) -> None:
+    kept = _kept(context)
+    status = await asyncio.to_thread(kept.status)
+    labels = {pin.label for generation in status.generations for pin in generation.pins}
+    if arguments == "all":
+        wanted = labels
+    elif arguments:
+        wanted = {arguments} & labels
+    else:
+        wanted = {context.desk.require_session().session_id} & labels
+    if not wanted:
+        raise UsageError("There is no such pin.", "/pin list shows them.")
+    for label in wanted:
+        await asyncio.to_thread(kept.unpin, label)
+    context.say(f"{plural(len(wanted), 'pin')} removed. What it held may be forgotten now.")
+
+
+async def forget(context: "CommandContext", arguments: str) -> None:
+    *words, last = arguments.split() or [""]
+    is_sure = last in _SURE
+    what = " ".join(words if is_sure else [*words, last]).strip()
+    if what not in ("", "last", "conversation"):
+        raise UsageError(f"{one_line(what)} is unknown here.", "/forget [last]")
+    desk = context.desk
+    if desk.session is None:
+        raise UsageError("The conversation is empty.")
+    is_last = what == "last"
+    question = (
+        f"Forget {'the last turn' if is_last else 'this conversation'} for good, its text and its "
+        "KV? Only what other conversations share stays."
+    )
+    if not is_sure and not await _confirm(context, question):
+        context.say("Nothing is forgotten.")
+        return
+    num_blocks = await (_forget_last(desk) if is_last else _forget_conversation(desk))
+    told = f", and {plural(num_blocks, 'block')} of KV on disk" if desk.kept is not None else ""
+    context.say(f"Forgotten: {'the last turn' if is_last else 'the conversation'}{told}.")
+    context.conversation_changed()
+
+
+async def _confirm(context: "CommandContext", question: str) -> bool:
+    try:
+        return await context.confirm(question)
+    except UsageError as error:
+        raise UsageError(error.message, "In a script: /forget yes, or /forget last yes") from error
+
+
+async def _forget_conversation(desk: "Desk") -> int:
+    """KV goes first: whoever is interrupted still has the words to do it again."""
+    session = desk.session
+    assert session is not None
+    store, session_id = desk.host.store, session.session_id
+    contexts = session.conversation.contexts()
+    if store is not None:
+        contexts += store.read(session_id).conversation.contexts()  # as another model wrote them
+    shared = await asyncio.to_thread(_others, desk, session_id)
+    num_blocks = await _forget_kv(desk, contexts, shared, session_id)
+    desk.begin_new()
+    if store is not None:
+        store.remove(session_id)
+    return num_blocks
+
+
+async def _forget_last(desk: "Desk") -> int:
+    session = desk.require_session()
+    conversation = session.conversation
+    asked = [turn for turn in conversation.path() if turn.role is Role.USER]
+    if not asked:
+        raise UsageError("There is nothing to forget.")
+    last = asked[-1]
+    gone = conversation.contexts(last.turn_id)
+    beside = [ids for ids in conversation.contexts() if ids not in gone]
+    before = conversation.context_ids(last.parent_id)
+    others = await asyncio.to_thread(_others, desk, session.session_id)
+    num_blocks = await _forget_kv(desk, gone, [*others, *beside, before], "")
+    desk.forget(last.turn_id)
+    return num_blocks
+
+
+async def _forget_kv(
+    desk: "Desk", contexts: list[list[int]], shared: list[list[int]], label: str
+) -> int:
+    kept_lengths = [max((_common(ids, other) for other in shared), default=0) for ids in contexts]
+    if desk.host.ready is not None:
+        asked = desk.host.forget(list(zip(contexts, kept_lengths, strict=True)))
+        try:
+            async with asyncio.timeout(_PATIENCE_S):
+                await asyncio.wrap_future(asked)
+        except TimeoutError:
+            raise UsageError("The disk cache does not answer.", "Try again.") from None
+    if desk.kept is None:
+        return 0
+    return await asyncio.to_thread(desk.kept.forget, contexts, shared, label)
+
+
+def _others(desk: "Desk", session_id: str) -> list[list[int]]:
+    """Return the contexts of all other saved conversations."""
+    store = desk.host.store
+    contexts = []
+    for other in store.ids() if store is not None else ():
+        if other == session_id:
+            continue
+        try:
+            contexts += store.read(other).conversation.contexts() if store is not None else []
+        except KvchatError:  # a damaged one says nothing of what it shares
+            continue
+    return contexts
+
+
+def _common(one: "list[int] | tuple[int, ...]", other: "list[int] | tuple[int, ...]") -> int:
+    """Return how many leading token ids two contexts share."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((n for n, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def _kept(context: "CommandContext") -> KeptKv:
+    if context.desk.kept is None:
+        raise UsageError("This chat keeps no KV on disk, so nothing can be pinned.")
+    return context.desk.kept
+
+
+COMMANDS = (
+    Command(
+        "pin",
+        "never forget the KV of this conversation so far, or of files",
+        pin,
+        Group.INPUT,
+        "[[NAME] FILE...|list]",
+        argument=Argument.PATH,
+    ),
+    Command("unpin", "let it be forgotten again", unpin, Group.INPUT, "[NAME|all]"),
+    Command(
+        "forget",
+        "delete this conversation or its last turn, text and KV, for good",
+        forget,
+        Group.ENGINE,
+        "[last]",
+    ),
+)

@@ -1,0 +1,198 @@
+"""/pin, /unpin and /forget on a real engine: what stays, and what is nowhere any more."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from kvchat.cache.caretaker import Caretaker
+from kvchat.cache.radix_node import pack
+from kvchat.chat.host import ChatHost
+from kvchat.chat.store import SessionStore
+from kvchat.core.errors import UsageError
+from kvchat.core.types import Usage
+from kvchat.terminal.commands import Invocation
+from kvchat.terminal.desk import Desk
+from kvchat.terminal.paint import Painter
+from kvchat.terminal.registry import build_registry
+from kvchat.terminal.script_commands import ScriptCommands
+from kvchat.terminal.script_page import ScriptPage
+from kvchat.terminal.theme import Look
+from support.checkpoints import save_checkpoint, tiny_model
+from support.tiny_host import BLOCK_SIZE, answer_options, finish, tiny_host
+
+SYSTEM = "You count the ships of the harbour."
+MANUAL = "Of the twelve ships in the harbour three are red and nine are blue.\n"
+SECRET = "Grimstad is empty on Sundays."
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_checkpoint(tmp_path_factory.mktemp("tiny"), tiny_model("llama"))
+
+
+@dataclass
+class Chat:
+    """A process's life with one desk; what commands say is collected."""
+
+    desk: Desk
+    kept: Caretaker
+    said: list[str]
+
+    def ask(self, text: str) -> Usage:
+        ended = finish(self.desk.ask(text))
+        return ended.usage
+
+    def do(self, line: str) -> str:
+        """Carry out a command; return what it said."""
+        self.said.clear()
+        page = ScriptPage(self.said.append, Painter(Look(False, True)), 200)
+        commands = ScriptCommands(self.desk, page, build_registry(), False)
+        parsed = commands.registry.parse(line)
+        assert isinstance(parsed, Invocation), line
+        commands.carry_out(parsed)
+        return "".join(self.said)
+
+    def pins(self) -> dict[str, int]:
+        status = self.kept.status()
+        return {pin.label: pin.num_tokens for g in status.generations for pin in g.pins}
+
+
+NewChat = Callable[..., Chat]
+
+
+@pytest.fixture
+def new_chat(tiny: Path, tmp_path: Path) -> Iterator[NewChat]:
+    hosts: list[ChatHost] = []
+    store, directory = SessionStore(tmp_path / "sessions"), tmp_path / "kv"
+
+    def begin(session_id: str | None = None) -> Chat:
+        """Begin another life of the program, after the one before has ended."""
+        if hosts:
+            hosts[-1].close()
+        host = tiny_host(tiny, store, kept=directory)
+        hosts.append(host)
+        host.wait_until_ready()
+        session = host.open_session(session_id) if session_id is not None else None
+        kept = Caretaker(directory)
+        desk = Desk(host, lambda *_: host, session, answer_options(), SYSTEM, kept=kept)
+        return Chat(desk, kept, [])
+
+    yield begin
+    for host in hosts:
+        host.close()
+
+
+def is_anywhere(directory: Path, needle: bytes) -> bool:
+    return any(needle in path.read_bytes() for path in directory.rglob("*") if path.is_file())
+
+
+def test_a_pinned_conversation_is_shown_and_survives_until_it_is_let_go(new_chat: NewChat) -> None:
+    chat = new_chat()
+    chat.ask("My name is Ada.")
+    assert "tokens stay on disk." in chat.do("/pin")
+    session_id = chat.desk.require_session().session_id
+    num_tokens = len(chat.desk.context_ids)
+    assert chat.do("/pin list").startswith(f"pinned: {session_id}, ")
+    assert ", pinned" in chat.do("/cache tree")
+    chat.desk.close_session()
+
+    again = new_chat(session_id)
+
+    assert again.pins() == {session_id: (num_tokens - 1) // BLOCK_SIZE * BLOCK_SIZE}
+    assert "1 pin removed" in again.do("/unpin")
+    assert again.pins() == {}
+    assert again.do("/pin list") == "Nothing is pinned.\n"
+
+
+def test_any_chat_starts_warm_from_a_pinned_file(new_chat: NewChat, tmp_path: Path) -> None:
+    manual = tmp_path / "manual.txt"
+    manual.write_text(MANUAL * 2)
+    chat = new_chat()
+
+    assert "starts warm" in chat.do(f"/pin 'the manual' {tmp_path}/man*.txt")
+    chat.do(f"/file {manual}")
+    usage = chat.ask("How many are red?")
+
+    assert usage.cached.total > len(MANUAL * 2)
+    assert usage.prefilled_tokens < 40
+    assert chat.pins()["the manual"] > len(MANUAL * 2)
+    chat.do("/unpin all")
+    assert chat.pins() == {}
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("/pin", "The conversation is empty."),
+        ("/pin missing.txt", "missing.txt cannot be read"),
+        ("/unpin x", "There is no such pin."),
+        ("/unpin", "The conversation is empty."),
+        ("/forget", "The conversation is empty."),
+        ("/forget everything", "everything is unknown here."),
+    ],
+)
+def test_what_cannot_be_done_is_a_sentence(new_chat: NewChat, line: str, told: str) -> None:
+    with pytest.raises(UsageError, match=told):
+        new_chat().do(line)
+
+
+def test_a_forgotten_conversation_is_nowhere_and_what_others_share_stays(
+    new_chat: NewChat, tmp_path: Path
+) -> None:
+    chat = new_chat()
+    chat.ask("I like ships.")
+    other = chat.desk.require_session()
+    shared = other.conversation.context_ids()
+    chat.desk.begin_new()
+    chat.ask(SECRET)
+    chat.ask("And on Mondays?")
+    chat.do("/pin")
+    ids = chat.desk.context_ids
+    needle = pack(ids[len(ids) // 2 :][:BLOCK_SIZE])
+    assert is_anywhere(tmp_path, needle)
+    with pytest.raises(UsageError, match="/forget yes"):
+        chat.do("/forget")
+
+    told = chat.do("/forget yes")
+
+    assert "Forgotten: the conversation, and " in told
+    assert chat.desk.session is None
+    assert not is_anywhere(tmp_path, SECRET.encode())
+    assert not is_anywhere(tmp_path, needle)
+    assert chat.pins() == {}
+    assert chat.desk.host.cached_tokens(ids).result(10) < len(ids) // 2
+    assert chat.desk.host.cached_tokens(shared).result(10) >= len(shared) - BLOCK_SIZE
+    assert chat.kept.verify().is_sound
+    assert chat.kept.status().num_tokens >= len(shared) - BLOCK_SIZE
+    chat.desk.open(other.session_id)
+    assert chat.ask("And boats?").cached.total >= len(shared) - BLOCK_SIZE
+
+
+def test_forgetting_the_last_turn_leaves_the_turns_before(
+    new_chat: NewChat, tmp_path: Path
+) -> None:
+    chat = new_chat()
+    chat.ask("I like ships.")
+    chat.ask(SECRET)
+    session = chat.desk.require_session()
+    before = session.conversation.path()
+    needle = pack([token for turn in before[2:] for token in turn.token_ids][8 : 8 + BLOCK_SIZE])
+    chat.do("/undo")
+    chat.do("/redo")
+
+    assert "Forgotten: the last turn, and " in chat.do("/forget last yes")
+
+    assert not is_anywhere(tmp_path, SECRET.encode())
+    assert not is_anywhere(tmp_path, needle)
+    session.conversation.check()
+    assert session.conversation.path() == before[:2]
+    num_before = sum(len(turn.token_ids) for turn in before[:2])
+    assert chat.ask("What do I like?").cached.total >= num_before - BLOCK_SIZE
+    read = chat.desk.host.store.read(session.session_id)  # type: ignore[union-attr]
+    assert read.notes == ()
+    assert read.conversation.path() == session.conversation.path()
+    chat.do("/forget last yes")
+    chat.do("/forget last yes")
+    assert "Forgotten: the conversation" in chat.do("/forget yes")
