@@ -1,7 +1,8 @@
-"""Scenario `tiers`: what the disk tier costs, and how fast it is.
+"""Scenario `tiers`: what the disk tier costs, and how fast it and host memory are.
 
-Packs are written and read beside plain files of the same bytes, and a chat of several turns is held
-with the disk on and off: nobody who has a disk tier should feel it.
+Packs are written and read beside plain files of the same bytes, KV sinks into host memory and rises
+beside plain copies, and a chat of several turns is held with the disk on and off: nobody who has a
+disk tier should feel it.
 """
 
 import os
@@ -14,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvchat.bench.engines import complete, new_engine, random_ids
+from kvchat.bench.host_copies import host_figures
 from kvchat.bench.measure import Sample, alternated
 from kvchat.bench.report import Figure, Result
 from kvchat.bench.scenarios import BenchSetup
@@ -38,6 +40,8 @@ def run(setup: BenchSetup) -> Result:
     with _directory() as directory:
         figures = _rates(setup, directory / "rates")
         assembled = new_engine(setup.source, setup.model, setup.cache, state=directory)
+        pool = assembled.engine.cache.kv_pool
+        figures += host_figures(pool.geometry, pool.device, setup.repeats, setup.is_quick)
         figures += _chats(setup, assembled, directory)
     settings = {
         "model": setup.source.name,

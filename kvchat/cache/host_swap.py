@@ -143,53 +143,59 @@ class HostSwap:
         first = len(keys) - len(blocks)
         try:
             while first < len(keys):
-                last = min(first + self._piece_blocks, len(keys))
-                self._sink(packed, keys, first, last, blocks[len(blocks) - len(keys) + first :])
-                first = last
+                loan = self._offered(packed, keys, first)
+                self._send_down(loan, blocks[first + loan.first - len(keys) :])
+                if not loan.keys:
+                    return
+                first += loan.first + len(loan.keys)
         except Exception:  # of memory, mostly: what does not sink is computed again
             _log.exception("blocks could not be demoted")
+
+    def _offered(self, packed: bytes, keys: list[bytes], first: int) -> Loan:
+        """Return room for the next blocks from `first` on that host memory lacks."""
+        parent = keys[first - 1] if first else self.host.root
+        return self.host.offer(parent, keys[first:], packed[first * self._block_bytes :])
 
     def _is_worth_keeping(self) -> bool:
         if not self.host.num_slots:
             return False
         return self.rates.is_worth_keeping(self._manager.block_size, self._image_bytes)
 
-    def _sink(
-        self, packed: bytes, keys: list[bytes], first: int, last: int, blocks: list[int]
-    ) -> None:
-        """Send blocks `first` to `last - 1` of a context down; `blocks` begin with the first."""
-        size = self._block_bytes
-        while first < last and self._has_stage_for((last - first) * self._image_bytes):
-            parent = keys[first - 1] if first else self.host.root
-            loan = self.host.offer(parent, keys[first:last], packed[first * size : last * size])
-            if not loan.keys:
-                return
-            start = loan.first
-            count = len(loan.keys)
-            self._send_down(loan, blocks[start : start + count])
-            first, blocks = first + start + count, blocks[start + count :]
-
     def _send_down(self, loan: Loan, blocks: list[int]) -> None:
-        self._sinking.append(loan)
+        """Stage blocks, which begin with the loan's first, piece by piece, and have them copied."""
+        size = self._piece_blocks
+        pieces = [loan.part(start, start + size) for start in range(0, len(loan.keys), size)]
+        self._sinking.extend(pieces)
+        for number, piece in enumerate(pieces):
+            num_bytes = len(piece.keys) * self._image_bytes
+            is_staged = self._has_stage_for(num_bytes) and self._stage(
+                piece, blocks[number * size : number * size + len(piece.keys)], num_bytes
+            )
+            if not is_staged:  # nor is what continues it: without this it could not be found
+                for lost in pieces[number:]:
+                    self._sinking.remove(lost)
+                    self.host.settle(lost, is_filled=False)
+                return
+
+    def _stage(self, piece: Loan, blocks: list[int], num_bytes: int) -> bool:
         try:
             staging = self._pool.stage(blocks)
             mark = self._copies.mark()
-        except Exception:
-            self._sinking.remove(loan)
-            self.host.settle(loan, is_filled=False)
-            raise
-        num_bytes = len(blocks) * self._image_bytes
+        except Exception:  # of memory, mostly: what does not sink is computed again
+            _log.exception("blocks could not be staged")
+            return False
         self._num_staged_bytes += num_bytes
 
         def copy() -> None:
             is_there, start_s = False, self._clock()
             try:
-                self._copies.down(staging, loan.rows, mark)
+                self._copies.down(staging, piece.rows, mark)
                 is_there = True
             finally:
-                self._done.put(_Sunk(loan, num_bytes, self._clock() - start_s, is_there))
+                self._done.put(_Sunk(piece, num_bytes, self._clock() - start_s, is_there))
 
         self._transfer.copy(copy)
+        return True
 
     def _has_stage_for(self, num_bytes: int) -> bool:
         """Wait, not for long and not in vain again, until no more is staged than may be.
@@ -382,6 +388,6 @@ class HostSwap:
     def check(self) -> None:
         """Re-derive every invariant of the host tier and of what is under way."""
         self.host.check([*self._sinking, *(promotion.loan for promotion in self._promotions)])
-        row_bytes = [len(loan.rows) * self._image_bytes for loan in self._sinking]
-        assert sum(row_bytes) == self._num_staged_bytes
+        num_blocks = sum(len(loan.rows) for loan in self._sinking)
+        assert num_blocks * self._image_bytes == self._num_staged_bytes
         assert len(self._sinking) <= 1 or self._num_staged_bytes <= _MAX_STAGED_BYTES

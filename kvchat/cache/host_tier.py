@@ -51,6 +51,10 @@ class Loan:
     first: int
     rows: tuple[torch.Tensor, ...]
 
+    def part(self, start: int, end: int) -> "Loan":
+        """Return some of it, to be ended or settled by itself."""
+        return Loan(self.keys[start:end], self.first + start, self.rows[start:end])
+
 
 class HostTier:
     """At most `limit_bytes` of images of `block_bytes`, for blocks of `block_size` token ids.
