@@ -51,9 +51,9 @@ class Persistence:
 
     # Restoring
 
-    def begin(self, ids: TokenIds, may_have_front: bool = True) -> Restore | None:
+    def begin(self, ids: TokenIds, is_foreseen: bool = False) -> Restore | None:
         """Ask for the KV of a prompt that the device has not; None where it is not worth it."""
-        return self.restoring.begin(ids, may_have_front)
+        return self.restoring.begin(ids, is_foreseen)
 
     def wait_for_news(self) -> None:
         """Wait for the next delivery, for a moment at most."""

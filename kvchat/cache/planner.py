@@ -10,7 +10,7 @@ which is what Jin et al. ("Compute or Load KV Cache? Why Not Both?", 2024) do by
 middle. Pure arithmetic; knows no tier and no clock.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 # A rate follows what is measured, the newest weighing a third: machines change their mind.
@@ -24,9 +24,9 @@ _DOUBT = 1.1
 _WORTH = 0.9
 # What it takes to ask a tier and to hear of the first pack.
 _FINDING_S = 0.002
-# How long to wait for what comes next, in parts of what computing it would take. What is awaited in
-# vain is lost, and what is on its way, though late, is not worth more than that.
-_PATIENCE, _FIRST_PATIENCE = 0.5, 0.25
+# How much later than expected something may come before computing goes on without it, in parts of
+# what computing everything would take: what is awaited in vain is lost.
+_PATIENCE = 0.05
 _MIN_PATIENCE_S = 0.05
 # A slow machine's, until this one has shown its own: a short prompt must not wait for a tier that
 # is still reading gigabytes of weights to know whose KV it may give out.
@@ -87,21 +87,41 @@ class RestorePlanner:
             num_front, least_s = int(front), front * compute_s
         return num_front if least_s < _WORTH * num_tokens * compute_s else num_tokens
 
+    def first_worth(self, runs: Sequence[tuple[int, int]]) -> int:
+        """Return the first of several runs to read, while those before it are computed; their
+        number where reading is not worth it. A run is its tokens and the bytes to read for them.
+
+        What `front` says of cuts anywhere, for those that a tier's packs allow.
+        """
+        if self.prefill_tokens_per_s is None or self.read_bytes_per_s is None:
+            return 0
+        num_front, num_bytes = 0, sum(size for _, size in runs)
+        only_reading_s = _FINDING_S + num_bytes / self.read_bytes_per_s
+        first, least_s = 0, only_reading_s
+        for index, (num_tokens, size) in enumerate(runs):
+            reading_s = _FINDING_S + num_bytes / self.read_bytes_per_s
+            seconds = max(num_front / self.prefill_tokens_per_s, reading_s)
+            if num_front >= _MIN_TOKENS and seconds < min(least_s, _WORTH * only_reading_s):
+                first, least_s = index, seconds
+            num_front, num_bytes = num_front + num_tokens, num_bytes - size
+        compute_s = num_front / self.prefill_tokens_per_s
+        return first if least_s < _WORTH * compute_s else len(runs)
+
     def is_worth(self, num_tokens: int, num_bytes: int) -> bool:
         """Whether to read anything."""
         return self.front(num_tokens, num_bytes) < num_tokens
 
-    def patience_s(self, num_tokens: int, num_bytes: int, is_first: bool = False) -> float:
-        """Return how long to wait for the next tokens to come up before computing them.
+    def patience_s(self, num_tokens: int, num_bytes: int) -> float:
+        """Return how long to wait for the next bytes to come up before computing meanwhile.
 
-        For the first ones, which a tier may have to be opened for, `num_tokens` are all.
+        `num_tokens` are all that could come up.
         """
-        rate = self.prefill_tokens_per_s or _ASSUMED_TOKENS_PER_S
-        share = _FIRST_PATIENCE if is_first else _PATIENCE
-        expected_s = 0.0
-        if self.read_bytes_per_s is not None and not is_first:
-            expected_s = 2 * num_bytes / self.read_bytes_per_s
-        return max(_MIN_PATIENCE_S, share * num_tokens / rate, expected_s)
+        expected_s = num_bytes / self.read_bytes_per_s if self.read_bytes_per_s else 0.0
+        return expected_s + max(_MIN_PATIENCE_S, _PATIENCE * self.compute_s(num_tokens))
+
+    def compute_s(self, num_tokens: int) -> float:
+        """Return how long computing takes, or would on a slow machine where nothing is known."""
+        return num_tokens / (self.prefill_tokens_per_s or _ASSUMED_TOKENS_PER_S)
 
 
 def _moved(rate: float | None, newest: float) -> float:

@@ -29,6 +29,8 @@ Image = bytes | bytearray | memoryview
 # What is read before the front is computed waits in memory: 256 MiB of packs at most.
 _MAX_PIECES_IN_FLIGHT = 64
 _NEWS_PATIENCE_S = 0.02
+# What is computed at first while something is late; twice as much each time after.
+_HURRY_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,19 +66,23 @@ class Restore:
     `give_up` ends it; what came stays.
 
     # [0, num_known)                the device had it
-    # [num_known, num_front)        to be computed while the rest is read; where that is everything
-    #                               but nothing, `num_front` is 0
+    # [num_known, num_front)        to be computed while the rest is read, as far as it is not
+    #                               there; `num_front` is 0 where it is quicker to wait
     # [num_trusted, num_arrived)    tokens that came up and are still to be proven; `canary` is that
     #                               of the last
 
-    `due_s` is when waiting for the next piece stops being worth it.
+    `since_s` is when the last piece of use came, or the first was asked for; `piece_bytes` are
+    those of a large piece, as far as they are known. A prefetch `is_foreseen`: nobody waits for it,
+    and nobody would compute a front of it.
     """
 
     ids: TokenIds
     num_known: int
-    due_s: float
-    may_have_front: bool = True
+    since_s: float
+    is_foreseen: bool
     num_front: int = 0
+    num_hurries: int = 0
+    piece_bytes: int = 0
     held: "deque[Piece]" = field(default_factory=deque)
     pieces: "SimpleQueue[Piece]" = field(default_factory=SimpleQueue)
     places: BoundedSemaphore = field(
@@ -124,11 +130,8 @@ class Restoring:
         self._news = Event()
         self._unproven: list[Restore] = []
 
-    def begin(self, ids: TokenIds, may_have_front: bool) -> Restore | None:
-        """Ask for the KV of a prompt that the device has not; None where it is not worth it.
-
-        `may_have_front` where somebody computes what is better computed than read.
-        """
+    def begin(self, ids: TokenIds, is_foreseen: bool) -> Restore | None:
+        """Ask for the KV of a prompt that the device has not; None where it is not worth it."""
         num_known = self._manager.measure(ids[:-1])
         size = self._manager.block_size
         num_blocks = (len(ids) - 1 - num_known) // size
@@ -138,8 +141,7 @@ class Restoring:
         if not self._planner.is_worth(num_tokens, num_bytes):
             self._planner.note_refused()
             return None
-        patience_s = self._planner.patience_s(num_tokens, num_bytes, is_first=True)
-        restore = Restore(ids, num_known, self._clock() + patience_s, may_have_front)
+        restore = Restore(ids, num_known, self._clock(), is_foreseen)
         self._transfer.restore(lambda tier: self._read(tier, restore, num_known // size))
         return restore
 
@@ -151,10 +153,9 @@ class Restoring:
     def settle(self, restore: Restore) -> bool:
         """Take what has come of a restore onto the device; whether more may come.
 
-        Gives up where there is no room for more, or where computing would have been quicker. What
-        comes up before its front is computed is held until then.
+        Gives up where there is no room for more. What comes up before its front is computed is held
+        until then; what is late has its front extended, so that computing goes on meanwhile.
         """
-        is_late = self._clock() > restore.due_s
         with suppress(Empty):
             while True:
                 restore.held.append(restore.pieces.get_nowait())
@@ -162,29 +163,42 @@ class Restoring:
         while is_ready and restore.held and not restore.is_given_up.is_set():
             piece = restore.held.popleft()
             restore.places.release()
-            is_late = False
             if self._take(restore, piece) < piece.num_blocks:
                 restore.give_up()
-            self._wait_anew(restore, piece.num_blocks)
-        if not is_ready:
-            self._wait_anew(restore, 0)
-        elif is_late or self._transfer.is_without_tier:
+        if self._transfer.is_without_tier:
             restore.give_up()
+        elif is_ready and not restore.is_over and self._is_late(restore):
+            self._hurry(restore)
         return not restore.is_over
+
+    def _is_late(self, restore: Restore) -> bool:
+        num_tokens = len(restore.ids) - restore.num_known
+        patience_s = self._planner.patience_s(num_tokens, restore.piece_bytes)
+        if restore.is_foreseen:
+            patience_s += self._planner.compute_s(num_tokens)
+        return self._clock() > restore.since_s + patience_s
+
+    def hand_over(self, restore: Restore) -> None:
+        """Somebody has asked for what was only foreseen, and waits for it."""
+        restore.is_foreseen = False
+        restore.since_s = self._clock()
+
+    def _hurry(self, restore: Restore) -> None:
+        """Have the next tokens computed while waiting on; the more, the longer nothing comes."""
+        num_there = self._manager.measure(restore.ids[:-1])
+        num_more = max(_HURRY_TOKENS << restore.num_hurries, self._manager.block_size)
+        restore.num_hurries += 1
+        num_front = (num_there + num_more) // self._manager.block_size * self._manager.block_size
+        if restore.is_foreseen or num_front >= len(restore.ids) - 1:
+            restore.give_up()
+        else:
+            restore.num_front = num_front
 
     def _has_front(self, restore: Restore) -> bool:
         """Whether all that is to be computed before what comes up is there."""
         if not restore.num_front:
             return True
         return self._manager.measure(restore.ids[: restore.num_front]) == restore.num_front
-
-    def _wait_anew(self, restore: Restore, num_blocks: int) -> None:
-        """Something went on: the next piece, probably as large as the last, has its time again."""
-        num_tokens, num_bytes = (
-            num_blocks * self._manager.block_size,
-            num_blocks * self._image_bytes,
-        )
-        restore.due_s = self._clock() + self._planner.patience_s(num_tokens, num_bytes)
 
     def _take(self, restore: Restore, piece: Piece) -> int:
         """Enter a piece in the device tier; return how many of its blocks are there now."""
@@ -207,6 +221,7 @@ class Restoring:
             restore.num_trusted = piece.start_block * size
             self._unproven.append(restore)
         restore.num_arrived = (piece.start_block + num_adopted) * size
+        restore.since_s, restore.num_hurries = self._clock(), 0
         restore.canary = piece.canary if num_adopted == piece.num_blocks else None
         restore.num_tokens += num_adopted * size
         self._note_kept(restore.ids, piece.start_block + num_adopted)
@@ -244,7 +259,10 @@ class Restoring:
             runs = tier.find(chain_keys(tier.root, packed, self._block_bytes), packed)
             start_block = self._planned_start(restore, runs, start_block)
             for found in runs:
-                if found.start_block + found.num_blocks <= start_block:
+                end_block = found.start_block + found.num_blocks
+                if end_block * self._manager.block_size <= restore.num_front:
+                    continue  # it is being computed
+                if end_block <= start_block:
                     continue
                 if not _has_place(restore):
                     return
@@ -261,15 +279,28 @@ class Restoring:
 
     def _planned_start(self, restore: Restore, runs: Sequence[Found], start_block: int) -> int:
         """Return the block to read from, and let the engine know of a front to be computed."""
-        num_blocks = sum(found.num_blocks for found in runs) - start_block
-        if num_blocks < 1 or not restore.may_have_front:
+        wanted = [found for found in runs if found.start_block + found.num_blocks > start_block]
+        if not wanted:
+            return start_block
+        restore.piece_bytes = max(found.num_blocks for found in wanted) * self._image_bytes
+        if restore.is_foreseen:
             return start_block
         size = self._manager.block_size
-        num_front = self._planner.front(num_blocks * size, num_blocks * self._image_bytes)
-        if num_front >= size:
-            start_block += num_front // size
-            if num_front < num_blocks * size:
-                restore.num_front = start_block * size
+        first = self._planner.first_worth(
+            [
+                (
+                    (found.start_block + found.num_blocks - max(found.start_block, start_block))
+                    * size,
+                    found.num_blocks * self._image_bytes,
+                )
+                for found in wanted
+            ]
+        )
+        if first == len(wanted):
+            return wanted[-1].start_block + wanted[-1].num_blocks
+        if first:
+            start_block = wanted[first].start_block
+            restore.num_front = start_block * size
         return start_block
 
     def _piece(self, found: Found, image: Image, start_block: int) -> Piece:

@@ -171,9 +171,10 @@ class Request:
 
     @property
     def is_to_join(self) -> bool:
-        """Whether it has computed the front of what has come up behind it, and runs on that now."""
-        has_front = self.restore is not None and self.restore.num_front > 0
-        return has_front and not self.is_restoring
+        """Whether something has come up behind the front that it has computed."""
+        if self.restore is None or not self.restore.num_front:
+            return False
+        return not self.is_restoring or self.restore.num_arrived > self.num_computed
 
     @property
     def is_decoding(self) -> bool:

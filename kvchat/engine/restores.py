@@ -79,6 +79,8 @@ class Restores:
             if list(context) == list(request.ids[: len(context)]):
                 self._foreseen = None
                 request.promotion, request.restore = foreseen.promotion, foreseen.restore
+                if foreseen.restore is not None and self._persistence is not None:
+                    self._persistence.restoring.hand_over(foreseen.restore)
                 if foreseen in self._climbing:
                     self._climbing.remove(foreseen)
                     self._climbing.append(request)
@@ -98,8 +100,8 @@ class Restores:
     def _restore(self, climber: "Request | _Foreseen") -> None:
         """Ask the disk; for what no request has asked for yet nobody would compute a front."""
         if self._persistence is not None:
-            has_front = isinstance(climber, Request)
-            climber.restore = self._persistence.begin(climber.ids, has_front)
+            is_foreseen = isinstance(climber, _Foreseen)
+            climber.restore = self._persistence.begin(climber.ids, is_foreseen)
 
     def promote(self, request: Request) -> bool:
         """Whether some of a request that is about to run comes up from host memory first.

@@ -157,7 +157,8 @@ class Scheduler:
         self._cache.release(request.table, request.ids[:before])
         request.table = self._cache.match(request.ids)
         request.num_computed = request.table.cached_len
-        request.restore = None
+        if not request.is_restoring:
+            request.restore = None
         if request.cached is not None:
             num_joined = max(0, request.num_computed - before)
             request.cached = replace(request.cached, disk=request.cached.disk + num_joined)
