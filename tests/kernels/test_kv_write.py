@@ -105,6 +105,14 @@ def test_a_token_at_slot_minus_one_is_not_written() -> None:
     assert torch.isnan(keys.flatten()[:3]).all()
 
 
+def test_a_slot_beyond_the_pool_is_no_slot_to_skip() -> None:
+    keys, values = nan_pool(2, 2, 1, 1), nan_pool(2, 2, 1, 1)
+    rows = torch.arange(2.0).view(2, 1, 1)
+
+    with pytest.raises(IndexError):
+        kv_write(rows, rows, keys, values, torch.tensor([-1, 4]))
+
+
 @pytest.mark.parametrize("name", WRITES)
 def test_the_kernel_writes_what_the_twin_writes(interpreter: Interpreter, name: str) -> None:
     interpreter(check_kv_write, WRITES[name])

@@ -56,6 +56,9 @@ def kv_write_launch(
     slot_mapping: torch.Tensor,
 ) -> Launch:
     """Return the launch; see `kv_write` for the shapes."""
+    assert key.shape[0] == value.shape[0] == slot_mapping.shape[0]
+    assert key.shape[1:] == key_pool.shape[2:], (key.shape, key_pool.shape)
+    assert value.shape[1:] == value_pool.shape[2:], (value.shape, value_pool.shape)
     assert key.stride(-1) == 1, key.stride()
     assert value.stride(-1) == 1, value.stride()
     assert key_pool.is_contiguous()

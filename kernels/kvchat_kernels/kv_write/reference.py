@@ -11,8 +11,25 @@ def kv_write_reference(
     slot_mapping: torch.Tensor,
 ) -> None:
     """Scatter new keys and values into the pools, in place; see `kv_write` for the shapes."""
-    if slot_mapping.numel() and slot_mapping.min() < 0:
-        is_written = slot_mapping >= 0
-        key, value, slot_mapping = key[is_written], value[is_written], slot_mapping[is_written]
-    key_pool.flatten(0, 1).index_copy_(0, slot_mapping, key.to(key_pool.dtype))
-    value_pool.flatten(0, 1).index_copy_(0, slot_mapping, value.to(value_pool.dtype))
+    key, value = key.to(key_pool.dtype), value.to(value_pool.dtype)
+    if slot_mapping.device.type == "cpu":
+        # Slots of -1 are rare on a CPU, and looking for them would cost every step of every layer.
+        try:
+            _scatter(key, value, key_pool, value_pool, slot_mapping)
+        except IndexError:
+            pass
+        else:
+            return
+    is_written = slot_mapping >= 0
+    _scatter(key[is_written], value[is_written], key_pool, value_pool, slot_mapping[is_written])
+
+
+def _scatter(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_pool: torch.Tensor,
+    value_pool: torch.Tensor,
+    slots: torch.Tensor,
+) -> None:
+    key_pool.flatten(0, 1).index_copy_(0, slots, key)
+    value_pool.flatten(0, 1).index_copy_(0, slots, value)
