@@ -8,6 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from kvchat.bench.scenarios import BenchSetup, scenario
+from kvchat.core.config import CacheConfig, ModelConfig
+from kvchat.model.source import find_model
 from kvchat_kernels.block_copy import PoolTensors, copy_blocks, gather_blocks, scatter_blocks
 from kvchat_kernels.kv_write import kv_write
 from kvchat_kernels.rms_norm import rms_norm
@@ -185,3 +188,13 @@ def test_a_captured_step_follows_its_slots_seeds_and_positions() -> None:
     for count, token in enumerate(tokens, start=1):
         columns["positions"] = torch.tensor(positions, device=DEVICE) + count
         assert sample_tokens(logits, SamplerRows(**columns)).tolist() == token
+
+
+def test_every_kernel_is_measured_beside_its_ceiling() -> None:
+    setup = BenchSetup(find_model("demo"), ModelConfig("demo"), CacheConfig(), 2, True)
+
+    result = scenario("kernels")(setup)
+
+    assert not result.refusal
+    assert len(result.figures) > 20
+    assert all(figure.value > 0 for figure in result.figures)
