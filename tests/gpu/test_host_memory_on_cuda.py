@@ -1,0 +1,112 @@
+"""Host memory beside a CUDA device: pinned, copied on a stream of its own, the same bits, ids."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvchat.bench.engines import complete, random_ids
+from kvchat.cache.host_swap import HostSwap
+from kvchat.cache.host_tier import HostTier
+from kvchat.cache.kv_pool import KvGeometry, KvPool, LayerGeometry
+from kvchat.cache.manager import CacheManager
+from kvchat.cache.transfer import TransferThread
+from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig, Size
+from kvchat.engine.assembly import build_engine
+from kvchat.model.source import find_model
+from support.checkpoints import never_stopping, save_checkpoint, tiny_model
+
+DEVICE = torch.device("cuda")
+GEOMETRY = KvGeometry((LayerGeometry(2, 64, 32), LayerGeometry(2, 64, 32)), torch.bfloat16, 16)
+NUM_BLOCKS = 200
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
+]
+
+
+@pytest.fixture
+def manager() -> CacheManager:
+    return CacheManager(KvPool(GEOMETRY, NUM_BLOCKS + 1, DEVICE))
+
+
+@pytest.fixture
+def swap(manager: CacheManager) -> HostSwap:
+    limit = 4 * NUM_BLOCKS * GEOMETRY.block_bytes
+    host = HostTier(GEOMETRY.block_size, GEOMETRY.block_bytes, limit, is_pinned=True)
+    return HostSwap(manager, host, TransferThread(lambda: None, 0))
+
+
+def fill(manager: CacheManager, seed: int) -> list[int]:
+    """Fill the whole pool with one context's KV, and keep it."""
+    ids = random_ids(NUM_BLOCKS * GEOMETRY.block_size, 1000, seed)
+    table = manager.match(ids)
+    assert manager.reserve(table, 0, len(ids))
+    for tensors in manager.kv_pool.layers:
+        for tensor in tensors:
+            tensor.normal_(generator=torch.Generator(DEVICE).manual_seed(seed))
+    manager.release(table, ids)
+    return ids
+
+
+def test_what_sank_rises_bit_for_bit_while_the_device_computes(
+    manager: CacheManager, swap: HostSwap
+) -> None:
+    """The blocks are overwritten at once: what was staged before must be what is copied."""
+    one = fill(manager, seed=1)
+    before = bytes(manager.export(one, 0, NUM_BLOCKS) or b"")
+    busy = torch.randn(2048, 2048, device=DEVICE)
+
+    for _ in range(3):
+        for _ in range(10):
+            busy = busy @ busy / 2048
+        other = fill(manager, seed=2)  # pushes the first out, and writes over it
+        assert swap.flush(10.0)
+        manager.sink(NUM_BLOCKS)
+        promotion = swap.begin([*one, 0])
+        assert promotion is not None
+        while not promotion.is_over:
+            swap.wait_for_news()
+            swap.settle(may_sink=False)
+        assert promotion.num_tokens == len(one)
+        assert bytes(manager.export(one, 0, NUM_BLOCKS) or b"") == before
+        swap.check()
+        manager.check(swap.tables())
+        assert other != one
+    assert swap.host.borrow([], b"").rows == ()
+    swap.close()
+
+
+def test_host_memory_is_pinned_and_within_its_limit(manager: CacheManager, swap: HostSwap) -> None:
+    fill(manager, seed=1)
+    manager.sink(NUM_BLOCKS)
+    assert swap.flush(10.0)
+    status = swap.status()
+
+    assert 0 < status.num_bytes <= status.limit_bytes
+    assert swap.host._memory.row(0).is_pinned()
+    swap.close()
+
+
+def test_conversations_that_push_each_other_out_go_on_as_before(tmp_path: Path) -> None:
+    checkpoint = save_checkpoint(tmp_path / "model", never_stopping(tiny_model("llama")))
+    model = ModelConfig(str(checkpoint), device="cuda", dtype="float32")
+    prompts = [random_ids(300, 256, seed=seed) for seed in range(4)]
+
+    def answers(host: Size, device: Size) -> tuple[list[tuple[int, ...]], int]:
+        cache = CacheConfig(device_bytes=device, host_bytes=host)
+        source = find_model(str(checkpoint))
+        engine = build_engine(source, model, cache, EngineConfig(), None, lambda event: None).engine
+        found = [complete(engine, prompt, 8) for _ in range(2) for prompt in prompts]
+        engine.close()
+        return (
+            [completion.token_ids for completion in found],
+            sum(completion.finished.usage.cached.host for completion in found),
+        )
+
+    geometry_bytes = Size(num_bytes=700 * 2 * 2 * 64 * 4)
+    roomy, _ = answers(Size(num_bytes=0), Size(num_bytes=64 << 20))
+    swapped, num_host = answers(Size(num_bytes=64 << 20), geometry_bytes)
+
+    assert swapped == roomy
+    assert num_host > 0
