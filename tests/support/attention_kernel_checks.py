@@ -150,7 +150,7 @@ def check_small_splits(case: AttentionCase, device: str = "cpu") -> None:
     """More splits than the merge takes at once, of which a window leaves some rows nothing."""
     problem = paged_problem(case, [(3, 600), (1, 17), (2, 2)])
     call = attention_call(problem.to(device), case)
-    split, merge = split_launches(call, 4, Tile(16, 16, 4, 2), min_split=16, processors=24)
+    split, merge = split_launches(call, 1, 16, 24, Tile(16, 16, 4, 2), min_split=16)
 
     split.run()
     merge.run()

@@ -10,7 +10,7 @@ import triton.language as tl
 from kvchat_kernels.paged_attention.tile_kernel import attend_keys, first_visible, load_rows
 
 
-@triton.jit(do_not_specialize=["num_sequences", "min_query_len"])
+@triton.jit(do_not_specialize=["num_sequences", "min_query_len", "tables_stride"])
 def paged_attention_prefill_kernel(
     query_ptr,
     key_ptr,

@@ -16,6 +16,7 @@ def divide_keys(
     context_lens_ptr,
     num_sequences,
     num_splits,
+    min_query_len,
     max_query_len,
     BLOCK_B: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -25,8 +26,9 @@ def divide_keys(
 ):
     """Return [B] how many splits each sequence gets, and the scalar length of a split.
 
-    All splits of a step are equally long, so that a long sequence gets many and a short one few;
-    there are at most num_splits + num_sequences of them.
+    Sequences with fewer or more new tokens than given are not ours and get none. All splits of a
+    step are equally long, so that a long sequence gets many and a short one few: at most
+    num_splits and one for each of our sequences.
     """
     sequence = tl.arange(0, BLOCK_B)
     there = sequence < num_sequences
@@ -34,14 +36,23 @@ def divide_keys(
     query_len = tl.load(query_starts_ptr + sequence + 1, mask=there, other=0) - start
     context_len = tl.load(context_lens_ptr + sequence, mask=there, other=0)
     first = first_visible(tl.maximum(context_len - query_len, 0), WINDOW, CHUNK)
-    is_ours = (query_len > 0) & (query_len <= max_query_len)
+    is_ours = there & (query_len >= min_query_len) & (query_len <= max_query_len)
     num_keys = tl.where(is_ours, context_len - first, 0)
     fair = tl.cdiv(tl.sum(num_keys, 0), num_splits)
     split_len = tl.maximum(tl.cdiv(fair, BLOCK_N) * BLOCK_N, MIN_SPLIT)
     return tl.cdiv(num_keys, split_len), split_len
 
 
-@triton.jit(do_not_specialize=["num_sequences", "num_splits", "max_query_len"])
+# What changes from step to step must not be compiled in: 1 and multiples of 16 would be.
+@triton.jit(
+    do_not_specialize=[
+        "num_sequences",
+        "num_splits",
+        "min_query_len",
+        "max_query_len",
+        "tables_stride",
+    ]
+)
 def paged_attention_split_kernel(
     query_ptr,
     key_ptr,
@@ -55,6 +66,7 @@ def paged_attention_split_kernel(
     cap,
     num_sequences,
     num_splits,
+    min_query_len,
     max_query_len,
     query_stride_token,
     query_stride_head,
@@ -83,7 +95,7 @@ def paged_attention_split_kernel(
 ):
     """Attend the rows of one KV head of one sequence to one split of its keys.
 
-    Grid: (row tiles * KV heads, num_splits + num_sequences). Writes the rows' weighted mean of the
+    Grid: (row tiles * KV heads, num_splits + our sequences). Writes the rows' weighted mean of the
     values, [splits, max_query_len * GROUP, KV heads, VALUE_DIM] float32, and the log2 of their
     weights' sum, the same without the last dimension.
     """
@@ -95,6 +107,7 @@ def paged_attention_split_kernel(
         context_lens_ptr,
         num_sequences,
         num_splits,
+        min_query_len,
         max_query_len,
         BLOCK_B,
         BLOCK_N,
@@ -175,7 +188,7 @@ def paged_attention_split_kernel(
     tl.store(lse_ptr + place, top + tl.log2(weight), mask=is_row)
 
 
-@triton.jit(do_not_specialize=["num_sequences", "num_splits", "max_query_len"])
+@triton.jit(do_not_specialize=["num_sequences", "num_splits", "min_query_len", "max_query_len"])
 def merge_splits_kernel(
     partial_ptr,
     lse_ptr,
@@ -185,6 +198,7 @@ def merge_splits_kernel(
     context_lens_ptr,
     num_sequences,
     num_splits,
+    min_query_len,
     max_query_len,
     out_stride_token,
     out_stride_head,
@@ -202,20 +216,25 @@ def merge_splits_kernel(
 ):
     """Merge one row's splits by their weights, the sink's weight among them.
 
-    Grid: (num_sequences * max_query_len, query heads).
+    Grid: (tokens of the step, query heads).
     """
-    sequence = tl.program_id(0) // max_query_len
-    token = tl.program_id(0) % max_query_len
+    token = tl.program_id(0)
     head = tl.program_id(1)
+    index = tl.arange(0, BLOCK_B)
+    ends = tl.load(query_starts_ptr + index + 1, mask=index < num_sequences, other=2**31 - 1)
+    sequence = tl.sum((ends <= token).to(tl.int32), 0)
+    if sequence >= num_sequences:
+        return
     first_token = tl.load(query_starts_ptr + sequence)
     query_len = tl.load(query_starts_ptr + sequence + 1) - first_token
-    if (token >= query_len) | (query_len > max_query_len):
+    if (query_len < min_query_len) | (query_len > max_query_len):
         return
     counts, _split_len = divide_keys(
         query_starts_ptr,
         context_lens_ptr,
         num_sequences,
         num_splits,
+        min_query_len,
         max_query_len,
         BLOCK_B,
         BLOCK_N,
@@ -223,12 +242,11 @@ def merge_splits_kernel(
         WINDOW,
         CHUNK,
     )
-    index = tl.arange(0, BLOCK_B)
     begin = tl.sum(tl.where(index < sequence, counts, 0), 0)
     end = begin + tl.sum(tl.where(index == sequence, counts, 0), 0)
 
     dim = tl.arange(0, BLOCK_V)
-    row = token * GROUP + head % GROUP
+    row = (token - first_token) * GROUP + head % GROUP
     total = tl.zeros((BLOCK_V,), dtype=tl.float32)
     top = tl.full((), float("-inf"), dtype=tl.float32)
     weight = tl.zeros((), dtype=tl.float32)
@@ -254,5 +272,5 @@ def merge_splits_kernel(
         total = total * shrink + tl.sum(weights[:, None] * means, 0)
         top = new_top
     mean = total / tl.where(weight == 0.0, 1.0, weight)
-    offset = (first_token + token).to(tl.int64) * out_stride_token + head * out_stride_head
+    offset = token.to(tl.int64) * out_stride_token + head * out_stride_head
     tl.store(out_ptr + offset + dim, mean.to(out_ptr.dtype.element_ty), mask=dim < VALUE_DIM)

@@ -1,8 +1,9 @@
 """Paged attention on a GPU: which kernels a step needs, with which values.
 
 Knows the kernels' parameters and the host's view of a step. Equal to `reference.py` within
-rounding. Reads no device memory, and of the lengths only those of the queries: a captured step may
-be replayed with other context lengths, tables and slots in the same tensors.
+rounding. Reads no device memory, and of the host's lengths only those of the queries: a captured
+step may be replayed with other context lengths and tables in the same tensors. A row whose context
+is 0 tokens becomes zero.
 """
 
 import math
@@ -98,28 +99,28 @@ def num_processors(device: torch.device) -> int:
 def plan_launches(call: AttentionCall, processors: int) -> Iterator[Launch]:
     """Yield the kernels that together write every row of the step, in order."""
     query_lens = call.sequences.query_lens
-    longest_split = _longest_split_query(call, processors)
-    if min(query_lens) <= longest_split:
-        max_query_len = max(length for length in query_lens if length <= longest_split)
-        tile = split_tile(*call.dims, call.query.dtype, max_query_len * call.group)
-        yield from split_launches(call, max_query_len, tile, MIN_SPLIT, processors)
-    if max(query_lens) > longest_split:
-        tile = prefill_tile(*call.dims, call.query.dtype)
-        yield prefill_launch(call, longest_split + 1, tile)
+    if min(query_lens) <= MAX_SPLIT_QUERY:
+        yield from split_launches(call, 1, MAX_SPLIT_QUERY, processors)
+    longest = max(query_lens)
+    if longest > MAX_SPLIT_QUERY:
+        if _fills_few_processors(call, processors):
+            yield from split_launches(call, MAX_SPLIT_QUERY + 1, longest, processors)
+        else:
+            tile = prefill_tile(*call.dims, call.query.dtype)
+            yield prefill_launch(call, MAX_SPLIT_QUERY + 1, tile)
 
 
-def _longest_split_query(call: AttentionCall, processors: int) -> int:
-    """Return up to which length queries have their keys split; the longer ones are prefilled.
+def _fills_few_processors(call: AttentionCall, processors: int) -> bool:
+    """Tell whether prefilling the long queries would leave most of the GPU idle.
 
-    A prefill of few tiles leaves most of a GPU idle, however long its context is.
+    However long their contexts are, a tile of rows is one program. Very long queries are prefilled
+    all the same, for the partial results of splits would be large.
     """
-    longest = max(call.sequences.query_lens)
-    if longest > _MAX_SPLIT_CHUNK:
-        return MAX_SPLIT_QUERY
+    if max(call.sequences.query_lens) > _MAX_SPLIT_CHUNK:
+        return False
     block_m = prefill_tile(*call.dims, call.query.dtype).block_m
-    tiles = _count_tiles(call, MAX_SPLIT_QUERY + 1, block_m)
-    is_small = tiles * call.num_kv_heads * _PROGRAMS_PER_PROCESSOR <= processors
-    return max(longest, MAX_SPLIT_QUERY) if is_small else MAX_SPLIT_QUERY
+    programs = _count_tiles(call, MAX_SPLIT_QUERY + 1, block_m) * call.num_kv_heads
+    return programs * _PROGRAMS_PER_PROCESSOR <= processors
 
 
 def _count_tiles(call: AttentionCall, min_query_len: int, block_m: int) -> int:
@@ -128,36 +129,42 @@ def _count_tiles(call: AttentionCall, min_query_len: int, block_m: int) -> int:
 
 
 def split_launches(
-    call: AttentionCall, max_query_len: int, tile: Tile, min_split: int, processors: int
+    call: AttentionCall,
+    min_query_len: int,
+    max_query_len: int,
+    processors: int,
+    tile: Tile | None = None,
+    min_split: int = MIN_SPLIT,
 ) -> Iterator[Launch]:
-    """Yield the split kernel and the merge, for all sequences of up to `max_query_len` new tokens.
+    """Yield the split kernel and the merge, for our sequences: those within the query lengths.
 
-    max_query_len   no query on the device may be longer; it fixes the grid and the partial results
+    tile, min_split   other than `tiles.py` says, for tests
     """
-    max_rows = max_query_len * call.group
+    ours = [n for n in call.sequences.query_lens if min_query_len <= n <= max_query_len]
+    max_rows = max(ours) * call.group
+    tile = tile or split_tile(*call.dims, call.query.dtype, max_rows)
     programs = -(-max_rows // tile.block_m) * call.num_kv_heads
     num_splits = max(1, _PROGRAMS_PER_PROCESSOR * processors // programs)
-    most = num_splits + len(call.sequences.query_lens)
-    shape = (most, max_rows, call.num_kv_heads)
-    partial = call.query.new_empty(*shape, call.dims[1], dtype=torch.float32)
-    lse = call.query.new_empty(shape, dtype=torch.float32)
+    shape = (num_splits + len(ours), max_rows, call.num_kv_heads)
     division = {
+        "partial_ptr": call.query.new_empty(*shape, call.dims[1], dtype=torch.float32),
+        "lse_ptr": call.query.new_empty(shape, dtype=torch.float32),
         "query_starts_ptr": call.sequences.query_starts,
         "context_lens_ptr": call.sequences.context_lens_device,
         "num_sequences": len(call.sequences.query_lens),
         "num_splits": num_splits,
-        "max_query_len": max_query_len,
+        "min_query_len": min_query_len,
+        "max_query_len": max(ours),
         "NUM_KV_HEADS": call.num_kv_heads,
         "BLOCK_N": tile.block_n,
         "BLOCK_B": _sequence_block(call),
         "MIN_SPLIT": min_split,
     }
-    partials = {"partial_ptr": partial, "lse_ptr": lse}
-    split = {**_inputs(call), **partials, **division, "BLOCK_M": tile.block_m}
-    yield _launch(paged_attention_split_kernel, (programs, most), split, tile)
-    merge = {**_output(call), **partials, **division, **_shared(call), "BLOCK_S": MERGE_BLOCK}
-    grid = (len(call.sequences.query_lens) * max_query_len, call.query.shape[1])
-    yield Launch(merge_splits_kernel, grid, merge, merge_warps(call.dims[1]), num_stages=2)
+    split = {**_inputs(call), **division, "BLOCK_M": tile.block_m}
+    yield _launch(paged_attention_split_kernel, (programs, shape[0]), split, tile)
+    merge = {**_output(call), **division, **_shared(call), "BLOCK_S": MERGE_BLOCK}
+    warps = merge_warps(call.dims[1])
+    yield Launch(merge_splits_kernel, tuple(call.query.shape[:2]), merge, warps, num_stages=2)
 
 
 def prefill_launch(call: AttentionCall, min_query_len: int, tile: Tile) -> Launch:
