@@ -105,7 +105,7 @@ def read_generation(path: Path) -> Generation:
 def _rows(table: Path, query: str) -> list[tuple[bytes, bytes, float]]:
     """Return key, value and last use of every row of a kind."""
     disk = RawDisk(str(table.parent))
-    with closing(_connection(table)) as connection:
+    with closing(connection_to(table)) as connection:
         rows = connection.execute(query).fetchall()
     return list(_as_bytes(disk, rows))
 
@@ -126,7 +126,7 @@ def _as_bytes(
         yield key, data, max(0.0, float(used_s) if isinstance(used_s, int | float) else 0.0)
 
 
-def _connection(table: Path) -> sqlite3.Connection:
+def connection_to(table: Path) -> sqlite3.Connection:
     """Open a table to read from it.
 
     Without a log nobody is writing: only then may SQLite do without one of its own, which would

@@ -17,7 +17,7 @@ import diskcache
 
 from kvchat.core.errors import StoreError
 
-_RAW, _BINARY = 1, 2  # diskcache's numbers for a value in the table, and for one in a file
+_RAW, FILE_MODE = 1, 2  # diskcache's numbers for a value in the table, and for one in a file
 # No pack comes near it. A file that claims to be longer is damaged, and must not fill the memory.
 _MAX_FILE_BYTES = 1 << 28
 # What is smaller stays in the table.
@@ -71,7 +71,7 @@ class RawDisk(diskcache.Disk):
         if len(parts) < self.min_file_size:
             return 0, _RAW, None, sqlite3.Binary(b"".join((parts.prefix, parts.rest)))
         name = self._new_file(parts)
-        return len(parts), _BINARY, name, None
+        return len(parts), FILE_MODE, name, None
 
     def _new_file(self, parts: Parts) -> str:
         random = os.urandom(16).hex()
@@ -104,7 +104,7 @@ class RawDisk(diskcache.Disk):
         mode, filename, value = row
         if mode == _RAW and isinstance(value, bytes):
             return value[:prefix_bytes], memoryview(value)[prefix_bytes:]
-        if mode != _BINARY or not isinstance(filename, str) or not _NAME.fullmatch(filename):
+        if mode != FILE_MODE or not isinstance(filename, str) or not _NAME.fullmatch(filename):
             return b"", memoryview(b"")
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         descriptor = os.open(f"{self._directory}/{filename}", flags)
@@ -166,6 +166,11 @@ class RawCache(diskcache.Cache):
             with suppress(OSError):  # what cannot be looked at is not thrown away for that
                 if path.lstat().st_size != known.get(f"{path.parent.name}/{path.name}"):
                     path.unlink()
+
+
+def is_pack_file(name: object) -> bool:
+    """Whether a table's file name is one that a RawDisk gives."""
+    return isinstance(name, str) and _NAME.fullmatch(name) is not None
 
 
 def _write_all(file: Any, value: bytes | memoryview) -> None:

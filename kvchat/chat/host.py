@@ -34,7 +34,8 @@ T = TypeVar("T")
 class ChatHost:
     """Starts loading the model at once, on the engine's thread; sessions may begin right away.
 
-    `on_load` hears of the loading on that thread. `store` None saves nothing. Owns the engine
+    `on_load` hears of the loading on that thread, and `read_ahead`, which returns at once, of the
+    context that will be wanted when it is done. `store` None saves nothing. Owns the engine
     until `close`.
     """
 
@@ -44,8 +45,10 @@ class ChatHost:
         build: Build,
         store: SessionStore | None,
         on_load: Callable[[LoadEvent], None] | None = None,
+        read_ahead: Callable[[list[int]], object] | None = None,
     ) -> None:
         self.model = model
+        self._read_ahead = read_ahead
         self.store = store
         self._on_load = on_load
         self._loaded = threading.Event()
@@ -86,6 +89,8 @@ class ChatHost:
         session = ChatSession.open(self.model, self._engine, self.store, session_id)
         # What was said is likely to be gone on with: its KV comes up while the user still types.
         context = session.conversation.context_ids()
+        if self._read_ahead is not None and self.ready is None:
+            self._read_ahead(context)
         self._engine.call(lambda engine: engine.prefetch(context))
         return session
 

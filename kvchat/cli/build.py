@@ -3,6 +3,7 @@
 Imports torch only on the engine's thread.
 """
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -93,7 +94,26 @@ def open_host(
     draft_name = settings.draft_name(source.name)
     draft = find_model(draft_name) if draft_name is not None else None
     store = None if settings["incognito"] else session_store(settings)
-    return ChatHost(read_chat_model(source), _build(settings, source, draft), store, on_load)
+    build, ahead = _build(settings, source, draft), _read_ahead(settings)
+    return ChatHost(read_chat_model(source), build, store, on_load, ahead)
+
+
+def _read_ahead(settings: Settings) -> "Callable[[list[int]], None] | None":
+    """Return what has a context's KV read while the weights load; None where none is kept."""
+    config = settings.cache_config(None if settings["incognito"] else cache_directory(settings))
+    directory, block_size = config.directory, config.block_size
+    if directory is None or not config.reuse:
+        return None
+
+    def begin(token_ids: list[int]) -> None:
+        def read() -> None:
+            from kvchat.cache.read_ahead import read_ahead
+
+            read_ahead(directory, token_ids, block_size)
+
+        threading.Thread(target=read, name="kvchat-read-ahead", daemon=True).start()
+
+    return begin
 
 
 def _build(
