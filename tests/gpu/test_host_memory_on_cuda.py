@@ -13,6 +13,7 @@ from kvchat.cache.manager import CacheManager
 from kvchat.cache.transfer import TransferThread
 from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig, Size
 from kvchat.engine.assembly import build_engine
+from kvchat.engine.engine import Engine
 from kvchat.model.source import find_model
 from support.checkpoints import never_stopping, save_checkpoint, tiny_model
 
@@ -93,10 +94,11 @@ def test_conversations_that_push_each_other_out_go_on_as_before(tmp_path: Path) 
     model = ModelConfig(str(checkpoint), device="cuda", dtype="float32")
     prompts = [random_ids(300, 256, seed=seed) for seed in range(4)]
 
-    def answers(host: Size, device: Size) -> tuple[list[tuple[int, ...]], int]:
-        cache = CacheConfig(device_bytes=device, host_bytes=host)
+    def build(cache: CacheConfig) -> Engine:
         source = find_model(str(checkpoint))
-        engine = build_engine(source, model, cache, EngineConfig(), None, lambda event: None).engine
+        return build_engine(source, model, cache, EngineConfig(), None, lambda event: None).engine
+
+    def answers(engine: Engine) -> tuple[list[tuple[int, ...]], int]:
         found = [complete(engine, prompt, 8) for _ in range(2) for prompt in prompts]
         engine.close()
         return (
@@ -104,9 +106,11 @@ def test_conversations_that_push_each_other_out_go_on_as_before(tmp_path: Path) 
             sum(completion.finished.usage.cached.host for completion in found),
         )
 
-    geometry_bytes = Size(num_bytes=700 * 2 * 2 * 64 * 4)
-    roomy, _ = answers(Size(num_bytes=0), Size(num_bytes=64 << 20))
-    swapped, num_host = answers(Size(num_bytes=64 << 20), geometry_bytes)
+    large, none = Size(num_bytes=64 << 20), Size(num_bytes=0)
+    roomy = build(CacheConfig(device_bytes=large, host_bytes=none))
+    two_prompts = Size(num_bytes=700 * roomy.cache.kv_pool.geometry.token_bytes)
+    expected, _ = answers(roomy)
+    swapped, num_host = answers(build(CacheConfig(device_bytes=two_prompts, host_bytes=large)))
 
-    assert swapped == roomy
+    assert swapped == expected
     assert num_host > 0
