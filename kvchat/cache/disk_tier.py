@@ -72,6 +72,7 @@ class DiskTier:
         self._lock = StoreLock(directory / LOCK_NAME, _PATIENCE_S)
         self._buffers = ReadBuffers(_MAX_BUFFERS)
         self._used: dict[bytes, None] = {}
+        self._files: dict[bytes, str | None] = {}  # of the packs found last
         self._keeper = TableKeeper(directory, own, self._lock, _PATIENCE_S, self._note_trouble)
         self._attempt = self._keeper.attempt
         self.gc()
@@ -97,6 +98,7 @@ class DiskTier:
 
     def _walk(self, keys: Sequence[bytes], packed: bytes) -> Iterator[Found]:
         table = self._keeper.follow()
+        self._files.clear()
         block = 0
         while block < len(keys):
             head = self._head(table, keys[block])
@@ -109,9 +111,10 @@ class DiskTier:
             block += shared
 
     def _head(self, table: PackTable, key: bytes) -> PackHead | None:
-        data = table.head(key)
-        if data is None:
+        stored = table.head(key)
+        if stored is None:
             return None
+        data, self._files[key] = stored
         try:
             return decode_head(data, self._layout)
         except DamagedRecord as damage:
@@ -161,7 +164,8 @@ class DiskTier:
 
     def _images(self, table: PackTable, key: bytes, checksum: bytes) -> memoryview:
         """Return the images of a pack, of those that `checksum` stands for."""
-        payload = table.payload(key, PREFIX_BYTES, self._buffers)
+        file = self._files.pop(key, None)
+        payload = table.payload(key, file, PREFIX_BYTES, self._buffers)
         if payload is None:
             raise DamagedRecord("without its payload")
         prefix, image = payload

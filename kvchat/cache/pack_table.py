@@ -5,7 +5,6 @@ so that a head vouches for a payload. Columns that diskcache has no use for here
 used, without a word of what is in it. Knows rows; knows no bounds and no damage.
 """
 
-import sqlite3
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kvchat.cache.pin_record import Pin, decode_pin, encode_pin, pin_name
-from kvchat.cache.raw_disk import Parts, RawCache
+from kvchat.cache.raw_disk import FILE_MODE, Parts, RawCache
 from kvchat.cache.read_buffers import ReadBuffers
 from kvchat.cache.retention import Use, first_use, used_again
 
@@ -22,6 +21,10 @@ HEAD, PAYLOAD, PIN = b"h", b"p", b"n"
 # A generation with this file in it has pins: nobody drops it without need.
 PIN_MARK = "pinned"
 _HEADS = "WHERE key >= x'68' AND key < x'69'"
+_HEAD_AND_FILE = (
+    "SELECT h.expire_time, h.mode, h.filename, h.value, p.filename FROM Cache h"
+    " LEFT JOIN Cache p ON p.key = ? AND p.raw = 1 WHERE h.key = ? AND h.raw = 1"
+)
 _USE = "store_time, access_time, access_count, tag"
 
 
@@ -50,18 +53,33 @@ class PackTable(RawCache):
 
     # Packs
 
-    def head(self, key: bytes) -> bytes | None:
-        """Return a pack's head as it was stored."""
-        data: bytes | None = self.get(HEAD + key)
-        return data
+    def head(self, key: bytes) -> tuple[bytes, str | None] | None:
+        """Return a pack's head as it was stored, and the file of its payload, if that is one.
+
+        What is out of date, or whose file is gone, is not there.
+        """
+        row = self._sql(_HEAD_AND_FILE, (PAYLOAD + key, HEAD + key)).fetchone()
+        if row is None:
+            return None
+        expires, mode, filename, value, payload_file = row
+        is_out_of_date = isinstance(expires, int | float) and expires < time.time()
+        data = b"" if is_out_of_date else self._value(mode, filename, value)
+        return (data, payload_file if isinstance(payload_file, str) else None) if data else None
 
     def payload(
-        self, key: bytes, prefix_bytes: int, buffers: ReadBuffers
+        self, key: bytes, file: str | None, prefix_bytes: int, buffers: ReadBuffers
     ) -> tuple[bytes, memoryview] | None:
-        """Return the beginning of a pack's payload, and the rest of it in memory of `buffers`."""
-        query = "SELECT mode, filename, value FROM Cache WHERE key = ? AND raw = 1"
-        row = self._sql(query, (sqlite3.Binary(PAYLOAD + key),)).fetchone()
+        """Return the beginning of a pack's payload, and the rest of it in memory of `buffers`.
+
+        `file` is where it was when its head was read, None where nobody has asked.
+        """
+        row = (FILE_MODE, file, None) if file is not None else self._payload_row(key)
         return self.read_parts(row, prefix_bytes, buffers.take) if row is not None else None
+
+    def _payload_row(self, key: bytes) -> tuple[Any, ...] | None:
+        query = "SELECT mode, filename, value FROM Cache WHERE key = ? AND raw = 1"
+        row: tuple[Any, ...] | None = self._sql(query, (PAYLOAD + key,)).fetchone()
+        return row
 
     def keep(self, key: bytes, head: bytes, payload: Parts, now_s: float, one_shot: bool) -> None:
         """Enter a pack: all of it, or nothing."""
@@ -88,7 +106,7 @@ class PackTable(RawCache):
         """Return what a row holds; nothing where its file is gone."""
         try:
             return bytes(self.disk.fetch(mode, filename, value, False))
-        except FileNotFoundError:
+        except OSError:
             return b""
 
     def num_packs(self) -> int:
@@ -135,7 +153,7 @@ class PackTable(RawCache):
 
     def _use(self, key: bytes) -> Use | None:
         query = f"SELECT {_USE} FROM Cache WHERE key = ? AND raw = 1"
-        row = self._sql(query, (sqlite3.Binary(HEAD + key),)).fetchone()
+        row = self._sql(query, (HEAD + key,)).fetchone()
         return use_of(row) if row is not None else None
 
     def _set_use(self, key: bytes, use: Use) -> None:
@@ -144,7 +162,7 @@ class PackTable(RawCache):
             " WHERE key = ? AND raw = 1",
             (
                 *(use.last_s, use.credit_s, use.num_uses, use.num_followed),
-                sqlite3.Binary(HEAD + key),
+                HEAD + key,
             ),
         )
 
