@@ -206,15 +206,14 @@ class Engine:
         """Keep what unfinished requests have computed, and finish writing, within bounds."""
         self.speculation.close()
         self._restores.give_up(self._scheduler.requests())
-        if self._swap is not None:
+        if self._persistence is not None:
+            for request in self.running():
+                self._probes.save(request.ids[: request.num_computed])
+            self._probes.begin()
+            self._probes.end_alone(self._run_alone)
+            self._persistence.close()
+        if self._swap is not None:  # last: both may share a thread
             self._swap.close()
-        if self._persistence is None:
-            return
-        for request in self.running():
-            self._probes.save(request.ids[: request.num_computed])
-        self._probes.begin()
-        self._probes.end_alone(self._run_alone)
-        self._persistence.close()
 
     def _compute(self, plan: Sequence[Work]) -> list[RequestEvent]:
         """Run the plan as one batch; where that fails, request by request.

@@ -189,6 +189,18 @@ def test_a_growing_prompt_is_written_before_its_answer_is_over(
     engine.assert_complete(number)
 
 
+def test_closing_keeps_what_is_unfinished_although_a_thread_is_shared(tier: MemoryTier) -> None:
+    """Host memory was once let go of first, and with it the thread that was still to write."""
+    engine = with_disk(tier)
+    number = engine.submit(spec(HISTORY[:40], max_tokens=20))
+    while not engine.generated(number):
+        engine.step()
+
+    engine.engine.close()
+
+    assert len(tier.blocks) == 10
+
+
 class Callers:
     """Callers of a small engine over a small host and, some of them, a disk that outlives it."""
 
