@@ -8,7 +8,13 @@ import torch
 from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig, Size
 from kvchat.core.events import LoadProgress, RequestFailed, TokensGenerated
 from kvchat.core.types import SamplingParams
-from kvchat.engine.assembly import AssembledEngine, build_engine, device_budget, step_tokens
+from kvchat.engine.assembly import (
+    AssembledEngine,
+    build_engine,
+    device_budget,
+    host_budget,
+    step_tokens,
+)
 from kvchat.engine.engine import Engine
 from kvchat.engine.request import RequestSpec
 from kvchat.model.source import find_model
@@ -97,6 +103,25 @@ def test_a_share_is_of_the_memory_that_is_free() -> None:
     half = device_budget(config, torch.device("cpu"))
 
     assert half > device_budget(CacheConfig(), torch.device("cpu")) > 0
+
+
+def test_host_memory_is_a_tier_beside_a_gpu_and_elsewhere_where_it_is_asked_for(
+    checkpoint: Path,
+) -> None:
+    some = Size(num_bytes=MEBIBYTE)
+    assert host_budget(CacheConfig(), torch.device("cpu")) == 0
+    assert 0 < host_budget(CacheConfig(), torch.device("cuda")) <= 16 << 30
+    assert host_budget(CacheConfig(host_bytes=some), torch.device("cpu")) == MEBIBYTE
+    without = assemble(checkpoint).engine
+    asked = assemble(checkpoint, cache=CacheConfig(device_bytes=some, host_bytes=some)).engine
+    cold = CacheConfig(device_bytes=some, host_bytes=some, reuse=False)
+
+    status = asked.status().host
+    assert status is not None
+    assert status.limit_bytes == MEBIBYTE
+    assert without.status().host is None
+    assert assemble(checkpoint, cache=cold).engine.status().host is None
+    asked.close()
 
 
 def test_steps_are_short_for_large_models_and_bounded_for_small_ones(checkpoint: Path) -> None:
