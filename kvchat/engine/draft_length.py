@@ -9,10 +9,11 @@ from dataclasses import dataclass
 
 MAX_DRAFTED = 16
 # A measured cost or a counted acceptance weighs at least this much in its moving average.
-_COST_WEIGHT = 0.15
+_COST_WEIGHT = 0.2
 _ACCEPTANCE_WEIGHT = 1 / 20
-# What one place costs more today, such as a longer context, its neighbours probably do as well.
-_SHARED_DRIFT = 0.3
+# A longer context or a busier machine makes other counts of rows dearer as well.
+_SHARED_DRIFT = 0.15
+_NUM_FIRST = 3
 # Seconds of one step beyond these multiples of what was expected are a hiccup of the machine.
 _MOST_SURPRISE = 2.0
 # Drafting has to promise at least this much, or measuring errors would decide.
@@ -48,11 +49,6 @@ class CostCurve:
     def note(self, rows: int, seconds: float) -> None:
         """Take in one measured step."""
         rows = _grade(rows)
-        if self._rows:
-            expected = self.seconds(rows)
-            surprise = max(1 / _MOST_SURPRISE, min(_MOST_SURPRISE, seconds / max(expected, 1e-12)))
-            drift = surprise ** (_COST_WEIGHT * _SHARED_DRIFT)
-            self._seconds = [known * drift for known in self._seconds]
         place = bisect_left(self._rows, rows)
         if place == len(self._rows) or self._rows[place] != rows:
             self._rows.insert(place, rows)
@@ -60,12 +56,12 @@ class CostCurve:
             self._visits.insert(place, 1)
             return
         self._visits[place] += 1
-        known = self._seconds[place]
-        weight = max(_COST_WEIGHT, 1 / self._visits[place])
-        limited = seconds
-        if self._visits[place] > 3:  # the first ones may have been anything
-            limited = max(known / _MOST_SURPRISE, min(known * _MOST_SURPRISE, seconds))
-        self._seconds[place] = known + weight * (limited - known)
+        if self._visits[place] <= _NUM_FIRST:  # the first ones may have been anything
+            self._seconds[place] += (seconds - self._seconds[place]) / self._visits[place]
+            return
+        surprise = max(1 / _MOST_SURPRISE, min(_MOST_SURPRISE, seconds / self._seconds[place]))
+        self._seconds = [known * surprise**_SHARED_DRIFT for known in self._seconds]
+        self._seconds[place] *= surprise**_COST_WEIGHT
 
     def seconds(self, rows: int) -> float:
         """Return what so many rows cost; something has been measured before."""

@@ -17,10 +17,12 @@ _VERIFY_SLOPE, _DRAFT_SLOPE = 0.05, 1.0
 _PRIOR = 0.6
 _NUM_PLAIN_FIRST = 2
 # Drafts are measured against plain steps, which are therefore taken now and then.
-_STEPS_BETWEEN_PLAIN = 128
-_PROBE_LEN = 2
-_FIRST_WAIT, _LONGEST_WAIT = 16, 512
+_STEPS_BETWEEN_PLAIN = 64
+_FIRST_WAIT, _LONGEST_WAIT = 24, 512
 _MOST_PROBES = 5
+# While drafting costs time, a probe asks for little; what it costs is not known without one.
+_FREE_PROBE, _PROBE = 3, 1
+_UNKNOWN_COST_PROBE = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +129,7 @@ class AdaptivePace:
         if self._needs_plain(costs, num_rows, num_decoding):
             return [None] * len(asking)
         best = [self._best_offer(ask, costs, num_rows) for ask in asking]
-        chances = [self._chance(a.request, o) for a, o in zip(asking, best, strict=True)]
+        chances = [self._chance(a.request, o, costs) for a, o in zip(asking, best, strict=True)]
         choice = choose_lengths(
             chances, num_rows, num_others, costs.verify.seconds, _draft_s(costs)
         )
@@ -151,15 +153,17 @@ class AdaptivePace:
         if len(ask.offers) == 1:
             return best
         for offer in ask.offers:
-            chance = self._chance(ask.request, offer)
+            chance = self._chance(ask.request, offer, costs)
             choice = choose_lengths([chance], num_rows, 0, costs.verify.seconds, _draft_s(costs))
             if choice.gain > best_gain:
                 best, best_gain = offer, choice.gain
         return best
 
-    def _chance(self, request: Request, offer: Offer) -> Chance:
+    def _chance(self, request: Request, offer: Offer, costs: _Costs) -> Chance:
         acceptance = self._habit(request, offer.source).acceptance
-        return Chance(acceptance.survival(offer.most), offer.is_free)
+        is_unknown = costs.draft.is_empty and not offer.is_free
+        most = min(offer.most, _UNKNOWN_COST_PROBE) if is_unknown else offer.most
+        return Chance(acceptance.survival(most), offer.is_free)
 
     def _take(self, request: Request, offer: Offer, length: int) -> Taken | None:
         """Take an offer up, or refuse it but for a probe after a while."""
@@ -172,7 +176,7 @@ class AdaptivePace:
             return None
         habit.num_refused = 0
         habit.num_probes += 1
-        return Taken(offer, min(_PROBE_LEN, offer.most))
+        return Taken(offer, min(_FREE_PROBE if offer.is_free else _PROBE, offer.most))
 
     def note_drafting(self, num_requests: int, longest: int, seconds: float) -> None:
         self._costs_of(num_requests).draft.note(longest, seconds)
