@@ -32,3 +32,20 @@ class Interpreter:
 
 def _interpret_kernels() -> None:
     os.environ["TRITON_INTERPRET"] = "1"
+    import triton  # not before this process is told to interpret
+
+    if triton.__version__.startswith("3.6."):
+        _let_loops_count_with_numpy_2_4()
+
+
+def _let_loops_count_with_numpy_2_4() -> None:
+    """Triton 3.6 makes numbers of arrays with one element, which numpy 2.4 refuses."""
+    from triton.runtime import interpreter
+
+    patch_as_shipped = interpreter._patch_lang_tensor
+
+    def patch(tensor: Any, scope: Any) -> None:
+        patch_as_shipped(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patch
