@@ -134,4 +134,7 @@ class Persistence:
     def close(self) -> None:
         """Wait for what is being written, within bounds, and end the thread."""
         self._keep_rates()
-        self.transfer.close(_CLOSE_PATIENCE_S)
+        deadline_s = time.monotonic() + _CLOSE_PATIENCE_S
+        while self.saver.has_backlog and time.monotonic() < deadline_s:
+            self.saver.go_on(deadline_s - time.monotonic())
+        self.transfer.close(max(0.0, deadline_s - time.monotonic()))

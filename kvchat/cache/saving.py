@@ -6,6 +6,7 @@ request.
 """
 
 import logging
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
@@ -25,6 +26,8 @@ PACK_BYTES = 4 << 20
 # After a write that failed nothing is offered for so long, twice as long after each further one.
 _FIRST_REST_S = 1.0
 _LONGEST_REST_S = 300.0
+# A chat has one or two that it waits for.
+_MAX_BACKLOG = 16
 # What is kept where needs no identity as long as it is asked within one process.
 _LOCAL_ROOT = root_key(b"")
 
@@ -61,7 +64,14 @@ class Saver:
         self._num_unheard = 0
         self._num_refusals = 0
         self._rests_until_s = 0.0
+        # Contexts that the thread had no room for, the oldest first.
+        self._backlog: deque[tuple[TokenIds, Canary | None]] = deque(maxlen=_MAX_BACKLOG)
         self._tier_memo: ChainMemo | None = None  # the transfer thread's
+
+    @property
+    def has_backlog(self) -> bool:
+        """Whether something is still to be offered that there was no room for."""
+        return bool(self._backlog) and not self._transfer.is_without_tier
 
     @property
     def pack_tokens(self) -> int:
@@ -90,6 +100,13 @@ class Saver:
         """
         self._offer(ids, whole_packs=False, canary=canary)
 
+    def go_on(self, timeout_s: float) -> None:
+        """Offer some of what there was no room for; wait so long for room."""
+        pack_bytes = self._blocks_a_pack * self._image_bytes
+        if self.has_backlog and self._transfer.has_room(pack_bytes, timeout_s):
+            ids, canary = self._backlog.popleft()
+            self.save(ids, canary)
+
     def save_packs(self, ids: TokenIds) -> None:
         """Have what fills whole packs written: for a context that is still growing."""
         self._offer(ids, whole_packs=True)
@@ -111,6 +128,10 @@ class Saver:
             if is_short and whole_packs:
                 return
             own_canary = canary if last == len(keys) else None
+            if not self._transfer.has_room((last - first) * self._image_bytes, 0.0):
+                if not whole_packs:
+                    self._backlog.append((ids, canary))
+                return
             if not self._offer_pack(ids, first, keys[:last], own_canary):
                 return
             if self._num_refusals:

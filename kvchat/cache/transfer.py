@@ -80,10 +80,18 @@ class TransferThread:
             self._restores.append(job)
             self._changed.notify_all()
 
+    def has_room(self, num_bytes: int, timeout_s: float) -> bool:
+        """Whether a save of so many bytes would be taken now, or within so many seconds."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._takes(num_bytes), timeout_s)
+
+    def _takes(self, num_bytes: int) -> bool:
+        return self._pending_bytes + num_bytes <= self._max_pending_bytes and not self._is_closing
+
     def save(self, job: SaveJob, num_bytes: int) -> bool:
         """Queue a job that holds `num_bytes`; false, and nothing queued, beyond the budget."""
         with self._changed:
-            if self._pending_bytes + num_bytes > self._max_pending_bytes or self._is_closing:
+            if not self._takes(num_bytes):
                 return False
             self._saves.append(_Save(job, num_bytes))
             self._pending_bytes += num_bytes

@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+# How long a step without other work waits for room for KV that is to be kept.
+_ROOM_PATIENCE_S = 0.02
+
 
 class Engine:
     """Runs requests over one model and one cache.
@@ -78,6 +81,12 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
+        return self._has_answers_due or (
+            self._persistence is not None and self._persistence.saver.has_backlog
+        )
+
+    @property
+    def _has_answers_due(self) -> bool:
         is_restoring = self._restores.is_prefetching
         return self._scheduler.has_work or is_restoring or self._probes.has_work
 
@@ -182,7 +191,14 @@ class Engine:
         self.speculation.tend(self._scheduler.requests())
         return events
 
+    def _keep_backlog(self) -> None:
+        """Have written what there was no room for; with nothing else to do, wait for room."""
+        if self._persistence is not None:
+            patience_s = 0.0 if self._has_answers_due else _ROOM_PATIENCE_S
+            self._persistence.saver.go_on(patience_s)
+
     def _step(self) -> list[RequestEvent]:
+        self._keep_backlog()
         events = self._samples.end_cancelled()
         requests = self._scheduler.requests()
         is_restoring = self._restores.settle(requests)

@@ -138,7 +138,7 @@ class Restores:
         if (num_waiting and num_waiting >= len(requests)) or (is_idle and self.is_under_way):
             self._wait_for_news()
         if self._swap is not None:
-            self._swap.settle(may_sink=not num_waiting)
+            self._swap.settle(may_sink=not (num_waiting or self._live_restores(requests)))
         self._climb()
         for restore in self._live_restores(requests):
             assert self._persistence is not None

@@ -1,5 +1,6 @@
 """Saver: everything gets written once, as it fills, and a tier that refuses is not pestered."""
 
+import threading
 from collections.abc import Iterator
 from itertools import pairwise
 
@@ -116,6 +117,37 @@ def test_a_tier_that_goes_on_refusing_is_asked_ever_more_rarely(house: Household
     assert pauses[0] < 5
     assert 300 <= pauses[-1] < 305
     assert len(asked_at) < 20
+
+
+def test_what_there_was_no_room_for_is_written_once_there_is(house: Household) -> None:
+    """More than fits in the queue was once left to the next turn, and lost with a kill before."""
+    may_write = threading.Event()
+    house.tier.before_write = lambda: may_write.wait(10.0) and None
+    house.transfer._max_pending_bytes = PACK_BLOCKS * GEOMETRY.block_bytes
+
+    house.saver.save(STORY)
+    assert house.saver.has_backlog
+    house.saver.go_on(0.0)
+    assert house.saver.has_backlog
+    may_write.set()
+    for _ in range(3):
+        house.saver.go_on(5.0)
+
+    assert not house.saver.has_backlog
+    assert house.transfer.flush(5.0)
+    assert house.tier.num_written == len(house.tier.blocks) == 11
+
+
+def test_a_tier_that_refuses_has_no_backlog(house: Household) -> None:
+    house.break_down()
+    house.transfer._max_pending_bytes = PACK_BLOCKS * GEOMETRY.block_bytes
+    house.saver.save(STORY)
+    assert house.transfer.flush(5.0)
+
+    for _ in range(3):
+        house.saver.go_on(0.0)
+
+    assert not house.saver.has_backlog
 
 
 def test_what_the_tier_lost_is_written_again(house: Household) -> None:

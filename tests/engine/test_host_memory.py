@@ -201,6 +201,24 @@ def test_closing_keeps_what_is_unfinished_although_a_thread_is_shared(tier: Memo
     assert len(tier.blocks) == 10
 
 
+def test_an_engine_goes_on_writing_when_all_answers_are_given(
+    engines: list[EngineHarness], tier: MemoryTier
+) -> None:
+    engine = with_disk(tier, num_blocks=200)
+    engines.append(engine)
+    persistence = engine.engine._persistence
+    assert persistence is not None
+    persistence.saver._blocks_a_pack = 2
+    persistence.transfer._max_pending_bytes = 3 * tier._image_bytes
+    number = engine.submit(spec(HISTORY))
+
+    engine.run()
+
+    assert persistence.transfer.flush(5.0)
+    assert len(tier.blocks) == (len(HISTORY) + 5) // 4
+    engine.assert_complete(number)
+
+
 class Callers:
     """Callers of a small engine over a small host and, some of them, a disk that outlives it."""
 
