@@ -85,6 +85,7 @@ def chat(
     draft: Annotated[str | None, _setting("draft", metavar="NAME")] = None,
     device: Annotated[str | None, _setting("device", metavar="NAME")] = None,
     dtype: Annotated[str | None, _setting("dtype", metavar="NAME")] = None,
+    weights: Annotated[str | None, _setting("weights", metavar="NAME")] = None,
     kv_dtype: Annotated[str | None, _setting("kv_dtype", metavar="NAME")] = None,
     block_size: Annotated[int | None, _setting("block_size", metavar="N")] = None,
     threads: Annotated[int | None, _setting("threads", metavar="N")] = None,
@@ -141,6 +142,7 @@ def bench(
         str, typer.Option(help="without a model: random weights in this shape")
     ] = "0.4b",
     dtype: Annotated[str, typer.Option(help="of random weights", metavar="NAME")] = "bfloat16",
+    weights: Annotated[str, _setting("weights", metavar="NAME")] = "auto",
     device: Annotated[str, _setting("device", metavar="NAME")] = "auto",
     device_cache: Annotated[str | None, _setting("device_cache", metavar="SIZE")] = None,
     block_size: Annotated[int, _setting("block_size", metavar="N")] = 16,
@@ -162,6 +164,7 @@ def bench(
             model=model,
             shape=shape,
             dtype=dtype,
+            weights=weights,
             device=device,
             device_cache=device_cache,
             block_size=block_size,

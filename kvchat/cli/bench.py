@@ -18,6 +18,7 @@ class BenchRequest:
     model: str | None
     shape: str
     dtype: str
+    weights: str
     device: str
     device_cache: str | None
     block_size: int
@@ -37,7 +38,9 @@ def run_bench(request: BenchRequest) -> None:
     names = request.scenarios or (*DEFAULT_NAMES, *extra)
     functions = [scenario(name) for name in names]
     size = parse_size(request.device_cache, "--device-cache") if request.device_cache else None
-    model = ModelConfig(request.model or "demo", request.device, "auto", request.threads)
+    model = ModelConfig(
+        request.model or "demo", request.device, "auto", request.threads, request.weights
+    )
     cache = CacheConfig(block_size=request.block_size, device_bytes=size)
     results = []
     with subject(request.model, request.shape, request.dtype) as source:

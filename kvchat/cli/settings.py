@@ -62,6 +62,7 @@ SETTINGS = (
     Setting(
         "dtype", str, "auto", "auto: the checkpoint's", ("auto", "float32", "bfloat16", "float16")
     ),
+    Setting("weights", str, "auto", "fewer bits on a CPU", ("auto", "int8", "int4")),
     Setting("kv_dtype", str, "auto", "auto: the dtype", ("auto", "float32", "bfloat16", "float16")),
     Setting("block_size", int, 16, "tokens per cache block, a power of two"),
     Setting("threads", int, None, "CPU threads; default: the physical cores"),
@@ -94,7 +95,9 @@ class Settings:
         return self.values[name]
 
     def model_config(self) -> ModelConfig:
-        return ModelConfig(self["model"], self["device"], self["dtype"], self["threads"])
+        return ModelConfig(
+            self["model"], self["device"], self["dtype"], self["threads"], self["weights"]
+        )
 
     def cache_config(self, directory: Path | None = None) -> CacheConfig:
         """Return the cache's shape and budgets; `directory` is where KV may survive the process."""

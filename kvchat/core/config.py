@@ -60,14 +60,19 @@ def format_bytes(num_bytes: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Which model, and how it is held. `name` is `demo`, a directory or a hub id."""
+    """Which model, and how it is held. `name` is `demo`, a directory or a hub id.
+
+    `weights` packs them in fewer bits than the checkpoint's; `auto` does not.
+    """
 
     name: str = "demo"
     device: str = "auto"
     dtype: str = "auto"
     threads: int | None = None
+    weights: str = "auto"
 
     def __post_init__(self) -> None:
+        _one_of("--weights", self.weights, ("auto", "int8", "int4"))
         _one_of("--device", self.device, ("auto", "cpu", "cuda"))
         _one_of("--dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
         if self.threads is not None and self.threads < 1:
@@ -84,6 +89,7 @@ class CacheConfig:
     `reuse` off makes every request start cold, which only measurements and `--no-cache` want.
     `disk_bytes` bounds the KV kept in `directory`, which survives the process: None takes the
     default share of what is free, and without a directory nothing is kept.
+    `is_one_shot` says that whoever asks will hardly go on: what is kept then is forgotten first.
     """
 
     block_size: int = 16
@@ -93,6 +99,7 @@ class CacheConfig:
     reuse: bool = True
     disk_bytes: Size | None = None
     directory: Path | None = None
+    is_one_shot: bool = False
 
     def __post_init__(self) -> None:
         size = self.block_size

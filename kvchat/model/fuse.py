@@ -26,6 +26,7 @@ from kvchat.model.fuse_linear import (
 from kvchat.model.fuse_search import FoundParts, LayerSearch, MakeProduct, find_norm
 from kvchat.model.fuse_trial import Trial
 from kvchat.model.spec import LayerSpec, ModelSpec
+from kvchat.model.weight_only import SharedInputProducts
 
 _log = logging.getLogger(__name__)
 _NO_LIMIT = 1 << 30
@@ -37,7 +38,8 @@ _MOST_OF_FREE = 0.6
 class Scheme:
     """How products are made, and what fused parts compute in.
 
-    `weights` names the numbers: `own`, or `float16` where few rows meet copies in that dtype.
+    `weights` names the numbers: `own`, `float16` where few rows meet copies in that dtype, or the
+    form the weights were packed in.
     """
 
     weights: str
@@ -60,8 +62,10 @@ class Fusion:
         return f"{self.num_layers} layers, {self.num_parts} other parts, {self.weights} weights"
 
 
-def choose_scheme(module: Any) -> Scheme:
-    """Return the scheme for a loaded model's dtype and device."""
+def choose_scheme(module: Any, weights: str = "auto") -> Scheme:
+    """Return the scheme for a loaded model's dtype and device; `weights` as in ModelConfig."""
+    if weights != "auto":
+        return Scheme(weights, SharedInputProducts, torch.float32, _NO_LIMIT)
     weight = module.get_input_embeddings().weight
     dtype, device = weight.dtype, weight.device
     num_bytes = 2 * sum(parameter.numel() for parameter in module.parameters())
@@ -88,7 +92,7 @@ class Fusing:
         self._fuser = _Fuser(module, spec, context, scheme)
         self._max_rows = scheme.max_rows
         self._threads: list[Thread] = []
-        if scheme.weights == "own":
+        if scheme.make is not HalfProduct:
             self._fuser.work()
         else:
             # As daemons: a process that leaves before they are done has no use for their work.

@@ -102,19 +102,6 @@ class MergedProduct:
         return linear(x, self._weight, self._bias)
 
 
-class SeparateProducts:
-    """The layers' own forwards, side by side: for weights held in some form of their own."""
-
-    def __init__(self, layers: Sequence[nn.Module]) -> None:
-        self._layers = tuple(layers)
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if len(self._layers) == 1:
-            out: torch.Tensor = self._layers[0](x)
-            return out
-        return torch.cat([layer(x) for layer in self._layers], dim=-1)
-
-
 def _survives_half(weight: torch.Tensor) -> bool:
     """Tell whether a [rows, columns] weight can be held in float16 without harm."""
     row_max = weight.abs().amax(dim=1).float()

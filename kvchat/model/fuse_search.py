@@ -14,7 +14,7 @@ from torch import nn
 from kvchat.model.attention import LayerBinding, unbind
 from kvchat.model.fuse_attention import FusedAttention, attention_linears, joined_head_norm
 from kvchat.model.fuse_layer import FusedLayer, join_layer
-from kvchat.model.fuse_linear import MergedProduct, Product
+from kvchat.model.fuse_linear import HalfProduct, MergedProduct, Product
 from kvchat.model.fuse_parts import GatedMlp, RmsNorm, mlp_linears, rms_norms
 from kvchat.model.fuse_trial import Attend, Trial
 from kvchat.model.spec import LayerSpec
@@ -91,7 +91,8 @@ class LayerSearch:
         What low precision cannot tell apart, a wrong epsilon for one, float32 can.
         """
         twin = deepcopy(self._module).float()
-        search = LayerSearch(twin, self._attention_name, self._layer, MergedProduct, torch.float32)
+        make = MergedProduct if self._make is HalfProduct else self._make
+        search = LayerSearch(twin, self._attention_name, self._layer, make, torch.float32)
         return search.run().recipe == found.recipe
 
     def _norms(self) -> tuple[dict[str, RmsNorm], list[str]]:
@@ -106,7 +107,7 @@ class LayerSearch:
 
     def _linears(self, has_attention: bool, has_mlp: bool) -> dict[str, Product]:
         """Return the layer's linear layers that are in no fused part, where that changes them."""
-        if self._make is MergedProduct:
+        if self._make is not HalfProduct:
             return {}
         prefixes = [self._attention_name] if has_attention else []
         prefixes += ["mlp"] if has_mlp else []

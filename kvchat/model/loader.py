@@ -26,6 +26,7 @@ from kvchat.model.probe import PROBE, ProbeInconclusive, probe, probe_loaded, re
 from kvchat.model.rope import freeze_rope
 from kvchat.model.source import ModelSource
 from kvchat.model.spec import ModelSpec
+from kvchat.model.weight_only import quantise
 
 Progress = Callable[[LoadProgress], None]
 
@@ -110,8 +111,10 @@ def load_model(
     limit = min(spec.max_context, max_context or spec.max_context)
     frozen_rope = freeze_rope(module, limit)
     _move(module, device, progress)
+    if config.weights != "auto":
+        quantise(module, spec, config.weights, _telling(progress))
     step = StepContext()
-    fusing = Fusing(module, spec, step, choose_scheme(module))
+    fusing = Fusing(module, spec, step, choose_scheme(module, config.weights))
     load_s = time.perf_counter() - start_s
     _log.info("loaded model=%s device=%s seconds=%.2f", spec.model_type, device, load_s)
     return LoadedModel(
@@ -128,6 +131,10 @@ def load_model(
         step=step,
         fusing=fusing,
     )
+
+
+def _telling(progress: Progress) -> Callable[[float], None]:
+    return lambda share: progress(LoadProgress("packing weights", share))
 
 
 def _read_weights(

@@ -116,6 +116,7 @@ def _verdict_key(loaded: LoadedModel) -> str:
     facts = (
         loaded.module.config.to_json_string(),
         str(loaded.dtype),
+        loaded.weights,
         loaded.device.type,
         transformers.__version__,
         torch.__version__,
