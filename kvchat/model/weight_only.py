@@ -4,6 +4,7 @@ Replaces the forward of linear layers and frees their own weights. Knows torch's
 what is wrong with them; does not know what a layer is for.
 """
 
+import warnings
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any, Protocol
@@ -14,6 +15,7 @@ from torch import nn
 from kvchat.core.errors import ModelError
 from kvchat.model.spec import ModelSpec
 
+_INT8_PRODUCT = "linear_with_input_q_dq_qweight_dq_output_fp32"
 _PACK = "_kvchat_pack"
 _GROUPS = (128, 64, 32)
 # torch packs and reads int4 rows in sixteens, and its bfloat16 kernel crashes on odd lengths.
@@ -47,9 +49,7 @@ class Int8Weight:
     def __init__(self, weight: torch.Tensor) -> None:
         weight = weight.float()
         scale = weight.abs().amax(dim=1).clamp_(min=1e-12).div_(127)
-        zeros = torch.zeros(len(weight), dtype=torch.int64)
-        quantised = torch.quantize_per_channel(weight, scale.double(), zeros, 0, torch.qint8)
-        self._pack = _prepacked(quantised)
+        self._pack = _prepacked(weight, scale)
         self._levels = exact_levels()
         self.num_bytes = weight.numel() + scale.nbytes
 
@@ -140,7 +140,7 @@ def quantise(module: Any, spec: ModelSpec, weights: str, tick: Callable[[float],
     """
     if module.device.type != "cpu":
         raise ModelError(f"--weights {weights} works on a CPU only.", "Leave it out.")
-    if "fbgemm" not in torch.backends.quantized.supported_engines:
+    if not _has_kernels():
         raise ModelError(f"torch has no {weights} kernels for this processor.", "Leave it out.")
     head = module.get_output_embeddings()
     layers = list(_linear_layers(module, spec))
@@ -199,26 +199,38 @@ def exact_levels() -> int:
     overflow and 7-bit ones do not.
     """
     weight = torch.ones(16, 64)
-    unit = torch.full((16,), 1 / 127, dtype=torch.float64)
-    zeros = torch.zeros(16, dtype=torch.int64)
-    pack = _prepacked(torch.quantize_per_channel(weight, unit, zeros, 0, torch.qint8))
+    pack = _prepacked(weight, torch.full((16,), 1 / 127))
     out = _multiply_int8(torch.full((2, 64), 127.0), 127, pack)
     return 127 if torch.allclose(out, torch.full_like(out, 127.0 * 64)) else 63
 
 
 def _multiply_int8(x: torch.Tensor, levels: int, pack: Any) -> torch.Tensor:
     """Return whole numbers x within +-levels times a packed weight, in float32."""
-    out: torch.Tensor = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(
-        x, 1.0, levels + 1, pack
-    )
+    product = getattr(torch.ops.quantized, _INT8_PRODUCT)
+    out: torch.Tensor = product(x, 1.0, levels + 1, pack)
     return out
 
 
-def _prepacked(quantised: torch.Tensor) -> Any:
-    """Pack for FBGEMM, whatever engine is in force."""
+def _prepacked(weight: torch.Tensor, scale: torch.Tensor) -> Any:
+    """Round a weight to 8 bits by its rows' scales and pack it for FBGEMM."""
     engine = torch.backends.quantized.engine
+    zeros = torch.zeros(len(weight), dtype=torch.int64)
     torch.backends.quantized.engine = "fbgemm"
     try:
-        return torch.ops.quantized.linear_prepack(quantised, None)
+        with warnings.catch_warnings():
+            # torch announces that quantised tensors will go some day; `_has_kernels` sees to that.
+            warnings.simplefilter("ignore", UserWarning)
+            rounded = torch.quantize_per_channel(weight, scale.double(), zeros, 0, torch.qint8)
+        return torch.ops.quantized.linear_prepack(rounded, None)
     finally:
         torch.backends.quantized.engine = engine
+
+
+def _has_kernels() -> bool:
+    """Tell whether this torch has the packed kernels, which are no promise of its."""
+    return (
+        "fbgemm" in torch.backends.quantized.supported_engines
+        and hasattr(torch, "quantize_per_channel")
+        and hasattr(torch.ops.quantized, _INT8_PRODUCT)
+        and hasattr(torch, "_weight_int4pack_mm_for_cpu")
+    )

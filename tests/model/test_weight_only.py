@@ -163,10 +163,19 @@ def test_shapes_that_do_not_allow_int4_are_refused_in_a_sentence(tmp_path: Path)
     assert compare_with_own(loaded) > 0.999
 
 
-def test_a_model_without_linear_layers_is_refused(tmp_path: Path) -> None:
+def test_layers_that_are_not_packed_make_no_packed_product() -> None:
     layer = nn.Linear(8, 8)
     with pytest.raises(ValueError, match="not packed alike"):
         SharedInputProducts([layer])
+
+
+def test_a_torch_without_the_kernels_is_told_of_in_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_only, "_has_kernels", lambda: False)
+
+    with pytest.raises(ModelError, match="no int8 kernels"):
+        load(tmp_path, "llama", "int8")
 
 
 def test_an_unknown_form_is_a_usage_error() -> None:
