@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvchat.cache.disk_budget import leaves_free
+from kvchat.cache.fates import FateLog
 from kvchat.cache.generations import (
     DATABASE,
     FILE_OVERHEAD_BYTES,
@@ -22,6 +23,7 @@ from kvchat.cache.generations import (
 from kvchat.cache.pack_table import PIN_MARK, PackTable
 from kvchat.cache.retention import KnownPack, eviction_order, expired
 from kvchat.core.config import format_bytes
+from kvchat.core.types import Lack
 
 _GENERATION_TO_LIVE_S = 14 * 86400.0
 # What a full store makes room for beyond what is asked, so that not every pack pays for the search.
@@ -43,6 +45,7 @@ class DiskRoom:
     own: Path
     limit_bytes: int
     min_free_bytes: int | None
+    fates: FateLog
     num_evicted: int = 0
     _sizes: Sizes = field(default_factory=Sizes)
 
@@ -80,6 +83,7 @@ class DiskRoom:
         table.expire(now_s)
         for key in expired(packs(), now_s, self._pinned(table)):
             table.remove(key)
+            self.fates.note([key], Lack.EVICTED)
         table.drop_payloads()
         self._shrink(table, packs, 0, b"")
         has_pins = any(self._pinned(table)) or any((p / PIN_MARK).exists() for p in self._others())
@@ -123,6 +127,7 @@ class DiskRoom:
 
     def _evict(self, table: PackTable, key: bytes, pack: KnownPack) -> int:
         table.remove(key)
+        self.fates.note([key], Lack.EVICTED)
         self.num_evicted += 1
         return pack.num_bytes
 

@@ -25,6 +25,7 @@ from kvchat.cache.codec import (
     payload_prefix,
 )
 from kvchat.cache.disk_room import DiskRoom
+from kvchat.cache.fates import FateLog
 from kvchat.cache.forgetting import cuts
 from kvchat.cache.generations import FILE_OVERHEAD_BYTES
 from kvchat.cache.pack_table import PackRow, PackTable
@@ -36,6 +37,7 @@ from kvchat.cache.store_lock import LOCK_NAME, StoreLock
 from kvchat.cache.table_keeper import TableKeeper
 from kvchat.cache.tier import Found, trouble_of
 from kvchat.core.stats import TierStatus
+from kvchat.core.types import Lack
 
 _log = logging.getLogger(__name__)
 
@@ -68,7 +70,8 @@ class DiskTier:
         self._is_one_shot = is_one_shot
         self._root = root_key(layout.identity)
         self._status = TierStatus(limit_bytes=limit_bytes)
-        self._room = DiskRoom(directory, own, limit_bytes, min_free_bytes)
+        self._fates = FateLog(own)
+        self._room = DiskRoom(directory, own, limit_bytes, min_free_bytes, self._fates)
         self._lock = StoreLock(directory / LOCK_NAME, _PATIENCE_S)
         self._buffers = ReadBuffers(_MAX_BUFFERS)
         self._used: dict[bytes, None] = {}
@@ -176,6 +179,7 @@ class DiskTier:
         """Forget a damaged pack; its place is free for a good one."""
         _log.warning("damaged pack key=%s: %s", key.hex(), damage)
         self._count(num_damaged=1)
+        self._fates.note([key], Lack.CORRUPT)
         self._status = replace(self._status, trouble=f"a stored block was damaged ({damage}).")
         self._attempt(lambda: self._remove(key), None)
 
@@ -207,6 +211,7 @@ class DiskTier:
             )
             if trouble:
                 self._status = replace(self._status, trouble=trouble)
+                self._fates.note(head.keys(self._layout)[:1], Lack.OVER_BUDGET)
                 return False
             self._keep(table, head, image)
             self._note_uses(table, self._last_of(head.parent))
@@ -278,6 +283,7 @@ class DiskTier:
 
         A pack that holds others too is cut before the first of them.
         """
+        self._fates.forget(keys)
         return self._attempt(lambda: self._forget(frozenset(keys)), 0)
 
     def _forget(self, keys: frozenset[bytes]) -> int:
@@ -304,8 +310,16 @@ class DiskTier:
         """Never give out again the packs that hold one of these blocks, nor what continues them."""
         if num_blocks := self.forget(keys):
             self._count(num_quarantined=num_blocks)
+            self._fates.note(keys, Lack.QUARANTINED)
             trouble = "what was kept of a conversation is not this model's; it was read again."
             self._status = replace(self._status, trouble=trouble)
+
+    def why(self, key: bytes, packed: bytes, num_found: int) -> Lack:
+        """Return why the block of `key` is not there, after `num_found` of a context that are."""
+        size = self._layout.block_size
+        return self._attempt(
+            lambda: self._fates.why(key, packed, num_found, size), Lack.NEVER_WRITTEN
+        )
 
     # Housekeeping
 

@@ -52,7 +52,7 @@ class Persistence:
     # Restoring
 
     def begin(self, ids: TokenIds, is_foreseen: bool = False) -> Restore | None:
-        """Ask for the KV of a prompt that the device has not; None where it is not worth it."""
+        """Ask for the KV of a prompt that the device has not; None where it has all full blocks."""
         return self.restoring.begin(ids, is_foreseen)
 
     def wait_for_news(self) -> None:

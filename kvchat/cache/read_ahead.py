@@ -36,16 +36,21 @@ def read_ahead(directory: Path, token_ids: TokenIds, block_size: int) -> int:
     packed = pack(token_ids)
     try:
         for generation in stored_generations(directory):
-            files = list(_files(generation, packed, block_size))
-            if files:
-                return sum(_read(file) for file in files)
+            packs = list(_packs(generation, packed, block_size))
+            if packs:
+                return sum(_read(file) for file in packs if file is not None)
     except (StoreError, OSError, sqlite3.Error) as error:
         _log.info("nothing read ahead: %s", error)
     return 0
 
 
-def _files(generation: Path, packed: bytes, block_size: int) -> Iterator[Path]:
-    """Yield the files of the packs that a generation has of a context, in order."""
+def holds(generation: Path, packed: bytes, block_size: int) -> bool:
+    """Whether a generation has the beginning of a context of packed token ids."""
+    return any(True for _ in _packs(generation, packed, block_size))
+
+
+def _packs(generation: Path, packed: bytes, block_size: int) -> Iterator[Path | None]:
+    """Yield the packs that a generation has of a context, in order: the file of each, if any."""
     table = generation / DATABASE
     if not table.is_file() or table.is_symlink():
         return
@@ -60,8 +65,8 @@ def _files(generation: Path, packed: bytes, block_size: int) -> Iterator[Path]:
             if not shared:
                 return
             row = _row(connection, PAYLOAD + keys[block])
-            if row is not None and is_pack_file(row[1]):
-                yield generation / str(row[1])
+            is_file = row is not None and is_pack_file(row[1])
+            yield generation / str(row[1]) if row is not None and is_file else None
             block += shared
 
 

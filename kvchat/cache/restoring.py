@@ -20,7 +20,7 @@ from kvchat.cache.planner import RestorePlanner
 from kvchat.cache.radix_node import TOKEN_BYTES, pack
 from kvchat.cache.tier import Found, Tier
 from kvchat.cache.transfer import TransferThread
-from kvchat.core.types import TokenIds
+from kvchat.core.types import Lack, TokenIds
 
 _log = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class Restore:
     """One prompt on its way back. Made and read by the engine's thread, fed by the transfer thread.
 
     `num_known` counts the leading tokens that the device had, `num_tokens` those restored so far.
-    `give_up` ends it; what came stays.
+    `give_up` ends it; what came stays. `lack` says why not more did.
 
     # [0, num_known)                the device had it
     # [num_known, num_front)        to be computed while the rest is read, as far as it is not
@@ -90,6 +90,7 @@ class Restore:
     )
     has_all: Event = field(default_factory=Event)
     is_given_up: Event = field(default_factory=Event)
+    lack: Lack | None = None
     num_tokens: int = 0
     num_trusted: int = 0
     num_arrived: int = 0
@@ -131,19 +132,29 @@ class Restoring:
         self._unproven: list[Restore] = []
 
     def begin(self, ids: TokenIds, is_foreseen: bool) -> Restore | None:
-        """Ask for the KV of a prompt that the device has not; None where it is not worth it."""
+        """Ask for the KV of a prompt that the device has not; None where it has all full blocks.
+
+        One that is over already says why nobody was asked.
+        """
         num_known = self._manager.measure(ids[:-1])
         size = self._manager.block_size
         num_blocks = (len(ids) - 1 - num_known) // size
-        if num_blocks < 1 or self._transfer.is_without_tier:
+        if num_blocks < 1:
             return None
+        if self._transfer.is_without_tier:
+            return self._refused(ids, num_known, Lack.NO_TIER)
         num_tokens, num_bytes = num_blocks * size, num_blocks * self._image_bytes
         if not self._planner.is_worth(num_tokens, num_bytes):
             self._planner.note_refused()
-            return None
+            return self._refused(ids, num_known, Lack.SLOWER)
         restore = Restore(ids, num_known, self._clock(), is_foreseen)
         self._transfer.restore(lambda tier: self._read(tier, restore, num_known // size))
         return restore
+
+    def _refused(self, ids: TokenIds, num_known: int, lack: Lack) -> Restore:
+        refused = Restore(ids, num_known, self._clock(), is_foreseen=True, lack=lack)
+        refused.give_up()
+        return refused
 
     def wait_for_news(self) -> None:
         """Wait for the next delivery, for a moment at most."""
@@ -164,6 +175,7 @@ class Restoring:
             piece = restore.held.popleft()
             restore.places.release()
             if self._take(restore, piece) < piece.num_blocks:
+                restore.lack = Lack.NO_ROOM
                 restore.give_up()
         if self._transfer.is_without_tier:
             restore.give_up()
@@ -189,6 +201,7 @@ class Restoring:
         num_more = max(_HURRY_TOKENS << restore.num_hurries, self._manager.block_size)
         restore.num_hurries += 1
         num_front = (num_there + num_more) // self._manager.block_size * self._manager.block_size
+        restore.lack = Lack.LATE
         if restore.is_foreseen or num_front >= len(restore.ids) - 1:
             restore.give_up()
         else:
@@ -256,7 +269,11 @@ class Restoring:
             return
         packed = pack(restore.ids[:-1])
         try:
-            runs = tier.find(chain_keys(tier.root, packed, self._block_bytes), packed)
+            keys = chain_keys(tier.root, packed, self._block_bytes)
+            runs = tier.find(keys, packed)
+            num_found = sum(found.num_blocks for found in runs)
+            if num_found < len(keys):
+                restore.lack = tier.why(keys[num_found], packed, num_found)
             start_block = self._planned_start(restore, runs, start_block)
             for found in runs:
                 end_block = found.start_block + found.num_blocks
@@ -272,7 +289,7 @@ class Restoring:
                 restore.pieces.put(self._piece(found, image, start_block))
                 self._news.set()
         except DamagedRecord:
-            return  # the tier counts it; what lies behind it is computed
+            restore.lack = Lack.CORRUPT  # the tier counts it; what lies behind it is computed
         finally:
             restore.has_all.set()
             self._news.set()
@@ -296,6 +313,8 @@ class Restoring:
                 for found in wanted
             ]
         )
+        if first:
+            restore.lack = Lack.SLOWER
         if first == len(wanted):
             return wanted[-1].start_block + wanted[-1].num_blocks
         if first:

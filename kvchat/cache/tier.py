@@ -9,6 +9,7 @@ from typing import Protocol, runtime_checkable
 
 from kvchat.cache.codec import Canary, PackHead
 from kvchat.core.stats import TierStatus
+from kvchat.core.types import Lack
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,9 @@ class Tier(Protocol):
 
     def write(self, head: PackHead, image: memoryview) -> bool:
         """Keep a pack; false, and why in the status, where the world did not let it."""
+
+    def why(self, key: bytes, packed: bytes, num_found: int) -> Lack:
+        """Return why the block of `key` is not there, after `num_found` of a context that are."""
 
     def quarantine(self, keys: Sequence[bytes]) -> None:
         """Never give out again the packs that hold one of these blocks, nor what continues them."""

@@ -6,7 +6,7 @@ Events are immutable and hold no tensors. Knows nothing of who listens.
 from dataclasses import dataclass
 
 from kvchat.core.errors import KvchatError
-from kvchat.core.types import CachedTokens, FinishReason, Timing, Usage
+from kvchat.core.types import CachedTokens, FinishReason, Lack, Timing, Usage
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,10 @@ class LoadProgress:
 
 @dataclass(frozen=True, slots=True)
 class ModelReady:
-    """The engine answers from now on; facts for the status line and the JSON contract."""
+    """The engine answers from now on; facts for the status line and the JSON contract.
+
+    `draft` is the name of the draft model, None where there is none.
+    """
 
     name: str
     identity: str
@@ -28,6 +31,7 @@ class ModelReady:
     context_limit: int
     load_s: float
     notes: tuple[str, ...] = ()
+    draft: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +62,11 @@ class TokensGenerated:
 
 @dataclass(frozen=True, slots=True)
 class SampleFinished:
-    """One sample is complete. `stop_token` is the stop token that ended it, if one did."""
+    """One sample is complete. `stop_token` is the stop token that ended it, if one did.
+
+    `lack` says why a slower tier did not have more of the prompt, None where it was not asked for
+    any.
+    """
 
     request_id: int
     sample: int
@@ -66,6 +74,7 @@ class SampleFinished:
     usage: Usage
     timing: Timing
     stop_token: int | None = None
+    lack: Lack | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,21 @@ class Tier(StrEnum):
     DISK = "disk"
 
 
+class Lack(StrEnum):
+    """Why KV that a slower tier might have had did not come from there."""
+
+    NEVER_WRITTEN = "never written"
+    EVICTED = "evicted"
+    CORRUPT = "corrupt"
+    OVER_BUDGET = "over budget"
+    QUARANTINED = "quarantined"
+    OTHER_MODEL = "model changed"
+    SLOWER = "slower to read than to compute"
+    LATE = "came too late"
+    NO_ROOM = "no room on the device"
+    NO_TIER = "no disk cache"
+
+
 class FinishReason(StrEnum):
     """Why a completion ended."""
 
@@ -96,14 +111,47 @@ class CachedTokens:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftUse:
+    """What speculation did for one request.
+
+    num_verified   steps that verified a draft
+    gain           tokens a second as a multiple of plain decoding, None where that is not known
+    why_plain      why nothing was drafted at the end; empty where something was, or nothing could
+    """
+
+    num_drafted: int = 0
+    num_accepted: int = 0
+    num_verified: int = 0
+    gain: float | None = None
+    why_plain: str = ""
+
+    @property
+    def accepted_share(self) -> float:
+        """Accepted tokens per drafted token; 0 without any."""
+        return self.num_accepted / self.num_drafted if self.num_drafted else 0.0
+
+    @property
+    def accepted_len(self) -> float:
+        """Mean tokens a verifying step gave, its own included; 0 without any."""
+        return 1 + self.num_accepted / self.num_verified if self.num_verified else 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Usage:
     """Token counts of one request; `cached.total + prefilled_tokens == prompt_tokens`."""
 
     prompt_tokens: int = 0
     cached: CachedTokens = field(default_factory=CachedTokens)
     completion_tokens: int = 0
-    drafted_tokens: int = 0
-    accepted_tokens: int = 0
+    drafts: DraftUse = field(default_factory=DraftUse)
+
+    @property
+    def drafted_tokens(self) -> int:
+        return self.drafts.num_drafted
+
+    @property
+    def accepted_tokens(self) -> int:
+        return self.drafts.num_accepted
 
     @property
     def prefilled_tokens(self) -> int:

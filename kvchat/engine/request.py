@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING
 from kvchat.cache.block_table import BlockTable
 from kvchat.core.types import (
     CachedTokens,
+    DraftUse,
     FinishReason,
+    Lack,
     SamplingParams,
     StopWatcher,
     Timing,
@@ -76,6 +78,25 @@ class Clock:
         )
 
 
+@dataclass(slots=True)
+class Drafting:
+    """Counts of drafts, and the seconds decoding has taken and would have taken without them."""
+
+    num_drafted: int = 0
+    num_accepted: int = 0
+    num_verified: int = 0
+    spent_s: float = 0.0
+    plain_s: float = 0.0
+    why_plain: str = ""
+
+    def use(self) -> DraftUse:
+        """Return the counts for those who read them."""
+        gain = self.plain_s / self.spent_s if self.spent_s > 0 and self.num_verified else None
+        return DraftUse(
+            self.num_drafted, self.num_accepted, self.num_verified, gain, self.why_plain
+        )
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """One sample of a spec. Three lengths carry it; everything else is derived.
@@ -106,8 +127,8 @@ class Request:
     cancelled_for: FinishReason | None = None
     stop_token: int | None = None
     num_siblings_to_fork: int = field(default=0)
-    num_drafted: int = 0
-    num_accepted: int = 0
+    drafting: Drafting = field(default_factory=Drafting)
+    told_lack: Lack | None = None
 
     @classmethod
     def from_spec(cls, request_id: int, spec: RequestSpec, now_s: float) -> "Request":
@@ -157,6 +178,13 @@ class Request:
         return is_promoting or (self.restore is not None and not self.restore.is_over)
 
     @property
+    def lack(self) -> Lack | None:
+        """Why no more of the prompt came from a slower tier; None where none was asked."""
+        if self.told_lack is None and self.restore is not None:
+            return self.restore.lack
+        return self.told_lack
+
+    @property
     def num_due(self) -> int:
         """Tokens to compute as soon as there is room: while more comes up, those before it."""
         if not self.is_restoring:
@@ -186,6 +214,5 @@ class Request:
             prompt_tokens=self.num_prompt_tokens,
             cached=self.cached or CachedTokens(),
             completion_tokens=self.num_generated,
-            drafted_tokens=self.num_drafted,
-            accepted_tokens=self.num_accepted,
+            drafts=self.drafting.use(),
         )

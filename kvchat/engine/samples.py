@@ -80,12 +80,11 @@ class Samples:
         The KV of an accepted draft is there already; that of the others is never read.
         """
         num_accepted = accepted_len(drafts, tokens)
-        request.num_drafted += len(drafts)
         start = len(request.ids)
         ending: list[RequestEvent] = []
         for index in range(num_accepted + 1):
             is_accepted = index < num_accepted
-            request.num_accepted += is_accepted
+            request.drafting.num_accepted += is_accepted
             ending = self._append(request, tokens[index], is_accepted)
             if ending:
                 break
@@ -155,6 +154,7 @@ class Samples:
             request.usage(),
             timing,
             request.stop_token,
+            request.lack,
         )
 
     def end_cancelled(self) -> list[RequestEvent]:

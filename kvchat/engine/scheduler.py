@@ -11,7 +11,7 @@ from itertools import islice
 
 from kvchat.cache.manager import CacheManager
 from kvchat.cache.radix_node import common_tokens, pack
-from kvchat.core.types import CachedTokens, TokenIds
+from kvchat.core.types import CachedTokens, Lack, TokenIds
 from kvchat.engine.request import Request, State
 
 # A waiting request gains this many tokens of advantage per step, so that a long cold prompt is not
@@ -119,6 +119,7 @@ class Scheduler:
             assert request.table is not None
             self._cache.release(request.table, [])
             request.table, request.num_computed, request.restore = None, 0, None
+            request.told_lack = Lack.QUARANTINED
             if not request.num_generated:
                 request.cached = None
             self._send_back(request)
@@ -158,7 +159,7 @@ class Scheduler:
         request.table = self._cache.match(request.ids)
         request.num_computed = request.table.cached_len
         if not request.is_restoring:
-            request.restore = None
+            request.told_lack, request.restore = request.lack, None
         if request.cached is not None:
             num_joined = max(0, request.num_computed - before)
             request.cached = replace(request.cached, disk=request.cached.disk + num_joined)

@@ -11,6 +11,7 @@ from kvchat.cache.block_key import chain_keys, root_key
 from kvchat.cache.codec import Canary, DamagedRecord, PackHead
 from kvchat.cache.tier import Found
 from kvchat.core.stats import TierStatus
+from kvchat.core.types import Lack
 
 
 class MemoryTier:
@@ -70,6 +71,9 @@ class MemoryTier:
             self.canaries[keys[-1]] = head.canary
         self.num_written += len(keys)
         return True
+
+    def why(self, key: bytes, packed: bytes, num_found: int) -> Lack:
+        return Lack.NEVER_WRITTEN
 
     def quarantine(self, keys: Sequence[bytes]) -> None:
         gone = {key for key in keys if key in self.blocks}

@@ -1,0 +1,115 @@
+"""Why KV is not there: every fate, told also to the next process, and to nobody who forgot."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from kvchat.cache.codec import DamagedRecord, Layout
+from kvchat.cache.fates import FateLog
+from kvchat.cache.radix_node import pack
+from kvchat.core.types import Lack
+from support.pack_chains import find, keys_of, open_tier, payload_files, restored, save
+
+CONTEXT = list(range(1, 13))
+OTHER = Layout(identity=b"model of others.", block_size=2, block_bytes=40_000)
+
+
+def why(directory: Path, ids: list[int], layout: Layout | None = None) -> Lack:
+    tier = open_tier(directory) if layout is None else open_tier(directory, layout=layout)
+    try:
+        num_found = sum(found.num_blocks for found in find(tier, ids))
+        keys = keys_of(tier, ids)
+        return tier.why(keys[num_found], pack(ids), num_found)
+    finally:
+        tier.close()
+
+
+def test_what_was_never_there(tmp_path: Path) -> None:
+    assert why(tmp_path, CONTEXT) is Lack.NEVER_WRITTEN
+
+
+def test_what_another_model_has(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path, layout=OTHER)
+    assert save(tier, CONTEXT, OTHER)
+    tier.close()
+
+    assert why(tmp_path, CONTEXT) is Lack.OTHER_MODEL
+    assert why(tmp_path, [7, 7, 7, 7]) is Lack.NEVER_WRITTEN
+
+
+def test_what_had_to_make_room(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path, 5 << 20)
+    contexts = [[number] * 8 for number in range(20, 50)]
+    for context in contexts:
+        assert save(tier, context), tier.status()
+    gone = [context for context in contexts if not find(tier, context)]
+    tier.close()
+
+    assert gone
+    assert all(why(tmp_path, context) is Lack.EVICTED for context in gone)
+
+
+def test_what_found_no_room(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path, (2 << 20) + 1000)
+    assert not save(tier, CONTEXT)
+    tier.close()
+
+    assert why(tmp_path, CONTEXT) is Lack.OVER_BUDGET
+
+
+def test_what_was_damaged(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path)
+    assert save(tier, CONTEXT)
+    [path] = payload_files(tmp_path)
+    path.write_bytes(b"x" * path.stat().st_size)
+    with pytest.raises(DamagedRecord, match="magic"):
+        restored(tier, CONTEXT)
+    tier.close()
+
+    assert why(tmp_path, CONTEXT) is Lack.CORRUPT
+
+
+def test_what_was_wrong(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path)
+    assert save(tier, CONTEXT)
+    tier.quarantine(keys_of(tier, CONTEXT))
+    assert tier.status().num_quarantined == 6
+    tier.close()
+
+    assert why(tmp_path, CONTEXT) is Lack.QUARANTINED
+
+
+def test_what_is_forgotten_leaves_no_trace(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path)
+    keys = keys_of(tier, CONTEXT)
+    assert save(tier, CONTEXT)
+    tier.quarantine(keys)
+    tier.forget(keys)
+    tier.close()
+
+    assert why(tmp_path, CONTEXT) is Lack.NEVER_WRITTEN
+    [fates] = tmp_path.glob("*/fates")
+    assert not any(key in fates.read_bytes() for key in keys)
+
+
+def test_the_file_stays_small_and_private_and_may_be_broken(tmp_path: Path) -> None:
+    log = FateLog(tmp_path)
+    before = os.umask(0)
+    try:
+        for number in range(5000):
+            log.note([number.to_bytes(16)], Lack.EVICTED)
+    finally:
+        os.umask(before)
+    path = tmp_path / "fates"
+
+    assert path.stat().st_size <= 4096 * 17
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert log.of((4999).to_bytes(16)) is Lack.EVICTED
+    assert log.of((1).to_bytes(16)) is None
+    path.write_bytes(b"\xff" * 1000)
+    assert log.of((4999).to_bytes(16)) is None
+    path.unlink()
+    path.mkdir()
+    log.note([bytes(16)], Lack.CORRUPT)
+    assert log.of(bytes(16)) is None
