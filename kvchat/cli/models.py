@@ -75,6 +75,7 @@ def _size_facts(source: ModelSource, spec: Any, config: Any, device: str) -> dic
     import torch
 
     from kvchat.engine.assembly import device_budget, kv_geometry
+    from kvchat.model.attention_choice import attention_in_words
     from kvchat.model.device import choose_device, dtype_name
 
     where = choose_device(ModelConfig(device=device))
@@ -90,6 +91,7 @@ def _size_facts(source: ModelSource, spec: Any, config: Any, device: str) -> dic
         "weights": format_bytes(weights),
         "dtype": dtype_name(dtype),
         "layers": len(spec.layers),
+        "attention": attention_in_words(spec, where, dtype),
         "windows": ", ".join(sorted(str(s.window or s.chunk or "full") for s in spans)),
         "context": f"{spec.max_context:,} tokens",
         "kv_per_token": format_bytes(geometry.token_bytes),
