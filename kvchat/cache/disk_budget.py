@@ -29,6 +29,13 @@ def disk_budget(size: Size | None, directory: Path) -> int:
     return min(_DEFAULT_SHARE.resolve(available), _MAX_DEFAULT_BYTES)
 
 
+def why_nothing_fits(size: Size | None, directory: Path) -> str:
+    """Return why KV may take no byte in `directory`, in a sentence; "" where the user says so."""
+    if size is not None and not (size.num_bytes or size.share):
+        return ""
+    return f"There is no free space for KV in {directory}."
+
+
 def leaves_free(directory: Path, num_bytes: int, min_free_bytes: int | None) -> bool:
     """Return whether the disk keeps what is left alone, None the default, after `num_bytes`."""
     disk = shutil.disk_usage(directory)

@@ -105,9 +105,11 @@ def _open_desk(
     settings: Settings,
     request: ChatRequest,
     on_load: "Callable[[LoadEvent], None]",
+    is_script: bool = False,
 ) -> "Desk":
     """Read what is attached, begin loading the model, and open the conversation, if one is named.
 
+    What a script begins is hardly gone on with.
     What cannot be done is raised in this order, the cheapest to find out first.
     """
     from kvchat.chat.attachment import read_attachment
@@ -115,7 +117,7 @@ def _open_desk(
 
     attached = tuple(Attached(path.name, read_attachment(path)) for path in request.files)
     session_id = _session_id(settings, request)
-    host = open_host(settings, on_load)
+    host = open_host(settings, on_load, is_one_shot=is_script and not request.resumes)
     return Desk(
         host,
         lambda name, hear: open_host(settings, hear, name),
@@ -157,7 +159,8 @@ def _run_script(
     from kvchat.cli.progress import LoadingLine
     from kvchat.cli.script import Script, ScriptSetup, read_lines, read_requests
 
-    desk = _open_desk(settings, request, LoadingLine(sys.stderr, settings["quiet"]).show)
+    loading = LoadingLine(sys.stderr, settings["quiet"])
+    desk = _open_desk(settings, request, loading.show, is_script=True)
     look = _stderr_look()
     setup = ScriptSetup(
         desk=desk,

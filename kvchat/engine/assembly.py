@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from kvchat.cache.codec import Layout
-from kvchat.cache.disk_budget import disk_budget
+from kvchat.cache.disk_budget import disk_budget, why_nothing_fits
 from kvchat.cache.disk_tier import DiskTier
 from kvchat.cache.host_swap import HostSwap
 from kvchat.cache.host_tier import HostTier
@@ -19,7 +19,7 @@ from kvchat.cache.persistence import Persistence
 from kvchat.cache.rate_memory import RateMemory
 from kvchat.cache.transfer import TransferThread
 from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig, Size, format_bytes
-from kvchat.core.errors import ModelError
+from kvchat.core.errors import ModelError, StoreError
 from kvchat.core.events import LoadProgress, ModelReady
 from kvchat.engine.engine import Engine
 from kvchat.engine.kv_identity import kv_identity
@@ -173,15 +173,18 @@ def new_persistence(
     if directory is None or not config.reuse:
         return None
     limit = disk_budget(config.disk_bytes, directory)
-    if limit == 0:
+    why_nothing = why_nothing_fits(config.disk_bytes, directory)
+    if limit == 0 and not why_nothing:
         return None
     geometry = cache.kv_pool.geometry
 
     def open_tier() -> DiskTier:
+        if limit == 0:
+            raise StoreError(why_nothing, "Free some, or choose another with --cache-dir.")
         digest = content_digest(loaded.source, state_directory)
         identity = kv_identity(loaded, geometry, digest)
         layout = Layout(identity, geometry.block_size, geometry.block_bytes)
-        return DiskTier(directory, layout, limit)
+        return DiskTier(directory, layout, limit, is_one_shot=config.is_one_shot)
 
     subject = f"{loaded.identity} {dtype_name(loaded.dtype)} {loaded.device.type}"
     return Persistence(cache, open_tier, rates=RateMemory(state_directory, subject))

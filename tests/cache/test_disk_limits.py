@@ -3,12 +3,15 @@
 import os
 import random
 import stat
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from kvchat.cache.codec import DamagedRecord
+from kvchat.cache.disk_tier import DiskTier
+from kvchat.cache.radix_node import pack
 from kvchat.cache.raw_disk import RawDisk
 from support.pack_chains import (
     LAYOUT,
@@ -209,3 +212,74 @@ def test_what_else_is_in_the_directory_is_left_alone(tmp_path: Path) -> None:
     tier.gc()
 
     assert (letters / "one.txt").read_text() == "dear"
+
+
+def test_what_was_asked_once_goes_before_what_is_older(tmp_path: Path) -> None:
+    """A night of scripts once pushed out the conversations of the day before."""
+    limit, now_s = 5 << 20, [1e9]
+    chat = DiskTier(tmp_path, LAYOUT, limit, min_free_bytes=0, clock=lambda: now_s[0])
+    for number in range(5):
+        save(chat, [number] * 12)
+    chat.close()
+    now_s[0] += 3600.0
+    scripts = DiskTier(
+        tmp_path, LAYOUT, limit, min_free_bytes=0, clock=lambda: now_s[0], is_one_shot=True
+    )
+    for number in range(10, 60):
+        now_s[0] += 100.0
+        assert save(scripts, [number] * 12)
+
+    assert scripts.status().num_evicted > 20
+    assert [num_found(scripts, [number] * 12) for number in range(5)] == [6] * 5
+
+
+def test_pins_outlast_everything_and_yield_to_the_limit_alone(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path, 5 << 20)
+    ids = [7] * 20
+    save(tier, ids[:8])
+    save(tier, ids)
+    assert tier.pin(keys_of(tier, ids), pack(ids), "mine") == 10
+    for number in range(100, 180):
+        save(tier, [number] * 12)
+    assert tier.status().num_evicted > 20
+    assert num_found(tier, ids) == 10
+    tier.close()
+
+    far = DiskTier(tmp_path, LAYOUT, 5 << 20, min_free_bytes=0, clock=lambda: time.time() + 1e8)
+    assert num_found(far, ids) == 10, "time to live is not for pins"
+    assert far.status().num_packs == 2
+    far.close()
+    other = open_tier(tmp_path, 5 << 20, replace(LAYOUT, identity=b"another model..."))
+    other.gc()
+    other.close()
+    small = open_tier(tmp_path, (2 << 20) + 1000)
+    assert used_bytes(tmp_path) <= (2 << 20) + 1000
+    assert "what is pinned was more than --disk-cache" in small.status().trouble
+
+
+def test_where_pins_fill_the_store_a_write_says_so(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path, 4 << 20)
+    for number in range(30):
+        ids = [number] * 12
+        if save(tier, ids):
+            tier.pin(keys_of(tier, ids), pack(ids), f"{number}")
+
+    assert not save(tier, [99] * 12)
+    assert "what is pinned fills --disk-cache" in tier.status().trouble
+    for label in "012":
+        tier.unpin(label)
+    assert save(tier, [99] * 12)
+
+
+def test_forgetting_cuts_packs_that_hold_others_too(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path)
+    save(tier, [1, 2, 3, 4, 5, 6])
+    save(tier, [1, 2, 3, 4, 5, 6, 7, 8])
+    save(tier, [1, 2, 9, 9])
+
+    assert tier.forget(keys_of(tier, [1, 2, 3, 4])[1:]) == 3
+
+    assert restored(tier, [1, 2, 3, 4, 5, 6, 7, 8]) == 1
+    assert restored(tier, [1, 2, 9, 9]) == 2
+    assert tier.verify() == (2, 0)
+    assert tier.forget(keys_of(tier, [5, 5])) == 0

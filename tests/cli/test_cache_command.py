@@ -41,7 +41,8 @@ def test_the_status_is_an_object_for_scripts(shell: Shell, store: StoredPacks) -
     status = json.loads(shell.run("cache", "--disk-cache", "1G", "status", "--json").stdout)
 
     assert set(status) == {
-        *("directory", "used_bytes", "limit_bytes", "packs", "tokens", "trouble", "pins", "generations"),
+        *("directory", "used_bytes", "limit_bytes", "packs", "tokens", "trouble", "pins"),
+        "generations",
     }
     assert (status["packs"], status["tokens"]) == (4, 14)
     assert status["used_bytes"] == sum(g["bytes"] for g in status["generations"])
@@ -188,6 +189,17 @@ def test_a_chat_whose_cache_cannot_be_used_says_so_once(shell: Shell, tiny: str)
     assert len(statistics) == 1
     quiet = shell.run("-m", tiny, *GREEDY, "--cache-dir", "file", "-q", "-p", "Hello")
     assert (quiet.returncode, quiet.stderr) == (0, b"")
+
+
+def test_a_disk_without_a_free_byte_is_told_of(shell: Shell, tiny: str) -> None:
+    """Ten percent of nothing is nothing, and that was taken for the user's wish to keep nothing."""
+    done = shell.run("-m", tiny, *GREEDY, "--cache-dir", "/proc/kv", "-p", "Hello")
+
+    told = b"kvchat: the disk cache failed: There is no free space for KV in /proc/kv."
+    assert done.returncode == 0
+    assert done.stderr.count(told) == 1
+    off = ("--cache-dir", "/proc/kv", "--disk-cache", "0")
+    assert b"disk cache" not in shell.run("-m", tiny, *GREEDY, *off, "-p", "Hello").stderr
 
 
 def test_neither_help_nor_the_deeds_load_torch(store: StoredPacks) -> None:
