@@ -45,15 +45,24 @@ def uses_triton(device: torch.device, impl: str) -> bool:
     """
     assert impl in ("auto", "triton", "reference"), impl
     if impl == "auto":
-        return device.type == "cuda" and _can_run_kernels(device.index)
+        return device.type == "cuda" and kernel_refusal(device) is None
     return impl == "triton"
 
 
 @cache
-def _can_run_kernels(device_index: int | None) -> bool:
+def kernel_refusal(device: torch.device) -> str | None:
+    """Return why no kernel can run on a CUDA device, as the end of a sentence; None if they can.
+
+    Compiles and runs a small one to find out, the first time it is asked.
+    """
     # Before compute capability 8.0 there is no bfloat16 and no asynchronous copy.
-    is_recent = torch.cuda.get_device_capability(device_index) >= (8, 0)
-    return is_recent and find_spec("triton") is not None
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return "the GPU is older than Ampere"
+    if find_spec("triton") is None:
+        return "Triton is not installed"
+    from kvchat_kernels.trial import trial_error
+
+    return trial_error(device)
 
 
 def next_power_of_2(number: int) -> int:

@@ -10,7 +10,7 @@ from functools import cache
 
 import torch
 
-from kvchat_kernels.launch import uses_triton
+from kvchat_kernels.launch import kernel_refusal
 from kvchat_kernels.paged_attention.reference import paged_attention_reference
 from kvchat_kernels.paged_attention.tiles import unsupported
 from kvchat_kernels.paged_attention.torch_cpu import paged_attention_cpu
@@ -37,9 +37,7 @@ def implementation_for(
         return Implementation("cpu")
     if device.type != "cuda":
         return Implementation("reference", f"there are no kernels for {device.type}")
-    if not uses_triton(device, "auto"):
-        return Implementation("reference", "Triton is missing, or the GPU is older than Ampere")
-    refusal = unsupported(key_dim, value_dim, dtype)
+    refusal = kernel_refusal(device) or unsupported(key_dim, value_dim, dtype)
     return Implementation("triton" if refusal is None else "reference", refusal)
 
 

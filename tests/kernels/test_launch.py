@@ -1,0 +1,88 @@
+"""Where kernels run: on devices on which one has run, and nowhere else unless told to."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from interpreter import Interpreter
+
+from kvchat_kernels.launch import kernel_refusal, next_power_of_2, row_stride, uses_triton
+from kvchat_kernels.trial import trial_error
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
+    """A CUDA device that is not there, of compute capability 9.0."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    kernel_refusal.cache_clear()
+    yield torch.device("cuda")
+    kernel_refusal.cache_clear()
+
+
+def test_tensors_on_a_cpu_go_to_torch_unless_told_otherwise() -> None:
+    assert not uses_triton(CPU, "auto")
+    assert not uses_triton(CPU, "reference")
+    assert uses_triton(CPU, "triton")
+
+
+def test_an_implementation_there_is_not_is_refused() -> None:
+    with pytest.raises(AssertionError, match="fast"):
+        uses_triton(CPU, "fast")
+
+
+def test_a_kernel_that_runs_is_no_reason_against_kernels(interpreter: Interpreter) -> None:
+    assert interpreter(trial_error, CPU) is None
+
+
+def test_where_triton_finds_no_device_it_says_why() -> None:
+    """The compiling process has a kernel, and nothing to run it on."""
+    reason = trial_error(CPU)
+
+    assert reason is not None
+    assert reason.startswith("Triton does not work here: ")
+    assert "\n" not in reason
+
+
+def test_a_gpu_on_which_the_trial_fails_gets_torch(
+    monkeypatch: pytest.MonkeyPatch, gpu: torch.device
+) -> None:
+    """A machine without a C compiler may have a GPU and Triton: kvchat must run there, too."""
+    trials = []
+    monkeypatch.setattr(
+        "kvchat_kernels.trial.trial_error", lambda device: trials.append(device) or "no compiler"
+    )
+
+    assert not uses_triton(gpu, "auto")
+    assert kernel_refusal(gpu) == "no compiler"
+    assert trials == [gpu], "tried once, and remembered"
+
+
+def test_a_gpu_on_which_the_trial_succeeds_gets_kernels(
+    monkeypatch: pytest.MonkeyPatch, gpu: torch.device
+) -> None:
+    monkeypatch.setattr("kvchat_kernels.trial.trial_error", lambda device: None)
+
+    assert uses_triton(gpu, "auto")
+    assert not uses_triton(gpu, "reference")
+
+
+def test_an_old_gpu_gets_torch(monkeypatch: pytest.MonkeyPatch, gpu: torch.device) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+
+    assert not uses_triton(gpu, "auto")
+
+
+def test_powers_of_two() -> None:
+    assert [next_power_of_2(n) for n in (0, 1, 2, 3, 8, 9, 4097)] == [1, 1, 2, 4, 8, 16, 8192]
+
+
+def test_rows_are_as_far_apart_as_their_tensor_says() -> None:
+    rows = torch.zeros(2, 3, 10)
+
+    assert row_stride(rows) == 10
+    assert row_stride(rows[..., :4]) == 10
+    assert row_stride(rows[0, 0]) == 10
+    with pytest.raises(RuntimeError):
+        row_stride(rows[:, :2])
