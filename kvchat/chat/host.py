@@ -102,6 +102,17 @@ class ChatHost:
         """Ask the engine about itself; answered between two steps, once the model is loaded."""
         return self._engine.call(lambda engine: engine.status())
 
+    def speculate(self, mode: str) -> "Future[None]":
+        """Have other drafters guess ahead: off, auto, ngram or draft.
+
+        The future raises UsageError where there is no such drafter.
+        """
+
+        def switch(engine: "Engine") -> None:
+            engine.speculation.switch(type(engine.speculation.mode)(mode))
+
+        return self._engine.call(switch)
+
     def cached_tokens(self, token_ids: list[int]) -> "Future[int]":
         """Ask how many leading tokens of a context would not have to be read again."""
         return self._engine.call(lambda engine: engine.cache.measure(token_ids))

@@ -75,7 +75,7 @@ def model_object(ready: ModelReady | None) -> dict[str, object] | None:
         "identity": ready.identity,
         "device": ready.device,
         "dtype": ready.dtype,
-        "draft": None,
+        "draft": ready.draft,
     }
 
 

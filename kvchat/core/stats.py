@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvchat.core.types import DraftUse
+
 
 @dataclass(frozen=True, slots=True)
 class TierStatus:
@@ -23,6 +25,19 @@ class TierStatus:
     num_failed_writes: int = 0
     num_quarantined: int = 0
     trouble: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationStatus:
+    """What speculation is set to, and did since the engine was made.
+
+    drafters   names of those there are; `failed` says of each that fell out why it did
+    """
+
+    mode: str
+    drafters: tuple[str, ...]
+    total: DraftUse
+    failed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +67,7 @@ class EngineStatus:
     host: TierStatus | None = None
     disk: TierStatus | None = None
     read_rate: float | None = None
+    speculation: SpeculationStatus | None = None
 
 
 @dataclass(frozen=True, slots=True)

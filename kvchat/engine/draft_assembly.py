@@ -71,7 +71,10 @@ def build_speculating_engine(
     speculation = Speculation(drafters, Mode(speculation_config.mode))
     target_cache = draft.target_cache if draft is not None else cache_config
     engine = engine_around(target, target_cache, engine_config, state_directory, speculation)
-    return AssembledEngine(engine, target, model_ready(target, engine))
+    ready = model_ready(target, engine)
+    if draft is not None and draft_source is not None:
+        ready = replace(ready, draft=draft_source.name)
+    return AssembledEngine(engine, target, ready)
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,7 +87,7 @@ class Engine:
 
     @property
     def _has_answers_due(self) -> bool:
-        is_restoring = self._restores.is_prefetching
+        is_restoring = self._restores.is_prefetching or self._restores.is_under_way
         return self._scheduler.has_work or is_restoring or self._probes.has_work
 
     def status(self) -> EngineStatus:
@@ -109,6 +109,7 @@ class Engine:
             host=self._swap.status() if self._swap is not None else None,
             disk=self._persistence.status() if self._persistence is not None else None,
             read_rate=self._persistence.planner.read_bytes_per_s if self._persistence else None,
+            speculation=self.speculation.status(),
         )
 
     def running(self) -> list[Request]:

@@ -61,6 +61,12 @@ class Pace(Protocol):
     def note_verified(self, request: Request, source: str, drafted: int, accepted: int) -> None:
         """Take in how many drafts of a request were right."""
 
+    def plain_s(self, num_decoding: int) -> float | None:
+        """Return what a step of so many requests costs without drafts, None where unknown."""
+
+    def why_plain(self, request: Request) -> str:
+        """Return why a request's last offers were refused; empty where one was taken up."""
+
     def settle(self, requests: Sequence[Request]) -> None:
         """Forget what belongs to requests that have left."""
 
@@ -85,6 +91,12 @@ class FixedPace:
 
     def note_verified(self, request: Request, source: str, drafted: int, accepted: int) -> None:
         return
+
+    def plain_s(self, num_decoding: int) -> float | None:
+        return None
+
+    def why_plain(self, request: Request) -> str:
+        return ""
 
     def settle(self, requests: Sequence[Request]) -> None:
         return
@@ -120,6 +132,7 @@ class AdaptivePace:
         self._costs: dict[int, _Costs] = {}
         self._general: dict[str, Acceptance] = {}
         self._habits: dict[Request, dict[str, _Habit]] = {}
+        self._why_plain: dict[Request, str] = {}
 
     def choose(
         self, asking: Sequence[Asking], num_rows: int, num_others: int
@@ -168,6 +181,8 @@ class AdaptivePace:
     def _take(self, request: Request, offer: Offer, length: int) -> Taken | None:
         """Take an offer up, or refuse it but for a probe after a while."""
         habit = self._habit(request, offer.source)
+        likely = habit.acceptance.survival(1)[0]
+        self._why_plain[request] = "" if length else f"{likely:.0%} of guesses come true"
         if length:
             habit.num_refused = habit.num_probes = 0
             return Taken(offer, length)
@@ -191,8 +206,17 @@ class AdaptivePace:
         self._habit(request, source).acceptance.note(drafted, accepted)
         self._general[source].note(drafted, accepted)
 
+    def plain_s(self, num_decoding: int) -> float | None:
+        verify = self._costs_of(num_decoding).verify
+        return verify.seconds(num_decoding) if not verify.is_empty else None
+
+    def why_plain(self, request: Request) -> str:
+        return self._why_plain.get(request, "")
+
     def settle(self, requests: Sequence[Request]) -> None:
         unfinished = set(requests)
+        for request in [r for r in self._why_plain if r not in unfinished]:
+            del self._why_plain[request]
         for request in [r for r in self._habits if r not in unfinished]:
             del self._habits[request]
 

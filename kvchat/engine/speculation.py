@@ -11,10 +11,12 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from kvchat.cache.manager import CacheManager
+from kvchat.core.errors import UsageError
+from kvchat.core.stats import SpeculationStatus
 from kvchat.engine.draft_length import MAX_DRAFTED
 from kvchat.engine.drafters import Drafter, Offer, Wanted
 from kvchat.engine.pace import AdaptivePace, Asking, Pace
-from kvchat.engine.request import Request
+from kvchat.engine.request import Drafting, Request
 from kvchat.engine.scheduler import Work
 from kvchat.engine.verify import accepted_len
 
@@ -68,17 +70,39 @@ class Speculation:
         pace: Pace | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.mode = mode
+        self.total = Drafting()
+        self._mode = mode
         self._drafters = list(drafters)
         self._pace: Pace = pace if pace is not None else AdaptivePace()
         self._clock = clock
         self._sources: dict[Work, str] = {}
         self._step_s = 0.0
+        self._drafting_s = 0.0
         self.failures: dict[str, Exception] = {}
+
+    @property
+    def mode(self) -> Mode:
+        return self._mode
+
+    def switch(self, mode: Mode) -> None:
+        """Ask other drafters from now on; raises UsageError where there is none of that kind."""
+        names = {drafter.name for drafter in self._drafters}
+        if mode is Mode.DRAFT and mode not in names:
+            failure = self.failures.get(mode)
+            reason = f"failed: {failure!r}" if failure else "is not loaded"
+            raise UsageError(f"The draft model {reason}.", "Start kvchat with --draft NAME.")
+        self._mode = mode
+
+    def status(self) -> SpeculationStatus:
+        """Return counts for people; changes nothing."""
+        names = tuple(drafter.name for drafter in self._drafters)
+        failed = tuple(f"{name}: {error!r}" for name, error in self.failures.items())
+        return SpeculationStatus(self._mode, names, self.total.use(), failed)
 
     def draft(self, plan: Sequence[Work], cache: CacheManager, limits: Limits) -> list[Work]:
         """Return the plan with drafts, whose blocks are reserved."""
         self._sources.clear()
+        self._drafting_s = 0.0
         orders = self._orders(plan, limits)
         drafts = self._propose(orders) if orders else {}
         return [self._with_drafts(work, drafts.get(work, ()), cache, limits) for work in plan]
@@ -118,9 +142,9 @@ class Speculation:
         return offers
 
     def _asked(self) -> list[Drafter]:
-        if self.mode is Mode.AUTO:
+        if self._mode is Mode.AUTO:
             return list(self._drafters)
-        return [drafter for drafter in self._drafters if drafter.name == self.mode]
+        return [drafter for drafter in self._drafters if drafter.name == self._mode]
 
     def _propose(self, orders: Sequence[_Order]) -> dict[Work, Sequence[int]]:
         """Have every drafter draft for all its requests at once."""
@@ -137,7 +161,9 @@ class Speculation:
                 continue
             if not own[0].offer.is_free:
                 longest = max(order.num_tokens for order in own)
-                self._pace.note_drafting(len(own), longest, self._clock() - began_s)
+                seconds = self._clock() - began_s
+                self._drafting_s += seconds
+                self._pace.note_drafting(len(own), longest, seconds)
             for order, token_ids in zip(own, proposed, strict=True):
                 drafts[order.work] = token_ids[: order.num_tokens]
                 self._sources[order.work] = order.offer.source
@@ -168,11 +194,35 @@ class Speculation:
         if num_decoding:
             num_rows = sum(work.num_rows for work in plan)
             self._pace.note_step(num_decoding, num_rows, seconds)
+            if num_rows == num_decoding + sum(len(work.drafts) for work in plan):
+                self._note_speed(plan, drawn, seconds + self._drafting_s)
         for work in plan:
             source = self._sources.get(work)
-            if source is not None:
-                num_accepted = accepted_len(work.drafts, drawn[work])
-                self._pace.note_verified(work.request, source, len(work.drafts), num_accepted)
+            if source is None:
+                continue
+            num_accepted = accepted_len(work.drafts, drawn[work])
+            self._pace.note_verified(work.request, source, len(work.drafts), num_accepted)
+            self.total.num_accepted += num_accepted  # a request counts those it can use
+            for counts in (work.request.drafting, self.total):
+                counts.num_drafted += len(work.drafts)
+                counts.num_verified += 1
+
+    def _note_speed(
+        self, plan: Sequence[Work], drawn: dict[Work, list[int]], seconds: float
+    ) -> None:
+        """Hold what a step of decoding alone has cost against plain steps for the same tokens."""
+        plain_s = self._pace.plain_s(len(plan))
+        if plain_s is None or self._mode is Mode.OFF:
+            return
+        for work in plan:
+            num_tokens = 1 + accepted_len(work.drafts, drawn[work])
+            own = work.request.drafting
+            own.why_plain = self._pace.why_plain(work.request)
+            own.spent_s += seconds
+            own.plain_s += plain_s * num_tokens
+            self.total.spent_s += seconds / len(plan)
+            self.total.plain_s += plain_s * num_tokens / len(plan)
+            self.total.why_plain = own.why_plain
 
     def tend(self, requests: Sequence[Request]) -> None:
         """Have the drafters keep up with the unfinished requests, in a part of a step's time."""

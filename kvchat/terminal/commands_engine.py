@@ -1,5 +1,6 @@
 """Commands about the model and its engine, and the help that lists all commands."""
 
+import asyncio
 from typing import TYPE_CHECKING
 
 from rich.text import Text
@@ -13,7 +14,7 @@ from kvchat.terminal.model_change import change_model
 from kvchat.terminal.paint import Row, prefixed
 from kvchat.terminal.recital import describe_model
 from kvchat.terminal.sanitize import one_line
-from kvchat.terminal.status import format_count, plural, stats_line
+from kvchat.terminal.status import format_count, plural, speculation_lines, stats_line
 from kvchat.terminal.theme import Look, Role
 
 if TYPE_CHECKING:
@@ -64,6 +65,8 @@ async def stats(context: "CommandContext", arguments: str) -> None:
                 f"        {plural(status.num_evicted, 'block')} evicted, "
                 f"{plural(status.num_preempted, 'request')} put off"
             )
+        if status.speculation is not None:
+            lines += speculation_lines(status.speculation)
         lines += host_lines(status.host) if status.host is not None else []
         lines += disk_lines(status.disk) if status.disk is not None else []
     context.say("\n".join(lines))
@@ -75,6 +78,20 @@ def _last_stats(context: "CommandContext") -> str:
         return ""
     glyphs = context.face.painter.look.glyphs
     return stats_line(last.usage, last.timing, last.reason, ready.context_limit, glyphs)
+
+
+async def spec(context: "CommandContext", arguments: str) -> None:
+    mode = {"on": "auto"}.get(arguments, arguments)
+    if mode not in ("", "off", "auto", "ngram", "draft"):
+        raise UsageError(f"{one_line(arguments)} is unknown here.", "/spec on|off|auto|ngram|draft")
+    if mode:
+        await asyncio.wrap_future(context.desk.host.speculate(mode))
+        context.notice(f"Guessing ahead is {'off' if mode == 'off' else f'on: {mode}'}.")
+        return
+    status = await context.desk.engine_status()
+    if status is None or status.speculation is None:
+        raise UsageError("The model is still loading.")
+    context.say("\n".join(speculation_lines(status.speculation)))
 
 
 async def context_(context: "CommandContext", arguments: str) -> None:
@@ -178,6 +195,14 @@ COMMANDS = (
         Group.ENGINE,
         "[on|off]",
         ("status",),
+        is_available_while_answering=True,
+    ),
+    Command(
+        "spec",
+        "guess ahead of the model: the same text, faster",
+        spec,
+        Group.ENGINE,
+        "[on|off|auto|ngram|draft]",
         is_available_while_answering=True,
     ),
     Command(

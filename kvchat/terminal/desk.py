@@ -304,13 +304,20 @@ class Desk:
         return await self._answer_of(self.host.status)
 
     async def new_trouble(self) -> str:
-        """Return a sentence about what went wrong with KV on disk; each one comes only once."""
+        """Return a sentence about what went wrong beside the answers; each comes only once."""
         status = await self.engine_status()
-        trouble = status.disk.trouble if status is not None and status.disk is not None else ""
-        if not trouble or trouble in self._told:
+        if status is None:
             return ""
-        self._told.add(trouble)
-        return trouble_notice(trouble)
+        told = {}
+        if status.disk is not None and status.disk.trouble:
+            told[status.disk.trouble] = trouble_notice(status.disk.trouble)
+        for failed in status.speculation.failed if status.speculation is not None else ():
+            told[failed] = f"guessing ahead by {one_line(failed)}; answers come without it."
+        for trouble, notice in told.items():
+            if trouble not in self._told:
+                self._told.add(trouble)
+                return notice
+        return ""
 
     async def _cached(self, token_ids: list[int]) -> int | None:
         if not token_ids:

@@ -60,6 +60,7 @@ def describe_model(desk: Desk) -> str:
     if ready is not None:
         facts += [
             ("device", f"{ready.device}, {ready.dtype}"),
+            ("draft", one_line(ready.draft) if ready.draft else "none"),
             ("context", f"{format_count(ready.context_limit)} tokens"),
             ("identity", ready.identity),
             ("loaded in", f"{ready.load_s:.1f} s"),

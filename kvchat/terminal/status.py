@@ -7,6 +7,7 @@ words and number formats; knows no screen.
 from dataclasses import dataclass
 
 from kvchat.chat.events import ReadingPrompt
+from kvchat.core.stats import SpeculationStatus
 from kvchat.core.types import CachedTokens, FinishReason, Timing, Usage, rate
 from kvchat.terminal.sanitize import one_line
 from kvchat.terminal.theme import Glyphs
@@ -104,9 +105,34 @@ def _generated(usage: Usage, timing: Timing) -> str:
 
 
 def _drafted(usage: Usage) -> str:
-    if not usage.drafted_tokens:
-        return ""
-    return f"draft {usage.accepted_tokens / usage.drafted_tokens:.0%} accepted"
+    """Return what guessing ahead did; nothing where nothing was guessed nor refused."""
+    drafts = usage.drafts
+    parts = []
+    if drafts.num_drafted:
+        parts.append(f"draft {drafts.accepted_share:.0%} accepted")
+        parts.append(f"{drafts.accepted_len:.1f} a step")
+        parts.append(f"{drafts.gain:.1f}x plain" if drafts.gain is not None else "")
+    if drafts.why_plain:
+        parts.append(f"{'' if drafts.num_drafted else 'draft '}off: {drafts.why_plain}")
+    return ", ".join(part for part in parts if part)
+
+
+def speculation_lines(status: SpeculationStatus) -> list[str]:
+    """Return what guessing ahead is set to, and what it was good for so far."""
+    total, names = status.total, " and ".join(status.drafters) or "nothing"
+    if status.mode == "off":
+        lines = [f"drafts: off; there is {names}"]
+    else:
+        lines = [f"drafts: {status.mode}, from {names}"]
+    if total.num_drafted:
+        gain = f", {total.gain:.2f} times the plain rate" if total.gain is not None else ""
+        lines.append(
+            f"        {total.num_accepted:,} of {plural(total.num_drafted, 'token')} accepted "
+            f"({total.accepted_share:.0%}), {total.accepted_len:.2f} tokens a step{gain}"
+        )
+    if total.why_plain and status.mode != "off":
+        lines.append(f"        off by themselves at the moment: {total.why_plain}")
+    return lines + [f"        {one_line(reason)}" for reason in status.failed]
 
 
 class PrefillMeter:

@@ -151,8 +151,14 @@ def test_a_restored_conversation_drafts_as_well_as_before(tier: MemoryTier) -> N
 
     today = Drafting(tier=tier)
     assert today.persistence is not None
-    [number] = today.run_checked(RequestSpec((*LONG, *answer, 3), GREEDY, max_tokens=11))
+    number = today.submit(RequestSpec((*LONG, *answer, 3), GREEDY, max_tokens=11))
+    today.step()
+    [restore] = today.drafter._restores.values()
+    assert restore is not None
+    assert restore.has_all.wait(5.0)
+    today.run()
 
+    today.assert_complete(number)
     assert today.accepted_share(number) == 1.0
     assert today.draft_cache.measure((*LONG, *answer)) >= len(LONG)
     assert [rows for [(_, rows)] in today.steps[-2:]] == [5, 5], "it drafted late"

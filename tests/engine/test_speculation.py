@@ -208,7 +208,7 @@ def test_a_mode_asks_its_own_drafters() -> None:
     engine = EngineHarness(speculation=speculation)
     used = {}
     for mode in Mode:
-        speculation.mode = mode
+        speculation.switch(mode)
         number = _run(engine, RequestSpec((1, 2, 3), GREEDY, max_tokens=20))
         engine.assert_complete(number)
         used[mode] = engine.ending(number).usage.drafted_tokens > 0
@@ -222,7 +222,7 @@ def test_switching_in_the_middle_of_an_answer_changes_nothing() -> None:
     number = engine.submit(RequestSpec((1, 2, 3), SAMPLED, max_tokens=80))
     modes = [Mode.OFF, Mode.AUTO, Mode.DRAFT, Mode.NGRAM]
     while engine.engine.has_work:
-        speculation.mode = modes[len(engine.steps) % 4]
+        speculation.switch(modes[len(engine.steps) % 4])
         engine.step()
 
     engine.assert_complete(number)

@@ -110,7 +110,7 @@ def test_every_command_has_a_line_of_help_and_names_nobody_else_has() -> None:
 def test_the_commands_that_were_promised_are_there() -> None:
     promised = (
         "help exit new resume undo redo retry edit fork tree switch system set show stats context "
-        "model file export import rename delete copy editor rewind cache"
+        "model file export import rename delete copy editor rewind cache spec"
     )
     for name in promised.split():
         command = _REGISTRY.find(name)

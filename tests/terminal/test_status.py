@@ -3,7 +3,7 @@
 import pytest
 
 from kvchat.chat.events import ReadingPrompt
-from kvchat.core.types import CachedTokens, FinishReason, Timing, Usage
+from kvchat.core.types import CachedTokens, DraftUse, FinishReason, Timing, Usage
 from kvchat.terminal.status import (
     PrefillMeter,
     Price,
@@ -25,12 +25,12 @@ def _line(usage: Usage, timing: Timing, reason: FinishReason = FinishReason.STOP
 
 
 def test_the_line_after_an_answer_tells_all_there_is_to_tell() -> None:
-    usage = Usage(3904, CachedTokens(3200, 0, 612), 212, 100, 74)
+    usage = Usage(3904, CachedTokens(3200, 0, 612), 212, DraftUse(100, 74, 20, 2.345))
     timing = Timing(ttft_s=0.084, decode_s=211 / 61)
 
     assert _line(usage, timing) == (
         "cached 3,812/3,904 (3,200 device · 612 disk) · read 92 · first token 84 ms · "
-        "212 tokens at 61/s · draft 74% accepted · context 4.1k/32k"
+        "212 tokens at 61/s · draft 74% accepted, 4.7 a step, 2.3x plain · context 4.1k/32k"
     )
 
 
@@ -40,6 +40,13 @@ def test_what_is_zero_is_left_out() -> None:
     assert (
         _line(usage, Timing(ttft_s=1.5)) == "read 40 · first token 1.5 s · 1 token · context 41/32k"
     )
+
+
+def test_drafts_that_do_not_pay_say_why_there_are_none() -> None:
+    drafts = DraftUse(why_plain="12% of guesses come true")
+    usage = Usage(prompt_tokens=40, completion_tokens=1, drafts=drafts)
+
+    assert "1 token · draft off: 12% of guesses come true · context" in _line(usage, Timing())
 
 
 def test_a_wholly_cached_prompt_on_the_device_needs_no_places() -> None:
