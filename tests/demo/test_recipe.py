@@ -199,3 +199,9 @@ def test_the_rate_warms_up_stays_and_falls_to_almost_nothing() -> None:
     assert max(scales) == 1.0
     assert scales[plan.num_steps // 2] == 1.0
     assert scales[-1] < 0.05
+
+
+def test_the_rate_follows_its_knots() -> None:
+    plan = replace(QUICK.stages[0].plan, warmup_steps=1, knots=((0, 1.0), (10, 1.0), (80, 0.3)))
+
+    assert [plan.scale(step) for step in (0, 9, 10, 45)] == pytest.approx([1.0, 1.0, 1.0, 0.65])
