@@ -73,6 +73,7 @@ class Life:
             max_step_tokens=max_step_tokens,
             reuse=rng.random() < 0.85,
             num_blocks=1 + num_tokens // block_size,
+            num_host_blocks=rng.choice([0, 4, 400]) // block_size,
         )
         self.sabotage = Sabotage(engine)
         self.engine = SteppedEngine(engine, max_step_tokens, max_running=8)
@@ -184,21 +185,24 @@ def scores_of(specimen: Specimen, spec: RequestSpec, sample: int, drawn: list[in
 
 @short_and_long(Size(num_lives=2, num_acts=100), Size(num_lives=12, num_acts=1000))
 def test_random_callers_get_what_the_model_itself_says(specimen: Specimen, size: Size) -> None:
-    num_complete, num_preempted, num_hit = 0, 0, 0
+    num_complete, num_preempted, num_hit, num_promoted = 0, 0, 0, 0
     for seed in range(size.num_lives):
         life = Life(random.Random(seed), specimen)
         life.live(size.num_acts)
         num_complete += life.assert_everyone_was_served()
         num_preempted += life.engine.engine.status().num_preempted
-        num_hit += sum(
-            event.usage.cached.device
+        cached = [
+            event.usage.cached
             for events in life.engine.events.values()
             for event in events
             if isinstance(event, SampleFinished)
-        )
+        ]
+        num_hit += sum(tokens.device for tokens in cached)
+        num_promoted += sum(tokens.host for tokens in cached)
         life.engine.cache.clear()
         status = life.engine.engine.status()
         assert status.num_free == status.num_blocks, "blocks were lost"
     assert num_complete > 5 * size.num_lives
     assert num_preempted > 0
     assert num_hit > 0
+    assert num_promoted > 0 or size.num_lives < 8
