@@ -6,7 +6,7 @@ Knows turns and text; no tensors, files or screens.
 from dataclasses import dataclass
 
 from kvchat.core.errors import KvchatError
-from kvchat.core.types import CachedTokens, FinishReason, Timing, Usage
+from kvchat.core.types import CachedTokens, FinishReason, Lack, Timing, Usage
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,10 @@ class AnswerText:
 
 @dataclass(frozen=True, slots=True)
 class AnswerEnded:
-    """One sample's answer is complete and saved. `text` is the answer without its thinking."""
+    """One sample's answer is complete and saved. `text` is the answer without its thinking.
+
+    `lack` says why a slower tier did not have more of the context, None where it was not asked.
+    """
 
     sample: int
     turn_id: int
@@ -38,6 +41,7 @@ class AnswerEnded:
     reason: FinishReason
     usage: Usage
     timing: Timing
+    lack: Lack | None = None
 
 
 @dataclass(frozen=True, slots=True)

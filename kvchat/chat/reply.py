@@ -192,6 +192,7 @@ class Reply:
             reason=event.reason,
             usage=event.usage,
             timing=event.timing,
+            lack=event.lack,
         )
         return [*events, *_complaint(problem), ended]
 

@@ -149,6 +149,8 @@ class Answering:
             self._refresh()
         for ended in view.ended.values():
             self._desk.note_ended(ended)
+            if words := self._desk.why_so_much(ended):
+                tell(self._face, f"read again: {words} (/cache why)")
         return view
 
     def _give_back(self, text: str, attached: tuple[Attached, ...]) -> None:

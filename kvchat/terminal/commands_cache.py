@@ -16,10 +16,13 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_USAGE = "/cache [status|tree|verify|gc|clear|path]"
+_USAGE = "/cache [status|tree|why|verify|gc|clear|path]"
 
 
 async def cache(context: "CommandContext", arguments: str) -> None:
+    if arguments == "why":
+        context.say("\n".join(one_line(line, 4096) for line in context.desk.why()))
+        return
     kept = context.desk.kept
     if kept is None:
         raise UsageError("This chat keeps no KV on disk.", "`kvchat cache` shows what others kept.")
@@ -65,6 +68,6 @@ COMMANDS = (
         "KV kept on disk: how much; read it all, tidy it up, delete it",
         cache,
         Group.ENGINE,
-        "[tree|verify|gc|clear]",
+        "[tree|why|verify|gc|clear]",
     ),
 )

@@ -7,6 +7,7 @@ chat floor; draws nothing.
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -18,6 +19,7 @@ from kvchat.chat.host import ChatHost
 from kvchat.chat.reply import Reply
 from kvchat.chat.session import AskOptions, ChatSession
 from kvchat.chat.tokenizer import Segment
+from kvchat.chat.why import Reuse, cause, explain, is_as_expected, reuse_of
 from kvchat.core.errors import KvchatError, UsageError
 from kvchat.core.events import LoadEvent
 from kvchat.core.stats import EngineStatus
@@ -73,6 +75,7 @@ class Desk:
         self.kept = kept
         self.edited: Turn | None = None
         self.last: AnswerEnded | None = None
+        self._last_session_id = ""
         self._undone: list[int] = []
         self._prefill_rate: float | None = None
         self._told: set[str] = set()
@@ -171,8 +174,37 @@ class Desk:
     def note_ended(self, ended: AnswerEnded) -> None:
         """Remember what an answer taught about this machine's speed."""
         self.last = ended
+        self._last_session_id = self.session.session_id if self.session is not None else ""
         if ended.usage.prefilled_tokens >= _MIN_MEASURED_TOKENS and ended.timing.prefill_s > 0:
             self._prefill_rate = rate(ended.usage.prefilled_tokens, ended.timing.prefill_s)
+
+    def why(self) -> list[str]:
+        """Return how much of the last context was there, and what cost the rest, line by line.
+
+        Raises UsageError before the first answer.
+        """
+        reuse = self._reuse(self.last) if self.last is not None else None
+        if reuse is None:
+            raise UsageError("Nothing has been answered here yet.")
+        return explain(reuse, self.host.model.tokenizer.decode)
+
+    def why_so_much(self, ended: AnswerEnded) -> str:
+        """Return in a few words why something was read again; "" where nothing was."""
+        conversation = self.conversation
+        if conversation is None or conversation.turn(ended.turn_id).role is not Role.ASSISTANT:
+            return ""
+        if is_as_expected(conversation, ended.turn_id, ended.usage.cached):
+            return ""
+        reuse = self._reuse(ended)
+        return cause(reuse) if reuse is not None else ""
+
+    def _reuse(self, ended: AnswerEnded) -> Reuse | None:
+        conversation = self.conversation
+        if conversation is None or conversation.session_id != self._last_session_id:
+            return None
+        with suppress(KeyError):  # it may have been forgotten meanwhile
+            return reuse_of(conversation, ended.turn_id, ended.usage.cached, ended.lack)
+        return None
 
     def _name(self, session: ChatSession, text: str) -> None:
         """A conversation that begins with a file is called after the message, not the file."""

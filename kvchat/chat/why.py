@@ -1,0 +1,194 @@
+"""Why a turn was read, or read again: how much of its context was there, and what cost the rest.
+
+Pure functions over facts: the ids that were asked for, the ids of contexts that had been read
+before, and what the engine says of its caches. Knows turns and counts; knows no screen.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from kvchat.chat.conversation import ROOT, Conversation, Role, Turn
+from kvchat.core.types import CachedTokens, Lack
+
+# Less than this is the rest of a block, which nobody keeps.
+_NOT_WORTH_MENTIONING = 32
+_TEXT_CHARS = 40
+
+
+class Change(StrEnum):
+    """What is different about a context from one that was read before."""
+
+    NEW = "new"
+    EDITED = "edited"
+    SYSTEM = "system prompt changed"
+    TOKENIZER = "model changed"
+    CLOCK = "clock"
+    TEMPLATE = "template"
+
+
+@dataclass(frozen=True, slots=True)
+class Reuse:
+    """What is known of one answered turn.
+
+    ids       the context that was asked for
+    before    the context read before that shares most with it; empty where there is none
+    change    how they come to differ
+    cached    tokens that were not computed, by tier
+    lack      why a slower tier did not have more, None where it was not asked
+    """
+
+    ids: tuple[int, ...]
+    before: tuple[int, ...]
+    change: Change
+    cached: CachedTokens
+    lack: Lack | None = None
+
+    @property
+    def num_shared(self) -> int:
+        """Leading tokens that both contexts have: as many might have been reused."""
+        return common_len(self.ids, self.before)
+
+    @property
+    def num_lost(self) -> int:
+        """Tokens that had been read before and were read again."""
+        lost = self.num_shared - self.cached.total
+        return lost if lost >= _NOT_WORTH_MENTIONING else 0
+
+
+def common_len(one: Sequence[int], other: Sequence[int]) -> int:
+    """Return how many leading ids two contexts share."""
+    length = min(len(one), len(other))
+    if one[:length] == other[:length]:
+        return length
+    return next(n for n in range(length) if one[n] != other[n])
+
+
+def reuse_of(
+    conversation: Conversation, turn_id: int, cached: CachedTokens, lack: Lack | None
+) -> Reuse:
+    """Gather what is known of an answer, or of the user turn that got none."""
+    turn = conversation.turn(turn_id)
+    asked = conversation.turn(turn.parent_id) if turn.role is Role.ASSISTANT else turn
+    ids = tuple(conversation.context_ids(asked.turn_id))
+    others = [leaf for leaf in conversation.leaves() if not _is_below(conversation, leaf, asked)]
+    if asked.parent_id != ROOT:
+        others.append(conversation.turn(asked.parent_id))
+    others.extend(each for each in conversation.children(asked.turn_id) if each.turn_id != turn_id)
+    best = max(others, key=lambda other: _closeness(conversation, other, ids), default=None)
+    before = tuple(conversation.context_ids(best.turn_id)) if best is not None else ()
+    change = Change.NEW
+    if best is not None and common_len(ids, before) < min(len(ids), len(before)):
+        change = _change(conversation, asked, best, common_len(ids, before))
+    return Reuse(ids, before, change, cached, lack)
+
+
+def _is_below(conversation: Conversation, turn: Turn, other: Turn) -> bool:
+    return any(each.turn_id == other.turn_id for each in conversation.path(turn.turn_id))
+
+
+def _closeness(conversation: Conversation, turn: Turn, ids: tuple[int, ...]) -> tuple[int, int]:
+    """Rank contexts: those that share most, and of these the one that differs from the ids."""
+    context = tuple(conversation.context_ids(turn.turn_id))
+    shared = common_len(ids, context)
+    return shared, min(len(context), len(ids)) - shared
+
+
+def _change(conversation: Conversation, asked: Turn, other: Turn, position: int) -> Change:
+    """Say how two contexts came to differ at a position."""
+    new, old = _turn_at(conversation, asked, position), _turn_at(conversation, other, position)
+    if new.parent_id == ROOT and old.parent_id == ROOT and new.system != old.system:
+        return Change.SYSTEM
+    if new.tokenizer != old.tokenizer:
+        return Change.TOKENIZER
+    if new.text != old.text or new.role is not old.role:
+        return Change.EDITED
+    if abs(new.created_s - old.created_s) >= 1.0 and new.parent_id == ROOT:
+        return Change.CLOCK  # the same words at another time: only what a template adds can differ
+    return Change.TEMPLATE
+
+
+def _turn_at(conversation: Conversation, turn: Turn, position: int) -> Turn:
+    """Return the turn of a path that has the token at a position."""
+    for each in conversation.path(turn.turn_id):
+        position -= len(each.token_ids)
+        if position < 0:
+            return each
+    return turn
+
+
+def is_as_expected(conversation: Conversation, turn_id: int, cached: CachedTokens) -> bool:
+    """Whether an answer read no more than its own turn; quickly told, unlike why not."""
+    asked = conversation.turn(conversation.turn(turn_id).parent_id)
+    expected = len(conversation.context_ids(asked.parent_id)) if asked.parent_id != ROOT else 0
+    return cached.total + _NOT_WORTH_MENTIONING > expected
+
+
+def cause(reuse: Reuse) -> str:
+    """Return in a few words why something that had been read was read again; "" if nothing was."""
+    if not reuse.num_lost:
+        return ""
+    if reuse.lack is None or (reuse.lack is Lack.NEVER_WRITTEN and reuse.cached.total):
+        return str(Lack.EVICTED)
+    return str(reuse.lack)
+
+
+def explain(reuse: Reuse, decode: Callable[[list[int]], str]) -> list[str]:
+    """Return what `/cache why` says, line by line; `decode` makes text of ids."""
+    total = len(reuse.ids)
+    lines = [f"{reuse.cached.total:,} of {total:,} tokens were there{_places(reuse.cached)}."]
+    num_read = total - reuse.cached.total
+    if reuse.num_lost:
+        lines.append(f"{num_read:,} were read, {reuse.num_lost:,} of them again: {_told(reuse)}")
+    elif reuse.change is not Change.NEW:
+        lines.append(f"{num_read:,} were read: {_CHANGES[reuse.change]}")
+    else:
+        lines.append(f"{num_read:,} were read, which is what is new.")
+    if reuse.change is not Change.NEW:
+        lines.append(_difference(reuse, decode))
+    return lines
+
+
+_CHANGES = {
+    Change.EDITED: "the message was edited.",
+    Change.SYSTEM: "the system prompt changed.",
+    Change.TOKENIZER: "the model changed, and writes the same words with other tokens.",
+    Change.CLOCK: "the template puts the time into the context.",
+    Change.TEMPLATE: "the template writes the same words in another way.",
+}
+_LACKS = {
+    Lack.NEVER_WRITTEN: "they were never kept on disk; a process that is killed keeps no KV of "
+    "its last turn.",
+    Lack.EVICTED: "they were evicted from disk to make room, or were out of date.",
+    Lack.CORRUPT: "what was kept on disk was corrupt, and is gone now.",
+    Lack.OVER_BUDGET: "they did not fit on disk: over budget. --disk-cache allows more.",
+    Lack.QUARANTINED: "what was kept is not this model's: a forward pass did not agree with it.",
+    Lack.OTHER_MODEL: "the model changed, or how it is run, and its KV with it.",
+    Lack.SLOWER: "reading them from disk takes longer here than computing them.",
+    Lack.LATE: "the disk took too long, and computing went on without it.",
+    Lack.NO_ROOM: "there is no room for more on the device. --device-cache allows more.",
+    Lack.NO_TIER: "there is no disk cache, and they are no longer in memory.",
+}
+
+
+def _told(reuse: Reuse) -> str:
+    if reuse.lack is None:
+        return "they were evicted from memory."
+    if reuse.lack is Lack.NEVER_WRITTEN and reuse.cached.total:
+        return "they are neither in memory nor on disk any more: evicted."
+    return _LACKS[reuse.lack]
+
+
+def _places(cached: CachedTokens) -> str:
+    places = (("device", cached.device), ("host", cached.host), ("disk", cached.disk))
+    found = [f"{count:,} {name}" for name, count in places if count]
+    return f" ({', '.join(found)})" if found else ""
+
+
+def _difference(reuse: Reuse, decode: Callable[[list[int]], str]) -> str:
+    start = reuse.num_shared
+    new, old = list(reuse.ids[start : start + 8]), list(reuse.before[start : start + 8])
+    return (
+        f"The first token that differs is number {start + 1:,}: "
+        f"{decode(new)[:_TEXT_CHARS]!r} was {decode(old)[:_TEXT_CHARS]!r}."
+    )

@@ -1,0 +1,177 @@
+"""Why a turn was read again: every cause told, and none made up."""
+
+from dataclasses import replace
+
+import pytest
+
+from kvchat.chat.conversation import ROOT, Conversation, Role, Turn
+from kvchat.chat.why import Change, Reuse, cause, common_len, explain, reuse_of
+from kvchat.core.types import CachedTokens, Lack
+
+HISTORY = tuple(range(1, 201))
+
+
+def spell(ids: list[int]) -> str:
+    return " ".join(str(token) for token in ids)
+
+
+def told(**changes: object) -> str:
+    facts = Reuse((*HISTORY, 900, 901), HISTORY, Change.NEW, CachedTokens(device=192))
+    return "\n".join(explain(replace(facts, **changes), spell))  # type: ignore[arg-type]
+
+
+def test_a_turn_that_only_adds_reads_what_is_new() -> None:
+    assert (
+        told() == "192 of 202 tokens were there (192 device).\n10 were read, which is what is new."
+    )
+
+
+def test_every_tier_is_named() -> None:
+    assert "(100 device, 50 host, 42 disk)" in told(cached=CachedTokens(100, 50, 42))
+
+
+@pytest.mark.parametrize(
+    ("lack", "words"),
+    [
+        (Lack.NEVER_WRITTEN, "never kept on disk"),
+        (Lack.EVICTED, "evicted from disk"),
+        (Lack.CORRUPT, "corrupt"),
+        (Lack.OVER_BUDGET, "over budget"),
+        (Lack.QUARANTINED, "not this model's"),
+        (Lack.OTHER_MODEL, "model changed"),
+        (Lack.SLOWER, "longer here than computing"),
+        (Lack.LATE, "took too long"),
+        (Lack.NO_ROOM, "--device-cache"),
+        (Lack.NO_TIER, "no disk cache"),
+        (None, "evicted from memory"),
+    ],
+)
+def test_what_was_read_again_has_its_cause(lack: Lack | None, words: str) -> None:
+    said = told(cached=CachedTokens(), lack=lack)
+
+    assert "202 were read, 200 of them again" in said
+    assert words in said
+
+
+def test_every_lack_has_words() -> None:
+    assert all(told(cached=CachedTokens(), lack=lack) for lack in Lack)
+
+
+def test_what_was_partly_there_and_nowhere_else_is_evicted() -> None:
+    assert "evicted" in told(cached=CachedTokens(device=64), lack=Lack.NEVER_WRITTEN)
+
+
+@pytest.mark.parametrize("change", [change for change in Change if change is not Change.NEW])
+def test_the_first_token_that_differs_is_shown(change: Change) -> None:
+    said = told(ids=(*HISTORY[:120], 7, 7, 7), change=change, cached=CachedTokens(device=112))
+
+    assert "The first token that differs is number 121: '7 7 7' was '121 122" in said
+    assert "11 were read: " in said
+
+
+def test_the_short_cause_is_said_only_where_something_was_lost() -> None:
+    facts = Reuse((*HISTORY, 900), HISTORY, Change.NEW, CachedTokens(device=192), Lack.EVICTED)
+
+    assert cause(facts) == ""
+    assert cause(replace(facts, cached=CachedTokens())) == "evicted"
+    assert cause(replace(facts, cached=CachedTokens(), lack=Lack.OTHER_MODEL)) == "model changed"
+    assert cause(replace(facts, cached=CachedTokens(), lack=None)) == "evicted"
+    never = replace(facts, cached=CachedTokens(), lack=Lack.NEVER_WRITTEN)
+    assert cause(never) == "never written"
+
+
+def test_the_common_length_is_that_of_the_naive_loop() -> None:
+    for one, other in [((), ()), ((1,), ()), ((1, 2), (1, 2, 3)), ((1, 2, 3), (1, 5, 3))]:
+        naive = 0
+        while naive < min(len(one), len(other)) and one[naive] == other[naive]:
+            naive += 1
+        assert common_len(one, other) == naive
+
+
+# Facts from a conversation
+
+
+class Talk:
+    """A conversation whose ids are those of its letters."""
+
+    def __init__(self, system: str | None = None) -> None:
+        self.conversation = Conversation("id", 0.0, system)
+
+    def add(self, role: Role, text: str, parent: int, **changes: object) -> int:
+        conversation = self.conversation
+        system = conversation.system if parent == ROOT else None
+        turn = Turn(
+            turn_id=conversation.next_turn_id,
+            parent_id=parent,
+            role=role,
+            text=text,
+            token_ids=tuple(ord(letter) for letter in (system or "") + text),
+            tokenizer="one",
+            created_s=float(conversation.next_turn_id),
+            system=system,
+        )
+        conversation.add(replace(turn, **changes))  # type: ignore[arg-type]
+        return turn.turn_id
+
+    def why(self, turn_id: int) -> Reuse:
+        return reuse_of(self.conversation, turn_id, CachedTokens(), None)
+
+
+def test_a_second_turn_follows_the_first() -> None:
+    talk = Talk()
+    first = talk.add(Role.ASSISTANT, "hello", talk.add(Role.USER, "hi, you", ROOT))
+    second = talk.add(Role.ASSISTANT, "fine", talk.add(Role.USER, "how are you", first))
+
+    found = talk.why(second)
+
+    assert found.change is Change.NEW
+    assert len(found.before) == found.num_shared == len("hi, youhello")
+    assert len(found.ids) == len("hi, youhellohow are you")
+
+
+def test_a_first_turn_follows_nothing() -> None:
+    talk = Talk()
+    answer = talk.add(Role.ASSISTANT, "hello", talk.add(Role.USER, "hi", ROOT))
+
+    assert talk.why(answer).before == ()
+
+
+def test_an_edited_message() -> None:
+    talk = Talk()
+    talk.add(Role.ASSISTANT, "hello", talk.add(Role.USER, "tell me of cats", ROOT))
+    edited = talk.add(Role.ASSISTANT, "well", talk.add(Role.USER, "tell me of dogs", ROOT))
+
+    found = talk.why(edited)
+
+    assert found.change is Change.EDITED
+    assert found.num_shared == len("tell me of ")
+
+
+def test_another_answer_to_the_same_message_costs_nothing() -> None:
+    talk = Talk()
+    question = talk.add(Role.USER, "say a word", ROOT)
+    first = talk.add(Role.ASSISTANT, "ant", question)
+    talk.add(Role.ASSISTANT, "done", talk.add(Role.USER, "more", first))
+    other = talk.add(Role.ASSISTANT, "ape", question)
+    last = talk.add(Role.ASSISTANT, "done", talk.add(Role.USER, "x", other))
+
+    assert talk.why(other).num_shared == len("say a word")
+    assert talk.why(last).change is Change.NEW
+    assert talk.why(last).num_shared == len("say a wordape")
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"system": "be dull. ", "token_ids": tuple(b"be dull. hi there")}, Change.SYSTEM),
+        ({"tokenizer": "two", "token_ids": tuple(b"be kund. hi there")}, Change.TOKENIZER),
+        ({"token_ids": tuple(b"be kund. hi there"), "created_s": 99.0}, Change.CLOCK),
+        ({"token_ids": tuple(b"be kund. hi there"), "created_s": 1.0}, Change.TEMPLATE),
+    ],
+)
+def test_what_else_may_change(changes: dict[str, object], expected: Change) -> None:
+    talk = Talk("be kind. ")
+    talk.add(Role.USER, "hi there", ROOT)
+    again = talk.add(Role.USER, "hi there", ROOT, **changes)
+
+    assert talk.why(again).change is expected
