@@ -91,6 +91,12 @@ class KvPool:
                 distances.append(away / length.clamp_min(_SMALLEST_LENGTH))
         return float(torch.stack(distances).max())
 
+    def wipe(self, block: int, first_slot: int) -> None:
+        """Zero a block from a slot on, as it was at birth."""
+        for tensors in self.layers:
+            for tensor in tensors:
+                tensor[block, first_slot:] = 0
+
     def is_finite(self, block: int, num_slots: int) -> bool:
         """Whether the first slots of a block hold numbers, neither NaN nor infinity."""
         return all(

@@ -286,6 +286,13 @@ class CacheManager:
             return 0.0
         return self.kv_pool.drift(known[index], table.blocks[index], slot)
 
+    def wipe(self, table: BlockTable, num_tokens: int) -> None:
+        """Zero what was written behind the first tokens of a table: nobody may ever read it."""
+        for index in range(num_tokens // self.block_size, len(table.blocks)):
+            if self._pool.references(table.blocks[index]) == 1:
+                first_slot = max(0, num_tokens - index * self.block_size)
+                self.kv_pool.wipe(table.blocks[index], first_slot)
+
     def num_sound(self, table: BlockTable, num_tokens: int) -> int:
         """Return how many leading tokens of a table lie before the first KV that is no number."""
         size = self.block_size

@@ -191,10 +191,23 @@ class Samples:
         return events
 
     def fail(self, failed: Request, error: KvchatError) -> list[RequestEvent]:
-        """End a request, all its samples; what they had computed before stays valid."""
+        """End a request, all its samples; what they had computed before stays, if it is numbers.
+
+        A chunk whose keys or values are none fails no step by itself, but all that look back at it.
+        """
+        unsound = []
         for request in self._scheduler.requests():
-            if request.request_id == failed.request_id:
-                self._scheduler.finish(request)
+            if request.request_id != failed.request_id:
+                continue
+            if request.table is not None:
+                self._cache.wipe(request.table, request.num_computed)
+                num_sound = self._cache.num_sound(request.table, request.num_computed)
+                if num_sound < request.num_computed:
+                    unsound.append((request.ids[: request.num_computed], num_sound))
+                    request.num_computed = num_sound
+            self._scheduler.finish(request)
+        for token_ids, num_sound in unsound:
+            self._cache.forget(token_ids, num_sound)
         return [RequestFailed(failed.request_id, error)]
 
 

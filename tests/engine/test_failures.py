@@ -55,6 +55,66 @@ def test_whatever_a_model_raises_becomes_one_sentence(error: Exception, message:
     assert message in failed.error.message
 
 
+def test_keys_that_are_no_numbers_do_not_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long prompt's chunks wrote NaN and failed nothing; its last one failed, and so did every
+    prompt that began alike ever after."""
+    engine = EngineHarness()
+    prompt = tuple(range(1, 39))
+    good = engine.complete(spec(*prompt[:16], max_tokens=1))
+    forward, positions = engine.model.forward, engine.model._positions
+    is_broken = True
+
+    def break_positions(batch: ForwardBatch) -> torch.Tensor:
+        logits = forward(batch)
+        if is_broken and 20 in batch.positions.tolist():
+            row = batch.positions.tolist().index(20)
+            positions[batch.slot_mapping[row]] = float("nan")
+        return logits
+
+    monkeypatch.setattr(engine.model, "forward", break_positions)
+    monkeypatch.setattr(engine, "check", lambda: None)  # the model itself notices what is broken
+    request_id = engine.submit(spec(*prompt))
+    engine.run()
+    assert engine.failures(request_id)
+    is_broken = False
+    engine.model.broken_promises.clear()
+    monkeypatch.undo()
+
+    assert good == [engine.generated(1)]
+    assert engine.cache.measure(prompt) == 20
+    again = engine.submit(spec(*prompt))
+    engine.run()
+    engine.assert_complete(again)
+
+
+@pytest.mark.parametrize("is_releasable", [True, False])
+def test_a_step_that_cannot_be_planned_ends_its_requests_and_not_the_engine(
+    is_releasable: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An exception while planning went up through the engine's thread, and that was the end."""
+    engine = EngineHarness()
+    numbers = [engine.submit(spec(1, 2, 3, 4, 5)), engine.submit(spec(5, 4, 3, 2, 1))]
+    engine.step()
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("no such block")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(engine.cache, "reserve", fail)
+        if not is_releasable:
+            broken.setattr(engine.cache, "release", fail)
+            broken.setattr(engine, "check", lambda: None)
+        engine.run()
+
+    assert all("no such block" in str(engine.failures(number)[0].error) for number in numbers)
+    assert not engine.live()
+    if is_releasable:
+        assert engine.complete(spec(7, 8, 9))
+    else:
+        engine.engine.submit(spec(7, 8, 9))  # the blocks are lost, and nothing else
+        assert [event for _ in range(20) for event in engine.engine.step()]
+
+
 def poison(engine: EngineHarness, token_id: int, act: Callable[[torch.Tensor], None]) -> None:
     """Have `act` change, or raise for, the logits of every step that computes `token_id`."""
     forward = engine.model.forward
