@@ -1,20 +1,27 @@
 """Scenario `decode`: tokens a second of one request, by context length.
 
-Beside transformers' `generate` in the same run, and the ceiling that reading the weights and the
-KV once a token sets. No figure where the two do not generate the same.
+Beside transformers' `generate` in the same run, llama.cpp where it is installed and given the model
+as GGUF, and the ceiling that reading the weights and the KV once a token sets. A token's time is
+also fitted as a + b * context: a is the weights, b the KV. No figure where ours and transformers do
+not generate the same; with fewer bits, which change what is generated, where the two passes over
+the very same weights do not agree.
 """
+
+import importlib.util
+import statistics
 
 import torch
 
 from kvchat.bench.ceilings import Bandwidth, measure_bandwidth
 from kvchat.bench.engines import complete, new_engine, random_ids
 from kvchat.bench.measure import alternated
-from kvchat.bench.peers import Transformers
+from kvchat.bench.peers import LlamaCpp, Transformers
 from kvchat.bench.report import Figure, Result
 from kvchat.bench.scenarios import BenchSetup
 from kvchat.core.types import rate
 from kvchat.engine.assembly import AssembledEngine
 from kvchat.model.self_test import compare_with_own
+from kvchat.model.weight_only import pack_of
 
 _CONTEXTS = (128, 1024, 4096)
 _NUM_TOKENS = 64
@@ -28,6 +35,7 @@ def run(setup: BenchSetup) -> Result:
     settings = {
         "model": setup.source.name,
         "dtype": str(loaded.dtype).removeprefix("torch."),
+        "weights": loaded.weights,
         "device": loaded.device.type,
         "tokens": _NUM_TOKENS,
     }
@@ -39,14 +47,20 @@ def run(setup: BenchSetup) -> Result:
         return Result("decode", settings, refusal=refusal)
     bandwidth = measure_bandwidth(loaded.device)
     figures: list[Figure] = []
-    for length in _CONTEXTS:
-        if setup.scaled(length) + _NUM_TOKENS < assembled.engine.max_context:
-            figures += _measure(setup, assembled, peer, bandwidth, setup.scaled(length))
+    rates: dict[int, float] = {}
+    for length in (setup.scaled(length) for length in _CONTEXTS):
+        if length + _NUM_TOKENS < assembled.engine.max_context:
+            figures += _measure(setup, assembled, peer, bandwidth, length)
+            rates[length + _NUM_TOKENS // 2] = figures[-1].value
+    llama, note = _beside_llama_cpp(setup, rates)
     notes = (
         f"measured read bandwidth {bandwidth.read / 1e9:.1f} GB/s, "
         f"copy {bandwidth.copy / 1e9:.1f} GB/s",
+        note,
     )
-    return Result("decode", settings, tuple(figures), notes=notes)
+    return Result(
+        "decode", settings, (*figures, *_fit(assembled, bandwidth, rates), *llama), notes=notes
+    )
 
 
 def _difference(assembled: AssembledEngine, peer: Transformers) -> str:
@@ -55,6 +69,10 @@ def _difference(assembled: AssembledEngine, peer: Transformers) -> str:
     prompt = random_ids(48, loaded.spec.vocab_size, seed=1)
     own, _ = peer.generate(prompt, 16)
     ours = list(complete(assembled.engine, prompt, 16).token_ids)
+    if loaded.weights in ("int8", "int4"):
+        return (
+            "" if compare_with_own(loaded) > _MIN_COSINE else "the paged pass differs from its own"
+        )
     # Low precision may turn a near tie the other way; then the logits must still agree.
     is_close = loaded.dtype != torch.float32 and compare_with_own(loaded) > _MIN_COSINE
     return "" if ours == own or is_close else "greedy tokens differ from transformers'"
@@ -103,12 +121,72 @@ def _measure(
     ]
 
 
+def _fit(assembled: AssembledEngine, bandwidth: Bandwidth, rates: dict[int, float]) -> list[Figure]:
+    """Return a token's time as a + b * context, least squares over the contexts measured."""
+    if len(rates) < 2 or not all(rates.values()):
+        return []
+    slope, start = statistics.linear_regression(list(rates), [1 / r for r in rates.values()])
+    weights_s = _streamed_bytes(assembled) / bandwidth.read
+    kv_s = assembled.engine.cache.kv_pool.geometry.token_bytes / bandwidth.read
+    return [
+        Figure(
+            "a token, without its context",
+            start * 1e3,
+            "ms",
+            weights_s * 1e3,
+            "reading the weights",
+            start / weights_s,
+            "times that",
+        ),
+        Figure(
+            "a thousand tokens of context",
+            slope * 1e6,
+            "ms",
+            kv_s * 1e6,
+            "reading their KV",
+            slope / kv_s,
+            "times that",
+        ),
+    ]
+
+
+def _beside_llama_cpp(setup: BenchSetup, rates: dict[int, float]) -> tuple[list[Figure], str]:
+    """Return our rates beside llama.cpp's, and a note on what it was or why it was not run."""
+    if setup.gguf is None:
+        return [], "llama.cpp: not run; give the same model as GGUF by --gguf"
+    if importlib.util.find_spec("llama_cpp") is None:
+        return [], "llama.cpp: llama_cpp is not installed"
+    peer = LlamaCpp(setup.gguf, torch.get_num_threads())
+    figures = []
+    for middle, ours in rates.items():
+        length = middle - _NUM_TOKENS // 2
+        theirs = peer.decode_rate(random_ids(length, peer.vocab_size, seed=2), _NUM_TOKENS)
+        figures.append(
+            Figure(
+                f"context {length:,}",
+                ours,
+                "tokens/s",
+                theirs,
+                "llama.cpp",
+                ours / theirs,
+                "times the peer",
+                "0.6",
+            )
+        )
+    return figures, f"llama.cpp: {setup.gguf.name}, not checked to be the same model"
+
+
 def _streamed_bytes(assembled: AssembledEngine) -> int:
     """Return the weight bytes a token needs: all but an embedding table that is only looked up."""
     module = assembled.loaded.module
     total = sum(parameter.nbytes for parameter in module.parameters())
+    packs = [pack_of(layer) for layer in module.modules()]
+    total += sum(pack.num_bytes for pack in packs if pack is not None)
     table = module.get_input_embeddings().weight
-    is_tied = module.get_output_embeddings() is not None and (
-        module.get_output_embeddings().weight.data_ptr() == table.data_ptr()
+    has_own_head = pack_of(module.get_output_embeddings()) is not None
+    is_tied = (
+        not has_own_head
+        and module.get_output_embeddings() is not None
+        and (module.get_output_embeddings().weight.data_ptr() == table.data_ptr())
     )
     return total if is_tied else total - table.nbytes

@@ -1,11 +1,13 @@
-"""Peers that run beside us: transformers' own generation on the same weights.
+"""Peers that run beside us: transformers' own generation on the same weights, and llama.cpp.
 
 Knows how the peer is best used by somebody who wants to be fair to it. Knows nothing of kvchat's
 engine.
 """
 
+import importlib
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +15,33 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from kvchat.bench.measure import wait_for_device
 from kvchat.model.source import ModelSource
+
+
+class LlamaCpp:
+    """llama.cpp on a GGUF file, through llama_cpp, which must be installed."""
+
+    def __init__(self, path: Path, num_threads: int) -> None:
+        llama_cpp = importlib.import_module("llama_cpp")
+        self._model: Any = llama_cpp.Llama(
+            str(path),
+            n_ctx=8192,
+            n_threads=num_threads,
+            n_threads_batch=num_threads,
+            logits_all=False,
+            verbose=False,
+        )
+        self.vocab_size: int = self._model.n_vocab()
+
+    def decode_rate(self, prompt_ids: Sequence[int], max_tokens: int) -> float:
+        """Return tokens a second after the first, the prompt read before the clock starts."""
+        self._model.reset()
+        self._model.eval(list(prompt_ids))
+        self._model.eval([prompt_ids[-1]])
+        start_s = time.perf_counter()
+        for _ in range(max_tokens - 1):
+            # Which token it is makes no difference to the time it takes.
+            self._model.eval([prompt_ids[0]])
+        return (max_tokens - 1) / (time.perf_counter() - start_s)
 
 
 class Transformers:
@@ -61,6 +90,17 @@ class Transformers:
         _, first_s = self.generate(prompt_ids, 1)
         _, all_s = self.generate(prompt_ids, max_tokens)
         return (max_tokens - 1) / max(all_s - first_s, 1e-9)
+
+    @torch.inference_mode()
+    def prefill_s(self, prompt_ids: Sequence[int]) -> float:
+        """Return the seconds of one forward pass over a prompt, to the last row's logits."""
+        ids = torch.tensor([list(prompt_ids)], device=self._device)
+        cache = DynamicCache(config=self.model.config)
+        wait_for_device()
+        start_s = time.perf_counter()
+        self.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        wait_for_device()
+        return time.perf_counter() - start_s
 
     @torch.inference_mode()
     def filled_cache(self, prompt_ids: Sequence[int]) -> DynamicCache:

@@ -17,7 +17,8 @@ from kvchat.model.source import ModelSource
 class BenchSetup:
     """What every scenario works with. `is_quick` shrinks it to a check that it runs at all.
 
-    `sessions` is a directory of recorded conversations, for those that replay some.
+    `sessions` is a directory of recorded conversations, for those that replay some; `gguf` is the
+    same model for llama.cpp.
     """
 
     source: ModelSource
@@ -26,6 +27,7 @@ class BenchSetup:
     repeats: int
     is_quick: bool
     sessions: Path | None = None
+    gguf: Path | None = None
 
     def scaled(self, length: int) -> int:
         """Return a length in tokens, or a small one in a quick run."""
@@ -39,7 +41,19 @@ def scenario(name: str) -> Scenario:
     """Return a scenario's function; raises UsageError for a name there is not."""
     if name not in NAMES:
         raise UsageError(f"There is no scenario {name!r}.", f"Choose from {', '.join(NAMES)}.")
-    from kvchat.bench import decode, kernels, memory, radix, replay, resume, startup, tiers, turns
+    from kvchat.bench import (
+        decode,
+        kernels,
+        memory,
+        prefill,
+        radix,
+        replay,
+        resume,
+        startup,
+        tiers,
+        turns,
+        weights,
+    )
 
     return {
         "turns": turns.run,
@@ -51,9 +65,11 @@ def scenario(name: str) -> Scenario:
         "tiers": tiers.run,
         "replay": replay.run,
         "kernels": kernels.run,
+        "prefill": prefill.run,
+        "weights": weights.run,
     }[name]
 
 
-# What measures without being asked for: `replay` needs recordings, `kernels` a GPU.
-DEFAULT_NAMES = ("turns", "resume", "decode", "tiers", "radix", "memory", "startup")
-NAMES = (*DEFAULT_NAMES, "replay", "kernels")
+# What measures without being asked for: `replay` and `weights` need recordings, `kernels` a GPU.
+DEFAULT_NAMES = ("turns", "resume", "decode", "prefill", "tiers", "radix", "memory", "startup")
+NAMES = (*DEFAULT_NAMES, "replay", "weights", "kernels")

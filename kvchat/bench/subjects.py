@@ -41,6 +41,16 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 32000,
         "max_position_embeddings": 16384,
     },
+    "135m": {
+        **_LLAMA,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "vocab_size": 49152,
+        "max_position_embeddings": 8192,
+    },
     "8b": {
         **_LLAMA,
         "hidden_size": 4096,

@@ -135,7 +135,9 @@ def chat(
 def bench(
     scenarios: Annotated[
         list[str] | None,
-        typer.Argument(help="turns resume decode tiers radix memory startup replay kernels"),
+        typer.Argument(
+            help="turns resume decode prefill tiers radix memory startup replay weights kernels"
+        ),
     ] = None,
     model: Annotated[str | None, _setting("model", "-m", "--model", metavar="NAME")] = None,
     shape: Annotated[
@@ -148,9 +150,8 @@ def bench(
     block_size: Annotated[int, _setting("block_size", metavar="N")] = 16,
     threads: Annotated[int | None, _setting("threads", metavar="N")] = None,
     repeats: Annotated[int, typer.Option(help="of every measurement", metavar="N", min=1)] = 5,
-    sessions: Annotated[
-        Path | None, typer.Option(help="recorded conversations to replay", metavar="DIR")
-    ] = None,
+    sessions: Annotated[Path | None, typer.Option(help="recorded conversations to replay")] = None,
+    gguf: Annotated[Path | None, typer.Option(help="the same model for llama.cpp")] = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="small lengths: does it run? No figures to quote")
     ] = False,
@@ -172,6 +173,7 @@ def bench(
             repeats=repeats,
             is_quick=quick,
             sessions=sessions,
+            gguf=gguf,
         )
     )
 
@@ -390,9 +392,7 @@ def config_set(name: str, value: str) -> None:
 
 
 @app.command()
-def doctor(
-    sessions_dir: _SessionsDir = None,
-) -> None:
+def doctor(sessions_dir: _SessionsDir = None) -> None:
     """Check terminal, Python, torch, GPU, disk, kept KV, sessions; exit 0 only if all is well."""
     from kvchat.cli.doctor import examine
 

@@ -26,6 +26,7 @@ class BenchRequest:
     repeats: int
     is_quick: bool
     sessions: Path | None
+    gguf: Path | None
 
 
 def run_bench(request: BenchRequest) -> None:
@@ -45,7 +46,13 @@ def run_bench(request: BenchRequest) -> None:
     results = []
     with subject(request.model, request.shape, request.dtype) as source:
         setup = BenchSetup(
-            source, model, cache, request.repeats, request.is_quick, request.sessions
+            source,
+            model,
+            cache,
+            request.repeats,
+            request.is_quick,
+            request.sessions,
+            request.gguf,
         )
         for function in functions:
             results.append(function(setup))

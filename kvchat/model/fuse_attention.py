@@ -11,11 +11,14 @@ import torch
 from torch import nn
 
 from kvchat.model.attention import LayerBinding
+from kvchat.model.batch import ForwardBatch
+from kvchat.model.fuse_kernels import takes_kernels
 from kvchat.model.fuse_linear import Product, plain_linears
 from kvchat.model.fuse_parts import RmsNorm
 from kvchat.model.spec import LayerSpec
 from kvchat_kernels.kv_write import kv_write
 from kvchat_kernels.paged_attention import paged_attention
+from kvchat_kernels.rope_kv_write import HeadNorms, Rotation, StepKv, rope_kv_write
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,21 +50,13 @@ class FusedAttention:
         """
         batch = binding.context.batch
         assert batch is not None, "attention outside of a step"
-        layer, num_tokens = self.layer, x.shape[0]
-        num_heads = layer.num_heads
-        qk_width = (num_heads + layer.num_kv_heads) * layer.key_dim
         qkv = self.qkv(x)
-        heads = qkv[:, :qk_width].view(num_tokens, -1, layer.key_dim)
-        if self.norm is not None:
-            heads = self.norm(heads)
-        if self.rotates:
-            heads = _rotate(heads, *_rotation(cos, sin, x.dtype, binding.context.memo))
-        # One cast for Q and K: attention runs in the dtype of the pools.
-        heads = heads.to(binding.keys.dtype)
-        value = qkv[:, qk_width:].view(num_tokens, layer.num_kv_heads, layer.value_dim)
-        kv_write(heads[:, num_heads:], value, binding.keys, binding.values, batch.slot_mapping)
+        if takes_kernels(x) and self.rotates:
+            query = self._write_at_once(qkv, Rotation(*_halves(cos, sin)), binding, batch)
+        else:
+            query = self._write(qkv, cos, sin, binding, batch)
         attended = paged_attention(
-            heads[:, :num_heads],
+            query.to(binding.keys.dtype),
             binding.keys,
             binding.values,
             batch.sequences,
@@ -69,6 +64,60 @@ class FusedAttention:
             scale=self.scale,
         )
         return self.out(attended.flatten(1).to(x.dtype))
+
+    def _write(
+        self,
+        qkv: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        binding: LayerBinding,
+        batch: ForwardBatch,
+    ) -> torch.Tensor:
+        """Norm and rotate Q and K and write K and V; return Q, [num_tokens, num_heads, key_dim]."""
+        layer, num_tokens = self.layer, qkv.shape[0]
+        num_heads = layer.num_heads
+        qk_width = (num_heads + layer.num_kv_heads) * layer.key_dim
+        heads = qkv[:, :qk_width].view(num_tokens, -1, layer.key_dim)
+        if self.norm is not None:
+            heads = self.norm(heads)
+        if self.rotates:
+            heads = _rotate(heads, *_rotation(cos, sin, qkv.dtype, binding.context.memo))
+        # One cast for Q and K: attention runs in the dtype of the pools.
+        heads = heads.to(binding.keys.dtype)
+        value = qkv[:, qk_width:].view(num_tokens, layer.num_kv_heads, layer.value_dim)
+        kv_write(heads[:, num_heads:], value, binding.keys, binding.values, batch.slot_mapping)
+        return heads[:, :num_heads]
+
+    def _write_at_once(
+        self, qkv: torch.Tensor, rotation: Rotation, binding: LayerBinding, batch: ForwardBatch
+    ) -> torch.Tensor:
+        """The same as one kernel."""
+        layer, num_tokens = self.layer, qkv.shape[0]
+        query_width, key_width = (
+            count * layer.key_dim for count in (layer.num_heads, layer.num_kv_heads)
+        )
+        query, key, value = qkv.tensor_split((query_width, query_width + key_width), dim=1)
+        return rope_kv_write(
+            query.view(num_tokens, layer.num_heads, layer.key_dim),
+            key.view(num_tokens, layer.num_kv_heads, layer.key_dim),
+            value.view(num_tokens, layer.num_kv_heads, layer.value_dim),
+            rotation,
+            StepKv(binding.keys, binding.values, batch.slot_mapping),
+            self._head_norms(),
+        )
+
+    def _head_norms(self) -> HeadNorms | None:
+        if self.norm is None:
+            return None
+        assert self.norm.weight is not None
+        weights = self.norm.weight[0], self.norm.weight[self.layer.num_heads]
+        return HeadNorms(*weights, self.norm.epsilon)
+
+
+def _halves(cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return each angle's cosine and sine once: transformers' tables hold them twice."""
+    half = cos.shape[-1] // 2
+    return cos[0, :, :half], sin[0, :, :half]
 
 
 def _rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -35,8 +35,8 @@ class FusedLayer:
         attended = self.attention(self.before_attention(x), cos, sin, binding)
         if self.after_attention is not None:
             attended = self.after_attention(attended)
-        x = attended.add_(x)
-        out = self.mlp(self.before_mlp(x))
+        normed, x = self.before_mlp.of_sum(attended, x)
+        out = self.mlp(normed)
         if self.after_mlp is not None:
             out = self.after_mlp(out)
         return out.add_(x)

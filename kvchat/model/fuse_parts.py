@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from kvchat.model.fuse_kernels import gate_of, takes_kernels
 from kvchat.model.fuse_linear import Product, plain_linears
+from kvchat_kernels.rms_norm import add_rms_norm, rms_norm
 
 _EPSILON_NAMES = ("variance_epsilon", "eps", "norm_eps")
 
@@ -34,10 +36,19 @@ class RmsNorm:
         self._floor = torch.tensor((epsilon * width) ** 0.5, device=device)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if takes_kernels(x) and self.weight is not None and self.weight.dim() == 1:
+            return rms_norm(x, self.weight, self.epsilon)
         rows = x if x.dtype == torch.float32 else x.float()
         length = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
         out = (rows * self._scale).div_(torch.hypot(length, self._floor))
         return out if x.dtype == torch.float32 else out.to(x.dtype)
+
+    def of_sum(self, x: torch.Tensor, stream: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the normed sum of both, and the sum, for which `x` is given up."""
+        if takes_kernels(x) and self.weight is not None and self.weight.dim() == 1:
+            return add_rms_norm(x, stream, self.weight, self.epsilon)
+        total = x.add_(stream)
+        return self(total), total
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +63,9 @@ class GatedMlp:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         both = self.gate_up(x)
-        return self.down(self.act(both[..., : self.width]).mul_(both[..., self.width :]))
+        gate, up = both[..., : self.width], both[..., self.width :]
+        gated = gate_of(self.act) if takes_kernels(x) else None
+        return self.down(self.act(gate).mul_(up) if gated is None else gated(gate, up))
 
 
 def rms_norms(module: nn.Module, width: int) -> list[RmsNorm]:

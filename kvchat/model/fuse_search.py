@@ -111,7 +111,7 @@ class LayerSearch:
             return {}
         prefixes = [self._attention_name] if has_attention else []
         prefixes += ["mlp"] if has_mlp else []
-        found = {}
+        found: dict[str, Product] = {}
         for name, module in self._module.named_modules():
             is_taken = any(name.startswith(f"{prefix}.") for prefix in prefixes)
             if type(module) is nn.Linear and not is_taken:
