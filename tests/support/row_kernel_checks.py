@@ -41,9 +41,8 @@ def check_rms_norm(
         out = rms_norm(hidden, weight, EPS, offset=offset, impl="triton")
         after, total = add_rms_norm(hidden, residual, weight, EPS, offset=offset, impl="triton")
 
-    assert_as_exact(
-        out, rms_norm(hidden, weight, EPS, offset=offset, impl="reference"), normed(hidden)
-    )
+    plain_out = rms_norm(hidden, weight, EPS, offset=offset, impl="reference")
+    assert_as_exact(out, plain_out, normed(hidden))
     plain, plain_total = add_rms_norm(
         hidden, residual, weight, EPS, offset=offset, impl="reference"
     )
@@ -51,6 +50,9 @@ def check_rms_norm(
     assert_as_exact(after, plain, normed(total))
     alone = rms_norm(total, weight, EPS, offset=offset, impl="triton")
     assert_same_bits(after, alone, "what is normed is not what is returned")
+    for impl in ("triton", "reference"):  # weights may be wider than the rows
+        wide = rms_norm(hidden, weight.float(), EPS, offset=offset, impl=impl)
+        assert_as_exact(wide, plain_out, normed(hidden))
 
 
 def check_gates(shape: tuple[int, ...], dtype: torch.dtype, device: str = "cpu") -> None:

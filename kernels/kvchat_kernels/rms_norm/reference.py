@@ -11,7 +11,7 @@ def rms_norm_reference(
     normed = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
     if offset:  # as Gemma: one rounding, after the weights
         return (normed * (weight.float() + offset)).to(hidden.dtype)
-    return weight * normed.to(hidden.dtype)
+    return (weight * normed.to(hidden.dtype)).to(hidden.dtype)
 
 
 def add_rms_norm_reference(

@@ -1,0 +1,31 @@
+"""Where fused parts take one kernel for several operations, and in which of its forms.
+
+On a GPU an operation on a few rows costs its launch and little else, so fewer are faster; on a CPU
+torch's own are. Knows what kernels stand for which modules. Proves nothing: `fuse` does.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from kvchat_kernels.silu_mul import gelu_tanh_mul, silu_mul
+
+Gate = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+# Activations by the names of their classes, torch's own and transformers'.
+_GATES: dict[str, Gate] = {
+    "SiLU": silu_mul,
+    "SiLUActivation": silu_mul,
+    "GELUTanh": gelu_tanh_mul,
+    "PytorchGELUTanh": gelu_tanh_mul,
+}
+
+
+def takes_kernels(x: torch.Tensor) -> bool:
+    """Tell whether operations on `x` go through kernels of kvchat_kernels."""
+    return x.is_cuda
+
+
+def gate_of(act: Callable[[torch.Tensor], torch.Tensor]) -> Gate | None:
+    """Return what computes act(gate) * up at once, None where nothing does."""
+    return _GATES.get(type(act).__name__) if isinstance(act, nn.Module) else None
