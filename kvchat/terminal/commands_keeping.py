@@ -125,10 +125,19 @@ async def forget(context: "CommandContext", arguments: str) -> None:
     if not is_sure and not await _confirm(context, question):
         context.say("Nothing is forgotten.")
         return
+    texts = _texts(desk.session.conversation, is_last)
     num_blocks = await (_forget_last(desk) if is_last else _forget_conversation(desk))
+    context.face.unlearn(texts)
     told = f", and {plural(num_blocks, 'block')} of KV on disk" if desk.kept is not None else ""
     context.say(f"Forgotten: {'the last turn' if is_last else 'the conversation'}{told}.")
     context.conversation_changed()
+
+
+def _texts(conversation: Conversation, is_last: bool) -> set[str]:
+    """Return what the user said in what is to be forgotten."""
+    turns = [turn.text for turn in conversation.turns() if turn.role is Role.USER]
+    last = [turn.text for turn in conversation.path() if turn.role is Role.USER][-1:]
+    return set(last if is_last else turns)
 
 
 async def _confirm(context: "CommandContext", question: str) -> bool:

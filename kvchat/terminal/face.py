@@ -5,7 +5,7 @@ cannot move a cursor and for people who listen. Of a face, commands use the Page
 have no more than that (`script_page.py`). Knows none of them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -75,6 +75,9 @@ class Page(Protocol):
 
     async def edit(self, text: str) -> str:
         """Let the user edit a text in their editor; return what came of it."""
+
+    def unlearn(self, texts: Collection[str]) -> None:
+        """Forget what was typed of these messages, where it is remembered."""
 
     def copy(self, text: str) -> None:
         """Ask the user's terminal to put a text on its clipboard; UsageError where it cannot be."""

@@ -7,7 +7,7 @@ lines; a damaged line is skipped. Knows files; knows no screen.
 import json
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from prompt_toolkit.history import History
@@ -56,6 +56,18 @@ class PrivateHistory(History):
         except (OSError, StoreError) as error:
             _log.info("the history cannot be kept: %s", error)
 
+    def forget(self, texts: Collection[str]) -> None:
+        """Remove what was typed of messages, from the file too; files may stand before it there."""
+        self._loaded_strings = [s for s in self._loaded_strings if not _is_part(s, texts)]
+        try:
+            lines = self._read().split(b"\n")
+        except (OSError, StoreError) as error:
+            _log.info("no history: %s", error)
+            return
+        kept = [line for line in lines if not _is_part(_entry(line), texts)]
+        if len(kept) < len(lines):
+            self._shorten(kept)
+
     def _read(self) -> bytes:
         with os.fdopen(open_private(self._path, os.O_RDONLY), "rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -72,6 +84,11 @@ class PrivateHistory(History):
             os.replace(shorter, self._path)
         except (OSError, StoreError) as error:
             _log.info("the history cannot be shortened: %s", error)
+
+
+def _is_part(entry: str | None, texts: Collection[str]) -> bool:
+    """Whether an entry is one of the messages, or all of one behind its files."""
+    return bool(entry) and any(t == entry or t.endswith(f"\n{entry}") for t in texts)
 
 
 def _entry(line: bytes) -> str | None:

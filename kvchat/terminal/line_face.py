@@ -8,7 +8,7 @@ import asyncio
 import codecs
 import os
 import signal
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
 from typing import TextIO
 
@@ -132,6 +132,9 @@ class LineFace:
             assert self._listener is not None
             self._listener.accept(edited)
         return ""
+
+    def unlearn(self, texts: Collection[str]) -> None:
+        """Nothing that was typed is remembered here."""
 
     def copy(self, text: str) -> None:
         raise UsageError("This terminal cannot be asked to copy.", "/export writes a file.")

@@ -7,7 +7,7 @@ toolbar. No alternate screen. The one writer of the terminal.
 
 import asyncio
 import base64
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TextIO
@@ -28,6 +28,7 @@ from kvchat.core.errors import UsageError
 from kvchat.terminal.editor import edit_text
 from kvchat.terminal.face import Choice, Listener, LiveView
 from kvchat.terminal.held_output import HeldOutput
+from kvchat.terminal.history import PrivateHistory
 from kvchat.terminal.keys import build_keys
 from kvchat.terminal.layout import LiveRegion, build_layout
 from kvchat.terminal.leaves import Sheet
@@ -219,6 +220,12 @@ class LivePrompt:
                 self.listener.failed(error)
 
         self._app.create_background_task(edit())
+
+    def unlearn(self, texts: Collection[str]) -> None:
+        """Forget what was typed of these messages: Up does not bring it back."""
+        if isinstance(self.buffer.history, PrivateHistory):
+            self.buffer.history.forget(texts)
+            self.buffer.reset()
 
     def copy(self, text: str) -> None:
         """Ask the terminal to put a text on its clipboard (OSC 52)."""

@@ -4,7 +4,7 @@ What needs somebody at a screen is refused in a sentence. Knows that there is no
 nothing of streams.
 """
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 
 from kvchat.core.errors import UsageError
@@ -56,6 +56,9 @@ class ScriptPage:
 
     async def edit(self, text: str) -> str:
         raise UsageError("An editor takes a terminal.", "In a script, a line is the message.")
+
+    def unlearn(self, texts: Collection[str]) -> None:
+        """A script's lines are not remembered."""
 
     def copy(self, text: str) -> None:
         raise UsageError("A script has no clipboard.", "/export writes a file.")
