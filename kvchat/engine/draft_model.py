@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 _MOST_BEHIND = 64
 _LEAST_CAUGHT_UP, _MOST_CAUGHT_UP = 32, 1024
 _NEWEST = 0.3
+_PATIENCE_S = 1.0
 
 
 @dataclass(slots=True)
@@ -202,6 +203,15 @@ class ModelDrafter:
         self.cache.release(seat.table, computed)
         if self.persistence is not None and request.state is State.FINISHED:
             self.persistence.save(computed)
+
+    def forget(self, contexts: Sequence[tuple[Sequence[int], int]]) -> None:
+        for token_ids, num_kept in contexts:
+            self.cache.forget(tuple(token_ids), num_kept)
+            if self.persistence is not None:
+                self.persistence.forget(tuple(token_ids))
+        if self.persistence is not None:
+            # Nothing of theirs may be written after it was removed from the store.
+            self.persistence.transfer.flush(_PATIENCE_S)
 
     def close(self) -> None:
         for restore in self._restores.values():

@@ -60,5 +60,8 @@ class Drafter(Protocol):
         `seconds` is about how long that may take.
         """
 
+    def forget(self, contexts: Sequence[tuple[Sequence[int], int]]) -> None:
+        """Forget contexts behind so many tokens of each, and more where that is easier."""
+
     def close(self) -> None:
         """Keep what is worth keeping, and let go of everything. Idempotent."""

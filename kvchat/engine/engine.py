@@ -166,6 +166,7 @@ class Engine:
         what a slower tier has of them can then be removed.
         """
         self._keep_waiting()
+        self.speculation.forget(contexts)
         for token_ids, num_kept in contexts:
             self.cache.forget(tuple(token_ids), num_kept)
             if self._persistence is not None:

@@ -38,9 +38,10 @@ class NgramDrafter:
 
     def __init__(self, max_tokens: int = _MAX_TOKENS) -> None:
         self._max_tokens = max_tokens
-        self._forget()
+        self.forget()
 
-    def _forget(self) -> None:
+    def forget(self, contexts: Sequence[tuple[Sequence[int], int]] = ()) -> None:
+        """Forget everything: which texts hold a piece of a context nobody keeps account of."""
         self._index = NgramIndex(_SHORTEST, _LONGEST)
         self._known: set[int] = set()
         self._entered: dict[Request, _Entered] = {}
@@ -70,14 +71,14 @@ class NgramDrafter:
             del self._entered[request]
 
     def close(self) -> None:
-        self._forget()
+        self.forget()
 
     # Entering contexts
 
     def _enter(self, request: Request) -> _Entered:
         """Bring the index up to a request's newest token."""
         if self._index.num_tokens > self._max_tokens:
-            self._forget()
+            self.forget()
         entered = self._entered.get(request)
         if entered is None:
             entered = self._entered[request] = self._begin(request.ids)

@@ -235,6 +235,14 @@ class Speculation:
             except Exception as error:
                 self._drop(drafter, error)
 
+    def forget(self, contexts: Sequence[tuple[Sequence[int], int]]) -> None:
+        """Have drafters forget contexts behind so many tokens of each."""
+        for drafter in list(self._drafters):
+            try:
+                drafter.forget(contexts)
+            except Exception as error:
+                self._drop(drafter, error)
+
     def _drop(self, drafter: Drafter, error: Exception) -> None:
         """Ask a drafter no more."""
         _log.error("the %s drafter failed", drafter.name, exc_info=error)

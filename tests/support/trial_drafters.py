@@ -46,6 +46,9 @@ class OracleDrafter:
     def tend(self, requests: Sequence[Request], seconds: float) -> None:
         self.tended.append(list(requests))
 
+    def forget(self, contexts: Sequence[tuple[Sequence[int], int]]) -> None:
+        self._futures.clear()
+
     def close(self) -> None:
         self.is_closed = True
 
