@@ -27,7 +27,10 @@ _FINDING_S = 0.002
 # How much later than expected something may come before computing goes on without it, in parts of
 # what computing everything would take: what is awaited in vain is lost.
 _PATIENCE = 0.05
-_MIN_PATIENCE_S = 0.05
+_MIN_PATIENCE_S = 0.1
+# A tier that is still being opened is given more: it happens once, for all that comes after.
+_OPENING_PATIENCE = 0.25
+_MIN_OPENING_PATIENCE_S = 0.3
 # A slow machine's, until this one has shown its own: a short prompt must not wait for a tier that
 # is still reading gigabytes of weights to know whose KV it may give out.
 _ASSUMED_TOKENS_PER_S = 100.0
@@ -111,11 +114,13 @@ class RestorePlanner:
         """Whether to read anything."""
         return self.front(num_tokens, num_bytes) < num_tokens
 
-    def patience_s(self, num_tokens: int, num_bytes: int) -> float:
+    def patience_s(self, num_tokens: int, num_bytes: int, is_opening: bool = False) -> float:
         """Return how long to wait for the next bytes to come up before computing meanwhile.
 
-        `num_tokens` are all that could come up.
+        `num_tokens` are all that could come up; `is_opening` where the tier is.
         """
+        if is_opening:
+            return max(_MIN_OPENING_PATIENCE_S, _OPENING_PATIENCE * self.compute_s(num_tokens))
         expected_s = num_bytes / self.read_bytes_per_s if self.read_bytes_per_s else 0.0
         return expected_s + max(_MIN_PATIENCE_S, _PATIENCE * self.compute_s(num_tokens))
 

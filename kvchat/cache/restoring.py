@@ -185,7 +185,8 @@ class Restoring:
 
     def _is_late(self, restore: Restore) -> bool:
         num_tokens = len(restore.ids) - restore.num_known
-        patience_s = self._planner.patience_s(num_tokens, restore.piece_bytes)
+        is_opening = self._transfer.tier is None
+        patience_s = self._planner.patience_s(num_tokens, restore.piece_bytes, is_opening)
         if restore.is_foreseen:
             patience_s += self._planner.compute_s(num_tokens)
         return self._clock() > restore.since_s + patience_s
