@@ -15,6 +15,7 @@ from kvchat.model.fuse_parts import GatedMlp, RmsNorm
 
 _LLAMA_NORMS = ("input_layernorm", "post_attention_layernorm")
 _GEMMA_NORMS = (*_LLAMA_NORMS, "pre_feedforward_layernorm", "post_feedforward_layernorm")
+LAYER_NORMS = (_LLAMA_NORMS, _GEMMA_NORMS)
 
 
 @dataclass(frozen=True, slots=True)
