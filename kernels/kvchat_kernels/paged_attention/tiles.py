@@ -49,7 +49,7 @@ def split_tile(key_dim: int, value_dim: int, dtype: torch.dtype, num_rows: int) 
         # No tensor core keeps float32 whole: small tiles, whose operands fit the registers.
         return Tile(16, 16, 4, 3)
     if widest <= 64:
-        return Tile(block_m, 128 if block_m <= 32 else 64, 4, 3)
+        return Tile(block_m, 128 if block_m == 16 else 64, 4, 3)
     if widest <= 128:
         return Tile(block_m, 64, 4, 3)
     return Tile(block_m, 32, 4 if block_m <= 32 else 8, 3)
