@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from kvchat.cache.tier import Tier
 
 OpenTier = Callable[[], Tier | None]
-CopyJob = Callable[[], None]
-RestoreJob = Callable[[Tier], None]
+CopyJob = Callable[[], object]
+RestoreJob = Callable[[Tier], object]
 SaveJob = Callable[[Tier], object]
 
 _log = logging.getLogger(__name__)
