@@ -10,10 +10,14 @@ import torch
 
 from kvchat.core.types import SamplingParams
 from kvchat.engine.noise import gumbel_noise
+from kvchat_kernels.launch import uses_triton
+from kvchat_kernels.sampler import SamplerRows, sample_tokens
 
 # Filters look at this many of the likeliest tokens first; only where those do not decide the matter
 # is the whole vocabulary sorted.
 _NUM_CANDIDATES = 1024
+_NOT_NUMBERS = "the model's logits are not numbers"
+_MASK_64 = (1 << 64) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +46,11 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[int]:
     for index, row in enumerate(rows):
         if row.context_ids is not None:
             _penalise(logits[index], row.context_ids, row.params.repetition_penalty)
+    if uses_triton(logits.device, "auto"):
+        return _draw_on_device(logits, rows)
     chosen = logits.argmax(dim=-1)
     if logits.gather(-1, chosen[:, None]).isnan().any():
-        raise ValueError("the model's logits are not numbers")
+        raise ValueError(_NOT_NUMBERS)
     plain = [i for i, row in enumerate(rows) if not row.params.is_greedy and not _filters(row)]
     filtered = [i for i, row in enumerate(rows) if not row.params.is_greedy and _filters(row)]
     if plain:
@@ -52,6 +58,34 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[int]:
     if filtered:
         chosen[filtered] = _draw_filtered(logits[filtered], [rows[i] for i in filtered])
     return [int(token) for token in chosen.tolist()]
+
+
+def _draw_on_device(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[int]:
+    """Draw all rows by kernels that wait for the host once: for the tokens."""
+    vocab_size, device = logits.shape[1], logits.device
+    floats = torch.tensor(
+        [[row.params.temperature, row.params.top_p, row.params.min_p] for row in rows],
+        dtype=torch.float32,
+        device=device,
+    )
+    integers = torch.tensor(
+        [[_signed(row.seed), row.position, min(row.params.top_k, vocab_size)] for row in rows],
+        dtype=torch.int64,
+        device=device,
+    )
+    temperature, top_p, min_p = floats.T.contiguous()
+    seeds, positions, top_k = integers.T.contiguous()
+    parameters = SamplerRows(temperature, top_k.int(), top_p, min_p, seeds, positions)
+    tokens = sample_tokens(logits, parameters).tolist()
+    if min(tokens) < 0:
+        raise ValueError(_NOT_NUMBERS)
+    return [int(token) for token in tokens]
+
+
+def _signed(seed: int) -> int:
+    """Return the seed's low 64 bits, which are all that the noise sees, as an int64 has them."""
+    low = seed & _MASK_64
+    return low - (1 << 64) if low >> 63 else low
 
 
 def _filters(row: SamplingRow) -> bool:

@@ -14,6 +14,13 @@ from kvchat.engine.sampler import SamplingRow, sample
 CHI_SQUARE_9_DEGREES = 27.88  # exceeded by chance once in a thousand
 
 
+@pytest.fixture(autouse=True, params=["host", "device"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ways to sample: as on a CPU, and as on a GPU, with the twin in place of the kernels."""
+    if request.param == "device":
+        monkeypatch.setattr("kvchat.engine.sampler.uses_triton", lambda device, impl: True)
+
+
 def plain_sample(logits: list[float], row: SamplingRow) -> int:
     """Draw as the documentation says, in float64, candidate by candidate."""
     params = row.params
