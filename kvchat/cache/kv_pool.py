@@ -3,6 +3,7 @@
 Knows geometry, bytes and devices. Does not know which block belongs to whom.
 """
 
+import math
 import mmap
 from dataclasses import dataclass
 
@@ -77,19 +78,20 @@ class KvPool:
     def drift(self, block: int, other: int, slot: int) -> float:
         """Return how far slot `slot` of block `other` lies from that of `block`: the Euclidean
         distance over the usual length of a token's key or value in `block`, the largest over all
-        tensors. NaN where something is no number.
+        tensors. Infinite where something is no number.
 
         The usual length, not the token's own: some tokens have values of next to nothing, whose
         rounding errors come of greater terms.
         """
-        distances = []
-        for tensors in self.layers:
-            for tensor in tensors:
-                known = tensor[block].float().flatten(1)
-                length = known.norm(dim=1).square().mean().sqrt()
-                away = (tensor[other, slot].float().flatten() - known[slot]).norm()
-                distances.append(away / length.clamp_min(_SMALLEST_LENGTH))
-        return float(torch.stack(distances).max())
+        images = torch.frombuffer(self.gather([block, other]), dtype=self.geometry.dtype)
+        widths = [tensor[0, 0].numel() for tensors in self.layers for tensor in tensors]
+        size = self.geometry.block_size
+        if len(set(widths)) == 1:  # all at once
+            pairs = [images.view(2, len(widths), size, widths[0])]
+        else:
+            parts = images.view(2, -1).split([size * width for width in widths], dim=1)
+            pairs = [p.view(2, 1, size, w) for p, w in zip(parts, widths, strict=True)]
+        return max(_drift(pair[0].float(), pair[1, :, slot].float(), slot) for pair in pairs)
 
     def wipe(self, block: int, first_slot: int) -> None:
         """Zero a block from a slot on, as it was at birth."""
@@ -143,3 +145,11 @@ class KvPool:
         scatter_blocks(self._tensors, blocks, staging)
         if staging.is_cuda:  # it may come from another stream, whose next tensor must not be there
             staging.record_stream(torch.cuda.current_stream(staging.device))
+
+
+def _drift(known: torch.Tensor, token: torch.Tensor, slot: int) -> float:
+    """Return the largest drift: `known` is [num_tensors, block_size, width], `token` without the
+    middle."""
+    length = known.norm(dim=2).square().mean(dim=1).sqrt().clamp_min(_SMALLEST_LENGTH)
+    drift = (token - known[:, slot]).norm(dim=1) / length
+    return float(drift.max()) if drift.isfinite().all() else math.inf

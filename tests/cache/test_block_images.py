@@ -1,5 +1,7 @@
 """Block images: what was gathered and scattered is bit for bit what was there."""
 
+import math
+
 import pytest
 import torch
 
@@ -69,3 +71,24 @@ def test_an_image_is_the_callers_own() -> None:
     pool.layers[0][0].zero_()
 
     assert bytes(image[1]) == image[0]
+
+
+@pytest.mark.parametrize("dims", [(8, 8), (8, 6)])
+def test_a_drift_is_the_distance_of_one_token_over_the_usual_length(dims: tuple[int, int]) -> None:
+    """Against the definition, tensor by tensor; with dims alike they are all done at once."""
+    torch.manual_seed(0)
+    geometry = KvGeometry((LayerGeometry(2, *dims),) * 3, torch.float32, 4)
+    pool = KvPool(geometry, 5, torch.device("cpu"))
+    for pair in pool.layers:
+        for tensor in pair:
+            tensor.normal_()
+            tensor[3] = tensor[1]
+    assert pool.drift(1, 3, 2) == 0.0
+    pool.layers[1][1][3, 2, 0, 1] += 0.5
+    pool.layers[2][0][3, 1] += 100.0  # another token's
+    known = pool.layers[1][1][1].flatten(1)
+
+    naive = 0.5 / float(known.norm(dim=1).square().mean().sqrt())
+    assert pool.drift(1, 3, 2) == pytest.approx(naive)
+    pool.layers[0][0][3, 2] = float("nan")
+    assert pool.drift(1, 3, 2) == math.inf
