@@ -10,7 +10,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
 import torch
@@ -21,6 +20,7 @@ from kvchat.cache.copy_rates import CopyRates
 from kvchat.cache.host_copies import HostCopies
 from kvchat.cache.host_tier import HostTier, Loan
 from kvchat.cache.manager import CacheManager
+from kvchat.cache.promotion import Promotion, Risen, Sunk
 from kvchat.cache.radix_node import TOKEN_BYTES, pack
 from kvchat.cache.transfer import TransferThread
 from kvchat.core.stats import TierStatus
@@ -40,56 +40,6 @@ _MAX_SINKING_BYTES = 16 << 20
 _SINK_PATIENCE_S = 0.2
 _NEWS_PATIENCE_S = 0.02
 _CLOSE_PATIENCE_S = 5.0
-
-
-@dataclass(slots=True, eq=False)
-class Promotion:
-    """One prompt's KV on its way up from host memory. The engine's thread owns it.
-
-    # [0, num_known)                            tokens that the device had
-    # [num_known, num_known + num_tokens)       tokens that came up so far; `table` holds all of it
-
-    `num_sent` counts the rows of the loan that were given to the transfer thread.
-    """
-
-    ids: TokenIds
-    num_known: int
-    loan: Loan
-    table: BlockTable
-    deadline_s: float
-    num_sent: int = 0
-    num_in_flight: int = 0
-    num_tokens: int = 0
-    is_given_up: bool = False
-    is_ended: bool = False
-
-    @property
-    def is_over(self) -> bool:
-        """Whether nothing more will come of it."""
-        return self.is_given_up or self.is_ended
-
-    def give_up(self) -> None:
-        self.is_given_up = True
-
-
-@dataclass(frozen=True, slots=True)
-class _Sunk:
-    """A piece that went down, or did not."""
-
-    loan: Loan
-    num_bytes: int
-    seconds: float
-    is_there: bool
-
-
-@dataclass(frozen=True, slots=True)
-class _Risen:
-    """A piece that came up, or did not: then there are no images."""
-
-    promotion: Promotion
-    images: torch.Tensor | None
-    num_blocks: int
-    seconds: float
 
 
 class HostSwap:
@@ -113,11 +63,11 @@ class HostSwap:
         self._block_bytes = manager.block_size * TOKEN_BYTES
         self._memo = ChainMemo(host.root, self._block_bytes)
         self._piece_blocks = max(1, _PIECE_BYTES // self._image_bytes)
-        self._done: SimpleQueue[_Sunk | _Risen] = SimpleQueue()
+        self._done: SimpleQueue[Sunk | Risen] = SimpleQueue()
         self._sinking: list[Loan] = []
         self._num_staged_bytes = 0
         self._is_stuck = False
-        self._arrived: deque[_Risen] = deque()
+        self._arrived: deque[Risen] = deque()
         self._promotions: list[Promotion] = []
         manager.attach(self)
 
@@ -192,7 +142,7 @@ class HostSwap:
                 self._copies.down(staging, piece.rows, mark)
                 is_there = True
             finally:
-                self._done.put(_Sunk(piece, num_bytes, self._clock() - start_s, is_there))
+                self._done.put(Sunk(piece, num_bytes, self._clock() - start_s, is_there))
 
         self._transfer.copy(copy)
         return True
@@ -246,6 +196,14 @@ class HostSwap:
         self._send_up(promotion)
         return promotion
 
+    def measure(self, ids: TokenIds, num_known: int) -> int:
+        """Return how many tokens host memory has behind the first `num_known`, in full blocks."""
+        first = num_known // self._manager.block_size
+        packed = pack(ids)
+        keys = self._memo.keys_of(packed)[first:]
+        count = self.host.count(keys, packed[first * self._block_bytes :])
+        return count * self._manager.block_size
+
     def _count(self, keys: list[bytes], packed: bytes) -> int:
         """Return how many blocks are in host memory, those included that are just arriving there.
 
@@ -278,11 +236,11 @@ class HostSwap:
                 images = self._copies.up(rows)
             finally:
                 seconds = self._clock() - start_s
-                self._done.put(_Risen(promotion, images, len(rows), seconds))
+                self._done.put(Risen(promotion, images, len(rows), seconds))
 
         return copy
 
-    def _take_up(self, risen: _Risen) -> None:
+    def _take_up(self, risen: Risen) -> None:
         promotion = risen.promotion
         promotion.num_in_flight -= 1
         if risen.images is not None:
@@ -336,13 +294,13 @@ class HostSwap:
         with suppress(Empty):
             done = self._done.get(timeout=timeout_s) if timeout_s else self._done.get_nowait()
             while True:
-                if isinstance(done, _Sunk):
+                if isinstance(done, Sunk):
                     self._note_sunk(done)
                 else:
                     self._arrived.append(done)
                 done = self._done.get_nowait()
 
-    def _note_sunk(self, sunk: _Sunk) -> None:
+    def _note_sunk(self, sunk: Sunk) -> None:
         self._is_stuck = False
         self._num_staged_bytes -= sunk.num_bytes
         self._sinking.remove(sunk.loan)

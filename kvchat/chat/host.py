@@ -115,7 +115,7 @@ class ChatHost:
 
     def cached_tokens(self, token_ids: list[int]) -> "Future[int]":
         """Ask how many leading tokens of a context would not have to be read again."""
-        return self._engine.call(lambda engine: engine.cache.measure(token_ids))
+        return self._engine.call(lambda engine: engine.measure(token_ids).total)
 
     def read(self, token_ids: list[int]) -> "Future[None]":
         """Have a context read, so that its KV is there; the future ends when it is."""

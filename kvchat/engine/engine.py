@@ -16,7 +16,7 @@ from kvchat.cache.manager import CacheManager
 from kvchat.core.errors import ContextTooLong, GenerationError, KvchatError
 from kvchat.core.events import RequestEvent
 from kvchat.core.stats import EngineStatus
-from kvchat.core.types import FinishReason
+from kvchat.core.types import CachedTokens, FinishReason
 from kvchat.engine.drawing import draw
 from kvchat.engine.probes import Probes
 from kvchat.engine.request import Request, RequestSpec, State
@@ -141,6 +141,12 @@ class Engine:
         self._restores.begin(request)
         self._scheduler.add(request)
         return request_id
+
+    def measure(self, token_ids: Sequence[int]) -> CachedTokens:
+        """Return how much of a context needs no computing, by tier in memory; changes nothing."""
+        device = self.cache.measure(token_ids)
+        host = self._swap.measure(token_ids, device) if self._swap is not None else 0
+        return CachedTokens(device=device, host=host)
 
     def prefetch(self, token_ids: Sequence[int]) -> None:
         """Bring a context's KV up from slower tiers, for a request that will probably follow.

@@ -21,7 +21,7 @@ from kvchat.core.types import (
 )
 
 if TYPE_CHECKING:
-    from kvchat.cache.host_swap import Promotion
+    from kvchat.cache.promotion import Promotion
     from kvchat.cache.restoring import Restore
 
 

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 from kvchat.engine.request import Request, State
 
 if TYPE_CHECKING:
-    from kvchat.cache.host_swap import HostSwap, Promotion
+    from kvchat.cache.host_swap import HostSwap
     from kvchat.cache.persistence import Persistence
+    from kvchat.cache.promotion import Promotion
     from kvchat.cache.restoring import Restore
 
 

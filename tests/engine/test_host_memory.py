@@ -53,6 +53,23 @@ def test_a_conversation_that_was_pushed_out_comes_back(engines: list[EngineHarne
     assert status.bytes_read > 0
 
 
+def test_what_a_context_would_cost_counts_host_memory(engines: list[EngineHarness]) -> None:
+    """A price once said that all of a conversation would be read again that had only sunk."""
+    engine = EngineHarness(num_blocks=SMALL, num_host_blocks=40)
+    engines.append(engine)
+    cached(engine, spec(HISTORY))
+    engine.cache.sink(5)
+    assert engine.engine._swap is not None
+    assert engine.engine._swap.flush(5.0)
+    engine.engine._swap.settle(may_sink=False)
+
+    held = engine.engine.measure(HISTORY)
+
+    assert held.total == 48
+    assert held.host > 0
+    assert engine.engine.measure((9, *HISTORY)).total == 0
+
+
 def test_without_room_on_the_host_it_is_computed_again(engines: list[EngineHarness]) -> None:
     engine = EngineHarness(num_blocks=SMALL, num_host_blocks=1)
     engines.append(engine)
