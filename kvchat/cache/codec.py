@@ -78,8 +78,10 @@ class PackHead:
 
     def num_shared(self, packed: bytes, block: int, layout: Layout) -> int:
         """Return how many of the blocks stand in `packed` token ids from `block` on."""
-        size, count = layout.ids_bytes, 0
-        while count < self.num_blocks(layout):
+        size, count, num_blocks = layout.ids_bytes, 0, self.num_blocks(layout)
+        if packed.startswith(self.ids, block * size):
+            return num_blocks
+        while count < num_blocks:
             own = self.ids[count * size : (count + 1) * size]
             if not packed.startswith(own, (block + count) * size):
                 break

@@ -39,6 +39,7 @@ class TableKeeper:
     ) -> None:
         self._directory = directory
         self._own = own
+        self._table_path = own / DATABASE
         self._lock = lock
         self._patience_s = patience_s
         self._note_trouble = note_trouble
@@ -52,7 +53,7 @@ class TableKeeper:
 
         So it is on another thread: SQLite's connections are each thread's own.
         """
-        is_the_same = file_number(self._own / DATABASE) == self._file
+        is_the_same = file_number(self._table_path) == self._file
         if not is_the_same or threading.get_ident() != self.thread:
             self.table.close()
             self.table = self._opened()
@@ -85,7 +86,7 @@ class TableKeeper:
 
     def _begin_anew(self) -> None:
         with self._lock.held():
-            if file_number(self._own / DATABASE) == self._file:
+            if file_number(self._table_path) == self._file:
                 shutil.rmtree(self._own, ignore_errors=True)
             self.follow()
 
@@ -121,7 +122,7 @@ class TableKeeper:
     def _open(self) -> PackTable:
         private_directory(self._own).chmod(0o700)
         # SQLite gives its log the mode of its file; both are the user's alone.
-        descriptor = open_private(self._own / DATABASE, os.O_RDWR | os.O_CREAT)
-        self._file, self.thread = file_number(self._own / DATABASE), threading.get_ident()
+        descriptor = open_private(self._table_path, os.O_RDWR | os.O_CREAT)
+        self._file, self.thread = file_number(self._table_path), threading.get_ident()
         os.close(descriptor)
         return PackTable(self._own, self._patience_s)
