@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -70,12 +71,20 @@ def next_power_of_2(number: int) -> int:
     return 1 << max(0, number - 1).bit_length()
 
 
-def row_stride(rows: torch.Tensor) -> int:
-    """Return how many elements lie between rows of the last dimension, which is dense.
+def evenly_spaced(rows: torch.Tensor) -> torch.Tensor:
+    """Return rows of the last dimension that are dense and equally far apart: a copy if need be."""
+    is_dense = rows.stride(-1) == 1 or rows.shape[-1] == 1
+    # From the last leading dimension to the first, each must continue where the one after ends.
+    leading = list(zip(rows.shape[:-1], rows.stride()[:-1], strict=True))
+    leading = [(size, stride) for size, stride in leading if size > 1]
+    is_even = all(
+        outer == inner_size * inner for (_, outer), (inner_size, inner) in pairwise(leading)
+    )
+    return rows if is_dense and is_even else rows.contiguous()
 
-    Raises RuntimeError where rows are not equally far apart.
-    """
-    assert rows.stride(-1) == 1, rows.stride()
+
+def row_stride(rows: torch.Tensor) -> int:
+    """Return how many elements lie between rows of the last dimension; see `evenly_spaced`."""
     if rows.ndim == 1 or not rows.numel():
         return rows.shape[-1]
     return rows.view(-1, rows.shape[-1]).stride(0)

@@ -26,6 +26,7 @@ from support.row_kernel_checks import (
     check_gates,
     check_rms_norm,
     check_rows_do_not_depend_on_each_other,
+    check_rows_in_any_order,
     check_skinny_linear,
 )
 from support.sampler_kernel_checks import (
@@ -102,6 +103,10 @@ def test_skinny_products(
     sizes: tuple[int, int], num_rows: int, dtype: torch.dtype, has_bias: bool
 ) -> None:
     check_skinny_linear((num_rows, *sizes), dtype, has_bias, DEVICE)
+
+
+def test_rows_may_lie_in_any_order() -> None:
+    check_rows_in_any_order(DEVICE)
 
 
 def test_a_row_of_a_product_does_not_depend_on_the_rows_beside_it() -> None:

@@ -1,12 +1,19 @@
 """Where kernels run: on devices on which one has run, and nowhere else unless told to."""
 
 from collections.abc import Iterator
+from itertools import product
 
 import pytest
 import torch
 from interpreter import Interpreter
 
-from kvchat_kernels.launch import kernel_refusal, next_power_of_2, row_stride, uses_triton
+from kvchat_kernels.launch import (
+    evenly_spaced,
+    kernel_refusal,
+    next_power_of_2,
+    row_stride,
+    uses_triton,
+)
 from kvchat_kernels.trial import trial_error
 
 CPU = torch.device("cpu")
@@ -78,11 +85,43 @@ def test_powers_of_two() -> None:
     assert [next_power_of_2(n) for n in (0, 1, 2, 3, 8, 9, 4097)] == [1, 1, 2, 4, 8, 16, 8192]
 
 
-def test_rows_are_as_far_apart_as_their_tensor_says() -> None:
-    rows = torch.zeros(2, 3, 10)
+@pytest.mark.parametrize(
+    "rows",
+    [
+        torch.zeros(2, 3, 10),
+        torch.zeros(2, 3, 10)[..., :4],
+        torch.zeros(2, 4, 10)[:, ::2],
+        torch.zeros(1, 3, 10).transpose(0, 1),
+        torch.zeros(2, 1, 10)[:, :, 2:3],
+        torch.zeros(10),
+        torch.zeros(0, 4),
+        torch.zeros(2, 5, 1, 8)[:, :, 0],
+    ],
+    ids=lambda rows: f"{tuple(rows.shape)} {rows.stride()}",
+)
+def test_rows_that_are_evenly_spaced_are_taken_as_they_are(rows: torch.Tensor) -> None:
+    assert evenly_spaced(rows) is rows
+    size = rows.shape[-1]
+    places = [
+        (torch.tensor(index) * torch.tensor(rows.stride()[:-1])).sum().item()
+        for index in product(*(range(length) for length in rows.shape[:-1]))
+    ]
+    assert places == [number * row_stride(rows) for number in range(rows.numel() // size)]
 
-    assert row_stride(rows) == 10
-    assert row_stride(rows[..., :4]) == 10
-    assert row_stride(rows[0, 0]) == 10
-    with pytest.raises(RuntimeError):
-        row_stride(rows[:, :2])
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        torch.randn(2, 3, 10)[:, :2],
+        torch.randn(3, 2, 10).transpose(0, 1),
+        torch.randn(4, 10)[:, ::2],
+        torch.randn(10, 4).T,
+    ],
+    ids=lambda rows: f"{tuple(rows.shape)} {rows.stride()}",
+)
+def test_rows_that_are_not_are_copied(rows: torch.Tensor) -> None:
+    even = evenly_spaced(rows)
+
+    assert even.is_contiguous()
+    assert torch.equal(even, rows)
+    assert row_stride(even) == rows.shape[-1]

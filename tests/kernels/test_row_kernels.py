@@ -14,6 +14,7 @@ from support.row_kernel_checks import (
     check_gates,
     check_rms_norm,
     check_rows_do_not_depend_on_each_other,
+    check_rows_in_any_order,
     check_skinny_linear,
 )
 
@@ -60,6 +61,10 @@ def test_a_row_of_a_product_does_not_depend_on_the_rows_beside_it(
     interpreter: Interpreter,
 ) -> None:
     interpreter(check_rows_do_not_depend_on_each_other)
+
+
+def test_rows_may_lie_in_any_order(interpreter: Interpreter) -> None:
+    interpreter(check_rows_in_any_order)
 
 
 def test_rows_beyond_the_reach_of_32_bits_are_found(interpreter: Interpreter) -> None:

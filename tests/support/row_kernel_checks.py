@@ -110,6 +110,29 @@ def check_rows_do_not_depend_on_each_other(device: str = "cpu") -> None:
         assert_same_bits(some, together[:count], f"{count} rows")
 
 
+def check_rows_in_any_order(device: str = "cpu") -> None:
+    """Heads that were transposed before they are normed, or gated, give the same."""
+    torch.manual_seed(2)
+    rows = torch.randn(3, 5, 24, device=device).transpose(0, 1)
+    weight = torch.rand(24, device=device)
+    dense = rows.contiguous()
+    for one, other in zip(
+        [
+            rms_norm(rows, weight, EPS, impl="triton"),
+            *add_rms_norm(rows, dense, weight, EPS, impl="triton"),
+            silu_mul(rows, dense, impl="triton"),
+        ],
+        [
+            rms_norm(dense, weight, EPS, impl="triton"),
+            *add_rms_norm(dense, rows, weight, EPS, impl="triton"),
+            silu_mul(dense, rows, impl="triton"),
+        ],
+        strict=True,
+    ):
+        assert one.is_contiguous()
+        assert_same_bits(one, other, "rows in another order")
+
+
 def check_distant_rows() -> None:
     """Rows further from the first than 32 bits can count; on the CPU."""
     size, stride = 64, 2**30

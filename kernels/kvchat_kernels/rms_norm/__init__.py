@@ -5,7 +5,7 @@ Knows rows and weights; not where in a network it stands.
 
 import torch
 
-from kvchat_kernels.launch import uses_triton
+from kvchat_kernels.launch import evenly_spaced, uses_triton
 from kvchat_kernels.rms_norm.reference import add_rms_norm_reference, rms_norm_reference
 
 __all__ = ["add_rms_norm", "rms_norm"]
@@ -21,8 +21,7 @@ def rms_norm(
 ) -> torch.Tensor:
     """Return `hidden / sqrt(mean(hidden ** 2) + eps) * (weight + offset)`, row by row.
 
-    hidden   [..., size], neighbours of the last dimension are neighbours in memory, and all rows
-             are equally far apart
+    hidden   [..., size]; rows that are not dense, or not equally far apart, are copied first
     weight   [size]
     offset   1.0 for Gemma, which stores its weights less one
     impl     auto, triton or reference
@@ -36,6 +35,7 @@ def rms_norm(
         from kvchat_kernels.rms_norm.kernel import rms_norm_launch
 
         out = hidden.new_empty(hidden.shape)
+        hidden = evenly_spaced(hidden)
         rms_norm_launch(hidden, None, weight, eps, offset, out, None).run()
         return out
     return rms_norm_reference(hidden, weight, eps, offset)
@@ -64,6 +64,7 @@ def add_rms_norm(
         from kvchat_kernels.rms_norm.kernel import rms_norm_launch
 
         out, total = hidden.new_empty(hidden.shape), hidden.new_empty(hidden.shape)
+        hidden, residual = evenly_spaced(hidden), evenly_spaced(residual)
         rms_norm_launch(hidden, residual, weight, eps, offset, out, total).run()
         return out, total
     return add_rms_norm_reference(hidden, residual, weight, eps, offset)

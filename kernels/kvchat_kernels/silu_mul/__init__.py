@@ -5,7 +5,7 @@ Knows elements; not which weights made the halves.
 
 import torch
 
-from kvchat_kernels.launch import uses_triton
+from kvchat_kernels.launch import evenly_spaced, uses_triton
 from kvchat_kernels.silu_mul.reference import gelu_tanh_mul_reference, silu_mul_reference
 
 __all__ = ["gelu_tanh_mul", "silu_mul"]
@@ -14,8 +14,9 @@ __all__ = ["gelu_tanh_mul", "silu_mul"]
 def silu_mul(gate: torch.Tensor, up: torch.Tensor, *, impl: str = "auto") -> torch.Tensor:
     """Return `silu(gate) * up` (SwiGLU: Shazeer, 2020).
 
-    gate, up   [..., size] of one shape and dtype, last dimension dense, rows equally far apart:
-               the halves of a merged projection, `merged.chunk(2, dim=-1)`, will do
+    gate, up   [..., size] of one shape and dtype, best the halves of a merged projection,
+               `merged.chunk(2, dim=-1)`; rows that are not dense, or not equally far apart, are
+               copied first
     impl       auto, triton or reference
 
     Returns a contiguous tensor of their shape and dtype, owned by the caller. The kernel computes
@@ -36,7 +37,7 @@ def _gated(gate: torch.Tensor, up: torch.Tensor, activation: str, impl: str) -> 
         from kvchat_kernels.silu_mul.kernel import gated_mul_launch
 
         out = gate.new_empty(gate.shape)
-        gated_mul_launch(gate, up, activation, out).run()
+        gated_mul_launch(evenly_spaced(gate), evenly_spaced(up), activation, out).run()
         return out
     twin = silu_mul_reference if activation == "silu" else gelu_tanh_mul_reference
     return twin(gate, up)
