@@ -49,6 +49,7 @@ def scenario(name: str) -> Scenario:
         radix,
         replay,
         resume,
+        spec,
         startup,
         tiers,
         turns,
@@ -67,9 +68,20 @@ def scenario(name: str) -> Scenario:
         "kernels": kernels.run,
         "prefill": prefill.run,
         "weights": weights.run,
+        "spec": spec.run,
     }[name]
 
 
 # What measures without being asked for: `replay` and `weights` need recordings, `kernels` a GPU.
-DEFAULT_NAMES = ("turns", "resume", "decode", "prefill", "tiers", "radix", "memory", "startup")
+DEFAULT_NAMES = (
+    "turns",
+    "resume",
+    "decode",
+    "prefill",
+    "spec",
+    "tiers",
+    "radix",
+    "memory",
+    "startup",
+)
 NAMES = (*DEFAULT_NAMES, "replay", "weights", "kernels")

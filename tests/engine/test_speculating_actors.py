@@ -92,7 +92,8 @@ class Crowd:
             num_samples=rng.choice((1, 1, 3)),
         )
 
-    def run(self, num_acts: int) -> None:
+    def run(self, num_acts: int) -> int:
+        """Act, finish, and hold everything against the oracle; return how much was drafted."""
         for _ in range(num_acts):
             self.act()
         self.engine.run()
@@ -109,9 +110,9 @@ class Crowd:
                 assert generated == expected
                 assert ending.usage.accepted_tokens <= ending.usage.completion_tokens
                 num_drafted += ending.usage.drafted_tokens
-        assert num_drafted > 30
         assert not self.drafter._seats
         assert not self.speculation.failures
+        return num_drafted
 
 
 @pytest.mark.parametrize(
@@ -128,8 +129,8 @@ class Crowd:
 @pytest.mark.parametrize("pace", [lambda: FixedPace(3), AdaptivePace], ids=["fixed", "adaptive"])
 @short_and_long(1, 40)
 def test_random_callers_get_exactly_their_tokens(size: int, pace, limits: dict[str, int]) -> None:  # type: ignore[no-untyped-def]
-    for seed in range(size):
-        Crowd(seed, pace(), **limits).run(num_acts=120)
+    num_drafted = [Crowd(seed, pace(), **limits).run(num_acts=120) for seed in range(size)]
+    assert sum(num_drafted) > 10 * size
 
 
 class TenTokens(RememberingModel):

@@ -1,0 +1,259 @@
+"""Scenario `spec`: decoding with speculation on and off, in turn, on texts of several kinds.
+
+Recorded conversations are answered again; a text that nobody can guess is the worst case. Weights
+that mean nothing are given an oracle instead, which is right as often as it is told. Beside every
+measured gain stands the one that the engine reckons from the costs of its steps.
+"""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from kvchat.bench.engines import random_ids
+from kvchat.bench.measure import Sample
+from kvchat.bench.oracle import OracleDrafter
+from kvchat.bench.replay import exchanges
+from kvchat.bench.report import Figure, Result
+from kvchat.bench.scenarios import BenchSetup
+from kvchat.chat.chat_model import ChatModel, read_chat_model, readopt
+from kvchat.chat.session_file import read_session
+from kvchat.core.config import EngineConfig, SpeculationConfig
+from kvchat.core.errors import GenerationError, KvchatError
+from kvchat.core.events import RequestFailed, SampleFinished, TokensGenerated
+from kvchat.core.types import SamplingParams
+from kvchat.engine.assembly import AssembledEngine
+from kvchat.engine.draft_assembly import build_speculating_engine
+from kvchat.engine.engine import Engine
+from kvchat.engine.request import RequestSpec
+from kvchat.engine.speculation import Mode, Speculation
+from kvchat.model.source import DEMO, DEMO_DRAFT, find_model
+
+_KINDS = {"repetitive": "1.3", "pinned-document": "", "free-text": ""}
+_MUST_NOT_SLOW = "0.95"
+_NUM_TOKENS = 96
+_MAX_ANSWERS = 12
+_ORACLE_RATES = (0.5, 0.7, 0.9)
+_HOT = SamplingParams(temperature=3.0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Question:
+    """A prompt to be answered, on and off."""
+
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+    stop_token_ids: frozenset[int] = frozenset()
+
+
+@dataclass(slots=True)
+class _Tally:
+    """What one pass over a text took in one mode."""
+
+    num_tokens: int = 0
+    seconds: float = 0.0
+    reckoned_s: float = 0.0
+    num_drafted: int = 0
+    num_accepted: int = 0
+    num_verified: int = 0
+
+    @property
+    def rate(self) -> float:
+        return self.num_tokens / self.seconds if self.seconds else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    """One pass over a text: without drafts, with them, and how many answers were the same."""
+
+    off: _Tally
+    on: _Tally
+    num_same: int
+
+    @property
+    def gain(self) -> float:
+        return self.on.rate / self.off.rate
+
+    @property
+    def reckoned(self) -> float:
+        """The gain that the engine reckons from what its steps cost."""
+        return self.on.reckoned_s / self.on.seconds if self.on.seconds else 1.0
+
+
+def run(setup: BenchSetup) -> Result:
+    """Measure every kind of text there is for the model."""
+    is_demo = setup.source.name == DEMO
+    draft = find_model(DEMO_DRAFT) if is_demo else None
+    assembled = build_speculating_engine(
+        setup.source,
+        draft,
+        setup.model,
+        setup.cache,
+        EngineConfig(),
+        SpeculationConfig("auto"),
+        None,
+        lambda event: None,
+    )
+    settings = {
+        "model": setup.source.name,
+        "draft": draft.name if draft is not None else "ngram",
+        "dtype": str(assembled.loaded.dtype).removeprefix("torch."),
+        "device": assembled.loaded.device.type,
+        "tokens": setup.scaled(_NUM_TOKENS),
+    }
+    texts = _texts(setup, assembled.loaded.spec.vocab_size)
+    bench = _Bench(assembled, setup.scaled(_NUM_TOKENS), setup.repeats)
+    figures: list[Figure] = []
+    notes = []
+    for name, questions in texts.items():
+        passes = bench.passes(questions)
+        differing = sum(len(questions) - p.num_same for p in passes)
+        if differing and assembled.loaded.dtype == torch.float32:
+            return Result("spec", settings, refusal=f"drafts changed an answer to {name}")
+        if differing:
+            notes.append(f"{name}: {differing} answers took another turn at a near tie")
+        figures += _figures(name, passes, _KINDS.get(name, _MUST_NOT_SLOW))
+    if not texts:
+        figures += _oracle_figures(bench)
+        notes.append("no conversations: the drafts are an oracle's, right as often as named")
+    return Result("spec", settings, tuple(figures), notes=tuple(notes))
+
+
+def _texts(setup: BenchSetup, vocab_size: int) -> dict[str, list[_Question]]:
+    """Return the questions of each kind of text; none without a tokenizer or conversations."""
+    try:
+        model = read_chat_model(setup.source)
+    except KvchatError:
+        return {}
+    directory = setup.sessions or Path("sessions")
+    texts = {}
+    for name in _KINDS:
+        path = directory / f"{name}.jsonl"
+        if path.is_file():
+            texts[name] = _recorded(path, model)
+    if texts:
+        texts["unguessable"] = [
+            _Question(tuple(random_ids(60, vocab_size, seed)), _HOT) for seed in range(4)
+        ]
+    return texts
+
+
+def _recorded(path: Path, model: ChatModel) -> list[_Question]:
+    conversation = read_session(path.read_bytes(), path.name).conversation
+    readopt(conversation, model)
+    contexts = [
+        conversation.context_ids(question.turn_id) for question, _ in exchanges(conversation)
+    ]
+    greedy = SamplingParams(temperature=0.0)
+    return [_Question(tuple(ids), greedy, model.stop_token_ids) for ids in contexts[:_MAX_ANSWERS]]
+
+
+class _Bench:
+    """Answers questions with speculation off and on, in turn, on one engine."""
+
+    def __init__(self, assembled: AssembledEngine, max_tokens: int, repeats: int) -> None:
+        self.engine: Engine = assembled.engine
+        self.vocab_size = assembled.loaded.spec.vocab_size
+        self._max_tokens = max_tokens
+        self._repeats = repeats
+
+    def passes(self, questions: Sequence[_Question]) -> list[_Pass]:
+        """Answer all questions several times; the first time is for warming up."""
+        return [self._pass(questions) for _ in range(1 + self._repeats)][1:]
+
+    def _pass(self, questions: Sequence[_Question]) -> _Pass:
+        """Answer all questions as one conversation would: drafts know what was said before."""
+        self.engine.speculation.forget([])
+        off, on, num_same = _Tally(), _Tally(), 0
+        for question in questions:
+            plain = self.answer(question, Mode.OFF, off)
+            num_same += self.answer(question, Mode.AUTO, on) == plain
+        return _Pass(off, on, num_same)
+
+    def answer(self, question: _Question, mode: Mode, tally: _Tally) -> list[int]:
+        """Answer one question; return the ids."""
+        self.engine.speculation.switch(mode)
+        spec = RequestSpec(
+            question.prompt,
+            question.sampling,
+            max_tokens=self._max_tokens,
+            stop_token_ids=question.stop_token_ids,
+        )
+        self.engine.submit(spec)
+        ids: list[int] = []
+        while self.engine.has_work:
+            for event in self.engine.step():
+                if isinstance(event, TokensGenerated):
+                    ids.extend(event.token_ids)
+                elif isinstance(event, SampleFinished):
+                    _count(tally, event)
+                elif isinstance(event, RequestFailed):
+                    raise GenerationError(f"A measured request failed: {event.error}")
+        return ids
+
+
+def _count(tally: _Tally, finished: SampleFinished) -> None:
+    """Add what an answer took, from its first token to its last."""
+    drafts, seconds = finished.usage.drafts, finished.timing.decode_s
+    tally.num_tokens += finished.usage.completion_tokens - 1
+    tally.seconds += seconds
+    tally.reckoned_s += seconds * (drafts.gain if drafts.gain is not None else 1.0)
+    tally.num_drafted += drafts.num_drafted
+    tally.num_accepted += drafts.num_accepted
+    tally.num_verified += drafts.num_verified
+
+
+def _figures(name: str, passes: Sequence[_Pass], must: str) -> list[Figure]:
+    on, off = Sample(tuple(p.on.rate for p in passes)), Sample(tuple(p.off.rate for p in passes))
+    gain = statistics.median(p.gain for p in passes)
+    reckoned = statistics.median(p.reckoned for p in passes)
+    drafted = sum(p.on.num_drafted for p in passes)
+    accepted = sum(p.on.num_accepted for p in passes)
+    verified = sum(p.on.num_verified for p in passes)
+    figures = [
+        Figure(
+            name,
+            on.median,
+            "tokens/s",
+            off.median,
+            "without drafts",
+            gain,
+            "times plain",
+            must,
+            on.spread,
+        ),
+        Figure(
+            f"{name}: gain",
+            gain,
+            "x",
+            reckoned,
+            "reckoned from the costs of steps",
+            gain / reckoned,
+            "measured over reckoned",
+            "0.9",
+        ),
+    ]
+    if drafted:
+        share, length = 100 * accepted / drafted, 1 + accepted / verified
+        accepted_figure = Figure(
+            f"{name}: accepted", share, "%", ratio=length, ratio_name="tokens a verifying step"
+        )
+        figures.append(accepted_figure)
+    return figures
+
+
+def _oracle_figures(bench: _Bench) -> list[Figure]:
+    """Check what the engine reckons at acceptances that are known."""
+    prompt = tuple(random_ids(48, bench.vocab_size, seed=3))
+    question = _Question(prompt, SamplingParams(temperature=0.0))
+    future = bench.answer(question, Mode.OFF, _Tally())
+    figures = []
+    for rate in _ORACLE_RATES:
+        oracle = OracleDrafter(future, rate, bench.vocab_size)
+        bench.engine.speculation.close()
+        bench.engine.speculation = Speculation([oracle])
+        passes = bench.passes([question])
+        figures += _figures(f"oracle {rate:g}", passes, "")
+    return figures
