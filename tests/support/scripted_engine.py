@@ -130,10 +130,10 @@ class ScriptedEngine:
         self._num_tokens = 0
         self._disk = TierStatus(num_packs=2, num_bytes=3 << 20, limit_bytes=1 << 30)
 
-    @property
     def measure(self, token_ids: list[int]) -> CachedTokens:
         return CachedTokens(device=self.cache.measure(token_ids))
 
+    @property
     def has_work(self) -> bool:
         return bool(self._running)
 
