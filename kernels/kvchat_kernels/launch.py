@@ -71,6 +71,11 @@ def next_power_of_2(number: int) -> int:
     return 1 << max(0, number - 1).bit_length()
 
 
+def dense(rows: torch.Tensor) -> torch.Tensor:
+    """Return rows whose last dimension lies densely: a copy if need be."""
+    return rows if rows.stride(-1) == 1 else rows.contiguous()
+
+
 def evenly_spaced(rows: torch.Tensor) -> torch.Tensor:
     """Return rows of the last dimension that are dense and equally far apart: a copy if need be."""
     is_dense = rows.stride(-1) == 1 or rows.shape[-1] == 1

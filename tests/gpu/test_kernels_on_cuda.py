@@ -49,6 +49,7 @@ CASES = {
     "odd sizes": KvCase(),
     "no token": KvCase(num_tokens=0),
     "head-major": KvCase(is_transposed=True),
+    "not dense": KvCase(is_dense=False),
     "8 B": KvCase(21, 32, 8, 128, 128, 128),
     "8 B, interleaved": KvCase(21, 32, 8, 128, 128, 128, is_interleaved=True),
     "0.4 B": KvCase(21, 14, 2, 64, 64, 64),

@@ -22,6 +22,7 @@ WRITES = {
     "many tokens": KvCase(num_tokens=23, num_kv_heads=1),
     "wide rows": KvCase(num_kv_heads=13, key_dim=96, value_dim=64),
     "head-major": KvCase(is_transposed=True),
+    "not dense": KvCase(is_dense=False),
     "half": KvCase(**HALF),
     "rounded": KvCase(pool_dtype=torch.float16),
     "widened": KvCase(dtype=torch.float16),

@@ -31,6 +31,7 @@ class KvCase:
     has_norms: bool = False
     offset: float = 0.0
     is_transposed: bool = False
+    is_dense: bool = True
     dtype: torch.dtype = torch.float32
     pool_dtype: torch.dtype = torch.float32
 
@@ -58,6 +59,8 @@ def projections(case: KvCase, device: str) -> tuple[torch.Tensor, torch.Tensor, 
         part.view(case.num_tokens, count, dim)
         for part, count, dim in zip(merged.split(widths, dim=1), heads, dims, strict=True)
     )
+    if not case.is_dense:
+        return tuple(t.transpose(1, 2).contiguous().transpose(1, 2) for t in (query, key, value))
     if case.is_transposed:
         return tuple(t.transpose(0, 1).contiguous().transpose(0, 1) for t in (query, key, value))
     return query, key, value

@@ -7,7 +7,7 @@ rotation go through `rope_kv_write` instead.
 import torch
 
 from kvchat_kernels.kv_write.reference import kv_write_reference
-from kvchat_kernels.launch import uses_triton
+from kvchat_kernels.launch import dense, uses_triton
 
 __all__ = ["kv_write"]
 
@@ -24,7 +24,7 @@ def kv_write(
     """Scatter new keys and values into the pools, in place.
 
     key            [num_tokens, num_kv_heads, key_dim], cast to the pool's dtype; any strides, but
-                   on a GPU neighbours of the last dimension must be neighbours in memory
+                   on a GPU a last dimension that is not dense is copied first
     value          [num_tokens, num_kv_heads, value_dim], likewise
     key_pool       [num_blocks, block_size, num_kv_heads, key_dim], contiguous
     value_pool     [num_blocks, block_size, num_kv_heads, value_dim], contiguous
@@ -36,6 +36,6 @@ def kv_write(
     if uses_triton(key.device, impl):
         from kvchat_kernels.kv_write.kernel import kv_write_launch
 
-        kv_write_launch(key, value, key_pool, value_pool, slot_mapping).run()
+        kv_write_launch(dense(key), dense(value), key_pool, value_pool, slot_mapping).run()
     else:
         kv_write_reference(key, value, key_pool, value_pool, slot_mapping)

@@ -6,7 +6,7 @@ the pools: one pass over a merged QKV projection. Knows positions only as angles
 
 import torch
 
-from kvchat_kernels.launch import uses_triton
+from kvchat_kernels.launch import dense, uses_triton
 from kvchat_kernels.rope_kv_write.operands import HeadNorms, Rotation, StepKv
 from kvchat_kernels.rope_kv_write.reference import rope_kv_write_reference
 
@@ -30,10 +30,10 @@ def rope_kv_write(
     value         [num_tokens, num_kv_heads, value_dim]
     impl          auto, triton or reference
 
-    The three may be views of one merged projection: any strides but the last, which is 1. Rotated
-    queries are new, [num_tokens, num_heads, key_dim] contiguous in the query's dtype, and the
-    caller's; keys and values are cast to the dtypes of their pools. Arithmetic is float32
-    throughout and rounded once.
+    The three may be views of one merged projection: any strides, though a last dimension that is
+    not dense is copied first. Rotated queries are new, [num_tokens, num_heads, key_dim] contiguous
+    in the query's dtype, and the caller's; keys and values are cast to the dtypes of their pools.
+    The kernel's arithmetic is float32 throughout and rounded once.
     """
     num_tokens, _, key_dim = query.shape
     assert key.shape[0] == value.shape[0] == destination.slot_mapping.shape[0] == num_tokens
@@ -46,6 +46,7 @@ def rope_kv_write(
         from kvchat_kernels.rope_kv_write.kernel import rope_kv_write_launch
 
         rotated = query.new_empty(query.shape)
+        query, key, value = dense(query), dense(key), dense(value)
         rope_kv_write_launch(query, key, value, rotation, destination, norms, rotated).run()
         return rotated
     return rope_kv_write_reference(query, key, value, rotation, destination, norms)
