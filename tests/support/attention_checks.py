@@ -1,6 +1,6 @@
 """What paged attention must do, by any implementation and on any device that runs it.
 
-Called here, where Triton interprets, and on a CUDA device. Oracles are computed on the CPU.
+Called here, where Triton interprets, and on a CUDA device, which then computes the oracles too.
 """
 
 from collections.abc import Iterable
@@ -60,19 +60,25 @@ def attend(
     return out.cpu()
 
 
-def by_formula(problem: PagedProblem, case: AttentionCase, dtype: torch.dtype) -> torch.Tensor:
+def by_formula(
+    problem: PagedProblem, case: AttentionCase, dtype: torch.dtype, device: str = "cpu"
+) -> torch.Tensor:
+    """Return all rows as the formula says, computed in `dtype` on `device`."""
+    sinks = None if problem.sinks is None else problem.sinks.to(device)
     rows = problem.rows(problem.query)
     outputs = [
-        plain_attention(case, query, key, value, problem.sinks, dtype)
+        plain_attention(case, query.to(device), key.to(device), value.to(device), sinks, dtype)
         for query, key, value in zip(rows, problem.keys, problem.values, strict=True)
     ]
     return torch.cat(outputs)
 
 
-def assert_exact(out: torch.Tensor, problem: PagedProblem, case: AttentionCase) -> None:
+def assert_exact(
+    out: torch.Tensor, problem: PagedProblem, case: AttentionCase, device: str = "cpu"
+) -> None:
     """Hold all rows to the formula in the dtype they came in."""
-    plain = by_formula(problem, case, out.dtype)
-    assert_as_exact(out, plain, by_formula(problem, case, torch.float64))
+    plain = by_formula(problem, case, out.dtype, device)
+    assert_as_exact(out.to(device), plain, by_formula(problem, case, torch.float64, device))
 
 
 def check_attention(
@@ -86,4 +92,4 @@ def check_attention(
 ) -> None:
     """One batch of (new tokens, context) is as exact as plain arithmetic."""
     problem = paged_problem(case, tuple(lengths), block_size, dtype, layout)
-    assert_exact(attend(problem, case, impl, device), problem, case)
+    assert_exact(attend(problem, case, impl, device), problem, case, device)

@@ -36,7 +36,7 @@ def check_replay(
     planned.block_tables.copy_(moved.sequences.block_tables)
     replay()
 
-    assert_exact(call.out.cpu(), problem, case)
+    assert_exact(call.out, problem, case, device)
 
 
 def attention_call(problem: PagedProblem, case: AttentionCase) -> AttentionCall:
@@ -155,4 +155,4 @@ def check_small_splits(case: AttentionCase, device: str = "cpu") -> None:
     split.run()
     merge.run()
 
-    assert_exact(call.out.cpu(), problem, case)
+    assert_exact(call.out, problem, case, device)

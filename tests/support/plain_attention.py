@@ -51,7 +51,8 @@ def plain_attention(
         [
             [not sees(case, context_len - num_rows + row, j) for j in range(context_len)]
             for row in range(num_rows)
-        ]
+        ],
+        device=query.device,
     )
     heads = []
     for head in range(case.num_heads):
