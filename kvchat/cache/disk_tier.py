@@ -96,7 +96,9 @@ class DiskTier:
     def find(self, keys: Sequence[bytes], packed: bytes) -> list[Found]:
         """Return the packs that hold a prompt's leading blocks, in order and without a hole."""
         found: list[Found] = self._attempt(lambda: list(self._walk(keys, packed)), [])
-        self._used.update(dict.fromkeys(run.key for run in found))
+        for run in found:  # the last one found is to stand last
+            self._used.pop(run.key, None)
+            self._used[run.key] = None
         return found
 
     def _walk(self, keys: Sequence[bytes], packed: bytes) -> Iterator[Found]:

@@ -283,3 +283,43 @@ def test_forgetting_cuts_packs_that_hold_others_too(tmp_path: Path) -> None:
     assert restored(tier, [1, 2, 9, 9]) == 2
     assert tier.verify() == (2, 0)
     assert tier.forget(keys_of(tier, [5, 5])) == 0
+
+
+def test_whatever_goes_no_pack_loses_what_it_continues(tmp_path: Path) -> None:
+    """Random chats, pins and forgetting on a store that is too small, looked at after each deed."""
+    rng = random.Random(17)
+    limit = 5 << 20
+    tier = open_tier(tmp_path, limit)
+    for _ in range(150):
+        ids = [rng.randint(0, 1) for _ in range(6)] + [rng.randint(0, 5) for _ in range(12)]
+        ids = ids[: rng.choice([8, 12, 18])]
+        save(tier, ids)
+        if rng.random() < 0.05:
+            tier.pin(keys_of(tier, ids), pack(ids), rng.choice("ab"))
+        if rng.random() < 0.05:
+            tier.forget(keys_of(tier, ids)[-2:])
+        if rng.random() < 0.02:
+            tier.unpin("a")
+        assert used_bytes(tmp_path) <= limit
+        packs = tier._known_packs(tier._keeper.table)
+        blocks = {tier.root, *(key for known in packs.values() for key in known.keys)}
+        assert all(known.parent in blocks for known in packs.values())
+    assert tier.status().num_evicted > 0
+    assert tier.verify()[1] == 0
+
+
+def test_a_use_is_remembered_and_so_is_what_followed(tmp_path: Path) -> None:
+    now_s = [1e9]
+    tier = DiskTier(tmp_path, LAYOUT, 8 << 20, min_free_bytes=0, clock=lambda: now_s[0])
+    save(tier, [1, 2, 3, 4])
+    save(tier, [9, 9])
+    for number in range(3):
+        now_s[0] += 3600.0
+        find(tier, [9, 9])
+        save(tier, [1, 2, 3, 4, number, number])
+    name = keys_of(tier, [1, 2])[0]
+
+    use = tier._known_packs(tier._keeper.table)[name].use
+
+    assert (use.num_uses, use.num_followed, use.last_s) == (4, 3, now_s[0])
+    assert use.credit_s > now_s[0]
