@@ -88,8 +88,9 @@ class Saver:
         self._kept.difference_update(self._memo.keys_of(pack(ids)))
 
     def lacks(self, ids: TokenIds) -> bool:
-        """Whether a context has full blocks that are not known to be kept."""
-        if self._transfer.is_without_tier:
+        """Whether a context has full blocks that are not known to be kept, and may be offered."""
+        self._learn()
+        if self._transfer.is_without_tier or not self._may_offer():
             return False
         return any(key not in self._kept for key in self._memo.keys_of(pack(ids)))
 

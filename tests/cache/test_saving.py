@@ -104,7 +104,9 @@ def test_a_write_that_fails_is_made_up_for(house: Household) -> None:
 def test_a_tier_that_goes_on_refusing_is_asked_ever_more_rarely(house: Household) -> None:
     """The whole context was once gathered again at every turn for a disk that stayed full."""
     house.break_down()
+    assert house.saver.lacks(STORY)
     house.save(STORY)
+    assert not house.saver.lacks(STORY), "nothing is to be prepared for it meanwhile"
     asked_at = []
     for second in range(1, 2000):
         house.now_s = float(second)
