@@ -21,6 +21,7 @@ from kvchat_kernels.skinny_linear import skinny_linear
 
 _BLOCK_SIZE = 16
 _ROWS = (1, 5, 16)
+_CHUNK = 512  # new tokens on a context that is known
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,7 @@ class KernelCase:
     run              runs the kernel on the i-th of `num_sets` sets of data
     twin             computes in plain torch what `run` returns for set 0
     peer             runs on set i what the kernel is to be better than
+    num_flops        multiplications and additions of a kernel that these bound, not bytes; else 0
     """
 
     name: str
@@ -85,6 +87,7 @@ class KernelCase:
     twin: Callable[[], torch.Tensor]
     peer: Callable[[int], object] | None = None
     peer_name: str = ""
+    num_flops: int = 0
 
     def is_right(self) -> bool:
         """Compare with the twin: equal integers, or all numbers as close as their dtype tells."""
@@ -109,6 +112,9 @@ def kernel_cases(
     for context in contexts:
         for num_rows in (1, 5):
             yield _attention(shape, place, context, num_rows)
+        yield _prefill(shape, place, context, context)
+        if context > _CHUNK:
+            yield _prefill(shape, place, context, _CHUNK)
 
 
 def _norm(shape: KernelShape, place: Place) -> KernelCase:
@@ -247,36 +253,65 @@ def _sample(logits: torch.Tensor, rows: SamplerRows, _: int) -> torch.Tensor:
 
 
 def _attention(shape: KernelShape, place: Place, context: int, num_rows: int) -> KernelCase:
-    blocks = -(-context // _BLOCK_SIZE)
-    size = (blocks + 1, _BLOCK_SIZE, shape.num_kv_heads, shape.head_dim)
-    num_bytes = 2 * context * shape.num_kv_heads * shape.head_dim * place.dtype.itemsize
-    pools = [(place.random(*size), place.random(*size)) for _ in range(place.copies(num_bytes))]
-    query = place.random(num_rows, shape.num_heads, shape.head_dim)
-    order = torch.randperm(blocks, dtype=torch.int32, device=place.device)[None] + 1
-    sequences = PagedSequences((num_rows,), (context,), order, _BLOCK_SIZE)
-    scale = shape.head_dim**-0.5
-    contiguous = [_gathered(pair, order[0], context) for pair in pools]
-    heads = query.transpose(0, 1)[None]
-
-    def attend(index: int, impl: str = "auto") -> torch.Tensor:
-        return paged_attention(query, *pools[index], sequences, scale=scale, impl=impl)
-
-    def peer(index: int) -> torch.Tensor:
-        key, value = contiguous[index]
-        return functional.scaled_dot_product_attention(
-            heads, key, value, scale=scale, enable_gqa=True
-        )
-
+    step = _AttentionStep(shape, place, context, num_rows)
     return KernelCase(
         f"attention, {num_rows} rows on {context:,} tokens",
-        num_bytes,
+        step.num_bytes,
         True,
-        len(pools),
-        attend,
-        lambda: attend(0, "reference"),
-        peer,
+        len(step.pools),
+        step.attend,
+        lambda: step.attend(0, "reference"),
+        step.contiguous,
         "SDPA, contiguous KV, no mask",
     )
+
+
+def _prefill(shape: KernelShape, place: Place, context: int, num_rows: int) -> KernelCase:
+    step = _AttentionStep(shape, place, context, num_rows)
+    pairs = num_rows * context - num_rows * (num_rows - 1) // 2
+    case = partial(
+        KernelCase,
+        f"prefill attention, {num_rows:,} new of {context:,} tokens",
+        step.num_bytes,
+        True,
+        len(step.pools),
+        step.attend,
+        num_flops=4 * pairs * shape.num_heads * shape.head_dim,
+    )
+    if num_rows < context:
+        return case(lambda: step.attend(0, "reference"))
+    # The reference would hold all scores at once.
+    peer = partial(step.contiguous, is_causal=True)
+    return case(lambda: peer(0), peer, "SDPA, contiguous KV, causal")
+
+
+class _AttentionStep:
+    """One sequence's new tokens and its KV, paged and contiguous, in as many sets as it takes."""
+
+    def __init__(self, shape: KernelShape, place: Place, context: int, num_rows: int) -> None:
+        blocks = -(-context // _BLOCK_SIZE)
+        size = (blocks + 1, _BLOCK_SIZE, shape.num_kv_heads, shape.head_dim)
+        self.num_bytes = 2 * context * shape.num_kv_heads * shape.head_dim * place.dtype.itemsize
+        copies = place.copies(self.num_bytes)
+        self.pools = [(place.random(*size), place.random(*size)) for _ in range(copies)]
+        self._query = place.random(num_rows, shape.num_heads, shape.head_dim)
+        order = torch.randperm(blocks, dtype=torch.int32, device=place.device)[None] + 1
+        self._sequences = PagedSequences((num_rows,), (context,), order, _BLOCK_SIZE)
+        self._scale = shape.head_dim**-0.5
+        self._contiguous = [_gathered(pair, order[0], context) for pair in self.pools]
+
+    def attend(self, index: int, impl: str = "auto") -> torch.Tensor:
+        pools = self.pools[index]
+        return paged_attention(self._query, *pools, self._sequences, scale=self._scale, impl=impl)
+
+    def contiguous(self, index: int, is_causal: bool = False) -> torch.Tensor:
+        """Return what SDPA makes of the same, [num_rows, num_heads, dim]."""
+        key, value = self._contiguous[index]
+        rows = self._query.transpose(0, 1)[None]
+        out = functional.scaled_dot_product_attention(
+            rows, key, value, is_causal=is_causal, scale=self._scale, enable_gqa=True
+        )
+        return out[0].transpose(0, 1)
 
 
 def _gathered(

@@ -53,6 +53,8 @@ def case_figures(
     measure   takes what makes some calls and returns their number; returns seconds per call
     """
     ours = measure(_every_set(case, case.run))
+    if case.num_flops:
+        return _product_figures(case, ours, measure)
     limit = bandwidth.read if case.is_read_only else bandwidth.copy
     ceiling_us = case.num_bytes / limit * 1e6
     median_us = ours.median * 1e6
@@ -82,6 +84,28 @@ def case_figures(
             )
         )
     return figures
+
+
+def _product_figures(
+    case: KernelCase, ours: Sample, measure: Callable[[Callable[[], int]], Sample]
+) -> list[Figure]:
+    """Return the rate of a kernel that its products bound, beside its peer's."""
+    rate = case.num_flops / ours.median / 1e12
+    if case.peer is None:
+        return [Figure(case.name, rate, "TFLOP/s", spread=ours.spread)]
+    theirs = case.num_flops / measure(_every_set(case, case.peer)).median / 1e12
+    return [
+        Figure(
+            case.name,
+            rate,
+            "TFLOP/s",
+            beside=theirs,
+            beside_name=case.peer_name,
+            ratio=rate / theirs,
+            ratio_name="times as fast",
+            spread=ours.spread,
+        )
+    ]
 
 
 def _every_set(case: KernelCase, call: Callable[[int], object]) -> Callable[[], int]:

@@ -70,6 +70,18 @@ def test_figures_are_read_against_the_bandwidth_and_the_peer(cases: list[KernelC
     assert beside.ratio == pytest.approx(2.0)
 
 
+def test_a_prefill_is_read_as_a_rate_of_products(cases: list[KernelCase]) -> None:
+    """40 new tokens see 1 to 40 keys, 820 pairs; in each of 4 heads two sums of 16 products."""
+    case = next(case for case in cases if case.num_flops)
+
+    (figure,) = case_figures(case, Bandwidth(read=1e9, copy=2e9), lambda calls: Sample((1e-6,)))
+
+    assert case.num_flops == 820 * 4 * (2 * 16 + 2 * 16)
+    assert figure.unit == "TFLOP/s"
+    assert figure.value == pytest.approx(case.num_flops / 1e-6 / 1e12)
+    assert figure.ratio == pytest.approx(1.0)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_without_a_gpu_the_scenario_says_so_in_one_sentence() -> None:
     setup = BenchSetup(find_model("demo"), ModelConfig("demo"), CacheConfig(), 1, True, None)
