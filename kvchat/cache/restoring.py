@@ -83,6 +83,7 @@ class Restore:
     num_front: int = 0
     num_hurries: int = 0
     piece_bytes: int = 0
+    is_opening: bool = False
     held: "deque[Piece]" = field(default_factory=deque)
     pieces: "SimpleQueue[Piece]" = field(default_factory=SimpleQueue)
     places: BoundedSemaphore = field(
@@ -186,6 +187,9 @@ class Restoring:
     def _is_late(self, restore: Restore) -> bool:
         num_tokens = len(restore.ids) - restore.num_known
         is_opening = self._transfer.tier is None
+        if restore.is_opening and not is_opening:  # the first is asked for only now
+            restore.since_s = self._clock()
+        restore.is_opening = is_opening
         patience_s = self._planner.patience_s(num_tokens, restore.piece_bytes, is_opening)
         if restore.is_foreseen:
             patience_s += self._planner.compute_s(num_tokens)
