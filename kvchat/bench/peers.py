@@ -43,6 +43,21 @@ class LlamaCpp:
             self._model.eval([prompt_ids[0]])
         return (max_tokens - 1) / (time.perf_counter() - start_s)
 
+    def state_load_s(self, context_ids: Sequence[int], new_ids: Sequence[int]) -> float:
+        """Return the seconds from a saved state of a context to the first token after `new_ids`.
+
+        The state is kept in memory: reading it from a file is left out, in the peer's favour.
+        """
+        self._model.reset()
+        self._model.eval(list(context_ids))
+        state = self._model.save_state()
+        self._model.reset()
+        start_s = time.perf_counter()
+        self._model.load_state(state)
+        self._model.eval(list(new_ids))
+        self._model.sample(temp=0.0)
+        return time.perf_counter() - start_s
+
 
 class Transformers:
     """transformers with its default attention (sdpa) and dynamic cache, on the same weights."""

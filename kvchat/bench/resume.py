@@ -2,7 +2,8 @@
 
 A context is computed once and kept on disk; then engines that have never seen it, their weights
 loaded, answer a turn after it. Measures the time to the first token beside that of computing
-everything again, and how fast the bytes came back beside plainly reading them.
+everything again and that of peers that keep what they have computed in a file, and how fast the
+bytes came back beside plainly reading them.
 """
 
 import shutil
@@ -16,6 +17,7 @@ from pathlib import Path
 from kvchat.bench.engines import Completion, complete, new_engine, random_ids
 from kvchat.bench.measure import Sample
 from kvchat.bench.report import Figure, Result
+from kvchat.bench.resume_peers import beside_llama_cpp, beside_transformers
 from kvchat.bench.scenarios import BenchSetup
 from kvchat.core.config import CacheConfig, EngineConfig, Size
 from kvchat.engine.assembly import AssembledEngine, engine_around
@@ -63,7 +65,14 @@ def _measured(
     }
     if _answers(resumed) != _answers(recomputed):
         return Result("resume", settings, refusal="resumed and recomputed answers differ")
-    return Result("resume", settings, _figures(assembled, kept.directory, recomputed, resumed))
+    figures = _figures(assembled, kept.directory, recomputed, resumed)
+    first_s = _first_tokens(resumed).median
+    answer = resumed[-1].completion.token_ids
+    beside, note = beside_transformers(
+        assembled.loaded, history, prompt, (answer, first_s), kept.directory.parent
+    )
+    llama, llama_note = beside_llama_cpp(setup.gguf, len(history), _NEW_TOKENS, first_s)
+    return Result("resume", settings, (*figures, *beside, *llama), notes=(note, llama_note))
 
 
 @dataclass(frozen=True, slots=True)
