@@ -206,7 +206,7 @@ def exact_levels() -> int:
 
 def _multiply_int8(x: torch.Tensor, levels: int, pack: Any) -> torch.Tensor:
     """Return whole numbers x within +-levels times a packed weight, in float32."""
-    product = getattr(torch.ops.quantized, _INT8_PRODUCT)
+    product = getattr(torch.ops.quantized, _INT8_PRODUCT).default
     out: torch.Tensor = product(x, 1.0, levels + 1, pack)
     return out
 

@@ -90,7 +90,7 @@ def _attend_fused(
     num_kv_heads, value_dim = value.shape[1:]
     query, key, value = _equal_head_dims(query, key, value)
     rows = query.view(num_rows, num_kv_heads, -1, query.shape[-1]).permute(1, 2, 0, 3)
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(
         rows.reshape(1, num_kv_heads, -1, query.shape[-1]),
         key.transpose(0, 1)[None],
         value.transpose(0, 1)[None],
