@@ -96,7 +96,8 @@ def test_queries_and_pools_may_be_strided(interpreter: Interpreter) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("new", [1, 5, 16, 17, 63, 257])
+@pytest.mark.parametrize("new", [1, 5, 17, 257])
 @pytest.mark.parametrize("name", CASES)
 def test_long_contexts_by_every_rule(interpreter: Interpreter, name: str, new: int) -> None:
-    interpreter(check_attention, CASES[name], ((new, 4097), (1, 257), (new, new)), "triton")
+    lengths = ((new, 4097), (1, 257), (new, new))
+    interpreter(check_attention, CASES[name], lengths, "triton", "cpu", torch.float16)

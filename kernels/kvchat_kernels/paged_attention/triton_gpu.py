@@ -78,7 +78,12 @@ def paged_attention_triton(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attend every row of `query` to its own sequence; see `paged_attention` for the shapes."""
+    """Attend every row of `query` to its own sequence; see `paged_attention` for the shapes.
+
+    All tensors are of one dtype; neighbours of the pools' last dimension are neighbours in memory.
+    """
+    assert query.dtype == key_pool.dtype == value_pool.dtype
+    assert key_pool.stride(-1) == value_pool.stride(-1) == 1
     if query.stride(-1) != 1:
         query = query.contiguous()
     out = query.new_empty(*query.shape[:2], value_pool.shape[3])
