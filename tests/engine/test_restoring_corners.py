@@ -248,5 +248,8 @@ def test_persistence_without_a_tier_forgets_every_job(tier: MemoryTier) -> None:
     harness = EngineHarness()
     persistence = Persistence(harness.cache, refuse)
     persistence.transfer.flush(5.0)
-    assert persistence.begin(list(HISTORY)) is None
+    restore = persistence.begin(list(HISTORY))
+    assert restore is not None
+    assert restore.is_over
+    assert restore.num_tokens == 0
     persistence.close()
