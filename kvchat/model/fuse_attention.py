@@ -121,7 +121,13 @@ def _halves(cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.T
 
 
 def _rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate [num_tokens, num_heads, dim] by halves, as GPT-NeoX and Llama do."""
+    """Rotate [num_tokens, num_heads, dim] by halves, as GPT-NeoX and Llama do.
+
+    Dimensions beyond those that there are angles for pass as they are.
+    """
+    width = cos.shape[-1]
+    if width < heads.shape[-1]:
+        return torch.cat((_rotate(heads[..., :width], cos, sin), heads[..., width:]), dim=-1)
     return torch.addcmul(heads * cos, heads.roll(heads.shape[-1] // 2, -1), sin)
 
 

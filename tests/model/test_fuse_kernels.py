@@ -33,6 +33,7 @@ NAMES = [
     "smollm3, some layers without positions",
     "qwen3_moe",
     "olmo2",
+    "nemotron, a part rotated",
 ]
 # (new tokens, context) of each sequence.
 STEP = [(1, 9), (4, 33), (2, 2)]

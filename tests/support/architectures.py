@@ -25,6 +25,8 @@ SUPPORTED: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "qwen3": ("qwen3", {}),
+    # Proven fused with angles for all dimensions, it once failed in steps with angles for half.
+    "nemotron, a part rotated": ("nemotron", {"partial_rotary_factor": 0.5}),
     "qwen3_moe": ("qwen3_moe", _MOE),
     "gemma2, softcap": (
         "gemma2",
