@@ -36,6 +36,9 @@ class OracleDrafter:
     def tend(self, requests: Sequence[Request], seconds: float) -> None:
         """It knows everything already."""
 
+    def learn(self, contexts: Sequence[Sequence[int]]) -> None:
+        """It knows everything already."""
+
     def forget(self, contexts: Sequence[tuple[Sequence[int], int]]) -> None:
         """What it knows is no context."""
 

@@ -92,6 +92,10 @@ class ChatHost:
         if self._read_ahead is not None and self.ready is None:
             self._read_ahead(context)
         self._engine.call(lambda engine: engine.prefetch(context))
+        # What was said in other branches is likely to be said again.
+        leaves = session.conversation.leaves()
+        branches = [session.conversation.context_ids(leaf.turn_id) for leaf in leaves]
+        self._engine.call(lambda engine: engine.speculation.learn(branches))
         return session
 
     def fork_session(self, original: Conversation) -> ChatSession:

@@ -204,6 +204,9 @@ class ModelDrafter:
         if self.persistence is not None and request.state is State.FINISHED:
             self.persistence.save(computed)
 
+    def learn(self, contexts: Sequence[Sequence[int]]) -> None:
+        """What a model has not been asked about it need not read."""
+
     def forget(self, contexts: Sequence[tuple[Sequence[int], int]]) -> None:
         for token_ids, num_kept in contexts:
             self.cache.forget(tuple(token_ids), num_kept)

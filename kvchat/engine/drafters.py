@@ -60,6 +60,9 @@ class Drafter(Protocol):
         `seconds` is about how long that may take.
         """
 
+    def learn(self, contexts: Sequence[Sequence[int]]) -> None:
+        """Take in contexts that no request has asked for, such as other branches of a chat."""
+
     def forget(self, contexts: Sequence[tuple[Sequence[int], int]]) -> None:
         """Forget contexts behind so many tokens of each, and more where that is easier."""
 

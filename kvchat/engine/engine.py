@@ -24,7 +24,7 @@ from kvchat.engine.restores import Restores
 from kvchat.engine.runner import Runner
 from kvchat.engine.samples import Samples
 from kvchat.engine.scheduler import Scheduler, Work
-from kvchat.engine.speculation import Limits, Speculation
+from kvchat.engine.speculation import Limits, Mode, Speculation
 
 if TYPE_CHECKING:
     from kvchat.cache.host_swap import HostSwap
@@ -74,7 +74,7 @@ class Engine:
         self._probes = Probes(cache, persistence, runner.dtype)
         self._samples = Samples(self._scheduler, cache, self._probes, self.max_context, clock)
         self._limits = Limits(vocab_size, self.max_context, max_step_tokens)
-        self.speculation = speculation if speculation is not None else Speculation()
+        self.speculation = speculation or Speculation(mode=Mode.OFF)
         self._request_ids = count(1)
         self._num_steps = 0
         self._num_tokens = 0

@@ -75,6 +75,10 @@ class NgramDrafter:
 
     # Entering contexts
 
+    def learn(self, contexts: Sequence[Sequence[int]]) -> None:
+        for ids in contexts:
+            self._extend(self._begin(ids), ids)
+
     def _enter(self, request: Request) -> _Entered:
         """Bring the index up to a request's newest token."""
         if self._index.num_tokens > self._max_tokens:
@@ -82,13 +86,17 @@ class NgramDrafter:
         entered = self._entered.get(request)
         if entered is None:
             entered = self._entered[request] = self._begin(request.ids)
-        new = request.ids[entered.num_tokens :]
+        self._extend(entered, request.ids)
+        return entered
+
+    def _extend(self, entered: _Entered, ids: Sequence[int]) -> None:
+        """Bring a text up to the end of the context that it is of."""
+        new = ids[entered.num_tokens :]
         if new:
             self._index.extend(entered.text, new)
             start = entered.num_tokens - entered.num_tokens % _PIECE
-            entered.num_tokens = len(request.ids)
-            entered.chain = self._note_pieces(request.ids, start, entered.chain)
-        return entered
+            entered.num_tokens = len(ids)
+            entered.chain = self._note_pieces(ids, start, entered.chain)
 
     def _begin(self, ids: Sequence[int]) -> _Entered:
         """Begin a text where a context leaves what is known, a few tokens before it included."""

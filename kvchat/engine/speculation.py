@@ -235,6 +235,14 @@ class Speculation:
             except Exception as error:
                 self._drop(drafter, error)
 
+    def learn(self, contexts: Sequence[Sequence[int]]) -> None:
+        """Let the drafters of the mode take in contexts that no request has asked for."""
+        for drafter in self._asked():
+            try:
+                drafter.learn(contexts)
+            except Exception as error:
+                self._drop(drafter, error)
+
     def forget(self, contexts: Sequence[tuple[Sequence[int], int]]) -> None:
         """Have drafters forget contexts behind so many tokens of each."""
         for drafter in list(self._drafters):

@@ -88,9 +88,8 @@ async def spec(context: "CommandContext", arguments: str) -> None:
         await asyncio.wrap_future(context.desk.host.speculate(mode))
         context.notice(f"Guessing ahead is {'off' if mode == 'off' else f'on: {mode}'}.")
         return
-    status = await context.desk.engine_status()
-    if status is None or status.speculation is None:
-        raise UsageError("The model is still loading.")
+    status = await asyncio.wrap_future(context.desk.host.status())
+    assert status.speculation is not None
     context.say("\n".join(speculation_lines(status.speculation)))
 
 

@@ -124,6 +124,21 @@ def test_answers_go_to_stdout_and_what_commands_say_to_stderr(run_lines: RunLine
     assert "\x1b" not in ran.stderr
 
 
+def test_guessing_ahead_is_switched_and_told_of(run_lines: RunLines) -> None:
+    ran = run_lines("/spec", "/spec on", "/spec", "/spec ngram", "one", "/spec off", "/stats")
+
+    assert ran.code == 0
+    told = [line for line in ran.stderr.splitlines() if "drafts:" in line or "Guessing" in line]
+    assert told == [
+        "drafts: off; there is ngram",
+        "Guessing ahead is on: auto.",
+        "drafts: auto, from ngram",
+        "Guessing ahead is on: ngram.",
+        "Guessing ahead is off.",
+        "drafts: off; there is ngram",
+    ]
+
+
 def test_commands_move_about_as_they_do_for_a_person(run_lines: RunLines) -> None:
     ran = run_lines("one", "two", "/undo", "three", "/edit 1", "four", "/switch 3", "five")
 
@@ -186,6 +201,8 @@ def test_a_worse_failure_decides_the_code(run_lines: RunLines) -> None:
         ("/delete", "Only somebody at a terminal can say yes to that."),
         ("/retry -n x", "-n x is no number of answers."),
         ("/continue", "The last answer is complete."),
+        ("/spec draft", "The draft model is not loaded. Start kvchat with --draft NAME."),
+        ("/spec banana", "banana is unknown here."),
     ],
 )
 def test_what_a_script_cannot_have_is_said_in_a_sentence(

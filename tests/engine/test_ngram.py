@@ -114,6 +114,15 @@ def test_what_it_remembers_is_bounded() -> None:
     assert drafter._index.num_tokens <= 500 + 93
 
 
+def test_branches_of_a_conversation_that_was_opened_are_known() -> None:
+    drafter = NgramDrafter()
+    drafter.learn([[1, 2, *FILE, 7, 8, 9, 10], [1, 2, *FILE, 3, 4, 5, 6]])
+
+    assert draft(drafter, [1, 2, *FILE, 11, 7, 8, 9]) == [10]
+    assert draft(drafter, [1, 2, *FILE, 11, 3, 4, 5]) == [6]
+    assert drafter._index.num_tokens < 3 * len(FILE), "four contexts share most of it"
+
+
 def test_siblings_do_not_mix() -> None:
     drafter = NgramDrafter()
     left, right = request([1, 2, 3]), request([1, 2, 3])

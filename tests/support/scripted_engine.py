@@ -26,7 +26,9 @@ from kvchat.core.events import (
 )
 from kvchat.core.stats import EngineStatus, TierStatus
 from kvchat.core.types import CachedTokens, FinishReason, Timing, Usage
+from kvchat.engine.ngram import NgramDrafter
 from kvchat.engine.request import RequestSpec
+from kvchat.engine.speculation import Mode, Speculation
 from kvchat.model.source import find_model
 
 _SPECIAL_TOKENS = ("<|pad|>", "<|bos|>", "<|start|>", "<|end|>", "<|eos|>")
@@ -121,6 +123,7 @@ class ScriptedEngine:
 
     def __init__(self, model: ChatModel, author: Author, max_context: int = 32768) -> None:
         self.cache = _Cache()
+        self.speculation = Speculation([NgramDrafter()], Mode.OFF)
         self._model = model
         self._author = author
         self._max_context = max_context
@@ -194,6 +197,7 @@ class ScriptedEngine:
             max_context=self._max_context,
             max_step_tokens=512,
             disk=self._disk,
+            speculation=self.speculation.status(),
         )
 
     def close(self) -> None:

@@ -46,6 +46,9 @@ class OracleDrafter:
     def tend(self, requests: Sequence[Request], seconds: float) -> None:
         self.tended.append(list(requests))
 
+    def learn(self, contexts: Sequence[Sequence[int]]) -> None:
+        raise AssertionError("it was taught the future already")
+
     def forget(self, contexts: Sequence[tuple[Sequence[int], int]]) -> None:
         self._futures.clear()
 

@@ -1,0 +1,146 @@
+"""The shipped pair: the same answers with drafts and without, restored or not, in float32."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+
+from kvchat.chat.chat_model import read_chat_model
+from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig, Size, SpeculationConfig
+from kvchat.core.events import RequestFailed, SampleFinished, TokensGenerated
+from kvchat.core.types import SamplingParams
+from kvchat.engine.assembly import AssembledEngine
+from kvchat.engine.draft_assembly import build_speculating_engine
+from kvchat.engine.pace import FixedPace
+from kvchat.engine.request import RequestSpec
+from kvchat.engine.speculation import Mode
+from kvchat.model.source import DEMO, DEMO_DRAFT, ModelSource, find_model
+from kvchat.model.vocabulary import same_vocabulary
+from support.checkpoints import save_checkpoint, tiny_model
+from support.soak_sizes import short_and_long
+
+QUESTIONS = ("What is a KV cache?", "List the days of the week.", "Tell me a story.", "thanks")
+NOW = datetime(2026, 1, 2)
+GREEDY = SamplingParams(temperature=0.0)
+
+
+def build(directory: Path | None = None, draft: ModelSource | None = None) -> AssembledEngine:
+    return build_speculating_engine(
+        find_model(DEMO),
+        draft or find_model(DEMO_DRAFT),
+        ModelConfig(dtype="float32"),
+        CacheConfig(device_bytes=Size(num_bytes=64 << 20), directory=directory),
+        EngineConfig(),
+        SpeculationConfig("auto"),
+        None,
+        lambda event: None,
+    )
+
+
+@dataclass
+class Chat:
+    """A conversation with one engine; `context` grows by every turn."""
+
+    assembled: AssembledEngine
+    mode: Mode
+
+    def __post_init__(self) -> None:
+        self.model = read_chat_model(find_model(DEMO))
+        self.context: list[int] = []
+        self.drafts: list[tuple[int, int]] = []
+
+    def ask(self, text: str, sampling: SamplingParams = GREEDY, count: int = 60) -> list[int]:
+        form = self.model.format
+        if self.context:
+            self.context += form.following(text, self.context[-1], NOW)
+        else:
+            self.context += form.opening(None, text, NOW)
+        engine = self.assembled.engine
+        engine.speculation.switch(self.mode)
+        stops = self.model.stop_token_ids
+        engine.submit(RequestSpec(tuple(self.context), sampling, count, stops))
+        ids: list[int] = []
+        while engine.has_work:
+            for event in engine.step():
+                assert not isinstance(event, RequestFailed), event.error
+                if isinstance(event, TokensGenerated):
+                    ids += event.token_ids
+                if isinstance(event, SampleFinished):
+                    usage = event.usage
+                    self.drafts.append((usage.drafted_tokens, usage.accepted_tokens))
+        self.context += ids
+        return ids
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[AssembledEngine]:
+    assembled = build()
+    yield assembled
+    assembled.engine.close()
+
+
+@short_and_long(1, 60)
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_every_mode_gives_the_same_answers(
+    size: int, temperature: float, pair: AssembledEngine
+) -> None:
+    for seed in range(size):
+        sampling = SamplingParams(temperature=temperature, top_p=0.9, seed=seed)
+        texts = []
+        for mode in Mode:
+            chat = Chat(pair, mode)
+            texts.append([chat.ask(question, sampling) for question in QUESTIONS])
+            if mode is Mode.OFF:
+                assert chat.drafts == [(0, 0)] * len(QUESTIONS)
+        assert all(text == texts[0] for text in texts)
+
+
+def test_a_restored_conversation_is_drafted_for_as_one_that_never_left(tmp_path: Path) -> None:
+    def shares(chat: Chat) -> tuple[float, int]:
+        """Return the accepted share of the last answers, and the tokens drafted."""
+        drafted = sum(drafts for drafts, _ in chat.drafts)
+        return sum(accepted for _, accepted in chat.drafts) / drafted, drafted
+
+    stayed = Chat(build(tmp_path), Mode.DRAFT)
+    stayed.assembled.engine.speculation._pace = FixedPace(4)
+    stayed.ask(QUESTIONS[0])
+    before = list(stayed.context)
+    stayed.drafts.clear()
+    answers = [stayed.ask(question) for question in QUESTIONS[1:]]
+    stayed.assembled.engine.close()
+
+    back = Chat(build(tmp_path), Mode.DRAFT)
+    back.assembled.engine.speculation._pace = FixedPace(4)
+    back.context = before
+    assert [back.ask(question) for question in QUESTIONS[1:]] == answers
+    back.assembled.engine.close()
+
+    assert shares(back) == pytest.approx(shares(stayed), abs=0.15)
+    identities = [path for path in tmp_path.iterdir() if len(path.name) == 32]
+    assert len(identities) == 2, "the target's KV and the draft's lie apart"
+
+
+def test_another_vocabulary_is_a_sentence_and_no_draft(tmp_path: Path) -> None:
+    stranger = ModelSource("stranger", save_checkpoint(tmp_path, tiny_model("llama")))
+    assembled = build(draft=stranger)
+
+    [note] = [note for note in assembled.ready.notes if "draft" in note]
+    assert note.startswith("Answers come without the draft model: ")
+    assert assembled.ready.draft is None
+    assert Chat(assembled, Mode.AUTO).ask(QUESTIONS[0])
+    assembled.engine.close()
+
+
+def test_a_vocabulary_is_compared_id_by_id(tmp_path: Path) -> None:
+    target = find_model(DEMO)
+    assert same_vocabulary(target, find_model(DEMO_DRAFT))
+
+    text = (target.directory / "tokenizer.json").read_text()
+    renamed = text.replace('"ing":', '"gni":', 1)
+    assert renamed != text
+    (tmp_path / "tokenizer.json").write_text(renamed)
+    assert not same_vocabulary(target, ModelSource("renamed", tmp_path))
+    (tmp_path / "tokenizer.json").write_text(text.replace("\n", "\n ", 1) + "\n")
+    assert same_vocabulary(target, ModelSource("spaced", tmp_path))
