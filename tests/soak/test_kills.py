@@ -29,7 +29,8 @@ from support.victim import (
 
 CONTEXT = 8192
 NUM_LINES = 3
-LIMIT_MIB = 40
+LIMIT_MIB = 24
+_LIMITED = ("--disk-cache", f"{LIMIT_MIB}M")
 
 
 @pytest.fixture
@@ -134,7 +135,7 @@ class Load:
 
     def _victim(self, chat: Chat) -> Victim:
         chosen = self._rng.random()
-        flags = ["--disk-cache", f"{LIMIT_MIB}M"]
+        flags = [*_LIMITED]
         flags += ["--max-tokens", "40"] if chosen < 0.8 else []
         flags += ["--block-size", "8"] if chosen < 0.1 else []
         return Victim(self._shell, self._model, chat.session, self._lines(chat), *flags)
@@ -182,7 +183,9 @@ class Load:
         """Nobody was damaged; each chat is gone on with to the end of two more turns."""
         self.tally.num_sound = self._verify()
         for chat in self._chats:
-            run = Victim(self._shell, self._model, chat.session, ["so", "and so on"]).finish()
+            lines = ["so", "and so on"]
+            victim = Victim(self._shell, self._model, chat.session, lines, *_LIMITED)
+            run = victim.finish()
             assert [has_ended for _, has_ended in run.answers] == [True, True]
             self._note(chat, run)
             self._check(chat)
