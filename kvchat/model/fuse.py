@@ -6,8 +6,9 @@ for as many rows as the scheme says; otherwise modules run their own code.
 """
 
 import logging
+import weakref
 from dataclasses import dataclass
-from threading import Lock, Thread
+from threading import Lock, Thread, current_thread
 from typing import Any
 
 import torch
@@ -96,24 +97,35 @@ class Fusing:
             self._fuser.work()
         else:
             # As daemons: a process that leaves before they are done has no use for their work.
+            # But it must wait for the layer they are at: a thread that returns from torch into an
+            # interpreter that is gone aborts the process.
             self._threads = [
                 Thread(target=self._fuser.work, name=f"kvchat-fuse-{index}", daemon=True)
                 for index in range(torch.get_num_threads())
             ]
             for thread in self._threads:
                 thread.start()
+            weakref.finalize(self, _give_up, self._fuser, self._threads)
 
     def wait(self) -> Fusion:
         """Return what was fused, once it is all done."""
         for thread in self._threads:
             thread.join()
-        self._threads = []
+        self._threads.clear()
         return self._fuser.finish()
 
     def before_step(self, num_rows: int) -> None:
         """Wait if replacements are for steps of so many rows: the same step, the same numbers."""
         if self._threads and num_rows <= self._max_rows:
             self.wait()
+
+
+def _give_up(fuser: "_Fuser", threads: list[Thread]) -> None:
+    """Leave undone what nobody waits for any more, at exit at the latest."""
+    fuser.drop_work()
+    for thread in threads:
+        if thread is not current_thread():
+            thread.join()
 
 
 class _Fuser:
@@ -145,9 +157,15 @@ class _Fuser:
                     self._fuse_head()
                 else:
                     self._install(layer, self._search(layer))
-            except (RuntimeError, MemoryError) as error:
-                # Nothing is lost but speed: the module goes on running its own code.
+            except Exception as error:
+                # A model's own code may raise anything when tried; nothing is lost but speed, for
+                # the module goes on running that code.
                 _log.warning("not fused: %s", error)
+
+    def drop_work(self) -> None:
+        """Let `work` return as soon as it is done with what it is at."""
+        with self._lock:
+            self._to_do.clear()
 
     def finish(self) -> Fusion:
         """Fuse what hangs on all else being fused; return what was."""

@@ -4,6 +4,10 @@ Greedy ids of fused models in float32 are held to transformers' own in `test_par
 architecture; here they are held to the unfused pass row by row, and the proofs are shown to refuse.
 """
 
+import gc
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -308,3 +312,37 @@ def test_a_search_leaves_a_running_layer_bound(
     assert found.layer is not None
     assert layer.self_attn.__dict__["_kvchat_binding"].keys is pools[0][0]
     assert torch.equal(pools[0][0], pools_of(loaded)[0][0])
+
+
+def test_a_process_that_leaves_while_weights_are_prepared_leaves_in_peace(tmp_path: Path) -> None:
+    """The threads that pack weights once aborted it: they came back to an interpreter gone."""
+    model = tiny_model("llama", hidden_size=512, intermediate_size=2048, num_hidden_layers=8)
+    save_checkpoint(tmp_path, model)
+    script = (
+        "from kvchat.core.config import ModelConfig\n"
+        "from kvchat.model.loader import load_model\n"
+        "from kvchat.model.source import find_model\n"
+        f"source = find_model({str(tmp_path)!r})\n"
+        "loaded = load_model(source, ModelConfig(dtype='bfloat16'), 128, lambda _: None)\n"
+        "assert loaded.fusing._threads\n"
+    )
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "PYTHONPATH": f"{root}:{root / 'kernels'}"},
+        capture_output=True,
+        check=False,
+    )
+
+    assert done.returncode == 0, done.stderr.decode()
+
+
+def test_a_model_nobody_holds_is_not_prepared_further(tmp_path: Path) -> None:
+    loaded = load(tmp_path, "llama", "bfloat16")
+    assert loaded.fusing is not None
+    threads = list(loaded.fusing._threads)
+
+    del loaded
+    gc.collect()
+
+    assert not any(thread.is_alive() for thread in threads)
