@@ -154,6 +154,9 @@ def disk_lines(disk: TierStatus) -> list[str]:
         f"{format_bytes(disk.num_bytes)} of {format_bytes(disk.limit_bytes)} used by all; "
         f"{format_bytes(disk.bytes_read)} read, {format_bytes(disk.bytes_written)} written"
     ]
+    if disk.num_quarantined:
+        blocks = plural(disk.num_quarantined, "block")
+        lines.append(f"        {blocks} of another model found out by the first forward, and gone")
     return [*lines, f"        {one_line(disk.trouble, _PATH_CHARS)}"] if disk.trouble else lines
 
 

@@ -116,3 +116,10 @@ def test_a_store_that_could_not_be_opened_has_no_figures() -> None:
     [line] = kept_kv.disk_lines(TierStatus(trouble=_FAILED))
 
     assert line == f"disk:   {_FAILED}"
+
+
+def test_the_statistics_tell_of_what_was_quarantined() -> None:
+    lines = kept_kv.disk_lines(TierStatus(num_packs=1, limit_bytes=1 << 30, num_quarantined=12))
+
+    assert any("12 blocks of another model" in line for line in lines)
+    assert not any("another model" in line for line in kept_kv.disk_lines(TierStatus()))
