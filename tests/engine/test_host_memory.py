@@ -6,7 +6,8 @@ from collections.abc import Iterator
 import pytest
 
 from kvchat.cache.persistence import Persistence
-from kvchat.core.types import CachedTokens
+from kvchat.cache.promotion import Promotion
+from kvchat.core.types import CachedTokens, TokenIds
 from kvchat.engine.request import RequestSpec
 from support.engine_harness import EngineHarness
 from support.memory_tier import MemoryTier
@@ -99,6 +100,34 @@ def test_a_preempted_request_comes_back_from_host_memory(engines: list[EngineHar
     host = engine.engine.status().host
     assert host is not None
     assert host.bytes_read > 0
+
+
+def test_who_gives_way_comes_back_from_host_memory_each_time(
+    engines: list[EngineHarness], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = EngineHarness(num_blocks=19, max_context=60, num_host_blocks=60)
+    engines.append(engine)
+    swap = engine.engine._swap
+    assert swap is not None
+    cached(engine, spec(OTHER[:17], max_tokens=40))
+    cached(engine, spec(HISTORY[:17], max_tokens=40))
+    promoted: list[int] = []
+    begin = swap.begin
+
+    def counted(ids: TokenIds) -> Promotion | None:
+        promotion = begin(ids)
+        if promotion is not None and ids[:17] == list(OTHER[:17]):
+            promoted.append(len(ids))
+        return promotion
+
+    monkeypatch.setattr(swap, "begin", counted)
+    numbers = [engine.submit(spec(ids[:17], max_tokens=40)) for ids in (HISTORY, OTHER)]
+    engine.run()
+
+    assert promoted[0] == 17, "as a prompt"
+    assert max(promoted) > 17, "and again after it had given way"
+    for number in numbers:
+        engine.assert_complete(number)
 
 
 def test_where_computing_is_quicker_nothing_is_swapped(engines: list[EngineHarness]) -> None:

@@ -107,6 +107,8 @@ def test_a_request_that_could_not_begin_after_all_keeps_its_age(
 
     assert plan == []
     assert waiting.steps_waited == age + 1
+    engine.step()
+    assert waiting.steps_waited == 0
     engine.run()
     engine.assert_complete(second)
 
