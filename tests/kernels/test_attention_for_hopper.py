@@ -101,8 +101,9 @@ def test_float32_stays_whole(query_len: int) -> None:
     assert code.ptx_count("mma") == code.ptx_count("wgmma") == 0, "TF32 keeps 10 of 23 bits"
 
 
-def test_two_decode_programs_fit_on_a_multiprocessor() -> None:
-    launch = next(launches(attention_call((128, 128), 1, torch.bfloat16, False)))
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_two_decode_programs_fit_on_a_multiprocessor(dim: int) -> None:
+    launch = next(launches(attention_call((dim, dim), 1, torch.bfloat16, True)))
     code = compiled(launch)
 
     assert 2 * (code.shared_bytes + 1024) <= 228 * 1024

@@ -48,11 +48,13 @@ def split_tile(key_dim: int, value_dim: int, dtype: torch.dtype, num_rows: int) 
     if dtype == torch.float32:
         # No tensor core keeps float32 whole: small tiles, whose operands fit the registers.
         return Tile(16, 16, 4, 3)
+    # With four, two programs of a decode still share a multiprocessor's memory.
+    num_stages = 4 if block_m == 16 else 3
     if widest <= 64:
-        return Tile(block_m, 128 if block_m == 16 else 64, 4, 3)
+        return Tile(block_m, 128 if block_m == 16 else 64, 4, num_stages)
     if widest <= 128:
-        return Tile(block_m, 64, 4, 3)
-    return Tile(block_m, 32, 4 if block_m <= 32 else 8, 3)
+        return Tile(block_m, 64, 4, num_stages)
+    return Tile(block_m, 32, 4 if block_m <= 32 else 8, num_stages)
 
 
 def prefill_tile(key_dim: int, value_dim: int, dtype: torch.dtype) -> Tile:
