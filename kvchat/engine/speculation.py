@@ -214,6 +214,7 @@ class Speculation:
         plain_s = self._pace.plain_s(len(plan))
         if plain_s is None or self._mode is Mode.OFF:
             return
+        plain_s = min(plain_s, seconds)  # or the machine was busier when plain steps were measured
         for work in plan:
             num_tokens = 1 + accepted_len(work.drafts, drawn[work])
             own = work.request.drafting
