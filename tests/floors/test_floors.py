@@ -36,7 +36,7 @@ OWNERS = {
     "triton": {"kvchat_kernels"},
     "transformers": {"model", "bench"},
     "huggingface_hub": {"model", "cli/models.py"},
-    "safetensors": {"model", "demo"},
+    "safetensors": {"model", "demo", "bench/resume_peers.py"},
     "tokenizers": {"chat", "demo"},
     "jinja2": {"chat"},
     "diskcache": {"cache/disk_tier.py", "cache/raw_disk.py"},
