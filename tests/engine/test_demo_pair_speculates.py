@@ -26,12 +26,14 @@ NOW = datetime(2026, 1, 2)
 GREEDY = SamplingParams(temperature=0.0)
 
 
-def build(directory: Path | None = None, draft: ModelSource | None = None) -> AssembledEngine:
+def build(
+    directory: Path | None = None, draft: ModelSource | None = None, device_bytes: int = 64 << 20
+) -> AssembledEngine:
     return build_speculating_engine(
         find_model(DEMO),
         draft or find_model(DEMO_DRAFT),
         ModelConfig(dtype="float32"),
-        CacheConfig(device_bytes=Size(num_bytes=64 << 20), directory=directory),
+        CacheConfig(device_bytes=Size(num_bytes=device_bytes), directory=directory),
         EngineConfig(),
         SpeculationConfig("auto"),
         None,
@@ -130,6 +132,16 @@ def test_another_vocabulary_is_a_sentence_and_no_draft(tmp_path: Path) -> None:
     assert note.startswith("Answers come without the draft model: ")
     assert assembled.ready.draft is None
     assert Chat(assembled, Mode.AUTO).ask(QUESTIONS[0])
+    assembled.engine.close()
+
+
+def test_a_draft_there_is_no_memory_for_is_a_sentence_and_no_draft(pair: AssembledEngine) -> None:
+    block_bytes = pair.engine.cache.kv_pool.geometry.block_bytes
+    assembled = build(device_bytes=2 * block_bytes)
+
+    [note] = [note for note in assembled.ready.notes if "draft" in note]
+    assert "--device-cache" in note
+    assert assembled.engine.status().num_blocks == 1
     assembled.engine.close()
 
 
