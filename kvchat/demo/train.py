@@ -75,8 +75,8 @@ class Plan:
         for (start, high), (end, low) in pairwise(self.knots):
             if start <= step < end:
                 return warm * (high + (low - high) * (step - start) / (end - start))
-        start = self.flat_share * self.num_steps
-        fall = max(0.0, (step - start) / max(1.0, self.num_steps - start))
+        fall_start = self.flat_share * self.num_steps
+        fall = max(0.0, (step - fall_start) / max(1.0, self.num_steps - fall_start))
         return warm * (1.0 - fall * (1.0 - self.last_scale))
 
 
