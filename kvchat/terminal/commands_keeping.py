@@ -119,8 +119,8 @@ async def forget(context: "CommandContext", arguments: str) -> None:
         raise UsageError("The conversation is empty.")
     is_last = what == "last"
     question = (
-        f"Forget {'the last turn' if is_last else 'this conversation'} for good, its text and its "
-        "KV? Only what other conversations share stays."
+        f"Forget {'the last turn' if is_last else 'this conversation'} for good, text and KV? "
+        "What others share stays."
     )
     if not is_sure and not await _confirm(context, question):
         context.say("Nothing is forgotten.")
