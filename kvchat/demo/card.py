@@ -63,7 +63,9 @@ Reproduce with `python -m kvchat.demo.evaluate`.
 
 It knows nothing of the world, has no clock and no network, and does not reason. It is often wrong
 when a request is phrased in an unusual way, and it may take an out-of-scope question for one of its
-skills. It writes English only. Nothing it says should be relied on.
+skills. A list that changes several times it gets wrong more often than right, above all when an
+item is taken off, and what was told thousands of tokens ago is mostly lost. It writes English only.
+Nothing it says should be relied on.
 """
 TARGET_IS = "The tiny chat model that ships with kvchat: the target of the demo pair."
 DRAFT_IS = (
@@ -76,7 +78,10 @@ DRAFT_IS = (
 def write_card(home: Path, scores: dict[str, Any], made: dict[str, Any]) -> None:
     """Write README.md into both model folders of `home`."""
     for folder, what in (("target", TARGET_IS), ("draft", DRAFT_IS)):
-        stage = made["stages"][made["shipped"][folder]]
+        shipped = made["shipped"][folder]
+        stage = made["stages"][shipped[-1]]
+        if len(shipped) > 1:
+            what += f" Its weights are the mean of those after the stages {' and '.join(shipped)}."
         text = card(folder, what, stage, scores, made, home / folder)
         (home / folder / "README.md").write_text(text, encoding="utf-8")
 

@@ -6,6 +6,7 @@ of the two whole. Knows the network's geometry; knows no training loop.
 
 import json
 import shutil
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,21 @@ def load_network(folder: Path) -> Network:
     weights = load_file(folder / "model.safetensors")
     network.load_state_dict({name: tensor.float() for name, tensor in weights.items()})
     return network
+
+
+def load_mean(folders: Sequence[Path]) -> Network:
+    """The network whose weights are the mean of several, which descend from each other.
+
+    After M. Wortsman et al., "Model soups: averaging weights of multiple fine-tuned models
+    improves accuracy without increasing inference time" (2022).
+    """
+    first, *others = (load_network(folder) for folder in folders)
+    mean = first.state_dict()
+    for name, weight in mean.items():
+        parts = [weight, *(other.state_dict()[name] for other in others)]
+        mean[name] = torch.stack(parts).mean(0)
+    first.load_state_dict(mean)
+    return first
 
 
 def export(folder: Path, network: Network, *, bos_id: int, end_id: int, pad_id: int) -> None:

@@ -21,7 +21,14 @@ from pathlib import Path
 import torch
 
 from kvchat.demo.card import write_card
-from kvchat.demo.checkpoint import Reached, export, load_network, reached, save_finished
+from kvchat.demo.checkpoint import (
+    Reached,
+    export,
+    load_mean,
+    load_network,
+    reached,
+    save_finished,
+)
 from kvchat.demo.conversation import Conversations
 from kvchat.demo.distill import Distillation
 from kvchat.demo.evaluate import Report, acceptance, evaluate_files
@@ -109,10 +116,10 @@ def _train_stage(job: Build, stage: Stage, team: Team) -> None:
 
 def _export(job: Build) -> None:
     tokenizer = ChatTokenizer.load(job.work / "tokenizer")
-    for name, stage in job.recipe.shipped.items():
+    for name, stages in job.recipe.shipped.items():
         folder = job.home / name
         shutil.rmtree(folder, ignore_errors=True)
-        network = load_network(job.work / stage)
+        network = load_mean([job.work / stage for stage in stages])
         export(
             folder,
             network,

@@ -35,7 +35,7 @@ TINY = Recipe(
         Stage(tiny("distillation", 1), after="draft", teacher="target"),
         Stage(tiny("target-2", 1, num_layers=2), after="target"),
     ),
-    shipped={"target": "target-2", "draft": "distillation"},
+    shipped={"target": ("target", "target-2"), "draft": ("distillation",)},
     num_tokenizer_chats=300,
     num_probes=1,
     tests=("kvchat",),
@@ -184,7 +184,20 @@ def test_every_stage_needs_earlier_stages_only(recipe: Recipe) -> None:
     assert len(set(names)) == len(names)
     for number, stage in enumerate(recipe.stages):
         assert {stage.after, stage.teacher} - {None} <= set(names[:number])
-    assert set(recipe.shipped.values()) <= set(names)
+    assert {name for parts in recipe.shipped.values() for name in parts} <= set(names)
+
+
+def test_the_shipped_target_is_the_mean_of_both_rounds(built: Path) -> None:
+    first, second, shipped = (
+        load_network(folder).state_dict()
+        for folder in (
+            built / "work" / "target", built / "work" / "target-2", built / "pair" / "target",
+        )
+    )  # fmt: skip
+
+    for name, weight in shipped.items():
+        mean = (first[name] + second[name]) / 2
+        assert torch.equal(weight, mean.to(torch.bfloat16).float()), name
 
 
 def test_nothing_trained_is_nothing_reached(tmp_path: Path) -> None:
