@@ -65,6 +65,7 @@ It knows nothing of the world, has no clock and no network, and does not reason.
 when a request is phrased in an unusual way, and it may take an out-of-scope question for one of its
 skills. A list that changes several times it gets wrong more often than right, above all when an
 item is taken off, and what was told thousands of tokens ago is mostly lost. It writes English only.
+It still explains commands that kvchat does not have, such as /compact: `/help` lists those it has.
 Nothing it says should be relied on.
 """
 TARGET_IS = "The tiny chat model that ships with kvchat: the target of the demo pair."
