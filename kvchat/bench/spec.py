@@ -31,7 +31,7 @@ from kvchat.engine.request import RequestSpec
 from kvchat.engine.speculation import Mode, Speculation
 from kvchat.model.source import DEMO, DEMO_DRAFT, find_model
 
-_KINDS = {"repetitive": "1.3", "pinned-document": "", "free-text": ""}
+_KINDS = {"repetitive": "1.3", "code": "", "pinned-document": "", "free-text": ""}
 _MUST_NOT_SLOW = "0.95"
 _NUM_TOKENS = 96
 _MAX_ANSWERS = 12
