@@ -36,7 +36,7 @@ class Installer:
         def forward(
             hidden_states: torch.Tensor, *args: Any, position_embeddings: Any = None, **kwargs: Any
         ) -> Any:
-            if not self._applies(hidden_states) or position_embeddings is None:
+            if not (self._applies(hidden_states) and _are_angles(position_embeddings)):
                 return own(hidden_states, *args, position_embeddings=position_embeddings, **kwargs)
             cos, sin = position_embeddings
             x = hidden_states[0].to(self._compute_dtype)
@@ -53,7 +53,7 @@ class Installer:
         def forward(
             hidden_states: torch.Tensor, *args: Any, position_embeddings: Any = None, **kwargs: Any
         ) -> Any:
-            if not self._applies(hidden_states) or position_embeddings is None:
+            if not (self._applies(hidden_states) and _are_angles(position_embeddings)):
                 return own(hidden_states, *args, position_embeddings=position_embeddings, **kwargs)
             cos, sin = position_embeddings
             x = hidden_states[0].to(self._compute_dtype)
@@ -96,6 +96,11 @@ class Installer:
     def _applies(self, x: torch.Tensor) -> bool:
         """`x` is [1, num_rows, ...]; a step's rows lie in one sequence."""
         return self._context.batch is not None and x.shape[1] <= self._max_rows
+
+
+def _are_angles(position_embeddings: Any) -> bool:
+    """Whether these are cosines and sines, and not one tensor of complex numbers (Llama 4)."""
+    return isinstance(position_embeddings, tuple) and len(position_embeddings) == 2
 
 
 def _adopt(*products: Product) -> None:
