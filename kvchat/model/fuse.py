@@ -33,6 +33,8 @@ _log = logging.getLogger(__name__)
 _NO_LIMIT = 1 << 30
 # Copies of the weights may take this share of what memory is free; KV wants some too.
 _MOST_OF_FREE = 0.6
+# The forms of weights that leave the checkpoint's own in place.
+_OWN, _HALF = "own", "float16"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,7 @@ class Scheme:
 class Fusion:
     """What of a model runs fused: whole decoder layers, and parts fused on their own."""
 
-    weights: str = "own"
+    weights: str = _OWN
     num_layers: int = 0
     num_parts: int = 0
 
@@ -76,8 +78,8 @@ def choose_scheme(module: Any, weights: str = "auto") -> Scheme:
         and has_half_products()
         and num_bytes < _MOST_OF_FREE * free_bytes(device)
     ):
-        return Scheme("float16", HalfProduct, torch.float32, MAX_PACKED_ROWS)
-    return Scheme("own", MergedProduct, dtype, _NO_LIMIT)
+        return Scheme(_HALF, HalfProduct, torch.float32, MAX_PACKED_ROWS)
+    return Scheme(_OWN, MergedProduct, dtype, _NO_LIMIT)
 
 
 class Fusing:
@@ -113,6 +115,21 @@ class Fusing:
             thread.join()
         self._threads.clear()
         return self._fuser.finish()
+
+    @property
+    def can_abandon(self) -> bool:
+        """Whether there is something to abandon, and weights of their own to go back to."""
+        return self.weights in (_OWN, _HALF) and not self._fuser.is_off
+
+    def abandon(self) -> None:
+        """Let every module run its own code again, where the parts together do not do as it does.
+
+        Each was proven alone; what a whole model hands them may still be something else.
+        """
+        assert self.can_abandon
+        self.wait()
+        self._fuser.abandon()
+        self.weights = _OWN
 
     def before_step(self, num_rows: int) -> None:
         """Wait if replacements are for steps of so many rows: the same step, the same numbers."""
@@ -175,6 +192,15 @@ class _Fuser:
             self._fusion = Fusion(self._scheme.weights, self._num_layers, self._num_parts)
             _log.info("fused model=%s: %s", self._spec.model_type, self._fusion)
         return self._fusion
+
+    @property
+    def is_off(self) -> bool:
+        return self._installer.is_off
+
+    def abandon(self) -> None:
+        """Switch all replacements off."""
+        self._installer.is_off = True
+        self._fusion = Fusion()
 
     @torch.inference_mode()
     def _search(self, layer: LayerSpec) -> FoundParts | None:

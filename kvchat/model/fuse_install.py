@@ -19,7 +19,8 @@ class Installer:
     """Replaces forwards that work while `context` is inside a step of at most `max_rows` rows.
 
     Once `keeps_stream` is set, layers hand the residual stream on in `compute_dtype`, which only
-    replacements understand: set it where all of a model's layers and what follows them are.
+    replacements understand: set it where all of a model's layers and what follows them are. Once
+    `is_off` is set, every module runs its own code again.
     """
 
     def __init__(self, context: StepContext, compute_dtype: torch.dtype, max_rows: int) -> None:
@@ -27,6 +28,7 @@ class Installer:
         self._compute_dtype = compute_dtype
         self._max_rows = max_rows
         self.keeps_stream = False
+        self.is_off = False
 
     def layer(self, module: Any, attention: nn.Module, fused: FusedLayer) -> None:
         """Replace a decoder layer's forward."""
@@ -95,7 +97,9 @@ class Installer:
 
     def _applies(self, x: torch.Tensor) -> bool:
         """`x` is [1, num_rows, ...]; a step's rows lie in one sequence."""
-        return self._context.batch is not None and x.shape[1] <= self._max_rows
+        if self.is_off or self._context.batch is None:
+            return False
+        return x.shape[1] <= self._max_rows
 
 
 def _are_angles(position_embeddings: Any) -> bool:

@@ -29,6 +29,8 @@ _log = logging.getLogger(__name__)
 _BLOCK_SIZE = 8
 _CHUNKS = (10, 6, 1, 1, 4, 1, 1)
 _OTHER_CHUNKS = (3, 1, 1, 2, 1, 1, 1)
+# A verdict's key ends so where a model is trusted running its own code only.
+_UNFUSED = "-unfused"
 # A model computing in low precision may differ a little in every logit, and a mixture of experts a
 # lot in a few rows where two experts score alike; both keep the direction of most rows.
 _MIN_COSINE = {torch.float32: 0.9999, torch.bfloat16: 0.98, torch.float16: 0.99}
@@ -45,6 +47,33 @@ def ensure_trusted(loaded: LoadedModel, state_directory: Path | None) -> None:
     known = _read_verdicts(path)
     if key in known:
         return
+    if key + _UNFUSED in known and loaded.fusing is not None:
+        loaded.fusing.abandon()
+        return
+    if not _passes_fused(loaded):
+        _require_pass(loaded)
+        key += _UNFUSED if loaded.fusing is not None else ""
+    _write_verdicts(path, [*known, key])
+
+
+def _passes_fused(loaded: LoadedModel) -> bool:
+    """Test the model as it is fused; where that fails, unfuse it, which costs speed only."""
+    fusing = loaded.fusing
+    if fusing is None or not fusing.can_abandon:
+        return False
+    try:
+        similarity = compare_with_own(loaded)
+        if similarity >= _MIN_COSINE[loaded.dtype]:
+            return True
+        _log.warning("self-test model=%s fused cosine=%.6f", loaded.spec.model_type, similarity)
+    except Exception as error:  # a model's own code, with parts that are not
+        _log.warning("self-test model=%s fused: %r", loaded.spec.model_type, error)
+    fusing.abandon()
+    return False
+
+
+def _require_pass(loaded: LoadedModel) -> None:
+    """Test the model as it is; raises ModelError or ModelUnsupported where it fails."""
     similarity = compare_with_own(loaded)
     _log.info("self-test model=%s cosine=%.6f", loaded.spec.model_type, similarity)
     if math.isnan(similarity):
@@ -58,7 +87,6 @@ def ensure_trusted(loaded: LoadedModel, state_directory: Path | None) -> None:
             f"cache its output differs from its own (similarity {similarity:.5f}).",
             "It probably keeps positions or state outside its attention.",
         )
-    _write_verdicts(path, [*known, key])
 
 
 def compare_with_own(loaded: LoadedModel) -> float:

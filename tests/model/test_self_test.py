@@ -9,13 +9,28 @@ from typing import Any
 import pytest
 import torch
 
+from kvchat.core.config import ModelConfig
 from kvchat.core.errors import ModelError, ModelUnsupported
 from kvchat.model import self_test
-from kvchat.model.loader import LoadedModel
+from kvchat.model.fuse_layer import FusedLayer
+from kvchat.model.loader import LoadedModel, load_model
 from kvchat.model.self_test import compare_with_own, ensure_trusted
+from kvchat.model.source import find_model
+from support.checkpoints import save_checkpoint, tiny_model
 from support.specimens import Specimen
 
 GetSpecimen = Callable[[str], Specimen]
+
+
+@pytest.fixture
+def specimen(specimen: GetSpecimen) -> GetSpecimen:
+    """Specimens that a failing test does not unfuse: others share them."""
+
+    def get(name: str) -> Specimen:
+        made = specimen(name)
+        return replace(made, loaded=replace(made.loaded, fusing=None))
+
+    return get
 
 
 class CountsItsOwnPositions(torch.nn.Module):
@@ -182,3 +197,45 @@ def test_verdicts_do_not_pile_up_without_end(
     kept = json.loads((tmp_path / "self_test.json").read_text())["passed"]
     assert len(kept) == 200
     assert kept[-2] == f"{999:032x}"
+
+
+def raises(*_: Any) -> torch.Tensor:
+    raise ValueError("not enough values to unpack (expected 2, got 1)")
+
+
+def forgets(_: FusedLayer, x: torch.Tensor, *rest: Any) -> torch.Tensor:
+    return torch.zeros_like(x)
+
+
+def fusion_of(loaded: LoadedModel) -> str:
+    assert loaded.fusing is not None
+    return str(loaded.fusing.wait())
+
+
+@pytest.mark.parametrize("failing", [raises, forgets])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_model_that_fails_fused_runs_its_own_code_and_that_is_remembered(
+    dtype: str,
+    failing: Callable[..., torch.Tensor],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Llama 4's parts passed their trials one by one, and its first step failed."""
+    source = find_model(str(save_checkpoint(tmp_path / "model", tiny_model("llama"))))
+
+    def load() -> LoadedModel:
+        loaded = load_model(source, ModelConfig(dtype=dtype), None, lambda _: None)
+        assert fusion_of(loaded).startswith("2 layers")
+        return loaded
+
+    first, again = load(), load()
+    monkeypatch.setattr(FusedLayer, "__call__", failing)
+    ensure_trusted(first, tmp_path)
+    assert fusion_of(first) == "none: transformers' own forward pass"
+    assert first.weights == "own"
+    assert compare_with_own(first) > 0.98
+
+    test = CountedTest(monkeypatch)
+    ensure_trusted(again, tmp_path)
+    assert test.count == 0
+    assert fusion_of(again) == fusion_of(first)
