@@ -99,10 +99,5 @@ def test_the_recorded_scores_can_be_measured_again(measured: dict[str, Any]) -> 
 
 @pytest.mark.soak
 def test_every_goal_is_reached(measured: dict[str, Any]) -> None:
-    """Expected to fail as long as the card names goals that are not reached, and only for those."""
-    admitted = {what for what, _, _ in shortfalls(json.loads(MANIFEST.read_text())["scores"])}
-    missed = [cell for cell in shortfalls(measured) if cell[0] not in admitted]
-
-    assert not missed
-    if admitted:
-        pytest.xfail(f"the card admits: {'; '.join(sorted(admitted))}")
+    """Fails until it is so. That the card admits what is missed is another test's matter."""
+    assert not shortfalls(measured)

@@ -15,16 +15,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig, Size
-from kvchat.core.events import RequestFailed, SampleFinished, TokensGenerated
 from kvchat.core.stats import TierStatus
-from kvchat.core.types import CachedTokens, SamplingParams
+from kvchat.core.types import CachedTokens
 from kvchat.engine.assembly import build_engine
 from kvchat.engine.engine import Engine
-from kvchat.engine.request import RequestSpec
 from kvchat.model.content_digest import remembered_as
 from kvchat.model.source import find_model
 from support.architectures import SUPPORTED
 from support.checkpoints import save_checkpoint, tiny_model
+from support.greedy_answer import greedy_answer
 from support.specimens import random_ids
 
 MIB = 1 << 20
@@ -56,19 +55,7 @@ class Life:
     engine: Engine
 
     def answer(self, prompt: list[int], count: int = 8) -> tuple[list[int], CachedTokens]:
-        if self.engine._persistence is not None:
-            self.engine._persistence.planner.prefill_tokens_per_s = 1e-3
-        sampling = SamplingParams(temperature=0.0)
-        self.engine.submit(RequestSpec(tuple(prompt), sampling, max_tokens=count))
-        ids: list[int] = []
-        while self.engine.has_work:
-            for event in self.engine.step():
-                assert not isinstance(event, RequestFailed), event
-                if isinstance(event, TokensGenerated):
-                    ids.extend(event.token_ids)
-                if isinstance(event, SampleFinished):
-                    cached = event.usage.cached
-        return ids, cached
+        return greedy_answer(self.engine, prompt, count)
 
     def disk(self) -> TierStatus:
         persistence = self.engine._persistence

@@ -15,14 +15,13 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig, Size
-from kvchat.core.events import RequestFailed, SampleFinished, TokensGenerated
-from kvchat.core.types import CachedTokens, SamplingParams
+from kvchat.core.types import CachedTokens
 from kvchat.engine.assembly import build_engine
 from kvchat.engine.engine import Engine
-from kvchat.engine.request import RequestSpec
 from kvchat.model.source import find_model
 from support.architectures import SUPPORTED
 from support.checkpoints import save_checkpoint, tiny_model
+from support.greedy_answer import greedy_answer
 from support.specimens import random_ids
 
 FAMILIES = [
@@ -44,19 +43,7 @@ class Conversation:
     engine: Engine
 
     def answer(self, prompt: list[int], count: int = 20) -> tuple[list[int], CachedTokens]:
-        if self.engine._persistence is not None:  # a busy machine must not make it lose patience
-            self.engine._persistence.planner.prefill_tokens_per_s = 1e-3
-        sampling = SamplingParams(temperature=0.0)
-        self.engine.submit(RequestSpec(tuple(prompt), sampling, max_tokens=count))
-        ids: list[int] = []
-        while self.engine.has_work:
-            for event in self.engine.step():
-                assert not isinstance(event, RequestFailed), event
-                if isinstance(event, TokensGenerated):
-                    ids.extend(event.token_ids)
-                if isinstance(event, SampleFinished):
-                    cached = event.usage.cached
-        return ids, cached
+        return greedy_answer(self.engine, prompt, count)
 
 
 @dataclass
