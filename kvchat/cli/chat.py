@@ -159,7 +159,7 @@ def _run_script(
     from kvchat.cli.progress import LoadingLine
     from kvchat.cli.script import Script, ScriptSetup, read_lines, read_requests
 
-    loading = LoadingLine(sys.stderr, settings["quiet"])
+    loading = LoadingLine(sys.stderr, settings["quiet"], notices.tell)
     desk = _open_desk(settings, request, loading.show, is_script=True)
     look = _stderr_look()
     setup = ScriptSetup(

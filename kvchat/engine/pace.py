@@ -182,7 +182,7 @@ class AdaptivePace:
         """Take an offer up, or refuse it but for a probe after a while."""
         habit = self._habit(request, offer.source)
         likely = habit.acceptance.survival(1)[0]
-        self._why_plain[request] = "" if length else f"{likely:.0%} of guesses come true"
+        self._why_plain[request] = "" if length else f"too dear for guesses {likely:.0%} likely"
         if length:
             habit.num_refused = habit.num_probes = 0
             return Taken(offer, length)

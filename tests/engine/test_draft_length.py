@@ -178,7 +178,7 @@ def test_text_nobody_can_guess_costs_next_to_nothing(draft: float) -> None:
 def test_a_text_that_becomes_guessable_is_noticed() -> None:
     pace, request = AdaptivePace(), new_request()
     run_text(pace, request, lambda step: 0.0, 0.05, 0.1, 60)
-    assert "come true" in pace.why_plain(request)
+    assert "too dear for guesses" in pace.why_plain(request)
 
     gain, _ = run_text(pace, request, lambda step: 0.95, 0.05, 0.1, 400)
 

@@ -43,10 +43,12 @@ def test_what_is_zero_is_left_out() -> None:
 
 
 def test_drafts_that_do_not_pay_say_why_there_are_none() -> None:
-    drafts = DraftUse(why_plain="12% of guesses come true")
+    drafts = DraftUse(why_plain="too dear for guesses 12% likely")
     usage = Usage(prompt_tokens=40, completion_tokens=1, drafts=drafts)
 
-    assert "1 token · draft off: 12% of guesses come true · context" in _line(usage, Timing())
+    assert "1 token · draft off: too dear for guesses 12% likely · context" in _line(
+        usage, Timing()
+    )
 
 
 def test_a_wholly_cached_prompt_on_the_device_needs_no_places() -> None:
