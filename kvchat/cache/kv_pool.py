@@ -4,11 +4,11 @@ Knows geometry, bytes and devices. Does not know which block belongs to whom.
 """
 
 import math
-import mmap
 from dataclasses import dataclass
 
 import torch
 
+from kvchat.cache.fresh_memory import fresh_memory
 from kvchat_kernels.block_copy import PoolTensors, copy_blocks, gather_blocks, scatter_blocks
 
 _SMALLEST_LENGTH = 1e-20
@@ -49,7 +49,8 @@ class KvPool:
 
     `layers[i]` is the pair of layer i's tensors, `[num_blocks, block_size, num_kv_heads, dim]`,
     owned by the pool. On a CPU the memory is anonymous and zero-filled by the kernel: a page costs
-    nothing until a token is written to it.
+    nothing until a token is written to it. Blocks with low ids are to be used first: pages may be
+    large ones, of many blocks.
     """
 
     def __init__(self, geometry: KvGeometry, num_blocks: int, device: torch.device) -> None:
@@ -68,7 +69,7 @@ class KvPool:
         if self.device.type != "cpu":
             return torch.zeros(shape, dtype=geometry.dtype, device=self.device)
         num_elements = self.num_blocks * geometry.block_size * layer.num_kv_heads * dim
-        memory = mmap.mmap(-1, num_elements * geometry.dtype.itemsize)
+        memory = fresh_memory(num_elements * geometry.dtype.itemsize)
         return torch.frombuffer(memory, dtype=geometry.dtype).view(shape)
 
     def copy_block(self, source: int, target: int) -> None:

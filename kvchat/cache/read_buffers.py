@@ -6,7 +6,8 @@ reading as much from the page cache does (measured on two cores of an EPYC, 4 Mi
 """
 
 import mmap
-from contextlib import suppress
+
+from kvchat.cache.fresh_memory import fresh_memory
 
 _GRAIN_BYTES = 1 << 16
 _PAGE_BYTES = 4096
@@ -52,12 +53,7 @@ class ReadBuffers:
 
 
 def _fresh(num_bytes: int) -> mmap.mmap:
-    size = -(-max(num_bytes, 1) // _GRAIN_BYTES) * _GRAIN_BYTES
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # not every kernel has large pages
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    return memory
+    return fresh_memory(-(-max(num_bytes, 1) // _GRAIN_BYTES) * _GRAIN_BYTES)
 
 
 def _is_free(memory: mmap.mmap) -> bool:
