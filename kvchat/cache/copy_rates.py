@@ -3,6 +3,7 @@
 Decides by what this machine has shown so far. Pure arithmetic; knows no tier and no clock.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 # A rate follows what is measured, the newest weighing a third.
@@ -21,6 +22,24 @@ class CopyRates:
     prefill_tokens_per_s: float | None = None
     down_bytes_per_s: float | None = None
     up_bytes_per_s: float | None = None
+
+    def rates(self) -> dict[str, float]:
+        """Return the rates that are known, by name."""
+        known = {
+            "prefill": self.prefill_tokens_per_s,
+            "down": self.down_bytes_per_s,
+            "up": self.up_bytes_per_s,
+        }
+        return {name: rate for name, rate in known.items() if rate is not None}
+
+    def begin_with(self, rates: Mapping[str, float]) -> None:
+        """Take over what an earlier process has measured, as far as this one has not."""
+        if self.prefill_tokens_per_s is None:
+            self.prefill_tokens_per_s = rates.get("prefill")
+        if self.down_bytes_per_s is None:
+            self.down_bytes_per_s = rates.get("down")
+        if self.up_bytes_per_s is None:
+            self.up_bytes_per_s = rates.get("up")
 
     def note_prefill(self, num_tokens: int, seconds: float) -> None:
         """Take in how long computing took."""

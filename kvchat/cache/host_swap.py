@@ -22,6 +22,7 @@ from kvchat.cache.host_tier import HostTier, Loan
 from kvchat.cache.manager import CacheManager
 from kvchat.cache.promotion import Promotion, Risen, Sunk
 from kvchat.cache.radix_node import TOKEN_BYTES, pack
+from kvchat.cache.rate_memory import RateMemory
 from kvchat.cache.transfer import TransferThread
 from kvchat.core.stats import TierStatus
 from kvchat.core.types import TokenIds
@@ -43,7 +44,9 @@ _CLOSE_PATIENCE_S = 5.0
 
 
 class HostSwap:
-    """Joins one manager with a host tier. `clock` returns seconds. The engine's thread owns it."""
+    """Joins one manager with a host tier. `clock` returns seconds; `memory` remembers how fast this
+    machine copies. The engine's thread owns it.
+    """
 
     def __init__(
         self,
@@ -51,8 +54,12 @@ class HostSwap:
         host: HostTier,
         transfer: TransferThread,
         clock: Callable[[], float] = time.perf_counter,
+        memory: RateMemory | None = None,
     ) -> None:
         self.rates = CopyRates()
+        self._memory = memory
+        if memory is not None:
+            self.rates.begin_with(memory.read())
         self.host = host
         self._manager = manager
         self._pool = manager.kv_pool
@@ -307,6 +314,8 @@ class HostSwap:
         self.host.settle(sunk.loan, sunk.is_there)
         if sunk.is_there:
             self.rates.note_down(sunk.num_bytes, sunk.seconds)
+        if not self._sinking:
+            self._keep_rates()
 
     def _advance(self, promotion: Promotion) -> None:
         if self._clock() > promotion.deadline_s:
@@ -319,6 +328,13 @@ class HostSwap:
             self.host.end(promotion.loan)
             self._promotions.remove(promotion)
             promotion.is_ended = True
+            self._keep_rates()
+
+    def _keep_rates(self) -> None:
+        memory = self._memory
+        if memory is not None:
+            known = self.rates.rates()
+            self._transfer.copy(lambda: memory.write(known))
 
     def _sink_cold(self) -> None:
         """Demote what was used longest ago, so that free blocks are there when they are needed."""
@@ -335,7 +351,11 @@ class HostSwap:
 
     def close(self) -> None:
         """End the thread once what is under way is done, within bounds. Idempotent."""
+        memory, self._memory = self._memory, None
         self._transfer.close(_CLOSE_PATIENCE_S)
+        self._take_done(0.0)
+        if memory is not None:  # the thread that does it otherwise is no more
+            memory.write(self.rates.rates())
 
     # Self-examination
 

@@ -28,7 +28,8 @@ _log = logging.getLogger(__name__)
 class RateMemory:
     """The rates of one `subject`, a model on a device, in `directory`; None keeps none.
 
-    May be used from any thread, by one at a time.
+    Several may keep rates of the same subject, of different names or measured alike. May be used
+    from any thread, by one at a time.
     """
 
     def __init__(self, directory: Path | None, subject: str) -> None:
@@ -41,12 +42,15 @@ class RateMemory:
         return self._read_all().get(self._subject, {})
 
     def write(self, rates: Mapping[str, float]) -> None:
-        """Keep rates, where they are news; what cannot be written costs the next run some time."""
+        """Keep rates, where they are news, and leave those of other names as they are.
+
+        What cannot be written costs the next run some time.
+        """
         if self._path is None or not self._is_news(rates):
             return
         subjects = self._read_all()
-        subjects.pop(self._subject, None)
-        newest = dict([*subjects.items(), (self._subject, dict(rates))][-_MAX_SUBJECTS:])
+        known = {**subjects.pop(self._subject, {}), **rates}
+        newest = dict([*subjects.items(), (self._subject, known)][-_MAX_SUBJECTS:])
         fresh = self._path.with_name(f"{_NAME}.{os.getpid()}")
         try:
             private_directory(self._path.parent)
@@ -54,16 +58,17 @@ class RateMemory:
             with os.fdopen(descriptor, "w", encoding="utf-8") as file:
                 json.dump({"version": _VERSION, "rates": newest}, file)
             fresh.replace(self._path)
-            self._written = dict(rates)
+            self._written = known
         except (StoreError, OSError) as error:
             _log.warning("rates not kept: %s", error)
             with suppress(OSError):
                 fresh.unlink(missing_ok=True)
 
     def _is_news(self, rates: Mapping[str, float]) -> bool:
-        if rates.keys() != self._written.keys():
-            return bool(rates)
-        return any(abs(rate / self._written[name] - 1) > _NEWS for name, rate in rates.items())
+        known = self._written
+        return any(
+            name not in known or abs(rate / known[name] - 1) > _NEWS for name, rate in rates.items()
+        )
 
     def _read_all(self) -> dict[str, dict[str, float]]:
         if self._path is None:

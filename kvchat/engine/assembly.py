@@ -109,7 +109,7 @@ def engine_around(
         vocab_size=loaded.spec.vocab_size,
         persistence=persistence,
         speculation=speculation,
-        swap=_swap(cache, cache_config, persistence),
+        swap=_swap(cache, cache_config, persistence, rate_memory(loaded, state_directory)),
     )
 
 
@@ -186,12 +186,17 @@ def new_persistence(
         layout = Layout(identity, geometry.block_size, geometry.block_bytes)
         return DiskTier(directory, layout, limit, is_one_shot=config.is_one_shot)
 
+    return Persistence(cache, open_tier, rates=rate_memory(loaded, state_directory))
+
+
+def rate_memory(loaded: LoadedModel, state_directory: Path | None) -> RateMemory:
+    """Return what remembers how fast this machine computes, reads and copies a model's KV."""
     subject = f"{loaded.identity} {dtype_name(loaded.dtype)} {loaded.device.type}"
-    return Persistence(cache, open_tier, rates=RateMemory(state_directory, subject))
+    return RateMemory(state_directory, subject)
 
 
 def _swap(
-    cache: CacheManager, config: CacheConfig, persistence: Persistence | None
+    cache: CacheManager, config: CacheConfig, persistence: Persistence | None, memory: RateMemory
 ) -> HostSwap | None:
     """Return what lets KV sink into host memory; None where nothing may."""
     pool = cache.kv_pool
@@ -201,7 +206,7 @@ def _swap(
     geometry, is_pinned = pool.geometry, pool.device.type == "cuda"
     host = HostTier(geometry.block_size, geometry.block_bytes, limit, is_pinned)
     transfer = persistence.transfer if persistence is not None else TransferThread(lambda: None, 0)
-    return HostSwap(cache, host, transfer)
+    return HostSwap(cache, host, transfer, memory=memory)
 
 
 def model_ready(loaded: LoadedModel, engine: Engine) -> ModelReady:

@@ -79,6 +79,16 @@ def test_the_newest_subjects_are_kept(tmp_path: Path) -> None:
     assert RateMemory(tmp_path, "model 69").read() == RATES
 
 
+def test_who_measures_other_rates_leaves_these_alone(tmp_path: Path) -> None:
+    """Whoever wrote last was once the only one whose rates were kept."""
+    disk, host = RateMemory(tmp_path, "model"), RateMemory(tmp_path, "model")
+    disk.write(RATES)
+    host.write({"prefill": 900.0, "up": 8e9})
+    disk.write({"prefill": 500.0, "read": 1e9})
+
+    assert RateMemory(tmp_path, "model").read() == {"prefill": 500.0, "read": 1e9, "up": 8e9}
+
+
 def test_what_is_no_news_is_not_written(tmp_path: Path) -> None:
     memory = RateMemory(tmp_path, "model")
     memory.write(RATES)

@@ -33,13 +33,14 @@ def assemble(
     dtype: str = "float32",
     cache: CacheConfig | None = None,
     engine: EngineConfig | None = None,
+    state: Path | None = None,
 ) -> AssembledEngine:
     return build_engine(
         find_model(str(directory)),
         ModelConfig(dtype=dtype),
         cache or CacheConfig(device_bytes=Size(num_bytes=MEBIBYTE)),
         engine or EngineConfig(),
-        None,
+        state,
         lambda _: None,
     )
 
@@ -162,3 +163,17 @@ def test_without_reuse_nothing_is_cached(checkpoint: Path) -> None:
     assert generate(engine, prompt, 5) == generate(engine, prompt, 5)
     assert engine.status().num_cached == 0
     assert engine.status().num_tokens_computed == 2 * (40 + 4)
+
+
+def test_how_fast_copies_are_is_known_to_the_next_engine(checkpoint: Path, tmp_path: Path) -> None:
+    some = Size(num_bytes=MEBIBYTE)
+    config = CacheConfig(device_bytes=some, host_bytes=some)
+    first = assemble(checkpoint, cache=config, state=tmp_path).engine
+    assert first._swap is not None
+    first._swap.rates.note_up(1 << 30, 1.0)
+    first.close()
+
+    second = assemble(checkpoint, cache=config, state=tmp_path).engine
+
+    assert second._swap is not None
+    assert second._swap.rates.up_bytes_per_s == 1 << 30

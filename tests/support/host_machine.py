@@ -10,6 +10,7 @@ from kvchat.cache.host_tier import HostTier
 from kvchat.cache.kv_pool import KvGeometry, KvPool, LayerGeometry
 from kvchat.cache.manager import CacheManager
 from kvchat.cache.persistence import Persistence
+from kvchat.cache.rate_memory import RateMemory
 from kvchat.cache.transfer import TransferThread
 from support.cached_contexts import CPU, assert_kv_is_right
 
@@ -33,14 +34,17 @@ class LateThread:
     """A transfer thread that does nothing until it is told to."""
 
     def __init__(self) -> None:
-        self.jobs: list[Callable[[], None]] = []
+        self.jobs: list[Callable[[], object]] = []
 
-    def copy(self, job: Callable[[], None]) -> None:
+    def copy(self, job: Callable[[], object]) -> None:
         self.jobs.append(job)
 
     def work(self, num_jobs: int = 1 << 30) -> None:
         for _ in range(min(num_jobs, len(self.jobs))):
             self.jobs.pop(0)()
+
+    def close(self, timeout_s: float) -> None:
+        self.work()
 
 
 class Machine:
@@ -52,12 +56,13 @@ class Machine:
         num_slots: int = 64,
         layers: tuple[LayerGeometry, ...] = GEOMETRIES["one layer"],
         dtype: torch.dtype = torch.float32,
+        memory: RateMemory | None = None,
     ) -> None:
         geometry = KvGeometry(layers, dtype, block_size=4)
         self.manager = CacheManager(KvPool(geometry, num_blocks, CPU))
         self.host = HostTier(4, geometry.block_bytes, num_slots * geometry.block_bytes, False)
         self.thread = LateThread()
-        self.swap = HostSwap(self.manager, self.host, self.thread)  # type: ignore[arg-type]
+        self.swap = HostSwap(self.manager, self.host, self.thread, memory=memory)  # type: ignore[arg-type]
 
     def sink(self, num_blocks: int = 1 << 20) -> None:
         self.manager.sink(num_blocks)
