@@ -75,12 +75,22 @@ def reuse_of(
     if asked.parent_id != ROOT:
         others.append(conversation.turn(asked.parent_id))
     others.extend(each for each in conversation.children(asked.turn_id) if each.turn_id != turn_id)
+    others = [other for other in others if not _is_copy(conversation, other)]
     best = max(others, key=lambda other: _closeness(conversation, other, ids), default=None)
     before = tuple(conversation.context_ids(best.turn_id)) if best is not None else ()
     change = Change.NEW
     if best is not None and common_len(ids, before) < min(len(ids), len(before)):
         change = _change(conversation, asked, best, common_len(ids, before))
     return Reuse(ids, before, change, cached, lack)
+
+
+def _is_copy(conversation: Conversation, turn: Turn) -> bool:
+    """Whether a turn was only written anew, as under another system prompt: nobody has read it."""
+    return any(
+        each.turn_id < turn.turn_id
+        and (each.created_s, each.role, each.text) == (turn.created_s, turn.role, turn.text)
+        for each in conversation.turns()
+    )
 
 
 def _is_below(conversation: Conversation, turn: Turn, other: Turn) -> bool:
@@ -125,9 +135,11 @@ def is_as_expected(conversation: Conversation, turn_id: int, cached: CachedToken
 
 
 def cause(reuse: Reuse) -> str:
-    """Return in a few words why something that had been read was read again; "" if nothing was."""
+    """Return in a few words what a turn that read more than its own had to read that for: why what
+    had been read is not there, or what changed; "" where neither is so.
+    """
     if not reuse.num_lost:
-        return ""
+        return "" if reuse.change is Change.NEW else str(reuse.change)
     if reuse.lack is None or (reuse.lack is Lack.NEVER_WRITTEN and reuse.cached.total):
         return str(Lack.EVICTED)
     return str(reuse.lack)

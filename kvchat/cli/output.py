@@ -40,17 +40,20 @@ class Exchange:
 class Writer(Protocol):
     """Writes one exchange after another."""
 
-    def write(self, exchange: Exchange, event: ChatEvent) -> None:
-        """Take one event of an exchange."""
+    def write(self, exchange: Exchange, event: ChatEvent, read_again: str = "") -> None:
+        """Take one event of an exchange; of its end, why something was read again, if it was."""
 
     def fail(self, error: KvchatError, fields: dict[str, object]) -> None:
         """Report that there is no exchange to speak of."""
 
 
 def final_object(
-    ready: ModelReady | None, exchange: Exchange, ended: AnswerEnded
+    ready: ModelReady | None, exchange: Exchange, ended: AnswerEnded, read_again: str = ""
 ) -> dict[str, object]:
-    """Return the object that describes a finished answer, as `--json` prints it."""
+    """Return the object that describes a finished answer, as `--json` prints it.
+
+    It has `thinking` and `read_again` only where there is something to say.
+    """
     timing = ended.timing.as_dict(ended.usage)
     timing["load_s"] = round(ready.load_s, 4) if ready is not None else 0.0
     result: dict[str, object] = {
@@ -63,6 +66,8 @@ def final_object(
     }
     if ended.thinking:
         result["thinking"] = ended.thinking
+    if read_again:
+        result["read_again"] = read_again
     return result
 
 
@@ -98,7 +103,7 @@ class TextWriter:
         self._ends_line = True
         self._num_printed = 0
 
-    def write(self, exchange: Exchange, event: ChatEvent) -> None:
+    def write(self, exchange: Exchange, event: ChatEvent, read_again: str = "") -> None:
         if isinstance(event, AnswerText) and exchange.num_samples == 1 and not event.is_thinking:
             self._print(event.text)
         elif isinstance(event, AnswerEnded):
@@ -134,9 +139,9 @@ class JsonWriter:
         self._stdout = stdout
         self._ready = ready
 
-    def write(self, exchange: Exchange, event: ChatEvent) -> None:
+    def write(self, exchange: Exchange, event: ChatEvent, read_again: str = "") -> None:
         if isinstance(event, AnswerEnded):
-            self._print(final_object(self._ready(), exchange, event))
+            self._print(final_object(self._ready(), exchange, event, read_again))
         elif isinstance(event, AnswerFailed):
             self._print({**exchange.fields(), "error": error_object(event.error)})
 
@@ -154,7 +159,7 @@ class StreamJsonWriter:
         self._stdout = stdout
         self._ready = ready
 
-    def write(self, exchange: Exchange, event: ChatEvent) -> None:
+    def write(self, exchange: Exchange, event: ChatEvent, read_again: str = "") -> None:
         if isinstance(event, AnswerFailed):
             self.fail(event.error, exchange.fields())
             return
@@ -166,7 +171,8 @@ class StreamJsonWriter:
             key = "thinking" if event.is_thinking else "text"
             self._print("delta", exchange, {key: event.text}, event.sample)
         elif isinstance(event, AnswerEnded):
-            self._print("end", exchange, final_object(self._ready(), exchange, event))
+            content = final_object(self._ready(), exchange, event, read_again)
+            self._print("end", exchange, content)
 
     def fail(self, error: KvchatError, fields: dict[str, object]) -> None:
         print_json(self._stdout, {"event": "error", **fields, **error_object(error)})

@@ -119,9 +119,9 @@ class Script:
         exchange = Exchange(session.session_id, None, num_samples)
         with self._limited(reply):
             for event in reply:
-                self._handle(exchange, event, reply)
                 if isinstance(event, AnswerEnded):
                     self._desk.note_ended(event)
+                self._handle(exchange, event, reply)
         self._tell_trouble()
 
     def _tell_trouble(self) -> None:
@@ -157,15 +157,16 @@ class Script:
                 reply.cancel()
 
     def _handle(self, exchange: Exchange, event: ChatEvent, reply: Reply) -> None:
+        read_again = self._desk.why_so_much(event) if isinstance(event, AnswerEnded) else ""
         with self._listening(reply):
             if self._is_heard:
-                self._setup.writer.write(exchange, event)
+                self._setup.writer.write(exchange, event, read_again)
         if isinstance(event, SavingFailed):
             self._setup.notices.tell(event.message)
         elif isinstance(event, AnswerFailed):
             self._fail(event.error)
         elif isinstance(event, AnswerEnded):
-            self._tell_statistics(event)
+            self._tell_statistics(event, read_again)
             notice = ending_notice(event.reason, self._desk.options.max_tokens is not None)
             if notice is not None:
                 self._setup.notices.tell(notice)
@@ -175,12 +176,13 @@ class Script:
             if self._interruption.code is not None:
                 self._note(self._interruption.code)
 
-    def _tell_statistics(self, ended: AnswerEnded) -> None:
+    def _tell_statistics(self, ended: AnswerEnded, read_again: str) -> None:
         if not self._shows_stats:
             return
         ready = self._desk.host.ready
         limit = ready.context_limit if ready is not None else None
-        line = stats_line(ended.usage, ended.timing, ended.reason, limit, self._setup.glyphs)
+        glyphs = self._setup.glyphs
+        line = stats_line(ended.usage, ended.timing, ended.reason, limit, glyphs, read_again)
         self._setup.notices.show(line.replace(NO_BREAK, " ") + "\n")
 
     def _limited(self, reply: Reply) -> "_Limits":

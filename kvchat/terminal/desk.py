@@ -189,7 +189,10 @@ class Desk:
         return explain(reuse, self.host.model.tokenizer.decode)
 
     def why_so_much(self, ended: AnswerEnded) -> str:
-        """Return in a few words why something was read again; "" where nothing was."""
+        """Return in a few words why more was read than what is new; "" where nothing was.
+
+        Of an answer that was noted.
+        """
         conversation = self.conversation
         if conversation is None or conversation.turn(ended.turn_id).role is not Role.ASSISTANT:
             return ""

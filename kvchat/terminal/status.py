@@ -7,7 +7,7 @@ words and number formats; knows no screen.
 from dataclasses import dataclass
 
 from kvchat.chat.events import ReadingPrompt
-from kvchat.core.stats import SpeculationStatus
+from kvchat.core.stats import GraphStatus, SpeculationStatus
 from kvchat.core.types import CachedTokens, FinishReason, Timing, Usage, rate
 from kvchat.terminal.sanitize import one_line
 from kvchat.terminal.theme import Glyphs
@@ -56,13 +56,18 @@ def stats_line(
     reason: FinishReason,
     context_limit: int | None,
     glyphs: Glyphs,
+    read_again: str = "",
 ) -> str:
-    """Return the line after an answer. Where it is too long it breaks between its parts."""
+    """Return the line after an answer. Where it is too long it breaks between its parts.
+
+    `read_again` says why something was, "" where nothing was.
+    """
     used = usage.prompt_tokens + usage.completion_tokens
     parts = [
         _ending(reason),
         _cached(usage, glyphs),
         f"read {usage.prefilled_tokens:,}" if usage.prefilled_tokens else "",
+        f"read again: {read_again}" if read_again else "",
         f"first token {format_seconds(timing.ttft_s)}" if usage.completion_tokens else "",
         _generated(usage, timing),
         _drafted(usage),
@@ -133,6 +138,15 @@ def speculation_lines(status: SpeculationStatus) -> list[str]:
     if total.why_plain and status.mode != "off":
         lines.append(f"        off by themselves at the moment: {total.why_plain}")
     return lines + [f"        {one_line(reason)}" for reason in status.failed]
+
+
+def graph_lines(status: GraphStatus) -> list[str]:
+    """Return how many steps ran as captured graphs, and what keeps others from it."""
+    captured = f"{plural(status.num_captured, 'shape')} captured"
+    took = f" in {status.capture_s:.1f} s" if status.num_captured else ""
+    small = status.num_replayed + status.num_eager
+    lines = [f"graphs: {captured}{took}, {status.num_replayed:,} of {small:,} small steps replayed"]
+    return lines + ([f"        {one_line(status.trouble)}"] if status.trouble else [])
 
 
 class PrefillMeter:

@@ -80,6 +80,14 @@ def test_the_short_cause_is_said_only_where_something_was_lost() -> None:
     assert cause(never) == "never written"
 
 
+def test_the_short_cause_of_what_was_never_there_is_what_changed() -> None:
+    """After /system the whole conversation is read, and the line said nothing of it."""
+    facts = Reuse((7, *HISTORY), HISTORY, Change.SYSTEM, CachedTokens())
+
+    assert cause(facts) == "system prompt changed"
+    assert cause(replace(facts, change=Change.NEW)) == ""
+
+
 def test_the_common_length_is_that_of_the_naive_loop() -> None:
     for one, other in [((), ()), ((1,), ()), ((1, 2), (1, 2, 3)), ((1, 2, 3), (1, 5, 3))]:
         naive = 0
@@ -175,3 +183,20 @@ def test_what_else_may_change(changes: dict[str, object], expected: Change) -> N
     again = talk.add(Role.USER, "hi there", ROOT, **changes)
 
     assert talk.why(again).change is expected
+
+
+def test_a_path_written_anew_under_another_system_prompt_was_never_read() -> None:
+    """All that /system wrote anew was once said to be evicted, before it was ever read."""
+    talk = Talk("be kind. ")
+    question = talk.add(Role.USER, "hi there", ROOT, created_s=5.0)
+    talk.add(Role.ASSISTANT, "hello", question, created_s=6.0)
+    talk.conversation.system = "be dull. "
+    again = talk.add(Role.USER, "hi there", ROOT, created_s=5.0)
+    copy = talk.add(Role.ASSISTANT, "hello", again, created_s=6.0)
+    answer = talk.add(Role.ASSISTANT, "fine", talk.add(Role.USER, "how are you", copy))
+    later = talk.add(Role.ASSISTANT, "bye", talk.add(Role.USER, "well", answer))
+
+    assert talk.why(answer).change is Change.SYSTEM
+    assert talk.why(answer).num_shared == len("be ")
+    assert talk.why(later).change is Change.NEW
+    assert talk.why(later).num_shared == len("be dull. hi therehellohow are youfine")

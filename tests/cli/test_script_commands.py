@@ -124,6 +124,16 @@ def test_answers_go_to_stdout_and_what_commands_say_to_stderr(run_lines: RunLine
     assert "\x1b" not in ran.stderr
 
 
+def test_a_changed_system_prompt_is_why_all_of_it_is_read(run_lines: RunLines) -> None:
+    ran = run_lines("ships " * 20, "/system Be brief.", "And then?", is_json=True, stats=True)
+
+    first, second = (json.loads(line) for line in ran.stdout.splitlines())
+    assert "read_again" not in first
+    assert second["read_again"] == "system prompt changed"
+    told = [line for line in ran.stderr.splitlines() if "first token" in line]
+    assert ["read again: system prompt changed" in line for line in told] == [False, True]
+
+
 def test_guessing_ahead_is_switched_and_told_of(run_lines: RunLines) -> None:
     ran = run_lines("/spec", "/spec on", "/spec", "/spec ngram", "one", "/spec off", "/stats")
 

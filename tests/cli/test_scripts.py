@@ -275,3 +275,14 @@ def test_no_terminal_and_no_input_is_a_usage_error_at_once(shell: Shell) -> None
     assert done.returncode == 2
     assert done.stdout == b""
     assert b"input is empty" in done.stderr
+
+
+def test_a_script_is_told_why_something_was_read_again(shell: Shell, tiny: str) -> None:
+    shell.run("-m", tiny, *GREEDY, "-p", "Tell me of ships. " * 20)
+
+    elsewhere = ("--cache-dir", str(shell.home / "elsewhere"))
+    done = shell.run("-m", tiny, *GREEDY, "-c", *elsewhere, "--json", "--stats", "-p", "And then?")
+
+    [answer] = objects(done.stdout)
+    assert answer["read_again"] == "never written"
+    assert b" | read again: never written | " in done.stderr

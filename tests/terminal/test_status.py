@@ -34,6 +34,13 @@ def test_the_line_after_an_answer_tells_all_there_is_to_tell() -> None:
     )
 
 
+def test_what_was_read_again_has_its_reason_beside_the_count() -> None:
+    usage = Usage(40, CachedTokens(device=16), 1)
+    line = stats_line(usage, Timing(), FinishReason.STOP, None, _GLYPHS, "evicted")
+
+    assert line.replace("\u00a0", " ").startswith("cached 16/40 · read 24 · read again: evicted · ")
+
+
 def test_what_is_zero_is_left_out() -> None:
     usage = Usage(prompt_tokens=40, completion_tokens=1)
 
