@@ -44,7 +44,7 @@ _log = logging.getLogger(__name__)
 # A busy database is a miss: whoever holds it longer than this is not worth waiting for.
 _PATIENCE_S = 1.0
 # Images that were read and are not yet on the device: rarely more than these at once.
-_MAX_BUFFERS, _WARM_BUFFERS = 8, 3
+_MAX_BUFFERS, _WARM_BUFFERS = 8, 4
 
 
 class DiskTier:

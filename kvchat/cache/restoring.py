@@ -29,6 +29,10 @@ Image = bytes | bytearray | memoryview
 # What is read before the front is computed waits in memory: 256 MiB of packs at most.
 _MAX_PIECES_IN_FLIGHT = 64
 _NEWS_PATIENCE_S = 0.02
+# Memory that was read into before takes a quarter of the time of fresh memory: so the reader stays
+# this little ahead of an engine that keeps up. One that does not is not waited for.
+_PIECES_AHEAD = 2
+_TAKING_PATIENCE_S = 0.003
 # What is computed at first while something is late; twice as much each time after.
 _HURRY_TOKENS = 64
 
@@ -71,6 +75,9 @@ class Restore:
     # [num_trusted, num_arrived)    tokens that came up and are still to be proven; `canary` is that
     #                               of the last
 
+    `num_put` counts the pieces delivered, `num_taken` those of them that are on the device or will
+    never be.
+
     `since_s` is when the last piece of use came, or the first was asked for; `piece_bytes` are
     those of a large piece, as far as they are known. A prefetch `is_foreseen`: nobody waits for it,
     and nobody would compute a front of it.
@@ -89,6 +96,9 @@ class Restore:
     places: BoundedSemaphore = field(
         default_factory=lambda: BoundedSemaphore(_MAX_PIECES_IN_FLIGHT)
     )
+    num_put: int = 0
+    num_taken: int = 0
+    has_taken: Event = field(default_factory=Event)
     has_all: Event = field(default_factory=Event)
     is_given_up: Event = field(default_factory=Event)
     lack: Lack | None = None
@@ -168,21 +178,26 @@ class Restoring:
         Gives up where there is no room for more. What comes up before its front is computed is held
         until then; what is late has its front extended, so that computing goes on meanwhile.
         """
-        with suppress(Empty):
-            while True:
-                restore.held.append(restore.pieces.get_nowait())
+        _collect(restore)
         is_ready = self._has_front(restore)
         while is_ready and restore.held and not restore.is_given_up.is_set():
-            piece = restore.held.popleft()
-            restore.places.release()
-            if self._take(restore, piece) < piece.num_blocks:
-                restore.lack = Lack.NO_ROOM
-                restore.give_up()
+            self._take_next(restore)
+            _collect(restore)
         if self._transfer.is_without_tier:
             restore.give_up()
         elif is_ready and not restore.is_over and self._is_late(restore):
             self._hurry(restore)
         return not restore.is_over
+
+    def _take_next(self, restore: Restore) -> None:
+        piece = restore.held.popleft()
+        restore.places.release()
+        if self._take(restore, piece) < piece.num_blocks:
+            restore.lack = Lack.NO_ROOM
+            restore.give_up()
+        restore.num_taken += 1
+        del piece  # or its memory would not be free for the next one
+        restore.has_taken.set()
 
     def _is_late(self, restore: Restore) -> bool:
         num_tokens = len(restore.ids) - restore.num_known
@@ -288,10 +303,13 @@ class Restoring:
                     continue
                 if not _has_place(restore):
                     return
+                _let_engine_take(restore)
                 start_s = self._clock()
                 image = tier.read(found)
                 self._planner.note_read(len(image), self._clock() - start_s)
+                restore.num_put += 1
                 restore.pieces.put(self._piece(found, image, start_block))
+                del image  # the tier reads into this memory again once the engine is done with it
                 self._news.set()
         except DamagedRecord:
             restore.lack = Lack.CORRUPT  # the tier counts it; what lies behind it is computed
@@ -336,9 +354,23 @@ class Restoring:
         return Piece(first, found.num_blocks - num_known, writable, found.canary)
 
 
+def _collect(restore: Restore) -> None:
+    """Take over what was delivered since."""
+    with suppress(Empty):
+        while True:
+            restore.held.append(restore.pieces.get_nowait())
+
+
 def _has_place(restore: Restore) -> bool:
     """Wait until the engine has taken enough of what was read; false once it wants no more."""
     while not restore.places.acquire(timeout=0.05):
         if restore.is_given_up.is_set():
             return False
     return not restore.is_given_up.is_set()
+
+
+def _let_engine_take(restore: Restore) -> None:
+    """Let the engine take a piece where some wait for it, if it does so at once."""
+    restore.has_taken.clear()
+    if restore.num_put - restore.num_taken >= _PIECES_AHEAD:
+        restore.has_taken.wait(_TAKING_PATIENCE_S)

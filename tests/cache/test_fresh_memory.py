@@ -12,7 +12,7 @@ def test_is_zero_and_writable_to_its_end(num_bytes: int) -> None:
     memory = fresh_memory(num_bytes)
 
     assert len(memory) == num_bytes
-    assert not any(memory[:64]) and not any(memory[-64:])
+    assert not any(memory[:64] + memory[-64:])
     memory[-1] = 7
     assert memory[-1] == 7
 
