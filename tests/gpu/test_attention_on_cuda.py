@@ -8,6 +8,7 @@ import torch
 from support.attention_checks import CASES, MIXED, check_attention
 from support.attention_kernel_checks import (
     check_distant_blocks,
+    check_lengths_on_the_device,
     check_replay,
     check_rows_without_context,
     check_small_splits,
@@ -65,6 +66,17 @@ def test_many_splits_are_merged_and_empty_ones_weigh_nothing(rule: dict[str, Any
 def test_a_step_captured_for_a_single_token_is_right_for_a_long_context(new: int) -> None:
     case = AttentionCase(8, 2, 64, 64, has_sinks=True)
     check_replay(case, new, (32768, new, 257, 33), DEVICE)
+
+
+@pytest.mark.parametrize("most", [5, 17])
+def test_one_capture_is_right_whatever_lengths_the_device_holds(most: int) -> None:
+    contents = (
+        ((5, 5), (5, 5), (5, 5), (2, 2)),
+        ((1, 32768), (5, 4097), (5, 63), (5, 257), (1, 1)),
+        ((4, 12345), (4, 4), (4, 33), (3, 70), (2, 300)),
+    )
+    case = AttentionCase(8, 2, 64, 64, has_sinks=True, window=5000)
+    check_lengths_on_the_device(case, most, contents, DEVICE)
 
 
 def test_rows_without_context_become_zero() -> None:

@@ -9,6 +9,7 @@ from interpreter import Interpreter
 from support.attention_checks import CASES, check_attention
 from support.attention_kernel_checks import (
     check_distant_blocks,
+    check_lengths_on_the_device,
     check_replay,
     check_rows_without_context,
     check_small_splits,
@@ -17,6 +18,7 @@ from support.attention_kernel_checks import (
 )
 from support.plain_attention import AttentionCase
 
+Contents = tuple[tuple[tuple[int, int], ...], ...]
 # (new tokens, context). Decodes and a verification; a chunk, a first chunk and a decode beside it.
 FEW_ROWS = ((1, 63), (3, 50), (1, 1))
 MANY_ROWS = ((18, 70), (17, 17), (1, 33))
@@ -77,6 +79,31 @@ def test_a_step_planned_for_a_single_token_is_right_for_a_long_context(
     interpreter: Interpreter, new: int
 ) -> None:
     interpreter(check_replay, AttentionCase(has_sinks=True), new, (260, new, 33))
+
+
+DECODES = (((1, 1), (1, 1)), ((1, 63), (1, 257)), ((1, 1030), (1, 2)))
+VERIFICATIONS = (
+    ((5, 5), (5, 5)),
+    ((1, 63), (5, 257), (4, 4)),
+    ((3, 700), (5, 9), (2, 2)),
+    ((5, 1030), (1, 1), (1, 300), (3, 77)),
+)
+
+
+@pytest.mark.parametrize("rule", [{}, {"window": 100, "has_sinks": True}], ids=str)
+@pytest.mark.parametrize(("most", "contents"), [(1, DECODES), (5, VERIFICATIONS)])
+def test_one_plan_is_right_whatever_lengths_the_device_holds(
+    interpreter: Interpreter, most: int, contents: Contents, rule: dict[str, Any]
+) -> None:
+    interpreter(check_lengths_on_the_device, AttentionCase(**rule), most, contents)
+
+
+def test_one_plan_for_more_tokens_than_decodes_have_serves_single_ones_too(
+    interpreter: Interpreter,
+) -> None:
+    """Beyond 16 new tokens the host plans by their number, which only the device knows here."""
+    contents = (((17, 40),), ((1, 257), (16, 16)), ((3, 70), (13, 13), (1, 1)))
+    interpreter(check_lengths_on_the_device, AttentionCase(chunk=48), 17, contents)
 
 
 def test_rows_without_context_become_zero(interpreter: Interpreter) -> None:

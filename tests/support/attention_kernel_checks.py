@@ -5,10 +5,11 @@ Called where Triton interprets, with tensors on the CPU, and on a CUDA device.
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 
 import torch
 
-from kvchat_kernels.paged_attention import PagedSequences
+from kvchat_kernels.paged_attention import DeviceSequences, PagedSequences
 from kvchat_kernels.paged_attention.tiles import Tile
 from kvchat_kernels.paged_attention.triton_gpu import AttentionCall, plan_launches, split_launches
 from support.attention_checks import assert_exact, attend, by_formula, span_of
@@ -68,6 +69,77 @@ def captured(call: AttentionCall) -> Callable[[], None]:
         for launch in plan_launches(call, 132):
             launch.run()
     return graph.replay
+
+
+def check_lengths_on_the_device(
+    case: AttentionCase,
+    max_query_len: int,
+    contents: tuple[tuple[tuple[int, int], ...], ...],
+    device: str = "cpu",
+) -> None:
+    """One plan, made for bounds alone, is right for each content: (new tokens, context) pairs.
+
+    Contents differ in how many sequences they have, in their new tokens and in their contexts; all
+    have as many new tokens together.
+    """
+    problems = [paged_problem(case, content, seed=n) for n, content in enumerate(contents)]
+    [num_tokens] = {problem.query.shape[0] for problem in problems}
+    static = _room_for(problems, num_tokens, max_query_len).to(device)
+    call = attention_call(static, case)
+    replay = captured(call)
+    for problem in problems:
+        _put(problem, static)
+        call.out.fill_(float("nan"))
+
+        replay()
+
+        assert_exact(call.out, problem, case, device)
+
+
+def _room_for(problems: list[PagedProblem], num_tokens: int, max_query_len: int) -> PagedProblem:
+    """Return a problem with room for each of these, that holds one token a sequence so far."""
+    num_sequences = max(len(problem.keys) for problem in problems) + 1
+    num_sequences = max(num_sequences, -(-num_tokens // max_query_len))
+    shape = num_sequences, max(p.sequences.block_tables.shape[1] for p in problems)
+    starts = [min(row * max_query_len, num_tokens) for row in range(num_sequences + 1)]
+    lens = [end - start for start, end in pairwise(starts)]
+    largest = max(problems, key=lambda problem: problem.key_pool.shape[0])
+    return replace(
+        largest,
+        query=torch.zeros_like(largest.query),
+        key_pool=torch.zeros_like(largest.key_pool),
+        value_pool=torch.zeros_like(largest.value_pool),
+        sequences=DeviceSequences(
+            num_tokens,
+            max_query_len,
+            torch.tensor(starts, dtype=torch.int32),
+            torch.tensor(lens, dtype=torch.int32),
+            torch.zeros(shape, dtype=torch.int32),
+            largest.sequences.block_size,
+        ),
+    )
+
+
+def _put(problem: PagedProblem, static: PagedProblem) -> None:
+    """Fill the tensors of `static` with another problem; what it has no use for becomes NaN."""
+    for target, source in (
+        (static.key_pool, problem.key_pool),
+        (static.value_pool, problem.value_pool),
+    ):
+        target.fill_(float("nan"))
+        target[: source.shape[0]] = source.to(target.device)
+    static.query.copy_(problem.query)
+    if static.sinks is not None and problem.sinks is not None:
+        static.sinks.copy_(problem.sinks)
+    there, given = static.sequences, problem.sequences
+    assert isinstance(there, DeviceSequences)
+    count, width = given.block_tables.shape
+    there.query_starts.fill_(there.num_tokens)
+    there.query_starts[: count + 1] = given.query_starts.to(there.query_starts.device)
+    there.context_lens.fill_(0)
+    there.context_lens[:count] = given.context_lens_device.to(there.context_lens.device)
+    there.block_tables.fill_(-1)
+    there.block_tables[:count, :width] = given.block_tables.to(there.block_tables.device)
 
 
 def check_rows_without_context(device: str = "cpu") -> None:

@@ -1,11 +1,11 @@
 """Lays sequences out in pools of NaN: what a kernel reads beside its own tokens shows at once."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 
-from kvchat_kernels.paged_attention import PagedSequences
+from kvchat_kernels.paged_attention import PagedSequences, Sequences
 from support.plain_attention import AttentionCase
 
 
@@ -16,26 +16,31 @@ class PagedProblem:
     query: torch.Tensor
     key_pool: torch.Tensor
     value_pool: torch.Tensor
-    sequences: PagedSequences
+    sequences: Sequences
     sinks: torch.Tensor | None
     keys: tuple[torch.Tensor, ...]
     values: tuple[torch.Tensor, ...]
 
     def rows(self, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
         """Split a [num_tokens, ...] tensor by sequence."""
+        assert isinstance(self.sequences, PagedSequences)
         return tensor.split(list(self.sequences.query_lens))
 
     def to(self, device: str) -> "PagedProblem":
         """Return the problem with what kernels read on `device`; the oracle's KV stays."""
         if self.query.device.type == device:
             return self
-        tables = self.sequences.block_tables.to(device)
+        tensors = {
+            field.name: value.to(device)
+            for field in fields(self.sequences)
+            if isinstance(value := getattr(self.sequences, field.name), torch.Tensor)
+        }
         return replace(
             self,
             query=self.query.to(device),
             key_pool=self.key_pool.to(device),
             value_pool=self.value_pool.to(device),
-            sequences=replace(self.sequences, block_tables=tables),
+            sequences=replace(self.sequences, **tensors),
             sinks=None if self.sinks is None else self.sinks.to(device),
         )
 

@@ -12,8 +12,9 @@ def kv_write_reference(
 ) -> None:
     """Scatter new keys and values into the pools, in place; see `kv_write` for the shapes."""
     key, value = key.to(key_pool.dtype), value.to(value_pool.dtype)
-    if slot_mapping.device.type == "cpu":
+    if slot_mapping.device.type in ("cpu", "meta"):
         # Slots of -1 are rare on a CPU, and looking for them would cost every step of every layer.
+        # Without values there are none.
         try:
             _scatter(key, value, key_pool, value_pool, slot_mapping)
         except IndexError:

@@ -6,18 +6,21 @@ Knows shapes. Which implementation runs is decided in choice.py; the derivation 
 import torch
 
 from kvchat_kernels.paged_attention.choice import (
+    READS_LENGTHS_ON_DEVICE,
     Implementation,
     implementation,
     implementation_for,
 )
-from kvchat_kernels.paged_attention.sequences import PagedSequences
+from kvchat_kernels.paged_attention.sequences import DeviceSequences, PagedSequences, Sequences
 from kvchat_kernels.paged_attention.span import FULL, AttentionSpan
 
 __all__ = [
     "FULL",
     "AttentionSpan",
+    "DeviceSequences",
     "Implementation",
     "PagedSequences",
+    "Sequences",
     "implementation_for",
     "paged_attention",
 ]
@@ -27,7 +30,7 @@ def paged_attention(
     query: torch.Tensor,
     key_pool: torch.Tensor,
     value_pool: torch.Tensor,
-    sequences: PagedSequences,
+    sequences: Sequences,
     *,
     span: AttentionSpan = FULL,
     scale: float,
@@ -42,7 +45,7 @@ def paged_attention(
     value_pool   [num_blocks, block_size, num_kv_heads, value_dim]
     sinks        [num_heads], an extra logit per head that takes weight but adds no value
     scale        multiplies the scores, before `softcap`
-    impl         auto, triton, cpu or reference; see `implementation_for`
+    impl         auto, triton, cpu, reference or shapes; see `implementation_for`
 
     Returns [num_tokens, num_heads, value_dim] in the query's dtype, owned by the caller. Slots that
     no sequence's context covers are never read.
@@ -54,4 +57,6 @@ def paged_attention(
     if impl == "auto":
         dims = key_pool.shape[3], value_pool.shape[3]
         impl = implementation_for(query.device, *dims, query.dtype).name
+    if isinstance(sequences, DeviceSequences) and impl not in READS_LENGTHS_ON_DEVICE:
+        sequences = sequences.read()
     return implementation(impl)(query, key_pool, value_pool, sequences, span, scale, softcap, sinks)

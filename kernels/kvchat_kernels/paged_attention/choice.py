@@ -15,12 +15,15 @@ from kvchat_kernels.paged_attention.reference import paged_attention_reference
 from kvchat_kernels.paged_attention.tiles import unsupported
 from kvchat_kernels.paged_attention.torch_cpu import paged_attention_cpu
 
+# Implementations that launch the same whatever the lengths are: steps with them can be captured.
+READS_LENGTHS_ON_DEVICE = frozenset({"triton", "shapes"})
+
 
 @dataclass(frozen=True, slots=True)
 class Implementation:
     """The implementation of a layer's attention.
 
-    name      triton, cpu or reference
+    name      triton, cpu, reference or shapes
     refusal   why the device's fast one is not used; None where it is
     """
 
@@ -32,9 +35,12 @@ class Implementation:
 def implementation_for(
     device: torch.device, key_dim: int, value_dim: int, dtype: torch.dtype
 ) -> Implementation:
-    """Choose by device: Triton on CUDA where it can run the layer, torch's own everywhere else."""
-    if device.type == "cpu":
-        return Implementation("cpu")
+    """Choose by device: Triton on CUDA where it can run the layer, torch's own everywhere else.
+
+    On torch's meta device there are no values, so rows of the right shape are all there is.
+    """
+    if device.type in ("cpu", "meta"):
+        return Implementation("cpu" if device.type == "cpu" else "shapes")
     if device.type != "cuda":
         return Implementation("reference", f"there are no kernels for {device.type}")
     refusal = kernel_refusal(device) or unsupported(key_dim, value_dim, dtype)
@@ -47,4 +53,15 @@ def implementation(name: str) -> Callable[..., torch.Tensor]:
         from kvchat_kernels.paged_attention.triton_gpu import paged_attention_triton
 
         return paged_attention_triton
-    return {"cpu": paged_attention_cpu, "reference": paged_attention_reference}[name]
+    functions: dict[str, Callable[..., torch.Tensor]] = {
+        "cpu": paged_attention_cpu,
+        "reference": paged_attention_reference,
+        "shapes": _rows_without_values,
+    }
+    return functions[name]
+
+
+def _rows_without_values(
+    query: torch.Tensor, key_pool: torch.Tensor, value_pool: torch.Tensor, *rest: object
+) -> torch.Tensor:
+    return query.new_empty(*query.shape[:2], value_pool.shape[3])

@@ -1,7 +1,8 @@
-"""PagedSequences: which rows of a step belong to which sequence, and where its KV lies.
+"""Which rows of a step belong to which sequence, and where its KV lies, in two forms.
 
-Knows lengths and block tables. Does not know a layer, a head or a weight: one instance serves every
-layer of a forward pass.
+PagedSequences is made for one step and knows its lengths on the host. DeviceSequences is made once,
+and filled anew for every step: its lengths are known on the device alone. Neither knows a layer, a
+head or a weight: one instance serves every layer of a forward pass.
 """
 
 from collections.abc import Hashable
@@ -86,3 +87,57 @@ class PagedSequences:
         first = first_token // self.block_size
         end = -(-self.context_lens[sequence] // self.block_size)
         return self.block_tables[sequence, first:end]
+
+
+@dataclass(frozen=True)
+class DeviceSequences:
+    """The sequences of a step that is run again and again with other contents of its tensors.
+
+    A captured CUDA graph repeats its launches as they were. So what the host plans with here are
+    bounds, which hold for every step: so many rows, so many sequences, none with more new tokens
+    than `max_query_len`. A sequence may have no tokens at all; those that have some come first, and
+    together they own every row.
+
+    num_tokens       rows of the step
+    max_query_len    most new tokens of one sequence
+    query_starts     [num_sequences + 1] int32, first rows, then `num_tokens`
+    context_lens     [num_sequences] int32, tokens including the new ones; 0 where there are none
+    block_tables     [num_sequences, max_blocks] int32, as in PagedSequences; any row stride
+    block_size       tokens per block
+
+    Whoever fills the tensors owns them.
+    """
+
+    num_tokens: int
+    max_query_len: int
+    query_starts: torch.Tensor
+    context_lens: torch.Tensor
+    block_tables: torch.Tensor
+    block_size: int
+
+    def __post_init__(self) -> None:
+        num_sequences = self.block_tables.shape[0]
+        assert self.query_starts.shape == (num_sequences + 1,)
+        assert self.context_lens.shape == (num_sequences,)
+        assert self.query_starts.dtype == self.context_lens.dtype == torch.int32
+        assert 0 < self.max_query_len <= self.num_tokens <= num_sequences * self.max_query_len
+
+    def read(self) -> PagedSequences:
+        """Return the step as it stands now, read back from the device.
+
+        For implementations that run on the host. A step that needs this cannot be captured.
+        """
+        starts, ends = self.query_starts[:-1].tolist(), self.query_starts[1:].tolist()
+        query_lens = [end - start for start, end in zip(starts, ends, strict=True)]
+        count = sum(length > 0 for length in query_lens)
+        assert all(0 < length <= self.max_query_len for length in query_lens[:count])
+        assert sum(query_lens) == self.num_tokens
+        return PagedSequences(
+            tuple(query_lens[:count]),
+            tuple(self.context_lens[:count].tolist()),
+            self.block_tables[:count],
+            self.block_size,
+        )
+
+
+Sequences = PagedSequences | DeviceSequences

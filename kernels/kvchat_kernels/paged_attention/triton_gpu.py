@@ -2,8 +2,9 @@
 
 Knows the kernels' parameters and the host's view of a step. Equal to `reference.py` within
 rounding. Reads no device memory, and of the host's lengths only those of the queries: a captured
-step may be replayed with other context lengths and tables in the same tensors. A row whose context
-is 0 tokens becomes zero.
+step may be replayed with other context lengths and tables in the same tensors, and one of
+DeviceSequences with other query lengths too, within their bound. A row whose context is 0 tokens
+becomes zero.
 """
 
 import math
@@ -16,7 +17,7 @@ import torch
 
 from kvchat_kernels.launch import Launch, next_power_of_2
 from kvchat_kernels.paged_attention.prefill_kernel import paged_attention_prefill_kernel
-from kvchat_kernels.paged_attention.sequences import PagedSequences
+from kvchat_kernels.paged_attention.sequences import DeviceSequences, Sequences
 from kvchat_kernels.paged_attention.span import AttentionSpan
 from kvchat_kernels.paged_attention.split_kernel import (
     merge_splits_kernel,
@@ -48,7 +49,7 @@ class AttentionCall:
     query: torch.Tensor
     key_pool: torch.Tensor
     value_pool: torch.Tensor
-    sequences: PagedSequences
+    sequences: Sequences
     span: AttentionSpan
     scale: float
     softcap: float | None
@@ -67,12 +68,26 @@ class AttentionCall:
     def dims(self) -> tuple[int, int]:
         return self.key_pool.shape[3], self.value_pool.shape[3]
 
+    @property
+    def query_lens(self) -> tuple[int, ...]:
+        """New tokens of each sequence; where only the device knows, the most there may be."""
+        if isinstance(self.sequences, DeviceSequences):
+            return (self.sequences.max_query_len,) * self.sequences.block_tables.shape[0]
+        return self.sequences.query_lens
+
+    @property
+    def context_lens(self) -> torch.Tensor:
+        """[num_sequences] int32 on the device."""
+        if isinstance(self.sequences, DeviceSequences):
+            return self.sequences.context_lens
+        return self.sequences.context_lens_device
+
 
 def paged_attention_triton(
     query: torch.Tensor,
     key_pool: torch.Tensor,
     value_pool: torch.Tensor,
-    sequences: PagedSequences,
+    sequences: Sequences,
     span: AttentionSpan,
     scale: float,
     softcap: float | None,
@@ -103,7 +118,11 @@ def num_processors(device: torch.device) -> int:
 
 def plan_launches(call: AttentionCall, processors: int) -> Iterator[Launch]:
     """Yield the kernels that together write every row of the step, in order."""
-    query_lens = call.sequences.query_lens
+    query_lens = call.query_lens
+    if isinstance(call.sequences, DeviceSequences):
+        # Any sequence may turn out short or long: one launch has to serve all there can be.
+        yield from split_launches(call, 1, max(query_lens), processors)
+        return
     if min(query_lens) <= MAX_SPLIT_QUERY:
         yield from split_launches(call, 1, MAX_SPLIT_QUERY, processors)
     longest = max(query_lens)
@@ -121,7 +140,7 @@ def _fills_few_processors(call: AttentionCall, processors: int) -> bool:
     However long their contexts are, a tile of rows is one program. Very long queries are prefilled
     all the same, for the partial results of splits would be large.
     """
-    if max(call.sequences.query_lens) > _MAX_SPLIT_CHUNK:
+    if max(call.query_lens) > _MAX_SPLIT_CHUNK:
         return False
     block_m = prefill_tile(*call.dims, call.query.dtype).block_m
     programs = _count_tiles(call, MAX_SPLIT_QUERY + 1, block_m) * call.num_kv_heads
@@ -129,7 +148,7 @@ def _fills_few_processors(call: AttentionCall, processors: int) -> bool:
 
 
 def _count_tiles(call: AttentionCall, min_query_len: int, block_m: int) -> int:
-    lengths = call.sequences.query_lens
+    lengths = call.query_lens
     return sum(-(-n * call.group // block_m) for n in lengths if n >= min_query_len)
 
 
@@ -145,7 +164,7 @@ def split_launches(
 
     tile, min_split   other than `tiles.py` says, for tests
     """
-    ours = [n for n in call.sequences.query_lens if min_query_len <= n <= max_query_len]
+    ours = [n for n in call.query_lens if min_query_len <= n <= max_query_len]
     max_rows = max(ours) * call.group
     tile = tile or split_tile(*call.dims, call.query.dtype, max_rows)
     programs = -(-max_rows // tile.block_m) * call.num_kv_heads
@@ -155,8 +174,8 @@ def split_launches(
         "partial_ptr": call.query.new_empty(*shape, call.dims[1], dtype=torch.float32),
         "lse_ptr": call.query.new_empty(shape, dtype=torch.float32),
         "query_starts_ptr": call.sequences.query_starts,
-        "context_lens_ptr": call.sequences.context_lens_device,
-        "num_sequences": len(call.sequences.query_lens),
+        "context_lens_ptr": call.context_lens,
+        "num_sequences": len(call.query_lens),
         "num_splits": num_splits,
         "min_query_len": min_query_len,
         "max_query_len": max(ours),
@@ -177,10 +196,10 @@ def prefill_launch(call: AttentionCall, min_query_len: int, tile: Tile) -> Launc
     values = {
         **_inputs(call),
         **_output(call),
-        "num_sequences": len(call.sequences.query_lens),
+        "num_sequences": len(call.query_lens),
         "min_query_len": min_query_len,
         "query_starts_ptr": call.sequences.query_starts,
-        "context_lens_ptr": call.sequences.context_lens_device,
+        "context_lens_ptr": call.context_lens,
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
         "BLOCK_B": _sequence_block(call),
@@ -194,7 +213,7 @@ def _launch(kernel: Any, grid: tuple[int, ...], values: dict[str, Any], tile: Ti
 
 
 def _sequence_block(call: AttentionCall) -> int:
-    return max(16, next_power_of_2(len(call.sequences.query_lens)))
+    return max(16, next_power_of_2(len(call.query_lens)))
 
 
 def _shared(call: AttentionCall) -> dict[str, Any]:
