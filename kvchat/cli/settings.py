@@ -74,6 +74,7 @@ SETTINGS = (
     Setting("cache_dir", str, None, "where KV is kept; it can be deleted at any time"),
     Setting("max_context", int, None, "lower the longest context, in tokens"),
     Setting("cache", bool, True, "reuse KV between turns"),
+    Setting("graphs", bool, True, "capture decoding on a GPU as CUDA graphs"),
     Setting("incognito", bool, False, "save nothing"),
     Setting("sessions_dir", str, None, "where conversations are kept"),
     Setting("color", str, "auto", "colour on the terminal", ("auto", "always", "never")),
@@ -112,7 +113,7 @@ class Settings:
         )
 
     def engine_config(self) -> EngineConfig:
-        return EngineConfig(max_context=self["max_context"])
+        return EngineConfig(max_context=self["max_context"], graphs=self["graphs"])
 
     def speculation_config(self, model_name: str) -> SpeculationConfig:
         """Return what guesses ahead when `model_name` is chatted with."""

@@ -41,6 +41,23 @@ class SpeculationStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class GraphStatus:
+    """What captured graphs of small steps did since the engine was made.
+
+    num_captured   shapes of steps there are graphs of
+    num_replayed   steps that a graph ran; `num_eager` were small enough, but there was none yet
+    capture_s      seconds that capturing took
+    trouble        why there are none, or fewer than there might be; empty if nothing is wrong
+    """
+
+    num_captured: int = 0
+    num_replayed: int = 0
+    num_eager: int = 0
+    capture_s: float = 0.0
+    trouble: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStatus:
     """Totals since the engine was made, and the device tier's blocks at this moment.
 
@@ -50,6 +67,7 @@ class EngineStatus:
     host          the tier in host memory, None where there is none
     disk          the tier that outlives the process, None where there is none (yet)
     read_rate     bytes a second that came back from it, None before the first
+    graphs        None where steps are never captured
     """
 
     num_steps: int
@@ -68,6 +86,7 @@ class EngineStatus:
     disk: TierStatus | None = None
     read_rate: float | None = None
     speculation: SpeculationStatus | None = None
+    graphs: GraphStatus | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from kvchat.cache.block_pool import SCRATCH_BLOCK
 from kvchat.cache.codec import Layout
 from kvchat.cache.disk_budget import disk_budget, why_nothing_fits
 from kvchat.cache.disk_tier import DiskTier
@@ -26,7 +27,9 @@ from kvchat.engine.kv_identity import kv_identity
 from kvchat.engine.runner import Runner
 from kvchat.engine.speculation import Speculation
 from kvchat.model.content_digest import content_digest
+from kvchat.model.cuda_graph import CudaGraphs
 from kvchat.model.device import dtype_name, dtype_of, free_bytes
+from kvchat.model.graphs import GraphRunner
 from kvchat.model.loader import LoadedModel, Progress, load_model
 from kvchat.model.paged_model import PagedModel
 from kvchat.model.self_test import ensure_trusted
@@ -100,8 +103,9 @@ def engine_around(
     kv_pool = new_kv_pool(geometry, cache_config, loaded.device)
     cache = CacheManager(kv_pool, cache_config.reuse)
     persistence = new_persistence(loaded, cache, cache_config, state_directory)
+    model = PagedModel(loaded, kv_pool.layers)
     return Engine(
-        runner=Runner(PagedModel(loaded, kv_pool.layers), cache_config.block_size),
+        runner=Runner(model, cache_config.block_size, new_graphs(model, cache, engine_config)),
         cache=cache,
         max_context=loaded.max_context,
         max_step_tokens=engine_config.max_step_tokens or step_tokens(loaded.spec, loaded.device),
@@ -163,6 +167,15 @@ def new_kv_pool(geometry: KvGeometry, config: CacheConfig, device: torch.device)
         raise ModelError(
             f"--device-cache allows {format_bytes(budget)}, more than there is.", "Lower it."
         ) from error
+
+
+def new_graphs(model: PagedModel, cache: CacheManager, config: EngineConfig) -> GraphRunner | None:
+    """Return what captures small steps of `model` over `cache`; None where nothing can or may."""
+    if model.device.type != "cuda" or not config.graphs:
+        return None
+    max_context = min(model.loaded.max_context, cache.max_tokens)
+    capturing = CudaGraphs(model.device)
+    return GraphRunner(model, cache.block_size, max_context, SCRATCH_BLOCK, capturing)
 
 
 def new_persistence(

@@ -27,6 +27,7 @@ from kvchat.engine.assembly import (
     kv_geometry,
     load_trusted,
     model_ready,
+    new_graphs,
     new_kv_pool,
     new_persistence,
 )
@@ -59,7 +60,7 @@ def build_speculating_engine(
     target = load_trusted(
         source, model_config, engine_config.max_context, state_directory, progress
     )
-    build = _DraftBuild(target, model_config, cache_config, state_directory)
+    build = _DraftBuild(target, model_config, cache_config, engine_config, state_directory)
     try:
         draft = build.drafter(draft_source) if draft_source is not None else None
     except Exception as error:  # whatever is wrong with a draft, the target can answer
@@ -92,6 +93,7 @@ class _DraftBuild:
     target: LoadedModel
     model_config: ModelConfig
     cache_config: CacheConfig
+    engine_config: EngineConfig
     state_directory: Path | None
 
     def drafter(self, source: ModelSource) -> _Draft:
@@ -110,12 +112,14 @@ class _DraftBuild:
         cache = CacheManager(
             new_kv_pool(geometry, own_config, loaded.device), self.cache_config.reuse
         )
+        model = PagedModel(loaded, cache.kv_pool.layers)
         drafter = ModelDrafter(
-            PagedModel(loaded, cache.kv_pool.layers),
+            model,
             cache,
             loaded.spec.vocab_size,
             loaded.max_context,
             new_persistence(loaded, cache, own_config, self.state_directory),
+            graphs=new_graphs(model, cache, self.engine_config),
         )
         return _Draft(drafter, self._limited(num_blocks * target_geometry.block_bytes))
 

@@ -17,8 +17,10 @@ from kvchat.cache.manager import CacheManager
 from kvchat.engine.drafters import Offer, Wanted
 from kvchat.engine.drawing import sampling_row
 from kvchat.engine.request import Request, State
+from kvchat.engine.runner import Runner
 from kvchat.engine.sampler import sample
-from kvchat.model.batch import SequencePiece, build_batch
+from kvchat.model.batch import SequencePiece
+from kvchat.model.graphs import GraphRunner
 from kvchat.model.paged_model import PagedModel
 
 if TYPE_CHECKING:
@@ -50,7 +52,8 @@ class ModelDrafter:
     """Drafts with `model`, whose pools are those of `cache`.
 
     `vocab_size` and `max_context` are the draft model's own: it has nothing to offer for a context
-    beyond them. With `persistence` its KV is kept, and found again; the drafter closes it.
+    beyond them. With `persistence` its KV is kept, and found again; the drafter closes it. `graphs`
+    are those of the draft model's small steps.
     """
 
     name = "draft"
@@ -63,10 +66,11 @@ class ModelDrafter:
         max_context: int,
         persistence: "Persistence | None" = None,
         clock: Callable[[], float] = time.perf_counter,
+        graphs: GraphRunner | None = None,
     ) -> None:
         self.cache = cache
         self.persistence = persistence
-        self._model = model
+        self._runner = Runner(model, cache.block_size, graphs)
         self._vocab_size = vocab_size
         self._max_context = min(max_context, cache.max_tokens)
         self._clock = clock
@@ -109,7 +113,7 @@ class ModelDrafter:
             seat, drafted = self._seats[request], drafts[request]
             start = seat.num_computed + len(seat.tail)
             pieces.append(_piece(seat, [*request.ids, *drafted], start, num_logit_rows=1))
-        logits = self._model.forward(build_batch(pieces, self.cache.block_size, self._model.device))
+        logits = self._runner.run_pieces(pieces)
         rows = [sampling_row(request, drafts[request], logits.device) for request in due]
         for request, token in zip(due, sample(logits, rows), strict=True):
             seat, drafted = self._seats[request], drafts[request]
@@ -141,6 +145,8 @@ class ModelDrafter:
         for request in requests:
             self._restore(request)
         behind = [r for r, seat in self._seats.items() if seat.is_wanted and r.is_decoding]
+        if requests and all(request.is_decoding for request in requests):
+            self._runner.prepare()
         for request in behind:
             self._seats[request].is_wanted = False
             self._catch_up(request, self._seats[request], seconds / len(behind))
@@ -188,7 +194,7 @@ class ModelDrafter:
             return
         began_s = self._clock()
         piece = _piece(seat, request.ids[:end], start, num_logit_rows=1)
-        self._model.forward(build_batch([piece], self.cache.block_size, self._model.device))
+        self._runner.run_pieces([piece])
         elapsed_s = max(self._clock() - began_s, 1e-9)
         seat.num_computed = end
         self.cache.commit(seat.table, request.ids, end)

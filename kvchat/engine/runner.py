@@ -8,17 +8,25 @@ from collections.abc import Sequence
 
 import torch
 
+from kvchat.core.stats import GraphStatus
 from kvchat.engine.scheduler import Work
 from kvchat.model.batch import SequencePiece, build_batch
+from kvchat.model.graphs import GraphRunner
 from kvchat.model.paged_model import PagedModel
 
 
 class Runner:
-    """Runs steps on one model whose pools have blocks of `block_size` tokens."""
+    """Runs steps on one model whose pools have blocks of `block_size` tokens.
 
-    def __init__(self, model: PagedModel, block_size: int) -> None:
+    By `graphs` where there are some and one fits, otherwise eagerly.
+    """
+
+    def __init__(
+        self, model: PagedModel, block_size: int, graphs: GraphRunner | None = None
+    ) -> None:
         self._model = model
         self._block_size = block_size
+        self._graphs = graphs
 
     @property
     def dtype(self) -> torch.dtype:
@@ -33,8 +41,24 @@ class Runner:
         [num_rows + num_probe_rows, vocab_size] float32.
         """
         pieces = [*(_piece(work) for work in plan), *probes]
-        batch = build_batch(pieces, self._block_size, self._model.device)
-        return self._model.forward(batch)
+        return self.run_pieces(pieces)
+
+    def run_pieces(self, pieces: Sequence[SequencePiece]) -> torch.Tensor:
+        """Compute pieces; return the rows of logits they ask for, in order, [num_rows, vocab]."""
+        if self._graphs is not None:
+            logits = self._graphs.run(pieces)
+            if logits is not None:
+                return logits
+        return self._model.forward(build_batch(pieces, self._block_size, self._model.device))
+
+    def prepare(self) -> None:
+        """Spend the time of a few steps on making others faster, where that pays."""
+        if self._graphs is not None:
+            self._graphs.capture_wanted()
+
+    def graph_status(self) -> GraphStatus | None:
+        """Return counts for people; None where steps are never captured."""
+        return self._graphs.status() if self._graphs is not None else None
 
 
 def _piece(work: Work) -> SequencePiece:

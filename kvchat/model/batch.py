@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvchat_kernels.paged_attention import PagedSequences
+from kvchat_kernels.paged_attention import PagedSequences, Sequences
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,14 +18,15 @@ class ForwardBatch:
     token_ids      [num_tokens] int64
     positions      [num_tokens] int64, absolute position of each token in its sequence
     slot_mapping   [num_tokens] int64, where each token's KV is written
-    sequences      lengths and block tables; the new tokens' KV is included in the context lengths
+    sequences      lengths and block tables; the new tokens' KV is included in the context lengths.
+                   DeviceSequences where the tensors are filled anew for every step
     logit_rows     [num_rows] int64, the rows of the batch whose logits are wanted
     """
 
     token_ids: torch.Tensor
     positions: torch.Tensor
     slot_mapping: torch.Tensor
-    sequences: PagedSequences
+    sequences: Sequences
     logit_rows: torch.Tensor
 
     def __post_init__(self) -> None:
@@ -50,6 +51,13 @@ class SequencePiece:
     def end(self) -> int:
         return self.start + len(self.token_ids)
 
+    def slots(self, block_size: int) -> list[int]:
+        """Return where each new token's KV is written."""
+        return [
+            self.blocks[position // block_size] * block_size + position % block_size
+            for position in range(self.start, self.end)
+        ]
+
 
 def build_batch(
     pieces: Sequence[SequencePiece], block_size: int, device: torch.device
@@ -69,7 +77,7 @@ def build_batch(
     return ForwardBatch(
         token_ids=to_tensor([token for piece in pieces for token in piece.token_ids]),
         positions=to_tensor(positions),
-        slot_mapping=to_tensor([slot for p in pieces for slot in _slots(p, block_size)]),
+        slot_mapping=to_tensor([slot for p in pieces for slot in p.slots(block_size)]),
         sequences=PagedSequences(
             query_lens=tuple(len(piece.token_ids) for piece in pieces),
             context_lens=tuple(piece.end for piece in pieces),
@@ -78,14 +86,6 @@ def build_batch(
         ),
         logit_rows=to_tensor(rows),
     )
-
-
-def _slots(piece: SequencePiece, block_size: int) -> list[int]:
-    blocks = piece.blocks
-    return [
-        blocks[position // block_size] * block_size + position % block_size
-        for position in range(piece.start, piece.end)
-    ]
 
 
 def _block_tables(

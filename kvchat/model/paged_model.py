@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Sequence
 
 import torch
+from torch import nn
 
 from kvchat.model.attention import (
     OWN_ATTENTION,
@@ -17,6 +18,8 @@ from kvchat.model.attention import (
 )
 from kvchat.model.batch import ForwardBatch
 from kvchat.model.loader import LoadedModel
+
+_PADDING_WARNING = "warn_if_padding_and_no_attention_mask"
 
 KvLayers = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
@@ -41,6 +44,7 @@ class PagedModel:
         own = OWN_ATTENTION.get(loaded.spec.model_type)
         if own is not None:
             replace_own_attention(self._module, own, paged_attention_function)
+        _keep_from_looking_for_padding(self._module)
         parameters = inspect.signature(self._module.forward).parameters
         self._keeps_rows = "logits_to_keep" in parameters
 
@@ -73,3 +77,17 @@ class PagedModel:
         if not self._keeps_rows:
             logits = logits[batch.logit_rows]
         return logits.float()
+
+
+def _keep_from_looking_for_padding(module: nn.Module) -> None:
+    """Spare models that warn of padding the look at each step's first and last token.
+
+    There is none, and looking makes the host wait for the device.
+    """
+    for part in module.modules():
+        if hasattr(part, _PADDING_WARNING):
+            part.__dict__[_PADDING_WARNING] = _look_at_nothing
+
+
+def _look_at_nothing(*args: object) -> None:
+    pass

@@ -14,7 +14,13 @@ from kvchat.terminal.model_change import change_model
 from kvchat.terminal.paint import Row, prefixed
 from kvchat.terminal.recital import describe_model
 from kvchat.terminal.sanitize import one_line
-from kvchat.terminal.status import format_count, plural, speculation_lines, stats_line
+from kvchat.terminal.status import (
+    format_count,
+    graph_lines,
+    plural,
+    speculation_lines,
+    stats_line,
+)
 from kvchat.terminal.theme import Look, Role
 
 if TYPE_CHECKING:
@@ -65,6 +71,8 @@ async def stats(context: "CommandContext", arguments: str) -> None:
                 f"        {plural(status.num_evicted, 'block')} evicted, "
                 f"{plural(status.num_preempted, 'request')} put off"
             )
+        if status.graphs is not None:
+            lines += graph_lines(status.graphs)
         if status.speculation is not None:
             lines += speculation_lines(status.speculation)
         lines += host_lines(status.host) if status.host is not None else []

@@ -1,0 +1,61 @@
+"""Captures a step as a CUDA graph and replays it.
+
+Knows CUDA streams and torch's graphs; not what a step computes, nor when to capture one.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+Step = Callable[[], torch.Tensor]
+
+# Before a capture everything that is made at first use must have been: kernels compiled and loaded,
+# workspaces of the stream allocated.
+_NUM_WARM_UPS = 2
+
+
+class CudaGraphs:
+    """Captures steps on one device; their graphs share memory, so only one is replayed at a time.
+
+    A replay's output holds until any of them is replayed again.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def capture(self, step: Step) -> Step:
+        """Run `step` a few times, then record it; return what replays it on the current stream.
+
+        `step` reads and writes tensors that outlive it, and the host takes no part in it. Raises
+        whatever it raises, and RuntimeError where it cannot be recorded; the current stream is then
+        as it was.
+        """
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        # The same stream for both: workspaces of matrix products belong to a stream.
+        with torch.cuda.stream(self._stream):
+            for _ in range(_NUM_WARM_UPS):
+                step()
+            self._stream.synchronize()
+            replay = self._record(step)
+        current.wait_stream(self._stream)
+        return replay
+
+    def _record(self, step: Step) -> Step:
+        # Not torch.cuda.graph: it frees all cached memory first, which the next eager step would
+        # have to ask the driver for again, and leaves its stream current where recording fails.
+        graph = torch.cuda.CUDAGraph()
+        # Other threads copy KV meanwhile, which is none of this graph's business.
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        try:
+            output = step()
+        finally:
+            graph.capture_end()
+
+        def replay() -> torch.Tensor:
+            graph.replay()
+            return output
+
+        return replay

@@ -1,0 +1,181 @@
+"""StepBuffers: one step's inputs in tensors that stay where they are, filled anew for every step.
+
+What a captured step reads. Knows how pieces are padded to the shape of a captured step, and where
+padding may write; knows no graphs.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kvchat.model.batch import ForwardBatch, SequencePiece
+from kvchat_kernels.paged_attention import DeviceSequences
+
+NOT_WRITTEN = -1
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class StepShape:
+    """Room for `num_rows` sequences of `query_len` new tokens each, or as many tokens otherwise.
+
+    A decode has a `query_len` of 1, the verification of k drafts one of k + 1.
+    """
+
+    num_rows: int
+    query_len: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_rows * self.query_len
+
+    @property
+    def num_sequences(self) -> int:
+        """Places for sequences: where some are shorter than others, padding needs its own."""
+        return self.num_rows if self.query_len == 1 else 2 * self.num_rows
+
+    def holds(self, pieces: Sequence[SequencePiece]) -> bool:
+        """Tell whether a step of these pieces can be padded to this shape."""
+        lengths = [len(piece.token_ids) for piece in pieces]
+        num_padding = self.num_tokens - sum(lengths)
+        num_sequences = len(lengths) + -(-num_padding // self.query_len)
+        return (
+            num_padding >= 0
+            and max(lengths) <= self.query_len
+            and num_sequences <= self.num_sequences
+        )
+
+
+class StepBuffers:
+    """Tensors on `device` for steps of up to the largest of `shapes`; smaller ones use their front.
+
+    Contexts may have `max_context` tokens. Padding tokens are sequences of their own, as long as a
+    shape's `query_len` at most, whose KV lies in `scratch_block` and which read nothing else.
+    """
+
+    def __init__(
+        self,
+        shapes: Sequence[StepShape],
+        block_size: int,
+        max_context: int,
+        scratch_block: int,
+        device: torch.device,
+    ) -> None:
+        self.block_size = block_size
+        self.max_context = max_context
+        self.scratch_block = scratch_block
+        # Where rows begin at multiples of 16 bytes, kernels need not be compiled another time.
+        self._max_tokens = _rounded(max(shape.num_tokens for shape in shapes), 2)
+        self._max_sequences = _rounded(max(shape.num_sequences for shape in shapes) + 1, 4)
+        self._width = -(-max_context // block_size)
+        # Token ids, positions, slots; and the first row of each sequence, its context length.
+        self._tokens = torch.zeros(3, self._max_tokens, dtype=torch.int64, device=device)
+        self._lengths = torch.zeros(2, self._max_sequences, dtype=torch.int32, device=device)
+        shape = self._max_sequences, self._width
+        self._tables = torch.full(shape, scratch_block, dtype=torch.int32, device=device)
+        self._rows = torch.arange(self._max_tokens, device=device)
+        # What each row of the tables was last filled with, behind which old ids may stand.
+        self._known: list[list[int]] = [[] for _ in range(self._max_sequences)]
+
+    def batch(self, shape: StepShape) -> ForwardBatch:
+        """Return the batch of a step of this shape: views of the buffers, every row's logits."""
+        num_tokens, num_sequences = shape.num_tokens, shape.num_sequences
+        return ForwardBatch(
+            token_ids=self._tokens[0, :num_tokens],
+            positions=self._tokens[1, :num_tokens],
+            slot_mapping=self._tokens[2, :num_tokens],
+            sequences=DeviceSequences(
+                num_tokens=num_tokens,
+                max_query_len=shape.query_len,
+                query_starts=self._lengths[0, : num_sequences + 1],
+                context_lens=self._lengths[1, :num_sequences],
+                block_tables=self._tables[:num_sequences],
+                block_size=self.block_size,
+            ),
+            logit_rows=self._rows[:num_tokens],
+        )
+
+    def has_room_for(self, pieces: Sequence[SequencePiece]) -> bool:
+        """Tell whether the pieces' contexts are no longer than the tables are wide."""
+        return all(piece.end <= self.max_context for piece in pieces)
+
+    def fill(self, pieces: Sequence[SequencePiece], shape: StepShape) -> None:
+        """Lay out a step of these pieces, which `shape` holds, and pad it."""
+        padding = list(self._padding(pieces, shape))
+        slots = [slot for piece in pieces for slot in piece.slots(self.block_size)]
+        for piece in padding:
+            slots += self._scratch_slots(len(piece.token_ids))
+        self._fill([*pieces, *padding], slots, shape)
+
+    def fill_rehearsal(self, shape: StepShape) -> None:
+        """Lay out a step that belongs to nobody, and is unlike one of padding in everything.
+
+        Its contexts are long, and lie in the scratch block over and over. Each slot is written by
+        one token: steps that do the same leave the same.
+        """
+        first = max(0, min(self.max_context - shape.query_len, 300))
+        num_blocks = -(-(first + shape.query_len) // self.block_size)
+        blocks = [self.scratch_block] * num_blocks
+        pieces = [
+            SequencePiece(
+                token_ids=[1 + (row + token) % 7 for token in range(shape.query_len)],
+                start=max(0, first - 3 * row),
+                blocks=blocks,
+                num_logit_rows=shape.query_len,
+            )
+            for row in range(shape.num_rows)
+        ]
+        slots, taken = [], set[int]()
+        for slot in (slot for piece in pieces for slot in piece.slots(self.block_size)):
+            slots.append(slot if slot not in taken else NOT_WRITTEN)
+            taken.add(slot)
+        self._fill(pieces, slots, shape)
+
+    def _padding(
+        self, pieces: Sequence[SequencePiece], shape: StepShape
+    ) -> Iterator[SequencePiece]:
+        """Yield sequences of the scratch block that make up for the tokens that are missing."""
+        missing = shape.num_tokens - sum(len(piece.token_ids) for piece in pieces)
+        while missing > 0:
+            length = min(missing, shape.query_len)
+            blocks = [self.scratch_block] * -(-length // self.block_size)
+            yield SequencePiece([0] * length, 0, blocks, 0)
+            missing -= length
+
+    def _scratch_slots(self, count: int) -> list[int]:
+        """Return slots for so many padding tokens; more than a block holds write over each other.
+
+        They read what they find there, which is never anybody else's.
+        """
+        first = self.scratch_block * self.block_size
+        return [first + index % self.block_size for index in range(count)]
+
+    def _fill(self, pieces: Sequence[SequencePiece], slots: list[int], shape: StepShape) -> None:
+        assert len(slots) == shape.num_tokens
+        assert len(pieces) <= shape.num_sequences
+        token_ids = [token for piece in pieces for token in piece.token_ids]
+        positions = [p for piece in pieces for p in range(piece.start, piece.end)]
+        self._tokens[:, : len(slots)].copy_(torch.tensor([token_ids, positions, slots]))
+        starts = [0]
+        for piece in pieces:
+            starts.append(starts[-1] + len(piece.token_ids))
+        # Places without a sequence begin behind the last row, and have neither tokens nor context.
+        rest = shape.num_sequences + 1 - len(pieces)
+        starts += [shape.num_tokens] * (rest - 1)
+        ends = [piece.end for piece in pieces] + [0] * rest
+        lengths = torch.tensor([starts, ends], dtype=torch.int32)
+        self._lengths[:, : shape.num_sequences + 1].copy_(lengths)
+        for row, piece in enumerate(pieces):
+            self._fill_table(row, list(piece.blocks[: -(-piece.end // self.block_size)]))
+
+    def _fill_table(self, row: int, blocks: list[int]) -> None:
+        """Write a row of the tables, unless it says so already: most steps add no block."""
+        if self._known[row][: len(blocks)] == blocks:
+            return
+        ids = torch.tensor(blocks, dtype=torch.int32)
+        self._tables[row, : len(blocks)].copy_(ids)
+        self._known[row] = blocks
+
+
+def _rounded(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
