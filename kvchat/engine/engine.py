@@ -110,6 +110,7 @@ class Engine:
             disk=self._persistence.status() if self._persistence is not None else None,
             read_rate=self._persistence.planner.read_bytes_per_s if self._persistence else None,
             speculation=self.speculation.status(),
+            graphs=self._runner.graph_status(),
         )
 
     def running(self) -> list[Request]:
@@ -210,6 +211,8 @@ class Engine:
         events = self._samples.end_cancelled()
         requests = self._scheduler.requests()
         is_restoring = self._restores.settle(requests)
+        if requests and all(request.is_decoding for request in requests):
+            self._runner.prepare()  # nobody waits for a first token
         self._probes.begin(of_all=any(not request.is_restoring for request in requests))
         try:
             plan = self.speculation.draft(self._scheduler.schedule(), self.cache, self._limits)
