@@ -1,0 +1,176 @@
+"""An engine whose small steps run as graphs says what one without says, drafts and all.
+
+The graphs are recorders: see tests/support/graph_recorder.py.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvchat.cache.block_pool import SCRATCH_BLOCK
+from kvchat.cache.kv_pool import KvPool
+from kvchat.cache.manager import CacheManager
+from kvchat.core.config import CacheConfig
+from kvchat.core.events import RequestFailed, TokensGenerated
+from kvchat.core.stats import GraphStatus
+from kvchat.core.types import SamplingParams
+from kvchat.engine.assembly import kv_geometry
+from kvchat.engine.draft_model import ModelDrafter
+from kvchat.engine.drafters import Drafter
+from kvchat.engine.engine import Engine
+from kvchat.engine.ngram import NgramDrafter
+from kvchat.engine.pace import FixedPace
+from kvchat.engine.request import RequestSpec
+from kvchat.engine.runner import Runner
+from kvchat.engine.speculation import Speculation
+from kvchat.model.graphs import Capturing, GraphRunner
+from kvchat.model.loader import LoadedModel
+from kvchat.model.paged_model import PagedModel
+from kvchat.terminal.status import graph_lines
+from support.graph_recorder import Broken, Recorder
+from support.paged_scene import MAX_CONTEXT, load_tiny
+from support.specimens import random_ids
+
+GREEDY = SamplingParams(temperature=0.0)
+SAMPLED = SamplingParams(temperature=1.2, top_p=0.95, seed=4)
+BLOCK_SIZE = 8
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    return load_tiny("qwen3", Path(tmp_path_factory.mktemp("target")))
+
+
+@pytest.fixture(scope="module")
+def draft(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    return load_tiny("qwen3", Path(tmp_path_factory.mktemp("draft")))
+
+
+def paged(loaded: LoadedModel) -> tuple[PagedModel, CacheManager]:
+    geometry = kv_geometry(loaded.spec, CacheConfig(block_size=BLOCK_SIZE), loaded.dtype)
+    pool = KvPool(geometry, 300, loaded.device)
+    return PagedModel(loaded, pool.layers), CacheManager(pool)
+
+
+def graphs_of(model: PagedModel, capturing: Capturing | None) -> GraphRunner | None:
+    if capturing is None:
+        return None
+    return GraphRunner(model, BLOCK_SIZE, MAX_CONTEXT, SCRATCH_BLOCK, capturing)
+
+
+def build(
+    loaded: LoadedModel, capturing: Capturing | None, speculation: Speculation | None = None
+) -> Engine:
+    model, cache = paged(loaded)
+    return Engine(
+        Runner(model, BLOCK_SIZE, graphs_of(model, capturing)),
+        cache,
+        max_context=MAX_CONTEXT,
+        max_step_tokens=64,
+        max_running=20,
+        vocab_size=loaded.spec.vocab_size,
+        speculation=speculation,
+    )
+
+
+def conversations() -> list[RequestSpec]:
+    return [
+        RequestSpec((5, 6, 7) * 9, GREEDY, max_tokens=30),
+        RequestSpec(tuple(random_ids(70, seed=1)), SAMPLED, max_tokens=24),
+        RequestSpec(tuple(random_ids(3, seed=2)), SAMPLED, max_tokens=40, num_samples=3),
+        RequestSpec(tuple(random_ids(200, seed=3)), GREEDY, max_tokens=10),
+    ]
+
+
+def run(engine: Engine, specs: list[RequestSpec]) -> dict[tuple[int, int], list[int]]:
+    """Return what each sample of each request says, all run together."""
+    said: dict[tuple[int, int], list[int]] = {}
+    for spec in specs:
+        engine.submit(spec)
+    while engine.has_work:
+        for event in engine.step():
+            assert not isinstance(event, RequestFailed), event
+            if isinstance(event, TokensGenerated):
+                said.setdefault((event.request_id, event.sample), []).extend(event.token_ids)
+        engine.cache.check([r.table for r in engine.running() if r.table is not None])
+    return said
+
+
+def status_of(engine: Engine) -> GraphStatus:
+    status = engine.status().graphs
+    assert status is not None
+    return status
+
+
+def test_answers_are_the_same_with_graphs_and_without(loaded: LoadedModel) -> None:
+    expected = run(build(loaded, None), conversations())
+    engine = build(loaded, Recorder())
+
+    assert run(engine, conversations()) == expected
+    assert run(build(loaded, Recorder()), conversations()) == expected
+
+    status = status_of(engine)
+    assert status.num_captured >= 2, "several counts of rows were decoded"
+    assert status.num_replayed > 2 * status.num_eager
+    assert not status.trouble
+    assert build(loaded, None).status().graphs is None
+
+
+def test_drafts_are_verified_by_graphs_and_the_text_stays(
+    loaded: LoadedModel, draft: LoadedModel
+) -> None:
+    """A draft model that is the target's copy: most of its drafts are right."""
+    pair = [
+        RequestSpec((5, 6, 7) * 9, GREEDY, max_tokens=120),
+        RequestSpec(tuple(random_ids(70, seed=1)), SAMPLED, max_tokens=90),
+    ]
+    expected = run(build(loaded, None), pair)
+
+    def drafting(capturing: Capturing | None) -> Drafter:
+        model, cache = paged(draft)
+        arguments = (model, cache, draft.spec.vocab_size, MAX_CONTEXT)
+        return ModelDrafter(*arguments, graphs=graphs_of(model, capturing))
+
+    drafters: dict[str, Callable[[], tuple[Drafter, Recorder]]] = {
+        "ngram": lambda: (NgramDrafter(), Recorder()),
+        "model": lambda: (drafting(recorder := Recorder()), recorder),
+    }
+    for make in drafters.values():
+        drafter, recorder = make()
+        engine = build(loaded, Recorder(), Speculation([drafter], pace=FixedPace(4)))
+
+        assert run(engine, pair) == expected
+
+        assert engine.speculation.total.use().num_drafted > 10
+        assert status_of(engine).num_replayed > 10
+        assert isinstance(drafter, NgramDrafter) or recorder.num_replayed > 40
+
+
+@pytest.mark.parametrize("how", ["raises", "same numbers for ever", "later"])
+def test_broken_graphs_are_never_a_broken_chat(how: str, loaded: LoadedModel) -> None:
+    expected = run(build(loaded, None), conversations())
+    engine = build(loaded, Broken(how))
+
+    assert run(engine, conversations()) == expected
+
+    lines = graph_lines(status_of(engine))
+    assert len(lines) == 2
+    assert "RuntimeError" in lines[1]
+
+
+def test_nothing_is_captured_while_somebody_waits_for_a_first_token(loaded: LoadedModel) -> None:
+    engine = build(loaded, recorder := Recorder())
+    engine.submit(RequestSpec((1, 2, 3), GREEDY, max_tokens=60))
+    for _ in range(3):
+        engine.step()
+    assert status_of(engine).num_eager >= 2
+    engine.submit(RequestSpec(tuple(random_ids(300, seed=9)), GREEDY, max_tokens=3))
+
+    while any(not request.is_decoding for request in engine._scheduler.requests()):
+        assert recorder.num_captured == 0
+        engine.step()
+    for _ in range(4):
+        engine.step()
+
+    assert recorder.num_captured > 0
