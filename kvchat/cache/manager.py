@@ -55,19 +55,31 @@ class CacheManager:
         self._num_evicted = 0
         self._num_copied = 0
         self._sink: Sink | None = None
+        self._block_aside: int | None = None
 
     def attach(self, sink: Sink) -> None:
         """Let what is evicted from now on sink instead of being forgotten."""
         self._sink = sink
 
+    def set_aside_a_block(self) -> None:
+        """Keep a block back for `lend`, however full the device tier gets. One that holds a single
+        block has none to spare.
+        """
+        if self._block_aside is None and self._num_usable > 1 and self._make_room(1):
+            [self._block_aside] = self._pool.allocate(1)
+
+    @property
+    def _num_usable(self) -> int:
+        return self._pool.num_blocks - 1 - (self._block_aside is not None)
+
     @property
     def max_tokens(self) -> int:
         """The longest sequence the device tier can hold while nothing else is running."""
-        return (self._pool.num_blocks - 1) * self.block_size
+        return self._num_usable * self.block_size
 
     def status(self) -> CacheStatus:
         return CacheStatus(
-            num_blocks=self._pool.num_blocks - 1,
+            num_blocks=self._num_usable,
             num_free=self._pool.num_free,
             num_cached=self._tree.num_blocks,
             num_evicted=self._num_evicted,
@@ -137,6 +149,23 @@ class CacheManager:
             self._copy_on_write(table, index)
         last = table.blocks[-1] if table.blocks else None
         table.blocks.extend(self._pool.allocate(num_new, after=last))
+        return True
+
+    def lend(self, table: BlockTable) -> bool:
+        """Have a table end in a copy of its last block, which is then writable, in the block set
+        aside; false where there is none.
+
+        One table at a time, and of that nothing is kept.
+        """
+        aside = self._block_aside
+        if aside is None:
+            return False
+        assert self._pool.references(aside) == 1, "it is lent already"
+        source = table.blocks.pop()
+        self.kv_pool.copy_block(source, aside)
+        self._pool.release([source])
+        self._pool.acquire([aside])
+        table.blocks.append(aside)
         return True
 
     def rewind(self, table: BlockTable, num_tokens: int) -> None:
@@ -321,6 +350,8 @@ class CacheManager:
             for block in node.blocks:
                 expected[block] += 1
                 assert self._pool.references(block) > 0, f"the tree holds free block {block}"
+        if self._block_aside is not None:
+            expected[self._block_aside] += 1
         if tables is None:
             return
         for table in tables:

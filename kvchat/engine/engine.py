@@ -61,6 +61,7 @@ class Engine:
         swap: "HostSwap | None" = None,
     ) -> None:
         self.cache = cache
+        self._probes = Probes(cache, persistence, runner.dtype)  # takes a block for its own
         self.max_context = min(max_context, cache.max_tokens)
         self._vocab_size = vocab_size
         self._runner = runner
@@ -71,7 +72,6 @@ class Engine:
         self._clock = clock
         self._persistence = persistence
         self._swap = swap
-        self._probes = Probes(cache, persistence, runner.dtype)
         self._samples = Samples(self._scheduler, cache, self._probes, self.max_context, clock)
         self._limits = Limits(vocab_size, self.max_context, max_step_tokens)
         self.speculation = speculation or Speculation(mode=Mode.OFF)
@@ -185,7 +185,7 @@ class Engine:
 
     def _keep_waiting(self) -> None:
         """Have everything written that waits for a step to go with."""
-        self._probes.begin()
+        self._recall(self._probes.begin(self._run_alone))
         self._recall(self._probes.end_alone(self._run_alone))
 
     def cancel(self, request_id: int, reason: FinishReason = FinishReason.CANCELLED) -> None:
@@ -213,7 +213,8 @@ class Engine:
         is_restoring = self._restores.settle(requests)
         if requests and all(request.is_decoding for request in requests):
             self._runner.prepare()  # nobody waits for a first token
-        self._probes.begin(of_all=any(not request.is_restoring for request in requests))
+        is_met = any(not request.is_restoring for request in requests)
+        self._recall(self._probes.begin(self._run_alone, of_all=is_met))
         try:
             plan = self.speculation.draft(self._scheduler.schedule(), self.cache, self._limits)
         except Exception as error:  # one request too odd to plan must not end all that follow
@@ -236,7 +237,7 @@ class Engine:
         if self._persistence is not None:
             for request in self.running():
                 self._probes.save(request.ids[: request.num_computed])
-            self._probes.begin()
+            self._probes.begin(self._run_alone)
             self._probes.end_alone(self._run_alone)
             self._persistence.close()
         if self._swap is not None:  # last: both may share a thread

@@ -2,18 +2,20 @@
 
 A context about to be kept gets its canary that way, and a context that came back is proven: while
 its last token is computed again, in a block of the probe's own, its KV is still there to compare.
-Costs a row of a batch that has to run anyway; alone it is a step of one token. Knows contexts and
-rows of logits; knows no request and no tier.
+Costs a row of a batch that has to run anyway; alone it is a step of one token. Where no block is
+free it is computed alone, in one that is set aside for that. Knows contexts and rows of logits;
+knows no request and no tier.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 from kvchat.cache.block_table import BlockTable
+from kvchat.cache.codec import Canary
 from kvchat.cache.manager import CacheManager
 from kvchat.cache.restoring import Proof
 from kvchat.engine.canary import canary_of, deviation, tolerance
@@ -24,6 +26,9 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+# Follows no context.
+_NO_TOKEN = -1
+
 # Computes pieces, alone, and returns a row of logits for each.
 Run = Callable[[Sequence[SequencePiece]], torch.Tensor]
 
@@ -32,7 +37,8 @@ Run = Callable[[Sequence[SequencePiece]], torch.Tensor]
 class Probe:
     """`ids` end with the token that is computed again. `table` is the probe's until it ends.
 
-    `kept` is the context to be kept, None where `proof` says what is to be proven.
+    `kept` is the context to be kept, None where `proof` says what is to be proven; of that `ids`
+    are what is left.
     """
 
     ids: list[int]
@@ -41,9 +47,15 @@ class Probe:
     proof: Proof | None = None
 
     @property
+    def canary(self) -> Canary | None:
+        """What the logits have to be, None where that is not known of the last token left."""
+        is_whole = self.proof is not None and len(self.ids) == len(self.proof.ids)
+        return self.proof.canary if self.proof is not None and is_whole else None
+
+    @property
     def piece(self) -> SequencePiece:
         """What is to be computed; the logits of its last token are wanted."""
-        start = min(self.table.cached_len, len(self.ids) - 1)
+        start = len(self.ids) - 1
         return SequencePiece(self.ids[start:], start, self.table.blocks, num_logit_rows=1)
 
 
@@ -62,6 +74,8 @@ class Probes:
         self._tolerance = tolerance(dtype, cache.kv_pool.geometry.dtype)
         self._to_keep: list[list[int]] = []
         self._open: list[Probe] = []
+        if persistence is not None:
+            cache.set_aside_a_block()
 
     @property
     def has_work(self) -> bool:
@@ -74,36 +88,68 @@ class Probes:
         if self._persistence is not None and self._persistence.saver.lacks(ids):
             self._to_keep.append(list(ids))
 
-    def begin(self, of_all: bool = False) -> None:
-        """Hold what is to be computed in the coming step.
+    def begin(self, run: Run, of_all: bool = False) -> list[Proof]:
+        """Hold what is to be computed in the coming step; return what has failed before it.
 
-        `of_all` where others may meet what is still coming up. What there is no room for is kept
-        without a canary, and believed without a proof.
+        `of_all` where others may meet what is still coming up. What there is no room for is
+        computed by `run` at once: nobody runs on what is not proven.
         """
+        failed: list[Proof] = []
+        for probe in self._due(of_all):
+            if self._has_room(probe):
+                self._open.append(probe)
+            else:
+                failed.extend(self._compute_aside(probe, run))
+        return failed
+
+    def _due(self, of_all: bool) -> Iterator[Probe]:
+        """Yield the probes that are due, each with a hold on what the device has of its context."""
         if self._persistence is None:
             return
         for proof in self._persistence.restoring.proofs(of_all):
-            if (table := self._held(proof.ids)) is not None:
-                self._open.append(Probe(proof.ids, table, proof=proof))
+            if ids := self._left_of(proof):
+                yield Probe(ids, self._held(ids), proof=proof)
         waiting, self._to_keep = self._to_keep, []
         for kept in waiting:
             ids = kept[: len(kept) // self._cache.block_size * self._cache.block_size]
-            if (table := self._held(ids)) is not None:
-                self._open.append(Probe(ids, table, kept=kept))
-            else:
-                self._persistence.save(kept)
+            yield Probe(ids, self._held(ids), kept=kept)
 
-    def _held(self, ids: list[int]) -> BlockTable | None:
-        """Hold a context with room for its last token; None where that, or the rest, is not there.
+    def _left_of(self, proof: Proof) -> list[int]:
+        """Return what the device still has of what is to be proven, nothing where that is trusted.
 
-        Without room for a copy of the last block all of it is computed again.
+        What has sunk into host memory meanwhile could come up unproven, and is forgotten there.
         """
-        table = self._cache.match(ids)
-        is_near = len(ids) - table.cached_len <= self._cache.block_size
-        if is_near and self._cache.reserve(table, table.cached_len, len(ids)):
-            return table
-        self._cache.release(table, [])
-        return None
+        num_left = self._cache.measure(proof.ids)
+        if num_left < len(proof.ids):
+            self._cache.forget(proof.ids, num_left)
+        return proof.ids[:num_left] if num_left > proof.num_trusted else []
+
+    def _held(self, ids: list[int]) -> BlockTable:
+        """Hold all blocks of a context, the last too: to make room for a copy of that it would
+        otherwise be forgotten itself, and there would be nothing to compare.
+        """
+        return self._cache.match([*ids, _NO_TOKEN])
+
+    def _has_room(self, probe: Probe) -> bool:
+        """Whether the last token of a context that is there can be written: to a copy."""
+        end = len(probe.ids)
+        return self._is_there(probe) and self._cache.reserve(probe.table, end - 1, end)
+
+    def _is_there(self, probe: Probe) -> bool:
+        return bool(probe.ids) and probe.table.cached_len == len(probe.ids)
+
+    def _compute_aside(self, probe: Probe, run: Run) -> list[Proof]:
+        """Compute a probe in the block set aside; return what has failed.
+
+        A device tier of a single block has none: there contexts are kept without a canary, and
+        nothing ever comes up. Of a context that is gone meanwhile nothing is kept either.
+        """
+        if self._is_there(probe) and self._cache.lend(probe.table):
+            return self._end_alone([probe], run)
+        self._cache.release(probe.table, [])
+        if probe.kept is not None:
+            self._keep(probe.kept, None)
+        return [probe.proof] if probe.proof is not None else []
 
     @property
     def pieces(self) -> list[SequencePiece]:
@@ -116,24 +162,28 @@ class Probes:
         What fails gets a second look, computed alone by `run`: low bits depend on what else is in
         a batch, and where a model chooses experts by them, more than low bits.
         """
-        return self._end(list(logits), run)
+        probes, self._open = self._open, []
+        return self._end(probes, list(logits), run)
 
     def end_alone(self, run: Run) -> list[Proof]:
         """Compute what was begun in a step of its own; return what has failed.
 
         Where that cannot be, contexts are kept without a canary and what came up is not believed.
         """
-        if not self._open:
-            return []
-        try:
-            rows: list[torch.Tensor | None] = list(run(self.pieces))
-        except Exception:  # a model's own code can fail with anything
-            _log.exception("probes failed contexts=%d", len(self._open))
-            rows = [None] * len(self._open)
-        return self._end(rows, run)
-
-    def _end(self, rows: Sequence[torch.Tensor | None], run: Run) -> list[Proof]:
         probes, self._open = self._open, []
+        return self._end_alone(probes, run) if probes else []
+
+    def _end_alone(self, probes: Sequence[Probe], run: Run) -> list[Proof]:
+        try:
+            rows: list[torch.Tensor | None] = list(run([probe.piece for probe in probes]))
+        except Exception:  # a model's own code can fail with anything
+            _log.exception("probes failed contexts=%d", len(probes))
+            rows = [None] * len(probes)
+        return self._end(probes, rows, run)
+
+    def _end(
+        self, probes: Sequence[Probe], rows: Sequence[torch.Tensor | None], run: Run
+    ) -> list[Proof]:
         failed = [
             probe.proof
             for probe, row in zip(probes, rows, strict=True)
@@ -156,7 +206,7 @@ class Probes:
     def _holds(self, probe: Probe, row: torch.Tensor | None) -> bool:
         if row is None:
             return False
-        canary = probe.proof.canary if probe.proof is not None else None
+        canary = probe.canary
         off = deviation(canary, row) if canary is not None else 0.0
         drift = self._cache.drift(probe.table, probe.ids)
         is_right = self._tolerance.allows(off, drift)

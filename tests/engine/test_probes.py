@@ -158,14 +158,68 @@ def test_what_the_device_had_itself_is_not_forgotten(
     assert finished.usage.cached.device == 20
 
 
-def test_a_device_without_room_for_a_proof_believes(
+# Blocks for a context of 57 tokens and the scratch block: a request on it leaves none for a probe.
+FULL = 1 + 15
+
+
+def test_a_device_without_a_free_block_proves_in_the_one_set_aside(
     context: tuple[int, ...], processes: Processes, tier: MemoryTier
 ) -> None:
-    process = processes.start(num_blocks=16)
+    process = processes.start(num_blocks=FULL + 1)
     resumed, finished = process.answer(spec(context[:-2], max_tokens=2))
 
     assert resumed == alone(spec(context[:-2], max_tokens=2))
     assert finished.usage.cached.disk > 0
+    assert tier.num_quarantined == 0
+    process.harness.cache.check([])
+
+
+@pytest.mark.parametrize("spoil", [spoil_canary, spoil_kv])
+def test_on_a_full_device_too_nobody_runs_on_what_is_not_proven(
+    spoil, context: tuple[int, ...], processes: Processes, tier: MemoryTier
+) -> None:  # type: ignore[no-untyped-def]
+    """Where a running request held the last free block what came up was once believed for good, or
+    made room itself for the copy that it was to be compared with.
+    """
+    spoil(tier)
+    process = processes.start(num_blocks=2 + NUM_KEPT + 9)
+    harness = process.harness
+    busy = harness.submit(spec(tuple(range(9, 39)), max_tokens=6))
+    while not (running := harness.live()[0].table) or len(running.blocks) < 9:
+        harness.step()
+    number = harness.submit(spec(context[:-2], max_tokens=2))
+    restore = harness.live()[-1].restore
+    assert restore is not None
+    assert restore.has_all.wait(5.0)
+    harness.step()
+    assert harness.cache.measure(context) == 0, "it came up, was found to be wrong, and went"
+    harness.run()
+
+    harness.assert_complete(busy)
+    harness.assert_complete(number)
+    assert process.persistence.transfer.flush(5.0)
+    assert tier.num_quarantined == NUM_KEPT
+
+
+def test_what_is_left_of_what_came_up_is_proven(
+    context: tuple[int, ...], processes: Processes, tier: MemoryTier
+) -> None:
+    """The end of it was evicted before there was a step; the rest was believed."""
+    for key in list(tier.blocks)[:-2]:
+        tier.blocks[key] = b"\x00\x00\x00\x3f" * BLOCK + tier.blocks[key][BLOCK * 4 :]
+    process = processes.start()
+    harness, persistence = process.harness, process.persistence
+    restore = persistence.begin(list(context))
+    assert restore is not None
+    while not restore.is_over:
+        persistence.wait_for_news()
+        persistence.settle(restore)
+    harness.cache.sink(2)
+    tier.max_found = 0  # nor does it come again
+
+    assert process.answer(spec(context))[0] == alone(spec(context))
+    assert persistence.transfer.flush(5.0)
+    assert tier.num_quarantined == NUM_KEPT
 
 
 def test_a_probe_that_fails_costs_nothing(
