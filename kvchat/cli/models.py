@@ -78,6 +78,7 @@ def _size_facts(source: ModelSource, spec: Any, config: Any, device: str) -> dic
     from kvchat.model.attention_choice import attention_in_words
     from kvchat.model.device import choose_device, dtype_name
     from kvchat.model.fuse_outlook import fusion_in_words
+    from kvchat.model.graph_outlook import graphs_in_words
 
     where = choose_device(ModelConfig(device=device))
     dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
@@ -94,6 +95,7 @@ def _size_facts(source: ModelSource, spec: Any, config: Any, device: str) -> dic
         "layers": len(spec.layers),
         "attention": attention_in_words(spec, where, dtype),
         "forward": fusion_in_words(config, spec),
+        "graphs": graphs_in_words(config, spec, where),
         "windows": ", ".join(sorted(str(s.window or s.chunk or "full") for s in spans)),
         "context": f"{spec.max_context:,} tokens",
         "kv_per_token": format_bytes(geometry.token_bytes),

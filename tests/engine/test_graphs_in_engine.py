@@ -11,11 +11,11 @@ import pytest
 from kvchat.cache.block_pool import SCRATCH_BLOCK
 from kvchat.cache.kv_pool import KvPool
 from kvchat.cache.manager import CacheManager
-from kvchat.core.config import CacheConfig
+from kvchat.core.config import CacheConfig, EngineConfig
 from kvchat.core.events import RequestFailed, TokensGenerated
 from kvchat.core.stats import GraphStatus
 from kvchat.core.types import SamplingParams
-from kvchat.engine.assembly import kv_geometry
+from kvchat.engine.assembly import kv_geometry, new_graphs
 from kvchat.engine.draft_model import ModelDrafter
 from kvchat.engine.drafters import Drafter
 from kvchat.engine.engine import Engine
@@ -174,3 +174,9 @@ def test_nothing_is_captured_while_somebody_waits_for_a_first_token(loaded: Load
         engine.step()
 
     assert recorder.num_captured > 0
+
+
+def test_only_a_cuda_device_is_asked_for_graphs(loaded: LoadedModel) -> None:
+    model, cache = paged(loaded)
+
+    assert new_graphs(model, cache, EngineConfig(graphs=True)) is None

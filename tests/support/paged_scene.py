@@ -22,19 +22,28 @@ SCRATCH = 0
 MAX_CONTEXT = 448
 
 
-def load_tiny(name: str, directory: Path, device: str = "cpu") -> LoadedModel:
-    """Return a supported architecture with contexts of 448 tokens, in float32."""
+def load_tiny(
+    name: str, directory: Path, device: str = "cpu", max_context: int = MAX_CONTEXT
+) -> LoadedModel:
+    """Return a supported architecture in float32, for contexts of so many tokens."""
     model_type, settings = SUPPORTED[name]
+    if max_context > MAX_CONTEXT:
+        settings = {**settings, "max_position_embeddings": max_context}
     source = find_model(str(save_checkpoint(directory, tiny_model(model_type, **settings))))
     config = ModelConfig(device=device, dtype="float32")
-    return load_model(source, config, MAX_CONTEXT, lambda _: None)
+    return load_model(source, config, max_context, lambda _: None)
 
 
 class Scene:
     """One model's pools, with `num_blocks` blocks, and the graphs of its steps."""
 
     def __init__(
-        self, loaded: LoadedModel, capturing: Capturing, block_size: int = 8, num_blocks: int = 200
+        self,
+        loaded: LoadedModel,
+        capturing: Capturing,
+        block_size: int = 8,
+        num_blocks: int = 200,
+        max_context: int = MAX_CONTEXT,
     ) -> None:
         self.block_size = block_size
         self.device = loaded.device
@@ -52,7 +61,7 @@ class Scene:
         for tensor in self.tensors():
             tensor[SCRATCH] = 0
         self.model = PagedModel(loaded, self.pools)  # type: ignore[arg-type]
-        self.graphs = GraphRunner(self.model, block_size, MAX_CONTEXT, SCRATCH, capturing)
+        self.graphs = GraphRunner(self.model, block_size, max_context, SCRATCH, capturing)
 
     def tensors(self) -> list[torch.Tensor]:
         return [tensor for pair in self.pools for tensor in pair]
@@ -90,9 +99,10 @@ class Scene:
         logits = self.graphs.run(pieces)
 
         assert logits is not None, "no graph took it"
-        assert torch.allclose(logits, expected, atol=1e-4), (logits - expected).abs().max()
+        difference, largest = (logits - expected).abs().max(), expected.abs().max()
+        assert difference <= 1e-4 * largest, (difference, largest)
         for tensor, want in zip(self.tensors(), written, strict=True):
             got, want = tensor[SCRATCH + 1 :], want[SCRATCH + 1 :]
-            assert torch.allclose(got, want, atol=1e-5, equal_nan=True)
+            assert torch.allclose(got, want, atol=1e-4, equal_nan=True)
         assert all(bool(tensor[SCRATCH].isfinite().all()) for tensor in self.tensors())
         return logits

@@ -1,0 +1,102 @@
+"""What is asked of CUDA when a step is captured, and in which order, by a device that is not there.
+
+That real graphs compute the same is held in tests/gpu.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from kvchat.model import cuda_graph
+from kvchat.model.cuda_graph import CudaGraphs
+
+
+class NoCuda:
+    """Writes down what it is asked for. `current` is the stream that work goes to."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.current = self.new_stream("main")
+
+    def new_stream(self, name: str) -> SimpleNamespace:
+        return SimpleNamespace(
+            name=name,
+            wait_stream=lambda other: self.asked.append(f"{name} waits for {other.name}"),
+            synchronize=lambda: self.asked.append(f"host waits for {name}"),
+        )
+
+    def Stream(self, device: torch.device) -> SimpleNamespace:
+        return self.new_stream("side")
+
+    def current_stream(self, device: torch.device) -> SimpleNamespace:
+        return self.current
+
+    @contextmanager
+    def stream(self, stream: SimpleNamespace) -> Iterator[None]:
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
+
+    def graph_pool_handle(self) -> str:
+        return "pool"
+
+    def CUDAGraph(self) -> SimpleNamespace:
+        def begin(pool: str, capture_error_mode: str) -> None:
+            self.asked.append(f"begin on {self.current.name}, {pool}, {capture_error_mode}")
+
+        return SimpleNamespace(
+            capture_begin=begin,
+            capture_end=lambda: self.asked.append("end"),
+            replay=lambda: self.asked.append(f"replay on {self.current.name}"),
+        )
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> NoCuda:
+    cuda = NoCuda()
+    monkeypatch.setattr(cuda_graph, "torch", SimpleNamespace(cuda=cuda, Tensor=torch.Tensor))
+    return cuda
+
+
+def test_a_step_is_warmed_up_and_recorded_on_one_stream(cuda: NoCuda) -> None:
+    output = torch.ones(1)
+
+    def step() -> torch.Tensor:
+        cuda.asked.append(f"step on {cuda.current.name}")
+        return output
+
+    replay = CudaGraphs(torch.device("cuda", 0)).capture(step)
+
+    assert cuda.asked == [
+        "side waits for main",
+        *["step on side"] * 2,
+        "host waits for side",
+        "begin on side, pool, thread_local",
+        "step on side",
+        "end",
+        "main waits for side",
+    ]
+    assert replay() is output
+    assert cuda.asked[-1] == "replay on main"
+
+
+def test_a_step_that_fails_while_it_is_recorded_ends_the_recording(cuda: NoCuda) -> None:
+    num_steps = 0
+
+    def step() -> torch.Tensor:
+        nonlocal num_steps
+        num_steps += 1
+        if num_steps == 3:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return torch.ones(1)
+
+    with pytest.raises(RuntimeError, match="not permitted"):
+        CudaGraphs(torch.device("cuda", 0)).capture(step)
+
+    assert cuda.asked[-1] == "end"
+    assert cuda.current.name == "main"
