@@ -1,11 +1,16 @@
 """Paged attention in torch against its formula; support/rounding.py has the rule of tolerance."""
 
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from support.attention_checks import CASES, MIXED, attend, check_attention
 from support.paged_fixture import PagedProblem, paged_problem
 from support.plain_attention import AttentionCase, plain_attention
+
+aten = torch.ops.aten
 
 
 @pytest.mark.parametrize("impl", ["cpu", "reference"])
@@ -20,7 +25,7 @@ def test_low_precision_is_as_exact_as_plain_arithmetic_in_it(name: str, dtype: t
     check_attention(CASES[name], MIXED, "cpu", dtype=dtype)
 
 
-@pytest.mark.parametrize("layout", ["permuted", "consecutive", "descending"])
+@pytest.mark.parametrize("layout", ["permuted", "consecutive", "descending", "broken"])
 @pytest.mark.parametrize("block_size", [1, 8, 32, 256])
 def test_where_blocks_lie_makes_no_difference(block_size: int, layout: str) -> None:
     case = AttentionCase(window=50, has_sinks=True)
@@ -31,6 +36,42 @@ def test_where_blocks_lie_makes_no_difference(block_size: int, layout: str) -> N
 @pytest.mark.parametrize("name", ["full", "window 100", "chunk 48", "softcap", "sinks"])
 def test_a_thousand_tokens_in_every_manner_of_chunk(name: str, new_tokens: int) -> None:
     check_attention(CASES[name], [(new_tokens, 1000)], "cpu", layout="consecutive")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("new_tokens", [1, 5, 24])
+@pytest.mark.parametrize("name", ["full", "window 100", "chunk 48", "softcap", "sinks"])
+def test_runs_of_blocks_are_read_where_they_lie(
+    name: str, new_tokens: int, dtype: torch.dtype
+) -> None:
+    lengths = [(new_tokens, 1500), (new_tokens, 70)]
+
+    check_attention(CASES[name], lengths, "cpu", dtype=dtype, layout="broken")
+
+
+def test_a_decode_step_over_a_gap_copies_no_keys() -> None:
+    """A probe's block in the middle of a context had every later step gather all of it."""
+    case = AttentionCase(key_dim=128, value_dim=128)
+    problem = paged_problem(case, [(1, 1600)], dtype=torch.bfloat16, layout="broken")
+
+    with CopiedElements() as copied:
+        attend(problem, case, "cpu")
+
+    assert copied.count < problem.key_pool.numel() / 10
+
+
+class CopiedElements(TorchDispatchMode):
+    """Counts what gathers, concatenations and copies write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func.overloadpacket in (aten.index_select, aten.cat, aten.copy_, aten.clone):
+            self.count += out.numel()
+        return out
 
 
 def test_large_scores_stay_finite() -> None:

@@ -38,17 +38,17 @@ def test_a_table_too_short_for_its_context_is_refused() -> None:
         build_batch([SequencePiece([1, 2], 3, [5], 1)], 4, CPU)
 
 
-def test_a_run_of_blocks_is_recognised_and_scattered_ones_are_not() -> None:
+def test_runs_of_neighbouring_blocks_are_found() -> None:
     pieces = [
         SequencePiece([1], start=11, blocks=[4, 5, 6], num_logit_rows=1),
         SequencePiece([1], start=11, blocks=[4, 6, 7], num_logit_rows=1),
     ]
     sequences = build_batch(pieces, 4, CPU).sequences
 
-    assert sequences.run_start(0, 0) == 4
-    assert sequences.run_start(0, 2) == 6
-    assert sequences.run_start(1, 0) is None
-    assert sequences.run_start(1, 1) == 6
+    assert sequences.runs(0, 0) == ((4, 3),)
+    assert sequences.runs(0, 2) == ((6, 1),)
+    assert sequences.runs(1, 0) == ((4, 1), (6, 2))
+    assert sequences.runs(1, 1) == ((6, 2),)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

@@ -55,7 +55,8 @@ def paged_problem(
 ) -> PagedProblem:
     """Return random sequences of (new tokens, context length) in pools otherwise full of NaN.
 
-    layout   permuted (blocks anywhere), consecutive (one run each), descending
+    layout   permuted (blocks anywhere), consecutive (one run each), descending,
+             broken (three runs each, where there are so many blocks)
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -105,6 +106,11 @@ def _tables(counts: list[int], layout: str, generator: torch.Generator) -> list[
         ids = ids[::-1]
     tables = []
     for count in counts:
-        tables.append(ids[:count])
+        tables.append(_broken(ids[:count]) if layout == "broken" else ids[:count])
         ids = ids[count:]
     return tables
+
+
+def _broken(ids: list[int]) -> list[int]:
+    third = len(ids) // 3
+    return ids[third : 2 * third] + ids[:third] + ids[2 * third :]

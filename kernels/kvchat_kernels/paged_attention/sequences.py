@@ -59,24 +59,31 @@ class PagedSequences:
         return {}
 
     @cached_property
+    def scratch(self) -> dict[Hashable, torch.Tensor]:
+        """Memory that a layer fills and is done with before the next one, by what it is used for.
+
+        Memory used again is in the caches, and its pages need no zeroing by the system.
+        """
+        return {}
+
+    @cached_property
     def _tables_on_host(self) -> list[list[int]]:
         return self.block_tables.tolist()
 
     @cached_property
-    def _runs(self) -> dict[tuple[int, int], int | None]:
+    def _runs(self) -> dict[tuple[int, int], tuple[tuple[int, int], ...]]:
         return {}
 
-    def run_start(self, sequence: int, first_block: int) -> int | None:
-        """Return the pool index where the table's blocks from `first_block` on lie in one run.
+    def runs(self, sequence: int, first_block: int) -> tuple[tuple[int, int], ...]:
+        """Return how the table's blocks from `first_block` on lie in the pool, in position order.
 
-        None where they are scattered. Found once and remembered: every layer asks the same.
+        Each run is a pool index and a number of blocks that lie one after another there. Found once
+        and remembered: every layer asks the same.
         """
         key = (sequence, first_block)
         if key not in self._runs:
             end = -(-self.context_lens[sequence] // self.block_size)
-            ids = self._tables_on_host[sequence][first_block:end]
-            is_run = ids == list(range(ids[0], ids[0] + len(ids)))
-            self._runs[key] = ids[0] if is_run else None
+            self._runs[key] = _runs_of(self._tables_on_host[sequence][first_block:end])
         return self._runs[key]
 
     def blocks_of(self, sequence: int, first_token: int) -> torch.Tensor:
@@ -87,6 +94,12 @@ class PagedSequences:
         first = first_token // self.block_size
         end = -(-self.context_lens[sequence] // self.block_size)
         return self.block_tables[sequence, first:end]
+
+
+def _runs_of(blocks: list[int]) -> tuple[tuple[int, int], ...]:
+    starts = [i for i, block in enumerate(blocks) if i == 0 or block != blocks[i - 1] + 1]
+    ends = [*starts[1:], len(blocks)]
+    return tuple((blocks[start], end - start) for start, end in zip(starts, ends, strict=True))
 
 
 @dataclass(frozen=True)

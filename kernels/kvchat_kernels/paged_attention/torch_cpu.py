@@ -3,8 +3,12 @@
 Knows torch's CPU kernels and their speeds. Equal to `reference.py` within rounding.
 """
 
+from collections.abc import Hashable
+from dataclasses import dataclass
+
 import torch
 
+from kvchat_kernels.paged_attention.cpu_tokens import Tokens, scratch, tokens_from
 from kvchat_kernels.paged_attention.sequences import PagedSequences
 from kvchat_kernels.paged_attention.span import AttentionSpan
 
@@ -34,20 +38,22 @@ def paged_attention_cpu(
     for index, query_len in enumerate(sequences.query_lens):
         rows = query[start : start + query_len].to(compute_dtype)
         first = span.first_visible(sequences.context_lens[index] - query_len)
-        key = _gather(key_pool, sequences, index, first).to(compute_dtype)
-        value = _gather(value_pool, sequences, index, first).to(compute_dtype)
-        num_keys = key.shape[0]
+        key = tokens_from(key_pool, sequences, index, first, compute_dtype)
+        value = tokens_from(value_pool, sequences, index, first, compute_dtype)
+        num_keys = len(key)
         prefers_fused = num_keys < _SHORT_CONTEXT or (
             query_len == 1 and compute_dtype == torch.float32
         )
         if softcap is None and query_len <= _FEW_ROWS and prefers_fused:
-            group = query.shape[1] // key.shape[1]
+            group = query.shape[1] // key_pool.shape[2]
             mask = _additive_mask(sequences, index, span, first, group, compute_dtype)
-            outputs.append(_attend_fused(rows, key, value, mask, scale, sinks))
+            outputs.append(_attend_fused(rows, key.joined(), value.joined(), mask, scale, sinks))
         elif softcap is None and query_len == 1:
             outputs.append(_attend_one(rows, key, value, scale, sinks))
         else:
-            outputs.append(_attend_many(rows, key, value, span, first, scale, softcap, sinks))
+            heads = key.by_head(sequences, "keys"), value.by_head(sequences, "values")
+            slabs = Slabs(span, first, scale, softcap, sinks, sequences.scratch)
+            outputs.append(slabs.attend(rows, *heads))
         start += query_len
     return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).to(query.dtype)
 
@@ -55,21 +61,6 @@ def paged_attention_cpu(
 def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
     # float16 arithmetic is emulated on CPUs: 4x slower than float32, conversion included.
     return torch.float32 if dtype == torch.float16 else dtype
-
-
-def _gather(pool: torch.Tensor, sequences: PagedSequences, index: int, first: int) -> torch.Tensor:
-    """Return the sequence's tokens from `first` on: [num_keys, num_kv_heads, head_dim].
-
-    A view of the pool where the blocks are consecutive, a copy elsewhere.
-    """
-    block_size = sequences.block_size
-    blocks = sequences.blocks_of(index, first // block_size * block_size)
-    run_start = sequences.run_start(index, first // block_size)
-    if run_start is not None:
-        tokens = pool[run_start : run_start + len(blocks)].flatten(0, 1)
-    else:
-        tokens = pool.index_select(0, blocks).flatten(0, 1)
-    return tokens[first % block_size : first % block_size + sequences.context_lens[index] - first]
 
 
 def _attend_fused(
@@ -133,26 +124,35 @@ def _additive_mask(
 
 
 def _attend_one(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    scale: float,
-    sinks: torch.Tensor | None,
+    query: torch.Tensor, key: Tokens, value: Tokens, scale: float, sinks: torch.Tensor | None
 ) -> torch.Tensor:
-    """Attend a single row to many keys by two products: [1, num_heads, value_dim].
+    """Attend a single row to many keys by two products a run: [1, num_heads, value_dim].
 
     The first is keys times queries and not queries times keys: it then reads the keys in the order
     in which they lie.
     """
-    num_heads, num_kv_heads = query.shape[1], key.shape[1]
+    num_heads, num_kv_heads = query.shape[1], key.runs[0].shape[1]
     rows = query.view(num_kv_heads, -1, query.shape[-1]).transpose(1, 2)
-    scores = rows.new_empty(num_kv_heads, key.shape[0], rows.shape[2])
-    scores = torch.baddbmm(scores, key.transpose(0, 1), rows, beta=0, alpha=scale).transpose(1, 2)
+    products = [_scores_of_one(run, rows, scale) for run in key.runs]
+    scores = (products[0] if len(products) == 1 else torch.cat(products, 1)).transpose(1, 2)
     if sinks is not None:
         column = sinks.to(scores.dtype).view(num_kv_heads, -1, 1)
         scores = torch.cat([scores, column], dim=-1)
-    weights = torch.softmax(scores, dim=-1)[..., : key.shape[0]]
-    return torch.bmm(weights, value.transpose(0, 1)).view(1, num_heads, -1)
+    weights = torch.softmax(scores, dim=-1)
+    out: torch.Tensor | None = None
+    start = 0
+    for run in value.runs:
+        product = torch.bmm(weights[..., start : start + len(run)], run.transpose(0, 1))
+        # Summed in float32: each run's share is rounded once, as the whole would be.
+        out = product if out is None else out.float() + product
+        start += len(run)
+    assert out is not None
+    return out.to(query.dtype).view(1, num_heads, -1)
+
+
+def _scores_of_one(key: torch.Tensor, rows: torch.Tensor, scale: float) -> torch.Tensor:
+    scores = rows.new_empty(rows.shape[0], key.shape[0], rows.shape[2])
+    return torch.baddbmm(scores, key.transpose(0, 1), rows, beta=0, alpha=scale)
 
 
 def _equal_head_dims(
@@ -168,38 +168,70 @@ def _equal_head_dims(
     return query, key, value
 
 
-def _attend_many(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    span: AttentionSpan,
-    first: int,
-    scale: float,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
-    """Attend the rows at the end of `key`'s positions: [num_rows, num_heads, value_dim].
+@dataclass(frozen=True, slots=True)
+class Slabs:
+    """Attention of many rows, a slab of them at a time, over keys from position `first` on.
 
-    `key` and `value` begin at position `first`. Slab by slab; each sees the keys up to its own last
-    row, from the first one any of its rows may see.
+    The memory of scores and weights is kept in `room` from slab to slab and layer to layer.
     """
-    num_rows, num_heads, _ = query.shape
-    key, value = (tensor.transpose(0, 1).contiguous() for tensor in (key, value))
-    start = first + key.shape[1] - num_rows
-    most_rows = max(1, _SLAB_BYTES // (num_heads * key.shape[1] * key.itemsize))
-    num_slabs = -(-num_rows // most_rows)
-    slab_rows = -(-num_rows // num_slabs)
-    outputs = []
-    for row in range(0, num_rows, slab_rows):
-        rows = query[row : row + slab_rows]
-        begin = span.first_visible(start + row)
-        end = start + row + len(rows)
-        visible = slice(begin - first, end - first)
-        mask = _hidden(span, begin, end, len(rows))
-        outputs.append(
-            _attend_slab(rows, key[:, visible], value[:, visible], mask, scale, softcap, sinks)
-        )
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    span: AttentionSpan
+    first: int
+    scale: float
+    softcap: float | None
+    sinks: torch.Tensor | None
+    room: dict[Hashable, torch.Tensor]
+
+    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Attend the rows at the end of `key`'s positions: [num_rows, num_heads, value_dim].
+
+        `key` and `value` are [num_kv_heads, num_keys, dim]. Each slab sees the keys up to its own
+        last row, from the first one any of its rows may see.
+        """
+        num_rows, num_heads, _ = query.shape
+        start = self.first + key.shape[1] - num_rows
+        most_rows = max(1, _SLAB_BYTES // (num_heads * key.shape[1] * key.itemsize))
+        num_slabs = -(-num_rows // most_rows)
+        slab_rows = -(-num_rows // num_slabs)
+        outputs = []
+        for row in range(0, num_rows, slab_rows):
+            rows = query[row : row + slab_rows]
+            begin = self.span.first_visible(start + row)
+            end = start + row + len(rows)
+            visible = slice(begin - self.first, end - self.first)
+            hidden = _hidden(self.span, begin, end, len(rows))
+            outputs.append(self._attend_slab(rows, key[:, visible], value[:, visible], hidden))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def _attend_slab(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, hidden: torch.Tensor
+    ) -> torch.Tensor:
+        """Two products with a softmax between them."""
+        num_rows, num_heads, head_dim = query.shape
+        num_kv_heads, num_keys, value_dim = value.shape
+        rows = query.view(num_rows, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)
+        rows = rows.reshape(num_kv_heads, -1, head_dim)
+        shape = (num_kv_heads, rows.shape[1], num_keys)
+        # Scaled inside the product, where it costs no rounding and no pass over the scores.
+        scores = scratch(self.room, "scores", shape, rows.dtype)
+        scores.baddbmm_(rows, key.transpose(1, 2), beta=0, alpha=self.scale)
+        scores = scores.view(num_heads, num_rows, num_keys)
+        if self.softcap is not None:
+            scores = scores.float().div_(self.softcap).tanh_().mul_(self.softcap)
+        scores[..., num_keys - hidden.shape[1] :].masked_fill_(hidden, float("-inf"))
+        weights = self._weights(scores).to(value.dtype)
+        out = torch.bmm(weights.reshape(num_kv_heads, -1, num_keys), value)
+        out = out.view(num_kv_heads, -1, num_rows, value_dim).permute(2, 0, 1, 3)
+        return out.reshape(num_rows, num_heads, value_dim)
+
+    def _weights(self, scores: torch.Tensor) -> torch.Tensor:
+        """Return the softmax of scores [num_heads, num_rows, num_keys] over keys and sink."""
+        if self.sinks is None:
+            weights = scratch(self.room, "weights", scores.shape, scores.dtype)
+            return torch.softmax(scores, dim=-1, out=weights)
+        num_heads, num_rows, num_keys = scores.shape
+        column = self.sinks.to(scores.dtype).view(num_heads, 1, 1).expand(-1, num_rows, 1)
+        return torch.softmax(torch.cat([scores, column], dim=-1), dim=-1)[..., :num_keys]
 
 
 def _hidden(span: AttentionSpan, begin: int, end: int, num_rows: int) -> torch.Tensor:
@@ -212,33 +244,3 @@ def _hidden(span: AttentionSpan, begin: int, end: int, num_rows: int) -> torch.T
         begin = end - num_rows
     positions = torch.arange(begin, end)
     return ~span.mask(positions[-num_rows:], positions)
-
-
-def _attend_slab(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    hidden: torch.Tensor,
-    scale: float,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
-    """Two products with a softmax between them; key and value are [num_kv_heads, num_keys, dim]."""
-    num_rows, num_heads, head_dim = query.shape
-    num_kv_heads, num_keys, value_dim = value.shape
-    rows = query.view(num_rows, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)
-    rows = rows.reshape(num_kv_heads, -1, head_dim)
-    # Scaled inside the product, where it costs no rounding and no pass over the scores.
-    scores = rows.new_empty(num_kv_heads, rows.shape[1], num_keys)
-    scores = torch.baddbmm(scores, rows, key.transpose(1, 2), beta=0, alpha=scale)
-    scores = scores.view(num_heads, num_rows, num_keys)
-    if softcap is not None:
-        scores = scores.float().div_(softcap).tanh_().mul_(softcap)
-    scores[..., num_keys - hidden.shape[1] :].masked_fill_(hidden, float("-inf"))
-    if sinks is not None:
-        column = sinks.to(scores.dtype).view(num_heads, 1, 1).expand(-1, num_rows, 1)
-        scores = torch.cat([scores, column], dim=-1)
-    weights = torch.softmax(scores, dim=-1)[..., :num_keys].to(value.dtype)
-    out = torch.bmm(weights.reshape(num_kv_heads, -1, num_keys), value)
-    out = out.view(num_kv_heads, -1, num_rows, value_dim).permute(2, 0, 1, 3)
-    return out.reshape(num_rows, num_heads, value_dim)
