@@ -79,6 +79,16 @@ class Scene:
             self.eager([SequencePiece(ids.tolist(), 0, blocks, 1)])
         return SequencePiece(list(new), context, blocks, len(new))
 
+    def piece_over_anything(self, context: int, new: Sequence[int]) -> SequencePiece:
+        """Return a piece that follows KV of no meaning, which costs no forward pass."""
+        count = -(-(context + len(new)) // self.block_size)
+        blocks = [self._free.pop() for _ in range(count)]
+        generator = torch.Generator().manual_seed(context)
+        for tensor in self.tensors():
+            shape = (count, *tensor.shape[1:])
+            tensor[blocks] = torch.randn(shape, generator=generator).to(tensor)
+        return SequencePiece(list(new), context, blocks, len(new))
+
     def eager(self, pieces: Sequence[SequencePiece]) -> torch.Tensor:
         return self.model.forward(build_batch(pieces, self.block_size, self.device))
 
