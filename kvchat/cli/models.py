@@ -95,7 +95,7 @@ def _size_facts(source: ModelSource, spec: Any, config: Any, device: str) -> dic
         "layers": len(spec.layers),
         "attention": attention_in_words(spec, where, dtype),
         "forward": fusion_in_words(config, spec),
-        "graphs": graphs_in_words(config, spec, where),
+        "graphs": graphs_in_words(config, spec, where, dtype),
         "windows": ", ".join(sorted(str(s.window or s.chunk or "full") for s in spans)),
         "context": f"{spec.max_context:,} tokens",
         "kv_per_token": format_bytes(geometry.token_bytes),

@@ -5,6 +5,7 @@ trapped that would make the host wait for values. The same trap is set again bef
 capture, on the weights and the kernels that are really there.
 """
 
+from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,11 @@ from kvchat.model.rope import freeze_rope
 from kvchat.model.source import ModelSource
 from kvchat.model.spec import ModelSpec
 from kvchat.model.step_buffers import StepBuffers, StepShape
+from kvchat_kernels.paged_attention import (
+    READS_LENGTHS_ON_DEVICE,
+    Implementation,
+    implementation_for,
+)
 
 _META = torch.device("meta")
 # Grouped expert products exist on meta in bfloat16 only.
@@ -38,10 +44,20 @@ def why_not_graphable(config: Any, spec: ModelSpec) -> str | None:
     return None
 
 
-def graphs_in_words(config: Any, spec: ModelSpec, device: torch.device) -> str:
+def graphs_in_words(
+    config: Any,
+    spec: ModelSpec,
+    device: torch.device,
+    dtype: torch.dtype,
+    choose: Callable[..., Implementation] = implementation_for,
+) -> str:
     """Return whether small steps run as CUDA graphs on `device`, and why not."""
     if device.type != "cuda":
         return "none: only a CUDA device has them"
+    for layer in spec.layers:
+        chosen = choose(device, layer.key_dim, layer.value_dim, dtype)
+        if chosen.name not in READS_LENGTHS_ON_DEVICE:
+            return f"none: attention runs without kernels, for {chosen.refusal}"
     try:
         reason = why_not_graphable(config, spec)
     except Exception:  # every model class fails in its own way, and this is an outlook only

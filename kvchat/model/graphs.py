@@ -121,15 +121,17 @@ class GraphRunner:
         """Return the smallest captured shape that holds the pieces; note which one was wanted."""
         if self._is_off or not self._buffers.has_room_for(pieces):
             return None
-        fitting = [shape for shape in self._shapes if shape.holds(pieces)]
-        if not fitting:
-            return None
-        if fitting[0] not in self._replays and self._captures(fitting[0]):
-            self._num_wanted[fitting[0]] += 1
-        captured = next((shape for shape in fitting if shape in self._replays), None)
-        if captured is None:
+        lengths = [len(piece.token_ids) for piece in pieces]
+        fitting = (shape for shape in self._shapes if shape.holds(lengths))
+        best = next(fitting, None)
+        if best is None or best in self._replays:
+            return best
+        if self._captures(best):
+            self._num_wanted[best] += 1
+        larger = next((shape for shape in fitting if shape in self._replays), None)
+        if larger is None:
             self._num_eager += 1
-        return captured
+        return larger
 
     def _captures(self, shape: StepShape) -> bool:
         return shape not in self._refused and len(self._refused) < _MAX_FAILURES

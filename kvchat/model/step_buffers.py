@@ -34,9 +34,8 @@ class StepShape:
         """Places for sequences: where some are shorter than others, padding needs its own."""
         return self.num_rows if self.query_len == 1 else 2 * self.num_rows
 
-    def holds(self, pieces: Sequence[SequencePiece]) -> bool:
-        """Tell whether a step of these pieces can be padded to this shape."""
-        lengths = [len(piece.token_ids) for piece in pieces]
+    def holds(self, lengths: Sequence[int]) -> bool:
+        """Tell whether pieces of so many new tokens can be padded to this shape."""
         num_padding = self.num_tokens - sum(lengths)
         num_sequences = len(lengths) + -(-num_padding // self.query_len)
         return (

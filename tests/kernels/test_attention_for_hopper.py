@@ -5,13 +5,19 @@ run on the tensor cores, and that keys and values are loaded ahead of their use.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 from sm90 import MAX_SHARED_BYTES, HopperCode, compile_for_hopper
 
 from kvchat_kernels.launch import Launch
-from kvchat_kernels.paged_attention import FULL, AttentionSpan, PagedSequences
+from kvchat_kernels.paged_attention import (
+    FULL,
+    AttentionSpan,
+    DeviceSequences,
+    PagedSequences,
+)
 from kvchat_kernels.paged_attention.tiles import prefill_tile, split_tile
 from kvchat_kernels.paged_attention.triton_gpu import AttentionCall, plan_launches
 
@@ -108,6 +114,26 @@ def test_two_decode_programs_fit_on_a_multiprocessor(dim: int) -> None:
 
     assert 2 * (code.shared_bytes + 1024) <= 228 * 1024
     assert 2 * code.registers * 32 * launch.num_warps <= 65536
+
+
+@pytest.mark.parametrize(("num_sequences", "most"), [(32, 2), (2, 17)])
+def test_what_a_captured_step_launches_is_compiled(num_sequences: int, most: int) -> None:
+    """More sequences than a step has rows, and more new tokens than other steps split keys for."""
+    num_tokens = num_sequences * most // 2
+    call = attention_call((128, 128), num_tokens, torch.bfloat16, True)
+
+    def meta(*shape: int) -> torch.Tensor:
+        return torch.empty(*shape, dtype=torch.int32, device="meta")
+
+    sequences = DeviceSequences(
+        num_tokens, most, meta(num_sequences + 1), meta(num_sequences), meta(num_sequences, 9), 16
+    )
+    split, merge = launches(replace(call, sequences=sequences))
+
+    compiled(split)
+    compiled(merge)
+    assert split.values["BLOCK_B"] == max(16, num_sequences)
+    assert split.values["max_query_len"] == most
 
 
 @pytest.mark.soak

@@ -7,10 +7,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from transformers import PreTrainedConfig
 
 from kvchat.model.graph_outlook import graphs_in_words, model_on_meta, why_not_graphable
 from kvchat.model.graph_trial import NotGraphable, trapping_host_reads
 from kvchat.model.probe import ProbeInconclusive, probe
+from kvchat.model.spec import ModelSpec
+from kvchat_kernels.paged_attention import Implementation
 from support.architectures import SUPPORTED
 from support.checkpoints import tiny_config
 from support.specimens import Specimen
@@ -61,9 +64,24 @@ def test_a_model_that_reads_values_is_told_with_the_place(monkeypatch: pytest.Mo
     assert reason is not None
     assert reason.startswith("the host reads values")
     assert "test_graph_outlook.py:" in reason
-    cpu, gpu = torch.device("cpu"), torch.device("cuda")
-    assert graphs_in_words(config, spec, gpu) == f"none: {reason}"
-    assert graphs_in_words(config, spec, cpu) == "none: only a CUDA device has them"
+    assert in_words(config, spec, Implementation("triton")) == f"none: {reason}"
+
+
+def in_words(
+    config: PreTrainedConfig, spec: ModelSpec, chosen: Implementation, device: str = "cuda"
+) -> str:
+    where = torch.device(device)
+    return graphs_in_words(config, spec, where, torch.bfloat16, lambda *layer: chosen)
+
+
+def test_a_user_reads_whether_there_are_graphs_and_why_not() -> None:
+    config = tiny_config("llama")
+    spec, cpu = probe(config), Implementation("cpu")
+    wide = Implementation("reference", "head dim 512 is over 256")
+
+    assert in_words(config, spec, Implementation("triton")) == "of small steps"
+    assert in_words(config, spec, cpu, "cpu") == "none: only a CUDA device has them"
+    assert in_words(config, spec, wide).endswith("without kernels, for head dim 512 is over 256")
 
 
 # The trap. `x` is [4, 3] float, on a device with values and on one without.

@@ -16,6 +16,7 @@ from kvchat_kernels.paged_attention.span import FULL, AttentionSpan
 
 __all__ = [
     "FULL",
+    "READS_LENGTHS_ON_DEVICE",
     "AttentionSpan",
     "DeviceSequences",
     "Implementation",
