@@ -18,10 +18,17 @@ from kvchat.cache.disk_tier import DiskTier
 from kvchat.cache.generations import DATABASE, drop, file_number, last_used, tree_bytes
 from kvchat.cache.inventory import Generation, pack_tree, read_generation, stored_generations
 from kvchat.cache.radix_node import pack
-from kvchat.cache.store_lock import LOCK_NAME, StoreLock
+from kvchat.cache.store_lock import LOCK_NAME, StoreBusy, StoreLock
 from kvchat.core.config import Size
 from kvchat.core.errors import StoreError
-from kvchat.core.stats import GenerationStatus, KeptPack, KeptPin, StoreStatus, Verified
+from kvchat.core.stats import (
+    GenerationStatus,
+    KeptPack,
+    KeptPin,
+    StoreStatus,
+    TierStatus,
+    Verified,
+)
 
 _NO_LIMIT = 1 << 62
 _LOCK_PATIENCE_S = 5.0
@@ -141,14 +148,19 @@ class Caretaker:
     def _opened(
         self, path: Path, limit_bytes: int, clock: Callable[[], float]
     ) -> Iterator[DiskTier]:
-        """Open a generation without that counting as a use of it."""
+        """Open a generation without that counting as a use of it.
+
+        Raises StoreError where something was not done because others held the store.
+        """
         used_s = last_used(path)
         try:
             tier = DiskTier(self.directory, read_generation(path).layout, limit_bytes, clock=clock)
         except (OSError, sqlite3.Error) as error:
             raise StoreError(f"Cannot use {path}: {error}.") from error
+        held_up = tier.status().num_held_up
         try:
             yield tier
+            _require_done(tier.status(), held_up)
         finally:
             tier.close()
             # A log is left only where somebody else has the table open, and is using it.
@@ -190,6 +202,12 @@ def _files(directories: list[Path]) -> set[tuple[str, int, int, int]]:
                 info = os.lstat(os.path.join(top, name))
                 found.add((f"{top}/{name}", info.st_ino, info.st_size, info.st_mtime_ns))
     return found
+
+
+def _require_done(status: TierStatus, num_held_up_before: int) -> None:
+    if status.num_held_up > num_held_up_before:
+        _require_no(status.trouble)
+        raise StoreBusy("Other processes are busy with the disk cache.", "Try again in a moment.")
 
 
 def _require_no(trouble: str) -> None:

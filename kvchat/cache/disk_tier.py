@@ -19,6 +19,7 @@ from kvchat.cache.codec import (
     Layout,
     PackHead,
     check_payload,
+    checksum_of,
     decode_head,
     encode_head,
     payload_checksum,
@@ -30,10 +31,10 @@ from kvchat.cache.forgetting import cuts
 from kvchat.cache.generations import FILE_OVERHEAD_BYTES
 from kvchat.cache.pack_table import PackRow, PackTable
 from kvchat.cache.pin_record import Pin
-from kvchat.cache.raw_disk import Parts
+from kvchat.cache.raw_disk import Parts, is_busy
 from kvchat.cache.read_buffers import ReadBuffers
 from kvchat.cache.retention import KnownPack
-from kvchat.cache.store_lock import LOCK_NAME, StoreLock
+from kvchat.cache.store_lock import LOCK_NAME, StoreBusy, StoreHeld, StoreLock
 from kvchat.cache.table_keeper import TableKeeper
 from kvchat.cache.tier import Found, trouble_of
 from kvchat.core.stats import TierStatus
@@ -353,7 +354,7 @@ class DiskTier:
             if not goes_on():
                 break
             with suppress(DamagedRecord):
-                self._verified(Found(row.key, 0, 0, _checksum_of(row.head, self._layout)))
+                self._verified(Found(row.key, 0, 0, checksum_of(row.head, self._layout)))
                 num_sound += 1
         return num_sound, self._status.num_damaged - before
 
@@ -384,17 +385,12 @@ class DiskTier:
         self._keeper.table.close()
 
     def _note_trouble(self, error: Exception) -> None:
+        """Say what is wrong; that others are busy with the store is not, and passes."""
         _log.warning("disk tier: %r", error)
-        self._status = replace(self._status, trouble=trouble_of(error))
+        self._count(num_held_up=is_busy(error) or isinstance(error, StoreHeld))
+        if not (is_busy(error) or isinstance(error, StoreBusy)):
+            self._status = replace(self._status, trouble=trouble_of(error))
 
     def _count(self, **amounts: int) -> None:
         totals = {name: getattr(self._status, name) + int(n) for name, n in amounts.items()}
         self._status = replace(self._status, **totals)
-
-
-def _checksum_of(head: bytes, layout: Layout) -> bytes:
-    """Return what a head says of its payload; nothing where it is damaged."""
-    try:
-        return decode_head(head, layout).checksum
-    except DamagedRecord:
-        return b""

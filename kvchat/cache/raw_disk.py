@@ -187,6 +187,14 @@ def _read_all(descriptor: int, memory: memoryview) -> int:
     return position
 
 
+def is_busy(error: Exception) -> bool:
+    """Whether somebody else was at a table all the time it was waited for."""
+    if isinstance(error, sqlite3.Error):
+        codes = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
+        return getattr(error, "sqlite_errorcode", 0) & 0xFF in codes
+    return isinstance(error, diskcache.Timeout)
+
+
 def is_passing(error: Exception) -> bool:
     """Whether an error is the machine's, and not the fault of what a table holds.
 

@@ -14,12 +14,14 @@ from typing import TypeVar
 
 from kvchat.cache.generations import DATABASE, file_number
 from kvchat.cache.pack_table import PackTable
-from kvchat.cache.raw_disk import is_passing
+from kvchat.cache.raw_disk import is_busy, is_passing
 from kvchat.cache.store_lock import StoreLock
 from kvchat.core.errors import StoreError
 from kvchat.core.paths import open_private, private_directory
 
 T = TypeVar("T")
+
+_MOST_OPENINGS = 3
 
 
 class TableKeeper:
@@ -98,7 +100,7 @@ class TableKeeper:
         private_directory(self._directory)
         with self._alone():
             try:
-                return self._open()
+                return self._open_patiently()
             except Exception as error:
                 self._note_trouble(error)
                 if is_passing(error):
@@ -118,6 +120,16 @@ class TableKeeper:
             with suppress(StoreError):
                 stack.enter_context(self._lock.held())
             yield
+
+    def _open_patiently(self) -> PackTable:
+        """Open the table, once more where somebody was at it all the time: each waits a while."""
+        for _ in range(_MOST_OPENINGS - 1):
+            try:
+                return self._open()
+            except Exception as error:
+                if not is_busy(error):
+                    raise
+        return self._open()
 
     def _open(self) -> PackTable:
         private_directory(self._own).chmod(0o700)

@@ -12,6 +12,7 @@ class TierStatus:
 
     bytes_read, bytes_written   KV only, without what surrounds it
     num_quarantined             blocks that a forward pass has found to be of another model
+    num_held_up                 what was not done because others were at the store meanwhile
     trouble                     the last thing that went wrong, in a sentence; empty if nothing did
     """
 
@@ -24,6 +25,7 @@ class TierStatus:
     num_damaged: int = 0
     num_failed_writes: int = 0
     num_quarantined: int = 0
+    num_held_up: int = 0
     trouble: str = ""
 
 

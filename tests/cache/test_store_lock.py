@@ -1,0 +1,175 @@
+"""The lock of a store: taken by turns, waited for as long as others move on, and no alarm.
+
+Ten processes that cleared and collected one store once told their users that another process held
+it: each was waited for as if it were the same. Time here is the sleeper's: nobody waits.
+"""
+
+import sqlite3
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+from kvchat.cache import disk_tier, table_keeper
+from kvchat.cache.caretaker import Caretaker
+from kvchat.cache.store_lock import LOCK_NAME, StoreBusy, StoreHeld, StoreLock
+from support.pack_chains import num_found, open_tier, save
+
+IDS = [1, 2, 3, 4, 5, 6]
+
+
+class Holders:
+    """Others who hold a lock by turns; `lock` waits for them in a time of its own.
+
+    Each holds it for `turn_s`, and there are `num_turns` of them.
+    """
+
+    def __init__(self, path: Path, turn_s: float, num_turns: int) -> None:
+        self.now_s = 0.0
+        self._path = path
+        self._turn_s = turn_s
+        self._left = num_turns
+        self._stack = ExitStack()
+        self._next()
+
+    def _next(self) -> None:
+        self._stack.close()
+        self._ends_s = self.now_s + self._turn_s
+        if self._left:
+            self._left -= 1
+            self._stack.enter_context(StoreLock(self._path, 0.0).held())
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+        if self.now_s >= self._ends_s:
+            self._next()
+
+    def new_lock(self, path: Path, patience_s: float) -> StoreLock:
+        return StoreLock(path, patience_s, lambda: self.now_s, self.sleep)
+
+    def leave(self) -> None:
+        self._left = 0
+        self._next()
+
+
+@contextmanager
+def held_by(path: Path, turn_s: float, num_turns: int) -> Iterator[Holders]:
+    holders = Holders(path, turn_s, num_turns)
+    try:
+        yield holders
+    finally:
+        holders.leave()
+
+
+def test_others_who_take_turns_are_waited_for(tmp_path: Path) -> None:
+    path = tmp_path / LOCK_NAME
+    with held_by(path, turn_s=0.4, num_turns=10) as holders, holders.new_lock(path, 1.0).held():
+        assert 4.0 <= holders.now_s < 4.1
+
+
+def test_one_who_does_not_let_go_is_not_waited_for(tmp_path: Path) -> None:
+    path = tmp_path / LOCK_NAME
+    with held_by(path, turn_s=1e9, num_turns=1) as holders:
+        with pytest.raises(StoreHeld, match="Another process holds the disk cache") as raised:
+            holders.new_lock(path, 1.0).held().__enter__()
+        assert not isinstance(raised.value, StoreBusy)
+        assert 1.0 <= holders.now_s < 1.1
+
+
+def test_turns_without_end_are_waited_for_within_bounds(tmp_path: Path) -> None:
+    path = tmp_path / LOCK_NAME
+    with held_by(path, turn_s=0.4, num_turns=1 << 20) as holders:
+        with pytest.raises(StoreBusy):
+            holders.new_lock(path, 1.0).held().__enter__()
+        assert 5.0 <= holders.now_s < 5.1
+
+
+def test_who_has_waited_leaves_no_mark_behind(tmp_path: Path) -> None:
+    path = tmp_path / LOCK_NAME
+    with held_by(path, turn_s=0.4, num_turns=3) as holders:
+        lock = holders.new_lock(path, 1.0)
+        with lock.held():
+            assert path.stat().st_size > 0
+        assert not lock.has_leftovers
+    assert path.stat().st_size == 0
+
+
+# What a tier makes of it
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> Callable[[Holders], None]:
+    """Have every tier that is opened from now on wait in the holders' time."""
+    return lambda holders: monkeypatch.setattr(disk_tier, "StoreLock", holders.new_lock)
+
+
+def test_a_busy_store_is_a_miss_that_says_nothing(
+    tmp_path: Path, waits: Callable[[Holders], None]
+) -> None:
+    with held_by(tmp_path / LOCK_NAME, turn_s=0.4, num_turns=1) as holders:
+        waits(holders)
+        tier = open_tier(tmp_path)
+        holders._left = 1 << 20
+        holders._next()
+
+        assert not save(tier, IDS)
+        assert num_found(tier, IDS) == 0
+        assert tier.status().trouble == ""
+        assert tier.status().num_held_up == 1
+
+    assert save(tier, IDS)
+    assert num_found(tier, IDS) == 3
+
+
+def test_a_store_that_somebody_does_not_let_go_of_is_told(
+    tmp_path: Path, waits: Callable[[Holders], None]
+) -> None:
+    open_tier(tmp_path).close()
+    with held_by(tmp_path / LOCK_NAME, turn_s=1e9, num_turns=1) as holders:
+        waits(holders)
+        tier = open_tier(tmp_path)
+
+        assert not save(tier, IDS)
+        assert "Another process holds the disk cache" in tier.status().trouble
+
+
+@pytest.mark.parametrize("deed", ["gc", "unpin", "forget"])
+def test_what_a_user_asked_for_is_done_or_said_not_to_be(
+    tmp_path: Path, waits: Callable[[Holders], None], deed: str
+) -> None:
+    """/forget said that it had forgotten what it had never got hold of."""
+    tier = open_tier(tmp_path)
+    save(tier, IDS)
+    tier.close()
+    arguments = {"gc": (), "unpin": ("mine",), "forget": ([IDS], [])}[deed]
+    with held_by(tmp_path / LOCK_NAME, turn_s=0.4, num_turns=1 << 20) as holders:
+        waits(holders)
+        with pytest.raises(StoreBusy, match="busy"):
+            getattr(Caretaker(tmp_path), deed)(*arguments)
+    assert num_found(open_tier(tmp_path), IDS) == 3
+
+
+def test_a_table_that_others_are_at_is_opened_in_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One moment of many processes left a whole life of one without its disk cache."""
+    tier = open_tier(tmp_path)
+    save(tier, IDS)
+    tier.close()
+    busy = sqlite3.OperationalError("database is locked")
+    busy.sqlite_errorcode = sqlite3.SQLITE_BUSY
+    failures = [busy, busy]
+    new_table = table_keeper.PackTable
+
+    def opened(*arguments: object) -> object:
+        if failures:
+            raise failures.pop()
+        return new_table(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(table_keeper, "PackTable", opened)
+
+    tier = open_tier(tmp_path)
+
+    assert num_found(tier, IDS) == 3
+    assert tier.status().trouble == ""
