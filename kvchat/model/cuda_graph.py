@@ -4,6 +4,7 @@ Knows CUDA streams and torch's graphs; not what a step computes, nor when to cap
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 
@@ -52,10 +53,20 @@ class CudaGraphs:
         try:
             output = step()
         finally:
-            graph.capture_end()
+            self._end(graph)
 
         def replay() -> torch.Tensor:
             graph.replay()
             return output
 
         return replay
+
+    def _end(self, graph: torch.cuda.CUDAGraph) -> None:
+        try:
+            graph.capture_end()
+        except RuntimeError:
+            # Until 2.12, torch's allocator believes from then on that a recording is under way, and
+            # keeps all memory that two streams have used (pytorch pull request 180395).
+            with suppress(RuntimeError, AttributeError):
+                torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
+            raise

@@ -19,6 +19,7 @@ class NoCuda:
 
     def __init__(self) -> None:
         self.asked: list[str] = []
+        self.is_end_refused = False
         self.current = self.new_stream("main")
 
     def new_stream(self, name: str) -> SimpleNamespace:
@@ -51,15 +52,26 @@ class NoCuda:
 
         return SimpleNamespace(
             capture_begin=begin,
-            capture_end=lambda: self.asked.append("end"),
+            capture_end=self._end,
             replay=lambda: self.asked.append(f"replay on {self.current.name}"),
         )
+
+    def _end(self) -> None:
+        self.asked.append("end")
+        if self.is_end_refused:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    def forget_pool(self, device: int, pool: str) -> None:
+        self.asked.append(f"nothing goes to {pool} of {device} any more")
 
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> NoCuda:
     cuda = NoCuda()
-    monkeypatch.setattr(cuda_graph, "torch", SimpleNamespace(cuda=cuda, Tensor=torch.Tensor))
+    private = SimpleNamespace(_cuda_endAllocateToPool=cuda.forget_pool)
+    monkeypatch.setattr(
+        cuda_graph, "torch", SimpleNamespace(cuda=cuda, _C=private, Tensor=torch.Tensor)
+    )
     return cuda
 
 
@@ -99,4 +111,15 @@ def test_a_step_that_fails_while_it_is_recorded_ends_the_recording(cuda: NoCuda)
         CudaGraphs(torch.device("cuda", 0)).capture(step)
 
     assert cuda.asked[-1] == "end"
+    assert cuda.current.name == "main"
+
+
+def test_a_recording_that_cannot_be_ended_leaves_no_memory_reserved(cuda: NoCuda) -> None:
+    """torch 2.11 went on as if it recorded for ever, and freed nothing that two streams had used."""
+    cuda.is_end_refused = True
+
+    with pytest.raises(RuntimeError, match="previous error"):
+        CudaGraphs(torch.device("cuda", 0)).capture(lambda: torch.ones(1))
+
+    assert cuda.asked[-2:] == ["end", "nothing goes to pool of 0 any more"]
     assert cuda.current.name == "main"
