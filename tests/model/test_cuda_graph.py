@@ -115,7 +115,7 @@ def test_a_step_that_fails_while_it_is_recorded_ends_the_recording(cuda: NoCuda)
 
 
 def test_a_recording_that_cannot_be_ended_leaves_no_memory_reserved(cuda: NoCuda) -> None:
-    """torch 2.11 went on as if it recorded for ever, and freed nothing that two streams had used."""
+    """torch 2.11 went on as if it recorded, and freed nothing that two streams had used."""
     cuda.is_end_refused = True
 
     with pytest.raises(RuntimeError, match="previous error"):
