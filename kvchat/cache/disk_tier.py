@@ -33,7 +33,7 @@ from kvchat.cache.pack_table import PackRow, PackTable
 from kvchat.cache.pin_record import Pin
 from kvchat.cache.raw_disk import Parts, is_busy
 from kvchat.cache.read_buffers import ReadBuffers
-from kvchat.cache.retention import KnownPack
+from kvchat.cache.retention import KnownPack, Use, first_use
 from kvchat.cache.store_lock import LOCK_NAME, StoreBusy, StoreHeld, StoreLock
 from kvchat.cache.table_keeper import TableKeeper
 from kvchat.cache.tier import Found, trouble_of
@@ -52,8 +52,7 @@ class DiskTier:
     """One identity's packs, in a directory that all identities share and together keep bounded.
 
     `limit_bytes` holds for the whole directory at every instant; `min_free_bytes` of the disk are
-    left alone. What is used by somebody who asks once and leaves (`is_one_shot`) counts for little.
-    Raises StoreError where the directory cannot be used at all. One thread uses a tier.
+    left alone. Raises StoreError where the directory cannot be used at all. One thread uses a tier.
     """
 
     def __init__(
@@ -63,19 +62,17 @@ class DiskTier:
         limit_bytes: int,
         min_free_bytes: int | None = None,
         clock: Callable[[], float] = time.time,
-        is_one_shot: bool = False,
     ) -> None:
         own = directory / layout.identity.hex()
         self._layout = layout
         self._clock = clock
-        self._is_one_shot = is_one_shot
         self._root = root_key(layout.identity)
         self._status = TierStatus(limit_bytes=limit_bytes)
         self._fates = FateLog(own)
         self._room = DiskRoom(directory, own, limit_bytes, min_free_bytes, self._fates)
         self._lock = StoreLock(directory / LOCK_NAME, _PATIENCE_S)
         self._buffers = ReadBuffers(_MAX_BUFFERS)
-        self._used: dict[bytes, None] = {}
+        self._used: dict[bytes, bool] = {}  # whether only by those who ask once
         self._files: dict[bytes, str | None] = {}  # of the packs found last
         self._keeper = TableKeeper(directory, own, self._lock, _PATIENCE_S, self._note_trouble)
         self._attempt = self._keeper.attempt
@@ -94,12 +91,11 @@ class DiskTier:
 
     # Finding and reading
 
-    def find(self, keys: Sequence[bytes], packed: bytes) -> list[Found]:
+    def find(self, keys: Sequence[bytes], packed: bytes, is_one_shot: bool = False) -> list[Found]:
         """Return the packs that hold a prompt's leading blocks, in order and without a hole."""
         found: list[Found] = self._attempt(lambda: list(self._walk(keys, packed)), [])
         for run in found:  # the last one found is to stand last
-            self._used.pop(run.key, None)
-            self._used[run.key] = None
+            self._used[run.key] = self._used.pop(run.key, True) and is_one_shot
         return found
 
     def _walk(self, keys: Sequence[bytes], packed: bytes) -> Iterator[Found]:
@@ -192,17 +188,17 @@ class DiskTier:
 
     # Writing
 
-    def write(self, head: PackHead, image: memoryview) -> bool:
+    def write(self, head: PackHead, image: memoryview, is_one_shot: bool = False) -> bool:
         """Keep a pack; false, and why in the status, where the world did not let it."""
         num_blocks = head.num_blocks(self._layout)
         assert len(image) == num_blocks * self._layout.block_bytes
         complete = replace(head, checksum=payload_checksum(image))
-        is_written = self._attempt(lambda: self._write(complete, image), False)
+        is_written = self._attempt(lambda: self._write(complete, image, is_one_shot), False)
         self._count(num_failed_writes=not is_written, bytes_written=is_written * len(image))
         self._look()
         return is_written
 
-    def _write(self, head: PackHead, image: memoryview) -> bool:
+    def _write(self, head: PackHead, image: memoryview, is_one_shot: bool) -> bool:
         with self._keeper.changing() as table:
             if self._lock.has_leftovers:
                 self._collect(table)
@@ -216,16 +212,16 @@ class DiskTier:
                 self._status = replace(self._status, trouble=trouble)
                 self._fates.note(head.keys(self._layout)[:1], Lack.OVER_BUDGET)
                 return False
-            self._keep(table, head, image)
+            self._keep(table, head, image, first_use(self._clock(), is_one_shot))
             self._note_uses(table, self._last_of(head.parent))
         return True
 
-    def _keep(self, table: PackTable, head: PackHead, image: memoryview) -> None:
+    def _keep(self, table: PackTable, head: PackHead, image: memoryview, use: Use) -> None:
         key = head.keys(self._layout)[0]
         prefix = payload_prefix(key, head, len(image), self._layout)
         data = encode_head(head, self._layout)
         try:
-            table.keep(key, data, Parts(prefix, image), self._clock(), self._is_one_shot)
+            table.keep(key, data, Parts(prefix, image), use)
         except Exception:
             self._lock.has_leftovers = True
             raise
@@ -237,7 +233,7 @@ class DiskTier:
     def _note_uses(self, table: PackTable, followed: bytes | None = None) -> None:
         used, self._used = self._used, {}
         if used:
-            table.note_uses(used, followed, self._clock(), self._is_one_shot)
+            table.note_uses(used, followed, self._clock())
 
     def _known_packs(self, table: PackTable) -> dict[bytes, KnownPack]:
         known = {}
@@ -299,15 +295,15 @@ class DiskTier:
         return num_blocks
 
     def _cut(self, table: PackTable, name: bytes, num_kept: int) -> None:
-        head, image = self._head(table, name), None
+        head, image, use = self._head(table, name), None, table.use(name)
         if num_kept and head is not None:
             with suppress(DamagedRecord, OSError):
                 image = self._images(table, name, head.checksum)
         table.remove(name)
-        if head is not None and image is not None:
+        if head is not None and image is not None and use is not None:
             image = image[: num_kept * self._layout.block_bytes]
             ids = head.ids[: num_kept * self._layout.ids_bytes]
-            self._keep(table, PackHead(head.parent, ids, payload_checksum(image)), image)
+            self._keep(table, PackHead(head.parent, ids, payload_checksum(image)), image, use)
 
     def quarantine(self, keys: Sequence[bytes]) -> None:
         """Never give out again the packs that hold one of these blocks, nor what continues them."""

@@ -6,7 +6,7 @@ used, without a word of what is in it. Knows rows; knows no bounds and no damage
 """
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Any
 from kvchat.cache.pin_record import Pin, decode_pin, encode_pin, pin_name
 from kvchat.cache.raw_disk import FILE_MODE, Parts, RawCache
 from kvchat.cache.read_buffers import ReadBuffers
-from kvchat.cache.retention import Use, first_use, used_again
+from kvchat.cache.retention import Use, used_again
 
 HEAD, PAYLOAD, PIN = b"h", b"p", b"n"
 # A generation with this file in it has pins: nobody drops it without need.
@@ -81,9 +81,8 @@ class PackTable(RawCache):
         row: tuple[Any, ...] | None = self._sql(query, (PAYLOAD + key,)).fetchone()
         return row
 
-    def keep(self, key: bytes, head: bytes, payload: Parts, now_s: float, one_shot: bool) -> None:
+    def keep(self, key: bytes, head: bytes, payload: Parts, use: Use) -> None:
         """Enter a pack: all of it, or nothing."""
-        use = first_use(now_s, one_shot)
         with self.transact():
             self.set(PAYLOAD + key, payload)
             self.set(HEAD + key, head, tag=0)
@@ -140,18 +139,21 @@ class PackTable(RawCache):
     # Uses
 
     def note_uses(
-        self, keys: Iterable[bytes], followed: bytes | None, now_s: float, one_shot: bool
+        self, one_shot_uses: Mapping[bytes, bool], followed: bytes | None, now_s: float
     ) -> None:
-        """Remember that packs were used, and that another was written behind `followed`."""
+        """Remember which packs were used, and whether only by somebody who asks once and leaves;
+        and that another was written behind `followed`.
+        """
         with self.transact():
-            for key in keys:
-                if (use := self._use(key)) is None:
+            for key, is_one_shot in one_shot_uses.items():
+                if (use := self.use(key)) is None:
                     continue
-                use = used_again(use, now_s, one_shot)
+                use = used_again(use, now_s, is_one_shot)
                 num_followed = use.num_followed + (key == followed)
                 self._set_use(key, Use(use.last_s, use.credit_s, use.num_uses, num_followed))
 
-    def _use(self, key: bytes) -> Use | None:
+    def use(self, key: bytes) -> Use | None:
+        """Return what is known of a pack's uses, None where it is gone."""
         query = f"SELECT {_USE} FROM Cache WHERE key = ? AND raw = 1"
         row = self._sql(query, (HEAD + key,)).fetchone()
         return use_of(row) if row is not None else None

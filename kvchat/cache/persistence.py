@@ -51,9 +51,15 @@ class Persistence:
 
     # Restoring
 
-    def begin(self, ids: TokenIds, is_foreseen: bool = False) -> Restore | None:
-        """Ask for the KV of a prompt that the device has not; None where it has all full blocks."""
-        return self.restoring.begin(ids, is_foreseen)
+    def begin(
+        self, ids: TokenIds, is_foreseen: bool = False, is_one_shot: bool = False
+    ) -> Restore | None:
+        """Ask for the KV of a prompt that the device has not; None where it has all full blocks.
+
+        `is_foreseen` where nobody waits for it yet, `is_one_shot` where whoever does will hardly go
+        on.
+        """
+        return self.restoring.begin(ids, is_foreseen, is_one_shot)
 
     def wait_for_news(self) -> None:
         """Wait for the next delivery, for a moment at most."""
@@ -82,12 +88,12 @@ class Persistence:
             return TierStatus(trouble=trouble_of(failure))
         return tier.status() if tier is not None else None
 
-    def save(self, ids: TokenIds, canary: Canary | None = None) -> None:
+    def save(self, ids: TokenIds, canary: Canary | None = None, is_one_shot: bool = False) -> None:
         """Have the full blocks of a context written behind, as far as they are not kept yet.
 
-        `canary` is that of the last block's last token.
+        `canary` is that of the last block's last token; `is_one_shot` as in `begin`.
         """
-        self.saver.save(ids, canary)
+        self.saver.save(ids, canary, is_one_shot)
         self._keep_rates()
 
     def pin(self, ids: TokenIds, label: str, done: Callable[[int], None]) -> None:

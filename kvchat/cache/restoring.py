@@ -80,13 +80,14 @@ class Restore:
 
     `since_s` is when the last piece of use came, or the first was asked for; `piece_bytes` are
     those of a large piece, as far as they are known. A prefetch `is_foreseen`: nobody waits for it,
-    and nobody would compute a front of it.
+    and nobody would compute a front of it. `is_one_shot` where whoever asks will hardly go on.
     """
 
     ids: TokenIds
     num_known: int
     since_s: float
     is_foreseen: bool
+    is_one_shot: bool = False
     num_front: int = 0
     num_hurries: int = 0
     piece_bytes: int = 0
@@ -142,7 +143,7 @@ class Restoring:
         self._news = Event()
         self._unproven: list[Restore] = []
 
-    def begin(self, ids: TokenIds, is_foreseen: bool) -> Restore | None:
+    def begin(self, ids: TokenIds, is_foreseen: bool, is_one_shot: bool = False) -> Restore | None:
         """Ask for the KV of a prompt that the device has not; None where it has all full blocks.
 
         One that is over already says why nobody was asked.
@@ -158,7 +159,7 @@ class Restoring:
         if not self._planner.is_worth(num_tokens, num_bytes):
             self._planner.note_refused()
             return self._refused(ids, num_known, Lack.SLOWER)
-        restore = Restore(ids, num_known, self._clock(), is_foreseen)
+        restore = Restore(ids, num_known, self._clock(), is_foreseen, is_one_shot)
         self._transfer.restore(lambda tier: self._read(tier, restore, num_known // size))
         return restore
 
@@ -290,7 +291,7 @@ class Restoring:
         packed = pack(restore.ids[:-1])
         try:
             keys = chain_keys(tier.root, packed, self._block_bytes)
-            runs = tier.find(keys, packed)
+            runs = tier.find(keys, packed, restore.is_one_shot)
             num_found = sum(found.num_blocks for found in runs)
             if num_found < len(keys):
                 restore.lack = tier.why(keys[num_found], packed, num_found)

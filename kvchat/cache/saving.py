@@ -8,7 +8,7 @@ request.
 import logging
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 
 from kvchat.cache.block_key import root_key
@@ -30,6 +30,15 @@ _LONGEST_REST_S = 300.0
 _MAX_BACKLOG = 16
 # What is kept where needs no identity as long as it is asked within one process.
 _LOCAL_ROOT = root_key(b"")
+
+
+@dataclass(frozen=True, slots=True)
+class _Offer:
+    """A context to be kept: the canary of its last block's last token, and who has asked for it."""
+
+    ids: TokenIds
+    canary: Canary | None = None
+    is_one_shot: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +74,7 @@ class Saver:
         self._num_refusals = 0
         self._rests_until_s = 0.0
         # Contexts that the thread had no room for, the oldest first.
-        self._backlog: deque[tuple[TokenIds, Canary | None]] = deque(maxlen=_MAX_BACKLOG)
+        self._backlog: deque[_Offer] = deque(maxlen=_MAX_BACKLOG)
         self._tier_memo: ChainMemo | None = None  # the transfer thread's
 
     @property
@@ -94,59 +103,57 @@ class Saver:
             return False
         return any(key not in self._kept for key in self._memo.keys_of(pack(ids)))
 
-    def save(self, ids: TokenIds, canary: Canary | None = None) -> None:
+    def save(self, ids: TokenIds, canary: Canary | None = None, is_one_shot: bool = False) -> None:
         """Have the full blocks of a context written, as far as they are not kept yet.
 
-        `canary` is that of the last block's last token.
+        `canary` is that of the last block's last token; `is_one_shot` where whoever asked will
+        hardly go on.
         """
-        self._offer(ids, whole_packs=False, canary=canary)
+        self._offer(_Offer(ids, canary, is_one_shot), whole_packs=False)
 
     def go_on(self, timeout_s: float) -> None:
         """Offer some of what there was no room for; wait so long for room."""
         pack_bytes = self._blocks_a_pack * self._image_bytes
         if self.has_backlog and self._transfer.has_room(pack_bytes, timeout_s):
-            ids, canary = self._backlog.popleft()
-            self.save(ids, canary)
+            self._offer(self._backlog.popleft(), whole_packs=False)
 
-    def save_packs(self, ids: TokenIds) -> None:
+    def save_packs(self, ids: TokenIds, is_one_shot: bool = False) -> None:
         """Have what fills whole packs written: for a context that is still growing."""
-        self._offer(ids, whole_packs=True)
+        self._offer(_Offer(ids, is_one_shot=is_one_shot), whole_packs=True)
 
-    def _offer(self, ids: TokenIds, whole_packs: bool, canary: Canary | None = None) -> None:
+    def _offer(self, offer: _Offer, whole_packs: bool) -> None:
         try:
             self._learn()
             if not self._transfer.is_without_tier and self._may_offer():
-                self._offer_packs(ids, whole_packs, canary)
+                self._offer_packs(offer, whole_packs)
         except Exception:
             _log.exception("a context could not be kept")
 
-    def _offer_packs(self, ids: TokenIds, whole_packs: bool, canary: Canary | None) -> None:
-        keys = self._memo.keys_of(pack(ids))
+    def _offer_packs(self, offer: _Offer, whole_packs: bool) -> None:
+        keys = self._memo.keys_of(pack(offer.ids))
         start = next((n for n, key in enumerate(keys) if key not in self._kept), len(keys))
         for first in range(start, len(keys), self._blocks_a_pack):
             last = min(first + self._blocks_a_pack, len(keys))
             is_short = last - first < self._blocks_a_pack
             if is_short and whole_packs:
                 return
-            own_canary = canary if last == len(keys) else None
+            own = offer if last == len(keys) else replace(offer, canary=None)
             if not self._transfer.has_room((last - first) * self._image_bytes, 0.0):
                 if not whole_packs:
-                    self._backlog.append((ids, canary))
+                    self._backlog.append(offer)
                 return
-            if not self._offer_pack(ids, first, keys[:last], own_canary):
+            if not self._offer_pack(own, first, keys[:last]):
                 return
             if self._num_refusals:
                 return  # one pack, to see whether the tier takes anything again
 
-    def _offer_pack(
-        self, ids: TokenIds, first: int, keys: list[bytes], canary: Canary | None
-    ) -> bool:
-        image = self._manager.export(ids, first, len(keys))
+    def _offer_pack(self, offer: _Offer, first: int, keys: list[bytes]) -> bool:
+        image = self._manager.export(offer.ids, first, len(keys))
         if image is None:
             return False
-        packed = pack(ids[: len(keys) * self._manager.block_size])
+        own = replace(offer, ids=offer.ids[: len(keys) * self._manager.block_size])
         if not self._transfer.save(
-            lambda tier: self._write(tier, packed, first, image, keys, canary), len(image)
+            lambda tier: self._write(tier, own, first, image, keys), len(image)
         ):
             return False
         self._kept.update(keys[first:])
@@ -180,27 +187,24 @@ class Saver:
     # On the transfer thread
 
     def _write(
-        self,
-        tier: Tier,
-        packed: bytes,
-        first: int,
-        image: memoryview,
-        keys: list[bytes],
-        canary: Canary | None,
+        self, tier: Tier, offer: _Offer, first: int, image: memoryview, keys: list[bytes]
     ) -> None:
         """Write what nobody else has written meanwhile.
 
         A pack whose parents are missing could never be found, and is not written.
         """
-        num_there, is_written = 0, False
+        num_there, is_written, packed = 0, False, pack(offer.ids)
         try:
             tier_keys = self._tier_keys(tier, packed)
-            num_there = sum(found.num_blocks for found in tier.find(tier_keys, packed))
+            found = tier.find(tier_keys, packed, offer.is_one_shot)
+            num_there = sum(run.num_blocks for run in found)
             is_wanted = first <= num_there < len(keys)
             if is_wanted:
                 parent = tier_keys[num_there - 1] if num_there else tier.root
-                head = PackHead(parent, packed[num_there * self._block_bytes :], canary=canary)
-                is_written = tier.write(head, image[(num_there - first) * self._image_bytes :])
+                rest = packed[num_there * self._block_bytes :]
+                head = PackHead(parent, rest, canary=offer.canary)
+                missing = image[(num_there - first) * self._image_bytes :]
+                is_written = tier.write(head, missing, offer.is_one_shot)
         finally:
             is_refused = not is_written and first <= num_there < len(keys)
             num_there = len(keys) if is_written else num_there

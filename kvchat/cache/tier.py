@@ -43,13 +43,16 @@ class Pinning(Protocol):
 
 
 class Tier(Protocol):
-    """One thread uses a tier at a time; other processes may use the same store."""
+    """One thread uses a tier at a time; other processes may use the same store.
+
+    `is_one_shot` says of a use that whoever asks will hardly go on: it counts for little.
+    """
 
     @property
     def root(self) -> bytes:
         """The key of the empty context under the tier's identity."""
 
-    def find(self, keys: Sequence[bytes], packed: bytes) -> list[Found]:
+    def find(self, keys: Sequence[bytes], packed: bytes, is_one_shot: bool = False) -> list[Found]:
         """Return the packs that hold a prompt's leading blocks, in order and without a hole.
 
         `keys` are the chain keys of the full blocks of the prompt's `packed` token ids.
@@ -58,7 +61,7 @@ class Tier(Protocol):
     def read(self, found: Found) -> bytes | bytearray | memoryview:
         """Return the images of the blocks found, verified. Raises DamagedRecord, and forgets it."""
 
-    def write(self, head: PackHead, image: memoryview) -> bool:
+    def write(self, head: PackHead, image: memoryview, is_one_shot: bool = False) -> bool:
         """Keep a pack; false, and why in the status, where the world did not let it."""
 
     def why(self, key: bytes, packed: bytes, num_found: int) -> Lack:

@@ -87,6 +87,10 @@ class Conversation:
         """Return the turns that continue `turn_id` (ROOT for the beginnings), oldest first."""
         return [self._turns[child] for child in self._children[turn_id]]
 
+    def is_alone(self, turn_id: int) -> bool:
+        """Whether a turn goes on with nothing, and nothing goes on with it."""
+        return self._turns[turn_id].parent_id == ROOT and not self.children(turn_id)
+
     def siblings(self, turn_id: int) -> list[Turn]:
         """Return a turn and its alternatives, oldest first."""
         return self.children(self._turns[turn_id].parent_id)

@@ -25,13 +25,18 @@ from kvchat.engine.thread import EngineThread
 
 @dataclass(frozen=True, slots=True)
 class AskOptions:
-    """How answers are generated. `seed` None draws a new seed for every answer."""
+    """How answers are generated. `seed` None draws a new seed for every answer.
+
+    `is_one_shot` says that whoever begins a conversation will hardly go on with it. Going on with
+    one is the proof that it was none.
+    """
 
     sampling: SamplingParams = field(default_factory=SamplingParams)
     seed: int | None = None
     max_tokens: int | None = None
     stops: tuple[str, ...] = ()
     num_samples: int = 1
+    is_one_shot: bool = False
 
     def resolved_sampling(self) -> SamplingParams:
         seed = self.seed if self.seed is not None else secrets.randbits(62)
@@ -227,6 +232,7 @@ class ChatSession:
                 (lambda: StopStringWatcher(tokenizer.new_stream(context), stops)) if stops else None
             ),
             num_samples=options.num_samples,
+            is_one_shot=options.is_one_shot and self.conversation.is_alone(turn_id),
         )
         ticket = self._engine.submit(spec, reply.listen)
         reply.on_cancel(lambda reason: self._engine.cancel(ticket, reason))

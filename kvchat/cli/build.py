@@ -5,7 +5,6 @@ Imports torch only on the engine's thread.
 
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -79,13 +78,11 @@ def open_host(
     settings: Settings,
     on_load: Callable[[LoadEvent], None] | None = None,
     model_name: str | None = None,
-    is_one_shot: bool = False,
 ) -> "ChatHost":
     """Find the model, read its text side, and start loading it on the engine's thread.
 
-    `is_one_shot` where nobody is likely to go on with what is asked. Raises what keeps the model
-    from being found at once; what fails later comes as an event. A hub download happens here, in
-    the foreground.
+    Raises what keeps the model from being found at once; what fails later comes as an event. A hub
+    download happens here, in the foreground.
     """
     from kvchat.chat.chat_model import read_chat_model
     from kvchat.chat.host import ChatHost
@@ -97,7 +94,7 @@ def open_host(
     draft_name = settings.draft_name(source.name)
     draft = find_model(draft_name) if draft_name is not None else None
     store = None if settings["incognito"] else session_store(settings)
-    build, ahead = _build(settings, source, draft, is_one_shot), _read_ahead(settings)
+    build, ahead = _build(settings, source, draft), _read_ahead(settings)
     return ChatHost(read_chat_model(source), build, store, on_load, ahead)
 
 
@@ -120,7 +117,7 @@ def _read_ahead(settings: Settings) -> "Callable[[list[int]], None] | None":
 
 
 def _build(
-    settings: Settings, source: "ModelSource", draft: "ModelSource | None", is_one_shot: bool
+    settings: Settings, source: "ModelSource", draft: "ModelSource | None"
 ) -> "Callable[[Callable[[LoadProgress], None]], tuple[Engine, ModelReady]]":
     state = None if settings["incognito"] else user_paths().state
     kept = None if settings["incognito"] else cache_directory(settings)
@@ -132,7 +129,7 @@ def _build(
             source,
             draft,
             settings.model_config(),
-            replace(settings.cache_config(kept), is_one_shot=is_one_shot),
+            settings.cache_config(kept),
             settings.engine_config(),
             settings.speculation_config(source.name),
             state,

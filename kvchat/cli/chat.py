@@ -7,7 +7,7 @@ a screen is `script.py`'s.
 import os
 import shutil
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -117,12 +117,14 @@ def _open_desk(
 
     attached = tuple(Attached(path.name, read_attachment(path)) for path in request.files)
     session_id = _session_id(settings, request)
-    host = open_host(settings, on_load, is_one_shot=is_script and not request.resumes)
+    host = open_host(settings, on_load)
+    session = _open_session(host, settings, request, session_id)
+    options = ask_options(settings, host.model.sampling_defaults, request.num_samples)
     return Desk(
         host,
         lambda name, hear: open_host(settings, hear, name),
-        _open_session(host, settings, request, session_id),
-        ask_options(settings, host.model.sampling_defaults, request.num_samples),
+        session,
+        replace(options, is_one_shot=is_script),
         settings["system"],
         request.title,
         attached,

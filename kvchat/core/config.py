@@ -89,7 +89,6 @@ class CacheConfig:
     `reuse` off makes every request start cold, which only measurements and `--no-cache` want.
     `disk_bytes` bounds the KV kept in `directory`, which survives the process: None takes the
     default share of what is free, and without a directory nothing is kept.
-    `is_one_shot` says that whoever asks will hardly go on: what is kept then is forgotten first.
     """
 
     block_size: int = 16
@@ -99,7 +98,6 @@ class CacheConfig:
     reuse: bool = True
     disk_bytes: Size | None = None
     directory: Path | None = None
-    is_one_shot: bool = False
 
     def __post_init__(self) -> None:
         size = self.block_size

@@ -197,7 +197,7 @@ def new_persistence(
         digest = content_digest(loaded.source, state_directory)
         identity = kv_identity(loaded, geometry, digest)
         layout = Layout(identity, geometry.block_size, geometry.block_bytes)
-        return DiskTier(directory, layout, limit, is_one_shot=config.is_one_shot)
+        return DiskTier(directory, layout, limit)
 
     return Persistence(cache, open_tier, rates=rate_memory(loaded, state_directory))
 

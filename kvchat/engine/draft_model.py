@@ -169,7 +169,8 @@ class ModelDrafter:
         if self.persistence is None:
             return
         if request not in self._restores:
-            self._restores[request] = self.persistence.begin(list(request.ids))
+            ids, is_one_shot = list(request.ids), request.spec.is_one_shot
+            self._restores[request] = self.persistence.begin(ids, is_one_shot=is_one_shot)
         restore = self._restores[request]
         if restore is not None and not restore.is_over:
             self.persistence.settle(restore)
@@ -208,7 +209,7 @@ class ModelDrafter:
         computed = request.ids[: self._rewound(seat, request)]
         self.cache.release(seat.table, computed)
         if self.persistence is not None and request.state is State.FINISHED:
-            self.persistence.save(computed)
+            self.persistence.save(computed, is_one_shot=request.spec.is_one_shot)
 
     def learn(self, contexts: Sequence[Sequence[int]]) -> None:
         """What a model has not been asked about it need not read."""

@@ -236,7 +236,8 @@ class Engine:
         self._restores.give_up(self._scheduler.requests())
         if self._persistence is not None:
             for request in self.running():
-                self._probes.save(request.ids[: request.num_computed])
+                computed = request.ids[: request.num_computed]
+                self._probes.save(computed, request.spec.is_one_shot)
             self._probes.begin(self._run_alone)
             self._probes.end_alone(self._run_alone)
             self._persistence.close()
@@ -291,7 +292,8 @@ class Engine:
             is_due = request.num_computed - request.num_offered >= saver.pack_tokens
             if is_due and request.state is State.RUNNING:
                 request.num_offered = request.num_computed
-                saver.save_packs(request.ids[: request.num_computed])
+                computed = request.ids[: request.num_computed]
+                saver.save_packs(computed, request.spec.is_one_shot)
 
     def _run_alone(self, pieces: "Sequence[SequencePiece]") -> torch.Tensor:
         return self._runner.run((), pieces)

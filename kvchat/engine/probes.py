@@ -33,6 +33,14 @@ _NO_TOKEN = -1
 Run = Callable[[Sequence[SequencePiece]], torch.Tensor]
 
 
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """A context to be kept; `is_one_shot` where whoever asked will hardly go on."""
+
+    ids: list[int]
+    is_one_shot: bool
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Probe:
     """`ids` end with the token that is computed again. `table` is the probe's until it ends.
@@ -43,7 +51,7 @@ class Probe:
 
     ids: list[int]
     table: BlockTable
-    kept: list[int] | None = None
+    kept: _Kept | None = None
     proof: Proof | None = None
 
     @property
@@ -72,7 +80,7 @@ class Probes:
         self._cache = cache
         self._persistence = persistence
         self._tolerance = tolerance(dtype, cache.kv_pool.geometry.dtype)
-        self._to_keep: list[list[int]] = []
+        self._to_keep: list[_Kept] = []
         self._open: list[Probe] = []
         if persistence is not None:
             cache.set_aside_a_block()
@@ -83,10 +91,10 @@ class Probes:
             return False
         return bool(self._to_keep) or self._persistence.restoring.has_proofs
 
-    def save(self, ids: Sequence[int]) -> None:
+    def save(self, ids: Sequence[int], is_one_shot: bool = False) -> None:
         """Keep a context, with its canary, after the next step."""
         if self._persistence is not None and self._persistence.saver.lacks(ids):
-            self._to_keep.append(list(ids))
+            self._to_keep.append(_Kept(list(ids), is_one_shot))
 
     def begin(self, run: Run, of_all: bool = False) -> list[Proof]:
         """Hold what is to be computed in the coming step; return what has failed before it.
@@ -111,7 +119,7 @@ class Probes:
                 yield Probe(ids, self._held(ids), proof=proof)
         waiting, self._to_keep = self._to_keep, []
         for kept in waiting:
-            ids = kept[: len(kept) // self._cache.block_size * self._cache.block_size]
+            ids = kept.ids[: len(kept.ids) // self._cache.block_size * self._cache.block_size]
             yield Probe(ids, self._held(ids), kept=kept)
 
     def _left_of(self, proof: Proof) -> list[int]:
@@ -196,12 +204,12 @@ class Probes:
                 self._keep(probe.kept, row)
         return failed
 
-    def _keep(self, ids: list[int], row: torch.Tensor | None) -> None:
+    def _keep(self, kept: _Kept, row: torch.Tensor | None) -> None:
         """Keep a context; one whose KV makes no numbers is better computed again."""
         assert self._persistence is not None
         canary = canary_of(row) if row is not None else None
         if row is None or canary is not None:
-            self._persistence.save(ids, canary)
+            self._persistence.save(kept.ids, canary, kept.is_one_shot)
 
     def _holds(self, probe: Probe, row: torch.Tensor | None) -> bool:
         if row is None:

@@ -34,6 +34,7 @@ class RequestSpec:
     stop_token_ids     ids that end the completion; they are reported apart, not generated
     new_stop_watcher   makes a watcher for stop strings, one per sample
     num_samples        completions wanted for the same prompt; sample i draws noise of its own
+    is_one_shot        nobody is likely to go on with it: what is kept of it is forgotten first
     """
 
     prompt_ids: tuple[int, ...]
@@ -42,6 +43,7 @@ class RequestSpec:
     stop_token_ids: frozenset[int] = frozenset()
     new_stop_watcher: Callable[[], StopWatcher] | None = None
     num_samples: int = 1
+    is_one_shot: bool = False
 
     def __post_init__(self) -> None:
         assert self.prompt_ids

@@ -100,9 +100,13 @@ class Restores:
 
     def _restore(self, climber: "Request | _Foreseen") -> None:
         """Ask the disk; for what no request has asked for yet nobody would compute a front."""
-        if self._persistence is not None:
-            is_foreseen = isinstance(climber, _Foreseen)
-            climber.restore = self._persistence.begin(climber.ids, is_foreseen)
+        if self._persistence is None:
+            return
+        if isinstance(climber, _Foreseen):
+            climber.restore = self._persistence.begin(climber.ids, is_foreseen=True)
+        else:
+            is_one_shot = climber.spec.is_one_shot
+            climber.restore = self._persistence.begin(climber.ids, is_one_shot=is_one_shot)
 
     def promote(self, request: Request) -> bool:
         """Whether some of a request that is about to run comes up from host memory first.

@@ -145,7 +145,7 @@ class Samples:
     def _finish(self, request: Request, reason: FinishReason) -> SampleFinished:
         computed = request.ids[: request.num_computed]
         self._scheduler.finish(request)
-        self._probes.save(computed)
+        self._probes.save(computed, request.spec.is_one_shot)
         timing = request.clock.timing(self._clock())
         return SampleFinished(
             request.request_id,

@@ -222,12 +222,10 @@ def test_what_was_asked_once_goes_before_what_is_older(tmp_path: Path) -> None:
         save(chat, [number] * 12)
     chat.close()
     now_s[0] += 3600.0
-    scripts = DiskTier(
-        tmp_path, LAYOUT, limit, min_free_bytes=0, clock=lambda: now_s[0], is_one_shot=True
-    )
+    scripts = DiskTier(tmp_path, LAYOUT, limit, min_free_bytes=0, clock=lambda: now_s[0])
     for number in range(10, 60):
         now_s[0] += 100.0
-        assert save(scripts, [number] * 12)
+        assert save(scripts, [number] * 12, is_one_shot=True)
 
     assert scripts.status().num_evicted > 20
     assert [num_found(scripts, [number] * 12) for number in range(5)] == [6] * 5

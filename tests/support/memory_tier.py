@@ -17,7 +17,7 @@ from kvchat.core.types import Lack
 class MemoryTier:
     """Blocks of `image_bytes` bytes by chain key. `before_read` and `before_write` may raise.
 
-    `max_found` bounds the blocks of one find.
+    `max_found` bounds the blocks of one find. `one_shots` says of each write whether it was one's.
     """
 
     def __init__(self, block_size: int, image_bytes: int) -> None:
@@ -27,6 +27,7 @@ class MemoryTier:
         self.num_read = 0
         self.num_written = 0
         self.num_quarantined = 0
+        self.one_shots: list[bool] = []
         self._parents: dict[bytes, bytes] = {}
         self.before_read: Callable[[], None] = lambda: None
         self.before_write: Callable[[], None] = lambda: None
@@ -35,7 +36,7 @@ class MemoryTier:
         self._key_bytes = block_size * 4
         self._image_bytes = image_bytes
 
-    def find(self, keys: Sequence[bytes], packed: bytes) -> list[Found]:
+    def find(self, keys: Sequence[bytes], packed: bytes, is_one_shot: bool = False) -> list[Found]:
         count = 0
         while count < len(keys) and keys[count] in self.blocks:
             count += 1
@@ -57,8 +58,9 @@ class MemoryTier:
         self.num_read += len(keys)
         return b"".join(self.blocks[key] for key in keys)
 
-    def write(self, head: PackHead, image: bytes | memoryview) -> bool:
+    def write(self, head: PackHead, image: bytes | memoryview, is_one_shot: bool = False) -> bool:
         self.before_write()
+        self.one_shots.append(is_one_shot)
         keys = chain_keys(head.parent, head.ids, self._key_bytes)
         assert len(image) == len(keys) * self._image_bytes
         assert head.parent == self.root or head.parent in self.blocks, "a pack without its parent"

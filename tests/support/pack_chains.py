@@ -38,15 +38,18 @@ def num_found(tier: DiskTier, ids: Sequence[int]) -> int:
     return sum(found.num_blocks for found in find(tier, ids))
 
 
-def save(tier: DiskTier, ids: Sequence[int], layout: Layout = LAYOUT) -> bool:
+def save(
+    tier: DiskTier, ids: Sequence[int], layout: Layout = LAYOUT, is_one_shot: bool = False
+) -> bool:
     """Write what the tier has not of a context, as one pack."""
     keys = keys_of(tier, ids, layout)
-    known = sum(found.num_blocks for found in find(tier, ids, layout))
+    found = tier.find(keys, pack(ids), is_one_shot)
+    known = sum(run.num_blocks for run in found)
     if known == len(keys):
         return True
     parent = keys[known - 1] if known else tier.root
     head = PackHead(parent, pack(ids)[known * layout.ids_bytes : len(keys) * layout.ids_bytes])
-    return tier.write(head, memoryview(image_of(keys[known:], layout)))
+    return tier.write(head, memoryview(image_of(keys[known:], layout)), is_one_shot)
 
 
 def restored(tier: DiskTier, ids: Sequence[int], layout: Layout = LAYOUT) -> int:
