@@ -12,10 +12,10 @@ import torch
 from kvchat.model.batch import ForwardBatch, SequencePiece
 from kvchat_kernels.paged_attention import DeviceSequences
 
-NOT_WRITTEN = -1
+_NOT_WRITTEN = -1
 
 
-@dataclass(frozen=True, slots=True, order=True)
+@dataclass(frozen=True, slots=True)
 class StepShape:
     """Room for `num_rows` sequences of `query_len` new tokens each, or as many tokens otherwise.
 
@@ -126,7 +126,7 @@ class StepBuffers:
         ]
         slots, taken = [], set[int]()
         for slot in (slot for piece in pieces for slot in piece.slots(self.block_size)):
-            slots.append(slot if slot not in taken else NOT_WRITTEN)
+            slots.append(slot if slot not in taken else _NOT_WRITTEN)
             taken.add(slot)
         self._fill(pieces, slots, shape)
 
