@@ -3,6 +3,7 @@
 The one place where the model's facts become the cache's geometry. Decides sizes; runs nothing.
 """
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,6 +36,8 @@ from kvchat.model.paged_model import PagedModel
 from kvchat.model.self_test import ensure_trusted
 from kvchat.model.source import ModelSource
 from kvchat.model.spec import ModelSpec
+
+_log = logging.getLogger(__name__)
 
 _DEFAULT_SHARE = {"cpu": Size(share=0.25), "cuda": Size(share=0.80)}
 # Beside a CPU's memory there is no other that KV could sink into.
@@ -174,8 +177,12 @@ def new_graphs(model: PagedModel, cache: CacheManager, config: EngineConfig) -> 
     if model.device.type != "cuda" or not config.graphs:
         return None
     max_context = min(model.loaded.max_context, cache.max_tokens)
-    capturing = CudaGraphs(model.device)
-    return GraphRunner(model, cache.block_size, max_context, SCRATCH_BLOCK, capturing)
+    try:
+        capturing = CudaGraphs(model.device)
+        return GraphRunner(model, cache.block_size, max_context, SCRATCH_BLOCK, capturing)
+    except RuntimeError as error:  # a device without memory for them can still answer
+        _log.warning("no graphs", exc_info=error)
+        return None
 
 
 def new_persistence(
