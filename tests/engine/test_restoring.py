@@ -6,6 +6,7 @@ or not at all, shows in the text.
 
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -55,6 +56,17 @@ def test_every_branch_comes_back_with_its_own_tokens(processes: Processes) -> No
         resumed, finished = processes.start().answer(spec(branch))
         assert resumed == alone(spec(branch))
         assert finished.usage.cached.disk == (len(branch) - 1) // 4 * 4
+
+
+def test_what_is_kept_of_a_request_says_whether_anybody_will_go_on(
+    processes: Processes, tier: MemoryTier
+) -> None:
+    process = processes.start()
+    process.answer(replace(spec(HISTORY), is_one_shot=True))
+    process.answer(spec((9, 8, *HISTORY)))
+    process.end()
+
+    assert tier.one_shots == [True, False]
 
 
 def test_no_block_is_written_twice(processes: Processes, tier: MemoryTier) -> None:
