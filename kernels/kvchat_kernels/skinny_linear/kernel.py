@@ -36,7 +36,8 @@ def one_row_kernel(
     tl.store(out_ptr + output, result.to(out_ptr.dtype.element_ty), mask=output < out_size)
 
 
-@triton.jit
+# One compilation for all numbers of rows: none of them makes it another.
+@triton.jit(do_not_specialize=["num_rows"])
 def few_rows_kernel(
     rows_ptr, weight_ptr, bias_ptr, out_ptr, num_rows, out_size, IN_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
