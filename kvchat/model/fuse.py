@@ -97,6 +97,7 @@ class Fusing:
         self._threads: list[Thread] = []
         if scheme.make is not HalfProduct:
             self._fuser.work()
+            self._fuser.finish()
         else:
             # As daemons: a process that leaves before they are done has no use for their work.
             # But it must wait for the layer they are at: a thread that returns from torch into an
@@ -115,6 +116,11 @@ class Fusing:
             thread.join()
         self._threads.clear()
         return self._fuser.finish()
+
+    def merged_products(self) -> list[MergedProduct]:
+        """Return the products in place that run on the model's own weights, once all is done."""
+        self.wait()
+        return self._fuser.merged_products()
 
     @property
     def can_abandon(self) -> bool:
@@ -196,6 +202,9 @@ class _Fuser:
     @property
     def is_off(self) -> bool:
         return self._installer.is_off
+
+    def merged_products(self) -> list[MergedProduct]:
+        return [] if self.is_off else list(self._installer.merged)
 
     def abandon(self) -> None:
         """Switch all replacements off."""

@@ -29,11 +29,12 @@ class Installer:
         self._max_rows = max_rows
         self.keeps_stream = False
         self.is_off = False
+        self.merged: list[MergedProduct] = []
 
     def layer(self, module: Any, attention: nn.Module, fused: FusedLayer) -> None:
         """Replace a decoder layer's forward."""
         own = module.forward
-        _adopt(fused.attention.qkv, fused.attention.out, fused.mlp.gate_up, fused.mlp.down)
+        self._adopt(fused.attention.qkv, fused.attention.out, fused.mlp.gate_up, fused.mlp.down)
 
         def forward(
             hidden_states: torch.Tensor, *args: Any, position_embeddings: Any = None, **kwargs: Any
@@ -50,7 +51,7 @@ class Installer:
     def attention(self, module: Any, fused: FusedAttention) -> None:
         """Replace an attention's forward."""
         own = module.forward
-        _adopt(fused.qkv, fused.out)
+        self._adopt(fused.qkv, fused.out)
 
         def forward(
             hidden_states: torch.Tensor, *args: Any, position_embeddings: Any = None, **kwargs: Any
@@ -66,7 +67,7 @@ class Installer:
 
     def mlp(self, module: Any, fused: GatedMlp) -> None:
         """Replace an MLP's forward."""
-        _adopt(fused.gate_up, fused.down)
+        self._adopt(fused.gate_up, fused.down)
         self._rowwise(module, fused, self._compute_dtype)
 
     def norm(self, module: Any, fused: RmsNorm) -> None:
@@ -75,11 +76,19 @@ class Installer:
 
     def linear(self, module: Any, fused: Product) -> None:
         """Replace a linear layer's forward."""
+        self._adopt(fused)
         self._rowwise(module, fused, self._compute_dtype)
 
     def head(self, module: Any, fused: Product) -> None:
         """Replace the output head's forward; logits keep the precision they are computed in."""
+        self._adopt(fused)
         self._rowwise(module, fused, self._compute_dtype, casts_back=False)
+
+    def _adopt(self, *products: Product) -> None:
+        for product in products:
+            if isinstance(product, MergedProduct):
+                product.adopt()
+                self.merged.append(product)
 
     def _rowwise(
         self, module: Any, fused: Any, dtype: torch.dtype | None, casts_back: bool = True
@@ -105,9 +114,3 @@ class Installer:
 def _are_angles(position_embeddings: Any) -> bool:
     """Whether these are cosines and sines, and not one tensor of complex numbers (Llama 4)."""
     return isinstance(position_embeddings, tuple) and len(position_embeddings) == 2
-
-
-def _adopt(*products: Product) -> None:
-    for product in products:
-        if isinstance(product, MergedProduct):
-            product.adopt()

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from kvchat_kernels.silu_mul import gelu_tanh_mul, silu_mul
+from kvchat_kernels.skinny_linear import skinny_linear
 
 Gate = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 # Activations by the names of their classes, torch's own and transformers'.
@@ -29,3 +30,11 @@ def takes_kernels(x: torch.Tensor) -> bool:
 def gate_of(act: Callable[[torch.Tensor], torch.Tensor]) -> Gate | None:
     """Return what computes act(gate) * up at once, None where nothing does."""
     return _GATES.get(type(act).__name__) if isinstance(act, nn.Module) else None
+
+
+def few_rows_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """Return what torch's linear does, by the kernel for 1 to 16 rows: x [..., in_features]."""
+    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    return skinny_linear(rows, weight, bias).view(*x.shape[:-1], -1)

@@ -10,6 +10,9 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
+from kvchat.model.fuse_kernels import few_rows_linear
+from kvchat.model.linear_race import Operands
+
 # Above this many rows bfloat16's own product is the faster one (measured on AVX-512 with bf16: even
 # at 12 to 16 rows, 1.3x ahead at 8, 3x ahead at one).
 MAX_PACKED_ROWS = 12
@@ -77,7 +80,8 @@ class MergedProduct:
     """One product with the weights of several layers, for any number of rows.
 
     The layers' parameters become views of the merged ones on `adopt`, so that nothing is held
-    twice; until then the layers are untouched.
+    twice; until then the layers are untouched. It is torch's product but for the numbers of rows
+    given to `take_kernel`.
     """
 
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
@@ -87,6 +91,19 @@ class MergedProduct:
         else:
             self._weight = torch.cat([layer.weight.data for layer in layers])
             self._bias = _joined_bias(layers, False)
+        self._kernel_rows: frozenset[int] = frozenset()
+
+    @property
+    def operands(self) -> Operands:
+        """The merged weight and bias, which stay this product's."""
+        return Operands(self._weight, self._bias)
+
+    def take_kernel(self, row_counts: frozenset[int]) -> None:
+        """Use kvchat's kernel for these numbers of rows, each from 1 to 16, and torch's for others.
+
+        Not to be changed once a step was captured.
+        """
+        self._kernel_rows = row_counts
 
     def adopt(self) -> None:
         """Let the layers' parameters be views of the merged ones."""
@@ -101,6 +118,9 @@ class MergedProduct:
             start = end
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        # By the shape alone, which is the same at every replay of a captured step.
+        if x.numel() // x.shape[-1] in self._kernel_rows:
+            return few_rows_linear(x, self._weight, self._bias)
         return linear(x, self._weight, self._bias)
 
 

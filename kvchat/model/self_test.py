@@ -10,6 +10,7 @@ import json
 import logging
 import math
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -21,6 +22,8 @@ from kvchat.core.paths import open_private, private_directory
 from kvchat.model.attention import own_attention
 from kvchat.model.batch import SequencePiece, build_batch
 from kvchat.model.device import dtype_name
+from kvchat.model.fuse import Fusing
+from kvchat.model.linear_race_at_load import settle_products
 from kvchat.model.loader import LoadedModel
 from kvchat.model.paged_model import PagedModel
 
@@ -39,28 +42,29 @@ _MIN_COSINE = {torch.float32: 0.9999, torch.bfloat16: 0.98, torch.float16: 0.99}
 def ensure_trusted(loaded: LoadedModel, state_directory: Path | None) -> None:
     """Run the self-test unless it is known to pass; raises ModelUnsupported where it fails.
 
-    Verdicts are kept in `state_directory`; None keeps none. A directory that cannot be used costs
-    time, not the chat.
+    Verdicts, and where kvchat's products are faster than torch's, are kept in `state_directory`;
+    None keeps none. A directory that cannot be used costs time, not the chat.
     """
-    key = _verdict_key(loaded)
+    # First, so that what is tested is what will run.
+    key = _verdict_key(loaded, settle_products(loaded, state_directory))
     path = state_directory / "self_test.json" if state_directory is not None else None
     known = _read_verdicts(path)
     if key in known:
         return
-    if key + _UNFUSED in known and loaded.fusing is not None:
-        loaded.fusing.abandon()
-        return
-    if not _passes_fused(loaded):
+    fusing = loaded.fusing
+    if fusing is None or not fusing.can_abandon:
         _require_pass(loaded)
-        key += _UNFUSED if loaded.fusing is not None else ""
+    elif key + _UNFUSED in known:
+        fusing.abandon()
+        return
+    elif not _passes_fused(loaded, fusing):
+        _require_pass(loaded)
+        key += _UNFUSED
     _write_verdicts(path, [*known, key])
 
 
-def _passes_fused(loaded: LoadedModel) -> bool:
+def _passes_fused(loaded: LoadedModel, fusing: Fusing) -> bool:
     """Test the model as it is fused; where that fails, unfuse it, which costs speed only."""
-    fusing = loaded.fusing
-    if fusing is None or not fusing.can_abandon:
-        return False
     try:
         similarity = compare_with_own(loaded)
         if similarity >= _MIN_COSINE[loaded.dtype]:
@@ -140,7 +144,7 @@ def _small_pools(loaded: LoadedModel, num_blocks: int) -> list[tuple[torch.Tenso
     ]
 
 
-def _verdict_key(loaded: LoadedModel) -> str:
+def _verdict_key(loaded: LoadedModel, own_products: Sequence[str]) -> str:
     facts = (
         loaded.module.config.to_json_string(),
         str(loaded.dtype),
@@ -149,6 +153,7 @@ def _verdict_key(loaded: LoadedModel) -> str:
         transformers.__version__,
         torch.__version__,
         __version__,
+        *own_products,
     )
     return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:32]
 

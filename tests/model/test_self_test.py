@@ -239,3 +239,25 @@ def test_a_model_that_fails_fused_runs_its_own_code_and_that_is_remembered(
     ensure_trusted(again, tmp_path)
     assert test.count == 0
     assert fusion_of(again) == fusion_of(first)
+
+
+@pytest.mark.parametrize("weights", ["auto", "int8"])
+def test_what_runs_is_what_was_tested_when_the_verdict_is_known(
+    weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second run with --weights int8 failed: tested without its parts switched off, the model
+    was remembered as one that needs them off, and packed weights leave nothing to go back to. And
+    the last norm was fused by the self-test only: a later run, which knew, ran another model."""
+    source = find_model(str(save_checkpoint(tmp_path / "model", tiny_model("llama"))))
+    config = ModelConfig(device="cpu", dtype="float32", weights=weights)
+    first, again = (load_model(source, config, None, lambda _: None) for _ in range(2))
+    ensure_trusted(first, tmp_path)
+    tested = fusion_of(first)
+    assert tested.startswith("2 layers, 2 other parts")
+
+    norm = again.module.model.norm
+    assert "forward" in norm.__dict__, "fused only once somebody asks"
+    test = CountedTest(monkeypatch)
+    ensure_trusted(again, tmp_path)
+    assert test.count == 0
+    assert fusion_of(again) == tested
