@@ -65,11 +65,12 @@ class HostSwap:
         self._pool = manager.kv_pool
         self._transfer = transfer
         self._clock = clock
-        self._copies = HostCopies(manager.kv_pool.device)
         self._image_bytes = manager.kv_pool.geometry.block_bytes
         self._block_bytes = manager.block_size * TOKEN_BYTES
         self._memo = ChainMemo(host.root, self._block_bytes)
         self._piece_blocks = max(1, _PIECE_BYTES // self._image_bytes)
+        device = manager.kv_pool.device
+        self._copies = HostCopies(device, self._image_bytes, self._piece_blocks)
         self._done: SimpleQueue[Sunk | Risen] = SimpleQueue()
         self._sinking: list[Loan] = []
         self._num_staged_bytes = 0
@@ -136,7 +137,7 @@ class HostSwap:
 
     def _stage(self, piece: Loan, blocks: list[int], num_bytes: int) -> bool:
         try:
-            staging = self._pool.stage(blocks)
+            staging = self._pool.stage(blocks, self._copies.staging(len(blocks)))
             mark = self._copies.mark()
         except Exception:  # of memory, mostly: what does not sink is computed again
             _log.exception("blocks could not be staged")
@@ -147,6 +148,7 @@ class HostSwap:
             is_there, start_s = False, self._clock()
             try:
                 self._copies.down(staging, piece.rows, mark)
+                self._copies.give_back(staging)
                 is_there = True
             finally:
                 self._done.put(Sunk(piece, num_bytes, self._clock() - start_s, is_there))
@@ -252,10 +254,11 @@ class HostSwap:
         promotion.num_in_flight -= 1
         if risen.images is not None:
             self.rates.note_up(risen.num_blocks * self._image_bytes, risen.seconds)
-        if promotion.is_given_up:
-            return
-        if risen.images is None or not self._enter(promotion, risen.images):
+        is_wanted = not promotion.is_given_up
+        if is_wanted and (risen.images is None or not self._enter(promotion, risen.images)):
             promotion.give_up()
+        if risen.images is not None:
+            self._copies.give_back(risen.images)
 
     def _enter(self, promotion: Promotion, images: torch.Tensor) -> bool:
         """Enter images behind what has come up so far; false where the device has no room."""

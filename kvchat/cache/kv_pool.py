@@ -129,14 +129,16 @@ class KvPool:
             rows = torch.frombuffer(image, dtype=torch.uint8).view(len(blocks), -1)
             self.unstage(blocks, rows.to(self.device))
 
-    def stage(self, blocks: list[int]) -> torch.Tensor:
-        """Return the images of `blocks` on the device: [len(blocks), block_bytes] bytes.
+    def stage(self, blocks: list[int], staging: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the images of `blocks` on the device: [len(blocks), block_bytes] bytes, in
+        `staging` where that is given.
 
         On a CUDA device this is only queued, before whatever is computed afterwards: the blocks may
         be given away at once.
         """
-        shape = (len(blocks), self.geometry.block_bytes)
-        staging = torch.empty(shape, dtype=torch.uint8, device=self.device)
+        if staging is None:
+            shape = (len(blocks), self.geometry.block_bytes)
+            staging = torch.empty(shape, dtype=torch.uint8, device=self.device)
         gather_blocks(self._tensors, blocks, staging)
         return staging
 
