@@ -6,7 +6,15 @@ from dataclasses import dataclass, field
 import torch
 from torch.nn.functional import linear
 
-from kvchat.model.linear_race import LinearFunction, LinearShape, Operands, Pass
+from kvchat.model.linear_race import (
+    ROW_BUCKETS,
+    LinearFunction,
+    LinearRace,
+    LinearShape,
+    Operands,
+    Pass,
+)
+from kvchat_kernels.skinny_linear import skinny_linear
 
 Cost = Callable[[int, torch.Tensor], float]
 
@@ -68,3 +76,27 @@ def layers_of(
             layer = Operands(weight, bias)
             made.setdefault(layer.shape, []).append(layer)
     return made
+
+
+class NoRun:
+    """A stopwatch that runs no pass and says that the second was the faster."""
+
+    def now_s(self) -> float:
+        return 0.0
+
+    def times_s(self, passes: Sequence[Pass], num_repeats: int) -> list[list[float]]:
+        return [[2.0], [1.0]]
+
+
+def check_triton_kernel_in_race(sizes: tuple[int, int], dtype: torch.dtype, has_bias: bool) -> None:
+    """The race finds the Triton kernel's numbers to be torch's, for every bucket."""
+
+    def kernel(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return skinny_linear(rows, weight, bias, impl="triton")
+
+    layers = layers_of(sizes, dtype=dtype, has_bias=has_bias)
+    outcomes = LinearRace(NoRun(), kernel).run(layers, {})
+
+    assert len(outcomes) == len(ROW_BUCKETS)
+    for (shape, num_rows), outcome in outcomes.items():
+        assert outcome.is_won, f"{shape}, {num_rows} rows: {outcome.refusal}"
