@@ -113,6 +113,7 @@ class Caretaker:
         num_blocks = 0
         for path in stored_generations(self.directory):
             generation = read_generation(path)
+            table = file_number(path / DATABASE)
             stays = _keys(generation.layout, others)
             stays.update(key for p in generation.pins if p.label != label for key in p.keys)
             goes = _keys(generation.layout, packed) - stays
@@ -120,6 +121,8 @@ class Caretaker:
                 if label:
                     tier.unpin(label)
                 num_blocks += tier.forget(goes)
+            if generation.trouble and file_number(path / DATABASE) == table:
+                raise StoreError(f"{path} cannot be read: {generation.trouble}.")
         return num_blocks
 
     def clear(self) -> int:

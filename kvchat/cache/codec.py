@@ -32,6 +32,10 @@ class DamagedRecord(Exception):
     """A record that is not what it should be; `str()` of it says how, in a few words."""
 
 
+class OtherGeometry(DamagedRecord):
+    """A head that is sound, for blocks of another shape than was asked for."""
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
     """What all packs of a store share: whose KV it is (16 bytes), and the shape of a block.
@@ -143,7 +147,7 @@ def decode_head(data: bytes, layout: Layout) -> PackHead:
     if data[-_HEAD_CHECKSUM_BYTES:] != _head_checksum(data[:-_HEAD_CHECKSUM_BYTES]):
         raise DamagedRecord("checksum of the head")
     if (block_size, block_bytes) != (layout.block_size, layout.block_bytes):
-        raise DamagedRecord("other geometry")
+        raise OtherGeometry("other geometry")
     rest = data[_HEAD.size : -_HEAD_CHECKSUM_BYTES]
     end = num_blocks * layout.ids_bytes
     if not num_blocks or len(rest) != end + num_entries * _CANARY_ENTRY.size:

@@ -17,6 +17,7 @@ from kvchat.cache.codec import (
     PREFIX_BYTES,
     DamagedRecord,
     Layout,
+    OtherGeometry,
     PackHead,
     check_payload,
     checksum_of,
@@ -175,7 +176,13 @@ class DiskTier:
         return image
 
     def _quarantine(self, key: bytes, damage: DamagedRecord) -> None:
-        """Forget a damaged pack; its place is free for a good one."""
+        """Forget a damaged pack; its place is free for a good one.
+
+        Who does not know the shape of the packs, as of a store that was empty a moment ago, leaves
+        them alone.
+        """
+        if isinstance(damage, OtherGeometry):
+            return
         _log.warning("damaged pack key=%s: %s", key.hex(), damage)
         self._count(num_damaged=1)
         self._fates.note([key], Lack.CORRUPT)

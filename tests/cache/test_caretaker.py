@@ -10,9 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from kvchat.cache import caretaker as caretaker_module
 from kvchat.cache.caretaker import Caretaker
+from kvchat.cache.codec import Layout
 from kvchat.cache.disk_budget import disk_budget
 from kvchat.cache.generations import generations, tree_bytes
+from kvchat.cache.inventory import Generation, read_generation
 from kvchat.core.config import Size
 from kvchat.core.errors import StoreError
 from kvchat.core.stats import Verified
@@ -285,3 +288,37 @@ def test_a_share_does_not_shrink_as_the_store_fills(store: StoredPacks) -> None:
     without = disk_budget(share, store.directory / "elsewhere")
     assert abs(with_store - without - kept) < 64 << 20  # others write to this disk too
     assert disk_budget(Size(num_bytes=7), store.directory) == 7
+
+
+def test_a_store_that_was_empty_when_it_was_looked_at_loses_nothing_written_since(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its packs' shape was not known, so a pack written meanwhile was taken for a damaged one."""
+    tier = open_tier(tmp_path)
+    [generation] = generations(tmp_path)
+    empty = read_generation(generation)
+    save(tier, [1, 2, 3, 4])
+    tier.close()
+    monkeypatch.setattr(caretaker_module, "read_generation", lambda path: empty)
+
+    Caretaker(tmp_path, UNLIMITED).gc()
+    Caretaker(tmp_path, UNLIMITED).verify()
+    Caretaker(tmp_path, UNLIMITED).unpin("nothing")
+
+    assert restored(open_tier(tmp_path), [1, 2, 3, 4]) == 2
+
+
+def test_what_cannot_be_read_is_not_said_to_be_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = open_tier(tmp_path)
+    save(tier, [1, 2, 3, 4])
+    tier.close()
+    [path] = generations(tmp_path)
+    locked = Generation(path, Layout(LAYOUT.identity, 1, 1), trouble="database is locked")
+    monkeypatch.setattr(caretaker_module, "read_generation", lambda path: locked)
+
+    with pytest.raises(StoreError, match="database is locked"):
+        Caretaker(tmp_path, UNLIMITED).forget([[1, 2, 3, 4]], [])
+
+    assert restored(open_tier(tmp_path), [1, 2, 3, 4]) == 2
