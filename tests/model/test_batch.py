@@ -45,10 +45,11 @@ def test_runs_of_neighbouring_blocks_are_found() -> None:
     ]
     sequences = build_batch(pieces, 4, CPU).sequences
 
-    assert sequences.runs(0, 0) == ((4, 3),)
-    assert sequences.runs(0, 2) == ((6, 1),)
-    assert sequences.runs(1, 0) == ((4, 1), (6, 2))
-    assert sequences.runs(1, 1) == ((6, 2),)
+    assert sequences.runs(0, 0) == ((16, 28),)
+    assert sequences.runs(0, 9) == ((25, 28),)
+    assert sequences.runs(1, 0) == ((16, 20), (24, 32))
+    assert sequences.runs(1, 3) == ((19, 20), (24, 32))
+    assert sequences.runs(1, 4) == ((24, 32),)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

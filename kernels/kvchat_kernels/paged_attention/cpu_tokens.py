@@ -21,13 +21,11 @@ _MOST_RUNS = 8
 class Tokens:
     """Runs of tokens in position order: [num_tokens, num_heads, head_dim] each, views where may be.
 
-    They belong to the pool: read only.
+    They belong to the pool: read only. `count` is the number of tokens of all runs.
     """
 
     runs: tuple[torch.Tensor, ...]
-
-    def __len__(self) -> int:
-        return sum(len(run) for run in self.runs)
+    count: int
 
     def joined(self) -> torch.Tensor:
         """Return all tokens as one tensor; a copy where there are several runs."""
@@ -36,12 +34,13 @@ class Tokens:
     def by_head(self, sequences: PagedSequences, name: str) -> torch.Tensor:
         """Return a copy [num_heads, num_tokens, head_dim], in the step's scratch memory `name`."""
         first = self.runs[0]
-        shape = (first.shape[1], len(self), first.shape[2])
+        shape = (first.shape[1], self.count, first.shape[2])
         out = scratch(sequences.scratch, name, shape, first.dtype)
         start = 0
         for run in self.runs:
-            out[:, start : start + len(run)].copy_(run.transpose(0, 1))
-            start += len(run)
+            end = start + run.shape[0]
+            out[:, start:end].copy_(run.transpose(0, 1))
+            start = end
         return out
 
 
@@ -49,17 +48,18 @@ def tokens_from(
     pool: torch.Tensor, sequences: PagedSequences, index: int, first: int, dtype: torch.dtype
 ) -> Tokens:
     """Return a sequence's tokens from position `first` on, in `dtype`."""
-    size = sequences.block_size
-    runs = sequences.runs(index, first // size)
-    if len(runs) > _MOST_RUNS:
-        parts = [pool.index_select(0, sequences.blocks_of(index, first // size * size))]
+    count = sequences.context_lens[index] - first
+    slots = sequences.runs(index, first)
+    if len(slots) > _MOST_RUNS:
+        offset = first % sequences.block_size
+        gathered = pool.index_select(0, sequences.blocks_of(index, first - offset)).flatten(0, 1)
+        runs = [gathered[offset : offset + count]]
     else:
-        parts = [pool[start : start + count] for start, count in runs]
-    tokens = [part.flatten(0, 1) for part in parts]
-    num_unused = sum(map(len, tokens)) - (sequences.context_lens[index] - first // size * size)
-    tokens[-1] = tokens[-1][: len(tokens[-1]) - num_unused]
-    tokens[0] = tokens[0][first % size :]
-    return Tokens(tuple(part.to(dtype) for part in tokens))
+        tokens = pool.flatten(0, 1)
+        runs = [tokens[start:end] for start, end in slots]
+    if pool.dtype != dtype:
+        runs = [run.to(dtype) for run in runs]
+    return Tokens(tuple(runs), count)
 
 
 def scratch(

@@ -74,17 +74,32 @@ class PagedSequences:
     def _runs(self) -> dict[tuple[int, int], tuple[tuple[int, int], ...]]:
         return {}
 
-    def runs(self, sequence: int, first_block: int) -> tuple[tuple[int, int], ...]:
-        """Return how the table's blocks from `first_block` on lie in the pool, in position order.
+    def runs(self, sequence: int, first_token: int) -> tuple[tuple[int, int], ...]:
+        """Return where a sequence's tokens from `first_token` on lie in a pool, in position order.
 
-        Each run is a pool index and a number of blocks that lie one after another there. Found once
-        and remembered: every layer asks the same.
+        Each run is a first slot and the slot behind its last: tokens that lie one after another,
+        whose blocks do. Found once and remembered: every layer asks the same.
         """
-        key = (sequence, first_block)
-        if key not in self._runs:
-            end = -(-self.context_lens[sequence] // self.block_size)
-            self._runs[key] = _runs_of(self._tables_on_host[sequence][first_block:end])
-        return self._runs[key]
+        key = (sequence, first_token)
+        runs = self._runs.get(key)
+        if runs is None:
+            runs = self._runs[key] = self._find_runs(sequence, first_token)
+        return runs
+
+    def _find_runs(self, sequence: int, first_token: int) -> tuple[tuple[int, int], ...]:
+        size, end = self.block_size, self.context_lens[sequence]
+        table = self._tables_on_host[sequence]
+        runs: list[tuple[int, int]] = []
+        position = first_token
+        while position < end:
+            slot = table[position // size] * size + position % size
+            length = min(size - position % size, end - position)
+            if runs and runs[-1][1] == slot:
+                runs[-1] = (runs[-1][0], slot + length)
+            else:
+                runs.append((slot, slot + length))
+            position += length
+        return tuple(runs)
 
     def blocks_of(self, sequence: int, first_token: int) -> torch.Tensor:
         """Return the ids of the blocks that hold `first_token` and everything after it.
@@ -94,12 +109,6 @@ class PagedSequences:
         first = first_token // self.block_size
         end = -(-self.context_lens[sequence] // self.block_size)
         return self.block_tables[sequence, first:end]
-
-
-def _runs_of(blocks: list[int]) -> tuple[tuple[int, int], ...]:
-    starts = [i for i, block in enumerate(blocks) if i == 0 or block != blocks[i - 1] + 1]
-    ends = [*starts[1:], len(blocks)]
-    return tuple((blocks[start], end - start) for start, end in zip(starts, ends, strict=True))
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ def paged_attention_cpu(
         first = span.first_visible(sequences.context_lens[index] - query_len)
         key = tokens_from(key_pool, sequences, index, first, compute_dtype)
         value = tokens_from(value_pool, sequences, index, first, compute_dtype)
-        num_keys = len(key)
+        num_keys = key.count
         prefers_fused = num_keys < _SHORT_CONTEXT or (
             query_len == 1 and compute_dtype == torch.float32
         )
