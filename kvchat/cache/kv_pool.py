@@ -49,8 +49,7 @@ class KvPool:
 
     `layers[i]` is the pair of layer i's tensors, `[num_blocks, block_size, num_kv_heads, dim]`,
     owned by the pool. On a CPU the memory is anonymous and zero-filled by the kernel: a page costs
-    nothing until a token is written to it. Blocks with low ids are to be used first: pages may be
-    large ones, of many blocks.
+    nothing until a token is written to it.
     """
 
     def __init__(self, geometry: KvGeometry, num_blocks: int, device: torch.device) -> None:
@@ -69,7 +68,8 @@ class KvPool:
         if self.device.type != "cpu":
             return torch.zeros(shape, dtype=geometry.dtype, device=self.device)
         num_elements = self.num_blocks * geometry.block_size * layer.num_kv_heads * dim
-        memory = fresh_memory(num_elements * geometry.dtype.itemsize)
+        num_bytes = num_elements * geometry.dtype.itemsize
+        memory = fresh_memory(num_bytes, is_for_all=False)
         return torch.frombuffer(memory, dtype=geometry.dtype).view(shape)
 
     def copy_block(self, source: int, target: int) -> None:

@@ -53,7 +53,8 @@ class ReadBuffers:
 
 
 def _fresh(num_bytes: int) -> mmap.mmap:
-    return fresh_memory(-(-max(num_bytes, 1) // _GRAIN_BYTES) * _GRAIN_BYTES)
+    size = -(-max(num_bytes, 1) // _GRAIN_BYTES) * _GRAIN_BYTES
+    return fresh_memory(size, is_for_all=True)
 
 
 def _is_free(memory: mmap.mmap) -> bool:
