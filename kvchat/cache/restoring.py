@@ -31,7 +31,7 @@ _MAX_PIECES_IN_FLIGHT = 64
 _NEWS_PATIENCE_S = 0.02
 # Memory that was read into before takes a quarter of the time of fresh memory: so the reader stays
 # this little ahead of an engine that keeps up. One that does not is not waited for.
-_PIECES_AHEAD = 2
+_PIECES_AHEAD = 1
 _TAKING_PATIENCE_S = 0.003
 # What is computed at first while something is late; twice as much each time after.
 _HURRY_TOKENS = 64
