@@ -13,7 +13,8 @@ from kvchat.cache.manager import CacheManager
 from kvchat.cache.planner import RestorePlanner
 from kvchat.cache.radix_node import TOKEN_BYTES, pack
 from kvchat.cache.rate_memory import RateMemory
-from kvchat.cache.restoring import Proof, Restore, Restoring
+from kvchat.cache.restore import Proof, Restore
+from kvchat.cache.restoring import Restoring
 from kvchat.cache.saving import Saver
 from kvchat.cache.tier import Pinning, Tier, trouble_of
 from kvchat.cache.transfer import OpenTier, TransferThread

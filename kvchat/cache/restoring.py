@@ -8,16 +8,14 @@ knows no request and no model.
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
-from queue import Empty, SimpleQueue
-from threading import BoundedSemaphore, Event
+from threading import Event
 
 from kvchat.cache.block_key import chain_keys
-from kvchat.cache.codec import Canary, DamagedRecord
+from kvchat.cache.codec import DamagedRecord
 from kvchat.cache.manager import CacheManager
 from kvchat.cache.planner import RestorePlanner
 from kvchat.cache.radix_node import TOKEN_BYTES, pack
+from kvchat.cache.restore import Piece, Proof, Restore
 from kvchat.cache.tier import Found, Tier
 from kvchat.cache.transfer import TransferThread
 from kvchat.core.types import Lack, TokenIds
@@ -26,97 +24,9 @@ _log = logging.getLogger(__name__)
 
 Image = bytes | bytearray | memoryview
 
-# What is read before the front is computed waits in memory: 256 MiB of packs at most.
-_MAX_PIECES_IN_FLIGHT = 64
 _NEWS_PATIENCE_S = 0.02
-# Memory that was read into before takes a quarter of the time of fresh memory: so the reader stays
-# this little ahead of an engine that keeps up. One that does not is not waited for.
-_PIECES_AHEAD = 1
-_TAKING_PATIENCE_S = 0.003
 # What is computed at first while something is late; twice as much each time after.
 _HURRY_TOKENS = 64
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """`num_blocks` block images that belong at `start_block` of the prompt being restored.
-
-    `canary` is that of its last token, where there is one.
-    """
-
-    start_block: int
-    num_blocks: int
-    image: bytearray | memoryview
-    canary: Canary | None = None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Proof:
-    """A context that came up, from its token `num_trusted` on, and is to be proven.
-
-    Its last token is to be computed once more, and held against its KV and the canary, if any.
-    """
-
-    ids: list[int]
-    num_trusted: int
-    canary: Canary | None
-
-
-@dataclass(slots=True, eq=False)
-class Restore:
-    """One prompt on its way back. Made and read by the engine's thread, fed by the transfer thread.
-
-    `num_known` counts the leading tokens that the device had, `num_tokens` those restored so far.
-    `give_up` ends it; what came stays. `lack` says why not more did.
-
-    # [0, num_known)                the device had it
-    # [num_known, num_front)        to be computed while the rest is read, as far as it is not
-    #                               there; `num_front` is 0 where it is quicker to wait
-    # [num_trusted, num_arrived)    tokens that came up and are still to be proven; `canary` is that
-    #                               of the last
-
-    `num_put` counts the pieces delivered, `num_taken` those of them that are on the device or will
-    never be.
-
-    `since_s` is when the last piece of use came, or the first was asked for; `piece_bytes` are
-    those of a large piece, as far as they are known. A prefetch `is_foreseen`: nobody waits for it,
-    and nobody would compute a front of it. `is_one_shot` where whoever asks will hardly go on.
-    """
-
-    ids: TokenIds
-    num_known: int
-    since_s: float
-    is_foreseen: bool
-    is_one_shot: bool = False
-    num_front: int = 0
-    num_hurries: int = 0
-    piece_bytes: int = 0
-    is_opening: bool = False
-    held: "deque[Piece]" = field(default_factory=deque)
-    pieces: "SimpleQueue[Piece]" = field(default_factory=SimpleQueue)
-    places: BoundedSemaphore = field(
-        default_factory=lambda: BoundedSemaphore(_MAX_PIECES_IN_FLIGHT)
-    )
-    num_put: int = 0
-    num_taken: int = 0
-    has_taken: Event = field(default_factory=Event)
-    has_all: Event = field(default_factory=Event)
-    is_given_up: Event = field(default_factory=Event)
-    lack: Lack | None = None
-    num_tokens: int = 0
-    num_trusted: int = 0
-    num_arrived: int = 0
-    canary: Canary | None = None
-
-    @property
-    def is_over(self) -> bool:
-        """Whether nothing more will come of it."""
-        if self.is_given_up.is_set():
-            return True
-        return self.has_all.is_set() and self.pieces.empty() and not self.held
-
-    def give_up(self) -> None:
-        self.is_given_up.set()
 
 
 class Restoring:
@@ -179,11 +89,12 @@ class Restoring:
         Gives up where there is no room for more. What comes up before its front is computed is held
         until then; what is late has its front extended, so that computing goes on meanwhile.
         """
-        _collect(restore)
+        restore.collect()
+        restore.num_front = max(restore.num_front, restore.num_planned)
         is_ready = self._has_front(restore)
         while is_ready and restore.held and not restore.is_given_up.is_set():
             self._take_next(restore)
-            _collect(restore)
+            restore.collect()
         if self._transfer.is_without_tier:
             restore.give_up()
         elif is_ready and not restore.is_over and self._is_late(restore):
@@ -285,10 +196,11 @@ class Restoring:
     # On the transfer thread
 
     def _read(self, tier: Tier, restore: Restore, start_block: int) -> None:
-        """Read a prompt's packs one after another, or those behind a front to be computed."""
+        """Find a prompt's packs, and read them, or those behind a front to be computed."""
         if restore.is_given_up.is_set():
             return
         packed = pack(restore.ids[:-1])
+        wanted: deque[Found] = deque()
         try:
             keys = chain_keys(tier.root, packed, self._block_bytes)
             runs = tier.find(keys, packed, restore.is_one_shot)
@@ -296,27 +208,44 @@ class Restoring:
             if num_found < len(keys):
                 restore.lack = tier.why(keys[num_found], packed, num_found)
             start_block = self._planned_start(restore, runs, start_block)
-            for found in runs:
-                end_block = found.start_block + found.num_blocks
-                if end_block * self._manager.block_size <= restore.num_front:
-                    continue  # it is being computed
-                if end_block <= start_block:
-                    continue
-                if not _has_place(restore):
-                    return
-                _let_engine_take(restore)
-                start_s = self._clock()
-                image = tier.read(found)
-                self._planner.note_read(len(image), self._clock() - start_s)
-                restore.num_put += 1
-                restore.pieces.put(self._piece(found, image, start_block))
-                del image  # the tier reads into this memory again once the engine is done with it
-                self._news.set()
+            wanted.extend(run for run in runs if run.start_block + run.num_blocks > start_block)
+        finally:
+            self._read_on(tier, restore, wanted, start_block)
+
+    def _read_on(
+        self, tier: Tier, restore: Restore, wanted: deque[Found], start_block: int
+    ) -> None:
+        """Read packs one after another, as long as there are places for them.
+
+        Then all others have a turn first: what they copy may be what keeps the engine from taking
+        any.
+        """
+        has_place = True
+        try:
+            while wanted and (has_place := restore.has_place()):
+                self._read_pack(tier, restore, wanted.popleft(), start_block)
         except DamagedRecord:
             restore.lack = Lack.CORRUPT  # the tier counts it; what lies behind it is computed
         finally:
-            restore.has_all.set()
-            self._news.set()
+            if has_place or restore.is_given_up.is_set():
+                restore.has_all.set()
+                self._news.set()
+            else:
+                self._transfer.restore(
+                    lambda tier: self._read_on(tier, restore, wanted, start_block)
+                )
+
+    def _read_pack(self, tier: Tier, restore: Restore, found: Found, start_block: int) -> None:
+        end_block = found.start_block + found.num_blocks
+        if end_block * self._manager.block_size <= restore.num_front:
+            restore.places.release()  # it is being computed
+            return
+        restore.let_engine_take()
+        start_s = self._clock()
+        image = tier.read(found)
+        self._planner.note_read(len(image), self._clock() - start_s)
+        restore.deliver(self._piece(found, image, start_block))
+        self._news.set()
 
     def _planned_start(self, restore: Restore, runs: Sequence[Found], start_block: int) -> int:
         """Return the block to read from, and let the engine know of a front to be computed."""
@@ -343,7 +272,7 @@ class Restoring:
             return wanted[-1].start_block + wanted[-1].num_blocks
         if first:
             start_block = wanted[first].start_block
-            restore.num_front = start_block * size
+            restore.num_planned = start_block * size
         return start_block
 
     def _piece(self, found: Found, image: Image, start_block: int) -> Piece:
@@ -353,25 +282,3 @@ class Restoring:
         writable = bytearray(rest) if rest.readonly else rest
         first = found.start_block + num_known
         return Piece(first, found.num_blocks - num_known, writable, found.canary)
-
-
-def _collect(restore: Restore) -> None:
-    """Take over what was delivered since."""
-    with suppress(Empty):
-        while True:
-            restore.held.append(restore.pieces.get_nowait())
-
-
-def _has_place(restore: Restore) -> bool:
-    """Wait until the engine has taken enough of what was read; false once it wants no more."""
-    while not restore.places.acquire(timeout=0.05):
-        if restore.is_given_up.is_set():
-            return False
-    return not restore.is_given_up.is_set()
-
-
-def _let_engine_take(restore: Restore) -> None:
-    """Let the engine take a piece where some wait for it, if it does so at once."""
-    restore.has_taken.clear()
-    if restore.num_put - restore.num_taken >= _PIECES_AHEAD:
-        restore.has_taken.wait(_TAKING_PATIENCE_S)

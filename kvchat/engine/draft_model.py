@@ -25,7 +25,7 @@ from kvchat.model.paged_model import PagedModel
 
 if TYPE_CHECKING:
     from kvchat.cache.persistence import Persistence
-    from kvchat.cache.restoring import Restore
+    from kvchat.cache.restore import Restore
 
 # So many missing tokens are computed along with the first that is drafted; more take their time.
 _MOST_BEHIND = 64

@@ -29,7 +29,7 @@ from kvchat.engine.speculation import Limits, Mode, Speculation
 if TYPE_CHECKING:
     from kvchat.cache.host_swap import HostSwap
     from kvchat.cache.persistence import Persistence
-    from kvchat.cache.restoring import Proof
+    from kvchat.cache.restore import Proof
     from kvchat.model.batch import SequencePiece
 
 _log = logging.getLogger(__name__)

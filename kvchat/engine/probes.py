@@ -17,7 +17,7 @@ import torch
 from kvchat.cache.block_table import BlockTable
 from kvchat.cache.codec import Canary
 from kvchat.cache.manager import CacheManager
-from kvchat.cache.restoring import Proof
+from kvchat.cache.restore import Proof
 from kvchat.engine.canary import canary_of, deviation, tolerance
 from kvchat.model.batch import SequencePiece
 

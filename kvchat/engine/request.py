@@ -22,7 +22,7 @@ from kvchat.core.types import (
 
 if TYPE_CHECKING:
     from kvchat.cache.promotion import Promotion
-    from kvchat.cache.restoring import Restore
+    from kvchat.cache.restore import Restore
 
 
 @dataclass(frozen=True, slots=True)

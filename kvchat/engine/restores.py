@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from kvchat.cache.host_swap import HostSwap
     from kvchat.cache.persistence import Persistence
     from kvchat.cache.promotion import Promotion
-    from kvchat.cache.restoring import Restore
+    from kvchat.cache.restore import Restore
 
 
 @dataclass(slots=True, eq=False)
