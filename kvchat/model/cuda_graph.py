@@ -5,6 +5,8 @@ Knows CUDA streams and torch's graphs; not what a step computes, nor when to cap
 
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
+from weakref import WeakSet
 
 import torch
 
@@ -24,7 +26,9 @@ class CudaGraphs:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pool: Any = None
+        # Those whose memory lies in the pool.
+        self._replays: WeakSet[Step] = WeakSet()
 
     def capture(self, step: Step) -> Step:
         """Run `step` a few times, then record it; return what replays it on the current stream.
@@ -48,6 +52,8 @@ class CudaGraphs:
         # Not torch.cuda.graph: it frees all cached memory first, which the next eager step would
         # have to ask the driver for again, and leaves its stream current where recording fails.
         graph = torch.cuda.CUDAGraph()
+        if not self._replays:  # torch refuses a pool that all of its graphs have left
+            self._pool = torch.cuda.graph_pool_handle()
         # Other threads copy KV meanwhile, which is none of this graph's business.
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         try:
@@ -59,6 +65,7 @@ class CudaGraphs:
             graph.replay()
             return output
 
+        self._replays.add(replay)
         return replay
 
     def _end(self, graph: torch.cuda.CUDAGraph) -> None:
@@ -69,4 +76,6 @@ class CudaGraphs:
             # keeps all memory that two streams have used (pytorch pull request 180395).
             with suppress(RuntimeError, AttributeError):
                 torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
+            # Its allocator of pinned memory does too, and would not record to this pool again.
+            self._replays = WeakSet()
             raise

@@ -117,6 +117,16 @@ def test_a_capture_that_fails_leaves_stream_and_device_as_they_were() -> None:
     assert replay().tolist() == [15.0] * 8
 
 
+def test_a_graph_is_captured_after_all_others_are_gone() -> None:
+    """torch refuses to record to a pool of memory that all of its graphs have left."""
+    graphs = CudaGraphs(torch.device("cuda", torch.cuda.current_device()))
+    x = torch.ones(8, device="cuda")
+    for factor in (2, 3):
+        replays = [graphs.capture(lambda by=factor: x * by) for _ in range(2)]  # type: ignore[misc]
+        assert [replay().tolist() for replay in replays] == [[float(factor)] * 8] * 2
+        del replays
+
+
 def engine_for(directory: Path, has_graphs: bool, draft: Path | None = None) -> Engine:
     cache = CacheConfig(device_bytes=Size(num_bytes=32 << 20))
     model = ModelConfig(str(directory), device="cuda", dtype="float32")

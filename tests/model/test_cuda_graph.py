@@ -20,6 +20,7 @@ class NoCuda:
     def __init__(self) -> None:
         self.asked: list[str] = []
         self.is_end_refused = False
+        self.num_pools = 0
         self.current = self.new_stream("main")
 
     def new_stream(self, name: str) -> SimpleNamespace:
@@ -44,7 +45,8 @@ class NoCuda:
             self.current = before
 
     def graph_pool_handle(self) -> str:
-        return "pool"
+        self.num_pools += 1
+        return f"pool {self.num_pools}"
 
     def CUDAGraph(self) -> SimpleNamespace:
         def begin(pool: str, capture_error_mode: str) -> None:
@@ -88,7 +90,7 @@ def test_a_step_is_warmed_up_and_recorded_on_one_stream(cuda: NoCuda) -> None:
         "side waits for main",
         *["step on side"] * 2,
         "host waits for side",
-        "begin on side, pool, thread_local",
+        "begin on side, pool 1, thread_local",
         "step on side",
         "end",
         "main waits for side",
@@ -121,5 +123,38 @@ def test_a_recording_that_cannot_be_ended_leaves_no_memory_reserved(cuda: NoCuda
     with pytest.raises(RuntimeError, match="previous error"):
         CudaGraphs(torch.device("cuda", 0)).capture(lambda: torch.ones(1))
 
-    assert cuda.asked[-2:] == ["end", "nothing goes to pool of 0 any more"]
+    assert cuda.asked[-2:] == ["end", "nothing goes to pool 1 of 0 any more"]
     assert cuda.current.name == "main"
+
+
+def pools_of(cuda: NoCuda) -> list[str]:
+    return [asked.split(", ")[1] for asked in cuda.asked if asked.startswith("begin")]
+
+
+def test_graphs_share_memory_as_long_as_one_of_them_is_there(cuda: NoCuda) -> None:
+    """torch's allocator asserts that somebody holds a pool it is given: one that all graphs have
+    left is refused for ever. Every shape but the first lost the race of products by that."""
+    graphs = CudaGraphs(torch.device("cuda", 0))
+    first = graphs.capture(lambda: torch.ones(1))
+    second = graphs.capture(lambda: torch.ones(1))
+    del first
+    third = graphs.capture(lambda: torch.ones(1))
+    del second, third
+
+    graphs.capture(lambda: torch.ones(1))
+
+    assert pools_of(cuda) == ["pool 1"] * 3 + ["pool 2"]
+
+
+def test_a_pool_whose_recording_could_not_be_ended_is_not_recorded_to_again(cuda: NoCuda) -> None:
+    graphs = CudaGraphs(torch.device("cuda", 0))
+    kept = graphs.capture(lambda: torch.ones(1))
+    cuda.is_end_refused = True
+    with pytest.raises(RuntimeError, match="previous error"):
+        graphs.capture(lambda: torch.ones(1))
+    cuda.is_end_refused = False
+
+    graphs.capture(lambda: torch.ones(1))
+
+    assert pools_of(cuda) == ["pool 1", "pool 1", "pool 2"]
+    assert kept().tolist() == [1.0]
