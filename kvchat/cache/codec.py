@@ -32,6 +32,10 @@ class DamagedRecord(Exception):
     """A record that is not what it should be; `str()` of it says how, in a few words."""
 
 
+class GoneRecord(DamagedRecord):
+    """A record that was there a moment ago, and is not any more: others may have removed it."""
+
+
 class OtherGeometry(DamagedRecord):
     """A head that is sound, for blocks of another shape than was asked for."""
 

@@ -16,6 +16,7 @@ from kvchat.cache.block_key import root_key
 from kvchat.cache.codec import (
     PREFIX_BYTES,
     DamagedRecord,
+    GoneRecord,
     Layout,
     OtherGeometry,
     PackHead,
@@ -142,7 +143,7 @@ class DiskTier:
             self._note_trouble(error)
             raise DamagedRecord("unreadable") from error
         if image is None:
-            raise DamagedRecord("gone")
+            raise GoneRecord("gone")
         return image
 
     def _read_twice(self, found: Found) -> memoryview | None:

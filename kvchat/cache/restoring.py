@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from threading import Event
 
 from kvchat.cache.block_key import chain_keys
-from kvchat.cache.codec import DamagedRecord
+from kvchat.cache.codec import DamagedRecord, GoneRecord
 from kvchat.cache.manager import CacheManager
 from kvchat.cache.planner import RestorePlanner
 from kvchat.cache.radix_node import TOKEN_BYTES, pack
@@ -224,8 +224,8 @@ class Restoring:
         try:
             while wanted and (has_place := restore.has_place()):
                 self._read_pack(tier, restore, wanted.popleft(), start_block)
-        except DamagedRecord:
-            restore.lack = Lack.CORRUPT  # the tier counts it; what lies behind it is computed
+        except DamagedRecord as damage:  # the tier counts it; what lies behind it is computed
+            restore.lack = Lack.EVICTED if isinstance(damage, GoneRecord) else Lack.CORRUPT
         finally:
             if has_place or restore.is_given_up.is_set():
                 restore.has_all.set()

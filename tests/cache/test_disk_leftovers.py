@@ -12,7 +12,7 @@ import pytest
 
 from kvchat.cache import generations, raw_disk, store_lock
 from kvchat.cache.caretaker import Caretaker
-from kvchat.cache.codec import DamagedRecord
+from kvchat.cache.codec import GoneRecord
 from kvchat.cache.disk_tier import DiskTier
 from kvchat.cache.generations import Sizes, tree_bytes
 from support.pack_chains import (
@@ -108,7 +108,7 @@ def test_a_pack_exchanged_while_it_is_read_is_left_alone(
         return payload(*arguments)
 
     monkeypatch.setattr(table, "payload", exchanged)
-    with pytest.raises(DamagedRecord, match="gone"):
+    with pytest.raises(GoneRecord, match="gone"):
         reader.read(found)
 
     assert reader.status().num_damaged == 0
@@ -131,7 +131,7 @@ def test_a_store_emptied_while_it_is_read_holds_no_damage(
         return payload(*arguments)
 
     monkeypatch.setattr(table, "payload", emptied)
-    with pytest.raises(DamagedRecord, match="gone"):
+    with pytest.raises(GoneRecord, match="gone"):
         tier.read(found)
 
     assert (tier.status().num_damaged, tier.status().trouble) == (0, "")

@@ -7,12 +7,14 @@ from dataclasses import dataclass, field
 import pytest
 
 from kvchat.cache.block_key import chain_keys
+from kvchat.cache.codec import DamagedRecord, GoneRecord
 from kvchat.cache.planner import RestorePlanner
 from kvchat.cache.radix_node import pack
 from kvchat.cache.restore import Piece, Restore
 from kvchat.cache.restoring import Restoring
 from kvchat.cache.tier import Tier
 from kvchat.cache.transfer import TransferThread
+from kvchat.core.types import Lack
 from support.memory_tier import MemoryTier
 from support.remembering_model import new_cache
 
@@ -184,3 +186,23 @@ def test_a_front_found_by_the_reader_is_not_lost_to_the_engines_haste() -> None:
     assert planned[0] > 64
     assert restore.num_front == planned[0]
     assert not restore.is_over
+
+
+@pytest.mark.parametrize(
+    ("error", "lack"),
+    [(GoneRecord("gone"), Lack.EVICTED), (DamagedRecord("checksum"), Lack.CORRUPT)],
+)
+def test_what_another_process_removed_meanwhile_is_not_called_corrupt(
+    reading: Callable[..., Reading], error: Exception, lack: Lack
+) -> None:
+    tier = full_tier()
+
+    def fail() -> None:
+        raise error
+
+    tier.before_read = fail
+    own = reading(tier)
+    restore = own.begin()
+    own.settle(restore)
+
+    assert restore.lack is lack

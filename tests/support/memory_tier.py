@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 from kvchat.cache.block_key import chain_keys, root_key
-from kvchat.cache.codec import Canary, DamagedRecord, PackHead
+from kvchat.cache.codec import Canary, GoneRecord, PackHead
 from kvchat.cache.tier import Found
 from kvchat.core.stats import TierStatus
 from kvchat.core.types import Lack
@@ -54,7 +54,7 @@ class MemoryTier:
         self.before_read()
         keys = self._asked[found.start_block : found.start_block + found.num_blocks]
         if not all(key in self.blocks for key in keys):
-            raise DamagedRecord("gone")
+            raise GoneRecord("gone")
         self.num_read += len(keys)
         return b"".join(self.blocks[key] for key in keys)
 
