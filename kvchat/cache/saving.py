@@ -26,6 +26,7 @@ PACK_BYTES = 4 << 20
 # After a write that failed nothing is offered for so long, twice as long after each further one.
 _FIRST_REST_S = 1.0
 _LONGEST_REST_S = 300.0
+_MOST_DOUBLINGS = 9
 # A chat has one or two that it waits for.
 _MAX_BACKLOG = 16
 # What is kept where needs no identity as long as it is asked within one process.
@@ -178,7 +179,8 @@ class Saver:
             self._num_unheard -= 1
             self._kept.difference_update(outcome.keys[outcome.num_there :])
             if outcome.is_refused:
-                rest_s = min(_LONGEST_REST_S, _FIRST_REST_S * 2**self._num_refusals)
+                num_doublings = min(self._num_refusals, _MOST_DOUBLINGS)
+                rest_s = min(_LONGEST_REST_S, _FIRST_REST_S * 2**num_doublings)
                 self._num_refusals += 1
                 self._rests_until_s = outcome.at_s + rest_s
             elif outcome.num_there == len(outcome.keys):

@@ -121,6 +121,19 @@ def test_a_tier_that_goes_on_refusing_is_asked_ever_more_rarely(house: Household
     assert len(asked_at) < 20
 
 
+def test_a_tier_that_has_refused_for_days_is_still_asked(house: Household) -> None:
+    """The rest doubled with each refusal: after a thousand no float held it, and a step failed."""
+    house.break_down()
+    house.saver._num_refusals = 1100
+    house.save(STORY)
+
+    assert not house.saver.lacks(STORY)
+    house.now_s = 400.0
+    house.mend()
+    assert house.saver.lacks(STORY)
+    assert house.save(STORY) == PACK_BLOCKS
+
+
 def test_what_there_was_no_room_for_is_written_once_there_is(house: Household) -> None:
     """More than fits in the queue was once left to the next turn, and lost with a kill before."""
     may_write = threading.Event()
