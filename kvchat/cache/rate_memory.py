@@ -8,6 +8,7 @@ import json
 import logging
 import math
 import os
+import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -28,8 +29,8 @@ _log = logging.getLogger(__name__)
 class RateMemory:
     """The rates of one `subject`, a model on a device, in `directory`; None keeps none.
 
-    Several may keep rates of the same subject, of different names or measured alike. May be used
-    from any thread, by one at a time.
+    Several may keep rates of the same subject, of different names or measured alike, and several
+    processes or threads write at once: the last one stands. Each memory is used by one at a time.
     """
 
     def __init__(self, directory: Path | None, subject: str) -> None:
@@ -51,7 +52,7 @@ class RateMemory:
         subjects = self._read_all()
         known = {**subjects.pop(self._subject, {}), **rates}
         newest = dict([*subjects.items(), (self._subject, known)][-_MAX_SUBJECTS:])
-        fresh = self._path.with_name(f"{_NAME}.{os.getpid()}")
+        fresh = self._path.with_name(f"{_NAME}.{os.getpid()}.{threading.get_ident()}")
         try:
             private_directory(self._path.parent)
             descriptor = open_private(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)

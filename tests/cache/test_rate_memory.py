@@ -2,7 +2,9 @@
 
 import json
 import os
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -98,3 +100,24 @@ def test_what_is_no_news_is_not_written(tmp_path: Path) -> None:
 
     memory.write({"prefill": 700.0, "read": 3e9})
     assert RateMemory(tmp_path, "model").read()["prefill"] == 700.0
+
+
+def test_two_threads_that_write_at_once_leave_a_file_that_can_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model's and its draft's rates went through one file, and what came of it was neither's."""
+    dump = json.dump
+
+    def meanwhile(*arguments: Any, **settings: Any) -> None:
+        monkeypatch.undo()
+        draft_rates = {**RATES, "down": 4e9, "up": 8e9}
+        other = threading.Thread(target=RateMemory(tmp_path, "draft").write, args=(draft_rates,))
+        other.start()
+        other.join()
+        dump(*arguments, **settings)
+
+    monkeypatch.setattr(json, "dump", meanwhile)
+    RateMemory(tmp_path, "model").write(RATES)
+
+    assert RateMemory(tmp_path, "model").read() == RATES
+    assert [path.name for path in tmp_path.iterdir()] == ["rates.json"]
