@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kvchat.cache.pin_record import Pin, decode_pin, encode_pin, pin_name
-from kvchat.cache.raw_disk import FILE_MODE, Parts, RawCache
+from kvchat.cache.raw_disk import FILE_MODE, MAX_FILE_BYTES, Parts, RawCache
 from kvchat.cache.read_buffers import ReadBuffers
 from kvchat.cache.retention import Use, used_again
 
@@ -114,8 +114,9 @@ class PackTable(RawCache):
         return int(count)
 
     def largest(self) -> int:
-        """Return the size of the largest payload."""
-        [(size,)] = self._sql("SELECT MAX(size) FROM Cache").fetchall()
+        """Return the size of the largest payload that can be one; a damaged table says anything."""
+        query = "SELECT MAX(size) FROM Cache WHERE filename IS NOT NULL AND size <= ?"
+        [(size,)] = self._sql(query, (MAX_FILE_BYTES,)).fetchall()
         return int(size or 0)
 
     def drop_payloads(self) -> None:

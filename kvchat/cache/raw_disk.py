@@ -19,7 +19,7 @@ from kvchat.core.errors import StoreError
 
 _RAW, FILE_MODE = 1, 2  # diskcache's numbers for a value in the table, and for one in a file
 # No pack comes near it. A file that claims to be longer is damaged, and must not fill the memory.
-_MAX_FILE_BYTES = 1 << 28
+MAX_FILE_BYTES = 1 << 28
 # What is smaller stays in the table.
 MIN_FILE_BYTES = 1 << 16
 _NAME = re.compile(r"[0-9a-f]{2}/[0-9a-f]{30}\.kv")
@@ -110,7 +110,7 @@ class RawDisk(diskcache.Disk):
         descriptor = os.open(f"{self._directory}/{filename}", flags)
         try:
             size = os.fstat(descriptor).st_size - prefix_bytes
-            if not 0 <= size <= _MAX_FILE_BYTES:
+            if not 0 <= size <= MAX_FILE_BYTES:
                 return b"", memoryview(b"")
             prefix = os.read(descriptor, prefix_bytes)
             rest = take(size)

@@ -181,6 +181,22 @@ def test_a_table_that_lies_is_a_miss(tmp_path: Path, statement: str) -> None:
     assert used_bytes(tmp_path) <= 8 << 20
 
 
+def test_a_table_that_lies_about_a_size_takes_no_memory(tmp_path: Path) -> None:
+    """As much memory as the largest pack claims to need was once taken and touched, four times."""
+    filled(tmp_path)
+    with sqlite3.connect(database(tmp_path)) as connection:
+        connection.execute(f"UPDATE Cache SET size = {1 << 47} WHERE filename IS NULL")
+        connection.execute(
+            "UPDATE Settings SET value = (SELECT SUM(size) FROM Cache WHERE filename IS NOT NULL) WHERE key = 'size'"
+        )
+    connection.close()
+
+    tier = open_tier(tmp_path)
+
+    assert tier.status().trouble == ""
+    assert restored(tier, IDS) == 3
+
+
 def test_a_directory_deleted_while_running_is_made_again(tmp_path: Path) -> None:
     tier = open_tier(tmp_path / "kv")
     save(tier, IDS)
