@@ -187,7 +187,8 @@ def test_a_table_that_lies_about_a_size_takes_no_memory(tmp_path: Path) -> None:
     with sqlite3.connect(database(tmp_path)) as connection:
         connection.execute(f"UPDATE Cache SET size = {1 << 47} WHERE filename IS NULL")
         connection.execute(
-            "UPDATE Settings SET value = (SELECT SUM(size) FROM Cache WHERE filename IS NOT NULL) WHERE key = 'size'"
+            "UPDATE Settings SET value = (SELECT SUM(size) FROM Cache WHERE filename IS NOT NULL)"
+            " WHERE key = 'size'"
         )
     connection.close()
 
