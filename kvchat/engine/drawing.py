@@ -12,6 +12,7 @@ from kvchat.engine.noise import sample_seed
 from kvchat.engine.request import Request
 from kvchat.engine.sampler import SamplingRow, sample
 from kvchat.engine.scheduler import Work
+from kvchat_kernels.sending import on_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,7 @@ def draw(plan: Sequence[Work], logits: torch.Tensor) -> dict[Work, list[int]]:
             rows_of_logits.append(start + owner.row)
         start += 1 + len(work.drafts)
     if len(owners) > start:
-        logits = logits[rows_of_logits]
+        logits = logits[on_device(rows_of_logits, torch.int64, logits.device)]
     rows = [
         sampling_row(o.work.request, o.work.drafts[: o.row], logits.device, o.sibling)
         for o in owners
@@ -69,7 +70,7 @@ def sampling_row(
     params = request.spec.sampling
     context_ids = None
     if params.repetition_penalty != 1.0:
-        context_ids = torch.tensor([*request.ids, *drafts], dtype=torch.int64, device=device)
+        context_ids = on_device([*request.ids, *drafts], torch.int64, device)
     return SamplingRow(
         params=params,
         seed=sample_seed(params.seed, request.sample + sibling),

@@ -12,6 +12,7 @@ from kvchat.core.types import SamplingParams
 from kvchat.engine.noise import gumbel_noise
 from kvchat_kernels.launch import uses_triton
 from kvchat_kernels.sampler import SamplerRows, sample_tokens
+from kvchat_kernels.sending import on_device
 
 # Filters look at this many of the likeliest tokens first; only where those do not decide the matter
 # is the whole vocabulary sorted.
@@ -62,24 +63,32 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[int]:
 
 def _draw_on_device(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[int]:
     """Draw all rows by kernels that wait for the host once: for the tokens."""
-    vocab_size, device = logits.shape[1], logits.device
-    floats = torch.tensor(
-        [[row.params.temperature, row.params.top_p, row.params.min_p] for row in rows],
-        dtype=torch.float32,
-        device=device,
-    )
-    integers = torch.tensor(
-        [[_signed(row.seed), row.position, min(row.params.top_k, vocab_size)] for row in rows],
-        dtype=torch.int64,
-        device=device,
-    )
-    temperature, top_p, min_p = floats.T.contiguous()
-    seeds, positions, top_k = integers.T.contiguous()
-    parameters = SamplerRows(temperature, top_k.int(), top_p, min_p, seeds, positions)
-    tokens = sample_tokens(logits, parameters).tolist()
+    tokens = sample_tokens(logits, parameters_of(rows, logits.shape[1], logits.device)).tolist()
     if min(tokens) < 0:
         raise ValueError(_NOT_NUMBERS)
     return [int(token) for token in tokens]
+
+
+def parameters_of(
+    rows: Sequence[SamplingRow], vocab_size: int, device: torch.device
+) -> SamplerRows:
+    """Return what the rows say as tensors, sent to the device without waiting for its logits."""
+    params = [row.params for row in rows]
+    # Each column begins at a multiple of 16 bytes: for other places kernels are compiled anew.
+    rest = [0] * (-len(rows) % 4)
+    floats = [
+        [*(each.temperature for each in params), *rest],
+        [*(each.top_p for each in params), *rest],
+        [*(each.min_p for each in params), *rest],
+    ]
+    integers = [
+        [*(_signed(row.seed) for row in rows), *rest],
+        [*(row.position for row in rows), *rest],
+        [*(min(each.top_k, vocab_size) for each in params), *rest],
+    ]
+    temperature, top_p, min_p = on_device(floats, torch.float32, device)[:, : len(rows)]
+    seeds, positions, top_k = on_device(integers, torch.int64, device)[:, : len(rows)]
+    return SamplerRows(temperature, top_k.int(), top_p, min_p, seeds, positions)
 
 
 def _signed(seed: int) -> int:

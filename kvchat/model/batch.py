@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from kvchat_kernels.paged_attention import PagedSequences, Sequences
+from kvchat_kernels.sending import on_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,7 @@ def build_batch(
         start = end
 
     def to_tensor(values: list[int]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=device)
+        return on_device(values, torch.int64, device)
 
     return ForwardBatch(
         token_ids=to_tensor([token for piece in pieces for token in piece.token_ids]),
@@ -98,4 +99,4 @@ def _block_tables(
         list(piece.blocks[:length]) + [0] * (width - length)
         for piece, length in zip(pieces, lengths, strict=True)
     ]
-    return torch.tensor(table, dtype=torch.int32, device=device)
+    return on_device(table, torch.int32, device)

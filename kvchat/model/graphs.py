@@ -20,6 +20,7 @@ from kvchat.model.batch import SequencePiece
 from kvchat.model.graph_trial import NotGraphable, trapping_host_reads
 from kvchat.model.paged_model import PagedModel
 from kvchat.model.step_buffers import StepBuffers, StepShape
+from kvchat_kernels.sending import on_device
 
 _log = logging.getLogger(__name__)
 
@@ -201,7 +202,7 @@ def _wanted_rows(logits: torch.Tensor, pieces: Sequence[SequencePiece]) -> torch
         start = end
     if rows == list(range(len(rows))):
         return logits[: len(rows)].clone()
-    return logits[torch.tensor(rows, device=logits.device)]
+    return logits[on_device(rows, torch.int64, logits.device)]
 
 
 def _require_equal(logits: torch.Tensor, expected: torch.Tensor) -> None:

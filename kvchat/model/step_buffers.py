@@ -11,6 +11,7 @@ import torch
 
 from kvchat.model.batch import ForwardBatch, SequencePiece
 from kvchat_kernels.paged_attention import DeviceSequences
+from kvchat_kernels.sending import on_device
 
 _NOT_WRITTEN = -1
 
@@ -154,7 +155,8 @@ class StepBuffers:
         assert len(pieces) <= shape.num_sequences
         token_ids = [token for piece in pieces for token in piece.token_ids]
         positions = [p for piece in pieces for p in range(piece.start, piece.end)]
-        self._tokens[:, : len(slots)].copy_(torch.tensor([token_ids, positions, slots]))
+        tokens = on_device([token_ids, positions, slots], torch.int64, self._tokens.device)
+        self._tokens[:, : len(slots)].copy_(tokens)
         starts = [0]
         for piece in pieces:
             starts.append(starts[-1] + len(piece.token_ids))
@@ -162,7 +164,7 @@ class StepBuffers:
         rest = shape.num_sequences + 1 - len(pieces)
         starts += [shape.num_tokens] * (rest - 1)
         ends = [piece.end for piece in pieces] + [0] * rest
-        lengths = torch.tensor([starts, ends], dtype=torch.int32)
+        lengths = on_device([starts, ends], torch.int32, self._lengths.device)
         self._lengths[:, : shape.num_sequences + 1].copy_(lengths)
         for row, piece in enumerate(pieces):
             self._fill_table(row, list(piece.blocks[: -(-piece.end // self.block_size)]))
@@ -171,7 +173,7 @@ class StepBuffers:
         """Write a row of the tables, unless it says so already: most steps add no block."""
         if self._known[row][: len(blocks)] == blocks:
             return
-        ids = torch.tensor(blocks, dtype=torch.int32)
+        ids = on_device(blocks, torch.int32, self._tables.device)
         self._tables[row, : len(blocks)].copy_(ids)
         self._known[row] = blocks
 

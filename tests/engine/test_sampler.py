@@ -9,7 +9,7 @@ import torch
 
 from kvchat.core.types import SamplingParams
 from kvchat.engine.noise import gumbel_noise, row_key, sample_seed
-from kvchat.engine.sampler import SamplingRow, sample
+from kvchat.engine.sampler import SamplingRow, parameters_of, sample
 
 CHI_SQUARE_9_DEGREES = 27.88  # exceeded by chance once in a thousand
 
@@ -258,3 +258,29 @@ def test_greedy_rows_ignore_every_filter_and_the_noise() -> None:
     drawn = sample(logits.clone(), [SamplingRow(params, seed, 0) for seed in range(3)])
 
     assert drawn == logits.argmax(dim=1).tolist()
+
+
+@pytest.mark.parametrize("num_rows", range(1, 10))
+def test_what_kernels_are_given_lies_alike_for_any_number_of_rows(num_rows: int) -> None:
+    """A column that begins elsewhere had the sampler compiled again in the middle of an answer."""
+    rng = random.Random(num_rows)
+    rows = [
+        SamplingRow(
+            SamplingParams(rng.random(), rng.randrange(5000), rng.random(), rng.random()),
+            rng.randrange(1 << 64),
+            rng.randrange(1000),
+        )
+        for _ in range(num_rows)
+    ]
+
+    given = parameters_of(rows, 4000, torch.device("cpu"))
+
+    columns = (given.temperature, given.top_k, given.top_p, given.min_p, given.seeds)
+    assert all(column.data_ptr() % 16 == 0 for column in (*columns, given.positions))
+    params = [row.params for row in rows]
+    assert given.temperature.tolist() == pytest.approx([each.temperature for each in params])
+    assert given.top_k.tolist() == [min(each.top_k, 4000) for each in params]
+    assert given.top_p.tolist() == pytest.approx([each.top_p for each in params])
+    assert given.min_p.tolist() == pytest.approx([each.min_p for each in params])
+    assert [seed % (1 << 64) for seed in given.seeds.tolist()] == [row.seed for row in rows]
+    assert given.positions.tolist() == [row.position for row in rows]

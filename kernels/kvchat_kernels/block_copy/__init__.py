@@ -12,6 +12,7 @@ from kvchat_kernels.block_copy.reference import (
     scatter_blocks_reference,
 )
 from kvchat_kernels.launch import uses_triton
+from kvchat_kernels.sending import on_device
 
 __all__ = ["BlockIds", "PoolTensors", "copy_blocks", "gather_blocks", "scatter_blocks"]
 
@@ -76,7 +77,7 @@ def scatter_blocks(
 def _on(pools: PoolTensors, blocks: BlockIds) -> torch.Tensor:
     if isinstance(blocks, torch.Tensor):
         return blocks
-    return torch.tensor(blocks, dtype=torch.int64, device=pools.device)
+    return on_device(blocks, torch.int64, pools.device)
 
 
 def _check(pools: PoolTensors, blocks: BlockIds) -> None:

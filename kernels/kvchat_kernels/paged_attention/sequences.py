@@ -11,6 +11,8 @@ from functools import cached_property
 
 import torch
 
+from kvchat_kernels.sending import on_device
+
 
 @dataclass(frozen=True)
 class PagedSequences:
@@ -46,12 +48,12 @@ class PagedSequences:
         starts = [0]
         for length in self.query_lens:
             starts.append(starts[-1] + length)
-        return torch.tensor(starts, dtype=torch.int32, device=self.block_tables.device)
+        return on_device(starts, torch.int32, self.block_tables.device)
 
     @cached_property
     def context_lens_device(self) -> torch.Tensor:
         """[num_sequences] int32 on the tables' device."""
-        return torch.tensor(self.context_lens, dtype=torch.int32, device=self.block_tables.device)
+        return on_device(self.context_lens, torch.int32, self.block_tables.device)
 
     @cached_property
     def masks(self) -> dict[Hashable, torch.Tensor]:

@@ -1,0 +1,74 @@
+"""What a decode step does on the host until it asks for its tokens: wait for the device, never."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvchat.core.types import SamplingParams
+from kvchat.engine.sampler import SamplingRow, parameters_of
+from kvchat.model.batch import build_batch
+from kvchat.model.cuda_graph import CudaGraphs
+from kvchat_kernels.block_copy import PoolTensors, copy_blocks
+from kvchat_kernels.sampler import sample_tokens
+from support.paged_scene import Scene, load_tiny
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
+]
+
+
+@contextmanager
+def waiting_refused() -> Iterator[None]:
+    """Let torch raise RuntimeError where the host is made to wait."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_that_waiting_is_noticed() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    with pytest.raises(RuntimeError), waiting_refused():
+        torch.tensor([1, 2], device=device)
+
+
+@pytest.mark.parametrize("is_captured", [True, False], ids=["captured", "eager"])
+@pytest.mark.parametrize("num_rows", [1, 3, 4])
+def test_a_step_is_queued_as_a_whole(num_rows: int, is_captured: bool, tmp_path: Path) -> None:
+    loaded = load_tiny("llama", tmp_path, "cuda")
+    scene = Scene(loaded, CudaGraphs(loaded.device), 16, 200)
+    pieces = [scene.read(20 + row, [row + 3]) for row in range(num_rows)]
+    if is_captured:
+        scene.capture_for(pieces)
+    params = SamplingParams(temperature=0.7, top_k=20, top_p=0.9)
+    rows = [SamplingRow(params, seed=5, position=row) for row in range(num_rows)]
+
+    def step() -> torch.Tensor:
+        if is_captured:
+            logits = scene.graphs.run(pieces)
+            assert logits is not None
+        else:
+            logits = scene.model.forward(build_batch(pieces, 16, loaded.device))
+        return sample_tokens(logits, parameters_of(rows, logits.shape[1], logits.device))
+
+    expected = step().tolist()  # compiles what was not yet
+    with waiting_refused():
+        tokens = step()
+
+    assert tokens.tolist() == expected
+
+
+def test_blocks_are_copied_behind_the_host() -> None:
+    pools = PoolTensors([torch.randn(8, 4, 2, 16, device="cuda")])
+    copy_blocks(pools, [1], [2])
+
+    with waiting_refused():
+        copy_blocks(pools, [3, 4], [5, 6])
+
+    [(rows, _, _)] = pools.columns()
+    assert torch.equal(rows[5:7], rows[3:5])
