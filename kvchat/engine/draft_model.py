@@ -170,7 +170,8 @@ class ModelDrafter:
             return
         if request not in self._restores:
             ids, is_one_shot = list(request.ids), request.spec.is_one_shot
-            self._restores[request] = self.persistence.begin(ids, is_one_shot=is_one_shot)
+            # Nothing is computed before it is there or given up, no front of it either.
+            self._restores[request] = self.persistence.begin(ids, True, is_one_shot)
         restore = self._restores[request]
         if restore is not None and not restore.is_over:
             self.persistence.settle(restore)

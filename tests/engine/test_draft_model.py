@@ -1,6 +1,7 @@
 """A draft model keeps its KV as the target does, and nobody waits for it."""
 
 import random
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -162,6 +163,29 @@ def test_a_restored_conversation_drafts_as_well_as_before(tier: MemoryTier) -> N
     assert today.accepted_share(number) == 1.0
     assert today.draft_cache.measure((*LONG, *answer)) >= len(LONG)
     assert [rows for [(_, rows)] in today.steps[-2:]] == [5, 5], "it drafted late"
+    today.engine.close()
+
+
+def test_a_draft_whose_kv_comes_too_late_is_made_up_for(tier: MemoryTier) -> None:
+    """It waited for a front that nobody computes, and drafted nothing for the whole answer."""
+    yesterday = Drafting(tier=tier)
+    yesterday.run_checked(RequestSpec(LONG, GREEDY, max_tokens=9))
+    yesterday.engine.close()
+
+    may_read, now_s = threading.Event(), [0.0]
+    tier.before_read = lambda: may_read.wait(20.0) and None
+    today = Drafting(tier=tier)
+    assert today.persistence is not None
+    today.persistence.planner.prefill_tokens_per_s = 1e6
+    today.persistence.restoring._clock = lambda: now_s[0]
+    number = today.submit(RequestSpec(LONG, GREEDY, max_tokens=29))
+    today.step()
+    now_s[0] = 60.0
+    today.run()
+
+    today.assert_complete(number)
+    assert today.ending(number).usage.drafted_tokens > 10
+    may_read.set()
     today.engine.close()
 
 
