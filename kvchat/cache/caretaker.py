@@ -107,22 +107,33 @@ class Caretaker:
         """Remove the KV of contexts, given by their token ids, except what is `shared` with others.
 
         Of all identities. A pin called `label` goes first; what other pins hold stays. Returns how
-        many blocks went.
+        many blocks went; where some identity's could not be looked at, raises once all others are
+        done.
         """
         packed, others = [pack(ids) for ids in contexts], [pack(ids) for ids in shared]
-        num_blocks = 0
+        num_blocks, failure = 0, None
         for path in stored_generations(self.directory):
-            generation = read_generation(path)
-            table = file_number(path / DATABASE)
-            stays = _keys(generation.layout, others)
-            stays.update(key for p in generation.pins if p.label != label for key in p.keys)
-            goes = _keys(generation.layout, packed) - stays
-            with self._opened(path, _NO_LIMIT, lambda: -math.inf) as tier:
-                if label:
-                    tier.unpin(label)
-                num_blocks += tier.forget(goes)
-            if generation.trouble and file_number(path / DATABASE) == table:
-                raise StoreError(f"{path} cannot be read: {generation.trouble}.")
+            try:
+                num_blocks += self._forget_in(path, packed, others, label)
+            except StoreError as error:  # keeps nothing else from going
+                failure = error
+        if failure is not None:
+            raise failure
+        return num_blocks
+
+    def _forget_in(self, path: Path, packed: list[bytes], others: list[bytes], label: str) -> int:
+        """Forget contexts of one identity, except what `others` share; return how many blocks."""
+        generation = read_generation(path)
+        table = file_number(path / DATABASE)
+        stays = _keys(generation.layout, others)
+        stays.update(key for p in generation.pins if p.label != label for key in p.keys)
+        goes = _keys(generation.layout, packed) - stays
+        with self._opened(path, _NO_LIMIT, lambda: -math.inf) as tier:
+            if label:
+                tier.unpin(label)
+            num_blocks = tier.forget(goes)
+        if generation.trouble and file_number(path / DATABASE) == table:
+            raise StoreError(f"{path} cannot be read: {generation.trouble}.")
         return num_blocks
 
     def clear(self) -> int:

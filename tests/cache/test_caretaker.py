@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -322,3 +323,24 @@ def test_what_cannot_be_read_is_not_said_to_be_forgotten(
         Caretaker(tmp_path, UNLIMITED).forget([[1, 2, 3, 4]], [])
 
     assert restored(open_tier(tmp_path), [1, 2, 3, 4]) == 2
+
+
+@pytest.mark.parametrize("unreadable", [LAYOUT, OTHER])
+def test_what_cannot_be_read_keeps_nothing_else_from_being_forgotten(
+    store: StoredPacks, caretaker: Caretaker, monkeypatch: pytest.MonkeyPatch, unreadable: Layout
+) -> None:
+    """One model's locked table once left a forgotten conversation's KV with all that came after."""
+    context = [1, 2, 3, 4, 5, 6, 7, 8]
+    name = unreadable.identity.hex()
+
+    def read(path: Path) -> Generation:
+        found = read_generation(path)
+        return replace(found, trouble="database is locked") if path.name == name else found
+
+    monkeypatch.setattr(caretaker_module, "read_generation", read)
+    with pytest.raises(StoreError, match="database is locked"):
+        caretaker.forget([context], [])
+
+    readable = OTHER if unreadable is LAYOUT else LAYOUT
+    tier = open_tier(store.directory, layout=readable)
+    assert not restored(tier, context, readable)
