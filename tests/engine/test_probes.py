@@ -7,6 +7,7 @@ answer; reference counts are re-derived after every step.
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -240,3 +241,29 @@ def test_a_probe_that_fails_costs_nothing(
     assert resumed == alone(spec(context))
     assert len(tier.canaries) == 0  # not believed, so quarantined; and kept anew without one
     assert len(tier.blocks) == (len(context) + 5) // BLOCK
+
+
+@pytest.mark.parametrize("num_failures", [1, 2])
+def test_a_proof_that_cannot_be_looked_at_is_not_taken_for_one(
+    context: tuple[int, ...],
+    processes: Processes,
+    tier: MemoryTier,
+    monkeypatch: pytest.MonkeyPatch,
+    num_failures: int,
+) -> None:
+    """Without memory to compare with, the step was run again on KV that nobody had looked at."""
+    spoil_kv(tier)
+    process = processes.start()
+    cache = process.harness.cache
+    drift, failures = cache.drift, [MemoryError()] * num_failures
+
+    def fail_first(*arguments: Any) -> float:
+        if failures:
+            raise failures.pop()
+        return drift(*arguments)
+
+    monkeypatch.setattr(cache, "drift", fail_first)
+    resumed, _ = process.answer(spec(context))
+
+    assert not failures
+    assert resumed == alone(spec(context))
