@@ -112,7 +112,8 @@ class ModelDrafter:
         for request in due:
             seat, drafted = self._seats[request], drafts[request]
             start = seat.num_computed + len(seat.tail)
-            pieces.append(_piece(seat, [*request.ids, *drafted], start, num_logit_rows=1))
+            missing = [*request.ids[start:], *drafted[max(0, start - len(request.ids)) :]]
+            pieces.append(SequencePiece(missing, start, seat.table.blocks, num_logit_rows=1))
         logits = self._runner.run_pieces(pieces)
         rows = [sampling_row(request, drafts[request], logits.device) for request in due]
         for request, token in zip(due, sample(logits, rows), strict=True):
@@ -195,8 +196,9 @@ class ModelDrafter:
         if not self.cache.reserve(seat.table, start, end):
             return
         began_s = self._clock()
-        piece = _piece(seat, request.ids[:end], start, num_logit_rows=1)
-        self._runner.run_pieces([piece])
+        missing = request.ids[start:end]
+        self._runner.run_pieces([SequencePiece(missing, start, seat.table.blocks, 1)])
+        self._runner.wait()
         elapsed_s = max(self._clock() - began_s, 1e-9)
         seat.num_computed = end
         self.cache.commit(seat.table, request.ids, end)
@@ -232,7 +234,3 @@ class ModelDrafter:
             self._leave(request)
         if self.persistence is not None:
             self.persistence.close()
-
-
-def _piece(seat: _Seat, ids: Sequence[int], start: int, num_logit_rows: int) -> SequencePiece:
-    return SequencePiece(ids[start:], start, seat.table.blocks, num_logit_rows)

@@ -44,12 +44,24 @@ class Runner:
         return self.run_pieces(pieces)
 
     def run_pieces(self, pieces: Sequence[SequencePiece]) -> torch.Tensor:
-        """Compute pieces; return the rows of logits they ask for, in order, [num_rows, vocab]."""
-        if self._graphs is not None:
-            logits = self._graphs.run(pieces)
-            if logits is not None:
-                return logits
-        return self._model.forward(build_batch(pieces, self._block_size, self._model.device))
+        """Compute pieces; return the rows of logits they ask for, in order, [num_rows, vocab].
+
+        On a GPU rows may still be on their way, and whoever reads them waits. Where none are asked
+        for nobody would: then this does.
+        """
+        logits = self._graphs.run(pieces) if self._graphs is not None else None
+        if logits is None:
+            batch = build_batch(pieces, self._block_size, self._model.device)
+            logits = self._model.forward(batch)
+        if not len(logits):
+            self.wait()
+        return logits
+
+    def wait(self) -> None:
+        """Wait until all that was run has been computed, for whoever takes its time."""
+        device = self._model.device
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
 
     def prepare(self) -> None:
         """Spend the time of a few steps on making others faster, where that pays."""

@@ -2,12 +2,14 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from kvchat.core.types import SamplingParams
+from kvchat.engine.runner import Runner
 from kvchat.engine.sampler import SamplingRow, parameters_of
 from kvchat.model.batch import build_batch
 from kvchat.model.cuda_graph import CudaGraphs
@@ -61,6 +63,20 @@ def test_a_step_is_queued_as_a_whole(num_rows: int, is_captured: bool, tmp_path:
         tokens = step()
 
     assert tokens.tolist() == expected
+
+
+def test_a_step_of_which_nobody_reads_anything_is_over_when_it_returns(tmp_path: Path) -> None:
+    loaded = load_tiny("llama", tmp_path, "cuda")
+    scene = Scene(loaded, CudaGraphs(loaded.device), 16, 200)
+    piece = replace(scene.read(100, range(50)), num_logit_rows=0)
+    busy = torch.randn(4096, 4096, device="cuda")
+    for _ in range(20):
+        busy = busy @ busy / 4096
+
+    logits = Runner(scene.model, 16).run_pieces([piece])
+
+    assert torch.cuda.current_stream().query()
+    assert logits.shape[0] == 0
 
 
 def test_blocks_are_copied_behind_the_host() -> None:
