@@ -63,7 +63,7 @@ def parse_request(content: object, line: int) -> JsonRequest:
     return JsonRequest(
         request_id=content.get("id"),
         prompt=history[-1][1],
-        system=content.get("system", system),
+        system=_system(content, line) if "system" in content else system,
         history=history[:-1],
         sampling=_sampling(content, line),
         others=_others(content, line),
@@ -81,6 +81,13 @@ def _messages(messages: object, line: int) -> tuple[str | None, tuple[tuple[Role
     return system, tuple(history)
 
 
+def _system(content: dict[str, Any], line: int) -> str | None:
+    value = content["system"]
+    if not isinstance(value, str | None):
+        raise UsageError(f"system of line {line} is {value!r}, but must be a text.")
+    return value
+
+
 def _sampling(content: dict[str, Any], line: int) -> dict[str, Any]:
     values = {}
     for name, kind in _SAMPLING.items():
@@ -88,8 +95,18 @@ def _sampling(content: dict[str, Any], line: int) -> dict[str, Any]:
             value = content[name]
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise UsageError(f"{name} of line {line} is {value!r}, but must be a number.")
-            values[name] = kind(value)
+            values[name] = _as_kind(value, kind, name, line)
     return values
+
+
+def _as_kind(value: float, kind: type[int] | type[float], name: str, line: int) -> int | float:
+    try:
+        return kind(value)
+    except (ValueError, OverflowError) as error:
+        what = "a whole number" if kind is int else "a number that can be computed with"
+        raise UsageError(
+            f"{name} of line {line} is {str(value)[:20]}, but must be {what}."
+        ) from error
 
 
 def _others(content: dict[str, Any], line: int) -> dict[str, Any]:

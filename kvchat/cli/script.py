@@ -284,11 +284,16 @@ def _read_ahead(
     inbox: "queue.SimpleQueue[_Arrival]",
     places: threading.Semaphore,
 ) -> None:
-    """Hand requests over as places become free; None at the end."""
-    for request in requests:
+    """Hand requests over as places become free; None at the end, whatever that is."""
+    try:
+        for request in requests:
+            places.acquire()
+            inbox.put(request)
+    except Exception as error:
         places.acquire()
-        inbox.put(request)
-    inbox.put(None)
+        inbox.put(KvchatError(f"The input cannot be read any further: {error}."))
+    finally:
+        inbox.put(None)
 
 
 def _cancel_all(running: dict[int, _Running]) -> None:

@@ -1,0 +1,47 @@
+"""Odd JSON requests: each costs a sentence of its own, and keeps no other from its answer."""
+
+import io
+import queue
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from kvchat.cli.json_requests import JsonRequest
+from kvchat.cli.output import Notices
+from kvchat.cli.script import _read_ahead, read_requests
+from kvchat.core.errors import KvchatError, UsageError
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ('{"prompt": "x", "top_k": 1e400}', "top_k of line 1 is inf, but must be a whole number."),
+        ('{"prompt": "x", "top_k": NaN}', "top_k of line 1 is nan, but must be a whole number."),
+        ('{"prompt": "x", "temperature": 1' + 400 * "0" + "}", "must be a number"),
+        ('{"prompt": "x", "system": 5}', "system of line 1 is 5, but must be a text."),
+    ],
+)
+def test_a_value_that_is_none_is_named(line: str, sentence: str) -> None:
+    """One of these ended the thread that reads, and the batch waited for its next request."""
+    content = f'{line}\n{{"prompt": "next"}}\n'.encode()
+    first, second = read_requests(io.BytesIO(content), Notices(is_quiet=True))
+
+    assert isinstance(first, UsageError)
+    assert sentence in first.message
+    assert isinstance(second, JsonRequest)
+
+
+def test_input_that_cannot_be_read_is_an_end_too() -> None:
+    def failing() -> Iterator[JsonRequest | KvchatError]:
+        yield JsonRequest(1, "one")
+        raise OSError(5, "Input/output error")
+
+    inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
+    _read_ahead(failing(), inbox, threading.Semaphore(5))  # type: ignore[arg-type]
+
+    arrivals = [inbox.get(timeout=1.0) for _ in range(3)]
+    assert isinstance(arrivals[0], JsonRequest)
+    assert isinstance(arrivals[1], KvchatError)
+    assert "Input/output error" in arrivals[1].message
+    assert arrivals[2] is None
