@@ -76,7 +76,7 @@ class Persistence:
         self.saver.note_gone(proof.ids)
         packed = pack(proof.ids)
         block_bytes = self._manager.block_size * TOKEN_BYTES
-        self.transfer.restore(
+        self.transfer.quarantine(
             lambda tier: tier.quarantine(chain_keys(tier.root, packed, block_bytes))
         )
 

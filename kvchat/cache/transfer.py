@@ -1,7 +1,8 @@
 """TransferThread: the one thread that waits for slower tiers, so that the engine never does.
 
-Copies to and from host memory go first, then restores, then saves, in the order they came and
-within a budget of bytes. Knows jobs and bytes; knows no request, no radix tree and no device.
+Copies to and from host memory go first, then quarantines, restores and saves, in the order they
+came, the last within a budget of bytes. Knows jobs and bytes; knows no request, no radix tree and
+no device.
 """
 
 import logging
@@ -16,6 +17,7 @@ from kvchat.cache.tier import Tier
 
 OpenTier = Callable[[], Tier | None]
 CopyJob = Callable[[], object]
+QuarantineJob = Callable[[Tier], object]
 RestoreJob = Callable[[Tier], object]
 SaveJob = Callable[[Tier], object]
 
@@ -31,8 +33,9 @@ class _Save:
 class TransferThread:
     """Owns a tier, which `open_tier` opens; None, or an error, leaves it without one.
 
-    Opening may take as long as reading the weights, so it has a thread of its own: restores and
-    saves given before wait for it, copies do not. Everything public may be called from any thread.
+    Opening may take as long as reading the weights, so it has a thread of its own: what needs a
+    tier and is given before waits for it, copies do not. Everything public may be called from any
+    thread.
     """
 
     def __init__(self, open_tier: OpenTier, max_pending_bytes: int) -> None:
@@ -40,6 +43,7 @@ class TransferThread:
         self._max_pending_bytes = max_pending_bytes
         self._changed = threading.Condition()
         self._copies: deque[CopyJob] = deque()
+        self._quarantines: deque[QuarantineJob] = deque()
         self._restores: deque[RestoreJob] = deque()
         self._saves: deque[_Save] = deque()
         self._pending_bytes = 0
@@ -65,13 +69,19 @@ class TransferThread:
 
     @property
     def is_without_tier(self) -> bool:
-        """Whether no restore and no save will ever be done."""
+        """Whether nothing that needs a tier will ever be done."""
         return self._is_open is False
 
     def copy(self, job: CopyJob) -> None:
         """Queue a job that needs no tier, before all others."""
         with self._changed:
             self._copies.append(job)
+            self._changed.notify_all()
+
+    def quarantine(self, job: QuarantineJob) -> None:
+        """Queue a job before all restores, which would give out again what it removes."""
+        with self._changed:
+            self._quarantines.append(job)
             self._changed.notify_all()
 
     def restore(self, job: RestoreJob) -> None:
@@ -106,9 +116,9 @@ class TransferThread:
             )
 
     def close(self, timeout_s: float) -> None:
-        """Finish the saves that are queued, for at most `timeout_s`, and end. Idempotent.
+        """Finish all that is queued but restores, for at most `timeout_s`, and end. Idempotent.
 
-        A tier that is still being opened, with nothing to save in it, is not waited for.
+        A tier that is still being opened, with nothing to change in it, is not waited for.
         """
         deadline_s = time.monotonic() + timeout_s
         with self._changed:
@@ -121,7 +131,10 @@ class TransferThread:
     def _is_idle(self) -> bool:
         if self._copies or self._is_busy:
             return False
-        return self._is_open is False or not (self._restores or self._saves)
+        return self._is_open is False or not self._has_tier_job()
+
+    def _has_tier_job(self) -> bool:
+        return bool(self._quarantines or self._restores or self._saves)
 
     def _open(self) -> None:
         """On a thread that ends with it: open the tier, and close it where nobody waited for it."""
@@ -162,16 +175,16 @@ class TransferThread:
             return self._taken()
 
     def _has_job(self) -> bool:
-        return bool(self._copies or (self._is_open is not None and (self._restores or self._saves)))
+        return bool(self._copies) or (self._is_open is not None and self._has_tier_job())
 
     def _taken(self) -> CopyJob:
         if self._copies:
             job = self._copies.popleft()
             return lambda: _do(job)
         tier = self._tier
-        if self._restores:
-            restore = self._restores.popleft()
-            return lambda: _do(lambda: tier is not None and restore(tier))
+        if urgent := self._quarantines or self._restores:
+            tier_job = urgent.popleft()
+            return lambda: _do(lambda: tier is not None and tier_job(tier))
         save = self._saves.popleft()
         self._pending_bytes -= save.num_bytes
         return lambda: _do(lambda: tier is not None and save.job(tier))

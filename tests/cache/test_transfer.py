@@ -1,12 +1,13 @@
 """TransferThread: what waits for the tier and what does not, what goes first, and how it ends."""
 
 import threading
+from collections import deque
 from collections.abc import Iterator
 
 import pytest
 
 from kvchat.cache.tier import Tier
-from kvchat.cache.transfer import TransferThread
+from kvchat.cache.transfer import RestoreJob, TransferThread
 from support.memory_tier import MemoryTier
 
 PATIENCE_S = 10.0
@@ -70,6 +71,34 @@ def test_copies_go_before_restores_and_restores_before_saves(opening: Opening) -
         f"{n} {what}" for what in ("copy", "restore", "save") for n in ("first", "second")
     ]
     thread.close(PATIENCE_S)
+
+
+def test_what_is_wrong_is_gone_before_anything_is_read_and_before_the_thread_ends(
+    opening: Opening,
+) -> None:
+    """A wrong chain that the last step had found stayed on disk: it was queued with the restores,
+    and those nobody waits for at the end.
+    """
+    opening.may_end.set()
+    thread = TransferThread(opening, 1 << 20)
+    may_go_on, is_held = threading.Event(), threading.Event()
+    done: list[str] = []
+    thread.copy(lambda: (is_held.set(), may_go_on.wait(PATIENCE_S)))
+    assert is_held.wait(PATIENCE_S)
+    for name in ("first", "second"):
+        thread.save(lambda _, name=name: done.append(f"{name} save"), 1)
+        thread.restore(lambda _, name=name: done.append(f"{name} restore"))
+        thread.quarantine(lambda _, name=name: done.append(f"{name} quarantine"))
+
+    class Restores(deque[RestoreJob]):
+        def clear(self) -> None:
+            super().clear()
+            may_go_on.set()
+
+    thread._restores = Restores(thread._restores)
+    thread.close(PATIENCE_S)
+
+    assert done == [f"{n} {what}" for what in ("quarantine", "save") for n in ("first", "second")]
 
 
 def test_a_tier_that_was_opened_too_late_is_closed_again(opening: Opening) -> None:
