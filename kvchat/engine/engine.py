@@ -238,8 +238,9 @@ class Engine:
             for request in self.running():
                 computed = request.ids[: request.num_computed]
                 self._probes.save(computed, request.spec.is_one_shot)
-            self._probes.begin(self._run_alone)
-            self._probes.end_alone(self._run_alone)
+            wrong = self._probes.begin(self._run_alone)
+            for proof in (*wrong, *self._probes.end_alone(self._run_alone)):
+                self._persistence.quarantine(proof)
             self._persistence.close()
         if self._swap is not None:  # last: both may share a thread
             self._swap.close()

@@ -223,6 +223,25 @@ def test_what_is_left_of_what_came_up_is_proven(
     assert tier.num_quarantined == NUM_KEPT
 
 
+def test_what_comes_up_last_is_proven_before_the_end(
+    context: tuple[int, ...], processes: Processes, tier: MemoryTier
+) -> None:
+    """What nobody had time to ask for was proven at the end, and whether that failed forgotten."""
+    spoil_kv(tier)
+    process = processes.start()
+    persistence = process.persistence
+    restore = persistence.begin(list(context))
+    assert restore is not None
+    while not restore.is_over:
+        persistence.wait_for_news()
+        persistence.settle(restore)
+
+    process.end()
+
+    assert tier.num_quarantined == NUM_KEPT
+    assert not tier.blocks
+
+
 def test_a_probe_that_fails_costs_nothing(
     context: tuple[int, ...], processes: Processes, tier: MemoryTier
 ) -> None:
