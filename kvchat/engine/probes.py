@@ -8,7 +8,7 @@ knows no request and no tier.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -102,25 +102,39 @@ class Probes:
         `of_all` where others may meet what is still coming up. What there is no room for is
         computed by `run` at once: nobody runs on what is not proven.
         """
+        if self._persistence is None:
+            return []
+        waiting, self._to_keep = self._to_keep, []
         failed: list[Proof] = []
-        for probe in self._due(of_all):
-            if self._has_room(probe):
-                self._open.append(probe)
-            else:
-                failed.extend(self._compute_aside(probe, run))
+        all_due: list[Proof | _Kept] = [*self._persistence.restoring.proofs(of_all), *waiting]
+        for due in all_due:
+            try:
+                failed.extend(self._begin(due, run))
+            except Exception:  # what cannot be looked at is not believed, and not kept
+                _log.exception("a probe could not be begun")
+                failed.extend([due] if isinstance(due, Proof) else [])
         return failed
 
-    def _due(self, of_all: bool) -> Iterator[Probe]:
-        """Yield the probes that are due, each with a hold on what the device has of its context."""
-        if self._persistence is None:
-            return
-        for proof in self._persistence.restoring.proofs(of_all):
-            if ids := self._left_of(proof):
-                yield Probe(ids, self._held(ids), proof=proof)
-        waiting, self._to_keep = self._to_keep, []
-        for kept in waiting:
-            ids = kept.ids[: len(kept.ids) // self._cache.block_size * self._cache.block_size]
-            yield Probe(ids, self._held(ids), kept=kept)
+    def _begin(self, due: Proof | _Kept, run: Run) -> list[Proof]:
+        """Hold a probe, or compute it at once; return what has failed. Raises, and holds nothing
+        then.
+        """
+        if isinstance(due, Proof):
+            if not (ids := self._left_of(due)):
+                return []
+            probe = Probe(ids, self._held(ids), proof=due)
+        else:
+            ids = due.ids[: len(due.ids) // self._cache.block_size * self._cache.block_size]
+            probe = Probe(ids, self._held(ids), kept=due)
+        try:
+            has_room = self._has_room(probe)
+        except Exception:
+            self._cache.release(probe.table, [])
+            raise
+        if not has_room:
+            return self._compute_aside(probe, run)
+        self._open.append(probe)
+        return []
 
     def _left_of(self, proof: Proof) -> list[int]:
         """Return what the device still has of what is to be proven, nothing where that is trusted.

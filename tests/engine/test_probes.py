@@ -5,12 +5,13 @@ The model answers from what it reads back from its KV, so that an answer from wr
 answer; reference counts are re-derived after every step.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from kvchat.cache.block_table import BlockTable
 from kvchat.cache.codec import Canary
 from kvchat.core.types import CachedTokens
 from support.memory_tier import MemoryTier
@@ -240,6 +241,45 @@ def test_what_comes_up_last_is_proven_before_the_end(
 
     assert tier.num_quarantined == NUM_KEPT
     assert not tier.blocks
+
+
+def is_held_for_a_probe(ids: Sequence[int]) -> bool:
+    return ids[-1] < 0 and len(ids) > NUM_KEPT * BLOCK
+
+
+def is_a_copy_for_a_probe(table: BlockTable, start: int, end: int) -> bool:
+    return end - start == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "is_for_a_probe"),
+    [("match", is_held_for_a_probe), ("reserve", is_a_copy_for_a_probe)],
+)
+def test_a_proof_that_cannot_be_begun_is_none_and_holds_nothing(
+    context: tuple[int, ...],
+    processes: Processes,
+    tier: MemoryTier,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    is_for_a_probe: Callable[..., bool],
+) -> None:
+    """It went up through the engine's thread, and that was the end; its blocks stayed locked."""
+    spoil_kv(tier)
+    process = processes.start()
+    real, failures = getattr(process.harness.cache, name), [MemoryError()]
+
+    def fail_once(*arguments: Any) -> Any:
+        if failures and is_for_a_probe(*arguments):
+            raise failures.pop()
+        return real(*arguments)
+
+    monkeypatch.setattr(process.harness.cache, name, fail_once)
+    resumed, _ = process.answer(spec(context))
+    assert process.persistence.transfer.flush(5.0)
+
+    assert not failures
+    assert resumed == alone(spec(context))
+    assert tier.num_quarantined == NUM_KEPT
 
 
 def test_a_probe_that_fails_costs_nothing(
