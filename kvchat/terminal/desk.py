@@ -194,10 +194,11 @@ class Desk:
         Of an answer that was noted.
         """
         conversation = self.conversation
-        if conversation is None or conversation.turn(ended.turn_id).role is not Role.ASSISTANT:
-            return ""
-        if is_as_expected(conversation, ended.turn_id, ended.usage.cached):
-            return ""
+        with suppress(KeyError):  # it may have been forgotten meanwhile
+            if conversation is None or conversation.turn(ended.turn_id).role is not Role.ASSISTANT:
+                return ""
+            if is_as_expected(conversation, ended.turn_id, ended.usage.cached):
+                return ""
         reuse = self._reuse(ended)
         return cause(reuse) if reuse is not None else ""
 
@@ -205,7 +206,7 @@ class Desk:
         conversation = self.conversation
         if conversation is None or conversation.session_id != self._last_session_id:
             return None
-        with suppress(KeyError):  # it may have been forgotten meanwhile
+        with suppress(KeyError):  # as above
             return reuse_of(conversation, ended.turn_id, ended.usage.cached, ended.lack)
         return None
 

@@ -106,6 +106,18 @@ def test_a_pinned_conversation_is_shown_and_survives_until_it_is_let_go(new_chat
     assert again.do("/pin list") == "Nothing is pinned.\n"
 
 
+def test_of_an_answer_that_is_gone_nothing_is_said(new_chat: NewChat) -> None:
+    """An answer that ended as its conversation was put away took the answering down with it."""
+    chat = new_chat()
+    chat.ask("My name is Ada.")
+    ended = finish(chat.desk.ask("I live in Grimstad."))
+    chat.desk.note_ended(ended)
+    chat.desk.begin_new()
+    chat.ask("My name is Bob.")
+
+    assert chat.desk.why_so_much(ended) == ""
+
+
 def test_any_chat_starts_warm_from_a_pinned_file(new_chat: NewChat, tmp_path: Path) -> None:
     manual = tmp_path / "manual.txt"
     manual.write_text(MANUAL * 2)
