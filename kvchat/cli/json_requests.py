@@ -9,7 +9,7 @@ from typing import Any
 from kvchat.chat.conversation import Role
 from kvchat.chat.session import AskOptions, ChatSession
 from kvchat.chat.transcript import parse_messages
-from kvchat.core.errors import UsageError
+from kvchat.core.errors import KvchatError, UsageError
 
 _SAMPLING = {
     "temperature": float,
@@ -44,6 +44,14 @@ class JsonRequest:
                 session.add_user_turn(text)
             else:
                 session.add_answer(text)
+
+
+@dataclass(frozen=True, slots=True)
+class BadRequest:
+    """A line that is no request, and why; `request_id` where it says one all the same."""
+
+    error: KvchatError
+    request_id: object = None
 
 
 def parse_request(content: object, line: int) -> JsonRequest:

@@ -18,7 +18,7 @@ from kvchat.chat.host import ChatHost
 from kvchat.chat.reply import Reply
 from kvchat.chat.session import ChatSession
 from kvchat.cli.interruption import Interrupted, Interruption
-from kvchat.cli.json_requests import JsonRequest, parse_request
+from kvchat.cli.json_requests import BadRequest, JsonRequest, parse_request
 from kvchat.cli.output import Exchange, Notices, Writer, ending_notice
 from kvchat.core.errors import ExitCode, KvchatError, UsageError
 from kvchat.core.types import FinishReason
@@ -190,7 +190,7 @@ class Script:
 
     # A batch of JSON requests
 
-    def answer_batch(self, requests: Iterator[JsonRequest | KvchatError]) -> None:
+    def answer_batch(self, requests: Iterator[JsonRequest | BadRequest]) -> None:
         """Answer independent requests as one continuous batch; results come as they are ready.
 
         Requests are read on a thread of their own: whoever sends them may wait for an answer
@@ -208,8 +208,8 @@ class Script:
                 is_open = False
             elif isinstance(arrival, int):
                 self._take(arrival, running, places)
-            elif isinstance(arrival, KvchatError):
-                self.report(arrival, {})
+            elif isinstance(arrival, BadRequest):
+                self.report(arrival.error, _fields(arrival))
                 places.release()
             elif self._interruption.code is None and self._is_heard:
                 number += 1
@@ -235,7 +235,6 @@ class Script:
         inbox: "queue.SimpleQueue[_Arrival]",
         places: threading.Semaphore,
     ) -> None:
-        fields = {} if request.request_id is None else {"id": request.request_id}
         session = None
         try:
             options = request.options(self._desk.options)
@@ -243,7 +242,7 @@ class Script:
             request.recall_history(session)
             reply = session.ask(request.prompt, options, lambda: inbox.put(number))
         except KvchatError as error:
-            self.report(error, dict(fields))
+            self.report(error, _fields(request))
             places.release()
             if session is not None:
                 session.close()
@@ -276,11 +275,15 @@ class _Running:
     timer: threading.Timer | None
 
 
-_Arrival = JsonRequest | KvchatError | int | None
+_Arrival = JsonRequest | BadRequest | int | None
+
+
+def _fields(request: JsonRequest | BadRequest) -> dict[str, object]:
+    return {} if request.request_id is None else {"id": request.request_id}
 
 
 def _read_ahead(
-    requests: Iterator[JsonRequest | KvchatError],
+    requests: Iterator[JsonRequest | BadRequest],
     inbox: "queue.SimpleQueue[_Arrival]",
     places: threading.Semaphore,
 ) -> None:
@@ -291,7 +294,7 @@ def _read_ahead(
             inbox.put(request)
     except Exception as error:
         places.acquire()
-        inbox.put(KvchatError(f"The input cannot be read any further: {error}."))
+        inbox.put(BadRequest(KvchatError(f"The input cannot be read any further: {error}.")))
     finally:
         inbox.put(None)
 
@@ -357,17 +360,19 @@ def read_lines(stdin: BinaryIO, notices: Notices) -> Iterator[str]:
             yield text
 
 
-def read_requests(stdin: BinaryIO, notices: Notices) -> Iterator[JsonRequest | KvchatError]:
+def read_requests(stdin: BinaryIO, notices: Notices) -> Iterator[JsonRequest | BadRequest]:
     """Yield the requests of standard input, an error in place of each line that is none."""
     for number, line in enumerate(stdin, start=1):
         if not line.strip():
             continue
+        content = None
         try:
-            yield parse_request(json.loads(line), number)
+            content = json.loads(line)
+            yield parse_request(content, number)
         except (ValueError, RecursionError):
-            yield UsageError(f"Line {number} of the input is not JSON.")
+            yield BadRequest(UsageError(f"Line {number} of the input is not JSON."))
         except KvchatError as error:
-            yield error
+            yield BadRequest(error, content.get("id") if isinstance(content, dict) else None)
 
 
 def _decode(data: bytes, notices: Notices) -> str:

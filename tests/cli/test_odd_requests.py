@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvchat.cli.json_requests import JsonRequest
+from kvchat.cli.json_requests import BadRequest, JsonRequest
 from kvchat.cli.output import Notices
 from kvchat.cli.script import _read_ahead, read_requests
-from kvchat.core.errors import KvchatError, UsageError
+from kvchat.core.errors import UsageError
 
 
 @pytest.mark.parametrize(
@@ -27,13 +27,32 @@ def test_a_value_that_is_none_is_named(line: str, sentence: str) -> None:
     content = f'{line}\n{{"prompt": "next"}}\n'.encode()
     first, second = read_requests(io.BytesIO(content), Notices(is_quiet=True))
 
-    assert isinstance(first, UsageError)
-    assert sentence in first.message
+    assert isinstance(first, BadRequest)
+    assert isinstance(first.error, UsageError)
+    assert sentence in first.error.message
     assert isinstance(second, JsonRequest)
 
 
+@pytest.mark.parametrize(
+    ("line", "request_id"),
+    [
+        ('{"id": 7, "prompt": 5}', 7),
+        ('{"id": "a", "prompt": "x", "max_tokens": 0}', "a"),
+        ('{"prompt": 5}', None),
+        ('["id"]', None),
+        ('{"id": 7, "prompt": "x"', None),
+    ],
+)
+def test_whoever_sent_what_is_no_request_can_tell_which(line: str, request_id: object) -> None:
+    """The error object had no id, though only another field was wrong."""
+    [bad] = read_requests(io.BytesIO(line.encode()), Notices(is_quiet=True))
+
+    assert isinstance(bad, BadRequest)
+    assert bad.request_id == request_id
+
+
 def test_input_that_cannot_be_read_is_an_end_too() -> None:
-    def failing() -> Iterator[JsonRequest | KvchatError]:
+    def failing() -> Iterator[JsonRequest | BadRequest]:
         yield JsonRequest(1, "one")
         raise OSError(5, "Input/output error")
 
@@ -42,6 +61,6 @@ def test_input_that_cannot_be_read_is_an_end_too() -> None:
 
     arrivals = [inbox.get(timeout=1.0) for _ in range(3)]
     assert isinstance(arrivals[0], JsonRequest)
-    assert isinstance(arrivals[1], KvchatError)
-    assert "Input/output error" in arrivals[1].message
+    assert isinstance(arrivals[1], BadRequest)
+    assert "Input/output error" in arrivals[1].error.message
     assert arrivals[2] is None

@@ -93,10 +93,10 @@ def test_json_requests_run_as_one_batch_and_carry_their_ids(shell: Shell, tiny: 
 
     answers = objects(done.stdout)
     assert {a.get("id") for a in answers if "text" in a} == {"a", 2, None}
-    errors = [a["error"]["message"] for a in answers if "error" in a]
+    errors = [(a.get("id"), a["error"]["message"]) for a in answers if "error" in a]
     assert errors == [
-        "Line 3 of the input: Message 1 has no text.",
-        "Line 5 of the input is not JSON.",
+        ("bad", "Line 3 of the input: Message 1 has no text."),
+        (None, "Line 5 of the input is not JSON."),
     ]
     assert done.returncode == 2
     [short] = [a for a in answers if a.get("id") == "a"]
