@@ -63,7 +63,7 @@ class Caretaker:
                 break
             table = file_number(path / DATABASE)
             # Nothing is too old or too much: who wants to know what is sound throws nothing away.
-            with self._opened(path, _NO_LIMIT, lambda: -math.inf) as tier:
+            with self._opened(path, _NO_LIMIT, lambda: -math.inf) as (tier, _):
                 sound, damaged = tier.verify(goes_on)
                 trouble = tier.status().trouble
             is_anew = table is not None and file_number(path / DATABASE) != table
@@ -84,7 +84,7 @@ class Caretaker:
             if not path.is_dir():  # it was too old, and went when the first was opened
                 continue
             table = file_number(path / DATABASE)
-            with self._opened(path, self._limit_bytes, time.time) as tier:
+            with self._opened(path, self._limit_bytes, time.time) as (tier, _):
                 tier.gc()
                 status = tier.status()
             if file_number(path / DATABASE) == table and not status.num_damaged:
@@ -97,7 +97,7 @@ class Caretaker:
         num_pins = 0
         for path in stored_generations(self.directory):
             num_pins += sum(pin.label == label for pin in read_generation(path).pins)
-            with self._opened(path, _NO_LIMIT, lambda: -math.inf) as tier:
+            with self._opened(path, _NO_LIMIT, lambda: -math.inf) as (tier, _):
                 tier.unpin(label)
         return num_pins
 
@@ -123,17 +123,18 @@ class Caretaker:
 
     def _forget_in(self, path: Path, packed: list[bytes], others: list[bytes], label: str) -> int:
         """Forget contexts of one identity, except what `others` share; return how many blocks."""
-        generation = read_generation(path)
         table = file_number(path / DATABASE)
-        stays = _keys(generation.layout, others)
-        stays.update(key for p in generation.pins if p.label != label for key in p.keys)
-        goes = _keys(generation.layout, packed) - stays
-        with self._opened(path, _NO_LIMIT, lambda: -math.inf) as tier:
+        with self._opened(path, _NO_LIMIT, lambda: -math.inf) as (tier, generation):
+            stays = _keys(generation.layout, others)
+            stays.update(key for p in generation.pins if p.label != label for key in p.keys)
             if label:
                 tier.unpin(label)
-            num_blocks = tier.forget(goes)
+            num_blocks = tier.forget(_keys(generation.layout, packed) - stays)
+            left = read_generation(path)
         if generation.trouble and file_number(path / DATABASE) == table:
             raise StoreError(f"{path} cannot be read: {generation.trouble}.")
+        if left.heads and left.layout != generation.layout:
+            raise _busy()  # it was empty when its packs' shape was looked for
         return num_blocks
 
     def clear(self) -> int:
@@ -161,19 +162,20 @@ class Caretaker:
     @contextmanager
     def _opened(
         self, path: Path, limit_bytes: int, clock: Callable[[], float]
-    ) -> Iterator[DiskTier]:
-        """Open a generation without that counting as a use of it.
+    ) -> Iterator[tuple[DiskTier, Generation]]:
+        """Open a generation as it was read, without that counting as a use of it; yields both.
 
         Raises StoreError where something was not done because others held the store.
         """
         used_s = last_used(path)
+        found = read_generation(path)
         try:
-            tier = DiskTier(self.directory, read_generation(path).layout, limit_bytes, clock=clock)
+            tier = DiskTier(self.directory, found.layout, limit_bytes, clock=clock)
         except (OSError, sqlite3.Error) as error:
             raise StoreError(f"Cannot use {path}: {error}.") from error
         held_up = tier.status().num_held_up
         try:
-            yield tier
+            yield tier, found
             _require_done(tier.status(), held_up)
         finally:
             tier.close()
@@ -221,7 +223,11 @@ def _files(directories: list[Path]) -> set[tuple[str, int, int, int]]:
 def _require_done(status: TierStatus, num_held_up_before: int) -> None:
     if status.num_held_up > num_held_up_before:
         _require_no(status.trouble)
-        raise StoreBusy("Other processes are busy with the disk cache.", "Try again in a moment.")
+        raise _busy()
+
+
+def _busy() -> StoreBusy:
+    return StoreBusy("Other processes are busy with the disk cache.", "Try again in a moment.")
 
 
 def _require_no(trouble: str) -> None:

@@ -17,6 +17,7 @@ from kvchat.cache.codec import Layout
 from kvchat.cache.disk_budget import disk_budget
 from kvchat.cache.generations import generations, tree_bytes
 from kvchat.cache.inventory import Generation, read_generation
+from kvchat.cache.store_lock import StoreBusy
 from kvchat.core.config import Size
 from kvchat.core.errors import StoreError
 from kvchat.core.stats import Verified
@@ -323,6 +324,27 @@ def test_what_cannot_be_read_is_not_said_to_be_forgotten(
         Caretaker(tmp_path, UNLIMITED).forget([[1, 2, 3, 4]], [])
 
     assert restored(open_tier(tmp_path), [1, 2, 3, 4]) == 2
+
+
+def test_what_was_written_before_a_store_was_opened_is_forgotten_or_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Looked for as blocks of one token each, for the store had been empty: nothing was found, and
+    nothing said.
+    """
+    tier = open_tier(tmp_path)
+    [path] = generations(tmp_path)
+    reads = [read_generation(path)]
+    save(tier, [1, 2, 3, 4])
+    tier.close()
+    monkeypatch.setattr(
+        caretaker_module, "read_generation", lambda p: reads.pop() if reads else read_generation(p)
+    )
+
+    with pytest.raises(StoreBusy, match="busy with the disk cache"):
+        Caretaker(tmp_path, UNLIMITED).forget([[1, 2, 3, 4]], [])
+    assert not reads
+    assert Caretaker(tmp_path, UNLIMITED).forget([[1, 2, 3, 4]], []) == 2
 
 
 @pytest.mark.parametrize("unreadable", [LAYOUT, OTHER])
