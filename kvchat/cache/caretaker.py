@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TypeVar
 
 from kvchat.cache.block_key import chain_keys, root_key
 from kvchat.cache.codec import Layout
@@ -30,6 +31,8 @@ from kvchat.core.stats import (
     Verified,
 )
 
+T = TypeVar("T")
+
 _NO_LIMIT = 1 << 62
 _LOCK_PATIENCE_S = 5.0
 
@@ -38,7 +41,8 @@ class Caretaker:
     """Looks after the store in `directory`, which need not exist and is never made.
 
     `size` is what the user allows it to hold, None the default. Everything raises StoreError where
-    the directory cannot be used. May be used from any thread.
+    the directory cannot be used, and where an identity's part of it cannot once all others are
+    done. May be used from any thread.
     """
 
     def __init__(self, directory: Path, size: Size | None = None) -> None:
@@ -57,49 +61,54 @@ class Caretaker:
 
     def verify(self, goes_on: Callable[[], bool] = lambda: True) -> Verified:
         """Read every pack; what is damaged is gone then. Ends early where `goes_on` says so."""
-        num_sound = num_damaged = num_tables = 0
-        for path in stored_generations(self.directory):
-            if not goes_on():
-                break
-            table = file_number(path / DATABASE)
-            # Nothing is too old or too much: who wants to know what is sound throws nothing away.
-            with self._opened(path, _NO_LIMIT, lambda: -math.inf) as (tier, _):
-                sound, damaged = tier.verify(goes_on)
-                trouble = tier.status().trouble
-            is_anew = table is not None and file_number(path / DATABASE) != table
-            if not (sound or damaged or is_anew):
-                _require_no(trouble)
-            num_sound, num_damaged = num_sound + sound, num_damaged + damaged
-            num_tables += is_anew
-        return Verified(num_sound, num_damaged, num_tables)
+        found = self._in_each(lambda path: self._verify_in(path, goes_on))
+        return Verified(
+            num_sound=sum(each.num_sound for each in found),
+            num_damaged=sum(each.num_damaged for each in found),
+            num_tables=sum(each.num_tables for each in found),
+        )
+
+    def _verify_in(self, path: Path, goes_on: Callable[[], bool]) -> Verified:
+        if not goes_on():
+            return Verified()
+        table = file_number(path / DATABASE)
+        # Nothing is too old or too much: who wants to know what is sound throws nothing away.
+        with self._opened(path, _NO_LIMIT, lambda: -math.inf) as (tier, _):
+            sound, damaged = tier.verify(goes_on)
+            trouble = tier.status().trouble
+        is_anew = table is not None and file_number(path / DATABASE) != table
+        if not (sound or damaged or is_anew):
+            _require_no(trouble)
+        return Verified(sound, damaged, int(is_anew))
 
     def gc(self) -> int:
         """Remove what is out of date and what nothing leads to, and keep the limit.
 
         Returns the bytes that are free now.
         """
-        found = stored_generations(self.directory)
-        before = sum(tree_bytes(path) for path in found)
-        for path in found:
-            if not path.is_dir():  # it was too old, and went when the first was opened
-                continue
-            table = file_number(path / DATABASE)
-            with self._opened(path, self._limit_bytes, time.time) as (tier, _):
-                tier.gc()
-                status = tier.status()
-            if file_number(path / DATABASE) == table and not status.num_damaged:
-                _require_no(status.trouble)
+        before = sum(tree_bytes(path) for path in stored_generations(self.directory))
+        self._in_each(self._collect_in)
         after = sum(tree_bytes(path) for path in stored_generations(self.directory))
         return max(0, before - after)
 
+    def _collect_in(self, path: Path) -> None:
+        if not path.is_dir():  # it was too old, and went when the first was opened
+            return
+        table = file_number(path / DATABASE)
+        with self._opened(path, self._limit_bytes, time.time) as (tier, _):
+            tier.gc()
+            status = tier.status()
+        if file_number(path / DATABASE) == table and not status.num_damaged:
+            _require_no(status.trouble)
+
     def unpin(self, label: str) -> int:
         """Remove the pins of a label; return how many there were, one for each identity."""
-        num_pins = 0
-        for path in stored_generations(self.directory):
-            num_pins += sum(pin.label == label for pin in read_generation(path).pins)
-            with self._opened(path, _NO_LIMIT, lambda: -math.inf) as (tier, _):
-                tier.unpin(label)
-        return num_pins
+        return sum(self._in_each(lambda path: self._unpin_in(path, label)))
+
+    def _unpin_in(self, path: Path, label: str) -> int:
+        with self._opened(path, _NO_LIMIT, lambda: -math.inf) as (tier, found):
+            tier.unpin(label)
+        return sum(pin.label == label for pin in found.pins)
 
     def forget(
         self, contexts: Iterable[Sequence[int]], shared: Iterable[Sequence[int]], label: str = ""
@@ -107,19 +116,10 @@ class Caretaker:
         """Remove the KV of contexts, given by their token ids, except what is `shared` with others.
 
         Of all identities. A pin called `label` goes first; what other pins hold stays. Returns how
-        many blocks went; where some identity's could not be looked at, raises once all others are
-        done.
+        many blocks went.
         """
         packed, others = [pack(ids) for ids in contexts], [pack(ids) for ids in shared]
-        num_blocks, failure = 0, None
-        for path in stored_generations(self.directory):
-            try:
-                num_blocks += self._forget_in(path, packed, others, label)
-            except StoreError as error:  # keeps nothing else from going
-                failure = error
-        if failure is not None:
-            raise failure
-        return num_blocks
+        return sum(self._in_each(lambda path: self._forget_in(path, packed, others, label)))
 
     def _forget_in(self, path: Path, packed: list[bytes], others: list[bytes], label: str) -> int:
         """Forget contexts of one identity, except what `others` share; return how many blocks."""
@@ -149,6 +149,22 @@ class Caretaker:
         if before & _files(found):
             raise StoreError(f"Not all of {self.directory} can be deleted.", "Check who owns it.")
         return num_bytes
+
+    def _in_each(self, deed: Callable[[Path], T]) -> list[T]:
+        """Do something in every generation; return what came of it.
+
+        One that cannot be used, as others hold it, keeps nothing from being done in those behind
+        it: of that is told once all are done.
+        """
+        outcomes, failure = [], None
+        for path in stored_generations(self.directory):
+            try:
+                outcomes.append(deed(path))
+            except StoreError as error:
+                failure = error
+        if failure is not None:
+            raise failure
+        return outcomes
 
     @property
     def _limit_bytes(self) -> int:

@@ -12,9 +12,11 @@ from pathlib import Path
 import pytest
 
 from kvchat.cache import caretaker as caretaker_module
+from kvchat.cache.block_key import root_key
 from kvchat.cache.caretaker import Caretaker
 from kvchat.cache.codec import Layout
 from kvchat.cache.disk_budget import disk_budget
+from kvchat.cache.disk_tier import DiskTier
 from kvchat.cache.generations import generations, tree_bytes
 from kvchat.cache.inventory import Generation, read_generation
 from kvchat.cache.store_lock import StoreBusy
@@ -345,6 +347,31 @@ def test_what_was_written_before_a_store_was_opened_is_forgotten_or_told_of(
         Caretaker(tmp_path, UNLIMITED).forget([[1, 2, 3, 4]], [])
     assert not reads
     assert Caretaker(tmp_path, UNLIMITED).forget([[1, 2, 3, 4]], []) == 2
+
+
+@pytest.mark.parametrize("deed", ["verify", "gc", "unpin", "forget"])
+@pytest.mark.parametrize("held", [LAYOUT, OTHER])
+def test_a_table_that_others_hold_keeps_nothing_from_being_done_in_the_next(
+    store: StoredPacks,
+    caretaker: Caretaker,
+    monkeypatch: pytest.MonkeyPatch,
+    held: Layout,
+    deed: str,
+) -> None:
+    arguments = {"unpin": ["mine"], "forget": [[[1, 2, 3, 4]], []]}.get(deed, [])
+    done: list[bytes] = []
+
+    def work(tier: DiskTier, *_: object) -> tuple[int, int]:
+        done.append(tier.root)
+        if tier.root == root_key(held.identity):
+            tier._count(num_held_up=1)
+        return 0, 0
+
+    monkeypatch.setattr(DiskTier, deed, work)
+    with pytest.raises(StoreBusy):
+        getattr(caretaker, deed)(*arguments)
+
+    assert {root_key(LAYOUT.identity), root_key(OTHER.identity)} <= set(done)
 
 
 @pytest.mark.parametrize("unreadable", [LAYOUT, OTHER])
