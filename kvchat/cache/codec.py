@@ -36,6 +36,10 @@ class GoneRecord(DamagedRecord):
     """A record that was there a moment ago, and is not any more: others may have removed it."""
 
 
+class HeldRecord(DamagedRecord):
+    """A record that could not be looked at as long as others held the store; it may be sound."""
+
+
 class OtherGeometry(DamagedRecord):
     """A head that is sound, for blocks of another shape than was asked for."""
 

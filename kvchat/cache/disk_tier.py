@@ -17,6 +17,7 @@ from kvchat.cache.codec import (
     PREFIX_BYTES,
     DamagedRecord,
     GoneRecord,
+    HeldRecord,
     Layout,
     OtherGeometry,
     PackHead,
@@ -35,9 +36,9 @@ from kvchat.cache.pack_table import PackRow, PackTable
 from kvchat.cache.pin_record import Pin
 from kvchat.cache.raw_disk import Parts, is_busy
 from kvchat.cache.read_buffers import ReadBuffers
-from kvchat.cache.retention import KnownPack, Use, first_use
-from kvchat.cache.store_lock import LOCK_NAME, StoreBusy, StoreHeld, StoreLock
-from kvchat.cache.table_keeper import TableKeeper
+from kvchat.cache.retention import KnownPack, Use, first_use, known_pack
+from kvchat.cache.store_lock import LOCK_NAME, StoreBusy, StoreLock
+from kvchat.cache.table_keeper import TableKeeper, is_held
 from kvchat.cache.tier import Found, trouble_of
 from kvchat.core.stats import TierStatus
 from kvchat.core.types import Lack
@@ -126,7 +127,8 @@ class DiskTier:
             return None
 
     def read(self, found: Found) -> memoryview:
-        """Return the images of the blocks found, verified. Raises DamagedRecord, and forgets it.
+        """Return the images of the blocks found, verified. Raises DamagedRecord, and forgets it;
+        HeldRecord where others are busy with it, and keeps it.
 
         The memory is the caller's while it holds a view of it.
         """
@@ -137,11 +139,11 @@ class DiskTier:
     def _verified(self, found: Found) -> memoryview:
         try:
             image = self._read_twice(found)
+        except DamagedRecord:
+            raise
         except Exception as error:
-            if isinstance(error, DamagedRecord):
-                raise
             self._note_trouble(error)
-            raise DamagedRecord("unreadable") from error
+            raise (HeldRecord if is_held(error) else DamagedRecord)("unreadable") from error
         if image is None:
             raise GoneRecord("gone")
         return image
@@ -254,10 +256,7 @@ class DiskTier:
             except DamagedRecord as damage:
                 self._quarantine(row.key, damage)
                 continue
-            keys = tuple(head.keys(self._layout))
-            num_bytes = len(keys) * self._layout.block_bytes + FILE_OVERHEAD_BYTES
-            num_tokens = len(keys) * self._layout.block_size
-            known[row.key] = KnownPack(head.parent, keys, num_tokens, num_bytes, row.use)
+            known[row.key] = known_pack(head, self._layout, row.use)
         return known
 
     # What the user says of contexts
@@ -391,7 +390,7 @@ class DiskTier:
     def _note_trouble(self, error: Exception) -> None:
         """Say what is wrong; that others are busy with the store is not, and passes."""
         _log.warning("disk tier: %r", error)
-        self._count(num_held_up=is_busy(error) or isinstance(error, StoreHeld))
+        self._count(num_held_up=is_held(error))
         if not (is_busy(error) or isinstance(error, StoreBusy)):
             self._status = replace(self._status, trouble=trouble_of(error))
 

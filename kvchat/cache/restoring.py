@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from threading import Event
 
 from kvchat.cache.block_key import chain_keys
-from kvchat.cache.codec import DamagedRecord, GoneRecord
+from kvchat.cache.codec import DamagedRecord, GoneRecord, HeldRecord
 from kvchat.cache.manager import CacheManager
 from kvchat.cache.planner import RestorePlanner
 from kvchat.cache.radix_node import TOKEN_BYTES, pack
@@ -225,7 +225,7 @@ class Restoring:
             while wanted and (has_place := restore.has_place()):
                 self._read_pack(tier, restore, wanted.popleft(), start_block)
         except DamagedRecord as damage:  # the tier counts it; what lies behind it is computed
-            restore.lack = Lack.EVICTED if isinstance(damage, GoneRecord) else Lack.CORRUPT
+            restore.lack = _lack_of(damage)
         finally:
             if has_place or restore.is_given_up.is_set():
                 restore.has_all.set()
@@ -282,3 +282,9 @@ class Restoring:
         writable = bytearray(rest) if rest.readonly else rest
         first = found.start_block + num_known
         return Piece(first, found.num_blocks - num_known, writable, found.canary)
+
+
+def _lack_of(damage: DamagedRecord) -> Lack:
+    """Return what a record that could not be read is told as."""
+    told = {GoneRecord: Lack.EVICTED, HeldRecord: Lack.LATE}
+    return told.get(type(damage), Lack.CORRUPT)

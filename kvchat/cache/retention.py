@@ -27,6 +27,9 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from kvchat.cache.codec import Layout, PackHead
+from kvchat.cache.generations import FILE_OVERHEAD_BYTES
+
 # What nobody has used for so long expires.
 TIME_TO_LIVE_S = 30 * 86400.0
 HALF_LIFE_S = 86400.0
@@ -80,6 +83,13 @@ class KnownPack:
     num_tokens: int
     num_bytes: int
     use: Use
+
+
+def known_pack(head: PackHead, layout: Layout, use: Use) -> KnownPack:
+    """Return what is known of a pack by its head."""
+    keys = tuple(head.keys(layout))
+    num_bytes = len(keys) * layout.block_bytes + FILE_OVERHEAD_BYTES
+    return KnownPack(head.parent, keys, len(keys) * layout.block_size, num_bytes, use)
 
 
 def log2_value(pack: KnownPack, position: int) -> float:

@@ -15,13 +15,18 @@ from typing import TypeVar
 from kvchat.cache.generations import DATABASE, file_number
 from kvchat.cache.pack_table import PackTable
 from kvchat.cache.raw_disk import is_busy, is_passing
-from kvchat.cache.store_lock import StoreLock
+from kvchat.cache.store_lock import StoreHeld, StoreLock
 from kvchat.core.errors import StoreError
 from kvchat.core.paths import open_private, private_directory
 
 T = TypeVar("T")
 
 _MOST_OPENINGS = 3
+
+
+def is_held(error: Exception) -> bool:
+    """Whether others were at the table, or held the store, all the time they were waited for."""
+    return is_busy(error) or isinstance(error, StoreHeld)
 
 
 class TableKeeper:

@@ -59,7 +59,9 @@ class Tier(Protocol):
         """
 
     def read(self, found: Found) -> bytes | bytearray | memoryview:
-        """Return the images of the blocks found, verified. Raises DamagedRecord, and forgets it."""
+        """Return the images of the blocks found, verified. Raises DamagedRecord, and forgets it;
+        HeldRecord where others are busy with it, and keeps it.
+        """
 
     def write(self, head: PackHead, image: memoryview, is_one_shot: bool = False) -> bool:
         """Keep a pack; false, and why in the status, where the world did not let it."""

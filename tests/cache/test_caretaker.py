@@ -361,11 +361,11 @@ def test_a_table_that_others_hold_keeps_nothing_from_being_done_in_the_next(
     arguments = {"unpin": ["mine"], "forget": [[[1, 2, 3, 4]], []]}.get(deed, [])
     done: list[bytes] = []
 
-    def work(tier: DiskTier, *_: object) -> tuple[int, int]:
+    def work(tier: DiskTier, *_: object) -> object:
         done.append(tier.root)
         if tier.root == root_key(held.identity):
             tier._count(num_held_up=1)
-        return 0, 0
+        return (0, 0) if deed == "verify" else 0
 
     monkeypatch.setattr(DiskTier, deed, work)
     with pytest.raises(StoreBusy):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from kvchat.cache.block_key import chain_keys
-from kvchat.cache.codec import DamagedRecord, GoneRecord
+from kvchat.cache.codec import DamagedRecord, GoneRecord, HeldRecord
 from kvchat.cache.planner import RestorePlanner
 from kvchat.cache.radix_node import pack
 from kvchat.cache.restore import Piece, Restore
@@ -190,7 +190,11 @@ def test_a_front_found_by_the_reader_is_not_lost_to_the_engines_haste() -> None:
 
 @pytest.mark.parametrize(
     ("error", "lack"),
-    [(GoneRecord("gone"), Lack.EVICTED), (DamagedRecord("checksum"), Lack.CORRUPT)],
+    [
+        (GoneRecord("gone"), Lack.EVICTED),
+        (HeldRecord("unreadable"), Lack.LATE),
+        (DamagedRecord("checksum"), Lack.CORRUPT),
+    ],
 )
 def test_what_another_process_removed_meanwhile_is_not_called_corrupt(
     reading: Callable[..., Reading], error: Exception, lack: Lack

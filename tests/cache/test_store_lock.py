@@ -13,8 +13,9 @@ import pytest
 
 from kvchat.cache import disk_tier, table_keeper
 from kvchat.cache.caretaker import Caretaker
+from kvchat.cache.codec import HeldRecord
 from kvchat.cache.store_lock import LOCK_NAME, StoreBusy, StoreHeld, StoreLock
-from support.pack_chains import num_found, open_tier, save
+from support.pack_chains import find, num_found, open_tier, payload_files, restored, save
 
 IDS = [1, 2, 3, 4, 5, 6]
 
@@ -132,6 +133,30 @@ def test_a_store_that_somebody_does_not_let_go_of_is_told(
 
         assert not save(tier, IDS)
         assert "Another process holds the disk cache" in tier.status().trouble
+
+
+def test_what_others_keep_from_being_looked_at_is_not_called_damaged(
+    tmp_path: Path, waits: Callable[[Holders], None]
+) -> None:
+    """Who reads while others write may meet half of each, and looks again when they are done:
+    where they never were, /cache why called what was kept corrupt.
+    """
+    with held_by(tmp_path / LOCK_NAME, turn_s=0.4, num_turns=1) as holders:
+        waits(holders)
+        tier = open_tier(tmp_path)
+        save(tier, IDS)
+        [found] = find(tier, IDS)
+        [path] = payload_files(tmp_path)
+        sound = path.read_bytes()
+        path.write_bytes(sound[:-1] + bytes([sound[-1] ^ 1]))
+        holders._left = 1 << 20
+        holders._next()
+        with pytest.raises(HeldRecord):
+            tier.read(found)
+        assert tier.status().num_damaged == 0
+
+    path.write_bytes(sound)
+    assert restored(tier, IDS) == 3
 
 
 @pytest.mark.parametrize("deed", ["gc", "unpin", "forget"])
