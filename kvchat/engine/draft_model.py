@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from kvchat.cache.block_table import BlockTable
 from kvchat.cache.manager import CacheManager
-from kvchat.engine.drafters import Offer, Wanted
+from kvchat.engine.drafters import Offer, Wanted, WhenWritten
 from kvchat.engine.drawing import sampling_row
 from kvchat.engine.request import Request, State
 from kvchat.engine.runner import Runner
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 _MOST_BEHIND = 64
 _LEAST_CAUGHT_UP, _MOST_CAUGHT_UP = 32, 1024
 _NEWEST = 0.3
-_PATIENCE_S = 1.0
 
 
 @dataclass(slots=True)
@@ -217,14 +216,12 @@ class ModelDrafter:
     def learn(self, contexts: Sequence[Sequence[int]]) -> None:
         """What a model has not been asked about it need not read."""
 
-    def forget(self, contexts: Sequence[tuple[Sequence[int], int]]) -> None:
+    def forget(self, contexts: Sequence[tuple[Sequence[int], int]]) -> WhenWritten | None:
         for token_ids, num_kept in contexts:
             self.cache.forget(tuple(token_ids), num_kept)
             if self.persistence is not None:
                 self.persistence.forget(tuple(token_ids))
-        if self.persistence is not None:
-            # Nothing of theirs may be written after it was removed from the store.
-            self.persistence.transfer.flush(_PATIENCE_S)
+        return self.persistence.when_written if self.persistence is not None else None
 
     def close(self) -> None:
         for restore in self._restores.values():

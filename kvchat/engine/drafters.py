@@ -3,13 +3,16 @@
 The interface alone, and what passes through it. A drafter cannot change a text, only its speed.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from kvchat.engine.request import Request
+
+# Calls what it is given, once, perhaps on another thread.
+WhenWritten = Callable[[Callable[[], None]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +66,11 @@ class Drafter(Protocol):
     def learn(self, contexts: Sequence[Sequence[int]]) -> None:
         """Take in contexts that no request has asked for, such as other branches of a chat."""
 
-    def forget(self, contexts: Sequence[tuple[Sequence[int], int]]) -> None:
-        """Forget contexts behind so many tokens of each, and more where that is easier."""
+    def forget(self, contexts: Sequence[tuple[Sequence[int], int]]) -> WhenWritten | None:
+        """Forget contexts behind so many tokens of each, and more where that is easier.
+
+        Returns at once: what tells when nothing of theirs is still to be written, None for now.
+        """
 
     def close(self) -> None:
         """Keep what is worth keeping, and let go of everything. Idempotent."""

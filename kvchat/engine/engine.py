@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING
 
@@ -173,15 +174,16 @@ class Engine:
         what a slower tier has of them can then be removed.
         """
         self._keep_waiting()
-        self.speculation.forget(contexts)
+        waits = self.speculation.forget(contexts)
         for token_ids, num_kept in contexts:
             self.cache.forget(tuple(token_ids), num_kept)
             if self._persistence is not None:
                 self._persistence.forget(tuple(token_ids))
-        if self._persistence is None:
-            done()
-        else:
-            self._persistence.when_written(done)
+        if self._persistence is not None:
+            waits.append(self._persistence.when_written)
+        for wait in waits:  # one after another, each on the thread of the one before
+            done = partial(wait, done)
+        done()
 
     def _keep_waiting(self) -> None:
         """Have everything written that waits for a step to go with."""

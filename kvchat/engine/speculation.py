@@ -14,7 +14,7 @@ from kvchat.cache.manager import CacheManager
 from kvchat.core.errors import UsageError
 from kvchat.core.stats import SpeculationStatus
 from kvchat.engine.draft_length import MAX_DRAFTED
-from kvchat.engine.drafters import Drafter, Offer, Wanted
+from kvchat.engine.drafters import Drafter, Offer, Wanted, WhenWritten
 from kvchat.engine.pace import AdaptivePace, Asking, Pace
 from kvchat.engine.request import Drafting, Request
 from kvchat.engine.scheduler import Work
@@ -244,13 +244,20 @@ class Speculation:
             except Exception as error:
                 self._drop(drafter, error)
 
-    def forget(self, contexts: Sequence[tuple[Sequence[int], int]]) -> None:
-        """Have drafters forget contexts behind so many tokens of each."""
+    def forget(self, contexts: Sequence[tuple[Sequence[int], int]]) -> list[WhenWritten]:
+        """Have drafters forget contexts behind so many tokens of each; return what tells when all
+        of them have nothing of theirs still to write.
+        """
+        waits: list[WhenWritten] = []
         for drafter in list(self._drafters):
             try:
-                drafter.forget(contexts)
+                wait = drafter.forget(contexts)
             except Exception as error:
                 self._drop(drafter, error)
+                continue
+            if wait is not None:
+                waits.append(wait)
+        return waits
 
     def _drop(self, drafter: Drafter, error: Exception) -> None:
         """Ask a drafter no more."""
