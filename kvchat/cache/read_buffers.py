@@ -58,9 +58,12 @@ def _fresh(num_bytes: int) -> mmap.mmap:
 
 
 def _is_free(memory: mmap.mmap) -> bool:
-    """Tell whether nobody has a view: only then would Python let it be resized."""
+    """Tell whether nobody has a view: only then would Python let it be resized.
+
+    Where the system cannot do that, as macOS cannot, nobody can tell, and no buffer is lent again.
+    """
     try:
         memory.resize(len(memory))
-    except BufferError:
+    except (BufferError, SystemError):
         return False
     return True
