@@ -11,7 +11,7 @@ _NEWEST = 1 / 3
 # Below these a measurement says more about overheads than about the rate.
 _MIN_TOKENS = 64
 _MIN_BYTES = 1 << 18
-# How much quicker copying may have become with every copy that was not tried.
+# How much quicker copying may have become between two doubts.
 _DOUBT = 1.1
 
 
@@ -57,19 +57,20 @@ class CopyRates:
             self.up_bytes_per_s = _moved(self.up_bytes_per_s, num_bytes / seconds)
 
     def is_worth_keeping(self, num_tokens: int, num_bytes: int) -> bool:
-        """Whether to copy both ways rather than compute; an unknown rate speaks for trying.
-
-        A refusal lets the rates be believed a little less, until a copy measures them again.
-        """
+        """Whether to copy both ways rather than compute; an unknown rate speaks for trying."""
         ways = (self.down_bytes_per_s, self.up_bytes_per_s)
         seconds = sum(num_bytes / rate for rate in ways if rate is not None)
-        if self._is_quicker(num_tokens, seconds):
-            return True
+        return self._is_quicker(num_tokens, seconds)
+
+    def doubt(self) -> None:
+        """Believe a little less how slow copying is, until a copy measures it again.
+
+        Where nothing is worth keeping no copy would ever be tried, whatever one bad day measured.
+        """
         if self.down_bytes_per_s is not None:
             self.down_bytes_per_s *= _DOUBT
         if self.up_bytes_per_s is not None:
             self.up_bytes_per_s *= _DOUBT
-        return False
 
     def is_worth_fetching(self, num_tokens: int, num_bytes: int) -> bool:
         """Whether to copy up what was copied down before, rather than compute it."""

@@ -40,6 +40,8 @@ _MAX_SINKING_BYTES = 16 << 20
 # How long a step waits for staged images to reach host memory before what leaves is forgotten.
 _SINK_PATIENCE_S = 0.2
 _NEWS_PATIENCE_S = 0.02
+# How often a refusal is doubted: a path three times too slow is tried again within a minute.
+_DOUBTS_EVERY_S = 5.0
 _CLOSE_PATIENCE_S = 5.0
 
 
@@ -75,6 +77,7 @@ class HostSwap:
         self._sinking: list[Loan] = []
         self._num_staged_bytes = 0
         self._is_stuck = False
+        self._doubted_s = clock()
         self._arrived: deque[Risen] = deque()
         self._promotions: list[Promotion] = []
         manager.attach(self)
@@ -117,7 +120,12 @@ class HostSwap:
     def _is_worth_keeping(self) -> bool:
         if not self.host.num_slots:
             return False
-        return self.rates.is_worth_keeping(self._manager.block_size, self._image_bytes)
+        if self.rates.is_worth_keeping(self._manager.block_size, self._image_bytes):
+            return True
+        if self._clock() >= self._doubted_s + _DOUBTS_EVERY_S:
+            self._doubted_s = self._clock()
+            self.rates.doubt()
+        return False
 
     def _send_down(self, loan: Loan, blocks: list[int]) -> None:
         """Stage blocks, which begin with the loan's first, piece by piece, and have them copied."""

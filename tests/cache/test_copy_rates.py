@@ -1,5 +1,7 @@
 """Rates of copies between device and host memory: measured, doubted, and kept between runs."""
 
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,8 +17,10 @@ LAYERS = (LayerGeometry(1, 4096, 4096),)
 STORY = list(range(40))
 
 
-def new_machine(memory: RateMemory | None) -> Machine:
-    return Machine(layers=LAYERS, memory=memory)
+def new_machine(
+    memory: RateMemory | None, clock: Callable[[], float] = time.perf_counter
+) -> Machine:
+    return Machine(layers=LAYERS, memory=memory, clock=clock)
 
 
 def test_rates_of_copies_are_there_for_the_next_run(tmp_path: Path) -> None:
@@ -56,15 +60,37 @@ def test_a_run_decides_by_what_an_earlier_one_has_measured(tmp_path: Path) -> No
 
 def test_a_rate_kept_from_a_bad_day_is_doubted_until_a_copy_is_tried(tmp_path: Path) -> None:
     RateMemory(tmp_path, "model").write({"prefill": 1e6, "down": 1e8, "up": 1e8})
-    machine = new_machine(RateMemory(tmp_path, "model"))
-    num_tried = 0
+    now_s = [0.0]
+    machine = new_machine(RateMemory(tmp_path, "model"), lambda: now_s[0])
     while machine.host.status().num_packs == 0:
         compute(machine.manager, STORY)
         machine.sink()
-        num_tried += 1
-        assert num_tried < 100
+        now_s[0] += 30.0
+        assert now_s[0] < 3600.0
 
-    assert num_tried > 1
+    assert now_s[0] > 60.0
+
+
+def test_what_is_refused_at_every_step_is_doubted_now_and_then(tmp_path: Path) -> None:
+    """A path three times too slow was tried again every twelve steps: each refusal had it believed
+    to be a tenth quicker.
+    """
+    block_bytes, block_size = 128 << 10, 4
+    rates = {"prefill": 1000.0, "down": 2 * block_bytes * 1000.0 / block_size / 3}
+    rates["up"] = rates["down"]
+    RateMemory(tmp_path, "model").write(rates)
+    now_s = [0.0]
+    machine = new_machine(RateMemory(tmp_path, "model"), lambda: now_s[0])
+
+    def passes(num_steps: int, seconds: float) -> int:
+        for _ in range(num_steps):
+            compute(machine.manager, STORY)
+            machine.sink()
+            now_s[0] += seconds / num_steps
+        return machine.host.status().num_packs
+
+    assert passes(100, 20.0) == 0
+    assert passes(100, 60.0) > 0
 
 
 def test_what_this_run_has_measured_is_not_replaced() -> None:

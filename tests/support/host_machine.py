@@ -1,5 +1,6 @@
 """A device tier, host memory, and the swap between them, whose copies are done when told to be."""
 
+import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -57,12 +58,13 @@ class Machine:
         layers: tuple[LayerGeometry, ...] = GEOMETRIES["one layer"],
         dtype: torch.dtype = torch.float32,
         memory: RateMemory | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         geometry = KvGeometry(layers, dtype, block_size=4)
         self.manager = CacheManager(KvPool(geometry, num_blocks, CPU))
         self.host = HostTier(4, geometry.block_bytes, num_slots * geometry.block_bytes, False)
         self.thread = LateThread()
-        self.swap = HostSwap(self.manager, self.host, self.thread, memory=memory)  # type: ignore[arg-type]
+        self.swap = HostSwap(self.manager, self.host, self.thread, clock, memory)  # type: ignore[arg-type]
 
     def sink(self, num_blocks: int = 1 << 20) -> None:
         self.manager.sink(num_blocks)
