@@ -140,9 +140,17 @@ def cause(reuse: Reuse) -> str:
     """
     if not reuse.num_lost:
         return "" if reuse.change is Change.NEW else str(reuse.change)
-    if reuse.lack is None or (reuse.lack is Lack.NEVER_WRITTEN and reuse.cached.total):
-        return str(Lack.EVICTED)
-    return str(reuse.lack)
+    return str(_lack_of(reuse) or Lack.EVICTED)
+
+
+def _lack_of(reuse: Reuse) -> Lack | None:
+    """Return why what was read again was not there, None where memory alone might have had it.
+
+    Of what is partly there more was kept once: that the rest was never written nobody can know.
+    """
+    if reuse.lack is Lack.NEVER_WRITTEN and reuse.cached.total:
+        return Lack.EVICTED
+    return reuse.lack
 
 
 def explain(reuse: Reuse, decode: Callable[[list[int]], str]) -> list[str]:
@@ -151,7 +159,9 @@ def explain(reuse: Reuse, decode: Callable[[list[int]], str]) -> list[str]:
     lines = [f"{reuse.cached.total:,} of {total:,} tokens were there{_places(reuse.cached)}."]
     num_read = total - reuse.cached.total
     if reuse.num_lost:
-        lines.append(f"{num_read:,} were read, {reuse.num_lost:,} of them again: {_told(reuse)}")
+        lines.append(
+            f"{num_read:,} were read, {reuse.num_lost:,} of them again: {_LACKS[_lack_of(reuse)]}"
+        )
     elif reuse.change is not Change.NEW:
         lines.append(f"{num_read:,} were read: {_CHANGES[reuse.change]}")
     else:
@@ -169,9 +179,11 @@ _CHANGES = {
     Change.TEMPLATE: "the template writes the same words in another way.",
 }
 _LACKS = {
+    None: "they were evicted from memory.",
     Lack.NEVER_WRITTEN: "they were never kept on disk; a process that is killed keeps no KV of "
     "its last turn.",
-    Lack.EVICTED: "they were evicted from disk to make room, or were out of date.",
+    Lack.EVICTED: "they are neither in memory nor on disk any more: evicted to make room, or out "
+    "of date.",
     Lack.CORRUPT: "what was kept on disk was corrupt, and is gone now.",
     Lack.OVER_BUDGET: "they did not fit on disk: over budget. --disk-cache allows more.",
     Lack.QUARANTINED: "what was kept is not this model's: a forward pass did not agree with it.",
@@ -181,14 +193,6 @@ _LACKS = {
     Lack.NO_ROOM: "there is no room for more on the device. --device-cache allows more.",
     Lack.NO_TIER: "there is no disk cache, and they are no longer in memory.",
 }
-
-
-def _told(reuse: Reuse) -> str:
-    if reuse.lack is None:
-        return "they were evicted from memory."
-    if reuse.lack is Lack.NEVER_WRITTEN and reuse.cached.total:
-        return "they are neither in memory nor on disk any more: evicted."
-    return _LACKS[reuse.lack]
 
 
 def _places(cached: CachedTokens) -> str:

@@ -34,7 +34,7 @@ def test_every_tier_is_named() -> None:
     ("lack", "words"),
     [
         (Lack.NEVER_WRITTEN, "never kept on disk"),
-        (Lack.EVICTED, "evicted from disk"),
+        (Lack.EVICTED, "nor on disk any more: evicted"),
         (Lack.CORRUPT, "corrupt"),
         (Lack.OVER_BUDGET, "over budget"),
         (Lack.QUARANTINED, "not this model's"),
@@ -58,7 +58,12 @@ def test_every_lack_has_words() -> None:
 
 
 def test_what_was_partly_there_and_nowhere_else_is_evicted() -> None:
-    assert "evicted" in told(cached=CachedTokens(device=64), lack=Lack.NEVER_WRITTEN)
+    """The line behind an answer and /cache why each decided it for itself."""
+    cached = CachedTokens(device=64)
+    facts = Reuse((*HISTORY, 900, 901), HISTORY, Change.NEW, cached, Lack.NEVER_WRITTEN)
+
+    assert told(cached=cached, lack=Lack.NEVER_WRITTEN) == told(cached=cached, lack=Lack.EVICTED)
+    assert cause(facts) == cause(replace(facts, lack=Lack.EVICTED)) == "evicted"
 
 
 @pytest.mark.parametrize("change", [change for change in Change if change is not Change.NEW])
