@@ -3,6 +3,8 @@
 Knows how to put numbers into sentences; measures nothing.
 """
 
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,9 +84,16 @@ def write_card(home: Path, scores: dict[str, Any], made: dict[str, Any]) -> None
         shipped = made["shipped"][folder]
         stage = made["stages"][shipped[-1]]
         if len(shipped) > 1:
-            what += f" Its weights are the mean of those after the stages {' and '.join(shipped)}."
+            what += f" Its weights are the mean of those after the stages {_named(shipped)}."
         text = card(folder, what, stage, scores, made, home / folder)
         (home / folder / "README.md").write_text(text, encoding="utf-8")
+
+
+def _named(stages: Sequence[str]) -> str:
+    """The stages in words, with how often each counts."""
+    counts = Counter(stages)
+    *most, last = (name if n == 1 else f"{name} ({n} times)" for name, n in counts.items())
+    return f"{', '.join(most)} and {last}" if most else last
 
 
 def card(
@@ -134,11 +143,16 @@ def _stages(stages: dict[str, Any]) -> str:
         "|---|---|---|---|---|---|",
     ]
     lines += [
-        f"| {name} | {stage['after'] or 'random weights'} | {stage['teacher'] or 'the dialogues'} "
+        f"| {name} | {_mean(stage['after']) or 'random weights'} "
+        f"| {_mean(stage['teacher']) or 'the dialogues'} "
         f"| {stage['steps']:,} | {stage['tokens'] / 1e6:.1f} M | {stage['minutes']:,} |"
         for name, stage in stages.items()
     ]
     return "\n".join(lines)
+
+
+def _mean(stages: Sequence[str]) -> str:
+    return f"the mean of {_named(stages)}" if len(set(stages)) > 1 else "".join(stages)
 
 
 def _scores(tests: dict[str, Any]) -> str:

@@ -55,7 +55,7 @@ COURSES: tuple[tuple[_Beat, ...], tuple[float, ...]] = (
     (practice.list_course, practice.correction, practice.quiz, telling.tell),
     (0.3, 0.2, 0.3, 0.2),
 )
-ODDITY = 0.5  # share of odd slot values in a chat that has them
+STUDIES: tuple[tuple[_Beat, ...], tuple[float, ...]] = ((knowledge.play, letters.play), (0.7, 0.3))
 CHARACTERS_PER_TURN = 115  # measured mean of message and reply together
 
 
@@ -67,6 +67,8 @@ class Shape:
     course_rate   share of beats that are a course of `practice`
     quiz_rate     share of chats that end with questions about what was told
     odd_rate      share of chats whose slot values are odd ones
+    oddity        share of odd slot values in such a chat
+    study_rate    share of beats that are about kvchat or about letters, which take most phrasings
     """
 
     mean_turns: float = 6.0
@@ -76,6 +78,8 @@ class Shape:
     course_rate: float = 0.0
     quiz_rate: float = 0.0
     odd_rate: float = 0.0
+    oddity: float = 0.5
+    study_rate: float = 0.0
 
 
 class Conversations:
@@ -101,7 +105,7 @@ class Conversations:
 def compose(scene: Scene, shape: Shape) -> Chat:
     """Write one chat into `scene`."""
     if shape.odd_rate and scene.chance(shape.odd_rate):
-        scene.oddity = ODDITY
+        scene.oddity = shape.oddity
     system = _system_prompt(scene, shape)
     beats, weights = _leanings(scene)
     if scene.chance(shape.drill_rate):
@@ -112,6 +116,8 @@ def compose(scene: Scene, shape: Shape) -> Chat:
     while len(scene.turns) < num_turns and not _is_full(scene, shape):
         if shape.course_rate and scene.chance(shape.course_rate):
             _extend(scene, scene.rng.choices(*COURSES)[0])
+        elif shape.study_rate and scene.chance(shape.study_rate):
+            _extend(scene, scene.rng.choices(*STUDIES)[0])
         else:
             _extend(scene, scene.rng.choices(beats, weights)[0])
     if shape.quiz_rate and scene.chance(shape.quiz_rate):

@@ -45,6 +45,53 @@ PRACTICE = Mix(
     key_weight=2.0,
 )
 
+# The third round makes most slot values odd: a listed word that recurs is learnt by heart instead
+# of copied, and then a new one is replaced by it. Long chats end with more questions.
+STUDIED = Shape(
+    mean_turns=4.5,
+    max_turns=16,
+    course_rate=0.1,
+    quiz_rate=0.2,
+    odd_rate=0.4,
+    oddity=0.8,
+    study_rate=0.2,
+)
+ODD_COURSES = Shape(
+    mean_turns=7, max_turns=24, course_rate=0.5, quiz_rate=0.6, odd_rate=0.65, oddity=0.8
+)
+ODD_QUIZ = Shape(characters=2300, course_rate=0.25, quiz_rate=1.0, odd_rate=0.6, oddity=0.8)
+ODD_QUIZ_LATE = Shape(characters=4800, course_rate=0.2, quiz_rate=1.0, odd_rate=0.6, oddity=0.8)
+ODD_QUIZ_LAST = Shape(characters=10_000, course_rate=0.15, quiz_rate=1.0, odd_rate=0.6, oddity=0.8)
+ODD_ECHOES = Shape(mean_turns=3, max_turns=8, drill_rate=1.0, odd_rate=0.8, oddity=0.8)
+# Long rows cost the most time a token: few of them at first, many at last.
+ODD_CHATS = ((STUDIED, 0.530), (ODD_COURSES, 0.240), (ODD_ECHOES, 0.14))
+COPYING = Mix(
+    (*ODD_CHATS, (ODD_QUIZ, 0.045), (ODD_QUIZ_LATE, 0.010), (ODD_QUIZ_LAST, 0.0015)),
+    jump_rate=0.3,
+    key_weight=3.0,
+)
+COPYING_FROM_FAR = Mix(
+    (*ODD_CHATS, (ODD_QUIZ, 0.058), (ODD_QUIZ_LATE, 0.0235), (ODD_QUIZ_LAST, 0.0085)),
+    jump_rate=0.3,
+    key_weight=3.0,
+)
+
+# The last round is short and gentle: what users say most, so that nothing of it is lost.
+SETTLED = Shape(mean_turns=4.5, max_turns=16, course_rate=0.08, quiz_rate=0.2, odd_rate=0.15,
+    study_rate=0.15)  # fmt: skip
+SETTLING = Mix(
+    (
+        (SETTLED, 0.70),
+        (COURSES, 0.200),
+        (QUIZZED, 0.035),
+        (QUIZZED_LATE, 0.010),
+        (QUIZZED_LAST, 0.0025),
+        (ECHOES, 0.06),
+    ),
+    jump_rate=0.3,
+    key_weight=2.0,
+)
+
 TARGET_GEOMETRY = Geometry(
     vocab_size=VOCAB_SIZE,
     hidden_size=256,
@@ -70,14 +117,15 @@ DRAFT_GEOMETRY = Geometry(
 class Stage:
     """One training run of a build.
 
-    after    the stage whose weights it begins with; random weights if None. The optimiser's state
-             and the rate schedule are always new.
-    teacher  the stage whose distribution is the loss's target; the text itself if None
+    after    the stages whose mean weights it begins with; random weights if none. The optimiser's
+             state and the rate schedule are always new.
+    teacher  the stages whose mean weights give the distribution that is the loss's target; the text
+             itself if none
     """
 
     plan: Plan
-    after: str | None = None
-    teacher: str | None = None
+    after: tuple[str, ...] = ()
+    teacher: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -88,7 +136,8 @@ class Stage:
 class Recipe:
     """All stages of one build, in order; each starts from earlier ones only.
 
-    shipped              the stages whose weights, averaged, each folder of the pair holds
+    shipped              the stages whose weights, averaged, each folder of the pair holds; one
+                         that is named more than once counts as often
     num_tokenizer_chats  chats that train the tokenizer
     num_probes           evaluation dialogues per test and grade
     tests                which tests; all of them unless named
@@ -101,6 +150,8 @@ class Recipe:
     tests: tuple[str, ...] = tuple(MAKERS)
 
 
+# Half of where the last round began and half of where it ended.
+_MEAN_OF_ROUNDS = ("target", "target-2", "target-3", *("target-4",) * 3)
 _DISTILLING = Rates(matrix=0.005, other=0.001)
 FULL = Recipe(
     stages=(
@@ -121,8 +172,8 @@ FULL = Recipe(
                 rates=_DISTILLING,
                 flat_share=0.0,
             ),
-            after="draft",
-            teacher="target",
+            after=("draft",),
+            teacher=("target",),
         ),
         Stage(
             Plan(
@@ -135,11 +186,50 @@ FULL = Recipe(
                 # The end was chosen by the clock of the machine it ran on, hence the odd bend.
                 knots=((0, 1.0), (100, 1.0), (200, 0.87625), (300, 0.5875), (400, 0.01)),
             ),
-            after="target",
+            after=("target",),
+        ),
+        Stage(
+            Plan(
+                "target-3",
+                TARGET_GEOMETRY,
+                (Phase(COPYING_FROM_FAR, 1), Phase(COPYING, 8), Phase(COPYING_FROM_FAR, 7)),
+                seed=4,
+                rates=Rates(matrix=0.016, other=0.0024),
+                warmup_steps=50,
+                knots=((0, 1.0), (1000, 1.0), (1600, 0.01)),
+            ),
+            after=("target", "target-2"),
+        ),
+        Stage(
+            Plan(
+                "target-4",
+                TARGET_GEOMETRY,
+                (Phase(SETTLING, 1),),
+                seed=6,
+                leg_steps=240,
+                rates=Rates(matrix=0.007, other=0.001),
+                warmup_steps=10,
+                flat_share=0.1,
+            ),
+            # The mean of the rounds is better than each in what each of them is good at: the third
+            # alone copies best, and answers worst what is phrased in a new way.
+            after=("target", "target-2", "target-3"),
+        ),
+        Stage(
+            Plan(
+                "distillation-2",
+                DRAFT_GEOMETRY,
+                (Phase(SETTLING, 1),),
+                seed=7,
+                rates=_DISTILLING,
+                warmup_steps=10,
+                flat_share=0.0,
+            ),
+            after=("distillation",),
+            teacher=_MEAN_OF_ROUNDS,
         ),
     ),
-    # The mean of both rounds is better than either, in what each of them is good at.
-    shipped={"target": ("target", "target-2"), "draft": ("distillation",)},
+    shipped={"target": _MEAN_OF_ROUNDS, "draft": ("distillation-2",)},
     num_tokenizer_chats=20_000,
     num_probes=40,
 )
@@ -159,8 +249,8 @@ QUICK = Recipe(
         Stage(Plan("draft", _TINY_DRAFT, (Phase(FIRST_STEPS, 2),), **_BRISK)),  # type: ignore[arg-type]
         Stage(
             Plan("distillation", _TINY_DRAFT, (Phase(FIRST_STEPS, 1),), seed=2, **_BRISK),  # type: ignore[arg-type]
-            after="draft",
-            teacher="target",
+            after=("draft",),
+            teacher=("target",),
         ),
     ),
     shipped={"target": ("target",), "draft": ("distillation",)},

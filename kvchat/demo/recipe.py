@@ -102,14 +102,14 @@ def _train_stage(job: Build, stage: Stage, team: Team) -> None:
     machine = Machine.detected(is_compiled=job.is_compiled, team=team)
     loss = None
     if stage.teacher:
-        teacher = load_network(job.work / stage.teacher).to(machine.device)
+        teacher = load_mean([job.work / name for name in stage.teacher]).to(machine.device)
         loss = Distillation(teacher, machine.dtype)
     train(
         stage.plan,
         ChatTokenizer.load(job.work / "tokenizer"),
         job.work / stage.name,
         machine,
-        initial=load_network(job.work / stage.after) if stage.after else None,
+        initial=load_mean([job.work / name for name in stage.after]) if stage.after else None,
         loss_of=loss,
     )
 
@@ -146,8 +146,8 @@ def _made(job: Build) -> dict[str, object]:
     for stage in job.recipe.stages:
         plan = stage.plan
         stages[stage.name] = {
-            "after": stage.after,
-            "teacher": stage.teacher,
+            "after": list(stage.after),
+            "teacher": list(stage.teacher),
             "seed": plan.seed,
             "steps": plan.num_steps,
             "tokens": plan.num_steps * plan.batch_tokens,

@@ -32,8 +32,8 @@ TINY = Recipe(
     stages=(
         FIRST,
         Stage(tiny("draft", 1)),
-        Stage(tiny("distillation", 1), after="draft", teacher="target"),
-        Stage(tiny("target-2", 1, num_layers=2), after="target"),
+        Stage(tiny("distillation", 1), after=("draft",), teacher=("target",)),
+        Stage(tiny("target-2", 1, num_layers=2), after=("target",)),
     ),
     shipped={"target": ("target", "target-2"), "draft": ("distillation",)},
     num_tokenizer_chats=300,
@@ -183,7 +183,7 @@ def test_every_stage_needs_earlier_stages_only(recipe: Recipe) -> None:
 
     assert len(set(names)) == len(names)
     for number, stage in enumerate(recipe.stages):
-        assert {stage.after, stage.teacher} - {None} <= set(names[:number])
+        assert {*stage.after, *stage.teacher} <= set(names[:number])
     assert {name for parts in recipe.shipped.values() for name in parts} <= set(names)
 
 

@@ -11,6 +11,7 @@ from kvchat.demo.scene import Scene, Turn
 
 Course = Callable[[Scene], list[Turn]]
 MOST_LISTS = 3
+QUESTIONS = (1, 2, 4, 6, 9)  # of one quiz
 _ASIDES: tuple[Callable[[Scene], "Turn | list[Turn]"], ...] = (
     smalltalk.play,
     about_me.play,
@@ -28,7 +29,7 @@ def quiz(scene: Scene) -> list[Turn]:
     facts = list(scene.facts.values())
     if not facts:
         return [telling.tell(scene)]
-    chosen = scene.rng.sample(facts, min(len(facts), scene.rng.choice((1, 2, 3, 4, 6))))
+    chosen = scene.rng.sample(facts, min(len(facts), scene.rng.choice(QUESTIONS)))
     turns = [telling.asked(scene, fact) for fact in chosen]
     if scene.chance(0.35):
         turns.insert(scene.rng.randrange(len(turns) + 1), telling.never_told(scene))
