@@ -193,11 +193,17 @@ def test_what_the_draft_still_writes_is_waited_for_but_not_by_the_engine(tier: M
     """While another process held the store the engine's thread once stood still for a second, and
     then said that it had forgotten what was still to be written.
     """
-    may_write, is_done = threading.Event(), threading.Event()
-    tier.before_write = lambda: may_write.wait(10.0)  # type: ignore[assignment]
+    has_begun, may_write, is_done = threading.Event(), threading.Event(), threading.Event()
+
+    def wait() -> None:
+        has_begun.set()
+        may_write.wait(10.0)
+
+    tier.before_write = wait
     engine = Drafting(tier=tier)
     [number] = engine.run_checked(RequestSpec(LONG[:40], GREEDY, max_tokens=8))
     context = [*LONG[:40], *engine.generated(number)]
+    assert has_begun.wait(10.0)  # what nobody has begun to write is not written at all
 
     engine.engine.forget([(context, 0)], is_done.set)
 

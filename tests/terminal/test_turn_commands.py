@@ -120,7 +120,7 @@ def test_a_file_that_cannot_be_attached_loses_no_message(
 ) -> None:
     binary = tmp_path / "image.bin"
     binary.write_bytes(b"\0\1")
-    chat = start_chat(columns=120)
+    chat = start_chat(columns=200)
     chat.enter(f"look at @{binary}").wait_for("is not a text file")
 
     assert f"❯ look at @{binary}" in chat.shown
