@@ -19,12 +19,15 @@ from kvchat.bench.measure import Sample
 from kvchat.bench.report import Figure, Result
 from kvchat.bench.resume_peers import beside_llama_cpp, beside_transformers
 from kvchat.bench.scenarios import BenchSetup
+from kvchat.cache.fresh_memory import fresh_memory
 from kvchat.core.config import CacheConfig, EngineConfig, Size
 from kvchat.engine.assembly import AssembledEngine, engine_around
 
 _HISTORY = 4096
 _NEW_TOKENS = 24
 _ANSWER_TOKENS = 8
+# More than any cache between the memory and a core.
+_CHILL_BYTES = 1 << 28
 _DISK = Size(num_bytes=8 << 30)
 
 
@@ -51,10 +54,14 @@ def _measured(
     vocab_size = assembled.loaded.spec.vocab_size
     recomputed: list[_Turn] = []
     resumed: list[_Turn] = []
+    raw: list[float] = []
     for number in range(setup.repeats):
         # A turn of its own each time: one asked before would come back from the disk as well.
         prompt = history + random_ids(_NEW_TOKENS, vocab_size, seed=2 + number)
         recomputed.append(_turn(assembled, cold, prompt))
+        _chill()
+        raw.append(_raw_rate(kept.directory))
+        _chill()
         resumed.append(_turn(assembled, kept, prompt))
     settings = {
         "model": setup.source.name,
@@ -65,7 +72,7 @@ def _measured(
     }
     if _answers(resumed) != _answers(recomputed):
         return Result("resume", settings, refusal="resumed and recomputed answers differ")
-    figures = _figures(assembled, kept.directory, recomputed, resumed)
+    figures = _figures(assembled.engine.cache.block_size, recomputed, resumed, raw)
     first_s = _first_tokens(resumed).median
     answer = resumed[-1].completion.token_ids
     beside, note = beside_transformers(
@@ -77,7 +84,7 @@ def _measured(
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """An answered turn, and how fast its KV was read."""
+    """An answered turn, and how many bytes of KV a second were read for it and verified."""
 
     completion: Completion
     read_rate: float
@@ -89,22 +96,20 @@ def _turn(assembled: AssembledEngine, config: CacheConfig, prompt: list[int]) ->
     engine = engine_around(assembled.loaded, config, EngineConfig(), state)
     try:
         completion = complete(engine, prompt, _ANSWER_TOKENS)
-        return _Turn(completion, engine.status().read_rate or 0.0)
+        status = engine.status()
+        num_bytes = status.disk.bytes_read if status.disk is not None else 0
+        return _Turn(completion, num_bytes / status.disk_read_s if num_bytes else 0.0)
     finally:
         engine.close()
 
 
 def _figures(
-    assembled: AssembledEngine,
-    directory: Path,
-    recomputed: list[_Turn],
-    resumed: list[_Turn],
+    block_size: int, recomputed: list[_Turn], resumed: list[_Turn], raw: list[float]
 ) -> tuple[Figure, ...]:
     usage = resumed[-1].completion.finished.usage
-    token_bytes = assembled.engine.cache.kv_pool.geometry.token_bytes
-    rate = Sample(tuple(turn.read_rate for turn in resumed)).median
+    rate = Sample(tuple(turn.read_rate for turn in resumed))
+    beside = Sample(tuple(raw))
     ours, theirs = _first_tokens(resumed), _first_tokens(recomputed)
-    raw = usage.cached.disk * token_bytes / _raw_read_s(directory)
     return (
         Figure(
             "first token after a restart",
@@ -125,17 +130,18 @@ def _figures(
             "prompt tokens",
             usage.prefilled_tokens,
             "tokens computed",
-            f"{_NEW_TOKENS + assembled.engine.cache.block_size}",
+            f"{_NEW_TOKENS + block_size}",
         ),
         Figure(
             "reading and verifying",
-            rate / 1e9,
+            rate.median / 1e9,
             "GB/s",
-            raw / 1e9,
+            beside.median / 1e9,
             "reading the same files, no more",
-            rate / raw,
+            rate.median / beside.median,
             "of that",
             "0.6",
+            rate.spread,
         ),
     )
 
@@ -148,18 +154,27 @@ def _first_tokens(turns: list[_Turn]) -> Sample:
     return Sample(tuple(turn.completion.finished.timing.ttft_s for turn in turns))
 
 
-def _raw_read_s(directory: Path) -> float:
-    """Read every file of the store into memory that is there already; the best of three."""
+def _chill() -> None:
+    """Drive everything else out of the processor's caches: whoever reads files then finds them in
+    the system's page cache, and no nearer.
+    """
+    memory = fresh_memory(_CHILL_BYTES, is_for_all=True)
+    memory[:] = bytes(len(memory))
+
+
+def _raw_rate(directory: Path) -> float:
+    """Return the bytes a second of reading every file of a store, no more, into memory that is
+    there already.
+    """
     paths = [path for path in directory.rglob("*") if path.is_file()]
-    buffer = memoryview(bytearray(max(path.stat().st_size for path in paths)))
-    times = []
-    for _ in range(3):
-        start_s = time.perf_counter()
-        for path in paths:
-            with path.open("rb", buffering=0) as file:
-                file.readinto(buffer)
-        times.append(time.perf_counter() - start_s)
-    return min(times)
+    sizes = [path.stat().st_size for path in paths]
+    buffer = memoryview(fresh_memory(max(sizes), is_for_all=True))
+    buffer[:] = bytes(len(buffer))
+    start_s = time.perf_counter()
+    for path in paths:
+        with path.open("rb", buffering=0) as file:
+            file.readinto(buffer)
+    return sum(sizes) / (time.perf_counter() - start_s)
 
 
 @contextmanager

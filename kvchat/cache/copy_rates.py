@@ -6,8 +6,8 @@ Decides by what this machine has shown so far. Pure arithmetic; knows no tier an
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-# A rate follows what is measured, the newest weighing a third.
-_NEWEST = 1 / 3
+from kvchat.cache.moving_rate import moved, moved_computing
+
 # Below these a measurement says more about overheads than about the rate.
 _MIN_TOKENS = 64
 _MIN_BYTES = 1 << 18
@@ -44,17 +44,18 @@ class CopyRates:
     def note_prefill(self, num_tokens: int, seconds: float) -> None:
         """Take in how long computing took."""
         if num_tokens >= _MIN_TOKENS and seconds > 0:
-            self.prefill_tokens_per_s = _moved(self.prefill_tokens_per_s, num_tokens / seconds)
+            newest = num_tokens / seconds
+            self.prefill_tokens_per_s = moved_computing(self.prefill_tokens_per_s, newest)
 
     def note_down(self, num_bytes: int, seconds: float) -> None:
         """Take in how long a copy from the device to host memory took."""
         if num_bytes >= _MIN_BYTES and seconds > 0:
-            self.down_bytes_per_s = _moved(self.down_bytes_per_s, num_bytes / seconds)
+            self.down_bytes_per_s = moved(self.down_bytes_per_s, num_bytes / seconds)
 
     def note_up(self, num_bytes: int, seconds: float) -> None:
         """Take in how long a copy from host memory to the device took."""
         if num_bytes >= _MIN_BYTES and seconds > 0:
-            self.up_bytes_per_s = _moved(self.up_bytes_per_s, num_bytes / seconds)
+            self.up_bytes_per_s = moved(self.up_bytes_per_s, num_bytes / seconds)
 
     def is_worth_keeping(self, num_tokens: int, num_bytes: int) -> bool:
         """Whether to copy both ways rather than compute; an unknown rate speaks for trying."""
@@ -80,7 +81,3 @@ class CopyRates:
     def _is_quicker(self, num_tokens: int, seconds: float) -> bool:
         rate = self.prefill_tokens_per_s
         return rate is None or seconds < num_tokens / rate
-
-
-def _moved(rate: float | None, newest: float) -> float:
-    return newest if rate is None else rate + _NEWEST * (newest - rate)

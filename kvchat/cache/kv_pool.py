@@ -12,6 +12,8 @@ from kvchat.cache.fresh_memory import fresh_memory
 from kvchat_kernels.block_copy import PoolTensors, copy_blocks, gather_blocks, scatter_blocks
 
 _SMALLEST_LENGTH = 1e-20
+# Of images that are copied together to see whether they hold numbers.
+_LOOKED_AT_BYTES = 32 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +101,20 @@ class KvPool:
         for tensors in self.layers:
             for tensor in tensors:
                 tensor[block, first_slot:] = 0
+
+    def num_finite(self, blocks: list[int]) -> int:
+        """Return how many leading blocks hold numbers in every slot, neither NaN nor infinity.
+
+        Images of many blocks are looked at together: tensor by tensor, a long context would be a
+        hundred thousand questions to a GPU.
+        """
+        size = max(1, _LOOKED_AT_BYTES // self.geometry.block_bytes)
+        for start in range(0, len(blocks), size):
+            images = self.stage(blocks[start : start + size]).view(self.geometry.dtype)
+            are_finite: list[bool] = images.isfinite().all(dim=1).tolist()
+            if not all(are_finite):
+                return start + are_finite.index(False)
+        return len(blocks)
 
     def is_finite(self, block: int, num_slots: int) -> bool:
         """Whether the first slots of a block hold numbers, neither NaN nor infinity."""

@@ -324,12 +324,12 @@ class CacheManager:
 
     def num_sound(self, table: BlockTable, num_tokens: int) -> int:
         """Return how many leading tokens of a table lie before the first KV that is no number."""
-        size = self.block_size
-        blocks = table.blocks[: -(-num_tokens // size)]
-        for index, block in enumerate(blocks):
-            if not self.kv_pool.is_finite(block, min(size, num_tokens - index * size)):
-                return index * size
-        return num_tokens
+        num_full, rest = divmod(num_tokens, self.block_size)
+        num_sound = self.kv_pool.num_finite(table.blocks[:num_full])
+        if num_sound < num_full or not rest:
+            return num_sound * self.block_size
+        is_sound = self.kv_pool.is_finite(table.blocks[num_full], rest)
+        return num_tokens if is_sound else num_full * self.block_size
 
     def clear(self) -> int:
         """Forget everything nobody uses; return how many blocks became free."""

@@ -105,32 +105,27 @@ class Persistence:
         packed = pack(ids)
         size = self._manager.block_size
 
-        def pin(tier: Tier) -> bool:
-            keys = chain_keys(tier.root, packed, size * TOKEN_BYTES)
+        def pin(tier: Tier | None) -> None:
             num_blocks = 0
             try:
-                if isinstance(tier, Pinning):
+                if tier is not None and isinstance(tier, Pinning):
+                    keys = chain_keys(tier.root, packed, size * TOKEN_BYTES)
                     num_blocks = tier.pin(keys, packed, label)
             finally:
                 done(num_blocks * size)
-            return True
 
-        if self.transfer.is_without_tier or not self.transfer.save(pin, 0):
-            done(0)
+        self.transfer.afterwards(pin)
 
     def forget(self, ids: TokenIds) -> None:
         """Take in that somebody is about to remove a context from the tier."""
         self.saver.note_gone(ids)
 
     def when_written(self, done: Callable[[], None]) -> None:
-        """Call `done` once all that was to be written is, on the transfer thread or at once."""
+        """Call `done` once all that was to be written is, or can never be.
 
-        def tell(tier: Tier) -> bool:
-            done()
-            return True
-
-        if self.transfer.is_without_tier or not self.transfer.save(tell, 0):
-            done()
+        That is on the transfer thread, or at once.
+        """
+        self.transfer.afterwards(lambda _: done())
 
     def _keep_rates(self) -> None:
         rates = self._rates

@@ -13,8 +13,8 @@ middle. Pure arithmetic; knows no tier and no clock.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-# A rate follows what is measured, the newest weighing a third: machines change their mind.
-_NEWEST = 1 / 3
+from kvchat.cache.moving_rate import moved, moved_computing
+
 # Below these a measurement says more about overheads than about the rate.
 _MIN_TOKENS = 64
 _MIN_BYTES = 1 << 18
@@ -38,10 +38,15 @@ _ASSUMED_TOKENS_PER_S = 100.0
 
 @dataclass(slots=True)
 class RestorePlanner:
-    """Rates of this machine, None until something was measured."""
+    """Rates of this machine, None until something was measured.
+
+    `num_bytes_read` in `read_s` seconds is all that was read, beside the rate that follows it.
+    """
 
     prefill_tokens_per_s: float | None = None
     read_bytes_per_s: float | None = None
+    num_bytes_read: int = 0
+    read_s: float = 0.0
 
     def rates(self) -> dict[str, float]:
         """Return the rates that are known, by name."""
@@ -58,12 +63,15 @@ class RestorePlanner:
     def note_prefill(self, num_tokens: int, seconds: float) -> None:
         """Take in how long computing took."""
         if num_tokens >= _MIN_TOKENS and seconds > 0:
-            self.prefill_tokens_per_s = _moved(self.prefill_tokens_per_s, num_tokens / seconds)
+            newest = num_tokens / seconds
+            self.prefill_tokens_per_s = moved_computing(self.prefill_tokens_per_s, newest)
 
     def note_read(self, num_bytes: int, seconds: float) -> None:
         """Take in how long reading took."""
+        self.num_bytes_read += num_bytes
+        self.read_s += seconds
         if num_bytes >= _MIN_BYTES and seconds > 0:
-            self.read_bytes_per_s = _moved(self.read_bytes_per_s, num_bytes / seconds)
+            self.read_bytes_per_s = moved(self.read_bytes_per_s, num_bytes / seconds)
 
     def note_refused(self) -> None:
         """Take in that a restore was not worth it: what is not read is not measured either.
@@ -127,7 +135,3 @@ class RestorePlanner:
     def compute_s(self, num_tokens: int) -> float:
         """Return how long computing takes, or would on a slow machine where nothing is known."""
         return num_tokens / (self.prefill_tokens_per_s or _ASSUMED_TOKENS_PER_S)
-
-
-def _moved(rate: float | None, newest: float) -> float:
-    return newest if rate is None else rate + _NEWEST * (newest - rate)

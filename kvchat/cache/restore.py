@@ -17,9 +17,11 @@ from kvchat.core.types import Lack, TokenIds
 _MAX_PIECES_IN_FLIGHT = 64
 _PLACE_PATIENCE_S = 0.05
 # Memory that was read into before takes a quarter of the time of fresh memory: so the reader stays
-# this little ahead of an engine that keeps up. One that does not is not waited for.
+# this little ahead of an engine that keeps up. One that does not is not waited for; the patience is
+# twice what the slowest pack took to be taken (9 ms, its pages in the KV pool all fresh), and about
+# what reading one into fresh memory would cost beside that.
 _PIECES_AHEAD = 1
-_TAKING_PATIENCE_S = 0.003
+_TAKING_PATIENCE_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)

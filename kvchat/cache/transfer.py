@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 from kvchat.cache.tier import Tier
 
@@ -20,13 +21,14 @@ CopyJob = Callable[[], object]
 QuarantineJob = Callable[[Tier], object]
 RestoreJob = Callable[[Tier], object]
 SaveJob = Callable[[Tier], object]
+LastJob = Callable[[Tier | None], object]
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class _Save:
-    job: SaveJob
+    job: LastJob
     num_bytes: int
 
 
@@ -103,10 +105,21 @@ class TransferThread:
         with self._changed:
             if not self._takes(num_bytes):
                 return False
-            self._saves.append(_Save(job, num_bytes))
+            self._saves.append(_Save(lambda tier: tier is not None and job(tier), num_bytes))
             self._pending_bytes += num_bytes
             self._changed.notify_all()
         return True
+
+    def afterwards(self, job: LastJob) -> None:
+        """Queue a job behind all saves, which is done whatever becomes of them: without a tier
+        where there is none, and here and now where the thread has ended.
+        """
+        with self._changed:
+            if not self._is_over:
+                self._saves.append(_Save(job, 0))
+                self._changed.notify_all()
+                return
+        _do(lambda: job(None))
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until the tier is open and has nothing to do; false if that took too long."""
@@ -161,6 +174,9 @@ class TransferThread:
             job()
         with self._changed:
             self._is_over = True
+            left, self._saves = self._saves, deque()
+        for save in left:  # nothing is saved any more, and somebody may wait to hear of it
+            _do(partial(save.job, None))
         _close(self._tier)
 
     def _next(self) -> CopyJob | None:
@@ -187,7 +203,7 @@ class TransferThread:
             return lambda: _do(lambda: tier is not None and tier_job(tier))
         save = self._saves.popleft()
         self._pending_bytes -= save.num_bytes
-        return lambda: _do(lambda: tier is not None and save.job(tier))
+        return lambda: _do(lambda: save.job(tier))
 
 
 def _do(job: Callable[[], object]) -> None:

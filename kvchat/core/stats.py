@@ -68,7 +68,7 @@ class EngineStatus:
     block_bytes   bytes of one block over all layers
     host          the tier in host memory, None where there is none
     disk          the tier that outlives the process, None where there is none (yet)
-    read_rate     bytes a second that came back from it, None before the first
+    disk_read_s   seconds that reading back from it and verifying took
     graphs        None where steps are never captured
     """
 
@@ -86,7 +86,7 @@ class EngineStatus:
     max_step_tokens: int
     host: TierStatus | None = None
     disk: TierStatus | None = None
-    read_rate: float | None = None
+    disk_read_s: float = 0.0
     speculation: SpeculationStatus | None = None
     graphs: GraphStatus | None = None
 

@@ -29,7 +29,7 @@ from kvchat.engine.runner import Runner
 from kvchat.engine.speculation import Speculation
 from kvchat.model.content_digest import content_digest
 from kvchat.model.cuda_graph import CudaGraphs
-from kvchat.model.device import dtype_name, dtype_of, free_bytes
+from kvchat.model.device import device_name, dtype_name, dtype_of, free_bytes
 from kvchat.model.graphs import GraphRunner
 from kvchat.model.loader import LoadedModel, Progress, load_model
 from kvchat.model.paged_model import PagedModel
@@ -211,7 +211,7 @@ def new_persistence(
 
 def rate_memory(loaded: LoadedModel, state_directory: Path | None) -> RateMemory:
     """Return what remembers how fast this machine computes, reads and copies a model's KV."""
-    subject = f"{loaded.identity} {dtype_name(loaded.dtype)} {loaded.device.type}"
+    subject = f"{loaded.identity} {dtype_name(loaded.dtype)} {device_name(loaded.device)}"
     return RateMemory(state_directory, subject)
 
 

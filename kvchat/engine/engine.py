@@ -109,7 +109,7 @@ class Engine:
             max_step_tokens=self._max_step_tokens,
             host=self._swap.status() if self._swap is not None else None,
             disk=self._persistence.status() if self._persistence is not None else None,
-            read_rate=self._persistence.planner.read_bytes_per_s if self._persistence else None,
+            disk_read_s=self._persistence.planner.read_s if self._persistence is not None else 0.0,
             speculation=self.speculation.status(),
             graphs=self._runner.graph_status(),
         )

@@ -28,6 +28,11 @@ def choose_device(config: ModelConfig) -> torch.device:
     return torch.device("cpu")
 
 
+def device_name(device: torch.device) -> str:
+    """Return what speeds measured on a device are kept under: which GPU it is, or `cpu`."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
 def dtype_of(name: str) -> torch.dtype | None:
     """Return the torch dtype of a setting, None for `auto`."""
     return _DTYPES.get(name)

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from kvchat import __version__
+from kvchat.model.device import device_name
 from kvchat.model.fuse_kernels import few_rows_linear
 from kvchat.model.fuse_linear import MergedProduct
 from kvchat.model.linear_race import LinearRace, LinearShape, Operands, Outcomes, rows_won
@@ -54,7 +55,7 @@ def settle_products(
 
 def machine_name(device: torch.device) -> str:
     """Return what times depend on: the device, and the versions of what computes on it."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    name = device_name(device)
     try:
         triton = version("triton")
     except PackageNotFoundError:

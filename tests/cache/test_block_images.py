@@ -92,3 +92,21 @@ def test_a_drift_is_the_distance_of_one_token_over_the_usual_length(dims: tuple[
     assert pool.drift(1, 3, 2) == pytest.approx(naive)
     pool.layers[0][0][3, 2] = float("nan")
     assert pool.drift(1, 3, 2) == math.inf
+
+
+@pytest.mark.parametrize("name", GEOMETRIES)
+@pytest.mark.parametrize("looked_at", [1, 1 << 20], ids=["block by block", "all at once"])
+def test_leading_blocks_that_hold_numbers_are_counted_as_one_by_one(
+    name: str, looked_at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Asking tensor by tensor held a GPU up for seconds, where a long prompt had failed."""
+    monkeypatch.setattr("kvchat.cache.kv_pool._LOOKED_AT_BYTES", looked_at)
+    pool = KvPool(KvGeometry(GEOMETRIES[name], torch.bfloat16, 4), 12, torch.device("cpu"))
+    order = [7, 3, 9, 1, 4]
+    assert pool.num_finite([]) == 0
+    assert pool.num_finite(order) == 5
+    for index, value in ((3, float("inf")), (1, float("nan"))):
+        pool.layers[-1][1][order[index], 3, 0, 2] = value
+
+        naive = [pool.is_finite(block, 4) for block in order].index(False)
+        assert pool.num_finite(order) == naive == index

@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from kvchat.cache.copy_rates import CopyRates
 from kvchat.cache.planner import RestorePlanner
 
 MIB = 1 << 20
@@ -114,6 +115,23 @@ def test_rates_follow_a_machine_that_changes_its_mind() -> None:
 
     assert rates.prefill_tokens_per_s is not None
     assert 250 <= rates.prefill_tokens_per_s < 255
+
+
+@pytest.mark.parametrize("make", [RestorePlanner, CopyRates])
+def test_a_step_that_compiled_its_kernels_is_forgotten_with_the_next(
+    make: type[RestorePlanner] | type[CopyRates],
+) -> None:
+    """A GPU's first prompt took seconds for compiling, and its rate weighed for a dozen prompts."""
+    rates = make()
+    rates.note_prefill(2048, 9.0)
+    rates.note_prefill(2048, 0.04)
+
+    assert rates.prefill_tokens_per_s == pytest.approx(2048 / 0.04)
+
+    rates.note_prefill(2048, 9.0)  # another kernel's turn
+
+    assert rates.prefill_tokens_per_s is not None
+    assert rates.prefill_tokens_per_s > 0.6 * 2048 / 0.04
 
 
 def test_nobody_waits_long_where_no_rate_is_known() -> None:

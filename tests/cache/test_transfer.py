@@ -153,3 +153,29 @@ def test_without_a_tier_copies_are_made_all_the_same() -> None:
 
     assert done.wait(PATIENCE_S)
     thread.close(PATIENCE_S)
+
+
+@pytest.mark.parametrize("ending", ["it opens", "it does not", "the thread ends before"])
+def test_who_waits_for_what_was_to_be_written_hears_of_it_whatever_becomes_of_it(
+    opening: Opening, ending: str
+) -> None:
+    """A pin asked for while the tier was being opened was never answered where it could not be."""
+    tier = opening.tier if ending == "it opens" else None
+    opening.tier = tier  # type: ignore[assignment]
+    thread = TransferThread(opening, 1 << 20)
+    done: list[object] = []
+    is_done = threading.Event()
+    thread.save(lambda _: done.append("save"), 1)
+    thread.afterwards(lambda tier: (done.append(tier), is_done.set()))
+
+    if ending == "the thread ends before":
+        thread.close(0.1)
+    else:
+        opening.may_end.set()
+
+    assert is_done.wait(PATIENCE_S)
+    assert done == (["save", tier] if tier is not None else [None])
+    opening.may_end.set()
+    thread.close(PATIENCE_S)
+    thread.afterwards(done.append)
+    assert done[-1] is None, "and at once when it has ended"

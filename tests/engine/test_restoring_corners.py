@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 
 import pytest
 
@@ -252,4 +253,23 @@ def test_persistence_without_a_tier_forgets_every_job(tier: MemoryTier) -> None:
     assert restore is not None
     assert restore.is_over
     assert restore.num_tokens == 0
+    persistence.close()
+
+
+def test_a_pin_is_answered_although_the_tier_does_not_open_after_all() -> None:
+    """It was queued while the tier was being opened, and forgotten with all other jobs."""
+    may_fail = threading.Event()
+
+    def refuse() -> MemoryTier:
+        may_fail.wait(20.0)
+        raise OSError("no such disk")
+
+    persistence = Persistence(EngineHarness().cache, refuse)
+    pinned, written = Future[int](), Future[None]()
+    persistence.pin(list(HISTORY), "mine", pinned.set_result)
+    persistence.when_written(lambda: written.set_result(None))
+    may_fail.set()
+
+    assert pinned.result(5.0) == 0
+    assert written.result(5.0) is None
     persistence.close()

@@ -46,8 +46,9 @@ def split_tile(key_dim: int, value_dim: int, dtype: torch.dtype, num_rows: int) 
     block_m = 16 if num_rows <= 16 else 32 if num_rows <= 32 else 64
     widest = max(padded(key_dim), padded(value_dim))
     if dtype == torch.float32:
-        # No tensor core keeps float32 whole: small tiles, whose operands fit the registers.
-        return Tile(16, 16, 4, 3)
+        # No tensor core keeps float32 whole: small tiles, whose operands fit the registers. With a
+        # third stage Triton 3.6 spills two of them at head dim 128.
+        return Tile(16, 16, 4, 2)
     # With four, two programs of a decode still share a multiprocessor's memory.
     num_stages = 4 if block_m == 16 else 3
     if widest <= 64:
