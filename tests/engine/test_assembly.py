@@ -1,5 +1,6 @@
 """An engine built from settings: sizes follow the budget, and every mixture of dtypes runs."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from kvchat.engine.assembly import (
     build_engine,
     device_budget,
     host_budget,
+    rate_memory,
     step_tokens,
 )
 from kvchat.engine.engine import Engine
@@ -177,3 +179,17 @@ def test_how_fast_copies_are_is_known_to_the_next_engine(checkpoint: Path, tmp_p
 
     assert second._swap is not None
     assert second._swap.rates.up_bytes_per_s == 1 << 30
+
+
+def test_rates_of_one_gpu_are_not_anothers(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What one GPU had shown was believed of the next one in the same machine."""
+    loaded = replace(assemble(checkpoint).loaded, device=torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Small GPU")
+    rate_memory(loaded, tmp_path).write({"prefill": 500.0})
+    assert rate_memory(loaded, tmp_path).read() == {"prefill": 500.0}
+
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Large GPU")
+
+    assert rate_memory(loaded, tmp_path).read() == {}
