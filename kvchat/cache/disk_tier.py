@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from kvchat.cache.block_key import root_key
@@ -214,16 +215,16 @@ class DiskTier:
                 self._collect(table)
             if self._head(table, head.keys(self._layout)[0]) is not None:
                 return True
+            followed = self._last_of(head.parent)
+            self._note_uses(table)  # what was found may be on its way up: it is not to go for this
             num_bytes = len(image) + 2 * len(head.ids) + FILE_OVERHEAD_BYTES
-            trouble = self._room.make(
-                table, lambda: self._known_packs(table), num_bytes, head.parent
-            )
-            if trouble:
+            packs = partial(self._known_packs, table)
+            if trouble := self._room.make(table, packs, num_bytes, head.parent):
                 self._status = replace(self._status, trouble=trouble)
                 self._fates.note(head.keys(self._layout)[:1], Lack.OVER_BUDGET)
                 return False
             self._keep(table, head, image, first_use(self._clock(), is_one_shot))
-            self._note_uses(table, self._last_of(head.parent))
+            table.note_followed(followed)
         return True
 
     def _keep(self, table: PackTable, head: PackHead, image: memoryview, use: Use) -> None:
@@ -240,10 +241,10 @@ class DiskTier:
         """Return the pack that was found last: what is written next continues it."""
         return next(reversed(self._used), None) if parent != self._root else None
 
-    def _note_uses(self, table: PackTable, followed: bytes | None = None) -> None:
+    def _note_uses(self, table: PackTable) -> None:
         used, self._used = self._used, {}
         if used:
-            table.note_uses(used, followed, self._clock())
+            table.note_uses(used, self._clock())
 
     def _known_packs(self, table: PackTable) -> dict[bytes, KnownPack]:
         known = {}

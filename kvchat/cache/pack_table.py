@@ -8,7 +8,7 @@ used, without a word of what is in it. Knows rows; knows no bounds and no damage
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -139,19 +139,17 @@ class PackTable(RawCache):
 
     # Uses
 
-    def note_uses(
-        self, one_shot_uses: Mapping[bytes, bool], followed: bytes | None, now_s: float
-    ) -> None:
-        """Remember which packs were used, and whether only by somebody who asks once and leaves;
-        and that another was written behind `followed`.
-        """
+    def note_uses(self, one_shot_uses: Mapping[bytes, bool], now_s: float) -> None:
+        """Remember which packs were used, and whether only by somebody who asks once and leaves."""
         with self.transact():
             for key, is_one_shot in one_shot_uses.items():
-                if (use := self.use(key)) is None:
-                    continue
-                use = used_again(use, now_s, is_one_shot)
-                num_followed = use.num_followed + (key == followed)
-                self._set_use(key, Use(use.last_s, use.credit_s, use.num_uses, num_followed))
+                if (use := self.use(key)) is not None:
+                    self._set_use(key, used_again(use, now_s, is_one_shot))
+
+    def note_followed(self, key: bytes | None) -> None:
+        """Remember that another pack was written behind this one, if there is one."""
+        if key is not None and (use := self.use(key)) is not None:
+            self._set_use(key, replace(use, num_followed=use.num_followed + 1))
 
     def use(self, key: bytes) -> Use | None:
         """Return what is known of a pack's uses, None where it is gone."""

@@ -231,6 +231,25 @@ def test_what_was_asked_once_goes_before_what_is_older(tmp_path: Path) -> None:
     assert [num_found(scripts, [number] * 12) for number in range(5)] == [6] * 5
 
 
+def test_what_a_prompt_has_found_is_not_evicted_while_it_comes_up(tmp_path: Path) -> None:
+    """Room was made before it was noted what had been found: an old conversation, being restored
+    while another was saved, was what went.
+    """
+    now_s = [1e9]
+    tier = DiskTier(tmp_path, LAYOUT, 8 << 20, min_free_bytes=0, clock=lambda: now_s[0])
+    for number in range(5):
+        now_s[0] += 1000.0
+        save(tier, [number] * 12)
+    now_s[0] += 1000.0
+    assert num_found(tier, [0] * 12) == 6
+    tier._room.limit_bytes = tier.status().num_bytes
+
+    assert save(tier, [9] * 12)
+
+    assert tier.status().num_evicted > 0
+    assert restored(tier, [0] * 12) == 6
+
+
 def test_pins_outlast_everything_and_yield_to_the_limit_alone(tmp_path: Path) -> None:
     tier = open_tier(tmp_path, 5 << 20)
     ids = [7] * 20
