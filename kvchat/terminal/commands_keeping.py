@@ -2,6 +2,7 @@
 
 import asyncio
 import shlex
+import time
 from collections.abc import Iterable
 from glob import glob
 from pathlib import Path
@@ -25,6 +26,13 @@ _PATIENCE_S = 30.0
 _SURE = ("yes", "--yes")
 # Messages that begin differently: what they have in common behind a file belongs to the file.
 _PROBES = ("a", "Z")
+# Another day, hour, minute and second.
+_ANOTHER_TIME_S = 86400.0 + 3600.0 + 60.0 + 1.0
+_USE = " A chat that begins with the same files starts warm."
+_DATED_USE = (
+    " The model's template writes the date before them: a chat that begins with the same files "
+    "starts warm as long as that is the same."
+)
 
 
 async def pin(context: "CommandContext", arguments: str) -> None:
@@ -35,9 +43,13 @@ async def pin(context: "CommandContext", arguments: str) -> None:
         return
     desk = context.desk
     await asyncio.to_thread(desk.host.wait_until_ready)
+    use = ""
     if arguments:
         label, paths = _label_and_paths(arguments)
-        token_ids = _file_context(desk, paths)
+        now_s = time.time()
+        token_ids = _file_context(desk, paths, now_s)
+        is_dated = _file_context(desk, paths, now_s + _ANOTHER_TIME_S) != token_ids
+        use = _DATED_USE if is_dated else _USE
         await asyncio.wrap_future(desk.host.read(token_ids))
     else:
         token_ids, label = desk.context_ids, desk.require_session().session_id
@@ -46,8 +58,7 @@ async def pin(context: "CommandContext", arguments: str) -> None:
     num_tokens = await _pinned(desk, token_ids, label)
     name = f"{one_line(label, 64)}: " if arguments else ""
     context.say(
-        f"Pinned: {name}{num_tokens:,} of {plural(len(token_ids), 'token')} stay on disk."
-        + (" A chat that begins with the same files starts warm." if arguments else "")
+        f"Pinned: {name}{num_tokens:,} of {plural(len(token_ids), 'token')} stay on disk.{use}"
     )
 
 
@@ -83,10 +94,13 @@ def _matches(word: str) -> list[Path]:
     return [Path(name) for name in found] or [path]
 
 
-def _file_context(desk: "Desk", paths: Iterable[Path]) -> list[int]:
-    """Return how a conversation begins whose first message has these files attached."""
+def _file_context(desk: "Desk", paths: Iterable[Path], created_s: float) -> list[int]:
+    """Return how a conversation begins whose first message has these files attached.
+
+    `created_s` is when it begins: a template may write the date.
+    """
     text = "".join(f"{read_attachment(path)}\n" for path in paths)
-    empty = Conversation("", 0.0, desk.system)
+    empty = Conversation("", created_s, desk.system)
     one, other = (desk.host.model.user_ids(empty, ROOT, text + end, desk.system) for end in _PROBES)
     return list(one[: _common(one, other)])
 

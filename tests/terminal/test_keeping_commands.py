@@ -1,5 +1,6 @@
 """/pin, /unpin and /forget on a real engine: what stays, and what is nowhere any more."""
 
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,11 +68,11 @@ def new_chat(tiny: Path, tmp_path: Path) -> Iterator[NewChat]:
     hosts: list[ChatHost] = []
     store, directory = SessionStore(tmp_path / "sessions"), tmp_path / "kv"
 
-    def begin(session_id: str | None = None) -> Chat:
+    def begin(session_id: str | None = None, model: Path = tiny) -> Chat:
         """Begin another life of the program, after the one before has ended."""
         if hosts:
             hosts[-1].close()
-        host = tiny_host(tiny, store, kept=directory)
+        host = tiny_host(model, store, kept=directory)
         hosts.append(host)
         host.wait_until_ready()
         session = host.open_session(session_id) if session_id is not None else None
@@ -132,6 +133,28 @@ def test_any_chat_starts_warm_from_a_pinned_file(new_chat: NewChat, tmp_path: Pa
     assert chat.pins()["the manual"] > len(MANUAL * 2)
     chat.do("/unpin all")
     assert chat.pins() == {}
+
+
+def test_a_pinned_file_stands_behind_the_date_of_today(
+    new_chat: NewChat, tiny: Path, tmp_path: Path
+) -> None:
+    """What was pinned began with 1 January 1970 where a template writes the date: no chat met it.
+
+    The day here has a length of a thousand years, so that none ends while the test runs.
+    """
+    dated = shutil.copytree(tiny, tmp_path / "dated")
+    template = dated / "chat_template.jinja"
+    template.write_text("{{ strftime_now('%Y')[:1] }} thousand" + template.read_text())
+    (tmp_path / "manual.txt").write_text(MANUAL * 2)
+    chat = new_chat(model=dated)
+
+    told = chat.do(f"/pin {tmp_path}/manual.txt")
+    chat.do(f"/file {tmp_path}/manual.txt")
+
+    assert "starts warm" in told
+    assert chat.ask("How many are red?").cached.total > len(MANUAL * 2)
+    template.write_text("{{ strftime_now('%d') }}" + template.read_text())
+    assert "writes the date" in new_chat(model=dated).do(f"/pin {tmp_path}/manual.txt")
 
 
 @pytest.mark.parametrize(
