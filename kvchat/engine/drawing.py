@@ -12,6 +12,7 @@ from kvchat.engine.noise import sample_seed
 from kvchat.engine.request import Request
 from kvchat.engine.sampler import SamplingRow, sample
 from kvchat.engine.scheduler import Work
+from kvchat.engine.sent_ids import SentIds
 from kvchat_kernels.sending import on_device
 
 
@@ -70,7 +71,8 @@ def sampling_row(
     params = request.spec.sampling
     context_ids = None
     if params.repetition_penalty != 1.0:
-        context_ids = on_device([*request.ids, *drafts], torch.int64, device)
+        request.sent_ids = request.sent_ids or SentIds(device)
+        context_ids = request.sent_ids.of(request.ids, drafts)
     return SamplingRow(
         params=params,
         seed=sample_seed(params.seed, request.sample + sibling),

@@ -23,6 +23,7 @@ from kvchat.core.types import (
 if TYPE_CHECKING:
     from kvchat.cache.promotion import Promotion
     from kvchat.cache.restore import Restore
+    from kvchat.engine.sent_ids import SentIds
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +110,8 @@ class Request:
 
     `table` is there while the request runs. `steps_waited` counts since it last ran. `promotion`
     and `restore` are what host memory and a slower tier have of it, on its way up before it runs.
-    `num_offered` counts the tokens whose KV was last offered to be kept.
+    `num_offered` counts the tokens whose KV was last offered to be kept. `sent_ids` are its ids on
+    the device, where a repetition penalty wants them.
     """
 
     request_id: int
@@ -131,6 +133,7 @@ class Request:
     num_siblings_to_fork: int = field(default=0)
     drafting: Drafting = field(default_factory=Drafting)
     told_lack: Lack | None = None
+    sent_ids: "SentIds | None" = None
 
     @classmethod
     def from_spec(cls, request_id: int, spec: RequestSpec, now_s: float) -> "Request":
