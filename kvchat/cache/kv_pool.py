@@ -74,6 +74,15 @@ class KvPool:
         memory = fresh_memory(num_bytes, is_for_all=False)
         return torch.frombuffer(memory, dtype=geometry.dtype).view(shape)
 
+    def rehearse(self) -> None:
+        """Copy a block in every way there is, onto itself.
+
+        A GPU's kernels are compiled where they are first run, which takes longer than whoever
+        waits for KV to come up has patience.
+        """
+        self.copy_block(0, 0)
+        self.unstage([0], self.stage([0]))
+
     def copy_block(self, source: int, target: int) -> None:
         """Copy one block's KV in every layer, for copy-on-write."""
         copy_blocks(self._tensors, [source], [target])

@@ -165,11 +165,14 @@ def new_kv_pool(geometry: KvGeometry, config: CacheConfig, device: torch.device)
             "Raise it.",
         )
     try:
-        return KvPool(geometry, num_blocks, device)
+        kv_pool = KvPool(geometry, num_blocks, device)
     except (OSError, MemoryError, OverflowError, torch.OutOfMemoryError) as error:
         raise ModelError(
             f"--device-cache allows {format_bytes(budget)}, more than there is.", "Lower it."
         ) from error
+    if device.type != "cpu":
+        kv_pool.rehearse()
+    return kv_pool
 
 
 def new_graphs(model: PagedModel, cache: CacheManager, config: EngineConfig) -> GraphRunner | None:

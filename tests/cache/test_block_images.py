@@ -1,10 +1,12 @@
 """Block images: what was gathered and scattered is bit for bit what was there."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 
+from kvchat.cache import kv_pool
 from kvchat.cache.kv_pool import KvGeometry, KvPool, LayerGeometry
 
 GEOMETRIES = {
@@ -110,3 +112,28 @@ def test_leading_blocks_that_hold_numbers_are_counted_as_one_by_one(
 
         naive = [pool.is_finite(block, 4) for block in order].index(False)
         assert pool.num_finite(order) == naive == index
+
+
+@pytest.mark.parametrize("name", GEOMETRIES)
+def test_a_rehearsal_runs_every_kind_of_copy_and_changes_nothing(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU a copy was first compiled while a promotion waited for it, and given up for that."""
+    pool = filled_pool(GEOMETRIES[name], torch.float16)
+    before = [contents(pool, block) for block in range(pool.num_blocks)]
+    used = set[str]()
+    for kind in ("copy_blocks", "gather_blocks", "scatter_blocks"):
+        run = getattr(kv_pool, kind)
+
+        def noted(*args: Any, run: Any = run, kind: str = kind) -> None:
+            used.add(kind)
+            run(*args)
+
+        monkeypatch.setattr(kv_pool, kind, noted)
+
+    pool.rehearse()
+
+    assert used == {"copy_blocks", "gather_blocks", "scatter_blocks"}
+    for block, tensors in enumerate(before):
+        for now, then in zip(contents(pool, block), tensors, strict=True):
+            assert torch.equal(now, then)
