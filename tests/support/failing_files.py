@@ -1,8 +1,8 @@
 """Faults: every operation on files, locks and tables that a disk tier does, counted and failable.
 
 Stands between the tier and the operating system, so that nothing in the product knows of it: the
-functions of `os` that open, look at and change files, flock, the reads and writes of an open file,
-and every statement SQLite is given. A write that fails has written half of what it was given.
+functions of `os` that open, look at, read and change files, flock, the reads and writes of an open
+file, and every statement SQLite is given. A write that fails has written half of what it was given.
 """
 
 import errno
@@ -28,6 +28,7 @@ _SQLITE = {
 _FUNCTIONS = (
     *("open", "stat", "lstat", "fstat", "statvfs", "listdir", "scandir"),
     *("mkdir", "rmdir", "unlink", "chmod", "fchmod", "pwrite", "ftruncate", "utime"),
+    *("read", "readv", "pread"),
 )
 
 
@@ -136,7 +137,7 @@ class _File:
             raise self._faults.os_error()
         return self._file.write(data)
 
-    def readinto(self, buffer: memoryview) -> int:
+    def read(self, size: int = -1) -> bytes:
         if self._faults.strikes("read"):
             raise self._faults.os_error()
-        return self._file.readinto(buffer)
+        return self._file.read(size)
