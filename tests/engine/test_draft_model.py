@@ -189,6 +189,38 @@ def test_a_draft_whose_kv_comes_too_late_is_made_up_for(tier: MemoryTier) -> Non
     today.engine.close()
 
 
+def test_what_the_draft_still_writes_is_waited_for_but_not_by_the_engine(tier: MemoryTier) -> None:
+    """While another process held the store the engine's thread once stood still for a second, and
+    then said that it had forgotten what was still to be written.
+    """
+    has_begun, may_write, is_done = threading.Event(), threading.Event(), threading.Event()
+
+    def wait() -> None:
+        has_begun.set()
+        may_write.wait(10.0)
+
+    tier.before_write = wait
+    engine = Drafting(tier=tier)
+    number = engine.submit(RequestSpec(LONG[:40], GREEDY, max_tokens=8))
+    engine.step()
+    # A request that ends before the tier has said what it has is never drafted for.
+    [restore] = engine.drafter._restores.values()
+    assert restore is not None
+    assert restore.has_all.wait(10.0)
+    engine.run()
+    context = [*LONG[:40], *engine.generated(number)]
+    assert has_begun.wait(10.0)  # what nobody has begun to write is not written at all
+
+    engine.engine.forget([(context, 0)], is_done.set)
+
+    assert not is_done.is_set()
+    assert not tier.blocks
+    may_write.set()
+    assert is_done.wait(10.0)
+    assert tier.blocks, "it was written before it was said to be"
+    engine.engine.close()
+
+
 def test_a_context_beyond_the_drafts_vocabulary_or_context_is_decoded_plainly() -> None:
     engine = Drafting(vocab_size=20)
     [number] = engine.run_checked(RequestSpec((1, 39, 3), GREEDY, max_tokens=20))
