@@ -17,7 +17,7 @@ from kvchat.model.linear_race import (
     bucket_of,
     rows_won,
 )
-from support.linear_races import TimedProduct, VirtualStopwatch, layers_of
+from support.linear_races import Cost, TimedProduct, VirtualStopwatch, layers_of
 
 SHAPE = LinearShape(24, 16, "float32", False)
 
@@ -198,6 +198,43 @@ def test_no_shape_is_begun_once_time_is_over_and_the_next_run_goes_on() -> None:
             assert [shape.out_features for shape, _ in known] == [48, 24, 12]
             assert {num_rows for _, num_rows in known} == {1}
     assert num_runs == 5
+
+
+def test_compiling_leaves_time_to_race_in() -> None:
+    """Two seconds were over with the second kernel that was compiled: a new GPU's products were
+    torch's for a dozen loads, whichever was faster."""
+    layers = layers_of((24, 16), (48, 16), (12, 16))
+    watch = VirtualStopwatch()
+    kernel = TimedProduct(watch, compiling(1.2))
+
+    outcomes = LinearRace(watch, kernel, TimedProduct(watch, lambda *_: 1e-5)).run(layers, {})
+
+    assert len(outcomes) == 3 * len(ROW_BUCKETS)
+    assert watch.spent_s > 6 * 1.2
+
+
+def test_no_shape_is_begun_once_compiling_has_taken_too_long() -> None:
+    layers = layers_of(*((size, 16) for size in range(8, 20)))
+    watch = VirtualStopwatch()
+    kernel = TimedProduct(watch, compiling(3.0))
+
+    outcomes = LinearRace(watch, kernel, linear, limit_s=10.0).run(layers, {})
+
+    assert len(outcomes) == 4
+    assert 12.0 < watch.spent_s < 13.0
+
+
+def compiling(seconds: float) -> Cost:
+    """What a kernel costs that is compiled once for one row, and once for more, for each shape."""
+    compiled = set[tuple[bool, int]]()
+
+    def cost(num_rows: int, weight: torch.Tensor) -> float:
+        variant = (num_rows > 1, weight.shape[0])
+        compiles = variant not in compiled
+        compiled.add(variant)
+        return seconds if compiles else 1e-5
+
+    return cost
 
 
 def test_what_is_known_is_not_raced_again() -> None:
