@@ -34,6 +34,11 @@ _FIXED_BYTES = 2 << 20
 Packs = Mapping[bytes, KnownPack]
 
 
+def least_bytes(block_bytes: int) -> int:
+    """Return the limit below which a store can never hold a block of so many bytes."""
+    return _FIXED_BYTES + block_bytes + FILE_OVERHEAD_BYTES
+
+
 @dataclass(slots=True)
 class DiskRoom:
     """The bounds of the store in `directory`, seen from the identity in `own`.

@@ -10,8 +10,10 @@ from pathlib import Path
 import torch
 
 from kvchat.cache.block_pool import SCRATCH_BLOCK
+from kvchat.cache.caretaker import Caretaker
 from kvchat.cache.codec import Layout
 from kvchat.cache.disk_budget import disk_budget, why_nothing_fits
+from kvchat.cache.disk_room import least_bytes
 from kvchat.cache.disk_tier import DiskTier
 from kvchat.cache.host_swap import HostSwap
 from kvchat.cache.host_tier import HostTier
@@ -204,6 +206,11 @@ def new_persistence(
     def open_tier() -> DiskTier:
         if limit == 0:
             raise StoreError(why_nothing, "Free some, or choose another with --cache-dir.")
+        if limit < least_bytes(geometry.block_bytes):
+            Caretaker(directory).clear()  # the limit is one for what was kept before, too
+            raise StoreError(
+                f"--disk-cache allows only {format_bytes(limit)}, too little for KV.", "Raise it."
+            )
         digest = content_digest(loaded.source, state_directory)
         identity = kv_identity(loaded, geometry, digest)
         layout = Layout(identity, geometry.block_size, geometry.block_bytes)

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from kvchat.cache.generations import tree_bytes
 from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig, Size
 from kvchat.core.events import LoadProgress, RequestFailed, TokensGenerated
 from kvchat.core.types import SamplingParams
@@ -193,3 +194,28 @@ def test_rates_of_one_gpu_are_not_anothers(
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Large GPU")
 
     assert rate_memory(loaded, tmp_path).read() == {}
+
+
+def test_where_not_even_a_block_may_be_kept_nothing_is_and_that_is_said(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    """The tables of an empty store were more than a limit of a few kilobytes allows."""
+    directory, some = tmp_path / "kv", Size(num_bytes=MEBIBYTE)
+    prompt = tuple(range(40))
+    kept = CacheConfig(device_bytes=some, directory=directory, disk_bytes=Size(num_bytes=1 << 24))
+    before = assemble(checkpoint, cache=kept).engine
+    expected = generate(before, prompt, 5)
+    before.close()
+    assert tree_bytes(directory) > 0
+
+    config = CacheConfig(device_bytes=some, directory=directory, disk_bytes=Size(num_bytes=50_000))
+    engine = assemble(checkpoint, cache=config).engine
+
+    assert generate(engine, prompt, 5) == expected
+    assert engine._persistence is not None
+    assert engine._persistence.transfer.flush(5.0)
+    status = engine.status().disk
+    engine.close()
+    assert status is not None
+    assert "--disk-cache allows only 48.8 KiB, too little for KV" in status.trouble
+    assert tree_bytes(directory) < 50_000
