@@ -97,7 +97,7 @@ def test_a_model_with_the_kernel_everywhere_computes_the_same_eagerly_and_captur
 def test_a_loaded_models_outcomes_are_kept_and_not_raced_for_again(tmp_path: Path) -> None:
     loaded = load_tiny("llama", tmp_path / "model", "cuda")
     state = tmp_path / "state"
-    # As many loads as it takes: each has two seconds, compilation and all.
+    # As many loads as it takes: each has two seconds to race in, and ten with compiling.
     for _ in range(20):
         won = settle_products(loaded, state)
     kept = RaceMemory(state, machine_name(loaded.device)).read()

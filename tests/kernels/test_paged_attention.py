@@ -32,6 +32,12 @@ def test_where_blocks_lie_makes_no_difference(block_size: int, layout: str) -> N
     check_attention(case, MIXED, "cpu", block_size=block_size, layout=layout)
 
 
+@pytest.mark.parametrize("impl", ["cpu", "reference"])
+@pytest.mark.parametrize("new_tokens", [1, 5, 17])
+def test_a_long_context_whose_last_block_holds_one_token(new_tokens: int, impl: str) -> None:
+    check_attention(CASES["odd heads"], [(new_tokens, 4097), (1, 1)], impl)
+
+
 @pytest.mark.parametrize("new_tokens", [1, 16, 17, 300, 1000])
 @pytest.mark.parametrize("name", ["full", "window 100", "chunk 48", "softcap", "sinks"])
 def test_a_thousand_tokens_in_every_manner_of_chunk(name: str, new_tokens: int) -> None:

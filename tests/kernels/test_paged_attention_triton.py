@@ -122,6 +122,12 @@ def test_queries_and_pools_may_be_strided(interpreter: Interpreter) -> None:
     interpreter(check_strided_tensors)
 
 
+@pytest.mark.parametrize(("new", "dtype"), [(1, torch.float32), (5, torch.float16)], ids=str)
+def test_a_long_context(interpreter: Interpreter, new: int, dtype: torch.dtype) -> None:
+    lengths = ((new, 4097), (1, 257), (new, new))
+    interpreter(check_attention, CASES["odd heads"], lengths, "triton", "cpu", dtype)
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("new", [1, 5, 17, 257])
 @pytest.mark.parametrize("name", CASES)
