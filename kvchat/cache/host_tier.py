@@ -16,6 +16,7 @@ from kvchat.cache.host_memory import HostMemory
 from kvchat.cache.radix_node import TOKEN_BYTES
 from kvchat.cache.tier import Found
 from kvchat.core.stats import TierStatus
+from kvchat.core.types import Lack
 
 # What one process keeps in its memory needs no identity.
 _ROOT = root_key(b"host")
@@ -220,8 +221,11 @@ class HostTier:
 
     # The contract of tiers
 
-    def find(self, keys: Sequence[bytes], packed: bytes) -> list[Found]:
-        """Return the leading blocks of a prompt that are here, each as a pack of one."""
+    def find(self, keys: Sequence[bytes], packed: bytes, is_one_shot: bool = False) -> list[Found]:
+        """Return the leading blocks of a prompt that are here, each as a pack of one.
+
+        Here all uses count alike: what goes is what was used longest ago.
+        """
         return [
             Found(key, number, 1) for number, key in enumerate(keys[: self.count(keys, packed)])
         ]
@@ -237,7 +241,7 @@ class HostTier:
         torch.frombuffer(image, dtype=torch.uint8).copy_(self._memory.row(entry.slot))
         return memoryview(image)
 
-    def write(self, head: PackHead, image: memoryview) -> bool:
+    def write(self, head: PackHead, image: memoryview, is_one_shot: bool = False) -> bool:
         """Keep the blocks of a pack that are not here; false where there is not room for all."""
         keys = chain_keys(head.parent, head.ids, self._ids_bytes)
         while (loan := self.offer(head.parent, keys, head.ids)).keys:
@@ -247,6 +251,10 @@ class HostTier:
                 row.copy_(torch.frombuffer(bits, dtype=torch.uint8))
             self.settle(loan, is_filled=True)
         return all(key in self._entries for key in keys)
+
+    def why(self, key: bytes, packed: bytes, num_found: int) -> Lack:
+        """Return why a block is not there: it had to make room, as far as this tier ever had it."""
+        return Lack.EVICTED if self._num_evicted else Lack.NEVER_WRITTEN
 
     def status(self) -> TierStatus:
         """Return what the tier holds and has done; may be asked from any thread."""

@@ -1,17 +1,21 @@
 """HostTier against its naive twin, a dict of images; its limit, and what goes first."""
 
+import inspect
 import random
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 
 from kvchat.cache.block_key import chain_keys
 from kvchat.cache.codec import PackHead
+from kvchat.cache.disk_tier import DiskTier
 from kvchat.cache.host_memory import HostMemory
 from kvchat.cache.host_tier import HostTier, Loan
 from kvchat.cache.radix_node import pack
 from kvchat.cache.tier import Tier
+from kvchat.core.types import Lack
+from support.memory_tier import MemoryTier
 from support.soak_sizes import short_and_long
 
 SIZE = 2
@@ -51,9 +55,28 @@ def num_found(tier: HostTier, ids: Sequence[int], first: int = 0) -> int:
     return len(found)
 
 
-def test_it_is_a_tier() -> None:
-    tier: Tier = new_tier(4)
+@pytest.mark.parametrize("store", [HostTier, DiskTier, MemoryTier])
+def test_every_store_keeps_the_one_contract(store: type) -> None:
+    """The host's had fallen behind: who asked it as a tier is asked got a TypeError."""
+    asked = [name for name, each in vars(Tier).items() if inspect.isfunction(each)]
+    for name in ("find", "read", "write", "why", "quarantine", "status", "close"):
+        assert name in asked
+        assert parameters(getattr(store, name)) == parameters(getattr(Tier, name)), name
+
+
+def parameters(function: Callable[..., object]) -> list[tuple[str, object]]:
+    return [(each.name, each.default) for each in inspect.signature(function).parameters.values()]
+
+
+def test_what_is_not_there_had_to_go_or_never_came() -> None:
+    tier = new_tier(4)
+    assert tier.why(keys_of(tier, STORY)[0], pack(STORY), 0) is Lack.NEVER_WRITTEN
+
+    write(tier, STORY[:16])
+    write(tier, [99, *STORY[1:16]])
+
     assert tier.status().limit_bytes == 4 * IMAGE_BYTES
+    assert tier.why(keys_of(tier, STORY)[0], pack(STORY), 0) is Lack.EVICTED
 
 
 def test_what_was_written_is_found_by_prefix_and_nothing_else_is() -> None:
