@@ -31,6 +31,7 @@ class Turn:
     finish       why an answer ended; None for user turns, and for an answer that was cut off by a
                  crash
     created_s    seconds since the epoch
+    is_adopted   another model's turn: it had other ids, and these are made of its text
     """
 
     turn_id: int
@@ -42,6 +43,7 @@ class Turn:
     created_s: float
     system: str | None = None
     finish: FinishReason | None = None
+    is_adopted: bool = False
 
     @property
     def is_partial(self) -> bool:
@@ -50,7 +52,8 @@ class Turn:
 
     def with_ids(self, token_ids: tuple[int, ...], tokenizer: str) -> "Turn":
         """Return the same turn as another tokenizer writes it."""
-        return replace(self, token_ids=token_ids, tokenizer=tokenizer)
+        is_adopted = bool(self.token_ids)
+        return replace(self, token_ids=token_ids, tokenizer=tokenizer, is_adopted=is_adopted)
 
 
 class Conversation:

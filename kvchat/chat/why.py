@@ -14,6 +14,8 @@ from kvchat.core.types import CachedTokens, Lack
 # Less than this is the rest of a block, which nobody keeps.
 _NOT_WORTH_MENTIONING = 32
 _TEXT_CHARS = 40
+# What tiers say of contexts that they have never heard of.
+_UNKNOWN = (None, Lack.NEVER_WRITTEN, Lack.NO_TIER)
 
 
 class Change(StrEnum):
@@ -71,6 +73,8 @@ def reuse_of(
     turn = conversation.turn(turn_id)
     asked = conversation.turn(turn.parent_id) if turn.role is Role.ASSISTANT else turn
     ids = tuple(conversation.context_ids(asked.turn_id))
+    if lack in _UNKNOWN and _is_first_of_a_model(conversation, asked, turn_id):
+        lack = Lack.OTHER_MODEL
     others = [leaf for leaf in conversation.leaves() if not _is_below(conversation, leaf, asked)]
     if asked.parent_id != ROOT:
         others.append(conversation.turn(asked.parent_id))
@@ -82,6 +86,14 @@ def reuse_of(
     if best is not None and common_len(ids, before) < min(len(ids), len(before)):
         change = _change(conversation, asked, best, common_len(ids, before))
     return Reuse(ids, before, change, cached, lack)
+
+
+def _is_first_of_a_model(conversation: Conversation, asked: Turn, turn_id: int) -> bool:
+    """Whether a turn is the first answer of this model to what another one wrote."""
+    others = (turn for turn in conversation.turns() if turn.turn_id != turn_id)
+    return any(turn.is_adopted for turn in conversation.path(asked.turn_id)) and not any(
+        turn.role is Role.ASSISTANT and not turn.is_adopted for turn in others
+    )
 
 
 def _is_copy(conversation: Conversation, turn: Turn) -> bool:

@@ -190,6 +190,25 @@ def test_what_else_may_change(changes: dict[str, object], expected: Change) -> N
     assert talk.why(again).change is expected
 
 
+def test_what_another_model_wrote_is_read_since_the_model_changed() -> None:
+    """With another tokenizer no tier knows such ids: they were said never to have been kept."""
+    talk = Talk()
+    talk.add(Role.ASSISTANT, "hello", talk.add(Role.USER, "tell me of cats " * 4, ROOT))
+    conversation = talk.conversation
+    for turn in list(conversation.turns()):
+        conversation.replace(turn.with_ids(turn.token_ids, "two"))
+    first = talk.add(Role.ASSISTANT, "fine", talk.add(Role.USER, "and dogs", 2))
+
+    for lack in (Lack.NEVER_WRITTEN, Lack.NO_TIER, None):
+        found = reuse_of(conversation, first, CachedTokens(), lack)
+        assert cause(found) == "model changed"
+        assert "the model changed" in "".join(explain(found, spell))
+    corrupt = reuse_of(conversation, first, CachedTokens(), Lack.CORRUPT)
+    assert cause(corrupt) == "corrupt", "the tier knows more"
+    second = talk.add(Role.ASSISTANT, "bye", talk.add(Role.USER, "well", first))
+    assert cause(reuse_of(conversation, second, CachedTokens(), None)) == "evicted"
+
+
 def test_a_path_written_anew_under_another_system_prompt_was_never_read() -> None:
     """All that /system wrote anew was once said to be evicted, before it was ever read."""
     talk = Talk("be kind. ")
