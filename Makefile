@@ -9,6 +9,8 @@ STAMP := $(VENV)/.installed
 DEV_STAMP := $(VENV)/.installed-dev
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c .ci/constraints.txt
 SOURCES := kvchat kernels tests
+# What is measured on a GPU; make test-gpu GPU_SHAPE=0.4b for a small one.
+GPU_SHAPE ?= 8b
 
 .DEFAULT_GOAL := help
 .PHONY: help chat test test-gpu soak bench check fmt demo-model clean
@@ -22,8 +24,9 @@ chat: $(STAMP)  ## install on first use, and chat with the shipped demo model
 test: $(DEV_STAMP)  ## everything that needs no GPU
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not soak and not gpu"
 
-test-gpu: $(DEV_STAMP)  ## the same kernels and engine on a CUDA device
+test-gpu: $(DEV_STAMP)  ## the same kernels and engine on a CUDA device, and its figures into docs/benchmarks
 	$(BIN)/python -m pytest -m gpu
+	$(BIN)/kvchat bench kernels decode prefill --device cuda --shape $(GPU_SHAPE) --record docs/benchmarks
 
 soak: $(DEV_STAMP)  ## the long random, fault and kill runs
 	$(BIN)/python -m pytest -m soak

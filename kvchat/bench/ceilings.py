@@ -1,8 +1,10 @@
-"""What this machine cannot exceed, measured: memory bandwidth for reading and for copying.
+"""What this machine cannot exceed: memory bandwidth and the rate of products.
 
-Knows how to saturate memory; knows no model.
+Both are measured; a GPU's bandwidth is also known from its datasheet. Knows how to saturate a
+device; knows no model.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -10,15 +12,39 @@ import torch
 from kvchat.bench.measure import timed
 
 _BYTES = {"cpu": 512 * 2**20, "cuda": 4 * 2**30}
+_PRODUCT_SIZE = {"cpu": 2048, "cuda": 8192}
 _REPEATS = 7
+# Bytes a second that makers promise, by the name torch has for a device.
+_DATASHEETS = {
+    "NVIDIA B200": 8.0e12,
+    "NVIDIA H200": 4.8e12,
+    "NVIDIA H100 80GB HBM3": 3.35e12,
+    "NVIDIA H100 PCIe": 2.0e12,
+    "NVIDIA A100-SXM4-80GB": 2.039e12,
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Bandwidth:
-    """Bytes per second; a copy counts what it reads and what it writes."""
+    """Bytes per second; a copy counts what it reads and what it writes.
+
+    `datasheet` is what the device's maker promises, None where that is not known.
+    """
 
     read: float
     copy: float
+    datasheet: float | None = None
+
+    def ceilings(self) -> Iterator[tuple[str, float]]:
+        """Yield each by a name to be read in a table."""
+        yield "reading, measured", self.read
+        yield "a copy, measured", self.copy
+        if self.datasheet is not None:
+            yield "the datasheet", self.datasheet
+
+    def __str__(self) -> str:
+        named = [f"{name} {rate / 1e9:,.1f} GB/s" for name, rate in self.ceilings()]
+        return f"bandwidth: {', '.join(named)}"
 
 
 def measure_bandwidth(device: torch.device) -> Bandwidth:
@@ -28,4 +54,15 @@ def measure_bandwidth(device: torch.device) -> Bandwidth:
     target = torch.empty_like(source)
     read = timed(lambda: source.sum(), _REPEATS)
     copy = timed(lambda: target.copy_(source), _REPEATS)
-    return Bandwidth(num_bytes / min(read.values), 2 * num_bytes / min(copy.values))
+    datasheet = None
+    if device.type == "cuda":
+        datasheet = _DATASHEETS.get(torch.cuda.get_device_name(device))
+    return Bandwidth(num_bytes / min(read.values), 2 * num_bytes / min(copy.values), datasheet)
+
+
+def measure_products(device: torch.device, dtype: torch.dtype) -> float:
+    """Return the multiplications and additions a second of one large product; best of several."""
+    size = _PRODUCT_SIZE[device.type]
+    one = torch.randn(size, size, dtype=dtype, device=device)
+    other = torch.randn(size, size, dtype=dtype, device=device)
+    return 2 * size**3 / min(timed(lambda: one @ other, _REPEATS).values)

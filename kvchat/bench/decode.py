@@ -1,10 +1,10 @@
 """Scenario `decode`: tokens a second of one request, by context length.
 
-Beside transformers' `generate` in the same run, llama.cpp where it is installed and given the model
-as GGUF, and the ceiling that reading the weights and the KV once a token sets. A token's time is
-also fitted as a + b * context: a is the weights, b the KV. No figure where ours and transformers do
-not generate the same; with fewer bits, which change what is generated, where the two passes over
-the very same weights do not agree.
+Beside transformers' `generate` in the same run, and llama.cpp where it is installed and given the
+model as GGUF; the bytes a token moves, the weights and its KV once, beside what memory allows. A
+token's time is also fitted as a + b * context: a is the weights, b the KV. No figure where ours and
+transformers do not generate the same; with fewer bits, which change what is generated, where the
+two passes over the very same weights do not agree.
 """
 
 import importlib.util
@@ -13,7 +13,7 @@ import statistics
 import torch
 
 from kvchat.bench.ceilings import Bandwidth, measure_bandwidth
-from kvchat.bench.engines import complete, new_engine, random_ids
+from kvchat.bench.engines import complete, free_memory, new_engine, random_ids
 from kvchat.bench.measure import alternated
 from kvchat.bench.peers import LlamaCpp, Transformers
 from kvchat.bench.report import Figure, Result
@@ -23,7 +23,7 @@ from kvchat.engine.assembly import AssembledEngine
 from kvchat.model.self_test import compare_with_own
 from kvchat.model.weight_only import pack_of
 
-_CONTEXTS = (128, 1024, 4096)
+_CONTEXTS = {"cpu": (128, 1024, 4096), "cuda": (1024, 8192, 32768)}
 _NUM_TOKENS = 64
 _MIN_COSINE = 0.98
 
@@ -41,23 +41,23 @@ def run(setup: BenchSetup) -> Result:
     }
     peer = Transformers(setup.source, loaded.device, loaded.dtype)
     refusal = _difference(assembled, peer)
-    # Comparing rebinds the model to pools of its own; measure on a fresh engine.
-    assembled = new_engine(setup.source, setup.model, setup.cache)
     if refusal:
         return Result("decode", settings, refusal=refusal)
-    bandwidth = measure_bandwidth(loaded.device)
+    # Comparing rebinds the model to pools of its own; measure on a fresh engine, for which there
+    # may be no room beside the first.
+    del assembled, loaded
+    free_memory()
+    assembled = new_engine(setup.source, setup.model, setup.cache)
+    bandwidth = measure_bandwidth(assembled.loaded.device)
     figures: list[Figure] = []
     rates: dict[int, float] = {}
-    for length in (setup.scaled(length) for length in _CONTEXTS):
+    for length in dict.fromkeys(map(setup.scaled, _CONTEXTS[settings["device"]])):
         if length + _NUM_TOKENS < assembled.engine.max_context:
-            figures += _measure(setup, assembled, peer, bandwidth, length)
-            rates[length + _NUM_TOKENS // 2] = figures[-1].value
+            beside_peer, *moved = _measure(setup, assembled, peer, bandwidth, length)
+            figures += [beside_peer, *moved]
+            rates[length + _NUM_TOKENS // 2] = beside_peer.value
     llama, note = _beside_llama_cpp(setup, rates)
-    notes = (
-        f"measured read bandwidth {bandwidth.read / 1e9:.1f} GB/s, "
-        f"copy {bandwidth.copy / 1e9:.1f} GB/s",
-        note,
-    )
+    notes = (str(bandwidth), note)
     return Result(
         "decode", settings, (*figures, *_fit(assembled, bandwidth, rates), *llama), notes=notes
     )
@@ -94,7 +94,7 @@ def _measure(
 
     mine, theirs = alternated(ours, lambda: peer.decode_rate(prompt, _NUM_TOKENS), setup.repeats)
     kv_bytes = engine.cache.kv_pool.geometry.token_bytes * (length + _NUM_TOKENS // 2)
-    ceiling = bandwidth.read / (_streamed_bytes(assembled) + kv_bytes)
+    num_bytes = streamed_bytes(assembled) + kv_bytes
     name = f"context {length:,}"
     return [
         Figure(
@@ -108,15 +108,18 @@ def _measure(
             "1.5",
             mine.spread,
         ),
-        Figure(
-            name,
-            mine.median,
-            "tokens/s",
-            ceiling,
-            "reading weights and KV once",
-            mine.median / ceiling,
-            "of the ceiling",
-            spread=mine.spread,
+        *(
+            Figure(
+                f"{name}: {num_bytes / 1e6:,.4g} MB a token",
+                mine.median * num_bytes / 1e9,
+                "GB/s",
+                ceiling / 1e9,
+                ceiling_name,
+                mine.median * num_bytes / ceiling,
+                "of that",
+                spread=mine.spread,
+            )
+            for ceiling_name, ceiling in bandwidth.ceilings()
         ),
     ]
 
@@ -126,7 +129,7 @@ def _fit(assembled: AssembledEngine, bandwidth: Bandwidth, rates: dict[int, floa
     if len(rates) < 2 or not all(rates.values()):
         return []
     slope, start = statistics.linear_regression(list(rates), [1 / r for r in rates.values()])
-    weights_s = _streamed_bytes(assembled) / bandwidth.read
+    weights_s = streamed_bytes(assembled) / bandwidth.read
     kv_s = assembled.engine.cache.kv_pool.geometry.token_bytes / bandwidth.read
     return [
         Figure(
@@ -176,7 +179,7 @@ def _beside_llama_cpp(setup: BenchSetup, rates: dict[int, float]) -> tuple[list[
     return figures, f"llama.cpp: {setup.gguf.name}, not checked to be the same model"
 
 
-def _streamed_bytes(assembled: AssembledEngine) -> int:
+def streamed_bytes(assembled: AssembledEngine) -> int:
     """Return the weight bytes a token needs: all but an embedding table that is only looked up."""
     module = assembled.loaded.module
     total = sum(parameter.nbytes for parameter in module.parameters())

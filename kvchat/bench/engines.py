@@ -3,6 +3,7 @@
 Knows how to run requests to their end and read off what they cost.
 """
 
+import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +39,12 @@ def new_engine(
 ) -> AssembledEngine:
     """Build an engine; what it learns about the model is kept between runs in `state` only."""
     return build_engine(source, model, cache, engine or EngineConfig(), state, lambda event: None)
+
+
+def free_memory() -> None:
+    """Give back what engines held that nobody knows any more, before another is built."""
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def complete(engine: Engine, prompt_ids: Sequence[int], max_tokens: int) -> Completion:

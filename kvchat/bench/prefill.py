@@ -1,9 +1,17 @@
 """Scenario `prefill`: tokens a second of reading a prompt, by its length, nothing cached.
 
-Beside transformers' forward pass over the same prompt in the same run.
+Beside transformers' forward pass over the same prompt in the same run; its products beside the rate
+of one large product, and its bytes beside what memory allows.
 """
 
-from kvchat.bench.engines import complete, new_engine, random_ids
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import nn
+
+from kvchat.bench.ceilings import Bandwidth, measure_bandwidth, measure_products
+from kvchat.bench.decode import streamed_bytes
+from kvchat.bench.engines import complete, free_memory, new_engine, random_ids
 from kvchat.bench.measure import alternated
 from kvchat.bench.peers import Transformers
 from kvchat.bench.report import Figure, Result
@@ -12,7 +20,7 @@ from kvchat.core.types import rate
 from kvchat.engine.assembly import AssembledEngine
 from kvchat.model.self_test import compare_with_own
 
-_LENGTHS = (128, 1024, 4096)
+_LENGTHS = {"cpu": (128, 1024, 4096), "cuda": (1024, 8192, 32768)}
 _MIN_COSINE = 0.98
 
 
@@ -29,12 +37,28 @@ def run(setup: BenchSetup) -> Result:
     }
     if compare_with_own(loaded) < _MIN_COSINE:
         return Result("prefill", settings, refusal="the paged pass differs from the model's own")
-    # Comparing rebinds the model to pools of its own; measure on a fresh engine.
+    # Comparing rebinds the model to pools of its own; measure on a fresh engine, for which there
+    # may be no room beside the first.
+    del assembled, loaded
+    free_memory()
     assembled = new_engine(setup.source, setup.model, setup.cache)
-    peer = Transformers(setup.source, loaded.device, loaded.dtype)
-    lengths = [setup.scaled(length) for length in _LENGTHS]
-    fitting = [length for length in lengths if length + 1 < assembled.engine.max_context]
-    return Result("prefill", settings, tuple(_measure(setup, assembled, peer, n) for n in fitting))
+    device, dtype = assembled.loaded.device, assembled.loaded.dtype
+    peer = Transformers(setup.source, device, dtype)
+    ceilings = _Ceilings(measure_bandwidth(device), measure_products(device, dtype))
+    figures: list[Figure] = []
+    for length in dict.fromkeys(map(setup.scaled, _LENGTHS[device.type])):
+        if length + 1 < assembled.engine.max_context:
+            beside_peer = _measure(setup, assembled, peer, length)
+            figures += [beside_peer, *_beside_ceilings(assembled, ceilings, length, beside_peer)]
+    return Result("prefill", settings, tuple(figures), notes=(str(ceilings.bandwidth),))
+
+
+@dataclass(frozen=True, slots=True)
+class _Ceilings:
+    """`products` in multiplications and additions a second."""
+
+    bandwidth: Bandwidth
+    products: float
 
 
 def _measure(
@@ -60,3 +84,53 @@ def _measure(
         "times the peer",
         spread=mine.spread,
     )
+
+
+def _beside_ceilings(
+    assembled: AssembledEngine, ceilings: _Ceilings, length: int, own: Figure
+) -> Iterator[Figure]:
+    """Yield what a prompt multiplies and what it moves, a second, each beside its ceiling."""
+    prompts_per_s = own.value / length
+    flops = num_flops(assembled, length)
+    yield Figure(
+        f"{own.name}: {flops / 1e12:,.3g} TFLOP",
+        flops * prompts_per_s / 1e12,
+        "TFLOP/s",
+        ceilings.products / 1e12,
+        "one large product, measured",
+        flops * prompts_per_s / ceilings.products,
+        "of that",
+        spread=own.spread,
+    )
+    num_steps = -(-length // assembled.engine.status().max_step_tokens)
+    num_bytes = num_steps * streamed_bytes(assembled)
+    num_bytes += length * assembled.engine.cache.kv_pool.geometry.token_bytes
+    for name, ceiling in ceilings.bandwidth.ceilings():
+        yield Figure(
+            f"{own.name}: {num_bytes / 1e6:,.4g} MB",
+            num_bytes * prompts_per_s / 1e9,
+            "GB/s",
+            ceiling / 1e9,
+            name,
+            num_bytes * prompts_per_s / ceiling,
+            "of that",
+            spread=own.spread,
+        )
+
+
+def num_flops(assembled: AssembledEngine, length: int) -> int:
+    """Return the multiplications and additions of reading a prompt.
+
+    Two for each token and each weight of a linear layer, the head's for the last token alone, and
+    for each pair of a token and one it sees two for each dimension of a key and of a value. As for
+    a dense model: where tokens go to some experts only, it is more than there are.
+    """
+    loaded = assembled.loaded
+    head = loaded.module.get_output_embeddings()
+    own = sum(m.weight.numel() for m in loaded.module.modules() if isinstance(m, nn.Linear))
+    in_head = head.weight.numel() if isinstance(head, nn.Linear) else 0
+    total = 2 * (length * (own - in_head) + in_head)
+    for layer in loaded.spec.layers:
+        pairs = sum(p + 1 - layer.span.first_visible(p) for p in range(length))
+        total += 2 * pairs * layer.num_heads * (layer.key_dim + layer.value_dim)
+    return total

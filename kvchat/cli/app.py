@@ -140,9 +140,7 @@ def bench(
         ),
     ] = None,
     model: Annotated[str | None, _setting("model", "-m", "--model", metavar="NAME")] = None,
-    shape: Annotated[
-        str, typer.Option(help="without a model: random weights in this shape")
-    ] = "0.4b",
+    shape: Annotated[str, typer.Option(help="of random weights, without a model")] = "0.4b",
     dtype: Annotated[str, typer.Option(help="of random weights", metavar="NAME")] = "bfloat16",
     weights: Annotated[str, _setting("weights", metavar="NAME")] = "auto",
     device: Annotated[str, _setting("device", metavar="NAME")] = "auto",
@@ -152,6 +150,7 @@ def bench(
     repeats: Annotated[int, typer.Option(help="of every measurement", metavar="N", min=1)] = 5,
     sessions: Annotated[Path | None, typer.Option(help="recorded conversations to replay")] = None,
     gguf: Annotated[Path | None, typer.Option(help="the same model for llama.cpp")] = None,
+    record: Annotated[Path | None, typer.Option(help="a directory for the report")] = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="small lengths: does it run? No figures to quote")
     ] = False,
@@ -174,6 +173,7 @@ def bench(
             is_quick=quick,
             sessions=sessions,
             gguf=gguf,
+            record=record,
         )
     )
 

@@ -3,11 +3,15 @@
 Knows flags; measures nothing.
 """
 
+import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvchat.core.config import CacheConfig, ModelConfig, parse_size
+from kvchat.core.config import CacheConfig, ModelConfig, Size, parse_size
+
+# A peer and a second engine with weights of their own need room beside the KV.
+_SHARE_OF_A_GPU = Size(share=0.2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,13 +31,16 @@ class BenchRequest:
     is_quick: bool
     sessions: Path | None
     gguf: Path | None
+    record: Path | None = None
 
 
 def run_bench(request: BenchRequest) -> None:
-    """Run the scenarios asked for, or all of them."""
+    """Run the scenarios asked for, or all of them; keep what they found where that is asked for."""
+    from kvchat.bench.record import record
     from kvchat.bench.report import print_json, print_result
     from kvchat.bench.scenarios import DEFAULT_NAMES, BenchSetup, scenario
     from kvchat.bench.subjects import subject
+    from kvchat.model.device import choose_device
 
     extra = ("replay",) if request.sessions is not None else ()
     names = request.scenarios or (*DEFAULT_NAMES, *extra)
@@ -42,6 +49,9 @@ def run_bench(request: BenchRequest) -> None:
     model = ModelConfig(
         request.model or "demo", request.device, "auto", request.threads, request.weights
     )
+    device = choose_device(model)  # before gigabytes of weights are made up for it
+    if size is None and device.type == "cuda":
+        size = _SHARE_OF_A_GPU
     cache = CacheConfig(block_size=request.block_size, device_bytes=size)
     results = []
     with subject(request.model, request.shape, request.dtype) as source:
@@ -57,4 +67,8 @@ def run_bench(request: BenchRequest) -> None:
         for function in functions:
             results.append(function(setup))
             print_result(results[-1], sys.stdout)
+    if request.record is not None:
+        command = shlex.join(["kvchat", *sys.argv[1:]])
+        for path in record(results, request.record, device, command):
+            sys.stderr.write(f"{path}\n")
     print_json(results, sys.stdout)

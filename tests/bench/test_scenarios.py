@@ -3,10 +3,16 @@
 import io
 import json
 import math
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
+from kvchat.bench.engines import new_engine
+from kvchat.bench.prefill import num_flops
+from kvchat.bench.record import record
 from kvchat.bench.report import Result, print_json, print_result
 from kvchat.bench.scenarios import DEFAULT_NAMES, BenchSetup, scenario
 from kvchat.core.config import CacheConfig, ModelConfig, Size
@@ -115,6 +121,89 @@ def test_a_tokens_time_is_fitted_by_its_context(checkpoint: Path) -> None:
     assert "a token, without its context" in names
     assert "a thousand tokens of context" in names
     assert any("llama.cpp: not run" in note for note in result.notes)
+
+
+def test_what_is_moved_is_read_against_every_ceiling(checkpoint: Path) -> None:
+    """A token reads the weights once, all but the table of embeddings, and its KV once."""
+    result = scenario("decode")(quick(checkpoint))
+
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    streamed = sum(parameter.nbytes for parameter in model.parameters())
+    streamed -= model.get_input_embeddings().weight.nbytes
+    [rate] = {f.value for f in result.figures if f.name == "context 32"}
+    moved = [f for f in result.figures if f.name.startswith("context 32: ")]
+    assert [f.beside_name for f in moved] == ["reading, measured", "a copy, measured"]
+    for figure in moved:
+        assert figure.value > rate * streamed / 1e9
+        assert figure.value == pytest.approx(rate * streamed / 1e9, rel=0.5)
+        assert figure.ratio == pytest.approx(figure.value / (figure.beside or 0.0))
+
+
+def test_a_prompts_products_are_counted_as_naively(checkpoint: Path) -> None:
+    assembled = new_engine(find_model(str(checkpoint)), ModelConfig(str(checkpoint)), SMALL)
+    module, layers = assembled.loaded.module, assembled.loaded.spec.layers
+    head = module.get_output_embeddings().weight
+    weights = sum(p.numel() for n, p in module.named_parameters() if p.ndim == 2)
+    weights -= module.get_input_embeddings().weight.numel() + head.numel()
+
+    naive = 2 * head.numel()
+    for position in range(9):
+        naive += 2 * weights
+        naive += sum(
+            2 * (position + 1) * each.num_heads * (each.key_dim + each.value_dim) for each in layers
+        )
+    assert num_flops(assembled, 9) == naive
+
+
+def test_a_report_is_kept_under_the_devices_name(checkpoint: Path, tmp_path: Path) -> None:
+    """There was no way to keep what a GPU showed but to copy it from the terminal."""
+    result = scenario("radix")(quick(checkpoint))
+
+    text, data = record([result], tmp_path / "new", torch.device("cpu"), "kvchat bench radix")
+
+    document = json.loads(data.read_text())
+    assert text.with_suffix(".json") == data
+    assert data.parent == tmp_path / "new"
+    assert document["command"] == "kvchat bench radix"
+    assert document["machine"]["processor"].lower().split()[0] in data.name
+    assert document["results"] == [json.loads(json.dumps(asdict(result)))]
+    page = text.read_text()
+    assert "$ kvchat bench radix\n" in page
+    assert all(figure.name in page for figure in result.figures)
+    assert f"torch {torch.__version__}" in page
+
+
+def test_a_report_that_cannot_be_kept_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+
+    with pytest.raises(UsageError, match="cannot be written"):
+        record([], tmp_path / "file", torch.device("cpu"), "kvchat bench")
+
+
+def test_the_command_keeps_a_report_where_it_is_told_to(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+
+    done = Shell(home).run(
+        "bench", "radix", "--shape", "tiny", "--quick", "--repeats", "1", "--record", "reports"
+    )
+
+    assert done.returncode == 0, done.stderr
+    [data] = (home / "reports").glob("*.json")
+    assert json.loads(data.read_text())["command"].startswith("kvchat bench radix --shape tiny")
+    assert data.with_suffix(".md").exists()
+    assert data.name in done.stderr.decode()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_device_that_is_not_there_is_told_before_anything_is_made_for_it(tmp_path: Path) -> None:
+    """Sixteen gigabytes of random weights were written first."""
+    done = Shell(tmp_path).run(
+        "bench", "kernels", "--shape", "8b", "--device", "cuda", TMPDIR=str(tmp_path / "nowhere")
+    )
+
+    assert done.returncode == 3
+    assert b"no usable CUDA device" in done.stderr
 
 
 def test_nothing_to_replay_is_said(checkpoint: Path, tmp_path: Path) -> None:
