@@ -51,7 +51,7 @@ def run(setup: BenchSetup) -> Result:
     bandwidth = measure_bandwidth(assembled.loaded.device)
     figures: list[Figure] = []
     rates: dict[int, float] = {}
-    for length in dict.fromkeys(map(setup.scaled, _CONTEXTS[settings["device"]])):
+    for length in dict.fromkeys(map(setup.scaled, _CONTEXTS[assembled.loaded.device.type])):
         if length + _NUM_TOKENS < assembled.engine.max_context:
             beside_peer, *moved = _measure(setup, assembled, peer, bandwidth, length)
             figures += [beside_peer, *moved]

@@ -1,101 +1,24 @@
-"""The kernels as things to be measured: data, the bytes that have to move, a twin, a peer.
+"""The kernels as things to be measured: data, the bytes that have to move, a twin, peers.
 
 Knows the shapes a decode step has. Measures nothing.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 import torch
 from torch.nn import functional
 
+from kvchat.bench.attention_cases import BLOCK_SIZE, attention_cases
+from kvchat.bench.kernel_case import KernelCase, KernelShape, Peer, Place
 from kvchat_kernels.block_copy import PoolTensors, copy_blocks, gather_blocks
-from kvchat_kernels.paged_attention import PagedSequences, paged_attention
 from kvchat_kernels.rms_norm import add_rms_norm
 from kvchat_kernels.rope_kv_write import HeadNorms, Rotation, StepKv, rope_kv_write
 from kvchat_kernels.sampler import SamplerRows, sample_tokens
 from kvchat_kernels.silu_mul import silu_mul
 from kvchat_kernels.skinny_linear import skinny_linear
 
-_BLOCK_SIZE = 16
 _ROWS = (1, 5, 16)
-_CHUNK = 512  # new tokens on a context that is known
-
-
-@dataclass(frozen=True, slots=True)
-class KernelShape:
-    """The sizes of a model that its kernels see."""
-
-    hidden: int
-    intermediate: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab: int
-    num_layers: int
-
-    @classmethod
-    def of(cls, config: Any) -> "KernelShape":
-        """Read them from a configuration of transformers."""
-        num_heads = config.num_attention_heads
-        return cls(
-            hidden=config.hidden_size,
-            intermediate=config.intermediate_size,
-            num_heads=num_heads,
-            num_kv_heads=getattr(config, "num_key_value_heads", None) or num_heads,
-            head_dim=getattr(config, "head_dim", None) or config.hidden_size // num_heads,
-            vocab=config.vocab_size,
-            num_layers=config.num_hidden_layers,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where cases live: device, dtype, bytes of the cache that must not hold what is measured."""
-
-    device: torch.device
-    dtype: torch.dtype
-    cache_bytes: int
-
-    def random(self, *shape: int) -> torch.Tensor:
-        return torch.randn(*shape, dtype=self.dtype, device=self.device)
-
-    def copies(self, num_bytes: int) -> int:
-        """Return how many sets of `num_bytes` are more than the cache holds twice over."""
-        return min(64, 1 + 2 * self.cache_bytes // num_bytes)
-
-
-@dataclass(frozen=True, slots=True)
-class KernelCase:
-    """One kernel on one shape.
-
-    num_bytes        what has to be read and written, each once
-    is_read_only     nearly all of that is reading
-    run              runs the kernel on the i-th of `num_sets` sets of data
-    twin             computes in plain torch what `run` returns for set 0
-    peer             runs on set i what the kernel is to be better than
-    num_flops        multiplications and additions of a kernel that these bound, not bytes; else 0
-    """
-
-    name: str
-    num_bytes: int
-    is_read_only: bool
-    num_sets: int
-    run: Callable[[int], torch.Tensor]
-    twin: Callable[[], torch.Tensor]
-    peer: Callable[[int], object] | None = None
-    peer_name: str = ""
-    num_flops: int = 0
-
-    def is_right(self) -> bool:
-        """Compare with the twin: equal integers, or all numbers as close as their dtype tells."""
-        ours, expected = self.run(0), self.twin()
-        if not ours.is_floating_point():
-            return torch.equal(ours, expected)
-        tolerance = 8 * torch.finfo(ours.dtype).eps * expected.abs().max().item()
-        return torch.allclose(ours.float(), expected.float(), rtol=0.0, atol=tolerance)
 
 
 def kernel_cases(
@@ -110,11 +33,7 @@ def kernel_cases(
     yield from _products(shape, place)
     yield from _samplers(shape, place)
     for context in contexts:
-        for num_rows in (1, 5):
-            yield _attention(shape, place, context, num_rows)
-        yield _prefill(shape, place, context, context)
-        if context > _CHUNK:
-            yield _prefill(shape, place, context, _CHUNK)
+        yield from attention_cases(shape, place, context)
 
 
 def _norm(shape: KernelShape, place: Place) -> KernelCase:
@@ -149,7 +68,7 @@ def _rope(shape: KernelShape, place: Place, num_rows: int) -> KernelCase:
     query, key, value = (part.view(num_rows, -1, dim) for part in merged.split(widths, dim=1))
     angles = torch.rand(num_rows, dim // 2, device=place.device)
     rotation = Rotation(angles.cos(), angles.sin())
-    pool = place.random(1 + num_rows // _BLOCK_SIZE, _BLOCK_SIZE, kv_heads, dim)
+    pool = place.random(1 + num_rows // BLOCK_SIZE, BLOCK_SIZE, kv_heads, dim)
     step = StepKv(pool, pool.clone(), torch.arange(num_rows, device=place.device))
     norms = HeadNorms(place.random(dim), place.random(dim), 1e-6)
 
@@ -167,7 +86,7 @@ def _rope(shape: KernelShape, place: Place, num_rows: int) -> KernelCase:
 
 
 def _block_copies(shape: KernelShape, place: Place) -> Iterator[KernelCase]:
-    block = (_BLOCK_SIZE, shape.num_kv_heads, shape.head_dim)
+    block = (BLOCK_SIZE, shape.num_kv_heads, shape.head_dim)
     num_blocks = 64
     tensors = [place.random(2 * num_blocks, *block) for _ in range(2 * shape.num_layers)]
     pools = PoolTensors(tensors)
@@ -217,8 +136,7 @@ def _product(name: str, weights: list[torch.Tensor], rows: torch.Tensor) -> Kern
         len(weights),
         lambda i: skinny_linear(rows, weights[i]),
         lambda: skinny_linear(rows, weights[0], impl="reference"),
-        lambda i: functional.linear(rows, weights[i]),
-        "torch's linear",
+        (Peer("torch's linear", lambda i: functional.linear(rows, weights[i])),),
     )
 
 
@@ -250,76 +168,3 @@ def _samplers(shape: KernelShape, place: Place) -> Iterator[KernelCase]:
 
 def _sample(logits: torch.Tensor, rows: SamplerRows, _: int) -> torch.Tensor:
     return sample_tokens(logits, rows)
-
-
-def _attention(shape: KernelShape, place: Place, context: int, num_rows: int) -> KernelCase:
-    step = _AttentionStep(shape, place, context, num_rows)
-    return KernelCase(
-        f"attention, {num_rows} rows on {context:,} tokens",
-        step.num_bytes,
-        True,
-        len(step.pools),
-        step.attend,
-        lambda: step.attend(0, "reference"),
-        step.contiguous,
-        "SDPA, contiguous KV, no mask",
-    )
-
-
-def _prefill(shape: KernelShape, place: Place, context: int, num_rows: int) -> KernelCase:
-    step = _AttentionStep(shape, place, context, num_rows)
-    pairs = num_rows * context - num_rows * (num_rows - 1) // 2
-    case = partial(
-        KernelCase,
-        f"prefill attention, {num_rows:,} new of {context:,} tokens",
-        step.num_bytes,
-        True,
-        len(step.pools),
-        step.attend,
-        num_flops=4 * pairs * shape.num_heads * shape.head_dim,
-    )
-    if num_rows < context:
-        return case(lambda: step.attend(0, "reference"))
-    # The reference would hold all scores at once.
-    peer = partial(step.contiguous, is_causal=True)
-    return case(lambda: peer(0), peer, "SDPA, contiguous KV, causal")
-
-
-class _AttentionStep:
-    """One sequence's new tokens and its KV, paged and contiguous, in as many sets as it takes."""
-
-    def __init__(self, shape: KernelShape, place: Place, context: int, num_rows: int) -> None:
-        blocks = -(-context // _BLOCK_SIZE)
-        size = (blocks + 1, _BLOCK_SIZE, shape.num_kv_heads, shape.head_dim)
-        self.num_bytes = 2 * context * shape.num_kv_heads * shape.head_dim * place.dtype.itemsize
-        copies = place.copies(self.num_bytes)
-        self.pools = [(place.random(*size), place.random(*size)) for _ in range(copies)]
-        self._query = place.random(num_rows, shape.num_heads, shape.head_dim)
-        order = torch.randperm(blocks, dtype=torch.int32, device=place.device)[None] + 1
-        self._sequences = PagedSequences((num_rows,), (context,), order, _BLOCK_SIZE)
-        self._scale = shape.head_dim**-0.5
-        self._contiguous = [_gathered(pair, order[0], context) for pair in self.pools]
-
-    def attend(self, index: int, impl: str = "auto") -> torch.Tensor:
-        pools = self.pools[index]
-        return paged_attention(self._query, *pools, self._sequences, scale=self._scale, impl=impl)
-
-    def contiguous(self, index: int, is_causal: bool = False) -> torch.Tensor:
-        """Return what SDPA makes of the same, [num_rows, num_heads, dim]."""
-        key, value = self._contiguous[index]
-        rows = self._query.transpose(0, 1)[None]
-        out = functional.scaled_dot_product_attention(
-            rows, key, value, is_causal=is_causal, scale=self._scale, enable_gqa=True
-        )
-        return out[0].transpose(0, 1)
-
-
-def _gathered(
-    pools: tuple[torch.Tensor, torch.Tensor], order: torch.Tensor, context: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return keys and values as [1, num_kv_heads, context, dim], contiguous."""
-    key, value = (
-        pool[order.long()].flatten(0, 1)[:context].transpose(0, 1)[None].contiguous()
-        for pool in pools
-    )
-    return key, value

@@ -4,13 +4,16 @@ Captured in CUDA graphs, as a decode step runs them, on data that the cache does
 where a kernel does not compute what its twin does.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from transformers import AutoConfig
 
-from kvchat.bench.ceilings import Bandwidth, measure_bandwidth
-from kvchat.bench.kernel_cases import KernelCase, KernelShape, Place, kernel_cases
+from kvchat.bench.attention_cases import few_rows, has_flashinfer
+from kvchat.bench.ceilings import Bandwidth, measure_bandwidth, measure_products
+from kvchat.bench.kernel_case import KernelCase, KernelShape, Place
+from kvchat.bench.kernel_cases import kernel_cases
 from kvchat.bench.measure import Sample
 from kvchat.bench.report import Figure, Result
 from kvchat.bench.scenarios import BenchSetup
@@ -18,6 +21,8 @@ from kvchat.model.device import choose_device
 
 _CONTEXTS = (1024, 8192, 32768)
 _MIN_CALLS = 64
+# From so many bytes on a call is bound by them rather than by its launch.
+_BYTES_BOUND = 16e6
 
 
 def run(setup: BenchSetup) -> Result:
@@ -30,82 +35,122 @@ def run(setup: BenchSetup) -> Result:
     shape = KernelShape.of(AutoConfig.from_pretrained(setup.source.directory))
     cache_bytes = torch.cuda.get_device_properties(device).L2_cache_size
     place = Place(device, torch.bfloat16, cache_bytes)
-    bandwidth = measure_bandwidth(device)
+    ceilings = Ceilings(measure_bandwidth(device), measure_products(device, place.dtype))
     contexts = tuple(setup.scaled(length) for length in _CONTEXTS)
     figures: list[Figure] = []
+    notes = [f"{ceilings.bandwidth}; a call of few bytes is bound by its launch"]
+    if not has_flashinfer():
+        notes.append("FlashInfer: not installed")
     for case in kernel_cases(shape, place, contexts):
         if not case.is_right():
             reason = f"{case.name}: not what plain torch computes"
             return Result("kernels", settings, refusal=reason)
-        figures += case_figures(case, bandwidth, lambda call: _on_gpu(call, setup.repeats))
-    notes = (
-        f"measured read bandwidth {bandwidth.read / 1e9:,.0f} GB/s, "
-        f"copy {bandwidth.copy / 1e9:,.0f} GB/s; a call of few bytes is bound by its launch",
-    )
-    return Result("kernels", settings, tuple(figures), notes=notes)
+        found, missing = case_figures(case, ceilings, lambda call: _on_gpu(call, setup.repeats))
+        figures += found
+        notes += missing
+    figures += verifying_figures(figures, contexts)
+    return Result("kernels", settings, tuple(figures), notes=tuple(notes))
+
+
+@dataclass(frozen=True, slots=True)
+class Ceilings:
+    """`products` in multiplications and additions a second."""
+
+    bandwidth: Bandwidth
+    products: float
 
 
 def case_figures(
-    case: KernelCase, bandwidth: Bandwidth, measure: Callable[[Callable[[], int]], Sample]
-) -> list[Figure]:
-    """Return a kernel's time beside its ceiling's, and beside its peer's where it has one.
+    case: KernelCase, ceilings: Ceilings, measure: Callable[[Callable[[], int]], Sample]
+) -> tuple[list[Figure], list[str]]:
+    """Return a kernel's time beside its ceilings' and its peers', and why a peer is left out.
 
     measure   takes what makes some calls and returns their number; returns seconds per call
     """
     ours = measure(_every_set(case, case.run))
+    figures = list(_beside_ceilings(case, ceilings, ours))
+    missing = []
+    for peer in case.peers:
+        try:
+            if peer.is_same and not case.is_near_twin(peer.run(0)):
+                missing.append(f"{case.name}: {peer.name} computes something else")
+                continue
+            theirs = measure(_every_set(case, peer.run))
+        except Exception as error:  # somebody else's code may fail with anything
+            missing.append(f"{case.name}: {peer.name} failed, {type(error).__name__}")
+            continue
+        figures.append(_beside_peer(case, ours, theirs, peer.name))
+    return figures, missing
+
+
+def _beside_ceilings(case: KernelCase, ceilings: Ceilings, ours: Sample) -> Iterator[Figure]:
+    """Yield a kernel's time beside the first ceiling's, and its rate beside the others."""
     if case.num_flops:
-        return _product_figures(case, ours, measure)
-    limit = bandwidth.read if case.is_read_only else bandwidth.copy
-    ceiling_us = case.num_bytes / limit * 1e6
-    median_us = ours.median * 1e6
-    figures = [
-        Figure(
-            f"{case.name}: {case.num_bytes / 1e6:,.3g} MB",
-            median_us,
-            "us",
-            beside=ceiling_us,
-            beside_name="at the bandwidth of " + ("reading" if case.is_read_only else "a copy"),
-            ratio=ceiling_us / median_us,
-            ratio_name="of the bandwidth",
-            spread=ours.spread,
-        )
-    ]
-    if case.peer is not None:
-        theirs_us = measure(_every_set(case, case.peer)).median * 1e6
-        figures.append(
-            Figure(
-                f"{case.name}: beside torch",
-                median_us,
-                "us",
-                beside=theirs_us,
-                beside_name=case.peer_name,
-                ratio=theirs_us / median_us,
-                ratio_name="times as fast",
-            )
-        )
-    return figures
-
-
-def _product_figures(
-    case: KernelCase, ours: Sample, measure: Callable[[Callable[[], int]], Sample]
-) -> list[Figure]:
-    """Return the rate of a kernel that its products bound, beside its peer's."""
-    rate = case.num_flops / ours.median / 1e12
-    if case.peer is None:
-        return [Figure(case.name, rate, "TFLOP/s", spread=ours.spread)]
-    theirs = case.num_flops / measure(_every_set(case, case.peer)).median / 1e12
-    return [
-        Figure(
-            case.name,
-            rate,
+        rate = case.num_flops / ours.median
+        yield Figure(
+            f"{case.name}: {case.num_flops / 1e12:,.3g} TFLOP",
+            rate / 1e12,
             "TFLOP/s",
-            beside=theirs,
-            beside_name=case.peer_name,
-            ratio=rate / theirs,
-            ratio_name="times as fast",
+            ceilings.products / 1e12,
+            "one large product, measured",
+            rate / ceilings.products,
+            "of that",
             spread=ours.spread,
         )
-    ]
+        return
+    named = list(ceilings.bandwidth.ceilings())
+    first, *others = named if case.is_read_only else [named[1], named[0], *named[2:]]
+    name = f"{case.name}: {case.num_bytes / 1e6:,.3g} MB"
+    ceiling_s = case.num_bytes / first[1]
+    yield Figure(
+        name,
+        ours.median * 1e6,
+        "us",
+        ceiling_s * 1e6,
+        first[0],
+        ceiling_s / ours.median,
+        "of the bandwidth",
+        spread=ours.spread,
+    )
+    if case.num_bytes < _BYTES_BOUND:
+        return
+    rate = case.num_bytes / ours.median
+    for ceiling_name, ceiling in others:
+        yield Figure(
+            name, rate / 1e9, "GB/s", ceiling / 1e9, ceiling_name, rate / ceiling, "of that"
+        )
+
+
+def _beside_peer(case: KernelCase, ours: Sample, theirs: Sample, name: str) -> Figure:
+    return Figure(
+        f"{case.name}: beside others",
+        ours.median * 1e6,
+        "us",
+        theirs.median * 1e6,
+        name,
+        theirs.median / ours.median,
+        "times as fast",
+    )
+
+
+def verifying_figures(figures: Sequence[Figure], contexts: Sequence[int]) -> Iterator[Figure]:
+    """Yield what verifying five tokens takes beside decoding one, by context."""
+    times = {figure.name: figure.value for figure in figures if figure.unit == "us"}
+    for context in contexts:
+        one, five = (
+            next(value for name, value in times.items() if name.startswith(f"{found}:"))
+            for found in (few_rows(context, 1), few_rows(context, 5))
+        )
+        yield Figure(
+            f"attention on {context:,} tokens, 5 rows",
+            five,
+            "us",
+            one,
+            "1 row",
+            five / one,
+            "times as long",
+            "1.25",
+        )
 
 
 def _every_set(case: KernelCase, call: Callable[[int], object]) -> Callable[[], int]:

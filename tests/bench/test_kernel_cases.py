@@ -1,15 +1,25 @@
 """What `bench kernels` measures is right on a small shape, and refused where there is no GPU."""
 
+import sys
+from dataclasses import replace
+from importlib.machinery import ModuleSpec
+from itertools import pairwise
+from types import ModuleType
+
 import pytest
 import torch
 
+from kvchat.bench.attention_cases import attention_cases, few_rows
 from kvchat.bench.ceilings import Bandwidth
-from kvchat.bench.kernel_cases import KernelCase, KernelShape, Place, kernel_cases
-from kvchat.bench.kernels import case_figures, run
+from kvchat.bench.kernel_case import KernelCase, KernelShape, Peer, Place
+from kvchat.bench.kernel_cases import kernel_cases
+from kvchat.bench.kernels import Ceilings, case_figures, run, verifying_figures
 from kvchat.bench.measure import Sample
+from kvchat.bench.report import Figure
 from kvchat.bench.scenarios import NAMES, BenchSetup, scenario
 from kvchat.core.config import CacheConfig, ModelConfig
 from kvchat.model.source import find_model
+from kvchat_kernels.paged_attention import PagedSequences, paged_attention
 
 SHAPE = KernelShape(32, 48, 4, 2, 16, 100, 3)
 PLACE = Place(torch.device("cpu"), torch.float32, 4096)
@@ -38,13 +48,20 @@ def test_data_is_more_than_the_cache_holds_twice(cases: list[KernelCase]) -> Non
 
 
 def test_peers_compute_the_same_where_masks_do_not_differ(cases: list[KernelCase]) -> None:
-    compared = [case for case in cases if case.peer is not None and "5 rows on" not in case.name]
+    compared = [(case, peer) for case in cases for peer in case.peers if peer.is_same]
     assert len(compared) > 10
-    for case in compared:
-        assert case.peer is not None
-        theirs = case.peer(0)
-        assert isinstance(theirs, torch.Tensor)
-        assert torch.allclose(case.run(0).flatten(), theirs.flatten(), atol=1e-4), case.name
+    for case, peer in compared:
+        assert case.is_near_twin(peer.run(0)), f"{case.name}: {peer.name}"
+    others = [case.name for case in cases for peer in case.peers if not peer.is_same]
+    assert others == [few_rows(40, 5)]
+
+
+def test_sequences_that_decode_together_are_measured(cases: list[KernelCase]) -> None:
+    [batch] = [case for case in cases if "8 sequences" in case.name]
+    [alone] = [case for case in cases if case.name == few_rows(40, 1)]
+
+    assert batch.num_bytes == 8 * alone.num_bytes
+    assert batch.run(0).shape[0] == 8
 
 
 def test_a_wrong_kernel_is_seen(cases: list[KernelCase]) -> None:
@@ -54,32 +71,134 @@ def test_a_wrong_kernel_is_seen(cases: list[KernelCase]) -> None:
     assert not wrong.is_right()
 
 
+CEILINGS = Ceilings(Bandwidth(read=1e9, copy=2e9, datasheet=3e9), products=1e12)
+
+
 def test_figures_are_read_against_the_bandwidth_and_the_peer(cases: list[KernelCase]) -> None:
-    case = next(case for case in cases if case.peer is not None)
+    case = next(case for case in cases if case.peers)
     counted = []
 
     def measure(calls: object) -> Sample:
         counted.append(calls())  # type: ignore[operator]
         return Sample((2e-6 * len(counted),))
 
-    own, beside = case_figures(case, Bandwidth(read=1e9, copy=2e9), measure)
+    (own, beside), missing = case_figures(case, CEILINGS, measure)
 
     assert all(number >= 64 for number in counted)
     assert own.value == pytest.approx(2.0)
     assert own.beside == pytest.approx(case.num_bytes / 1e3)
     assert beside.ratio == pytest.approx(2.0)
+    assert not missing
+
+
+def test_what_is_bound_by_bytes_is_read_against_every_bandwidth(cases: list[KernelCase]) -> None:
+    case = replace(cases[0], num_bytes=40_000_000, peers=())
+    assert not case.is_read_only
+
+    figures, _ = case_figures(case, CEILINGS, lambda calls: Sample((0.1,)))
+
+    assert [figure.beside_name for figure in figures] == [
+        "a copy, measured",
+        "reading, measured",
+        "the datasheet",
+    ]
+    assert [figure.ratio for figure in figures] == pytest.approx([0.2, 0.4, 0.4 / 3])
 
 
 def test_a_prefill_is_read_as_a_rate_of_products(cases: list[KernelCase]) -> None:
     """40 new tokens see 1 to 40 keys, 820 pairs; in each of 4 heads two sums of 16 products."""
     case = next(case for case in cases if case.num_flops)
 
-    (figure,) = case_figures(case, Bandwidth(read=1e9, copy=2e9), lambda calls: Sample((1e-6,)))
+    (figure, beside), _ = case_figures(case, CEILINGS, lambda calls: Sample((1e-6,)))
 
     assert case.num_flops == 820 * 4 * (2 * 16 + 2 * 16)
     assert figure.unit == "TFLOP/s"
     assert figure.value == pytest.approx(case.num_flops / 1e-6 / 1e12)
-    assert figure.ratio == pytest.approx(1.0)
+    assert figure.ratio == pytest.approx(case.num_flops / 1e-6 / 1e12)
+    assert beside.ratio == pytest.approx(1.0)
+
+
+def test_a_peer_that_fails_or_computes_something_else_costs_a_note(cases: list[KernelCase]) -> None:
+    def boom(index: int) -> torch.Tensor:
+        raise RuntimeError("no such kernel")
+
+    peers = Peer("One", boom), Peer("Other", lambda i: cases[0].run(i) * 1.1)
+    case = replace(cases[0], peers=peers)
+
+    figures, missing = case_figures(case, CEILINGS, lambda calls: Sample((1e-6,)))
+
+    assert len(figures) == 1
+    assert missing == [
+        f"{case.name}: One failed, RuntimeError",
+        f"{case.name}: Other computes something else",
+    ]
+
+
+def test_verifying_is_read_against_decoding() -> None:
+    figures = [
+        Figure(f"{few_rows(1024, rows)}: 4.19 MB", value, "us") for rows, value in ((1, 8), (5, 9))
+    ]
+
+    [figure] = verifying_figures(figures, [1024])
+
+    assert (figure.value, figure.beside, figure.ratio) == (9, 8, 9 / 8)
+
+
+def test_flashinfer_is_given_the_same_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a stand-in that takes what FlashInfer's documentation says it takes."""
+    module = ModuleType("flashinfer")
+    module.BatchPrefillWithPagedKVCacheWrapper = PlainFlashInfer  # type: ignore[attr-defined]
+    module.__spec__ = ModuleSpec("flashinfer", None)
+    monkeypatch.setitem(sys.modules, "flashinfer", module)
+
+    found = list(attention_cases(SHAPE, PLACE, 40))
+
+    assert len(found) == 4
+    for case in found:
+        [peer] = [peer for peer in case.peers if peer.name == "FlashInfer"]
+        assert case.is_near_twin(peer.run(0)), case.name
+
+
+class PlainFlashInfer:
+    """FlashInfer's paged attention of many rows, in plain torch, causal from the end of the KV."""
+
+    def __init__(self, workspace: torch.Tensor, kv_layout: str) -> None:
+        assert kv_layout == "NHD"
+
+    def plan(
+        self,
+        qo_indptr: torch.Tensor,
+        paged_kv_indptr: torch.Tensor,
+        paged_kv_indices: torch.Tensor,
+        paged_kv_last_page_len: torch.Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim_qk: int,
+        page_size: int,
+        *,
+        causal: bool,
+        sm_scale: float,
+        q_data_type: torch.dtype,
+        kv_data_type: torch.dtype,
+    ) -> None:
+        assert causal
+        assert (num_qo_heads, num_kv_heads, head_dim_qk) == (4, 2, 16)
+        pages = [paged_kv_indices[start:end] for start, end in pairwise(paged_kv_indptr.tolist())]
+        lens = [
+            (len(ids) - 1) * page_size + last
+            for ids, last in zip(pages, paged_kv_last_page_len.tolist(), strict=True)
+        ]
+        query_lens = [end - start for start, end in pairwise(qo_indptr.tolist())]
+        tables = torch.stack(pages)
+        self._sequences = PagedSequences(tuple(query_lens), tuple(lens), tables, page_size)
+        self._scale = sm_scale
+
+    def run(
+        self, q: torch.Tensor, paged_kv_cache: tuple[torch.Tensor, torch.Tensor]
+    ) -> torch.Tensor:
+        return paged_attention(
+            q, *paged_kv_cache, self._sequences, scale=self._scale, impl="reference"
+        )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
