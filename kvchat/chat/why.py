@@ -12,7 +12,7 @@ from kvchat.chat.conversation import ROOT, Conversation, Role, Turn
 from kvchat.core.types import CachedTokens, Lack
 
 # Less than this is the rest of a block, which nobody keeps.
-_NOT_WORTH_MENTIONING = 32
+NOT_WORTH_MENTIONING = 32
 _TEXT_CHARS = 40
 # What tiers say of contexts that they have never heard of.
 _UNKNOWN = (None, Lack.NEVER_WRITTEN, Lack.NO_TIER)
@@ -55,7 +55,7 @@ class Reuse:
     def num_lost(self) -> int:
         """Tokens that had been read before and were read again."""
         lost = self.num_shared - self.cached.total
-        return lost if lost >= _NOT_WORTH_MENTIONING else 0
+        return lost if lost >= NOT_WORTH_MENTIONING else 0
 
 
 def common_len(one: Sequence[int], other: Sequence[int]) -> int:
@@ -125,8 +125,6 @@ def _change(conversation: Conversation, asked: Turn, other: Turn, position: int)
         return Change.TOKENIZER
     if new.text != old.text or new.role is not old.role:
         return Change.EDITED
-    if abs(new.created_s - old.created_s) >= 1.0 and new.parent_id == ROOT:
-        return Change.CLOCK  # the same words at another time: only what a template adds can differ
     return Change.TEMPLATE
 
 
@@ -143,7 +141,7 @@ def is_as_expected(conversation: Conversation, turn_id: int, cached: CachedToken
     """Whether an answer read no more than its own turn; quickly told, unlike why not."""
     asked = conversation.turn(conversation.turn(turn_id).parent_id)
     expected = len(conversation.context_ids(asked.parent_id)) if asked.parent_id != ROOT else 0
-    return cached.total + _NOT_WORTH_MENTIONING > expected
+    return cached.total + NOT_WORTH_MENTIONING > expected
 
 
 def cause(reuse: Reuse) -> str:

@@ -20,6 +20,7 @@ from kvchat.chat.reply import Reply
 from kvchat.chat.session import AskOptions, ChatSession
 from kvchat.chat.tokenizer import Segment
 from kvchat.chat.why import Reuse, cause, explain, is_as_expected, reuse_of
+from kvchat.chat.why_cold import beside_earlier, earlier
 from kvchat.core.errors import KvchatError, UsageError
 from kvchat.core.events import LoadEvent
 from kvchat.core.stats import EngineStatus
@@ -183,9 +184,14 @@ class Desk:
 
         Raises UsageError before the first answer.
         """
-        reuse = self._reuse(self.last) if self.last is not None else None
-        if reuse is None:
+        last = self.last
+        reuse = self._reuse(last) if last is not None else None
+        if last is None or reuse is None:
             raise UsageError("Nothing has been answered here yet.")
+        if not reuse.before:
+            [begun, *_] = self.require_conversation().path(last.turn_id)
+            others = earlier(self.host.store, self._last_session_id)
+            reuse = beside_earlier(reuse, begun, self.host.model, others)
         return explain(reuse, self.host.model.tokenizer.decode)
 
     def why_so_much(self, ended: AnswerEnded) -> str:

@@ -9,7 +9,10 @@ import pytest
 
 from kvchat.cache.caretaker import Caretaker
 from kvchat.cache.radix_node import pack
+from kvchat.chat.conversation import Conversation
 from kvchat.chat.host import ChatHost
+from kvchat.chat.session import ChatSession
+from kvchat.chat.session_file import turn_line
 from kvchat.chat.store import SessionStore
 from kvchat.core.errors import UsageError
 from kvchat.core.types import Usage
@@ -155,6 +158,29 @@ def test_a_pinned_file_stands_behind_the_date_of_today(
     assert chat.ask("How many are red?").cached.total > len(MANUAL * 2)
     template.write_text("{{ strftime_now('%d') }}" + template.read_text())
     assert "writes the date" in new_chat(model=dated).do(f"/pin {tmp_path}/manual.txt")
+
+
+def test_a_chat_that_begins_cold_is_told_what_the_date_has_cost(
+    new_chat: NewChat, tiny: Path, tmp_path: Path
+) -> None:
+    """A system prompt behind a date is another one every day; it was said to be what is new."""
+    dated = shutil.copytree(tiny, tmp_path / "dated")
+    template = dated / "chat_template.jinja"
+    template.write_text("{{ strftime_now('%Y')[:1] }} thousand" + template.read_text())
+    chat = new_chat(model=dated)
+    earlier = Conversation("20000101-000000-aaaa", 0.0, SYSTEM)
+    session = ChatSession(chat.desk.host.model, chat.desk.host._engine, earlier, None)
+    turn = session.add_user_turn("How many?")
+    assert chat.desk.host.store is not None
+    log = chat.desk.host.store.create(earlier, "")
+    log.write(turn_line(turn), durable=True)
+    log.close()
+
+    chat.desk.note_ended(finish(chat.desk.ask("Who are you?")))
+    told = chat.do("/cache why")
+
+    assert "the template puts the time into the context" in told
+    assert "The first token that differs is number 1: '2 thousa' was '1 thousa'" in told
 
 
 @pytest.mark.parametrize(
