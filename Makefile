@@ -26,7 +26,7 @@ test: $(DEV_STAMP)  ## everything that needs no GPU
 
 test-gpu: $(DEV_STAMP)  ## the same kernels and engine on a CUDA device, and its figures into docs/benchmarks
 	$(BIN)/python -m pytest -m gpu
-	$(BIN)/kvchat bench kernels decode prefill --device cuda --shape $(GPU_SHAPE) --record docs/benchmarks
+	$(BIN)/python -m kvchat bench kernels decode prefill --device cuda --shape $(GPU_SHAPE) --record docs/benchmarks
 
 soak: $(DEV_STAMP)  ## the long random, fault and kill runs
 	$(BIN)/python -m pytest -m soak

@@ -16,14 +16,13 @@ from pathlib import Path
 import torch
 import transformers
 
-from kvchat import __version__
 from kvchat.core.errors import ModelError, ModelUnsupported, StoreError
 from kvchat.core.paths import open_private, private_directory
 from kvchat.model.attention import own_attention
 from kvchat.model.batch import SequencePiece, build_batch
 from kvchat.model.device import dtype_name
 from kvchat.model.fuse import Fusing
-from kvchat.model.linear_race_at_load import settle_products
+from kvchat.model.linear_race_at_load import machine_name, settle_products
 from kvchat.model.loader import LoadedModel
 from kvchat.model.paged_model import PagedModel
 
@@ -149,10 +148,8 @@ def _verdict_key(loaded: LoadedModel, own_products: Sequence[str]) -> str:
         loaded.module.config.to_json_string(),
         str(loaded.dtype),
         loaded.weights,
-        loaded.device.type,
+        machine_name(loaded.device),
         transformers.__version__,
-        torch.__version__,
-        __version__,
         *own_products,
     )
     return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:32]

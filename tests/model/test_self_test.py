@@ -11,7 +11,7 @@ import torch
 
 from kvchat.core.config import ModelConfig
 from kvchat.core.errors import ModelError, ModelUnsupported
-from kvchat.model import self_test
+from kvchat.model import linear_race_at_load, self_test
 from kvchat.model.fuse_layer import FusedLayer
 from kvchat.model.loader import LoadedModel, load_model
 from kvchat.model.self_test import compare_with_own, ensure_trusted
@@ -143,6 +143,26 @@ def test_a_verdict_is_remembered_for_the_same_configuration_and_versions(
     assert test.count == 4
     ensure_trusted(loaded, None)
     assert test.count == 5
+
+
+@pytest.mark.parametrize("change", ["GPU", "Triton"])
+def test_another_gpu_or_triton_is_tested_anew(
+    change: str, specimen: GetSpecimen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The verdict on kernels that one GPU or one compiler had made was believed of another's."""
+    test = CountedTest(monkeypatch)
+    loaded = replace(specimen("llama").loaded, device=torch.device("cuda", 0))
+    names = {"GPU": "Small GPU", "Triton": "3.6.0"}
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: names["GPU"])
+    monkeypatch.setattr(linear_race_at_load, "version", lambda package: names["Triton"])
+    ensure_trusted(loaded, tmp_path)
+    ensure_trusted(loaded, tmp_path)
+    assert test.count == 1
+
+    names[change] = "another"
+    ensure_trusted(loaded, tmp_path)
+
+    assert test.count == 2
 
 
 def test_a_failure_is_not_remembered(
