@@ -190,8 +190,8 @@ _CHANGES = {
 }
 _LACKS = {
     None: "they were evicted from memory.",
-    Lack.NEVER_WRITTEN: "they were never kept on disk; a process that is killed keeps no KV of "
-    "its last turn.",
+    Lack.NEVER_WRITTEN: "they were never kept on disk, or deleted there; a process that is killed "
+    "keeps no KV of its last turn.",
     Lack.EVICTED: "they are neither in memory nor on disk any more: evicted to make room, or out "
     "of date.",
     Lack.CORRUPT: "what was kept on disk was corrupt, and is gone now.",

@@ -1,0 +1,104 @@
+"""What a process finds gone that was kept, or should have been: the cause reaches whoever asks.
+
+A real engine and a real store; between two lives of the program something happens to what was kept.
+"""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvchat.cache.caretaker import Caretaker
+from kvchat.chat.session import ChatSession
+from kvchat.chat.store import SessionStore
+from kvchat.chat.why import Reuse, cause, explain, reuse_of
+from kvchat.core.config import Size
+from support import tiny_host as hosts
+from support.pack_chains import payload_files
+from support.tiny_host import ask, tiny_host
+
+TEXT = "Of the twelve ships in the harbour of Grimstad three are red and nine are blue. " * 2
+# Beside what tables take there is room for some conversations, or for less than one.
+FEW, NONE = Size(num_bytes=4 << 20), Size(num_bytes=(2 << 20) + (60 << 10))
+
+
+@pytest.fixture
+def resumed(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> "Resumed":
+    return Resumed(checkpoint, tmp_path, monkeypatch)
+
+
+class Resumed:
+    """A conversation that one process holds and another goes on with."""
+
+    def __init__(self, checkpoint: Path, home: Path, patch: pytest.MonkeyPatch) -> None:
+        self.kept = home / "kv"
+        self.store = SessionStore(home / "sessions")
+        self._checkpoint = checkpoint
+        self._patch = patch
+
+    def why(
+        self,
+        meanwhile: Callable[[Path], object] = lambda _: None,
+        limit: Size = hosts.DISK,
+        num_others: int = 0,
+    ) -> Reuse:
+        """Return what the second process knows of its first answer."""
+        self._patch.setattr(hosts, "DISK", limit)
+        host = tiny_host(self._checkpoint, self.store, kept=self.kept)
+        session = host.new_session()
+        ask(session, TEXT, 30)
+        for number in range(num_others):
+            ask(host.new_session(), f"{number}. {TEXT}", 30)
+        host.close()
+        session.close()
+        meanwhile(self.kept)
+        host = tiny_host(self._checkpoint, self.store, kept=self.kept)
+        again: ChatSession = host.open_session(session.session_id)
+        ended = ask(again, "And how many are green?")
+        host.close()
+        return reuse_of(again.conversation, ended.turn_id, ended.usage.cached, ended.lack)
+
+
+def spoil(directory: Path) -> None:
+    for path in payload_files(directory):
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+
+
+def told(reuse: Reuse) -> str:
+    return "\n".join(explain(reuse, lambda ids: str(ids)))
+
+
+def test_what_was_kept_costs_nothing(resumed: Resumed) -> None:
+    assert cause(resumed.why()) == ""
+
+
+def test_what_had_to_make_room_for_others(resumed: Resumed) -> None:
+    found = resumed.why(limit=FEW, num_others=40)
+
+    assert cause(found) == "evicted"
+    assert "evicted to make room, or out of date" in told(found)
+
+
+def test_what_was_damaged(resumed: Resumed) -> None:
+    found = resumed.why(spoil)
+
+    assert cause(found) == "corrupt"
+    assert "what was kept on disk was corrupt, and is gone now" in told(found)
+
+
+def test_what_found_no_room(resumed: Resumed) -> None:
+    found = resumed.why(limit=NONE)
+
+    assert cause(found) == "over budget"
+    assert "--disk-cache allows more" in told(found)
+
+
+def test_what_was_deleted(resumed: Resumed) -> None:
+    cleared = resumed.why(lambda directory: Caretaker(directory).clear())
+
+    assert cause(cleared) == "never written"
+    assert "never kept on disk, or deleted there" in told(cleared)
+    assert cause(resumed.why(shutil.rmtree)) == "never written"
