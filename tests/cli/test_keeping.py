@@ -1,5 +1,7 @@
 """--incognito, and what a person is asked before something is forgotten: the real command."""
 
+import json
+import shutil
 from pathlib import Path
 
 from kvchat.chat.store import SessionStore
@@ -22,6 +24,26 @@ def test_incognito_changes_no_file_at_all(shell: Shell, tiny: str) -> None:
         assert b"Forgotten: the conversation.\n" in done.stderr
         assert snapshot(shell.home) == before
     assert len(SessionStore(shell.home / ".local/share/kvchat/sessions").ids()) == 1
+
+
+def test_without_a_cache_every_turn_is_read_whole_and_no_kv_is_kept(
+    shell: Shell, tiny: str
+) -> None:
+    lines = ("-m", tiny, *GREEDY, "--input-format", "lines", "--json")
+    said = b"I like ships.\nDo you?\n"
+    warm = shell.run(*lines, stdin=said)
+    shutil.rmtree(shell.home / ".cache")
+
+    cold = shell.run(*lines, "--no-cache", stdin=said)
+
+    answers = [[json.loads(line) for line in run.stdout.splitlines()] for run in (warm, cold)]
+    texts = [[answer["text"] for answer in run] for run in answers]
+    cached = [[answer["usage"]["cached_tokens"]["total"] for answer in run] for run in answers]
+    assert texts[0] == texts[1]
+    assert cached[0][1] > 0
+    assert cached[1] == [0, 0]
+    assert not list(shell.home.rglob("cache.db*"))
+    assert len(shell.sessions) == 2, "words are kept all the same"
 
 
 def snapshot(directory: Path) -> dict[str, tuple[int, int, int]]:
