@@ -55,10 +55,19 @@ def test_runs_of_blocks_are_read_where_they_lie(
     check_attention(CASES[name], lengths, "cpu", dtype=dtype, layout="broken")
 
 
-def test_a_decode_step_over_a_gap_copies_no_keys() -> None:
+@pytest.mark.parametrize("layout", ["broken", "consecutive"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["full", "window 100", "sinks"])
+def test_a_row_over_a_long_context_is_read_from_a_copy_or_in_place(
+    name: str, dtype: torch.dtype, layout: str
+) -> None:
+    check_attention(CASES[name], [(1, 2300), (1, 4500), (1, 9)], "cpu", dtype=dtype, layout=layout)
+
+
+def test_a_decode_step_over_a_gap_in_a_long_context_copies_no_keys() -> None:
     """A probe's block in the middle of a context had every later step gather all of it."""
     case = AttentionCase(key_dim=128, value_dim=128)
-    problem = paged_problem(case, [(1, 1600)], dtype=torch.bfloat16, layout="broken")
+    problem = paged_problem(case, [(1, 6000)], dtype=torch.bfloat16, layout="broken")
 
     with CopiedElements() as copied:
         attend(problem, case, "cpu")

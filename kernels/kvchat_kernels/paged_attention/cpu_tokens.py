@@ -15,6 +15,9 @@ from kvchat_kernels.paged_attention.sequences import PagedSequences
 
 # Beyond this many runs one gather is cheaper than to look at each.
 _MOST_RUNS = 8
+# From about this many tokens on the fused kernel reads a copy sooner than the pool, the copying
+# included: it goes through the tokens head by head, and the copy is in the caches by then.
+_WORTH_COPYING = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +30,28 @@ class Tokens:
     runs: tuple[torch.Tensor, ...]
     count: int
 
-    def joined(self) -> torch.Tensor:
-        """Return all tokens as one tensor; a copy where there are several runs."""
-        return self.runs[0] if len(self.runs) == 1 else torch.cat(self.runs)
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.runs[0].dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(run.numel() for run in self.runs) * self.dtype.itemsize
+
+    def joined(self, sequences: PagedSequences, name: str) -> torch.Tensor:
+        """Return all tokens as one tensor; a copy in the step's scratch memory `name` where there
+        are several runs, or many tokens.
+        """
+        first = self.runs[0]
+        if len(self.runs) == 1 and self.count < _WORTH_COPYING:
+            return first
+        out = scratch(sequences.scratch, name, (self.count, *first.shape[1:]), first.dtype)
+        start = 0
+        for run in self.runs:
+            end = start + run.shape[0]
+            out[start:end].copy_(run)
+            start = end
+        return out
 
     def by_head(self, sequences: PagedSequences, name: str) -> torch.Tensor:
         """Return a copy [num_heads, num_tokens, head_dim], in the step's scratch memory `name`."""

@@ -15,10 +15,13 @@ from kvchat_kernels.paged_attention.span import AttentionSpan
 # Rows are taken in slabs with at most this many bytes of scores, so that they stay in the caches
 # between the two products and the softmax: larger slabs took up to twice as long per score.
 _SLAB_BYTES = 1 << 22
-# The fused kernel starts sooner than two products and a softmax, which in bfloat16 are the faster
-# from about this many keys on. It is meant for few rows.
+# The fused kernel starts sooner than two products and a softmax, which for several rows are the
+# faster from about this many keys on. It is meant for few rows.
 _SHORT_CONTEXT = 1024
 _FEW_ROWS = 16
+# A single row keeps to it while the keys fit in a core's cache: each new length of a context has
+# the products' code made anew, which costs a step 2 ms.
+_CACHED_BYTES = 1 << 21
 
 
 def paged_attention_cpu(
@@ -40,14 +43,11 @@ def paged_attention_cpu(
         first = span.first_visible(sequences.context_lens[index] - query_len)
         key = tokens_from(key_pool, sequences, index, first, compute_dtype)
         value = tokens_from(value_pool, sequences, index, first, compute_dtype)
-        num_keys = key.count
-        prefers_fused = num_keys < _SHORT_CONTEXT or (
-            query_len == 1 and compute_dtype == torch.float32
-        )
-        if softcap is None and query_len <= _FEW_ROWS and prefers_fused:
+        if softcap is None and _prefers_fused(query_len, key):
             group = query.shape[1] // key_pool.shape[2]
             mask = _additive_mask(sequences, index, span, first, group, compute_dtype)
-            outputs.append(_attend_fused(rows, key.joined(), value.joined(), mask, scale, sinks))
+            joined = key.joined(sequences, "keys"), value.joined(sequences, "values")
+            outputs.append(_attend_fused(rows, *joined, mask, scale, sinks))
         elif softcap is None and query_len == 1:
             outputs.append(_attend_one(rows, key, value, scale, sinks))
         else:
@@ -61,6 +61,12 @@ def paged_attention_cpu(
 def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
     # float16 arithmetic is emulated on CPUs: 4x slower than float32, conversion included.
     return torch.float32 if dtype == torch.float16 else dtype
+
+
+def _prefers_fused(num_rows: int, key: Tokens) -> bool:
+    if num_rows == 1:
+        return key.dtype == torch.float32 or key.num_bytes <= _CACHED_BYTES
+    return num_rows <= _FEW_ROWS and key.count < _SHORT_CONTEXT
 
 
 def _attend_fused(
