@@ -114,6 +114,7 @@ class Persistence:
             finally:
                 done(num_blocks * size)
 
+        self.saver.go_on(0.0)
         self.transfer.afterwards(pin)
 
     def forget(self, ids: TokenIds) -> None:

@@ -44,12 +44,16 @@ class _Offer:
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """Of an offered pack: how many blocks of its context the tier has, and whether it refused."""
+    """Of an offered pack: how many blocks of its context the tier has, and whether it refused.
+
+    `lost` is what was offered where the tier has lost what that continues.
+    """
 
     keys: list[bytes]
     num_there: int
     is_refused: bool
     at_s: float
+    lost: _Offer | None
 
 
 class Saver:
@@ -74,13 +78,16 @@ class Saver:
         self._num_unheard = 0
         self._num_refusals = 0
         self._rests_until_s = 0.0
-        # Contexts that the thread had no room for, the oldest first.
+        # Contexts that are to be offered once more, the oldest first.
         self._backlog: deque[_Offer] = deque(maxlen=_MAX_BACKLOG)
         self._tier_memo: ChainMemo | None = None  # the transfer thread's
 
     @property
     def has_backlog(self) -> bool:
-        """Whether something is still to be offered that there was no room for."""
+        """Whether something is still to be offered: there was no room for it, or its beginning
+        turned out to be gone.
+        """
+        self._learn()
         return bool(self._backlog) and not self._transfer.is_without_tier
 
     @property
@@ -113,7 +120,7 @@ class Saver:
         self._offer(_Offer(ids, canary, is_one_shot), whole_packs=False)
 
     def go_on(self, timeout_s: float) -> None:
-        """Offer some of what there was no room for; wait so long for room."""
+        """Offer some of the backlog; wait so long for room."""
         pack_bytes = self._blocks_a_pack * self._image_bytes
         if self.has_backlog and self._transfer.has_room(pack_bytes, timeout_s):
             self._offer(self._backlog.popleft(), whole_packs=False)
@@ -178,6 +185,8 @@ class Saver:
                 return
             self._num_unheard -= 1
             self._kept.difference_update(outcome.keys[outcome.num_there :])
+            if outcome.lost is not None:
+                self._offer_again(outcome.lost)
             if outcome.is_refused:
                 num_doublings = min(self._num_refusals, _MOST_DOUBLINGS)
                 rest_s = min(_LONGEST_REST_S, _FIRST_REST_S * 2**num_doublings)
@@ -186,6 +195,12 @@ class Saver:
             elif outcome.num_there == len(outcome.keys):
                 self._num_refusals = 0
 
+    def _offer_again(self, offer: _Offer) -> None:
+        """Once for all packs of a context, the last of which holds the others."""
+        if self._backlog and self._backlog[-1].ids == offer.ids[: len(self._backlog[-1].ids)]:
+            self._backlog.pop()
+        self._backlog.append(offer)
+
     # On the transfer thread
 
     def _write(
@@ -193,7 +208,7 @@ class Saver:
     ) -> None:
         """Write what nobody else has written meanwhile.
 
-        A pack whose parents are missing could never be found, and is not written.
+        A pack whose parents are missing could never be found, and is not written by itself.
         """
         num_there, is_written, packed = 0, False, pack(offer.ids)
         try:
@@ -209,8 +224,9 @@ class Saver:
                 is_written = tier.write(head, missing, offer.is_one_shot)
         finally:
             is_refused = not is_written and first <= num_there < len(keys)
+            lost = offer if num_there < first else None
             num_there = len(keys) if is_written else num_there
-            self._outcomes.put(_Outcome(keys, num_there, is_refused, self._clock()))
+            self._outcomes.put(_Outcome(keys, num_there, is_refused, self._clock(), lost))
 
     def _tier_keys(self, tier: Tier, packed: bytes) -> list[bytes]:
         if self._tier_memo is None:

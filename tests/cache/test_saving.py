@@ -166,14 +166,33 @@ def test_a_tier_that_refuses_has_no_backlog(house: Household) -> None:
 
 
 def test_what_the_tier_lost_is_written_again(house: Household) -> None:
-    """Another process has emptied the store: what is missing shows with the next pack."""
+    """Another process has emptied the store: what is missing shows with the next pack.
+
+    It was written again with the turn after that only, and what was pinned before it was nothing.
+    """
     house.save(STORY[:16])
     house.tier.blocks.clear()
 
     house.save(STORY)
     assert not house.tier.blocks, "a pack without its parents could never be found"
+    assert house.saver.has_backlog
+    house.saver.go_on(0.0)
+
+    assert house.transfer.flush(5.0)
+    assert len(house.tier.blocks) == house.tier.num_written - 8 == 11
+    assert not house.saver.has_backlog
+
+
+def test_of_many_packs_whose_beginning_is_gone_the_whole_is_offered_once(house: Household) -> None:
+    house.save(STORY[:4])
+    house.tier.blocks.clear()
+
     house.save(STORY)
 
+    assert house.saver.has_backlog
+    assert len(house.saver._backlog) == 1
+    house.saver.go_on(0.0)
+    assert house.transfer.flush(5.0)
     assert len(house.tier.blocks) == 11
 
 
