@@ -26,8 +26,8 @@ async def cache(context: "CommandContext", arguments: str) -> None:
     kept = context.desk.kept
     if kept is None:
         raise UsageError("This chat keeps no KV on disk.", "`kvchat cache` shows what others kept.")
-    if arguments in ("clear", "clear --yes"):
-        await _clear(context, kept, needs_no_yes=arguments != "clear")
+    if arguments in ("clear", "clear --yes", "drop", "drop --yes"):
+        await _clear(context, kept, needs_no_yes=arguments.endswith("--yes"))
         return
     if arguments == "path":
         context.say(one_line(str(kept.directory), 4096))

@@ -138,6 +138,17 @@ def test_any_chat_starts_warm_from_a_pinned_file(new_chat: NewChat, tmp_path: Pa
     assert chat.pins() == {}
 
 
+def test_clearing_has_another_name(new_chat: NewChat) -> None:
+    chat = new_chat()
+    chat.ask("My name is Ada.")
+    chat.do("/pin")  # waits until it is written
+    assert chat.kept.status().num_packs > 0
+
+    assert chat.do("/cache drop --yes").endswith("deleted.\n")
+
+    assert chat.kept.status().num_packs == 0
+
+
 def test_a_pinned_file_stands_behind_the_date_of_today(
     new_chat: NewChat, tiny: Path, tmp_path: Path
 ) -> None:
