@@ -9,6 +9,8 @@ two passes over the very same weights do not agree.
 
 import importlib.util
 import statistics
+from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -20,6 +22,7 @@ from kvchat.bench.report import Figure, Result
 from kvchat.bench.scenarios import BenchSetup
 from kvchat.core.types import rate
 from kvchat.engine.assembly import AssembledEngine
+from kvchat.engine.engine import Engine
 from kvchat.model.self_test import compare_with_own
 from kvchat.model.weight_only import pack_of
 
@@ -56,7 +59,9 @@ def run(setup: BenchSetup) -> Result:
             beside_peer, *moved = _measure(setup, assembled, peer, bandwidth, length)
             figures += [beside_peer, *moved]
             rates[length + _NUM_TOKENS // 2] = beside_peer.value
-    llama, note = _beside_llama_cpp(setup, rates)
+    lengths = [middle - _NUM_TOKENS // 2 for middle in rates]
+    del peer  # its weights would be in the way
+    llama, note = _beside_llama_cpp(setup, assembled, lengths)
     notes = (str(bandwidth), note)
     return Result(
         "decode", settings, (*figures, *_fit(assembled, bandwidth, rates), *llama), notes=notes
@@ -88,11 +93,11 @@ def _measure(
     engine, spec = assembled.engine, assembled.loaded.spec
     prompt = random_ids(length, spec.vocab_size, seed=2)
 
-    def ours() -> float:
-        timing = complete(engine, prompt, _NUM_TOKENS).finished.timing
-        return rate(_NUM_TOKENS - 1, timing.decode_s)
-
-    mine, theirs = alternated(ours, lambda: peer.decode_rate(prompt, _NUM_TOKENS), setup.repeats)
+    mine, theirs = alternated(
+        partial(_decode_rate, engine, prompt),
+        partial(peer.decode_rate, prompt, _NUM_TOKENS),
+        setup.repeats,
+    )
     kv_bytes = engine.cache.kv_pool.geometry.token_bytes * (length + _NUM_TOKENS // 2)
     num_bytes = streamed_bytes(assembled) + kv_bytes
     name = f"context {length:,}"
@@ -124,6 +129,12 @@ def _measure(
     ]
 
 
+def _decode_rate(engine: Engine, prompt: Sequence[int]) -> float:
+    """Return tokens a second after the first."""
+    timing = complete(engine, prompt, _NUM_TOKENS).finished.timing
+    return rate(_NUM_TOKENS - 1, timing.decode_s)
+
+
 def _fit(assembled: AssembledEngine, bandwidth: Bandwidth, rates: dict[int, float]) -> list[Figure]:
     """Return a token's time as a + b * context, least squares over the contexts measured."""
     if len(rates) < 2 or not all(rates.values()):
@@ -153,7 +164,9 @@ def _fit(assembled: AssembledEngine, bandwidth: Bandwidth, rates: dict[int, floa
     ]
 
 
-def _beside_llama_cpp(setup: BenchSetup, rates: dict[int, float]) -> tuple[list[Figure], str]:
+def _beside_llama_cpp(
+    setup: BenchSetup, assembled: AssembledEngine, lengths: Sequence[int]
+) -> tuple[list[Figure], str]:
     """Return our rates beside llama.cpp's, and a note on what it was or why it was not run."""
     if setup.gguf is None:
         return [], "llama.cpp: not run; give the same model as GGUF by --gguf"
@@ -161,19 +174,24 @@ def _beside_llama_cpp(setup: BenchSetup, rates: dict[int, float]) -> tuple[list[
         return [], "llama.cpp: llama_cpp is not installed"
     peer = LlamaCpp(setup.gguf, torch.get_num_threads())
     figures = []
-    for middle, ours in rates.items():
-        length = middle - _NUM_TOKENS // 2
-        theirs = peer.decode_rate(random_ids(length, peer.vocab_size, seed=2), _NUM_TOKENS)
+    for length in lengths:
+        prompt = random_ids(length, peer.vocab_size, seed=2)
+        mine, theirs = alternated(
+            partial(_decode_rate, assembled.engine, prompt),
+            partial(peer.decode_rate, prompt, _NUM_TOKENS),
+            setup.repeats,
+        )
         figures.append(
             Figure(
                 f"context {length:,}",
-                ours,
+                mine.median,
                 "tokens/s",
-                theirs,
+                theirs.median,
                 "llama.cpp",
-                ours / theirs,
+                mine.median / theirs.median,
                 "times the peer",
                 "0.6",
+                mine.spread,
             )
         )
     return figures, f"llama.cpp: {setup.gguf.name}, not checked to be the same model"

@@ -46,12 +46,7 @@ class Tokens:
         if len(self.runs) == 1 and self.count < _WORTH_COPYING:
             return first
         out = scratch(sequences.scratch, name, (self.count, *first.shape[1:]), first.dtype)
-        start = 0
-        for run in self.runs:
-            end = start + run.shape[0]
-            out[start:end].copy_(run)
-            start = end
-        return out
+        return torch.cat(self.runs, out=out)
 
     def by_head(self, sequences: PagedSequences, name: str) -> torch.Tensor:
         """Return a copy [num_heads, num_tokens, head_dim], in the step's scratch memory `name`."""
