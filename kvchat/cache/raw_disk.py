@@ -99,7 +99,8 @@ class RawDisk(diskcache.Disk):
     ) -> tuple[bytes, memoryview]:
         """Return the first bytes of a value, and the rest of it in memory that `take` gives.
 
-        `row` is its mode, file name and value. What is too long or too short has no rest.
+        `row` is its mode, file name and value. What is too long or too short, or somebody else's
+        file, has no rest.
         """
         mode, filename, value = row
         if mode == _RAW and isinstance(value, bytes):
@@ -109,8 +110,9 @@ class RawDisk(diskcache.Disk):
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         descriptor = os.open(f"{self._directory}/{filename}", flags)
         try:
-            size = os.fstat(descriptor).st_size - prefix_bytes
-            if not 0 <= size <= MAX_FILE_BYTES:
+            info = os.fstat(descriptor)
+            size = info.st_size - prefix_bytes
+            if info.st_uid != os.getuid() or not 0 <= size <= MAX_FILE_BYTES:
                 return b"", memoryview(b"")
             prefix = os.read(descriptor, prefix_bytes)
             rest = take(size)

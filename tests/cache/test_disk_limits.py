@@ -71,6 +71,20 @@ def test_files_are_the_users_alone_whatever_the_umask(tmp_path: Path) -> None:
         assert stat.S_IMODE(path.stat().st_mode) == expected, path
 
 
+def test_a_file_of_somebody_elses_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tables and directories of others were refused, and their packs were read."""
+    disk = RawDisk(str(tmp_path), min_file_size=1)
+    _, mode, name, _ = disk.store(b"head and KV", read=False)
+    row = (mode, name, None)
+    assert disk.read_parts(row, 4, lambda n: memoryview(bytearray(n)))[1] == b" and KV"
+
+    owner = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: owner + 1)
+    assert disk.read_parts(row, 4, lambda n: memoryview(bytearray(n))) == (b"", b"")
+
+
 def test_nothing_but_bytes_is_stored_and_nothing_pickled_is_read(tmp_path: Path) -> None:
     disk = RawDisk(str(tmp_path))
 
