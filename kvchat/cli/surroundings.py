@@ -6,10 +6,12 @@ user has set stays.
 
 import os
 
-# OpenMP's default is to spin at every barrier for milliseconds. On a quiet machine that gains a few
-# percent; beside one other busy process it cost a factor of 3 to 10 (measured on two cores: 12
-# tokens/s against 2 to 6, and 23 against 25 when quiet). A short spin keeps nearly all of the gain.
-_SPIN_COUNT = "1000"
+# OpenMP's default is to spin at every barrier for milliseconds: beside one other busy process that
+# cost a factor of 3 to 20, until the engine goes over to one thread, and all the time in a prefill.
+# Not to spin long enough costs more than it looks: a thread that sleeps between two products has to
+# be woken for each. Two threads on two quiet cores, 135m: 28 tokens/s with 1,000 turns, 38 with
+# 3,000, 42 with 40,000; beside a busy process 26, 18 and 4.
+_SPIN_COUNT = "3000"
 
 
 def prepare() -> None:

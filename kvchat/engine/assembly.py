@@ -29,6 +29,7 @@ from kvchat.engine.engine import Engine
 from kvchat.engine.kv_identity import kv_identity
 from kvchat.engine.runner import Runner
 from kvchat.engine.speculation import Speculation
+from kvchat.engine.step_threads import StepThreads
 from kvchat.model.content_digest import content_digest
 from kvchat.model.cuda_graph import CudaGraphs
 from kvchat.model.device import device_name, dtype_name, dtype_of, free_bytes
@@ -109,8 +110,9 @@ def engine_around(
     cache = CacheManager(kv_pool, cache_config.reuse)
     persistence = new_persistence(loaded, cache, cache_config, state_directory)
     model = PagedModel(loaded, kv_pool.layers)
+    graphs, threads = new_graphs(model, cache, engine_config), new_threads(loaded.device)
     return Engine(
-        runner=Runner(model, cache_config.block_size, new_graphs(model, cache, engine_config)),
+        runner=Runner(model, cache_config.block_size, graphs, threads),
         cache=cache,
         max_context=loaded.max_context,
         max_step_tokens=engine_config.max_step_tokens or step_tokens(loaded.spec, loaded.device),
@@ -188,6 +190,11 @@ def new_graphs(model: PagedModel, cache: CacheManager, config: EngineConfig) -> 
     except RuntimeError as error:  # a device without memory for them can still answer
         _log.warning("no graphs", exc_info=error)
         return None
+
+
+def new_threads(device: torch.device) -> StepThreads | None:
+    """Return what finds how many threads small steps run on; None where a GPU runs them."""
+    return StepThreads(torch.get_num_threads()) if device.type == "cpu" else None
 
 
 def new_persistence(

@@ -30,6 +30,7 @@ from kvchat.engine.assembly import (
     new_graphs,
     new_kv_pool,
     new_persistence,
+    new_threads,
 )
 from kvchat.engine.draft_model import ModelDrafter
 from kvchat.engine.drafters import Drafter
@@ -120,6 +121,7 @@ class _DraftBuild:
             loaded.max_context,
             new_persistence(loaded, cache, own_config, self.state_directory),
             graphs=new_graphs(model, cache, self.engine_config),
+            threads=new_threads(loaded.device),
         )
         return _Draft(drafter, self._limited(num_blocks * target_geometry.block_bytes))
 

@@ -19,6 +19,7 @@ from kvchat.engine.drawing import sampling_row
 from kvchat.engine.request import Request, State
 from kvchat.engine.runner import Runner
 from kvchat.engine.sampler import sample
+from kvchat.engine.step_threads import StepThreads
 from kvchat.model.batch import SequencePiece
 from kvchat.model.graphs import GraphRunner
 from kvchat.model.paged_model import PagedModel
@@ -52,7 +53,7 @@ class ModelDrafter:
 
     `vocab_size` and `max_context` are the draft model's own: it has nothing to offer for a context
     beyond them. With `persistence` its KV is kept, and found again; the drafter closes it. `graphs`
-    are those of the draft model's small steps.
+    are those of the draft model's small steps, `threads` what it runs them on.
     """
 
     name = "draft"
@@ -66,10 +67,11 @@ class ModelDrafter:
         persistence: "Persistence | None" = None,
         clock: Callable[[], float] = time.perf_counter,
         graphs: GraphRunner | None = None,
+        threads: StepThreads | None = None,
     ) -> None:
         self.cache = cache
         self.persistence = persistence
-        self._runner = Runner(model, cache.block_size, graphs)
+        self._runner = Runner(model, cache.block_size, graphs, threads)
         self._vocab_size = vocab_size
         self._max_context = min(max_context, cache.max_tokens)
         self._clock = clock

@@ -10,6 +10,7 @@ import torch
 
 from kvchat.core.stats import GraphStatus
 from kvchat.engine.scheduler import Work
+from kvchat.engine.step_threads import StepThreads
 from kvchat.model.batch import SequencePiece, build_batch
 from kvchat.model.graphs import GraphRunner
 from kvchat.model.paged_model import PagedModel
@@ -18,15 +19,21 @@ from kvchat.model.paged_model import PagedModel
 class Runner:
     """Runs steps on one model whose pools have blocks of `block_size` tokens.
 
-    By `graphs` where there are some and one fits, otherwise eagerly.
+    By `graphs` where there are some and one fits, otherwise eagerly; on a CPU on as many threads as
+    `threads` finds best, on those there are where it is None.
     """
 
     def __init__(
-        self, model: PagedModel, block_size: int, graphs: GraphRunner | None = None
+        self,
+        model: PagedModel,
+        block_size: int,
+        graphs: GraphRunner | None = None,
+        threads: StepThreads | None = None,
     ) -> None:
         self._model = model
         self._block_size = block_size
         self._graphs = graphs
+        self._threads = threads
 
     @property
     def dtype(self) -> torch.dtype:
@@ -51,11 +58,16 @@ class Runner:
         """
         logits = self._graphs.run(pieces) if self._graphs is not None else None
         if logits is None:
-            batch = build_batch(pieces, self._block_size, self._model.device)
-            logits = self._model.forward(batch)
+            logits = self._run_eagerly(pieces)
         if not len(logits):
             self.wait()
         return logits
+
+    def _run_eagerly(self, pieces: Sequence[SequencePiece]) -> torch.Tensor:
+        batch = build_batch(pieces, self._block_size, self._model.device)
+        if self._threads is None:
+            return self._model.forward(batch)
+        return self._threads.run(len(batch.token_ids), lambda: self._model.forward(batch))
 
     def wait(self) -> None:
         """Wait until all that was run has been computed, for whoever takes its time."""
