@@ -67,10 +67,20 @@ class Drafting(EngineHarness):
 
     def run_checked(self, *specs: RequestSpec) -> list[int]:
         numbers = [self.submit(spec) for spec in specs]
+        self.hear_from_tier()
         self.run()
         for number in numbers:
             self.assert_complete(number)
         return numbers
+
+    def hear_from_tier(self) -> None:
+        """Make the first step, and wait until the draft's tier has answered all that asked it.
+
+        A request that ends before that is never drafted for, and leaves no KV of the draft's.
+        """
+        self.step()
+        for restore in self.drafter._restores.values():
+            assert restore is None or restore.has_all.wait(10.0)
 
     def accepted_share(self, number: int) -> float:
         usage = self.ending(number).usage
@@ -153,16 +163,16 @@ def test_a_restored_conversation_drafts_as_well_as_before(tier: MemoryTier) -> N
     today = Drafting(tier=tier)
     assert today.persistence is not None
     number = today.submit(RequestSpec((*LONG, *answer, 3), GREEDY, max_tokens=11))
-    today.step()
-    [restore] = today.drafter._restores.values()
-    assert restore is not None
-    assert restore.has_all.wait(5.0)
+    today.hear_from_tier()
     today.run()
 
     today.assert_complete(number)
     assert today.accepted_share(number) == 1.0
     assert today.draft_cache.measure((*LONG, *answer)) >= len(LONG)
-    assert [rows for [(_, rows)] in today.steps[-2:]] == [5, 5], "it drafted late"
+    rows = [rows for [(_, rows)] in today.steps[1:]]
+    # What the tier's thread has brought behind the first step is taken in at the end of the next.
+    assert rows.count(1) <= 1, "it drafted late"
+    assert rows.count(5) >= 1
     today.engine.close()
 
 
@@ -202,11 +212,7 @@ def test_what_the_draft_still_writes_is_waited_for_but_not_by_the_engine(tier: M
     tier.before_write = wait
     engine = Drafting(tier=tier)
     number = engine.submit(RequestSpec(LONG[:40], GREEDY, max_tokens=8))
-    engine.step()
-    # A request that ends before the tier has said what it has is never drafted for.
-    [restore] = engine.drafter._restores.values()
-    assert restore is not None
-    assert restore.has_all.wait(10.0)
+    engine.hear_from_tier()
     engine.run()
     context = [*LONG[:40], *engine.generated(number)]
     assert has_begun.wait(10.0)  # what nobody has begun to write is not written at all
