@@ -1,13 +1,12 @@
 """DiskTier: packs of KV in files, found through diskcache's SQLite table, which is the only index.
 
-Raw bytes only. What is broken is a miss that is counted. Several processes may share a directory.
-Knows packs; knows no device.
+Keeps, pins and forgets packs; finding and verifying them is `pack_reader.py`'s, what has to go for
+others `disk_room.py`'s. Raw bytes only. Several processes may share a directory. Knows no device.
 """
 
-import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -15,16 +14,10 @@ from pathlib import Path
 
 from kvchat.cache.block_key import root_key
 from kvchat.cache.codec import (
-    PREFIX_BYTES,
     DamagedRecord,
-    GoneRecord,
-    HeldRecord,
     Layout,
-    OtherGeometry,
     PackHead,
-    check_payload,
     checksum_of,
-    decode_head,
     encode_head,
     payload_checksum,
     payload_prefix,
@@ -33,23 +26,20 @@ from kvchat.cache.disk_room import DiskRoom
 from kvchat.cache.fates import FateLog
 from kvchat.cache.forgetting import cuts
 from kvchat.cache.generations import FILE_OVERHEAD_BYTES
+from kvchat.cache.pack_reader import PackReader
 from kvchat.cache.pack_table import PackRow, PackTable
 from kvchat.cache.pin_record import Pin
-from kvchat.cache.raw_disk import Parts, is_busy
-from kvchat.cache.read_buffers import ReadBuffers
-from kvchat.cache.retention import KnownPack, Use, first_use, known_pack
-from kvchat.cache.store_lock import LOCK_NAME, StoreBusy, StoreLock
-from kvchat.cache.table_keeper import TableKeeper, is_held
-from kvchat.cache.tier import Found, trouble_of
+from kvchat.cache.raw_disk import Parts
+from kvchat.cache.retention import Use, first_use
+from kvchat.cache.store_lock import LOCK_NAME, StoreLock
+from kvchat.cache.table_keeper import TableKeeper
+from kvchat.cache.tally import Tally
+from kvchat.cache.tier import Found
 from kvchat.core.stats import TierStatus
 from kvchat.core.types import Lack
 
-_log = logging.getLogger(__name__)
-
 # A busy database is a miss: whoever holds it longer than this is not worth waiting for.
 _PATIENCE_S = 1.0
-# Images that were read and are not yet on the device: rarely more than these at once.
-_MAX_BUFFERS, _WARM_BUFFERS = 8, 4
 
 
 class DiskTier:
@@ -71,17 +61,16 @@ class DiskTier:
         self._layout = layout
         self._clock = clock
         self._root = root_key(layout.identity)
-        self._status = TierStatus(limit_bytes=limit_bytes)
+        self._tally = Tally(limit_bytes)
         self._fates = FateLog(own)
         self._room = DiskRoom(directory, own, limit_bytes, min_free_bytes, self._fates)
         self._lock = StoreLock(directory / LOCK_NAME, _PATIENCE_S)
-        self._buffers = ReadBuffers(_MAX_BUFFERS)
         self._used: dict[bytes, bool] = {}  # whether only by those who ask once
-        self._files: dict[bytes, str | None] = {}  # of the packs found last
-        self._keeper = TableKeeper(directory, own, self._lock, _PATIENCE_S, self._note_trouble)
+        self._keeper = TableKeeper(directory, own, self._lock, _PATIENCE_S, self._tally.note_error)
         self._attempt = self._keeper.attempt
+        self._reader = PackReader(layout, self._keeper, self._fates, self._tally)
         self.gc()
-        self._attempt(self._warm_up, None)
+        self._attempt(self._reader.warm_up, None)
         self._look()
 
     @property
@@ -89,43 +78,14 @@ class DiskTier:
         """The key of the empty context under the tier's identity."""
         return self._root
 
-    def _warm_up(self) -> None:
-        if largest := self._keeper.table.largest():
-            self._buffers.warm(largest, _WARM_BUFFERS)
-
     # Finding and reading
 
     def find(self, keys: Sequence[bytes], packed: bytes, is_one_shot: bool = False) -> list[Found]:
         """Return the packs that hold a prompt's leading blocks, in order and without a hole."""
-        found: list[Found] = self._attempt(lambda: list(self._walk(keys, packed)), [])
+        found: list[Found] = self._attempt(lambda: list(self._reader.walk(keys, packed)), [])
         for run in found:  # the last one found is to stand last
             self._used[run.key] = self._used.pop(run.key, True) and is_one_shot
         return found
-
-    def _walk(self, keys: Sequence[bytes], packed: bytes) -> Iterator[Found]:
-        table = self._keeper.follow()
-        self._files.clear()
-        block = 0
-        while block < len(keys):
-            head = self._head(table, keys[block])
-            shared = head.num_shared(packed, block, self._layout) if head is not None else 0
-            if head is None or not shared:
-                return
-            is_whole = shared == head.num_blocks(self._layout)
-            canary = head.canary if is_whole else None
-            yield Found(keys[block], block, shared, head.checksum, canary)
-            block += shared
-
-    def _head(self, table: PackTable, key: bytes) -> PackHead | None:
-        stored = table.head(key)
-        if stored is None:
-            return None
-        data, self._files[key] = stored
-        try:
-            return decode_head(data, self._layout)
-        except DamagedRecord as damage:
-            self._quarantine(key, damage)
-            return None
 
     def read(self, found: Found) -> memoryview:
         """Return the images of the blocks found, verified. Raises DamagedRecord, and forgets it;
@@ -133,69 +93,9 @@ class DiskTier:
 
         The memory is the caller's while it holds a view of it.
         """
-        image = self._verified(found)
-        self._count(bytes_read=len(image))
+        image = self._reader.read(found)
+        self._tally.count(bytes_read=len(image))
         return image[: found.num_blocks * self._layout.block_bytes]
-
-    def _verified(self, found: Found) -> memoryview:
-        try:
-            image = self._read_twice(found)
-        except DamagedRecord:
-            raise
-        except Exception as error:
-            self._note_trouble(error)
-            raise (HeldRecord if is_held(error) else DamagedRecord)("unreadable") from error
-        if image is None:
-            raise GoneRecord("gone")
-        return image
-
-    def _read_twice(self, found: Found) -> memoryview | None:
-        """Read again what looks damaged while nobody writes: it may have been exchanged meanwhile.
-
-        What is damaged still is forgotten.
-        """
-        with suppress(DamagedRecord, OSError):
-            return self._images(self._keeper.table, found.key, found.checksum)
-        with self._keeper.changing() as table:
-            head = self._head(table, found.key)
-            if head is None or found.checksum not in (b"", head.checksum):
-                return None
-            try:
-                return self._images(table, found.key, head.checksum)
-            except OSError:
-                damage = DamagedRecord("without its payload")
-            except DamagedRecord as error:
-                damage = error
-            self._quarantine(found.key, damage)
-            raise damage
-
-    def _images(self, table: PackTable, key: bytes, checksum: bytes) -> memoryview:
-        """Return the images of a pack, of those that `checksum` stands for."""
-        file = self._files.pop(key, None)
-        payload = table.payload(key, file, PREFIX_BYTES, self._buffers)
-        if payload is None:
-            raise DamagedRecord("without its payload")
-        prefix, image = payload
-        check_payload(prefix, image, key, checksum, self._layout)
-        return image
-
-    def _quarantine(self, key: bytes, damage: DamagedRecord) -> None:
-        """Forget a damaged pack; its place is free for a good one.
-
-        Who does not know the shape of the packs, as of a store that was empty a moment ago, leaves
-        them alone.
-        """
-        if isinstance(damage, OtherGeometry):
-            return
-        _log.warning("damaged pack key=%s: %s", key.hex(), damage)
-        self._count(num_damaged=1)
-        self._fates.note([key], Lack.CORRUPT)
-        self._status = replace(self._status, trouble=f"a stored block was damaged ({damage}).")
-        self._attempt(lambda: self._remove(key), None)
-
-    def _remove(self, key: bytes) -> None:
-        with self._keeper.changing() as table:
-            table.remove(key)
 
     # Writing
 
@@ -205,7 +105,7 @@ class DiskTier:
         assert len(image) == num_blocks * self._layout.block_bytes
         complete = replace(head, checksum=payload_checksum(image))
         is_written = self._attempt(lambda: self._write(complete, image, is_one_shot), False)
-        self._count(num_failed_writes=not is_written, bytes_written=is_written * len(image))
+        self._tally.count(num_failed_writes=not is_written, bytes_written=is_written * len(image))
         self._look()
         return is_written
 
@@ -213,14 +113,14 @@ class DiskTier:
         with self._keeper.changing() as table:
             if self._lock.has_leftovers:
                 self._collect(table)
-            if self._head(table, head.keys(self._layout)[0]) is not None:
+            if self._reader.head(table, head.keys(self._layout)[0]) is not None:
                 return True
             followed = self._last_of(head.parent)
             self._note_uses(table)  # what was found may be on its way up: it is not to go for this
             num_bytes = len(image) + 2 * len(head.ids) + FILE_OVERHEAD_BYTES
-            packs = partial(self._known_packs, table)
+            packs = partial(self._reader.known_packs, table)
             if trouble := self._room.make(table, packs, num_bytes, head.parent):
-                self._status = replace(self._status, trouble=trouble)
+                self._tally.say(trouble)
                 self._fates.note(head.keys(self._layout)[:1], Lack.OVER_BUDGET)
                 return False
             self._keep(table, head, image, first_use(self._clock(), is_one_shot))
@@ -246,20 +146,6 @@ class DiskTier:
         if used:
             table.note_uses(used, self._clock())
 
-    def _known_packs(self, table: PackTable) -> dict[bytes, KnownPack]:
-        known = {}
-        for row in table.rows():
-            if not row.head:  # out of date, or its file is gone
-                table.remove(row.key)
-                continue
-            try:
-                head = decode_head(row.head, self._layout)
-            except DamagedRecord as damage:
-                self._quarantine(row.key, damage)
-                continue
-            known[row.key] = known_pack(head, self._layout, row.use)
-        return known
-
     # What the user says of contexts
 
     def pin(self, keys: Sequence[bytes], packed: bytes, label: str) -> int:
@@ -271,7 +157,7 @@ class DiskTier:
 
     def _pin(self, keys: Sequence[bytes], packed: bytes, label: str) -> int:
         with self._keeper.changing() as table:
-            num_blocks = sum(found.num_blocks for found in self._walk(keys, packed))
+            num_blocks = sum(found.num_blocks for found in self._reader.walk(keys, packed))
             if num_blocks:
                 table.pin(Pin(label, tuple(keys[:num_blocks]), self._clock()))
             return num_blocks
@@ -296,17 +182,17 @@ class DiskTier:
     def _forget(self, keys: frozenset[bytes]) -> int:
         num_blocks = 0
         with self._keeper.changing() as table, table.leaving_no_trace():
-            packs = self._known_packs(table)
+            packs = self._reader.known_packs(table)
             for name, num_kept in cuts(packs, keys):
                 num_blocks += len(packs[name].keys) - num_kept
                 self._cut(table, name, num_kept)
         return num_blocks
 
     def _cut(self, table: PackTable, name: bytes, num_kept: int) -> None:
-        head, image, use = self._head(table, name), None, table.use(name)
+        head, image, use = self._reader.head(table, name), None, table.use(name)
         if num_kept and head is not None:
             with suppress(DamagedRecord, OSError):
-                image = self._images(table, name, head.checksum)
+                image = self._reader.images(table, name, head.checksum)
         table.remove(name)
         if head is not None and image is not None and use is not None:
             image = image[: num_kept * self._layout.block_bytes]
@@ -316,10 +202,10 @@ class DiskTier:
     def quarantine(self, keys: Sequence[bytes]) -> None:
         """Never give out again the packs that hold one of these blocks, nor what continues them."""
         if num_blocks := self.forget(keys):
-            self._count(num_quarantined=num_blocks)
+            self._tally.count(num_quarantined=num_blocks)
             self._fates.note(keys, Lack.QUARANTINED)
             trouble = "what was kept of a conversation is not this model's; it was read again."
-            self._status = replace(self._status, trouble=trouble)
+            self._tally.say(trouble)
 
     def why(self, key: bytes, packed: bytes, num_found: int) -> Lack:
         """Return why the block of `key` is not there, after `num_found` of a context that are."""
@@ -334,23 +220,20 @@ class DiskTier:
         """Return totals, and what the store holds: now, or when its own thread last looked."""
         if threading.get_ident() == self._keeper.thread:
             self._look()
-        return self._status
+        return self._tally.status
 
     def _look(self) -> None:
         table = self._keeper.table
         used = self._attempt(lambda: self._room.used_bytes(table), 0)
         num_packs = self._attempt(table.num_packs, 0)
-        evicted = self._room.num_evicted
-        self._status = replace(
-            self._status, num_bytes=used, num_packs=num_packs, num_evicted=evicted
-        )
+        self._tally.note_held(used, num_packs, self._room.num_evicted)
 
     def verify(self, goes_on: Callable[[], bool] = lambda: True) -> tuple[int, int]:
         """Read every pack; return how many are sound, and how many were not and are gone.
 
         That is no use of them: what is forgotten first stays the same. `goes_on` false ends it.
         """
-        before = self._status.num_damaged
+        before = self._tally.status.num_damaged
         num_sound = 0
         table = self._keeper.table
         rows: list[PackRow] = self._attempt(lambda: list(table.rows()), [])
@@ -358,9 +241,9 @@ class DiskTier:
             if not goes_on():
                 break
             with suppress(DamagedRecord):
-                self._verified(Found(row.key, 0, 0, checksum_of(row.head, self._layout)))
+                self._reader.read(Found(row.key, 0, 0, checksum_of(row.head, self._layout)))
                 num_sound += 1
-        return num_sound, self._status.num_damaged - before
+        return num_sound, self._tally.status.num_damaged - before
 
     def gc(self) -> None:
         """Remove what is out of date, what nothing leads to, and dead generations.
@@ -377,9 +260,9 @@ class DiskTier:
     def _collect(self, table: PackTable) -> None:
         self._note_uses(table)
         table.sweep()
-        trouble = self._room.collect(table, lambda: self._known_packs(table), self._clock())
+        trouble = self._room.collect(table, lambda: self._reader.known_packs(table), self._clock())
         if trouble:
-            self._status = replace(self._status, trouble=trouble)
+            self._tally.say(trouble)
         self._lock.has_leftovers = False
 
     def close(self) -> None:
@@ -387,14 +270,3 @@ class DiskTier:
         if self._used:
             self._attempt(lambda: self._note_uses(self._keeper.table), None)
         self._keeper.table.close()
-
-    def _note_trouble(self, error: Exception) -> None:
-        """Say what is wrong; that others are busy with the store is not, and passes."""
-        _log.warning("disk tier: %r", error)
-        self._count(num_held_up=is_held(error))
-        if not (is_busy(error) or isinstance(error, StoreBusy)):
-            self._status = replace(self._status, trouble=trouble_of(error))
-
-    def _count(self, **amounts: int) -> None:
-        totals = {name: getattr(self._status, name) + int(n) for name, n in amounts.items()}
-        self._status = replace(self._status, **totals)

@@ -103,7 +103,7 @@ def test_a_pack_exchanged_while_it_is_read_is_left_alone(
 
     def exchanged(*arguments: object) -> object:
         monkeypatch.undo()
-        other._remove(found.key)
+        other.forget([found.key])
         save(other, [1, 2, 9, 9, 9, 9])
         return payload(*arguments)
 

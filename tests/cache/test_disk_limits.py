@@ -107,7 +107,7 @@ def test_a_read_pack_that_was_exchanged_meanwhile_is_never_another_contexts(
     reader, other = open_tier(tmp_path), open_tier(tmp_path)
     save(reader, [1, 2, 3, 4, 5, 6])
     [found] = find(reader, [1, 2, 3, 4, 5, 6])
-    other._remove(found.key)
+    other.forget([found.key])
     save(other, [1, 2, 7, 8, 9, 9])
 
     with pytest.raises(DamagedRecord):
@@ -332,7 +332,7 @@ def test_whatever_goes_no_pack_loses_what_it_continues(tmp_path: Path) -> None:
         if rng.random() < 0.02:
             tier.unpin("a")
         assert used_bytes(tmp_path) <= limit
-        packs = tier._known_packs(tier._keeper.table)
+        packs = tier._reader.known_packs(tier._keeper.table)
         blocks = {tier.root, *(key for known in packs.values() for key in known.keys)}
         assert all(known.parent in blocks for known in packs.values())
     assert tier.status().num_evicted > 0
@@ -350,7 +350,7 @@ def test_a_use_is_remembered_and_so_is_what_followed(tmp_path: Path) -> None:
         save(tier, [1, 2, 3, 4, number, number])
     name = keys_of(tier, [1, 2])[0]
 
-    use = tier._known_packs(tier._keeper.table)[name].use
+    use = tier._reader.known_packs(tier._keeper.table)[name].use
 
     assert (use.num_uses, use.num_followed, use.last_s) == (4, 3, now_s[0])
     assert use.credit_s > now_s[0]
