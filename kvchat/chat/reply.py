@@ -33,7 +33,7 @@ SAVE_INTERVAL_S = 1.0
 
 
 class AnswerLedger(Protocol):
-    """Keeps answers: the session implements it on its conversation and file.
+    """Keeps answers: `ledger.py` implements it on a conversation and its file.
 
     Each call returns None, or one sentence on why the file is behind.
     """

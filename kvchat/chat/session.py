@@ -1,7 +1,8 @@
 """ChatSession: one conversation with one model. Ask, retry, move about; everything is saved.
 
 Joins conversation, text model, engine and session file: the place to start reading this floor.
-Knows turns and requests; knows no screen and no tensors.
+Knows turns and requests; how answers are kept as they come is `ledger.py`'s. Knows no screen and
+no tensors.
 """
 
 import secrets
@@ -13,11 +14,11 @@ from kvchat.chat import session_file
 from kvchat.chat.chat_model import ChatModel, readopt
 from kvchat.chat.conversation import ROOT, Conversation, Role, Turn
 from kvchat.chat.detokenizer import StopStringWatcher
-from kvchat.chat.reply import Reply
+from kvchat.chat.ledger import ContinuedLedger, Ledger
+from kvchat.chat.reply import AnswerLedger, Reply
 from kvchat.chat.store import SessionLog, SessionStore, new_session_id
 from kvchat.chat.thinking import ThinkingSplitter
-from kvchat.core.errors import ContextTooLong, KvchatError, UsageError
-from kvchat.core.events import RequestFailed, SampleFinished
+from kvchat.core.errors import KvchatError, UsageError
 from kvchat.core.types import FinishReason, SamplingParams
 from kvchat.engine.request import RequestSpec
 from kvchat.engine.thread import EngineThread
@@ -195,21 +196,21 @@ class ChatSession:
         answer = path[-1]
         splitter = ThinkingSplitter(self.model.starts_thinking)
         splitter.feed(answer.text)
-        ledger = _ContinuedLedger(self, self.conversation.turn(answer.parent_id), answer)
+        ledger = ContinuedLedger(self, self.conversation.turn(answer.parent_id), answer)
         options = replace(options, num_samples=1)
         return self._generate(answer.turn_id, ledger, splitter.is_thinking, options, notify)
 
     def _answer(
         self, user_turn: Turn, options: AskOptions, notify: Callable[[], None] | None
     ) -> Reply:
-        ledger = _Ledger(self, user_turn)
+        ledger = Ledger(self, user_turn)
         starts_thinking = self.model.starts_thinking
         return self._generate(user_turn.turn_id, ledger, starts_thinking, options, notify)
 
     def _generate(
         self,
         turn_id: int,
-        ledger: "_Ledger",
+        ledger: AnswerLedger,
         starts_thinking: bool,
         options: AskOptions,
         notify: Callable[[], None] | None,
@@ -317,83 +318,3 @@ class ChatSession:
             return None
         self._is_problem_told = True
         return self._saving_problem
-
-
-class _Ledger:
-    """Keeps the answers to one user turn in its session."""
-
-    def __init__(self, session: ChatSession, user_turn: Turn) -> None:
-        self._session = session
-        self._user_turn = user_turn
-        self._turn_ids: dict[int, int] = {}
-
-    def begin_answer(self, sample: int) -> str | None:
-        conversation = self._session.conversation
-        turn = Turn(
-            turn_id=conversation.next_turn_id,
-            parent_id=self._user_turn.turn_id,
-            role=Role.ASSISTANT,
-            text="",
-            token_ids=(),
-            tokenizer=self._session.model.tokenizer.digest,
-            created_s=time.time(),
-        )
-        conversation.add(turn)
-        self._turn_ids[sample] = turn.turn_id
-        self._session.save(session_file.turn_line(turn))
-        if sample > 0 and 0 in self._turn_ids:
-            self._session.move_tip(self._turn_ids[0])  # the conversation goes on from the first
-        return self._session.saving_problem()
-
-    def extend_answer(self, sample: int, text: str, token_ids: list[int]) -> str | None:
-        turn_id = self._turn_ids[sample]
-        turn = self._session.conversation.turn(turn_id)
-        self._session.conversation.replace(
-            replace(turn, text=turn.text + text, token_ids=(*turn.token_ids, *token_ids))
-        )
-        self._session.save(session_file.more_line(turn_id, text, token_ids))
-        return self._session.saving_problem()
-
-    def end_answer(self, sample: int, event: SampleFinished) -> tuple[int, str | None]:
-        turn_id = self._turn_ids.get(sample)
-        if turn_id is None:  # stopped before the first token
-            return self._user_turn.turn_id, self._session.saving_problem()
-        closing = self._session.model.kept_stop_ids(event.stop_token)
-        turn = self._session.conversation.turn(turn_id)
-        if closing:
-            turn = replace(turn, token_ids=(*turn.token_ids, *closing))
-            self._session.save(session_file.more_line(turn_id, "", closing))
-        self._session.conversation.replace(replace(turn, finish=event.reason))
-        facts: dict[str, object] = {
-            "usage": event.usage.as_dict(),
-            "timing": event.timing.as_dict(event.usage),
-        }
-        self._session.save(session_file.end_line(turn_id, event.reason, facts), durable=True)
-        return turn_id, self._session.saving_problem()
-
-    def abandon(self, failed: RequestFailed) -> str | None:
-        """Where the turn itself is the trouble, step back before it: the next one may fit."""
-        for turn_id in self._turn_ids.values():
-            line = session_file.end_line(turn_id, FinishReason.CANCELLED, {})
-            turn = self._session.conversation.turn(turn_id)
-            if turn.finish is None:
-                ended = replace(turn, finish=FinishReason.CANCELLED)
-                self._session.conversation.replace(ended)
-                self._session.save(line)
-        if isinstance(failed.error, ContextTooLong):
-            self._session.move_tip(self._user_turn.parent_id)
-        return self._session.saving_problem()
-
-
-class _ContinuedLedger(_Ledger):
-    """Keeps what is added to an answer that was cut off, in the answer's own turn."""
-
-    def __init__(self, session: ChatSession, user_turn: Turn, answer: Turn) -> None:
-        super().__init__(session, user_turn)
-        self._turn_ids[0] = answer.turn_id
-
-    def begin_answer(self, sample: int) -> str | None:
-        return None  # it has begun already
-
-    def abandon(self, failed: RequestFailed) -> str | None:
-        return self._session.saving_problem()  # the answer is as cut off as it was

@@ -1,0 +1,116 @@
+"""Ledger: answers become turns of a conversation, and lines of its file, as they come.
+
+Knows turns and how they end; knows no text in the making, and no request.
+"""
+
+import time
+from dataclasses import replace
+from typing import Protocol
+
+from kvchat.chat import session_file
+from kvchat.chat.chat_model import ChatModel
+from kvchat.chat.conversation import Conversation, Role, Turn
+from kvchat.core.errors import ContextTooLong
+from kvchat.core.events import RequestFailed, SampleFinished
+from kvchat.core.types import FinishReason
+
+
+class KeptConversation(Protocol):
+    """What a ledger writes to: a conversation with one model, and its file."""
+
+    @property
+    def model(self) -> ChatModel:
+        """Says which ids end an answer."""
+
+    @property
+    def conversation(self) -> Conversation:
+        """Where the turns go."""
+
+    def save(self, line: str, durable: bool = False) -> None:
+        """Append a line to the file."""
+
+    def saving_problem(self) -> str | None:
+        """Return one sentence where the file is behind, None where it is not."""
+
+    def move_tip(self, turn_id: int) -> None:
+        """Go on from another turn."""
+
+
+class Ledger:
+    """Keeps the answers to one user turn in its conversation; an AnswerLedger."""
+
+    def __init__(self, session: KeptConversation, user_turn: Turn) -> None:
+        self._session = session
+        self._user_turn = user_turn
+        self._turn_ids: dict[int, int] = {}
+
+    def begin_answer(self, sample: int) -> str | None:
+        conversation = self._session.conversation
+        turn = Turn(
+            turn_id=conversation.next_turn_id,
+            parent_id=self._user_turn.turn_id,
+            role=Role.ASSISTANT,
+            text="",
+            token_ids=(),
+            tokenizer=self._session.model.tokenizer.digest,
+            created_s=time.time(),
+        )
+        conversation.add(turn)
+        self._turn_ids[sample] = turn.turn_id
+        self._session.save(session_file.turn_line(turn))
+        if sample > 0 and 0 in self._turn_ids:
+            self._session.move_tip(self._turn_ids[0])  # the conversation goes on from the first
+        return self._session.saving_problem()
+
+    def extend_answer(self, sample: int, text: str, token_ids: list[int]) -> str | None:
+        turn_id = self._turn_ids[sample]
+        turn = self._session.conversation.turn(turn_id)
+        self._session.conversation.replace(
+            replace(turn, text=turn.text + text, token_ids=(*turn.token_ids, *token_ids))
+        )
+        self._session.save(session_file.more_line(turn_id, text, token_ids))
+        return self._session.saving_problem()
+
+    def end_answer(self, sample: int, event: SampleFinished) -> tuple[int, str | None]:
+        turn_id = self._turn_ids.get(sample)
+        if turn_id is None:  # stopped before the first token
+            return self._user_turn.turn_id, self._session.saving_problem()
+        closing = self._session.model.kept_stop_ids(event.stop_token)
+        turn = self._session.conversation.turn(turn_id)
+        if closing:
+            turn = replace(turn, token_ids=(*turn.token_ids, *closing))
+            self._session.save(session_file.more_line(turn_id, "", closing))
+        self._session.conversation.replace(replace(turn, finish=event.reason))
+        facts: dict[str, object] = {
+            "usage": event.usage.as_dict(),
+            "timing": event.timing.as_dict(event.usage),
+        }
+        self._session.save(session_file.end_line(turn_id, event.reason, facts), durable=True)
+        return turn_id, self._session.saving_problem()
+
+    def abandon(self, failed: RequestFailed) -> str | None:
+        """Where the turn itself is the trouble, step back before it: the next one may fit."""
+        for turn_id in self._turn_ids.values():
+            line = session_file.end_line(turn_id, FinishReason.CANCELLED, {})
+            turn = self._session.conversation.turn(turn_id)
+            if turn.finish is None:
+                ended = replace(turn, finish=FinishReason.CANCELLED)
+                self._session.conversation.replace(ended)
+                self._session.save(line)
+        if isinstance(failed.error, ContextTooLong):
+            self._session.move_tip(self._user_turn.parent_id)
+        return self._session.saving_problem()
+
+
+class ContinuedLedger(Ledger):
+    """Keeps what is added to an answer that was cut off, in the answer's own turn."""
+
+    def __init__(self, session: KeptConversation, user_turn: Turn, answer: Turn) -> None:
+        super().__init__(session, user_turn)
+        self._turn_ids[0] = answer.turn_id
+
+    def begin_answer(self, sample: int) -> str | None:
+        return None  # it has begun already
+
+    def abandon(self, failed: RequestFailed) -> str | None:
+        return self._session.saving_problem()  # the answer is as cut off as it was
