@@ -128,7 +128,7 @@ class Script:
         """KV that is not kept is no reason to fail, but one to say so."""
         if self._interruption.code is not None:
             return
-        if trouble := asyncio.run(self._desk.new_trouble()):
+        if trouble := asyncio.run(self._desk.engine.new_trouble()):
             self._setup.notices.tell(trouble)
 
     def report(self, error: KvchatError, fields: dict[str, object]) -> None:

@@ -57,7 +57,7 @@ async def stats(context: "CommandContext", arguments: str) -> None:
     if arguments not in ("", "last", "all"):
         raise UsageError(f"{one_line(arguments)} is unknown here.", "/stats [on|off]")
     lines = [_last_stats(context) or "There is no answer yet."]
-    status = await context.desk.engine_status()
+    status = await context.desk.engine.status()
     if status is not None:
         reused = f"{status.num_cached:,} of {status.num_blocks:,} blocks hold KV for reuse"
         total = format_bytes(status.num_blocks * status.block_bytes)
@@ -113,7 +113,7 @@ async def context_(context: "CommandContext", arguments: str) -> None:
         share, left = used / limit, max(0, limit - used)
         shown = f"{share:.0%} of {format_count(limit)}, {left:,} left"
         lines.append(f"{_bar(context.face.painter.look, share)}{shown}")
-    warmth = await context.desk.warmth()
+    warmth = await context.desk.engine.warmth(context.desk.context_ids)
     if warmth is not None:
         lines.append(_reading_again(warmth))
     context.say("\n".join(lines))

@@ -49,7 +49,7 @@ async def system(context: "CommandContext", arguments: str) -> None:
     text = None if arguments == "clear" else arguments.removeprefix("set ").strip()
     if text is not None and text.startswith("@"):
         text = _read_text(Path(text[1:]).expanduser())
-    price = await desk.price(desk.ids_with_system(text))
+    price = await desk.engine.price(desk.ids_with_system(text))
     if not await context.afford(price, "/system"):
         return
     desk.set_system(text)

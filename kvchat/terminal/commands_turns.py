@@ -63,7 +63,7 @@ async def edit(context: "CommandContext", arguments: str) -> None:
     desk = context.desk
     turn = desk.user_turn(arguments)
     conversation = desk.require_conversation()
-    price = await desk.price(conversation.context_ids(turn.parent_id))
+    price = await desk.engine.price(conversation.context_ids(turn.parent_id))
     if not await context.afford(price, f"/edit {arguments}".strip()):
         return
     desk.edited = turn

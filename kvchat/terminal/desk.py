@@ -1,16 +1,13 @@
 """Desk: the conversation that is open, the model it is with, and what may be done to them.
 
-Commands and keys act through it. Moving about loses nothing: turns stay in their tree. Knows the
-chat floor; draws nothing.
+Commands and keys act through it. Moving about loses nothing: turns stay in their tree. What the
+engine is asked beside answers is `engine_questions.py`'s. Knows the chat floor; draws nothing.
 """
 
-import asyncio
 from collections.abc import Callable
-from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 from kvchat.chat.attachment import read_attachment
 from kvchat.chat.conversation import ROOT, Conversation, Role, Turn
@@ -23,21 +20,12 @@ from kvchat.chat.why import Reuse, cause, explain, is_as_expected, reuse_of
 from kvchat.chat.why_cold import beside_earlier, earlier
 from kvchat.core.errors import KvchatError, UsageError
 from kvchat.core.events import LoadEvent
-from kvchat.core.stats import EngineStatus
-from kvchat.core.types import rate
-from kvchat.terminal.kept_kv import KeptKv, trouble_notice
+from kvchat.terminal.engine_questions import EngineQuestions
+from kvchat.terminal.kept_kv import KeptKv
 from kvchat.terminal.sanitize import one_line
-from kvchat.terminal.status import Price
-
-T = TypeVar("T")
 
 # Begins loading a model by its name; what it has to say about that goes to the listener.
 NewHost = Callable[[str, Callable[[LoadEvent], None]], ChatHost]
-
-# A prefill shorter than this says little about the rate of a long one.
-_MIN_MEASURED_TOKENS = 64
-_NOT_WORTH_MENTIONING_TOKENS = 64
-_ENGINE_PATIENCE_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +39,9 @@ class Attached:
 class Desk:
     """One conversation at a time. `session` is None until the first message makes one.
 
-    `attached` goes before the next message; `edited` is the turn it will stand in for. `kept` looks
-    after the KV that outlives the chat, None where nothing does.
+    `attached` goes before the next message; `edited` is the turn it will stand in for. `engine` is
+    asked how things stand. `kept` looks after the KV that outlives the chat, None where nothing
+    does.
     """
 
     def __init__(
@@ -67,6 +56,7 @@ class Desk:
         kept: KeptKv | None = None,
     ) -> None:
         self.host = host
+        self.engine = EngineQuestions(host)
         self.new_host = new_host
         self.session = session
         self.options = options
@@ -78,8 +68,6 @@ class Desk:
         self.last: AnswerEnded | None = None
         self._last_session_id = ""
         self._undone: list[int] = []
-        self._prefill_rate: float | None = None
-        self._told: set[str] = set()
 
     # What there is
 
@@ -173,11 +161,10 @@ class Desk:
         return self.require_session().continue_answer(self.options, notify)
 
     def note_ended(self, ended: AnswerEnded) -> None:
-        """Remember what an answer taught about this machine's speed."""
+        """Remember an answer that was heard to its end, for whoever asks about it."""
         self.last = ended
         self._last_session_id = self.session.session_id if self.session is not None else ""
-        if ended.usage.prefilled_tokens >= _MIN_MEASURED_TOKENS and ended.timing.prefill_s > 0:
-            self._prefill_rate = rate(ended.usage.prefilled_tokens, ended.timing.prefill_s)
+        self.engine.note_ended(ended)
 
     def why(self) -> list[str]:
         """Return how much of the last context was there, and what cost the rest, line by line.
@@ -263,7 +250,7 @@ class Desk:
                 self.session = _reopened(old, session)
                 raise
         self.host = host
-        self._prefill_rate = None
+        self.engine.change_host(host)
         return old
 
     def close_session(self) -> None:
@@ -324,56 +311,7 @@ class Desk:
         self.move(turn.turn_id)
         return turn
 
-    # Prices
-
-    async def price(self, token_ids: list[int]) -> Price | None:
-        """Return what going on from a context would cost; None while that cannot be known."""
-        cached = await self._cached(token_ids)
-        return None if cached is None else Price(len(token_ids), cached, self._prefill_rate)
-
-    async def warmth(self) -> float | None:
-        """Return the share of the context that need not be read again."""
-        token_ids = self.context_ids
-        cached = await self._cached(token_ids)
-        if cached is None:
-            return None
-        # The last partial block is never kept: nobody would call that cold.
-        missing = len(token_ids) - cached
-        return 1.0 if missing < _NOT_WORTH_MENTIONING_TOKENS else cached / len(token_ids)
-
-    async def engine_status(self) -> EngineStatus | None:
-        """Ask the engine about itself; None while it loads or is too busy to say."""
-        return await self._answer_of(self.host.status)
-
-    async def new_trouble(self) -> str:
-        """Return a sentence about what went wrong beside the answers; each comes only once."""
-        status = await self.engine_status()
-        if status is None:
-            return ""
-        told = {}
-        if status.disk is not None and status.disk.trouble:
-            told[status.disk.trouble] = trouble_notice(status.disk.trouble)
-        for failed in status.speculation.failed if status.speculation is not None else ():
-            told[failed] = f"guessing ahead by {one_line(failed)}; answers come without it."
-        for trouble, notice in told.items():
-            if trouble not in self._told:
-                self._told.add(trouble)
-                return notice
-        return ""
-
-    async def _cached(self, token_ids: list[int]) -> int | None:
-        if not token_ids:
-            return None
-        return await self._answer_of(lambda: self.host.cached_tokens(token_ids))
-
-    async def _answer_of(self, ask: "Callable[[], Future[T]]") -> T | None:
-        if self.host.ready is None:
-            return None
-        try:
-            async with asyncio.timeout(_ENGINE_PATIENCE_S):
-                return await asyncio.wrap_future(ask())
-        except (TimeoutError, KvchatError):
-            return None
+    # System prompts
 
     def ids_with_system(self, system: str | None) -> list[int]:
         """Return the context as it would be under another system prompt."""

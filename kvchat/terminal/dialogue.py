@@ -265,7 +265,7 @@ class Dialogue(CommandContext):
 
     async def _tell_trouble(self) -> None:
         """KV that is not kept is no reason to stop, but one to say so."""
-        if trouble := await self.desk.new_trouble():
+        if trouble := await self.desk.engine.new_trouble():
             self.say(trouble[:1].upper() + trouble[1:], Role.WARNING)
 
     # For commands
@@ -291,7 +291,7 @@ class Dialogue(CommandContext):
 
     async def _measure_warmth(self) -> None:
         tip = self._num_context_tokens
-        warmth = await self.desk.warmth()
+        warmth = await self.desk.engine.warmth(self.desk.context_ids)
         if tip == self._num_context_tokens and not self.is_answering:
             self._warmth = warmth
             self.refresh()
