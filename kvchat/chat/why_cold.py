@@ -34,7 +34,8 @@ def beside_earlier(
     reuse: Reuse, begun: Turn, model: ChatModel, conversations: Iterable[Conversation]
 ) -> Reuse:
     """Return what is known of a conversation's first answer, with the earlier one that it would
-    share most with if the template wrote what it did then; as it is where there is none.
+    share most with if the template wrote what it did then; as it is where there is none, and where
+    as much was there all the same.
 
     `begun` is the message that was answered.
     """
@@ -44,7 +45,8 @@ def beside_earlier(
         for turn in conversation.children(ROOT):
             if turn.tokenizer != begun.tokenizer:
                 continue
-            shared = common_len(reuse.ids, turn.token_ids)
+            # What was there is no loss: another chat of today may have had it read.
+            shared = max(common_len(reuse.ids, turn.token_ids), reuse.cached.total)
             now = _written(model, turn, conversation)
             for change, would_share in (
                 (Change.CLOCK, common_len(as_then, turn.token_ids)),

@@ -8,7 +8,7 @@ import pytest
 from kvchat.chat.chat_model import ChatModel, read_chat_model
 from kvchat.chat.conversation import ROOT, Conversation, Role, Turn
 from kvchat.chat.store import SessionStore
-from kvchat.chat.why import Change, Reuse
+from kvchat.chat.why import Change, Reuse, common_len
 from kvchat.chat.why_cold import beside_earlier, earlier
 from kvchat.core.types import CachedTokens
 from kvchat.model.source import find_model
@@ -42,9 +42,11 @@ def begun(model: ChatModel, text: str, day: int, system: str | None = SYSTEM) ->
     return conversation
 
 
-def compared(model: ChatModel, now: Conversation, *others: Conversation) -> Reuse:
+def compared(
+    model: ChatModel, now: Conversation, *others: Conversation, num_cached: int = 0
+) -> Reuse:
     [turn] = now.path()
-    alone = Reuse(turn.token_ids, (), Change.NEW, CachedTokens())
+    alone = Reuse(turn.token_ids, (), Change.NEW, CachedTokens(device=num_cached))
     found = beside_earlier(alone, turn, model, others)
     assert found.ids == turn.token_ids
     return found
@@ -64,6 +66,18 @@ def test_of_the_same_day_all_that_is_shared_is_there(dated: ChatModel) -> None:
     found = compared(dated, begun(dated, "hi", 20), begun(dated, "hello", 20))
 
     assert (found.change, found.before) == (Change.NEW, ())
+
+
+def test_what_another_chat_of_today_had_read_has_cost_nothing(dated: ChatModel) -> None:
+    """A day's second chat began warm, and was told that the date had cost it a system prompt."""
+    today, yesterday = begun(dated, "hello", 20), begun(dated, "hello", 19)
+    now = begun(dated, "hi", 20)
+    num_shared = common_len(now.path()[0].token_ids, today.path()[0].token_ids)
+
+    found = compared(dated, now, today, yesterday, num_cached=num_shared // 16 * 16)
+    assert (found.change, found.before) == (Change.NEW, ())
+    partly = compared(dated, now, today, yesterday, num_cached=16)
+    assert partly.change is Change.CLOCK
 
 
 def test_a_template_that_was_changed_is_told_from_a_clock(dated: ChatModel, tmp_path: Path) -> None:
