@@ -138,6 +138,12 @@ class Persistence:
         """Wait for what is being written, within bounds, and end the thread."""
         self._keep_rates()
         deadline_s = time.monotonic() + _CLOSE_PATIENCE_S
+        self._offer_backlog(deadline_s)
+        if self.saver.is_unheard:  # only a write shows what others have deleted
+            self.transfer.flush(max(0.0, deadline_s - time.monotonic()))
+            self._offer_backlog(deadline_s)
+        self.transfer.close(max(0.0, deadline_s - time.monotonic()))
+
+    def _offer_backlog(self, deadline_s: float) -> None:
         while self.saver.has_backlog and time.monotonic() < deadline_s:
             self.saver.go_on(deadline_s - time.monotonic())
-        self.transfer.close(max(0.0, deadline_s - time.monotonic()))

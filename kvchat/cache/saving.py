@@ -91,6 +91,12 @@ class Saver:
         return bool(self._backlog) and not self._transfer.is_without_tier
 
     @property
+    def is_unheard(self) -> bool:
+        """Whether it is still to be heard what became of something that was handed over."""
+        self._learn()
+        return self._num_unheard > 0 and not self._transfer.is_without_tier
+
+    @property
     def pack_tokens(self) -> int:
         """Tokens of a whole pack."""
         return self._blocks_a_pack * self._manager.block_size

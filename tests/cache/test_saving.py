@@ -11,6 +11,7 @@ from kvchat.cache.block_key import chain_keys, root_key
 from kvchat.cache.chain_memo import ChainMemo
 from kvchat.cache.kv_pool import KvGeometry, KvPool, LayerGeometry
 from kvchat.cache.manager import CacheManager
+from kvchat.cache.persistence import Persistence
 from kvchat.cache.radix_node import pack
 from kvchat.cache.saving import Saver
 from kvchat.cache.transfer import TransferThread
@@ -193,6 +194,19 @@ def test_of_many_packs_whose_beginning_is_gone_the_whole_is_offered_once(house: 
     assert len(house.saver._backlog) == 1
     house.saver.go_on(0.0)
     assert house.transfer.flush(5.0)
+    assert len(house.tier.blocks) == 11
+
+
+def test_what_the_last_write_shows_to_be_lost_is_written_before_the_end(house: Household) -> None:
+    """Nobody had heard of it when the thread was ended: the next process computed all of it."""
+    persistence = Persistence(house.manager, lambda: house.tier)
+    persistence.save(STORY[:16])
+    assert persistence.transfer.flush(5.0)
+    house.tier.blocks.clear()
+
+    persistence.save(STORY)
+    persistence.close()
+
     assert len(house.tier.blocks) == 11
 
 
