@@ -75,6 +75,24 @@ def test_a_decode_step_over_a_gap_in_a_long_context_copies_no_keys() -> None:
     assert copied.count < problem.key_pool.numel() / 10
 
 
+@pytest.mark.parametrize(
+    ("dtype", "layout", "num_copies"),
+    [(torch.float16, "consecutive", 0), (torch.float32, "permuted", 1)],
+    ids=["another dtype", "gathered"],
+)
+def test_what_is_a_copy_already_is_not_copied_again(
+    dtype: torch.dtype, layout: str, num_copies: int
+) -> None:
+    case = AttentionCase(key_dim=128, value_dim=128)
+    problem = paged_problem(case, [(1, 3000)], dtype=dtype, layout=layout)
+
+    with CopiedElements() as copied:
+        attend(problem, case, "cpu")
+
+    one = problem.keys[0].numel() + problem.values[0].numel()
+    assert num_copies * one <= copied.count < (num_copies + 0.1) * one
+
+
 class CopiedElements(TorchDispatchMode):
     """Counts what gathers, concatenations and copies write."""
 

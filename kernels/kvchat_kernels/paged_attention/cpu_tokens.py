@@ -24,11 +24,13 @@ _WORTH_COPYING = 2048
 class Tokens:
     """Runs of tokens in position order: [num_tokens, num_heads, head_dim] each, views where may be.
 
-    They belong to the pool: read only. `count` is the number of tokens of all runs.
+    They belong to the pool: read only. `count` is the number of tokens of all runs. `are_copies`
+    where they had to be gathered or made another dtype.
     """
 
     runs: tuple[torch.Tensor, ...]
     count: int
+    are_copies: bool = False
 
     @property
     def dtype(self) -> torch.dtype:
@@ -40,10 +42,10 @@ class Tokens:
 
     def joined(self, sequences: PagedSequences, name: str) -> torch.Tensor:
         """Return all tokens as one tensor; a copy in the step's scratch memory `name` where there
-        are several runs, or many tokens.
+        are several runs, or many tokens that still lie in the pool.
         """
         first = self.runs[0]
-        if len(self.runs) == 1 and self.count < _WORTH_COPYING:
+        if len(self.runs) == 1 and (self.are_copies or self.count < _WORTH_COPYING):
             return first
         out = scratch(sequences.scratch, name, (self.count, *first.shape[1:]), first.dtype)
         return torch.cat(self.runs, out=out)
@@ -67,7 +69,8 @@ def tokens_from(
     """Return a sequence's tokens from position `first` on, in `dtype`."""
     count = sequences.context_lens[index] - first
     slots = sequences.runs(index, first)
-    if len(slots) > _MOST_RUNS:
+    is_scattered = len(slots) > _MOST_RUNS
+    if is_scattered:
         offset = first % sequences.block_size
         gathered = pool.index_select(0, sequences.blocks_of(index, first - offset)).flatten(0, 1)
         runs = [gathered[offset : offset + count]]
@@ -76,7 +79,7 @@ def tokens_from(
         runs = [tokens[start:end] for start, end in slots]
     if pool.dtype != dtype:
         runs = [run.to(dtype) for run in runs]
-    return Tokens(tuple(runs), count)
+    return Tokens(tuple(runs), count, are_copies=is_scattered or pool.dtype != dtype)
 
 
 def scratch(
