@@ -173,9 +173,10 @@ def _beside_llama_cpp(
     if importlib.util.find_spec("llama_cpp") is None:
         return [], "llama.cpp: llama_cpp is not installed"
     peer = LlamaCpp(setup.gguf, torch.get_num_threads())
+    vocab_size = min(peer.vocab_size, assembled.loaded.spec.vocab_size)  # it may be padded
     figures = []
     for length in lengths:
-        prompt = random_ids(length, peer.vocab_size, seed=2)
+        prompt = random_ids(length, vocab_size, seed=2)
         mine, theirs = alternated(
             partial(_decode_rate, assembled.engine, prompt),
             partial(peer.decode_rate, prompt, _NUM_TOKENS),

@@ -67,8 +67,8 @@ def run_bench(request: BenchRequest) -> None:
         for function in functions:
             results.append(function(setup))
             print_result(results[-1], sys.stdout)
-    if request.record is not None:
+    print_json(results, sys.stdout)
+    if request.record is not None:  # what was measured is told even where it cannot be kept
         command = shlex.join(["kvchat", *sys.argv[1:]])
         for path in record(results, request.record, device, command):
             sys.stderr.write(f"{path}\n")
-    print_json(results, sys.stdout)

@@ -3,18 +3,24 @@
 import io
 import json
 import math
-from dataclasses import asdict
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from kvchat.bench import decode
 from kvchat.bench.engines import new_engine
 from kvchat.bench.prefill import num_flops
 from kvchat.bench.record import record
 from kvchat.bench.report import Result, print_json, print_result
 from kvchat.bench.scenarios import DEFAULT_NAMES, BenchSetup, scenario
+from kvchat.cli.bench import BenchRequest, run_bench
 from kvchat.core.config import CacheConfig, ModelConfig, Size
 from kvchat.core.errors import UsageError
 from kvchat.model.source import find_model
@@ -178,6 +184,65 @@ def test_a_report_that_cannot_be_kept_is_told(tmp_path: Path) -> None:
 
     with pytest.raises(UsageError, match="cannot be written"):
         record([], tmp_path / "file", torch.device("cpu"), "kvchat bench")
+
+
+def test_what_was_measured_is_told_even_where_it_cannot_be_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An hour's figures were lost to whoever reads the document, for a mistyped directory."""
+    (tmp_path / "file").touch()
+    request = BenchRequest(
+        scenarios=("radix",),
+        model=None,
+        shape="tiny",
+        dtype="float32",
+        weights="auto",
+        device="cpu",
+        device_cache="64M",
+        block_size=16,
+        threads=None,
+        repeats=1,
+        is_quick=True,
+        sessions=None,
+        gguf=None,
+        record=tmp_path / "file",
+    )
+
+    with pytest.raises(UsageError, match="cannot be written"):
+        run_bench(request)
+
+    [told] = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
+    assert told["scenario"] == "radix"
+
+
+def installed(name: str) -> ModuleType:
+    module = ModuleType(name)
+    module.__spec__ = ModuleSpec(name, None)
+    return module
+
+
+class WiderPeer:
+    """Stands in for llama.cpp with a file of more tokens than the model beside it has."""
+
+    vocab_size = 1 << 20
+
+    def __init__(self, path: Path, num_threads: int) -> None:
+        pass
+
+    def decode_rate(self, prompt_ids: Sequence[int], max_tokens: int) -> float:
+        return 1.0
+
+
+def test_a_peer_of_more_tokens_is_asked_what_the_model_knows_too(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its tokens were the model's as well, which refused them: no scenario reported anything."""
+    monkeypatch.setattr(decode, "LlamaCpp", WiderPeer)
+    monkeypatch.setitem(sys.modules, "llama_cpp", installed("llama_cpp"))
+
+    result = decode.run(replace(quick(checkpoint), gguf=Path("model.gguf")))
+
+    assert [figure.beside for figure in result.figures if figure.beside_name == "llama.cpp"]
 
 
 def test_the_command_keeps_a_report_where_it_is_told_to(tmp_path: Path) -> None:
