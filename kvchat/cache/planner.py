@@ -40,12 +40,11 @@ _ASSUMED_TOKENS_PER_S = 100.0
 class RestorePlanner:
     """Rates of this machine, None until something was measured.
 
-    `num_bytes_read` in `read_s` seconds is all that was read, beside the rate that follows it.
+    `read_s` are the seconds that all reading took.
     """
 
     prefill_tokens_per_s: float | None = None
     read_bytes_per_s: float | None = None
-    num_bytes_read: int = 0
     read_s: float = 0.0
 
     def rates(self) -> dict[str, float]:
@@ -68,7 +67,6 @@ class RestorePlanner:
 
     def note_read(self, num_bytes: int, seconds: float) -> None:
         """Take in how long reading took."""
-        self.num_bytes_read += num_bytes
         self.read_s += seconds
         if num_bytes >= _MIN_BYTES and seconds > 0:
             self.read_bytes_per_s = moved(self.read_bytes_per_s, num_bytes / seconds)
