@@ -4,6 +4,7 @@ Knows tolerances and how an attention module is run on its own. Decides nothing.
 """
 
 from collections.abc import Callable
+from copy import deepcopy
 from functools import partial
 
 import torch
@@ -23,6 +24,9 @@ _NUM_ROWS = 3
 # never further from it than 0.008; one with a wrong norm, rotation or mask is at 0.1 and beyond.
 _TOLERANCE = {torch.float32: 3e-5, torch.float16: 0.01, torch.bfloat16: 0.03}
 
+# So much further from float32 than the module itself a replacement may be.
+_AS_EXACT = 1.5
+
 _FAILURES = (AttributeError, TypeError, RuntimeError, ValueError, LookupError)
 
 Tensors = Callable[[torch.Tensor], torch.Tensor]
@@ -30,12 +34,17 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, LayerBinding], torc
 
 
 class Trial:
-    """One random input, the same for everybody who asks."""
+    """One random input, the same for everybody who asks, in `dtype`; its values are those that
+    `rounded_to` has, where that is less precise.
+    """
 
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, dtype: torch.dtype, device: torch.device, rounded_to: torch.dtype | None = None
+    ) -> None:
         self._generator = torch.Generator()
         self._dtype = dtype
         self._device = device
+        self._rounded_to = rounded_to or dtype
 
     def agree(self, own: torch.Tensor, fused: torch.Tensor) -> bool:
         """Tell whether the replacement's output is the module's, within the dtype's tolerance."""
@@ -58,11 +67,49 @@ class Trial:
     ) -> bool:
         """Compare `own`, which holds `attention`, with its replacement: outputs and KV written."""
         try:
-            mine = self._attend(layer, attention, width, partial(self._run_own, own))
-            other = self._attend(layer, attention, width, partial(self._run_fused, fused))
+            mine = self.outputs_of_own(layer, attention, own, width)
+            other = self.outputs_of_fused(layer, attention, fused, width)
         except _FAILURES:
             return False
         return all(self.agree(a, b) for a, b in zip(mine, other, strict=True))
+
+    def is_as_exact(
+        self, layer: LayerSpec, attention: nn.Module, own: nn.Module, fused: Attend, width: int
+    ) -> bool:
+        """Tell whether the replacement is as near to the module in float32 as the module itself.
+
+        Attention that has learnt to look at one token is all or nothing: what low precision makes
+        of it on random input may be far from what anything else makes of it, and still right.
+        """
+        exact = Trial(torch.float32, self._device, self._dtype)
+        twin = deepcopy(own).float()
+        inner = next(
+            b for a, b in zip(own.modules(), twin.modules(), strict=True) if a is attention
+        )
+        assert isinstance(inner, nn.Module)
+        try:
+            true = exact.outputs_of_own(layer, inner, twin, width)
+            mine = self.outputs_of_own(layer, attention, own, width)
+            other = self.outputs_of_fused(layer, attention, fused, width)
+        except _FAILURES:
+            return False
+        return all(
+            fused_out.shape == own_out.shape
+            and _distance(fused_out, out) <= _AS_EXACT * _distance(own_out, out)
+            for out, own_out, fused_out in zip(true, mine, other, strict=True)
+        )
+
+    def outputs_of_own(
+        self, layer: LayerSpec, attention: nn.Module, own: nn.Module, width: int
+    ) -> list[torch.Tensor]:
+        """Return the output of `own`, which holds `attention`, and both pools after it."""
+        return self._attend(layer, attention, width, partial(self._run_own, own))
+
+    def outputs_of_fused(
+        self, layer: LayerSpec, attention: nn.Module, fused: Attend, width: int
+    ) -> list[torch.Tensor]:
+        """Return the same of a replacement."""
+        return self._attend(layer, attention, width, partial(self._run_fused, fused))
 
     def _run_own(self, own: nn.Module, x: torch.Tensor, binding: LayerBinding) -> torch.Tensor:
         output = own(
@@ -104,8 +151,15 @@ class Trial:
         generator = torch.Generator().manual_seed(_SEED + 1)
         angles = torch.rand(1, _NUM_ROWS, key_dim // 2, generator=generator) * 6.3
         both = torch.cat((angles, angles), dim=-1).to(self._device)
-        return both.cos().to(self._dtype), both.sin().to(self._dtype)
+        return self._as_input(both.cos()), self._as_input(both.sin())
 
     def _random(self, *shape: int) -> torch.Tensor:
         values = torch.randn(*shape, generator=self._generator)
-        return values.to(self._device, self._dtype)
+        return self._as_input(values.to(self._device))
+
+    def _as_input(self, values: torch.Tensor) -> torch.Tensor:
+        return values.to(self._rounded_to).to(self._dtype)
+
+
+def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
+    return float(torch.linalg.vector_norm(one.float() - other.float()))

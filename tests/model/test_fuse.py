@@ -22,6 +22,7 @@ from kvchat.model.batch import SequencePiece, build_batch
 from kvchat.model.fuse_linear import HalfProduct, MergedProduct
 from kvchat.model.fuse_outlook import fusion_in_words
 from kvchat.model.fuse_search import LayerSearch
+from kvchat.model.fuse_trial import Trial
 from kvchat.model.loader import LoadedModel, load_model
 from kvchat.model.paged_model import PagedModel
 from kvchat.model.probe import probe
@@ -257,6 +258,31 @@ def test_a_layer_that_computes_something_else_is_not_fused(
     fusion = own_fusing(loaded.module, loaded.spec, loaded.step, scheme).wait()
 
     assert fusion.num_layers <= 1
+
+
+@pytest.mark.parametrize("breakage", [None, break_residual, break_scaling])
+def test_a_layer_that_rounds_beyond_the_tolerance_is_fused_if_it_is_as_exact(
+    breakage: Callable[[nn.Module], None] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One trained layer of eight, whose attention was all or nothing, rounded so differently in
+    bfloat16 that it stayed unfused, and the model a third slower.
+    """
+    own_fusing = fuse.Fusing
+    monkeypatch.setattr("kvchat.model.loader.Fusing", lambda *args: None)
+    loaded = load(tmp_path, "llama", "bfloat16")
+    if breakage is not None:
+        breakage(loaded.module.model.layers[1])
+
+    same = Trial.same_attention
+    monkeypatch.setattr(
+        Trial,
+        "same_attention",
+        lambda trial, *args: trial._dtype == torch.float32 and same(trial, *args),
+    )
+    scheme = fuse.choose_scheme(loaded.module)
+    fusion = own_fusing(loaded.module, loaded.spec, loaded.step, scheme).wait()
+
+    assert fusion.num_layers == (2 if breakage is None else 1)
 
 
 def test_weights_that_float16_cannot_hold_stay_what_they_are() -> None:
