@@ -17,6 +17,7 @@ from kvchat.cache.generations import (
     Sizes,
     drop,
     file_bytes,
+    flat_bytes,
     generations,
     last_used,
 )
@@ -55,11 +56,18 @@ class DiskRoom:
     _sizes: Sizes = field(default_factory=Sizes)
 
     def used_bytes(self, table: PackTable) -> int:
-        """Return what the directory takes at most, this moment."""
+        """Return what the directory takes at most, this moment: what the limit holds for."""
         files = int(table.reset("size")) + len(table) * FILE_OVERHEAD_BYTES
         tables = sum(file_bytes(self.own / f"{DATABASE}{end}") for end in ("", "-wal", "-shm"))
         others = sum(self._sizes.of(path) for path in self._others())
         return _FIXED_BYTES + files + tables + others
+
+    def held_bytes(self, table: PackTable) -> int:
+        """Return what is kept in the directory, counted as `tree_bytes` does but without a search:
+        what `used_bytes` sets aside, for tables that are still to grow, is not in it.
+        """
+        num_bytes = int(table.reset("size")) + table.num_files() * FILE_OVERHEAD_BYTES
+        return num_bytes + flat_bytes(self.own) + sum(map(self._sizes.of, self._others()))
 
     def make(
         self, table: PackTable, packs: Callable[[], Packs], num_bytes: int, parent: bytes

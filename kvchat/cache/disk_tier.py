@@ -224,9 +224,9 @@ class DiskTier:
 
     def _look(self) -> None:
         table = self._keeper.table
-        used = self._attempt(lambda: self._room.used_bytes(table), 0)
+        num_bytes = self._attempt(lambda: self._room.held_bytes(table), 0)
         num_packs = self._attempt(table.num_packs, 0)
-        self._tally.note_held(used, num_packs, self._room.num_evicted)
+        self._tally.note_held(num_bytes, num_packs, self._room.num_evicted)
 
     def verify(self, goes_on: Callable[[], bool] = lambda: True) -> tuple[int, int]:
         """Read every pack; return how many are sound, and how many were not and are gone.

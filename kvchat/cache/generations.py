@@ -91,6 +91,14 @@ def tree_bytes(directory: Path) -> int:
     return sum(file_bytes(path) + FILE_OVERHEAD_BYTES for path in paths)
 
 
+def flat_bytes(directory: Path) -> int:
+    """Return what the files of a directory take at most, without those in directories below."""
+    with suppress(OSError), os.scandir(directory) as entries:
+        names = [entry.path for entry in entries if not entry.is_dir(follow_symlinks=False)]
+        return sum(file_bytes(Path(name)) + FILE_OVERHEAD_BYTES for name in names)
+    return 0
+
+
 def file_bytes(path: Path) -> int:
     """Return the length of a file, 0 where there is none."""
     try:

@@ -113,6 +113,12 @@ class PackTable(RawCache):
         [(count,)] = self._sql(f"SELECT COUNT(*) FROM Cache {_HEADS}").fetchall()
         return int(count)
 
+    def num_files(self) -> int:
+        """Return how many values are files."""
+        query = "SELECT COUNT(*) FROM Cache WHERE filename IS NOT NULL"
+        [(count,)] = self._sql(query).fetchall()
+        return int(count)
+
     def largest(self) -> int:
         """Return the size of the largest payload that can be one; a damaged table says anything."""
         query = "SELECT MAX(size) FROM Cache WHERE filename IS NOT NULL AND size <= ?"

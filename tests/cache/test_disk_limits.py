@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from kvchat.cache.codec import DamagedRecord
+from kvchat.cache.caretaker import Caretaker
+from kvchat.cache.codec import DamagedRecord, Layout
 from kvchat.cache.disk_tier import DiskTier
 from kvchat.cache.radix_node import pack
 from kvchat.cache.raw_disk import RawDisk
@@ -187,7 +188,7 @@ def test_files_that_a_killed_process_left_count_and_go(tmp_path: Path) -> None:
 
     again = open_tier(tmp_path)
 
-    assert again.status().num_bytes >= used_bytes(tmp_path)
+    assert again._room.used_bytes(again._keeper.table) >= used_bytes(tmp_path)
     again.gc()
     assert payload_files(tmp_path) == [payload]
     assert restored(again, [1, 2, 3, 4]) == 2
@@ -256,12 +257,33 @@ def test_what_a_prompt_has_found_is_not_evicted_while_it_comes_up(tmp_path: Path
         save(tier, [number] * 12)
     now_s[0] += 1000.0
     assert num_found(tier, [0] * 12) == 6
-    tier._room.limit_bytes = tier.status().num_bytes
+    tier._room.limit_bytes = tier._room.used_bytes(tier._keeper.table)
 
     assert save(tier, [9] * 12)
 
     assert tier.status().num_evicted > 0
     assert restored(tier, [0] * 12) == 6
+
+
+def test_a_tier_says_that_it_holds_what_whoever_looks_from_outside_says(tmp_path: Path) -> None:
+    """What is set aside for tables was told as used: 2.58 MiB where it was 630 KiB."""
+    tier = open_tier(tmp_path)
+    other = replace(LAYOUT, identity=b"another model...")
+    small = Layout(b"small model.....", block_size=2, block_bytes=16)  # its packs are in its table
+    for layout in (other, small):
+        save(open_tier(tmp_path, layout=layout), [7] * 8, layout)
+    small_tier = open_tier(tmp_path, layout=small)
+    assert tier.status().num_bytes == Caretaker(tmp_path).status().num_bytes
+    for number in range(4):
+        save(tier, [number] * 12)
+    tier.pin(keys_of(tier, [2] * 12), pack([2] * 12), "mine")
+    tier.quarantine(keys_of(tier, [3] * 12))
+
+    found = Caretaker(tmp_path).status()
+
+    assert sum(generation.num_packs for generation in found.generations) == 5
+    assert tier.status().num_bytes == small_tier.status().num_bytes == found.num_bytes
+    assert found.num_bytes < tier._room.used_bytes(tier._keeper.table)
 
 
 def test_pins_outlast_everything_and_yield_to_the_limit_alone(tmp_path: Path) -> None:
