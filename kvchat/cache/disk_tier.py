@@ -66,6 +66,7 @@ class DiskTier:
         self._room = DiskRoom(directory, own, limit_bytes, min_free_bytes, self._fates)
         self._lock = StoreLock(directory / LOCK_NAME, _PATIENCE_S)
         self._used: dict[bytes, bool] = {}  # whether only by those who ask once
+        self._had_no_room = False  # for what was written last
         self._keeper = TableKeeper(directory, own, self._lock, _PATIENCE_S, self._tally.note_error)
         self._attempt = self._keeper.attempt
         self._reader = PackReader(layout, self._keeper, self._fates, self._tally)
@@ -104,6 +105,7 @@ class DiskTier:
         num_blocks = head.num_blocks(self._layout)
         assert len(image) == num_blocks * self._layout.block_bytes
         complete = replace(head, checksum=payload_checksum(image))
+        self._had_no_room = False
         is_written = self._attempt(lambda: self._write(complete, image, is_one_shot), False)
         self._tally.count(num_failed_writes=not is_written, bytes_written=is_written * len(image))
         self._look()
@@ -121,11 +123,25 @@ class DiskTier:
             packs = partial(self._reader.known_packs, table)
             if trouble := self._room.make(table, packs, num_bytes, head.parent):
                 self._tally.say(trouble)
+                self._had_no_room = True
                 self._fates.note(head.keys(self._layout)[:1], Lack.OVER_BUDGET)
                 return False
             self._keep(table, head, image, first_use(self._clock(), is_one_shot))
             table.note_followed(followed)
         return True
+
+    def note_declined(self, keys: Sequence[bytes], packed: bytes) -> None:
+        """Take in that a context is not offered, as there was no room for what was offered last.
+
+        Where that was refused for another reason, nobody knows what would become of this.
+        """
+        if not self._had_no_room:
+            return
+        found: list[Found] = self._attempt(lambda: list(self._reader.walk(keys, packed)), [])
+        missing = keys[sum(run.num_blocks for run in found) :][:1]
+        self._fates.note(
+            [k for k in missing if self._fates.of(k) is not Lack.OVER_BUDGET], Lack.OVER_BUDGET
+        )
 
     def _keep(self, table: PackTable, head: PackHead, image: memoryview, use: Use) -> None:
         key = head.keys(self._layout)[0]

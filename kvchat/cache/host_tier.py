@@ -252,6 +252,9 @@ class HostTier:
             self.settle(loan, is_filled=True)
         return all(key in self._entries for key in keys)
 
+    def note_declined(self, keys: Sequence[bytes], packed: bytes) -> None:
+        """Nothing to remember: memory does not outlive whoever would ask."""
+
     def why(self, key: bytes, packed: bytes, num_found: int) -> Lack:
         """Return why a block is not there: it had to make room, as far as this tier ever had it."""
         return Lack.EVICTED if self._num_evicted else Lack.NEVER_WRITTEN

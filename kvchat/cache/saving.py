@@ -111,11 +111,20 @@ class Saver:
         self._kept.difference_update(self._memo.keys_of(pack(ids)))
 
     def lacks(self, ids: TokenIds) -> bool:
-        """Whether a context has full blocks that are not known to be kept, and may be offered."""
+        """Whether a context has full blocks that are not known to be kept, and may be offered.
+
+        Where it may not, as the tier rests after it refused something, the tier hears of it.
+        """
         self._learn()
-        if self._transfer.is_without_tier or not self._may_offer():
+        if self._transfer.is_without_tier or not self._lacks_some(pack(ids)):
             return False
-        return any(key not in self._kept for key in self._memo.keys_of(pack(ids)))
+        if not self._may_offer():
+            self._decline(pack(ids))
+            return False
+        return True
+
+    def _lacks_some(self, packed: bytes) -> bool:
+        return any(key not in self._kept for key in self._memo.keys_of(packed))
 
     def save(self, ids: TokenIds, canary: Canary | None = None, is_one_shot: bool = False) -> None:
         """Have the full blocks of a context written, as far as they are not kept yet.
@@ -138,8 +147,12 @@ class Saver:
     def _offer(self, offer: _Offer, whole_packs: bool) -> None:
         try:
             self._learn()
-            if not self._transfer.is_without_tier and self._may_offer():
+            if self._transfer.is_without_tier:
+                return
+            if self._may_offer():
                 self._offer_packs(offer, whole_packs)
+            elif not whole_packs and self._lacks_some(pack(offer.ids)):
+                self._decline(pack(offer.ids))
         except Exception:
             _log.exception("a context could not be kept")
 
@@ -160,6 +173,12 @@ class Saver:
                 return
             if self._num_refusals:
                 return  # one pack, to see whether the tier takes anything again
+
+    def _decline(self, packed: bytes) -> None:
+        """Have the tier know what it would be offered, if it had not refused: it costs no image."""
+        num_blocks = len(packed) // self._block_bytes
+        whole = packed[: num_blocks * self._block_bytes]
+        self._transfer.save(lambda tier: tier.note_declined(self._tier_keys(tier, whole), whole), 0)
 
     def _offer_pack(self, offer: _Offer, first: int, keys: list[bytes]) -> bool:
         image = self._manager.export(offer.ids, first, len(keys))

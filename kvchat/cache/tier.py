@@ -66,6 +66,12 @@ class Tier(Protocol):
     def write(self, head: PackHead, image: memoryview, is_one_shot: bool = False) -> bool:
         """Keep a pack; false, and why in the status, where the world did not let it."""
 
+    def note_declined(self, keys: Sequence[bytes], packed: bytes) -> None:
+        """Take in that a context is not offered for now, as what was offered last was refused.
+
+        `keys` and `packed` as in `find`. Whoever asks `why` later shall hear of it.
+        """
+
     def why(self, key: bytes, packed: bytes, num_found: int) -> Lack:
         """Return why the block of `key` is not there, after `num_found` of a context that are."""
 

@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 
 from kvchat.cache.codec import DamagedRecord, Layout
+from kvchat.cache.disk_tier import DiskTier
 from kvchat.cache.fates import FateLog
 from kvchat.cache.radix_node import pack
+from kvchat.cache.raw_disk import RawDisk
 from kvchat.core.types import Lack
 from support.pack_chains import find, keys_of, open_tier, payload_files, restored, save
 
@@ -23,6 +25,14 @@ def why(directory: Path, ids: list[int], layout: Layout | None = None) -> Lack:
         return tier.why(keys[num_found], pack(ids), num_found)
     finally:
         tier.close()
+
+
+def decline(tier: DiskTier, ids: list[int]) -> None:
+    tier.note_declined(keys_of(tier, ids), pack(ids))
+
+
+def failing(*_: object, **__: object) -> None:
+    raise OSError(5, "Input/output error")
 
 
 def test_what_was_never_there(tmp_path: Path) -> None:
@@ -56,6 +66,46 @@ def test_what_found_no_room(tmp_path: Path) -> None:
     tier.close()
 
     assert why(tmp_path, CONTEXT) is Lack.OVER_BUDGET
+
+
+def test_what_is_not_offered_while_there_is_no_room(tmp_path: Path) -> None:
+    """After a refusal a tier is left alone for a while: what came then was called never written."""
+    tier = open_tier(tmp_path, (2 << 20) + 1000)
+    decline(tier, CONTEXT)
+    assert why(tmp_path, CONTEXT) is Lack.NEVER_WRITTEN, "nothing had been refused"
+    assert not save(tier, [7, 7])
+    for _ in range(3):
+        decline(tier, CONTEXT)
+    tier.close()
+
+    assert why(tmp_path, CONTEXT) is Lack.OVER_BUDGET
+    assert why(tmp_path, CONTEXT[:2]) is Lack.OVER_BUDGET
+    [fates] = tmp_path.glob("*/fates")
+    assert fates.read_bytes().count(keys_of(tier, CONTEXT)[0]) == 1, "once is enough"
+
+
+def test_what_is_there_is_not_declined_but_what_follows_it(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path, (2 << 20) + 400_000)
+    assert save(tier, CONTEXT[:4])
+    assert not save(tier, [7] * 60)
+    decline(tier, CONTEXT)
+    decline(tier, CONTEXT[:4])
+
+    assert find(tier, CONTEXT)
+    assert tier.why(keys_of(tier, CONTEXT)[2], pack(CONTEXT), 2) is Lack.OVER_BUDGET
+    tier.close()
+
+
+def test_what_a_disk_refused_for_another_reason_says_nothing_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = open_tier(tmp_path)
+    monkeypatch.setattr(RawDisk, "store", failing)
+    assert not save(tier, [7, 7])
+    decline(tier, CONTEXT)
+    tier.close()
+
+    assert why(tmp_path, CONTEXT) is Lack.NEVER_WRITTEN
 
 
 def test_what_was_damaged(tmp_path: Path) -> None:

@@ -102,6 +102,26 @@ def test_a_write_that_fails_is_made_up_for(house: Household) -> None:
     assert house.tier.num_written == len(house.tier.blocks) == 11
 
 
+def test_a_tier_that_rests_hears_of_what_it_is_not_offered(house: Household) -> None:
+    """Another chat's KV, computed meanwhile, was called never written where there was no room."""
+    other = [90 + token for token in STORY[:7]]
+    house.save(STORY[:16])
+    house.break_down()
+    house.save(STORY)
+
+    assert not house.saver.lacks(other)
+    assert house.save(other) == 0
+    assert not house.saver.lacks(STORY[:16]), "that is there"
+    assert not house.saver.lacks(other[:1]), "no whole block"
+    assert house.transfer.flush(5.0)
+
+    first = chain_keys(house.tier.root, pack(other), 8)[0]
+    assert house.tier.declined == [first, first]
+    house.now_s = 2.0
+    assert house.saver.lacks(other)
+    assert house.tier.declined == [first, first]
+
+
 def test_a_tier_that_goes_on_refusing_is_asked_ever_more_rarely(house: Household) -> None:
     """The whole context was once gathered again at every turn for a disk that stayed full."""
     house.break_down()

@@ -42,10 +42,16 @@ class Resumed:
         meanwhile: Callable[[Path], object] = lambda _: None,
         limit: Size = hosts.DISK,
         num_others: int = 0,
+        num_before: int = 0,
     ) -> Reuse:
-        """Return what the second process knows of its first answer."""
+        """Return what the second process knows of its first answer.
+
+        The first process has had others `num_before` it, and `num_others` after.
+        """
         self._patch.setattr(hosts, "DISK", limit)
         host = tiny_host(self._checkpoint, self.store, kept=self.kept)
+        for number in range(num_before):
+            ask(host.new_session(), f"{number}. {TEXT}", 30)
         session = host.new_session()
         ask(session, TEXT, 30)
         for number in range(num_others):
@@ -94,6 +100,13 @@ def test_what_found_no_room(resumed: Resumed) -> None:
 
     assert cause(found) == "over budget"
     assert "--disk-cache allows more" in told(found)
+
+
+def test_what_came_while_there_was_no_room_for_another(resumed: Resumed) -> None:
+    """The chat that was refused told so; the one beside it, not even offered, did not."""
+    found = resumed.why(limit=NONE, num_before=1)
+
+    assert cause(found) == "over budget"
 
 
 def test_what_was_deleted(resumed: Resumed) -> None:

@@ -17,7 +17,8 @@ from kvchat.core.types import Lack
 class MemoryTier:
     """Blocks of `image_bytes` bytes by chain key. `before_read` and `before_write` may raise.
 
-    `max_found` bounds the blocks of one find. `one_shots` says of each write whether it was one's.
+    `max_found` bounds the blocks of one find. `one_shots` says of each write whether it was one's;
+    `declined` has the first keys of what was not offered.
     """
 
     def __init__(self, block_size: int, image_bytes: int) -> None:
@@ -28,6 +29,7 @@ class MemoryTier:
         self.num_written = 0
         self.num_quarantined = 0
         self.one_shots: list[bool] = []
+        self.declined: list[bytes] = []
         self._parents: dict[bytes, bytes] = {}
         self.before_read: Callable[[], None] = lambda: None
         self.before_write: Callable[[], None] = lambda: None
@@ -73,6 +75,9 @@ class MemoryTier:
             self.canaries[keys[-1]] = head.canary
         self.num_written += len(keys)
         return True
+
+    def note_declined(self, keys: Sequence[bytes], packed: bytes) -> None:
+        self.declined.append(keys[0])
 
     def why(self, key: bytes, packed: bytes, num_found: int) -> Lack:
         return Lack.NEVER_WRITTEN
