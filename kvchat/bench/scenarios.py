@@ -42,6 +42,7 @@ def scenario(name: str) -> Scenario:
     if name not in NAMES:
         raise UsageError(f"There is no scenario {name!r}.", f"Choose from {', '.join(NAMES)}.")
     from kvchat.bench import (
+        cold,
         decode,
         kernels,
         memory,
@@ -59,6 +60,7 @@ def scenario(name: str) -> Scenario:
     return {
         "turns": turns.run,
         "resume": resume.run,
+        "cold": cold.run,
         "decode": decode.run,
         "radix": radix.run,
         "memory": memory.run,
@@ -83,5 +85,6 @@ DEFAULT_NAMES = (
     "radix",
     "memory",
     "startup",
+    "cold",
 )
 NAMES = (*DEFAULT_NAMES, "replay", "weights", "kernels")

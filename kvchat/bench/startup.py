@@ -10,25 +10,22 @@ import pty
 import select
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 
 from kvchat.bench.measure import Sample
+from kvchat.bench.processes import COMMAND, private_home
 from kvchat.bench.report import Figure, Result
 from kvchat.bench.scenarios import BenchSetup
 
-_COMMAND = [sys.executable, "-m", "kvchat"]
 _PROMPT_DEADLINE_S = 30.0
 
 
 def run(setup: BenchSetup) -> Result:
     """Time each start, in a home directory of its own."""
-    with tempfile.TemporaryDirectory(prefix="kvchat-bench-") as home:
-        environment = {**os.environ, "HOME": home, "XDG_CONFIG_HOME": home, "XDG_DATA_HOME": home}
-        environment |= {"XDG_STATE_HOME": home, "XDG_CACHE_HOME": home}
+    with private_home() as environment:
         python = _repeat(setup, lambda: _run([sys.executable, "-c", "pass"], environment))
-        usage = _repeat(setup, lambda: _run([*_COMMAND, "--help"], environment))
+        usage = _repeat(setup, lambda: _run([*COMMAND, "--help"], environment))
         imports = _repeat(
             setup, lambda: _run([sys.executable, "-c", "import torch, transformers"], environment)
         )
@@ -74,7 +71,7 @@ def _run(command: list[str], environment: dict[str, str]) -> float:
 
 
 def _one_shot(environment: dict[str, str]) -> tuple[float, dict[str, float]]:
-    command = [*_COMMAND, "-p", "Hello", "--max-tokens", "1", "--json", "--incognito"]
+    command = [*COMMAND, "-p", "Hello", "--max-tokens", "1", "--json", "--incognito"]
     start_s = time.perf_counter()
     done = subprocess.run(
         command, env=environment, check=True, capture_output=True, stdin=subprocess.DEVNULL
@@ -92,7 +89,7 @@ def _time_to_prompt(environment: dict[str, str]) -> float:
     start_s = time.perf_counter()
     process, terminal = pty.fork()
     if process == 0:
-        os.execvpe(_COMMAND[0], _COMMAND, {**environment, "TERM": "xterm-256color"})
+        os.execvpe(COMMAND[0], COMMAND, {**environment, "TERM": "xterm-256color"})
     try:
         os.write(terminal, b"zqx")
         _wait_for(terminal, b"zqx", start_s + _PROMPT_DEADLINE_S)

@@ -136,7 +136,7 @@ def bench(
     scenarios: Annotated[
         list[str] | None,
         typer.Argument(
-            help="turns resume decode spec prefill tiers radix memory startup kernels weights"
+            help="turns resume cold decode spec prefill tiers radix memory startup kernels weights"
         ),
     ] = None,
     model: Annotated[str | None, _setting("model", "-m", "--model", metavar="NAME")] = None,

@@ -57,7 +57,7 @@ def assert_readable(result: Result) -> None:
         assert figure.ratio is None or math.isfinite(figure.ratio)
 
 
-@pytest.mark.parametrize("name", sorted(set(DEFAULT_NAMES) - {"startup"}))
+@pytest.mark.parametrize("name", sorted(set(DEFAULT_NAMES) - {"startup", "cold"}))
 def test_a_scenario_reports_figures(name: str, checkpoint: Path) -> None:
     result = scenario(name)(quick(checkpoint))
 

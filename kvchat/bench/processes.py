@@ -1,0 +1,116 @@
+"""Whole processes of kvchat, in a home of their own, timed from outside.
+
+Knows how one is started and what it prints for scripts; knows no scenario.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Timer
+from typing import Any
+
+COMMAND = (sys.executable, "-m", "kvchat")
+_DEADLINE_S = 1800.0
+
+
+class ProcessFailed(Exception):
+    """A process that did not answer; says why in a sentence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """What a process told that answered one message, and when.
+
+    first_s          seconds from its start to the first text of the answer
+    ttft_s           seconds from the request to the first token, with the model loaded, as it says
+    disk_tokens      of the prompt's tokens those whose KV came from the disk
+    prefilled_tokens those that were computed
+    """
+
+    first_s: float
+    ttft_s: float
+    text: str
+    prompt_tokens: int
+    disk_tokens: int
+    prefilled_tokens: int
+    device: str
+    dtype: str
+
+
+@contextmanager
+def private_home() -> Iterator[dict[str, str]]:
+    """Yield an environment whose directories are all new, and in which no setting is made."""
+    with tempfile.TemporaryDirectory(prefix="kvchat-bench-") as home:
+        kept = {k: v for k, v in os.environ.items() if not k.startswith("KVCHAT_")}
+        kinds = ("CONFIG", "DATA", "STATE", "CACHE")
+        directories = {f"XDG_{kind}_HOME": str(Path(home, kind.lower())) for kind in kinds}
+        yield {**kept, "HOME": home, **directories}
+
+
+def answer(arguments: Sequence[str], environment: Mapping[str, str], message: str) -> Answered:
+    """Have a new process answer a message, which it is given by standard input.
+
+    Raises ProcessFailed where it does not, or not within half an hour.
+    """
+    command = [*COMMAND, *arguments, "--output-format", "stream-json"]
+    with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as errors:
+        given.write(message.encode())
+        given.seek(0)
+        start_s = time.perf_counter()
+        process = subprocess.Popen(
+            command, env=dict(environment), stdin=given, stdout=subprocess.PIPE, stderr=errors
+        )
+        timer = Timer(_DEADLINE_S, process.kill)
+        timer.start()
+        try:
+            first_s, end = _followed(process, start_s)
+        finally:
+            timer.cancel()
+            process.kill()  # harmless where it has ended
+            process.wait()
+        if end is None or process.returncode:
+            errors.seek(0)
+            lines = errors.read().decode(errors="replace").strip().splitlines() or [""]
+            raise ProcessFailed(f"kvchat ended with {process.returncode}: {lines[-1]}")
+    return _answered(first_s, end)
+
+
+def _followed(
+    process: "subprocess.Popen[bytes]", start_s: float
+) -> tuple[float, dict[str, Any] | None]:
+    """Read a process's events to its end; return when the first text came, and the last event."""
+    assert process.stdout is not None
+    first_s, end = 0.0, None
+    with process.stdout:
+        for line in process.stdout:
+            now_s = time.perf_counter()
+            event: dict[str, Any] = {}
+            with suppress(ValueError):
+                event = json.loads(line)
+            if event.get("event") in ("delta", "end"):
+                first_s = first_s or now_s - start_s
+            if event.get("event") == "end":
+                end = event
+    process.wait()
+    return first_s, end
+
+
+def _answered(first_s: float, end: Mapping[str, Any]) -> Answered:
+    usage = end["usage"]
+    return Answered(
+        first_s=first_s,
+        ttft_s=end["timing"]["ttft_s"],
+        text=end["text"],
+        prompt_tokens=usage["prompt_tokens"],
+        disk_tokens=usage["cached_tokens"]["disk"],
+        prefilled_tokens=usage["prefilled_tokens"],
+        device=end["model"]["device"],
+        dtype=end["model"]["dtype"],
+    )
