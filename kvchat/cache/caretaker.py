@@ -19,7 +19,7 @@ from kvchat.cache.disk_tier import DiskTier
 from kvchat.cache.generations import DATABASE, drop, file_number, last_used, tree_bytes
 from kvchat.cache.inventory import Generation, pack_tree, read_generation, stored_generations
 from kvchat.cache.radix_node import pack
-from kvchat.cache.store_lock import LOCK_NAME, StoreBusy, StoreLock
+from kvchat.cache.store_lock import LOCK_NAME, StoreBusy, StoreHeld, StoreLock
 from kvchat.core.config import Size
 from kvchat.core.errors import StoreError
 from kvchat.core.stats import (
@@ -132,7 +132,8 @@ class Caretaker:
             num_blocks = tier.forget(_keys(generation.layout, packed) - stays)
             left = read_generation(path)
         if generation.trouble and file_number(path / DATABASE) == table:
-            raise StoreError(f"{path} cannot be read: {generation.trouble}.")
+            error = StoreHeld if generation.is_held else StoreError
+            raise error(f"{path} cannot be read: {generation.trouble}.")
         if left.heads and left.layout != generation.layout:
             raise _busy()  # it was empty when its packs' shape was looked for
         return num_blocks
@@ -238,8 +239,7 @@ def _files(directories: list[Path]) -> set[tuple[str, int, int, int]]:
 
 def _require_done(status: TierStatus, num_held_up_before: int) -> None:
     if status.num_held_up > num_held_up_before:
-        _require_no(status.trouble)
-        raise _busy()
+        raise StoreHeld(_sentence(status.trouble)) if status.trouble else _busy()
 
 
 def _busy() -> StoreBusy:
@@ -248,4 +248,8 @@ def _busy() -> StoreBusy:
 
 def _require_no(trouble: str) -> None:
     if trouble:
-        raise StoreError(trouble[:1].upper() + trouble[1:])
+        raise StoreError(_sentence(trouble))
+
+
+def _sentence(trouble: str) -> str:
+    return trouble[:1].upper() + trouble[1:]

@@ -16,7 +16,7 @@ from kvchat.cache.block_key import root_key
 from kvchat.cache.codec import DamagedRecord, Layout, PackHead, decode_head, layout_of
 from kvchat.cache.generations import DATABASE, file_bytes, generations, last_used
 from kvchat.cache.pin_record import Pin, decode_pin
-from kvchat.cache.raw_disk import RawDisk
+from kvchat.cache.raw_disk import RawDisk, is_busy
 from kvchat.core.errors import StoreError
 from kvchat.core.stats import KeptPack
 
@@ -39,7 +39,8 @@ class StoredHead:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """The packs of one identity. `trouble` says in a few words why they cannot be read.
+    """The packs of one identity. `trouble` says in a few words why they cannot be read; where
+    somebody else has the table all to himself, `is_held`, that passes.
 
     Heads that are damaged are left out; `layout` is that of the others.
     """
@@ -49,6 +50,7 @@ class Generation:
     heads: tuple[StoredHead, ...] = ()
     pins: tuple[Pin, ...] = ()
     trouble: str = ""
+    is_held: bool = False
 
 
 def stored_generations(directory: Path) -> list[Path]:
@@ -81,7 +83,7 @@ def read_generation(path: Path) -> Generation:
     try:
         rows, pin_rows = _rows(table, _HEADS), _rows(table, _PINS)
     except sqlite3.Error as error:
-        return Generation(path, any_layout, trouble=str(error))
+        return Generation(path, any_layout, trouble=str(error), is_held=is_busy(error))
     heads, layouts = [], Counter[Layout]()
     for key, data, used_s in rows:
         try:

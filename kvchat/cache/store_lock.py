@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from kvchat.core.errors import StoreError
+from kvchat.core.errors import StoreInUse
 from kvchat.core.paths import open_private
 
 LOCK_NAME = "lock"
@@ -20,7 +20,7 @@ _MOST_PATIENCES = 5
 _MARK_BYTES = 9
 
 
-class StoreHeld(StoreError):
+class StoreHeld(StoreInUse):
     """Somebody else holds the store, and does not let go of it."""
 
 

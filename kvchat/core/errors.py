@@ -76,6 +76,10 @@ class StoreError(KvchatError):
     exit_code = ExitCode.STORE
 
 
+class StoreInUse(StoreError):
+    """Others are at it and do not let go: that passes, and the same may be tried again."""
+
+
 class TimedOut(KvchatError):
     """The time limit the user set ran out before the answer was complete."""
 

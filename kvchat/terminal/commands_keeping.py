@@ -4,13 +4,14 @@ import asyncio
 import shlex
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass
 from glob import glob
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvchat.chat.attachment import read_attachment
 from kvchat.chat.conversation import ROOT, Conversation, Role
-from kvchat.core.errors import KvchatError, UsageError
+from kvchat.core.errors import KvchatError, StoreError, StoreInUse, UsageError
 from kvchat.terminal import kept_kv
 from kvchat.terminal.commands import Argument, Command, Group
 from kvchat.terminal.kept_kv import KeptKv
@@ -141,11 +142,17 @@ async def forget(context: "CommandContext", arguments: str) -> None:
         context.say("Nothing is forgotten.")
         return
     texts = _texts(desk.session.conversation, is_last)
-    num_blocks = await (_forget_last(desk) if is_last else _forget_conversation(desk))
+    gone = await (_forget_last(desk) if is_last else _forget_conversation(desk))
     context.face.unlearn(texts)
-    told = f", and {plural(num_blocks, 'block')} of KV on disk" if desk.kept is not None else ""
-    context.say(f"Forgotten: {'the last turn' if is_last else 'the conversation'}{told}.")
     context.conversation_changed()
+    forgotten = f"Forgotten: {'the last turn' if is_last else 'the conversation'}"
+    if gone.trouble:
+        raise StoreError(
+            f"{forgotten}, but not what may be kept of its KV. {gone.trouble}",
+            "/cache clear deletes all KV, once it can be reached.",
+        )
+    told = f", and {plural(gone.num_blocks, 'block')} of KV on disk" if desk.kept else ""
+    context.say(f"{forgotten}{told}.")
 
 
 def _texts(conversation: Conversation, is_last: bool) -> set[str]:
@@ -162,7 +169,15 @@ async def _confirm(context: "CommandContext", question: str) -> bool:
         raise UsageError(error.message, "In a script: /forget yes, or /forget last yes") from error
 
 
-async def _forget_conversation(desk: "Desk") -> int:
+@dataclass(frozen=True, slots=True)
+class _GoneKv:
+    """How many blocks went from disk. `trouble` says in a sentence why none could."""
+
+    num_blocks: int = 0
+    trouble: str = ""
+
+
+async def _forget_conversation(desk: "Desk") -> _GoneKv:
     """KV goes first: whoever is interrupted still has the words to do it again."""
     session = desk.session
     assert session is not None
@@ -171,32 +186,35 @@ async def _forget_conversation(desk: "Desk") -> int:
     if store is not None:
         contexts += store.read(session_id).conversation.contexts()  # as another model wrote them
     shared = await asyncio.to_thread(_others, desk, session_id)
-    num_blocks = await _forget_kv(desk, contexts, shared, session_id)
+    gone = await _forget_kv(desk, contexts, shared, session_id)
     desk.begin_new()
     if store is not None:
         store.remove(session_id)
-    return num_blocks
+    return gone
 
 
-async def _forget_last(desk: "Desk") -> int:
+async def _forget_last(desk: "Desk") -> _GoneKv:
     session = desk.require_session()
     conversation = session.conversation
     asked = [turn for turn in conversation.path() if turn.role is Role.USER]
     if not asked:
         raise UsageError("There is nothing to forget.")
     last = asked[-1]
-    gone = conversation.contexts(last.turn_id)
-    beside = [ids for ids in conversation.contexts() if ids not in gone]
+    below = conversation.contexts(last.turn_id)
+    beside = [ids for ids in conversation.contexts() if ids not in below]
     before = conversation.context_ids(last.parent_id)
     others = await asyncio.to_thread(_others, desk, session.session_id)
-    num_blocks = await _forget_kv(desk, gone, [*others, *beside, before], "")
+    gone = await _forget_kv(desk, below, [*others, *beside, before], "")
     desk.forget(last.turn_id)
-    return num_blocks
+    return gone
 
 
 async def _forget_kv(
     desk: "Desk", contexts: list[list[int]], shared: list[list[int]], label: str
-) -> int:
+) -> _GoneKv:
+    """Remove the KV of contexts, as far as it is not shared. Raises StoreInUse where others are at
+    the store: that passes, and the words stay to do it again by. What does not pass keeps no words.
+    """
     kept_lengths = [max((_common(ids, other) for other in shared), default=0) for ids in contexts]
     if desk.host.ready is not None:
         asked = desk.host.forget(list(zip(contexts, kept_lengths, strict=True)))
@@ -206,8 +224,13 @@ async def _forget_kv(
         except TimeoutError:
             raise UsageError("The disk cache does not answer.", "Try again.") from None
     if desk.kept is None:
-        return 0
-    return await asyncio.to_thread(desk.kept.forget, contexts, shared, label)
+        return _GoneKv()
+    try:
+        return _GoneKv(await asyncio.to_thread(desk.kept.forget, contexts, shared, label))
+    except StoreInUse:
+        raise
+    except StoreError as error:
+        return _GoneKv(trouble=one_line(error.message, 4096))
 
 
 def _others(desk: "Desk", session_id: str) -> list[list[int]]:

@@ -21,7 +21,7 @@ from kvchat.cache.generations import generations, tree_bytes
 from kvchat.cache.inventory import Generation, read_generation
 from kvchat.cache.store_lock import StoreBusy
 from kvchat.core.config import Size
-from kvchat.core.errors import StoreError
+from kvchat.core.errors import StoreError, StoreInUse
 from kvchat.core.stats import Verified
 from support.pack_chains import LAYOUT, num_found, open_tier, payload_files, restored, save
 from support.stored_packs import OTHER, StoredPacks, stored_packs
@@ -276,7 +276,7 @@ def test_a_store_that_is_held_is_said_to_be(store: StoredPacks, caretaker: Caret
     assert holder.stdout is not None
     holder.stdout.readline()
     try:
-        with pytest.raises(StoreError, match="Another process holds the disk cache"):
+        with pytest.raises(StoreInUse, match="Another process holds the disk cache"):
             caretaker.gc()
         assert caretaker.verify() == Verified(5), "reading needs no lock"
     finally:

@@ -1,5 +1,6 @@
 """/pin, /unpin and /forget on a real engine: what stays, and what is nowhere any more."""
 
+import fcntl
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from kvchat.chat.host import ChatHost
 from kvchat.chat.session import ChatSession
 from kvchat.chat.session_file import turn_line
 from kvchat.chat.store import SessionStore
-from kvchat.core.errors import UsageError
+from kvchat.core.errors import StoreError, StoreInUse, UsageError
 from kvchat.core.types import Usage
 from kvchat.terminal.commands import Invocation
 from kvchat.terminal.desk import Desk
@@ -240,6 +241,41 @@ def test_a_forgotten_conversation_is_nowhere_and_what_others_share_stays(
     assert chat.kept.status().num_tokens >= len(shared) - BLOCK_SIZE
     chat.desk.open(other.session_id)
     assert chat.ask("And boats?").cached.total >= len(shared) - BLOCK_SIZE
+
+
+@pytest.mark.parametrize("what", ["", "last "])
+def test_the_words_go_where_the_kv_cannot_be_reached(
+    new_chat: NewChat, tmp_path: Path, what: str
+) -> None:
+    """A cache directory that was no directory kept every word of what was to be forgotten."""
+    (tmp_path / "kv").write_text("no directory")
+    chat = new_chat()
+    chat.ask(SECRET)
+    assert is_anywhere(tmp_path, SECRET.encode())
+
+    with pytest.raises(StoreError, match=r"but not what .* of its KV\. Cannot use") as told:
+        chat.do(f"/forget {what}yes")
+
+    assert told.value.message.startswith("Forgotten: the ")
+    assert not is_anywhere(tmp_path, SECRET.encode())
+    assert not chat.desk.context_ids
+    chat.ask("I like ships.")
+
+
+def test_the_words_stay_while_others_hold_the_kv(new_chat: NewChat, tmp_path: Path) -> None:
+    """They are what it can be done again by, in a moment."""
+    chat = new_chat()
+    chat.ask(SECRET)
+    chat.do("/pin")  # waits until it is written
+
+    with (tmp_path / "kv" / "lock").open("ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(StoreInUse):
+            chat.do("/forget yes")
+
+    assert is_anywhere(tmp_path / "sessions", SECRET.encode())
+    assert "Forgotten: the conversation, and " in chat.do("/forget yes")
+    assert not is_anywhere(tmp_path, SECRET.encode())
 
 
 def test_forgetting_the_last_turn_leaves_the_turns_before(
