@@ -56,7 +56,7 @@ class FusedAttention:
         else:
             query = self._write(qkv, cos, sin, binding, batch)
         attended = paged_attention(
-            query.to(binding.keys.dtype),
+            query if query.dtype == binding.keys.dtype else query.to(binding.keys.dtype),
             binding.keys,
             binding.values,
             batch.sequences,

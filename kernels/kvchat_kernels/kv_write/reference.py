@@ -11,7 +11,10 @@ def kv_write_reference(
     slot_mapping: torch.Tensor,
 ) -> None:
     """Scatter new keys and values into the pools, in place; see `kv_write` for the shapes."""
-    key, value = key.to(key_pool.dtype), value.to(value_pool.dtype)
+    if key.dtype != key_pool.dtype:
+        key = key.to(key_pool.dtype)
+    if value.dtype != value_pool.dtype:
+        value = value.to(value_pool.dtype)
     if slot_mapping.device.type in ("cpu", "meta"):
         # Slots of -1 are rare on a CPU, and looking for them would cost every step of every layer.
         # Without values there are none.

@@ -22,6 +22,9 @@ _FEW_ROWS = 16
 # A single row keeps to it while the keys fit in a core's cache: each new length of a context has
 # the products' code made anew, which costs a step 2 ms.
 _CACHED_BYTES = 1 << 21
+# The operator behind scaled_dot_product_attention, by its own name: only that one
+# returns the log-sum-exp, which sinks need.
+_FUSED = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
 def paged_attention_cpu(
@@ -36,10 +39,11 @@ def paged_attention_cpu(
 ) -> torch.Tensor:
     """Attend every row of `query` to its own sequence; see `paged_attention` for the shapes."""
     compute_dtype = _compute_dtype(query.dtype)
+    whole = query if query.dtype == compute_dtype else query.to(compute_dtype)
     outputs = []
     start = 0
     for index, query_len in enumerate(sequences.query_lens):
-        rows = query[start : start + query_len].to(compute_dtype)
+        rows = whole[start : start + query_len]
         first = span.first_visible(sequences.context_lens[index] - query_len)
         key = tokens_from(key_pool, sequences, index, first, compute_dtype)
         value = tokens_from(value_pool, sequences, index, first, compute_dtype)
@@ -55,7 +59,8 @@ def paged_attention_cpu(
             slabs = Slabs(span, first, scale, softcap, sinks, sequences.scratch)
             outputs.append(slabs.attend(rows, *heads))
         start += query_len
-    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).to(query.dtype)
+    out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    return out if out.dtype == query.dtype else out.to(query.dtype)
 
 
 def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -80,27 +85,37 @@ def _attend_fused(
     """Attend few rows by torch's fused kernel: [num_rows, num_heads, value_dim].
 
     The query heads that share a KV head are that head's rows, row by row within each; `mask` is
-    added to their scores. The aten operator behind scaled_dot_product_attention is called by its
-    own name because only it returns the log-sum-exp, which sinks need.
+    added to their scores.
     """
     num_rows, num_heads, _ = query.shape
     num_kv_heads, value_dim = value.shape[1:]
     query, key, value = _equal_head_dims(query, key, value)
-    rows = query.view(num_rows, num_kv_heads, -1, query.shape[-1]).permute(1, 2, 0, 3)
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(
-        rows.reshape(1, num_kv_heads, -1, query.shape[-1]),
-        key.transpose(0, 1)[None],
-        value.transpose(0, 1)[None],
+    out, lse = _FUSED(
+        _rows_by_head(query, num_kv_heads),
+        key[None].transpose(1, 2),
+        value[None].transpose(1, 2),
         0.0,
         False,
         attn_mask=mask,
         scale=scale,
     )
-    out = out.reshape(num_heads, num_rows, -1).transpose(0, 1)[..., :value_dim]
+    if num_rows == 1:  # the order in which they are: nothing is moved
+        out = out.view(1, num_heads, -1)[..., :value_dim]
+    else:
+        out = out.reshape(num_heads, num_rows, -1).transpose(0, 1)[..., :value_dim]
     if sinks is not None:
         share = torch.sigmoid(lse.reshape(num_heads, num_rows).t() - sinks.float())
         out = out * share[..., None].to(out.dtype)
     return out
+
+
+def _rows_by_head(query: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
+    """Return query [num_rows, num_heads, dim] as [1, num_kv_heads, group * num_rows, dim]."""
+    num_rows, num_heads, dim = query.shape
+    if num_rows == 1:
+        return query.reshape(1, num_kv_heads, num_heads // num_kv_heads, dim)
+    rows = query.view(num_rows, num_kv_heads, -1, dim).permute(1, 2, 0, 3)
+    return rows.reshape(1, num_kv_heads, -1, dim)
 
 
 def _additive_mask(
