@@ -54,6 +54,10 @@ class Caretaker:
         found = [_status_of(read_generation(path)) for path in stored_generations(self.directory)]
         return StoreStatus(self.directory, self._limit_bytes, tuple(found))
 
+    def num_bytes(self) -> int:
+        """Return what all of it takes at most: as `status` says, and sooner."""
+        return sum(tree_bytes(path) for path in stored_generations(self.directory))
+
     def tree(self) -> list[tuple[GenerationStatus, list[KeptPack]]]:
         """Return every generation and its packs, each after the one it continues."""
         found = [read_generation(path) for path in stored_generations(self.directory)]
@@ -86,10 +90,9 @@ class Caretaker:
 
         Returns the bytes that are free now.
         """
-        before = sum(tree_bytes(path) for path in stored_generations(self.directory))
+        before = self.num_bytes()
         self._in_each(self._collect_in)
-        after = sum(tree_bytes(path) for path in stored_generations(self.directory))
-        return max(0, before - after)
+        return max(0, before - self.num_bytes())
 
     def _collect_in(self, path: Path) -> None:
         if not path.is_dir():  # it was too old, and went when the first was opened

@@ -1,13 +1,16 @@
 """Commands about the model and its engine, and the help that lists all commands."""
 
 import asyncio
+from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rich.text import Text
 
 from kvchat.chat.conversation import Role as Speaker
 from kvchat.core.config import format_bytes
-from kvchat.core.errors import UsageError
+from kvchat.core.errors import StoreError, UsageError
+from kvchat.core.stats import TierStatus
 from kvchat.terminal.commands import Argument, Command, Group
 from kvchat.terminal.kept_kv import disk_lines, host_lines
 from kvchat.terminal.model_change import change_model
@@ -71,13 +74,28 @@ async def stats(context: "CommandContext", arguments: str) -> None:
                 f"        {plural(status.num_evicted, 'block')} evicted, "
                 f"{plural(status.num_preempted, 'request')} put off"
             )
+        if status.step_threads is not None and status.step_threads[1] > 1:
+            best, most = status.step_threads
+            lines.append(f"        small steps on {best} of {plural(most, 'thread')}")
         if status.graphs is not None:
             lines += graph_lines(status.graphs)
         if status.speculation is not None:
             lines += speculation_lines(status.speculation)
         lines += host_lines(status.host) if status.host is not None else []
-        lines += disk_lines(status.disk) if status.disk is not None else []
+        if status.disk is not None:
+            lines += disk_lines(await _as_it_is_now(context, status.disk))
     context.say("\n".join(lines))
+
+
+async def _as_it_is_now(context: "CommandContext", disk: TierStatus) -> TierStatus:
+    """Return what a tier says of itself with the store's size of this moment, as /cache has it: the
+    tier looked when it last wrote, and others write too.
+    """
+    kept = context.desk.kept
+    with suppress(StoreError):  # the tier has said what is wrong
+        if kept is not None:
+            return replace(disk, num_bytes=await asyncio.to_thread(kept.num_bytes))
+    return disk
 
 
 def _last_stats(context: "CommandContext") -> str:

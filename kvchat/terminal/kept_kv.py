@@ -30,6 +30,9 @@ class KeptKv(Protocol):
     def status(self) -> StoreStatus:
         """Return what it holds."""
 
+    def num_bytes(self) -> int:
+        """Return how many bytes it takes: as `status` says, and sooner."""
+
     def tree(self) -> list[tuple[GenerationStatus, list[KeptPack]]]:
         """Return every pack."""
 

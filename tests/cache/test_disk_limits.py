@@ -281,6 +281,7 @@ def test_a_tier_says_that_it_holds_what_whoever_looks_from_outside_says(tmp_path
 
     found = Caretaker(tmp_path).status()
 
+    assert Caretaker(tmp_path).num_bytes() == found.num_bytes
     assert sum(generation.num_packs for generation in found.generations) == 5
     assert tier.status().num_bytes == small_tier.status().num_bytes == found.num_bytes
     assert found.num_bytes < tier._room.used_bytes(tier._keeper.table)

@@ -17,6 +17,7 @@ from kvchat.chat.session_file import turn_line
 from kvchat.chat.store import SessionStore
 from kvchat.core.errors import StoreError, StoreInUse, UsageError
 from kvchat.core.types import Usage
+from kvchat.terminal import kept_kv
 from kvchat.terminal.commands import Invocation
 from kvchat.terminal.desk import Desk
 from kvchat.terminal.paint import Painter
@@ -109,6 +110,17 @@ def test_a_pinned_conversation_is_shown_and_survives_until_it_is_let_go(new_chat
     assert "1 pin removed" in again.do("/unpin")
     assert again.pins() == {}
     assert again.do("/pin list") == "Nothing is pinned.\n"
+
+
+def test_the_statistics_say_of_the_disk_what_cache_says(new_chat: NewChat) -> None:
+    """A pin, and what others have written, was in one of the two only."""
+    chat = new_chat()
+    chat.ask("My name is Ada.")
+    chat.do("/pin")
+    used = kept_kv.used_of_limit(chat.kept.status()).split(" of ")[0]
+
+    assert f"; {used} of " in chat.do("/stats")
+    assert used in chat.do("/cache")
 
 
 def test_of_an_answer_that_is_gone_nothing_is_said(new_chat: NewChat) -> None:
