@@ -26,7 +26,7 @@ def test_the_store_is_looked_after_from_within_a_chat(
     chat.enter("/cache path").wait_for(lambda text: text.count(str(store.directory)) >= 2)
     chat.enter("/cache verify").wait_for("All is sound: 5 packs.")
     chat.enter("/cache gc").wait_for("There was nothing to free.")
-    chat.enter("/cache drop").wait_for("drop is unknown here. /cache [status|tree|")
+    chat.enter("/cache melt").wait_for("melt is unknown here. /cache [status|tree|")
     chat.enter("/cache clear").wait_for("No word of a conversation is lost.").type("\r")
     chat.wait_for("Nothing is deleted.")
     assert list(store.directory.rglob("*.kv"))
