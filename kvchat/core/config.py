@@ -39,9 +39,18 @@ class Size:
         return format_bytes(self.num_bytes)
 
 
+# A smaller number without a unit is a unit forgotten.
+_LEAST_PLAIN_BYTES = 1 << 20
+
+
 def parse_size(text: str, name: str) -> Size:
     """Read `8G`, `512M`, `1.5g`, `20%` or plain bytes. Raises UsageError naming the setting."""
     if match := _SIZE.match(text):
+        if text.strip()[-1].isdigit() and 0 < float(match[1]) < _LEAST_PLAIN_BYTES:
+            # A forgotten unit would empty a store that is larger than that.
+            number = match[1]
+            hint = f"Give a unit: {number}G, or {number}B if bytes are meant."
+            raise UsageError(f"{name} is {number} bytes.", hint)
         return Size(num_bytes=int(float(match[1]) * _UNITS[match[2].upper()]))
     if (match := _SHARE.match(text)) and 0 <= float(match[1]) <= 100:
         return Size(share=float(match[1]) / 100)

@@ -70,6 +70,8 @@ class EngineStatus:
     disk          the tier that outlives the process, None where there is none (yet)
     disk_read_s   seconds that reading back from it and verifying took
     graphs        None where steps are never captured
+    step_threads  on how many threads a step of one token runs at present, and how many there are;
+                  None where a GPU runs it
     """
 
     num_steps: int
@@ -89,6 +91,7 @@ class EngineStatus:
     disk_read_s: float = 0.0
     speculation: SpeculationStatus | None = None
     graphs: GraphStatus | None = None
+    step_threads: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -112,6 +112,7 @@ class Engine:
             disk_read_s=self._persistence.planner.read_s if self._persistence is not None else 0.0,
             speculation=self.speculation.status(),
             graphs=self._runner.graph_status(),
+            step_threads=self._runner.step_threads(),
         )
 
     def running(self) -> list[Request]:

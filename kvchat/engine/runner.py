@@ -84,6 +84,11 @@ class Runner:
         """Return counts for people; None where steps are never captured."""
         return self._graphs.status() if self._graphs is not None else None
 
+    def step_threads(self) -> tuple[int, int] | None:
+        """Return on how many threads a step of one token runs, of how many; None on a GPU."""
+        threads = self._threads
+        return (threads.num_threads(), threads.most) if threads is not None else None
+
 
 def _piece(work: Work) -> SequencePiece:
     request = work.request

@@ -18,7 +18,7 @@ from kvchat.core.types import CachedTokens, SamplingParams, Timing, Usage, rate
     ("text", "num_bytes"),
     [
         ("0", 0),
-        ("1000", 1000),
+        ("2000000", 2_000_000),
         ("8G", 8 * 2**30),
         ("512M", 512 * 2**20),
         ("1.5g", 3 * 2**29),
@@ -37,6 +37,13 @@ def test_a_size_reads_like_people_write_it(text: str, num_bytes: int) -> None:
 def test_what_is_no_size_is_refused_by_name(text: str) -> None:
     with pytest.raises(UsageError, match=r"--device-cache is .* reads like 8G"):
         parse_size(text, "--device-cache")
+
+
+def test_a_number_without_its_unit_is_asked_about() -> None:
+    """`--disk-cache 2` once took every conversation's KV off the disk: two bytes hold none."""
+    with pytest.raises(UsageError, match="--disk-cache is 2 bytes") as caught:
+        parse_size("2", "--disk-cache")
+    assert caught.value.hint == "Give a unit: 2G, or 2B if bytes are meant."
 
 
 def test_a_share_is_taken_of_what_is_available() -> None:
