@@ -32,7 +32,7 @@ from kvchat.engine.speculation import Speculation
 from kvchat.engine.step_threads import StepThreads
 from kvchat.model.content_digest import content_digest
 from kvchat.model.cuda_graph import CudaGraphs
-from kvchat.model.device import device_name, dtype_name, dtype_of, free_bytes
+from kvchat.model.device import can_change_threads, device_name, dtype_name, dtype_of, free_bytes
 from kvchat.model.graphs import GraphRunner
 from kvchat.model.loader import LoadedModel, Progress, load_model
 from kvchat.model.paged_model import PagedModel
@@ -193,8 +193,12 @@ def new_graphs(model: PagedModel, cache: CacheManager, config: EngineConfig) -> 
 
 
 def new_threads(device: torch.device) -> StepThreads | None:
-    """Return what finds how many threads small steps run on; None where a GPU runs them."""
-    return StepThreads(torch.get_num_threads()) if device.type == "cpu" else None
+    """Return what finds how many threads small steps run on; None where a GPU runs them, or where
+    their number is fixed once work has begun.
+    """
+    if device.type != "cpu" or not can_change_threads():
+        return None
+    return StepThreads(torch.get_num_threads())
 
 
 def new_persistence(

@@ -43,6 +43,11 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def can_change_threads() -> bool:
+    """Tell whether torch's threads are OpenMP's, whose number may change from step to step."""
+    return "ATen parallel backend: OpenMP" in torch.__config__.parallel_info()
+
+
 def set_threads(config: ModelConfig) -> None:
     """Use as many threads as asked for; torch's own choice, the physical cores, otherwise."""
     if config.threads is not None:
