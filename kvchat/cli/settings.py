@@ -65,7 +65,7 @@ SETTINGS = (
     Setting("weights", str, "auto", "fewer bits on a CPU", ("auto", "int8", "int4")),
     Setting("kv_dtype", str, "auto", "auto: the dtype", ("auto", "float32", "bfloat16", "float16")),
     Setting("block_size", int, 16, "tokens per cache block, a power of two"),
-    Setting("threads", int, None, "CPU threads; default: the physical cores"),
+    Setting("threads", int, None, "CPU threads at most; default: the physical cores"),
     Setting("device_cache", str, None, "KV memory on the device: 8G, 512M, or 20% of what is free"),
     Setting(
         "host_cache", str, None, "KV in RAM beside a GPU's: 8G, 10% of what is free; 0 is none"
