@@ -11,6 +11,8 @@ from enum import StrEnum
 from kvchat.core.types import FinishReason
 
 ROOT = 0
+# The tokenizer of turns that come from a document: the first model to open them gives them ids.
+NO_TOKENIZER = "none"
 
 
 class Role(StrEnum):
@@ -32,6 +34,7 @@ class Turn:
                  crash
     created_s    seconds since the epoch
     is_adopted   another model's turn: it had other ids, and these are made of its text
+    is_imported  nobody's turn: it comes from a document, and its ids are made of its text
     """
 
     turn_id: int
@@ -44,6 +47,7 @@ class Turn:
     system: str | None = None
     finish: FinishReason | None = None
     is_adopted: bool = False
+    is_imported: bool = False
 
     @property
     def is_partial(self) -> bool:
@@ -52,8 +56,13 @@ class Turn:
 
     def with_ids(self, token_ids: tuple[int, ...], tokenizer: str) -> "Turn":
         """Return the same turn as another tokenizer writes it."""
-        is_adopted = bool(self.token_ids)
-        return replace(self, token_ids=token_ids, tokenizer=tokenizer, is_adopted=is_adopted)
+        return replace(
+            self,
+            token_ids=token_ids,
+            tokenizer=tokenizer,
+            is_adopted=bool(self.token_ids),
+            is_imported=self.is_imported or self.tokenizer == NO_TOKENIZER,
+        )
 
 
 class Conversation:

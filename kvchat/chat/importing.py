@@ -6,16 +6,12 @@ Knows documents and the store; shows nothing.
 import time
 from pathlib import Path
 
-from kvchat.chat.conversation import Conversation, Role, Turn
+from kvchat.chat.conversation import NO_TOKENIZER, Conversation, Role, Turn
 from kvchat.chat.session_file import end_line, read_session, title_line, turn_line
 from kvchat.chat.store import SessionStore, new_session_id
 from kvchat.chat.transcript import read_messages
 from kvchat.core.errors import UsageError
 from kvchat.core.types import FinishReason
-
-# Turns that come from a document have no ids of any model yet; the first model to open the
-# conversation gives them its own.
-_NO_TOKENIZER = "none"
 
 
 def import_file(store: SessionStore, path: Path) -> str:
@@ -64,7 +60,7 @@ def _from_messages(data: bytes) -> Conversation:
                 role=role,
                 text=text,
                 token_ids=(),
-                tokenizer=_NO_TOKENIZER,
+                tokenizer=NO_TOKENIZER,
                 created_s=now_s,
                 system=system if not conversation.tip_id else None,
                 finish=FinishReason.STOP if is_answer else None,

@@ -65,8 +65,8 @@ class ChatSession:
         self._log = log
         self._saving_problem: str | None = None
         self._is_problem_told = False
-        changed = readopt(conversation, model)
-        if changed:
+        is_changed = readopt(conversation, model) > 0
+        if is_changed and any(turn.is_adopted for turn in conversation.turns()):
             notes = (*notes, "Another model wrote this conversation; it will be read again once.")
         self.notes = notes
 

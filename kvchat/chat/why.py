@@ -27,6 +27,7 @@ class Change(StrEnum):
     TOKENIZER = "model changed"
     CLOCK = "clock"
     TEMPLATE = "template"
+    IMPORTED = "imported"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,7 @@ class Reuse:
 
     ids       the context that was asked for
     before    the context read before that shares most with it; empty where there is none
-    change    how they come to differ
+    change    how they come to differ; IMPORTED where what was read had been read by nobody
     cached    tokens that were not computed, by tier
     lack      why a slower tier did not have more, None where it was not asked
     """
@@ -80,11 +81,15 @@ def reuse_of(
         others.append(conversation.turn(asked.parent_id))
     others.extend(each for each in conversation.children(asked.turn_id) if each.turn_id != turn_id)
     others = [other for other in others if not _is_copy(conversation, other)]
+    unread = _unread(conversation, turn_id)
+    others = [read for other in others if (read := _last_but(conversation, other, unread))]
     best = max(others, key=lambda other: _closeness(conversation, other, ids), default=None)
     before = tuple(conversation.context_ids(best.turn_id)) if best is not None else ()
     change = Change.NEW
     if best is not None and common_len(ids, before) < min(len(ids), len(before)):
         change = _change(conversation, asked, best, common_len(ids, before))
+    if change in (Change.NEW, Change.EDITED) and _reads_some(conversation, asked, unread, cached):
+        change = Change.IMPORTED
     return Reuse(ids, before, change, cached, lack)
 
 
@@ -92,8 +97,35 @@ def _is_first_of_a_model(conversation: Conversation, asked: Turn, turn_id: int) 
     """Whether a turn is the first answer of this model to what another one wrote."""
     others = (turn for turn in conversation.turns() if turn.turn_id != turn_id)
     return any(turn.is_adopted for turn in conversation.path(asked.turn_id)) and not any(
-        turn.role is Role.ASSISTANT and not turn.is_adopted for turn in others
+        turn.role is Role.ASSISTANT and not (turn.is_adopted or turn.is_imported) for turn in others
     )
+
+
+def _unread(conversation: Conversation, turn_id: int) -> set[int]:
+    """Return the imported turns that no model had read before the answer `turn_id`: those that are
+    in the context of no other answer.
+    """
+    unread = {turn.turn_id for turn in conversation.turns() if turn.is_imported}
+    for turn in conversation.turns() if unread else ():
+        if turn.role is Role.ASSISTANT and not turn.is_imported and turn.turn_id != turn_id:
+            unread.difference_update(each.turn_id for each in conversation.path(turn.turn_id))
+    return unread
+
+
+def _last_but(conversation: Conversation, turn: Turn, unread: set[int]) -> Turn | None:
+    """Return the last turn on the way to another that has been read, None where none has."""
+    path = reversed(conversation.path(turn.turn_id))
+    return next((each for each in path if each.turn_id not in unread), None)
+
+
+def _reads_some(
+    conversation: Conversation, asked: Turn, unread: set[int], cached: CachedTokens
+) -> bool:
+    """Whether what a turn continues was imported, and had to be read for it."""
+    before = conversation.path(asked.parent_id) if asked.parent_id != ROOT else []
+    if not any(turn.turn_id in unread for turn in before):
+        return False
+    return cached.total + NOT_WORTH_MENTIONING <= sum(len(turn.token_ids) for turn in before)
 
 
 def _is_copy(conversation: Conversation, turn: Turn) -> bool:
@@ -176,7 +208,7 @@ def explain(reuse: Reuse, decode: Callable[[list[int]], str]) -> list[str]:
         lines.append(f"{num_read:,} were read: {_CHANGES[reuse.change]}")
     else:
         lines.append(f"{num_read:,} were read, which is what is new.")
-    if reuse.change is not Change.NEW:
+    if reuse.change not in (Change.NEW, Change.IMPORTED):
         lines.append(_difference(reuse, decode))
     return lines
 
@@ -187,6 +219,7 @@ _CHANGES = {
     Change.TOKENIZER: "the model changed, and writes the same words with other tokens.",
     Change.CLOCK: "the template puts the time into the context.",
     Change.TEMPLATE: "the template writes the same words in another way.",
+    Change.IMPORTED: "the conversation was imported, and no model had read it yet.",
 }
 _LACKS = {
     None: "they were evicted from memory.",

@@ -66,7 +66,9 @@ def test_what_was_partly_there_and_nowhere_else_is_evicted() -> None:
     assert cause(facts) == cause(replace(facts, lack=Lack.EVICTED)) == "evicted"
 
 
-@pytest.mark.parametrize("change", [change for change in Change if change is not Change.NEW])
+@pytest.mark.parametrize(
+    "change", [each for each in Change if each not in (Change.NEW, Change.IMPORTED)]
+)
 def test_the_first_token_that_differs_is_shown(change: Change) -> None:
     said = told(ids=(*HISTORY[:120], 7, 7, 7), change=change, cached=CachedTokens(device=112))
 
