@@ -126,8 +126,8 @@ class DiskRoom:
             if to_free <= 0:
                 break
             to_free -= self._evict(table, key, known[key])
-        if to_free > 0:
-            self._drop_older(math.inf)
+        if to_free > 0 and (not num_bytes or self._excess(table, num_bytes) <= self._loose_bytes()):
+            self._drop_older(math.inf)  # not where even that is in vain
         return self._excess(table, num_bytes) <= 0
 
     def _forget_pinned(self, table: PackTable, known: Packs) -> None:
@@ -155,11 +155,14 @@ class DiskRoom:
 
         One with pins stays.
         """
-        return sum(
-            drop(path)
-            for path in self._others()
-            if last_used(path) < used_s and not (path / PIN_MARK).exists()
-        )
+        return sum(drop(path) for path in self._loose() if last_used(path) < used_s)
+
+    def _loose_bytes(self) -> int:
+        return sum(self._sizes.of(path) for path in self._loose())
+
+    def _loose(self) -> list[Path]:
+        """Return the other generations that have no pins."""
+        return [path for path in self._others() if not (path / PIN_MARK).exists()]
 
     def _others(self) -> list[Path]:
         """Return what other models, or other settings of this one, have left here."""

@@ -84,6 +84,19 @@ def test_what_is_not_offered_while_there_is_no_room(tmp_path: Path) -> None:
     assert fates.read_bytes().count(keys_of(tier, CONTEXT)[0]) == 1, "once is enough"
 
 
+def test_who_finds_no_room_either_deletes_no_others_for_it(tmp_path: Path) -> None:
+    """A draft model's tier deleted the model's, with all it knew, for a pack that did not fit."""
+    limit = (2 << 20) + 6 * 40_000 + 10_000
+    tier = open_tier(tmp_path, limit)
+    assert not save(tier, CONTEXT)
+    tier.close()
+    other = open_tier(tmp_path, limit, OTHER)
+    assert not save(other, CONTEXT, OTHER)
+    other.close()
+
+    assert why(tmp_path, CONTEXT) is Lack.OVER_BUDGET
+
+
 def test_what_is_there_is_not_declined_but_what_follows_it(tmp_path: Path) -> None:
     tier = open_tier(tmp_path, (2 << 20) + 400_000)
     assert save(tier, CONTEXT[:4])
