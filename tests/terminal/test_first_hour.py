@@ -72,7 +72,9 @@ def test_a_written_conversation_is_imported_and_gone_on_with(
     chat.enter(f"/export {path}").wait_for("Written to")
     chat.enter("/new").wait_for("A new conversation")
 
-    chat.enter(f"/import {path}").wait_for("read again once")
+    chat.enter(f"/import {path}").wait_for(
+        lambda text: "is saved and open." in " ".join(text.split())  # the path may wrap the line
+    )
     chat.enter("/tree").wait_for("you: hello")
 
     chat.enter(f"/import {tmp_path / 'nothing'}").wait_for("cannot be read")
