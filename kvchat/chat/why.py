@@ -178,10 +178,12 @@ def is_as_expected(conversation: Conversation, turn_id: int, cached: CachedToken
 
 def cause(reuse: Reuse) -> str:
     """Return in a few words what a turn that read more than its own had to read that for: why what
-    had been read is not there, or what changed; "" where neither is so.
+    had been read is not there, or what changed; "" where neither is so, as where nobody has read
+    it before.
     """
     if not reuse.num_lost:
-        return "" if reuse.change is Change.NEW else str(reuse.change)
+        is_first = reuse.change in (Change.NEW, Change.IMPORTED)
+        return "" if is_first else str(reuse.change)
     return str(_lack_of(reuse) or Lack.EVICTED)
 
 

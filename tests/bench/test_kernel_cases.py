@@ -201,8 +201,10 @@ class PlainFlashInfer:
         )
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_without_a_gpu_the_scenario_says_so_in_one_sentence() -> None:
+def test_without_a_gpu_the_scenario_says_so_in_one_sentence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     setup = BenchSetup(find_model("demo"), ModelConfig("demo"), CacheConfig(), 1, True, None)
 
     result = run(setup)

@@ -40,8 +40,8 @@ def test_every_family_is_captured_and_computes_the_same(name: str, tmp_path: Pat
     scene.capture_for([piece])
     trouble = scene.graphs.status().trouble
     if trouble and name in EXPERTS:
-        assert scene.graphs.run([piece]) is None
-        pytest.skip(trouble)
+        assert scene.graphs.run([piece]) is None, "what cannot be captured runs eagerly"
+        return
 
     assert not trouble
     scene.check([piece])
