@@ -215,9 +215,10 @@ def new_persistence(
     geometry = cache.kv_pool.geometry
 
     def open_tier() -> DiskTier:
-        if limit == 0:
-            raise StoreError(why_nothing, "Free some, or choose another with --cache-dir.")
         if limit < least_bytes(geometry.block_bytes):
+            if config.disk_bytes is None or config.disk_bytes.num_bytes is None:
+                # A disk that is full for the moment is no reason to lose what is kept.
+                raise StoreError(why_nothing, "Free some, or choose another with --cache-dir.")
             Caretaker(directory).clear()  # the limit is one for what was kept before, too
             raise StoreError(
                 f"--disk-cache allows only {format_bytes(limit)}, too little for KV.", "Raise it."

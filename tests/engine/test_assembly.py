@@ -1,11 +1,13 @@
 """An engine built from settings: sizes follow the budget, and every mixture of dtypes runs."""
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from kvchat.cache.caretaker import Caretaker
 from kvchat.cache.generations import tree_bytes
 from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig, Size
 from kvchat.core.events import LoadProgress, RequestFailed, TokensGenerated
@@ -219,3 +221,32 @@ def test_where_not_even_a_block_may_be_kept_nothing_is_and_that_is_said(
     assert status is not None
     assert "--disk-cache allows only 48.8 KiB, too little for KV" in status.trouble
     assert tree_bytes(directory) < 50_000
+
+
+def test_a_disk_that_is_full_for_the_moment_costs_nothing_that_is_kept(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The default limit is a share of what is free: where that fell below a block everybody's KV
+    was deleted, pins included, and a limit was blamed that nobody had set.
+    """
+    directory, some = tmp_path / "kv", Size(num_bytes=MEBIBYTE)
+    prompt = tuple(range(40))
+    kept = CacheConfig(device_bytes=some, directory=directory, disk_bytes=Size(num_bytes=1 << 24))
+    before = assemble(checkpoint, cache=kept).engine
+    expected = generate(before, prompt, 5)
+    before.close()
+    num_tokens = Caretaker(directory).status().num_tokens
+    assert num_tokens > 0
+
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=0))
+    engine = assemble(checkpoint, cache=CacheConfig(device_bytes=some, directory=directory)).engine
+
+    assert generate(engine, prompt, 5) == expected
+    assert engine._persistence is not None
+    assert engine._persistence.transfer.flush(5.0)
+    status = engine.status().disk
+    engine.close()
+    assert status is not None
+    assert "There is no free space for KV" in status.trouble
+    assert Caretaker(directory).status().num_tokens == num_tokens
