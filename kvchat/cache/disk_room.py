@@ -94,9 +94,9 @@ class DiskRoom:
         self._sizes.forget()
         self._drop_older(now_s - _GENERATION_TO_LIVE_S)
         table.expire(now_s)
-        for key in expired(packs(), now_s, self._pinned(table)):
-            table.remove(key)
-            self.fates.note([key], Lack.EVICTED)
+        gone = expired(packs(), now_s, self._pinned(table))
+        table.remove(*gone)
+        self.fates.note(gone, Lack.EVICTED)
         table.drop_payloads()
         self._shrink(table, packs, 0, b"")
         has_pins = any(self._pinned(table)) or any((p / PIN_MARK).exists() for p in self._others())
@@ -115,34 +115,48 @@ class DiskRoom:
 
         Another generation goes as a whole, when its turn comes.
         """
-        excess = self._excess(table, num_bytes)
-        if excess <= 0:
-            return True
-        known = packs()
         # Once something has to go, more goes than is needed: not every pack pays for the search.
-        to_free = excess + int(_ROOM_SHARE * self.limit_bytes)
+        extra = int(_ROOM_SHARE * self.limit_bytes)
+        to_free = 0
+        while (excess := self._excess(table, num_bytes)) > 0:
+            to_free = excess + extra
+            known = packs()
+            keys, to_free = self._worth_least(table, known, parent, to_free)
+            if not keys:
+                break
+            self._evict(table, keys)
+        if to_free > 0 and (not num_bytes or self._excess(table, num_bytes) <= self._loose_bytes()):
+            self._drop_older(math.inf)  # not where even that is in vain
+        return self._excess(table, num_bytes) <= 0
+
+    def _worth_least(
+        self, table: PackTable, known: Packs, parent: bytes, to_free: int
+    ) -> tuple[list[bytes], int]:
+        """Return who has to go so that `to_free` bytes are free, and how many then still are not.
+
+        Whole generations that are worth less are gone already.
+        """
+        keys: list[bytes] = []
         for key in eviction_order(known, parent, self._pinned(table)):
             to_free -= self._drop_older(known[key].use.last_s)
             if to_free <= 0:
                 break
-            to_free -= self._evict(table, key, known[key])
-        if to_free > 0 and (not num_bytes or self._excess(table, num_bytes) <= self._loose_bytes()):
-            self._drop_older(math.inf)  # not where even that is in vain
-        return self._excess(table, num_bytes) <= 0
+            keys.append(key)
+            to_free -= known[key].num_bytes
+        return keys, to_free
 
     def _forget_pinned(self, table: PackTable, known: Packs) -> None:
         for key in eviction_order(known, b""):
             if self._excess(table, 0) <= 0:
                 return
-            self._evict(table, key, known[key])
+            self._evict(table, [key])
         for path in self._others():
             drop(path)
 
-    def _evict(self, table: PackTable, key: bytes, pack: KnownPack) -> int:
-        table.remove(key)
-        self.fates.note([key], Lack.EVICTED)
-        self.num_evicted += 1
-        return pack.num_bytes
+    def _evict(self, table: PackTable, keys: list[bytes]) -> None:
+        table.remove(*keys)
+        self.fates.note(keys, Lack.EVICTED)
+        self.num_evicted += len(keys)
 
     def _excess(self, table: PackTable, num_bytes: int) -> int:
         return self.used_bytes(table) + num_bytes - self.limit_bytes

@@ -39,7 +39,8 @@ class FateLog:
 
     def note(self, keys: Iterable[bytes], lack: Lack) -> None:
         """Say why packs that begin with these blocks are not there."""
-        records = b"".join(key + _CODES[lack] for key in keys)
+        if not (records := b"".join(key + _CODES[lack] for key in keys)):
+            return
         try:
             if self._num_bytes() + len(records) > _MAX_BYTES:
                 self._write(

@@ -25,6 +25,7 @@ _HEAD_AND_FILE = (
     "SELECT h.expire_time, h.mode, h.filename, h.value, p.filename FROM Cache h"
     " LEFT JOIN Cache p ON p.key = ? AND p.raw = 1 WHERE h.key = ? AND h.raw = 1"
 )
+_ROW = "FROM Cache WHERE key = ? AND raw = 1"
 _USE = "store_time, access_time, access_count, tag"
 
 
@@ -88,10 +89,20 @@ class PackTable(RawCache):
             self.set(HEAD + key, head, tag=0)
             self._set_use(key, use)
 
-    def remove(self, key: bytes) -> None:
-        """Forget a pack."""
-        self.delete(HEAD + key)
-        self.delete(PAYLOAD + key)
+    def remove(self, *keys: bytes) -> None:
+        """Forget packs: all of them, or none.
+
+        At once, since each change of a table adds to its log: made singly, a hundred of them take
+        more room there than small packs leave.
+        """
+        files: list[tuple[object]] = []
+        with self.transact():
+            for name in (kind + key for key in keys for kind in (HEAD, PAYLOAD)):
+                files += self._sql(f"SELECT filename {_ROW}", (name,)).fetchall()
+                self._sql(f"DELETE {_ROW}", (name,))
+        for (file,) in files:
+            if isinstance(file, str):
+                self.disk.remove(file)
 
     def rows(self) -> Iterator[PackRow]:
         """Yield every pack."""
