@@ -14,10 +14,11 @@ from kvchat.model.attention import LayerBinding
 from kvchat.model.batch import ForwardBatch
 from kvchat.model.fuse_kernels import takes_kernels
 from kvchat.model.fuse_linear import Product, plain_linears
-from kvchat.model.fuse_parts import RmsNorm
+from kvchat.model.fuse_parts import RmsNorm, rotated
 from kvchat.model.spec import LayerSpec
 from kvchat_kernels.kv_write import kv_write
 from kvchat_kernels.paged_attention import paged_attention
+from kvchat_kernels.paged_attention.cpu_step import FusedStep, fused_step
 from kvchat_kernels.rope_kv_write import HeadNorms, Rotation, StepKv, rope_kv_write
 
 
@@ -55,7 +56,31 @@ class FusedAttention:
             query = self._write_at_once(qkv, Rotation(*_halves(cos, sin)), binding, batch)
         else:
             query = self._write(qkv, cos, sin, binding, batch)
-        attended = paged_attention(
+        return self.out(self._attended(query, binding, batch).flatten(1).to(x.dtype))
+
+    def fused_step(self, binding: LayerBinding, batch: ForwardBatch) -> FusedStep | None:
+        """Return how the fused kernel reaches the running step's tokens, None if it does not."""
+        pools, count = (binding.keys, binding.values), self.layer.num_heads
+        return fused_step(batch.sequences, *pools, batch.slot_mapping, count, binding.layer.span)
+
+    def attend(
+        self, heads: torch.Tensor, value: torch.Tensor, binding: LayerBinding
+    ) -> torch.Tensor:
+        """Write KV and attend: [num_tokens, num_heads, value_dim].
+
+        heads   Q and then K as they are written, [num_tokens, num_heads + num_kv_heads, key_dim]
+        value   [num_tokens, num_kv_heads, value_dim]
+        """
+        batch = binding.context.batch
+        assert batch is not None, "attention outside of a step"
+        count = self.layer.num_heads
+        kv_write(heads[:, count:], value, binding.keys, binding.values, batch.slot_mapping)
+        return self._attended(heads[:, :count], binding, batch)
+
+    def _attended(
+        self, query: torch.Tensor, binding: LayerBinding, batch: ForwardBatch
+    ) -> torch.Tensor:
+        return paged_attention(
             query if query.dtype == binding.keys.dtype else query.to(binding.keys.dtype),
             binding.keys,
             binding.values,
@@ -63,7 +88,6 @@ class FusedAttention:
             span=binding.layer.span,
             scale=self.scale,
         )
-        return self.out(attended.flatten(1).to(x.dtype))
 
     def _write(
         self,
@@ -81,7 +105,7 @@ class FusedAttention:
         if self.norm is not None:
             heads = self.norm(heads)
         if self.rotates:
-            heads = _rotate(heads, *_rotation(cos, sin, qkv.dtype, binding.context.memo))
+            heads = rotated(heads, *rotation(cos, sin, qkv.dtype, binding.context.memo))
         # One cast for Q and K: attention runs in the dtype of the pools.
         heads = heads.to(binding.keys.dtype)
         value = qkv[:, qk_width:].view(num_tokens, layer.num_kv_heads, layer.value_dim)
@@ -120,18 +144,7 @@ def _halves(cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.T
     return cos[0, :, :half], sin[0, :, :half]
 
 
-def _rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate [num_tokens, num_heads, dim] by halves, as GPT-NeoX and Llama do.
-
-    Dimensions beyond those that there are angles for pass as they are.
-    """
-    width = cos.shape[-1]
-    if width < heads.shape[-1]:
-        return torch.cat((_rotate(heads[..., :width], cos, sin), heads[..., width:]), dim=-1)
-    return torch.addcmul(heads * cos, heads.roll(heads.shape[-1] // 2, -1), sin)
-
-
-def _rotation(
+def rotation(
     cos: torch.Tensor, sin: torch.Tensor, dtype: torch.dtype, memo: dict[int, Any]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return both as [num_tokens, 1, dim], the first half of the sines negated; once a step.

@@ -5,13 +5,14 @@ Knows the two orders that Llama's and Gemma's families use. Whether a layer is o
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from kvchat.model.attention import LayerBinding
-from kvchat.model.fuse_attention import FusedAttention
+from kvchat.model.fuse_attention import FusedAttention, rotation
 from kvchat.model.fuse_parts import GatedMlp, RmsNorm
+from kvchat.model.fuse_script import LayerScript, script_of
 
 _LLAMA_NORMS = ("input_layernorm", "post_attention_layernorm")
 _GEMMA_NORMS = (*_LLAMA_NORMS, "pre_feedforward_layernorm", "post_feedforward_layernorm")
@@ -20,7 +21,10 @@ LAYER_NORMS = (_LLAMA_NORMS, _GEMMA_NORMS)
 
 @dataclass(frozen=True, slots=True)
 class FusedLayer:
-    """x + attention(norm x), then x + mlp(norm x); Gemma norms what is added as well."""
+    """x + attention(norm x), then x + mlp(norm x); Gemma norms what is added as well.
+
+    `script` does the same without Python between the operations, where there is one.
+    """
 
     attention: FusedAttention
     mlp: GatedMlp
@@ -28,11 +32,14 @@ class FusedLayer:
     after_attention: RmsNorm | None
     before_mlp: RmsNorm
     after_mlp: RmsNorm | None
+    script: LayerScript | None = None
 
     def __call__(
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, binding: LayerBinding
     ) -> torch.Tensor:
         """Return the stream after this layer: [num_tokens, hidden_size] in x's dtype."""
+        if self.script is not None:
+            return self._run(self.script, x, cos, sin, binding)
         attended = self.attention(self.before_attention(x), cos, sin, binding)
         if self.after_attention is not None:
             attended = self.after_attention(attended)
@@ -42,6 +49,24 @@ class FusedLayer:
             out = self.after_mlp(out)
         return out.add_(x)
 
+    def _run(
+        self,
+        script: LayerScript,
+        x: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        binding: LayerBinding,
+    ) -> torch.Tensor:
+        batch, memo, keys = binding.context.batch, binding.context.memo, binding.keys
+        assert batch is not None, "attention outside of a step"
+        cos, sin = rotation(cos, sin, x.dtype, memo)
+        step = self.attention.fused_step(binding, batch)
+        if step is None:
+            heads, value = script.before(x, cos, sin, keys)
+            return script.after(self.attention.attend(heads, value, binding), x)
+        where = step.runs, step.mask, step.keys, step.values
+        return script.whole(x, cos, sin, keys, binding.values, batch.slot_mapping, *where)
+
 
 def join_layer(
     attention: FusedAttention, mlp: GatedMlp, norms: Mapping[str, RmsNorm]
@@ -49,8 +74,12 @@ def join_layer(
     """Return the layer that norms of these names make, None where there is no such order."""
     if set(norms) == set(_GEMMA_NORMS):
         first, second, third, fourth = (norms[name] for name in _GEMMA_NORMS)
-        return FusedLayer(attention, mlp, first, second, third, fourth)
+        return _with_script(FusedLayer(attention, mlp, first, second, third, fourth))
     if set(norms) == set(_LLAMA_NORMS):
         first, second = (norms[name] for name in _LLAMA_NORMS)
-        return FusedLayer(attention, mlp, first, None, second, None)
+        return _with_script(FusedLayer(attention, mlp, first, None, second, None))
     return None
+
+
+def _with_script(layer: FusedLayer) -> FusedLayer:
+    return replace(layer, script=script_of(layer))

@@ -44,7 +44,7 @@ class HalfProduct:
         # The overload by its name: choosing one at every call takes as long as a small product.
         self._multiply = torch.ops.quantized.linear_dynamic_fp16.default
         bias = _joined_bias(layers)
-        self._packs = [
+        self.packs = [
             torch.ops.quantized.linear_prepack_fp16(
                 weight, None if bias is None else bias[start : start + len(weight)]
             )
@@ -52,7 +52,7 @@ class HalfProduct:
         ]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        outputs = [self._multiply(x, pack) for pack in self._packs]
+        outputs = [self._multiply(x, pack) for pack in self.packs]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
 
 

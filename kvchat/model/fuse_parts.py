@@ -21,8 +21,7 @@ _EPSILON_NAMES = ("variance_epsilon", "eps", "norm_eps")
 class RmsNorm:
     """x / rms(x) * weight, over the last dimension, in the dtype of x.
 
-    The mean of squares plus epsilon is the hypotenuse of the vector's length and a constant: four
-    operations instead of six, which is what a norm over one row costs on a CPU.
+    `scale` and `floor` are what `normed` takes.
     """
 
     def __init__(self, weight: torch.Tensor | None, width: int, epsilon: float) -> None:
@@ -32,15 +31,14 @@ class RmsNorm:
         self.epsilon = epsilon
         self.weight = weight
         scale = torch.ones(width, device=device) if weight is None else weight.float()
-        self._scale = scale * width**0.5
-        self._floor = torch.tensor((epsilon * width) ** 0.5, device=device)
+        self.scale = scale * width**0.5
+        self.floor = torch.tensor((epsilon * width) ** 0.5, device=device)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if takes_kernels(x) and self.weight is not None and self.weight.dim() == 1:
             return rms_norm(x, self.weight, self.epsilon)
         rows = x if x.dtype == torch.float32 else x.float()
-        length = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
-        out = (rows * self._scale).div_(torch.hypot(length, self._floor))
+        out = normed(rows, self.scale, self.floor)
         return out if x.dtype == torch.float32 else out.to(x.dtype)
 
     def of_sum(self, x: torch.Tensor, stream: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -49,6 +47,33 @@ class RmsNorm:
             return add_rms_norm(x, stream, self.weight, self.epsilon)
         total = x.add_(stream)
         return self(total), total
+
+
+# TorchScript compiles these two as well: types are written out, and nothing is left to guess.
+
+
+def normed(x: torch.Tensor, scale: torch.Tensor, floor: torch.Tensor) -> torch.Tensor:
+    """Return x, float32, divided by its root mean square over the last dimension and weighted.
+
+    The mean of squares plus epsilon is the hypotenuse of the vector's length and a constant, the
+    `floor`: four operations instead of six, which is what a norm over one row costs on a CPU.
+    """
+    length = torch.linalg.vector_norm(x, 2, [-1], True)
+    return (x * scale).div_(torch.hypot(length, floor))
+
+
+def rotated(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate [num_tokens, num_heads, dim] by halves, as GPT-NeoX and Llama do.
+
+    cos, sin [num_tokens, 1, dim], the sines' first half negated; dimensions beyond those that there
+    are angles for pass as they are.
+    """
+    width = cos.shape[-1]
+    turning = heads[..., :width] if width < heads.shape[-1] else heads
+    turned = torch.addcmul(turning * cos, turning.roll([width // 2], [-1]), sin)
+    if width < heads.shape[-1]:
+        turned = torch.cat((turned, heads[..., width:]), dim=-1)
+    return turned
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,10 +14,10 @@ import torch
 from kvchat_kernels.paged_attention.sequences import PagedSequences
 
 # Beyond this many runs one gather is cheaper than to look at each.
-_MOST_RUNS = 8
+MOST_RUNS = 8
 # From about this many tokens on the fused kernel reads a copy sooner than the pool, the copying
 # included: it goes through the tokens head by head, and the copy is in the caches by then.
-_WORTH_COPYING = 2048
+WORTH_COPYING = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Tokens:
         are several runs, or many tokens that still lie in the pool.
         """
         first = self.runs[0]
-        if len(self.runs) == 1 and (self.are_copies or self.count < _WORTH_COPYING):
+        if len(self.runs) == 1 and (self.are_copies or self.count < WORTH_COPYING):
             return first
         out = scratch(sequences.scratch, name, (self.count, *first.shape[1:]), first.dtype)
         return torch.cat(self.runs, out=out)
@@ -69,7 +69,7 @@ def tokens_from(
     """Return a sequence's tokens from position `first` on, in `dtype`."""
     count = sequences.context_lens[index] - first
     slots = sequences.runs(index, first)
-    is_scattered = len(slots) > _MOST_RUNS
+    is_scattered = len(slots) > MOST_RUNS
     if is_scattered:
         offset = first % sequences.block_size
         gathered = pool.index_select(0, sequences.blocks_of(index, first - offset)).flatten(0, 1)

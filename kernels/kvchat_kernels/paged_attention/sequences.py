@@ -8,6 +8,7 @@ head or a weight: one instance serves every layer of a forward pass.
 from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -58,6 +59,11 @@ class PagedSequences:
     @cached_property
     def masks(self) -> dict[Hashable, torch.Tensor]:
         """Room for masks that every layer of a step would make alike, by whatever sets them."""
+        return {}
+
+    @cached_property
+    def plans(self) -> dict[Hashable, Any]:
+        """Room for what every layer of a step would decide alike, by whatever decides."""
         return {}
 
     @cached_property

@@ -22,9 +22,6 @@ _FEW_ROWS = 16
 # A single row keeps to it while the keys fit in a core's cache: each new length of a context has
 # the products' code made anew, which costs a step 2 ms.
 _CACHED_BYTES = 1 << 21
-# The operator behind scaled_dot_product_attention, by its own name: only that one
-# returns the log-sum-exp, which sinks need.
-_FUSED = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
 def paged_attention_cpu(
@@ -47,11 +44,11 @@ def paged_attention_cpu(
         first = span.first_visible(sequences.context_lens[index] - query_len)
         key = tokens_from(key_pool, sequences, index, first, compute_dtype)
         value = tokens_from(value_pool, sequences, index, first, compute_dtype)
-        if softcap is None and _prefers_fused(query_len, key):
+        if softcap is None and prefers_fused(query_len, key.count, key.num_bytes, key.dtype):
             group = query.shape[1] // key_pool.shape[2]
-            mask = _additive_mask(sequences, index, span, first, group, compute_dtype)
+            mask = additive_mask(sequences, index, span, first, group, compute_dtype)
             joined = key.joined(sequences, "keys"), value.joined(sequences, "values")
-            outputs.append(_attend_fused(rows, *joined, mask, scale, sinks))
+            outputs.append(attend_fused(rows, *joined, mask, scale, sinks))
         elif softcap is None and query_len == 1:
             outputs.append(_attend_one(rows, key, value, scale, sinks))
         else:
@@ -68,13 +65,14 @@ def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype == torch.float16 else dtype
 
 
-def _prefers_fused(num_rows: int, key: Tokens) -> bool:
+def prefers_fused(num_rows: int, num_keys: int, key_bytes: int, dtype: torch.dtype) -> bool:
+    """Whether a sequence's rows are attended by torch's fused kernel, softcaps aside."""
     if num_rows == 1:
-        return key.dtype == torch.float32 or key.num_bytes <= _CACHED_BYTES
-    return num_rows <= _FEW_ROWS and key.count < _SHORT_CONTEXT
+        return dtype == torch.float32 or key_bytes <= _CACHED_BYTES
+    return num_rows <= _FEW_ROWS and num_keys < _SHORT_CONTEXT
 
 
-def _attend_fused(
+def attend_fused(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -84,13 +82,19 @@ def _attend_fused(
 ) -> torch.Tensor:
     """Attend few rows by torch's fused kernel: [num_rows, num_heads, value_dim].
 
-    The query heads that share a KV head are that head's rows, row by row within each; `mask` is
-    added to their scores.
+    query        [num_rows, num_heads, key_dim]
+    key, value   [num_keys, num_kv_heads, key_dim or value_dim]
+    mask         added to the scores; rows are those of the query heads that share a KV head, one
+                 head after another
+
+    TorchScript compiles it too: it keeps to what that knows.
     """
-    num_rows, num_heads, _ = query.shape
-    num_kv_heads, value_dim = value.shape[1:]
+    num_rows, num_heads = query.shape[0], query.shape[1]
+    num_kv_heads, value_dim = value.shape[1], value.shape[2]
     query, key, value = _equal_head_dims(query, key, value)
-    out, lse = _FUSED(
+    # The operator behind scaled_dot_product_attention, by its own name: only that one returns the
+    # log-sum-exp, which sinks need.
+    out, lse = torch._scaled_dot_product_flash_attention_for_cpu(
         _rows_by_head(query, num_kv_heads),
         key[None].transpose(1, 2),
         value[None].transpose(1, 2),
@@ -100,9 +104,11 @@ def _attend_fused(
         scale=scale,
     )
     if num_rows == 1:  # the order in which they are: nothing is moved
-        out = out.view(1, num_heads, -1)[..., :value_dim]
+        out = out.view(1, num_heads, -1)
     else:
-        out = out.reshape(num_heads, num_rows, -1).transpose(0, 1)[..., :value_dim]
+        out = out.reshape(num_heads, num_rows, -1).transpose(0, 1)
+    if out.shape[-1] > value_dim:
+        out = out[..., :value_dim]
     if sinks is not None:
         share = torch.sigmoid(lse.reshape(num_heads, num_rows).t() - sinks.float())
         out = out * share[..., None].to(out.dtype)
@@ -111,14 +117,14 @@ def _attend_fused(
 
 def _rows_by_head(query: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
     """Return query [num_rows, num_heads, dim] as [1, num_kv_heads, group * num_rows, dim]."""
-    num_rows, num_heads, dim = query.shape
+    num_rows, num_heads, dim = query.shape[0], query.shape[1], query.shape[2]
     if num_rows == 1:
         return query.reshape(1, num_kv_heads, num_heads // num_kv_heads, dim)
     rows = query.view(num_rows, num_kv_heads, -1, dim).permute(1, 2, 0, 3)
     return rows.reshape(1, num_kv_heads, -1, dim)
 
 
-def _additive_mask(
+def additive_mask(
     sequences: PagedSequences,
     index: int,
     span: AttentionSpan,
@@ -181,11 +187,11 @@ def _equal_head_dims(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Pad with zeros where K and V dims differ: zeros change no score and are cut off later."""
     missing = value.shape[-1] - key.shape[-1]
-    pad = torch.nn.functional.pad
     if missing > 0:
-        return pad(query, (0, missing)), pad(key, (0, missing)), value
-    if missing < 0:
-        return query, key, pad(value, (0, -missing))
+        query = torch.nn.functional.pad(query, [0, missing])
+        key = torch.nn.functional.pad(key, [0, missing])
+    elif missing < 0:
+        value = torch.nn.functional.pad(value, [0, -missing])
     return query, key, value
 
 

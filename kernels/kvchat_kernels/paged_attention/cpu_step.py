@@ -1,0 +1,81 @@
+"""A step of one sequence on a CPU, decided once for all layers that are alike.
+
+The way from a block table to the fused kernel is the same in every layer, and finding it took
+longer than the kernel. Knows when that kernel is taken, as `torch_cpu.py` does, and what it needs.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from kvchat_kernels.paged_attention.cpu_tokens import MOST_RUNS, WORTH_COPYING, scratch
+from kvchat_kernels.paged_attention.sequences import PagedSequences, Sequences
+from kvchat_kernels.paged_attention.span import AttentionSpan
+from kvchat_kernels.paged_attention.torch_cpu import additive_mask, prefers_fused
+
+
+@dataclass(frozen=True, slots=True)
+class FusedStep:
+    """Where a sequence's tokens lie in any pool of a kind, and what its rows may not see.
+
+    runs               first slots and the slots behind the last, in position order
+    mask               as `attend_fused` takes it
+    keys, values       [num_tokens, num_kv_heads, dim] to copy the runs to; empty where there is one
+                       that is read where it lies. Every layer's to overwrite
+    """
+
+    runs: list[tuple[int, int]]
+    mask: torch.Tensor | None
+    keys: torch.Tensor
+    values: torch.Tensor
+
+
+def fused_step(
+    sequences: Sequences,
+    key_pool: torch.Tensor,
+    value_pool: torch.Tensor,
+    slots: torch.Tensor,
+    num_heads: int,
+    span: AttentionSpan,
+) -> FusedStep | None:
+    """Return how a layer with such pools reaches its tokens, None where it goes another way.
+
+    `slots` are the step's own, where its new tokens are written: none may be -1.
+    """
+    if not isinstance(sequences, PagedSequences):
+        return None
+    key = (span, num_heads, key_pool.shape[2:], value_pool.shape[3], key_pool.dtype)
+    try:
+        plan: FusedStep | None = sequences.plans[key]
+    except KeyError:
+        plan = sequences.plans[key] = None
+        if int(slots.min()) >= 0:
+            plan = _decide(sequences, key_pool, value_pool, num_heads, span)
+            sequences.plans[key] = plan
+    return plan
+
+
+def _decide(
+    sequences: PagedSequences,
+    key_pool: torch.Tensor,
+    value_pool: torch.Tensor,
+    num_heads: int,
+    span: AttentionSpan,
+) -> FusedStep | None:
+    dtype = key_pool.dtype
+    if len(sequences.query_lens) > 1 or dtype not in (torch.bfloat16, torch.float32):
+        return None
+    (num_rows,), (end,) = sequences.query_lens, sequences.context_lens
+    first = span.first_visible(end - num_rows)
+    count, heads = end - first, key_pool.shape[2]
+    key_bytes = count * heads * key_pool.shape[3] * dtype.itemsize
+    runs = list(sequences.runs(0, first))
+    if len(runs) > MOST_RUNS or not prefers_fused(num_rows, count, key_bytes, dtype):
+        return None
+    is_copied = len(runs) > 1 or count >= WORTH_COPYING
+    keys, values = (
+        scratch(sequences.scratch, name, (count * is_copied, heads, pool.shape[3]), dtype)
+        for name, pool in (("keys", key_pool), ("values", value_pool))
+    )
+    mask = additive_mask(sequences, 0, span, first, num_heads // heads, dtype)
+    return FusedStep(runs, mask, keys, values)

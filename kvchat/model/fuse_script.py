@@ -1,0 +1,220 @@
+"""A decoder layer's operations beside attention, run by TorchScript instead of Python.
+
+On a CPU a step of few rows is a thousand small operations, and calling them from Python costs as
+much as they do; calling the packed product, whose weights are no tensor, more than a small one
+takes. TorchScript runs the same operations in the same order: nothing is compiled, and the numbers
+are the same to the bit. torch announces that it will go some day; without it layers run as they
+are written in `fuse_layer.py`. Knows the order of operations there; proves nothing.
+"""
+
+import logging
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from threading import Lock
+from typing import Any, Final, Protocol
+
+import torch
+from torch import nn
+
+from kvchat.model.fuse_linear import HalfProduct
+from kvchat.model.fuse_parts import RmsNorm, normed, rotated
+from kvchat_kernels.paged_attention.torch_cpu import attend_fused
+
+_log = logging.getLogger(__name__)
+
+# Activations by the names of their classes, torch's own and transformers'.
+_SILU, _GELU, _GELU_TANH = range(3)
+_ACTIVATIONS = {
+    "SiLU": _SILU,
+    "SiLUActivation": _SILU,
+    "GELUActivation": _GELU,
+    "GELUTanh": _GELU_TANH,
+    "PytorchGELUTanh": _GELU_TANH,
+}
+# TorchScript keeps what it has compiled where all threads see it, and locks nothing.
+_ONE_AT_A_TIME = Lock()
+
+
+@dataclass(frozen=True, slots=True)
+class LayerScript:
+    """What a layer does before its attention, after it, and all of it where attention is the fused
+    kernel's for one sequence. For float32 and few rows. cos, sin [num_tokens, 1, dim], the sines'
+    first half negated.
+
+    before   (x, cos, sin, keys) -> Q and K as one, [num_tokens, num_heads + num_kv_heads, key_dim],
+             and V, [num_tokens, num_kv_heads, value_dim], in the dtype of `keys`
+    after    (attended [num_tokens, num_heads, value_dim], x) -> the stream after the layer
+    whole    (x, cos, sin, keys, values, slots, runs, mask, key room, value room) -> the same; the
+             pools, where in them the new tokens go, no slot being -1, and what FusedStep holds
+    """
+
+    before: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    after: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    whole: Callable[..., torch.Tensor]
+
+
+class LayerParts(Protocol):
+    """What `script_of` reads of a fused layer."""
+
+    @property
+    def attention(self) -> Any: ...
+    @property
+    def mlp(self) -> Any: ...
+    @property
+    def before_attention(self) -> RmsNorm: ...
+    @property
+    def after_attention(self) -> RmsNorm | None: ...
+    @property
+    def before_mlp(self) -> RmsNorm: ...
+    @property
+    def after_mlp(self) -> RmsNorm | None: ...
+
+
+def script_of(layer: LayerParts) -> LayerScript | None:
+    """Return a layer's script, None where its parts are not of the kind, or torch refuses."""
+    attention, mlp = layer.attention, layer.mlp
+    packs = [_pack_of(p) for p in (attention.qkv, attention.out, mlp.gate_up, mlp.down)]
+    activation = _ACTIVATIONS.get(type(mlp.act).__name__)
+    if any(pack is None for pack in packs) or activation is None:
+        return None
+    before = _Before(layer.before_attention, packs[0], attention)
+    after = _After(layer, packs[1:], mlp.width, activation)
+    try:
+        with _ONE_AT_A_TIME, warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            whole = torch.jit.script(_Whole(before, after, attention.scale))
+    except (AttributeError, RuntimeError, OSError) as error:
+        _log.info("not run as a script: %s", error)
+        return None
+    return LayerScript(whole.before.forward, whole.after.forward, whole.forward)
+
+
+def _pack_of(product: object) -> Any:
+    """Return a product's packed weights, None where it is no such product, or several."""
+    packs = product.packs if isinstance(product, HalfProduct) else ()
+    return packs[0] if len(packs) == 1 else None
+
+
+# What follows TorchScript compiles: types are written out, and nothing is left to guess.
+
+
+class _Before(nn.Module):
+    """Norm, the product for Q, K and V, norms of heads, rotation."""
+
+    num_heads: Final[int]
+    key_dim: Final[int]
+    value_dim: Final[int]
+    qk_width: Final[int]
+    has_head_norm: Final[bool]
+    rotates: Final[bool]
+
+    def __init__(self, norm: RmsNorm, qkv: Any, attention: Any) -> None:
+        super().__init__()
+        layer, head_norm = attention.layer, attention.norm
+        self.num_heads = layer.num_heads
+        self.key_dim = layer.key_dim
+        self.value_dim = layer.value_dim
+        self.qk_width = (layer.num_heads + layer.num_kv_heads) * layer.key_dim
+        self.rotates = attention.rotates
+        self.has_head_norm = head_norm is not None
+        self.scale, self.floor = norm.scale, norm.floor
+        heads = head_norm if head_norm is not None else norm
+        self.head_scale, self.head_floor = heads.scale, heads.floor
+        self.qkv = qkv
+
+    def forward(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, keys: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        num_tokens = x.shape[0]
+        rows = normed(x, self.scale, self.floor)
+        qkv = torch.ops.quantized.linear_dynamic_fp16(rows, self.qkv)
+        heads = qkv[:, : self.qk_width].view(num_tokens, -1, self.key_dim)
+        value = qkv[:, self.qk_width :].view(num_tokens, -1, self.value_dim)
+        if self.has_head_norm:
+            heads = normed(heads, self.head_scale, self.head_floor)
+        if self.rotates:
+            heads = rotated(heads, cos, sin)
+        return heads.to(keys.dtype), value.to(keys.dtype)
+
+
+class _After(nn.Module):
+    """The product behind attention, the residual stream, norms, and the gated MLP."""
+
+    width: Final[int]
+    activation: Final[int]
+    norms_attention: Final[bool]
+    norms_mlp: Final[bool]
+
+    def __init__(self, layer: LayerParts, packs: list[Any], width: int, activation: int) -> None:
+        super().__init__()
+        self.width = width
+        self.activation = activation
+        self.norms_attention = layer.after_attention is not None
+        self.norms_mlp = layer.after_mlp is not None
+        norm = layer.before_mlp
+        first, second = layer.after_attention or norm, layer.after_mlp or norm
+        self.scale, self.floor = norm.scale, norm.floor
+        self.attention_scale, self.attention_floor = first.scale, first.floor
+        self.mlp_scale, self.mlp_floor = second.scale, second.floor
+        self.out, self.gate_up, self.down = packs
+
+    def forward(self, attended: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        rows = attended.flatten(1).to(x.dtype)
+        stream = torch.ops.quantized.linear_dynamic_fp16(rows, self.out)
+        if self.norms_attention:
+            stream = normed(stream, self.attention_scale, self.attention_floor)
+        stream = stream.add_(x)
+        rows = normed(stream, self.scale, self.floor)
+        both = torch.ops.quantized.linear_dynamic_fp16(rows, self.gate_up)
+        gate, up = both[..., : self.width], both[..., self.width :]
+        if self.activation == 0:
+            gate = nn.functional.silu(gate)
+        elif self.activation == 1:
+            gate = nn.functional.gelu(gate)
+        else:
+            gate = nn.functional.gelu(gate, approximate="tanh")
+        out = torch.ops.quantized.linear_dynamic_fp16(gate.mul_(up), self.down)
+        if self.norms_mlp:
+            out = normed(out, self.mlp_scale, self.mlp_floor)
+        return out.add_(stream)
+
+
+class _Whole(nn.Module):
+    """A layer over the KV of one sequence."""
+
+    num_heads: Final[int]
+    scale: Final[float]
+
+    def __init__(self, before: _Before, after: _After, scale: float) -> None:
+        super().__init__()
+        self.before, self.after = before, after
+        self.num_heads = before.num_heads
+        self.scale = scale
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        slots: torch.Tensor,
+        runs: list[tuple[int, int]],
+        mask: torch.Tensor | None,
+        key_room: torch.Tensor,
+        value_room: torch.Tensor,
+    ) -> torch.Tensor:
+        heads, value = self.before(x, cos, sin, keys)
+        keys, values = keys.flatten(0, 1), values.flatten(0, 1)
+        keys.index_copy_(0, slots, heads[:, self.num_heads :])
+        values.index_copy_(0, slots, value)
+        keys, values = _joined(keys, runs, key_room), _joined(values, runs, value_room)
+        attended = attend_fused(heads[:, : self.num_heads], keys, values, mask, self.scale, None)
+        return self.after(attended, x)
+
+
+def _joined(tokens: torch.Tensor, runs: list[tuple[int, int]], room: torch.Tensor) -> torch.Tensor:
+    if room.shape[0] == 0:
+        return tokens[runs[0][0] : runs[0][1]]
+    return torch.cat([tokens[run[0] : run[1]] for run in runs], out=room)

@@ -1,0 +1,170 @@
+"""Layers run as scripts: the same operations in the same order, so the same bits, or Python's.
+
+The plain twin is the layer as `fuse_layer.py` writes it, on the same weights.
+"""
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvchat.core.config import ModelConfig
+from kvchat.model import fuse_attention, fuse_layer
+from kvchat.model.batch import ForwardBatch, SequencePiece, build_batch
+from kvchat.model.loader import LoadedModel, load_model
+from kvchat.model.paged_model import PagedModel
+from kvchat.model.source import find_model
+from kvchat_kernels.paged_attention.cpu_step import FusedStep
+from support.architectures import SUPPORTED
+from support.checkpoints import save_checkpoint, tiny_model
+from support.specimens import random_ids
+
+CPU = torch.device("cpu")
+BLOCK_SIZE = 8
+# What decides a layer's form: biases, norms of heads, windows and norms of what is added, layers
+# that do not rotate.
+NAMES = [
+    "llama",
+    "qwen2",
+    "qwen3",
+    "gemma3, mixed windows",
+    "smollm3, some layers without positions",
+]
+# (new tokens, context, blocks) of each sequence of a step, and whether one script runs a layer, be
+# its span what it may.
+IN_PLACE = [(1, 30, range(1, 5))]
+STEPS = {
+    "one row": (IN_PLACE, True),
+    "a verify of five": ([(5, 30, range(1, 5))], True),
+    "blocks in two places": ([(1, 30, (7, 8, 2, 3))], True),
+    "a verify over blocks in two places": ([(3, 30, (7, 8, 2, 3))], True),
+    "blocks in more places than are looked at": ([(1, 150, range(39, 19, -1))], False),
+    "three sequences": ([(1, 9, (1, 2)), (4, 33, range(3, 8)), (2, 2, (9,))], False),
+}
+
+
+@dataclass
+class Decisions:
+    """What was decided for the layers of a step."""
+
+    made: list[FusedStep | None] = field(default_factory=list)
+
+
+@pytest.fixture
+def decisions(monkeypatch: pytest.MonkeyPatch) -> Decisions:
+    seen, decide = Decisions(), fuse_attention.fused_step
+
+    def noting(*args: Any) -> FusedStep | None:
+        seen.made.append(decide(*args))
+        return seen.made[-1]
+
+    monkeypatch.setattr(fuse_attention, "fused_step", noting)
+    return seen
+
+
+def load(directory: Path) -> LoadedModel:
+    loaded = load_model(
+        find_model(str(directory)), ModelConfig(dtype="bfloat16"), 160, lambda _: None
+    )
+    assert loaded.fusing is not None
+    assert loaded.fusing.wait().num_layers == len(loaded.spec.layers)
+    return loaded
+
+
+def plain(directory: Path, monkeypatch: pytest.MonkeyPatch) -> LoadedModel:
+    """Return the model of `directory` with its layers run by Python."""
+    with monkeypatch.context() as patch:
+        patch.setattr(fuse_layer, "script_of", lambda _: None)
+        return load(directory)
+
+
+def saved(directory: Path, name: str) -> Path:
+    model_type, settings = SUPPORTED[name]
+    return save_checkpoint(directory, tiny_model(model_type, **settings))
+
+
+def batch_of(step: list[tuple[int, int, Any]]) -> ForwardBatch:
+    pieces = [SequencePiece(random_ids(n, seed=n), end - n, b, n) for n, end, b in step]
+    return build_batch(pieces, BLOCK_SIZE, CPU)
+
+
+def results(loaded: LoadedModel, batch: ForwardBatch) -> list[torch.Tensor]:
+    """Return all logits of a step over random KV, and the pools after it."""
+    generator = torch.Generator().manual_seed(0)
+
+    def pool(heads: int, dim: int) -> torch.Tensor:
+        return torch.randn(40, BLOCK_SIZE, heads, dim, generator=generator).to(loaded.dtype)
+
+    pools = [
+        (pool(layer.num_kv_heads, layer.key_dim), pool(layer.num_kv_heads, layer.value_dim))
+        for layer in loaded.spec.storing_layers
+    ]
+    logits = PagedModel(loaded, pools).forward(batch)
+    return [logits, *(tensor for pair in pools for tensor in pair)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_script_gives_what_python_gives_to_the_bit(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, decisions: Decisions
+) -> None:
+    directory = saved(tmp_path, name)
+    written = plain(directory, monkeypatch)
+    decisions.made.clear()
+    scripted = load(directory)
+    assert decisions.made  # the trials at load ran what will run
+    for step, is_one_script in STEPS.values():
+        for _ in range(3):  # a script is made anew for what its first runs have met
+            decisions.made.clear()
+            ours = results(scripted, batch_of(step))
+            assert len(decisions.made) == len(scripted.spec.layers)
+            assert (None not in decisions.made) is is_one_script
+            for one, other in zip(ours, results(written, batch_of(step)), strict=True):
+                assert torch.equal(one, other)
+
+
+def test_a_token_that_is_not_to_be_written_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, decisions: Decisions
+) -> None:
+    directory = saved(tmp_path, "llama")
+    written, scripted = plain(directory, monkeypatch), load(directory)
+    batch = replace(batch_of(IN_PLACE), slot_mapping=torch.tensor([-1]))
+    decisions.made.clear()
+
+    ours = results(scripted, batch)
+
+    assert set(decisions.made) == {None}
+    for one, other in zip(ours, results(written, batch), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_without_torchscript_layers_are_run_by_python(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, decisions: Decisions
+) -> None:
+    def refuse(_: object) -> None:
+        raise RuntimeError("TorchScript is gone.")
+
+    directory = saved(tmp_path, "llama")
+    scripted = load(directory)
+    monkeypatch.setattr("torch.jit.script", refuse)
+    decisions.made.clear()
+    written = load(directory)
+    ours = results(written, batch_of(IN_PLACE))
+
+    assert not decisions.made
+    for one, other in zip(ours, results(scripted, batch_of(IN_PLACE)), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_other_activations_and_weights_of_several_packs_are_left_to_python(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, decisions: Decisions
+) -> None:
+    model_type, settings = SUPPORTED["llama"]
+    load(save_checkpoint(tmp_path / "tanh", tiny_model(model_type, **settings, hidden_act="tanh")))
+    assert not decisions.made
+
+    directory = saved(tmp_path / "slices", "llama")
+    monkeypatch.setattr("kvchat.model.fuse_linear._SLICE_ELEMENTS", 64 * 7)
+    load(directory)
+    assert not decisions.made
