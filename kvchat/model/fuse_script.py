@@ -17,7 +17,7 @@ from typing import Any, Final, Protocol
 import torch
 from torch import nn
 
-from kvchat.model.fuse_linear import HalfProduct
+from kvchat.model.fuse_linear import HalfProduct, MergedProduct
 from kvchat.model.fuse_parts import RmsNorm, normed, rotated
 from kvchat_kernels.paged_attention.torch_cpu import attend_fused
 
@@ -39,7 +39,7 @@ _ONE_AT_A_TIME = Lock()
 @dataclass(frozen=True, slots=True)
 class LayerScript:
     """What a layer does before its attention, after it, and all of it where attention is the fused
-    kernel's for one sequence. For float32 and few rows. cos, sin [num_tokens, 1, dim], the sines'
+    kernel's for one sequence. cos, sin [num_tokens, 1, dim], the sines'
     first half negated.
 
     before   (x, cos, sin, keys) -> Q and K as one, [num_tokens, num_heads + num_kv_heads, key_dim],
@@ -74,12 +74,13 @@ class LayerParts(Protocol):
 def script_of(layer: LayerParts) -> LayerScript | None:
     """Return a layer's script, None where its parts are not of the kind, or torch refuses."""
     attention, mlp = layer.attention, layer.mlp
-    packs = [_pack_of(p) for p in (attention.qkv, attention.out, mlp.gate_up, mlp.down)]
+    own = attention.qkv, attention.out, mlp.gate_up, mlp.down
+    products = [script for product in own if (script := _scripted(product)) is not None]
     activation = _ACTIVATIONS.get(type(mlp.act).__name__)
-    if any(pack is None for pack in packs) or activation is None:
+    if len(products) < len(own) or activation is None:
         return None
-    before = _Before(layer.before_attention, packs[0], attention)
-    after = _After(layer, packs[1:], mlp.width, activation)
+    before = _Before(layer.before_attention, products[0], attention)
+    after = _After(layer, products[1:], mlp.width, activation)
     try:
         with _ONE_AT_A_TIME, warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
@@ -90,13 +91,43 @@ def script_of(layer: LayerParts) -> LayerScript | None:
     return LayerScript(whole.before.forward, whole.after.forward, whole.forward)
 
 
-def _pack_of(product: object) -> Any:
-    """Return a product's packed weights, None where it is no such product, or several."""
-    packs = product.packs if isinstance(product, HalfProduct) else ()
-    return packs[0] if len(packs) == 1 else None
+def _scripted(product: object) -> nn.Module | None:
+    """Return a product in TorchScript's terms, None where it is no such product, or several."""
+    if isinstance(product, HalfProduct):
+        return _Half(*product.packs) if len(product.packs) == 1 else None
+    if isinstance(product, MergedProduct) and product.operands.weight.device.type == "cpu":
+        return _Plain(product.operands.weight, product.operands.bias)
+    return None
 
 
 # What follows TorchScript compiles: types are written out, and nothing is left to guess.
+
+
+class _Half(nn.Module):
+    """A HalfProduct's."""
+
+    def __init__(self, pack: Any) -> None:
+        super().__init__()
+        self.pack = pack
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = torch.ops.quantized.linear_dynamic_fp16(x, self.pack)
+        return out
+
+
+class _Plain(nn.Module):
+    """A MergedProduct's, which stay its own."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        super().__init__()
+        self.weight, self.bias = weight, bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.weight, self.bias)
+
+
+def _normed(x: torch.Tensor, scale: torch.Tensor, floor: torch.Tensor) -> torch.Tensor:
+    return normed(x.float(), scale, floor).to(x.dtype)
 
 
 class _Before(nn.Module):
@@ -109,7 +140,7 @@ class _Before(nn.Module):
     has_head_norm: Final[bool]
     rotates: Final[bool]
 
-    def __init__(self, norm: RmsNorm, qkv: Any, attention: Any) -> None:
+    def __init__(self, norm: RmsNorm, qkv: nn.Module, attention: Any) -> None:
         super().__init__()
         layer, head_norm = attention.layer, attention.norm
         self.num_heads = layer.num_heads
@@ -127,12 +158,12 @@ class _Before(nn.Module):
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, keys: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         num_tokens = x.shape[0]
-        rows = normed(x, self.scale, self.floor)
-        qkv = torch.ops.quantized.linear_dynamic_fp16(rows, self.qkv)
+        rows = _normed(x, self.scale, self.floor)
+        qkv = self.qkv(rows)
         heads = qkv[:, : self.qk_width].view(num_tokens, -1, self.key_dim)
         value = qkv[:, self.qk_width :].view(num_tokens, -1, self.value_dim)
         if self.has_head_norm:
-            heads = normed(heads, self.head_scale, self.head_floor)
+            heads = _normed(heads, self.head_scale, self.head_floor)
         if self.rotates:
             heads = rotated(heads, cos, sin)
         return heads.to(keys.dtype), value.to(keys.dtype)
@@ -146,7 +177,9 @@ class _After(nn.Module):
     norms_attention: Final[bool]
     norms_mlp: Final[bool]
 
-    def __init__(self, layer: LayerParts, packs: list[Any], width: int, activation: int) -> None:
+    def __init__(
+        self, layer: LayerParts, products: list[nn.Module], width: int, activation: int
+    ) -> None:
         super().__init__()
         self.width = width
         self.activation = activation
@@ -157,16 +190,16 @@ class _After(nn.Module):
         self.scale, self.floor = norm.scale, norm.floor
         self.attention_scale, self.attention_floor = first.scale, first.floor
         self.mlp_scale, self.mlp_floor = second.scale, second.floor
-        self.out, self.gate_up, self.down = packs
+        self.out, self.gate_up, self.down = products
 
     def forward(self, attended: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         rows = attended.flatten(1).to(x.dtype)
-        stream = torch.ops.quantized.linear_dynamic_fp16(rows, self.out)
+        stream = self.out(rows)
         if self.norms_attention:
-            stream = normed(stream, self.attention_scale, self.attention_floor)
+            stream = _normed(stream, self.attention_scale, self.attention_floor)
         stream = stream.add_(x)
-        rows = normed(stream, self.scale, self.floor)
-        both = torch.ops.quantized.linear_dynamic_fp16(rows, self.gate_up)
+        rows = _normed(stream, self.scale, self.floor)
+        both = self.gate_up(rows)
         gate, up = both[..., : self.width], both[..., self.width :]
         if self.activation == 0:
             gate = nn.functional.silu(gate)
@@ -174,9 +207,9 @@ class _After(nn.Module):
             gate = nn.functional.gelu(gate)
         else:
             gate = nn.functional.gelu(gate, approximate="tanh")
-        out = torch.ops.quantized.linear_dynamic_fp16(gate.mul_(up), self.down)
+        out = self.down(gate.mul_(up))
         if self.norms_mlp:
-            out = normed(out, self.mlp_scale, self.mlp_floor)
+            out = _normed(out, self.mlp_scale, self.mlp_floor)
         return out.add_(stream)
 
 

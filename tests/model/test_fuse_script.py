@@ -64,20 +64,18 @@ def decisions(monkeypatch: pytest.MonkeyPatch) -> Decisions:
     return seen
 
 
-def load(directory: Path) -> LoadedModel:
-    loaded = load_model(
-        find_model(str(directory)), ModelConfig(dtype="bfloat16"), 160, lambda _: None
-    )
+def load(directory: Path, dtype: str = "bfloat16") -> LoadedModel:
+    loaded = load_model(find_model(str(directory)), ModelConfig(dtype=dtype), 160, lambda _: None)
     assert loaded.fusing is not None
     assert loaded.fusing.wait().num_layers == len(loaded.spec.layers)
     return loaded
 
 
-def plain(directory: Path, monkeypatch: pytest.MonkeyPatch) -> LoadedModel:
+def plain(directory: Path, monkeypatch: pytest.MonkeyPatch, dtype: str = "bfloat16") -> LoadedModel:
     """Return the model of `directory` with its layers run by Python."""
     with monkeypatch.context() as patch:
         patch.setattr(fuse_layer, "script_of", lambda _: None)
-        return load(directory)
+        return load(directory, dtype)
 
 
 def saved(directory: Path, name: str) -> Path:
@@ -105,14 +103,15 @@ def results(loaded: LoadedModel, batch: ForwardBatch) -> list[torch.Tensor]:
     return [logits, *(tensor for pair in pools for tensor in pair)]
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_script_gives_what_python_gives_to_the_bit(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, decisions: Decisions
+    name: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, decisions: Decisions
 ) -> None:
     directory = saved(tmp_path, name)
-    written = plain(directory, monkeypatch)
+    written = plain(directory, monkeypatch, dtype)
     decisions.made.clear()
-    scripted = load(directory)
+    scripted = load(directory, dtype)
     assert decisions.made  # the trials at load ran what will run
     for step, is_one_script in STEPS.values():
         for _ in range(3):  # a script is made anew for what its first runs have met
@@ -161,10 +160,29 @@ def test_other_activations_and_weights_of_several_packs_are_left_to_python(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, decisions: Decisions
 ) -> None:
     model_type, settings = SUPPORTED["llama"]
-    load(save_checkpoint(tmp_path / "tanh", tiny_model(model_type, **settings, hidden_act="tanh")))
+    other = tiny_model(model_type, **settings, hidden_act="tanh")
+    loaded = [load(save_checkpoint(tmp_path / "tanh", other))]
+    monkeypatch.setattr("kvchat.model.fuse_linear._SLICE_ELEMENTS", 64 * 7)
+    loaded.append(load(saved(tmp_path / "slices", "llama")))
+    decisions.made.clear()  # proofs in float32 have products of other kinds
+
+    for one in loaded:
+        results(one, batch_of(IN_PLACE))
+
     assert not decisions.made
 
-    directory = saved(tmp_path / "slices", "llama")
-    monkeypatch.setattr("kvchat.model.fuse_linear._SLICE_ELEMENTS", 64 * 7)
-    load(directory)
-    assert not decisions.made
+
+def test_without_packed_products_weights_of_low_precision_are_scripted_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, decisions: Decisions
+) -> None:
+    monkeypatch.setattr("kvchat.model.fuse.has_half_products", lambda: False)
+    directory = saved(tmp_path, "qwen3")
+    written = plain(directory, monkeypatch)
+    scripted = load(directory)
+    decisions.made.clear()
+    for step, _ in STEPS.values():
+        for one, other in zip(
+            results(scripted, batch_of(step)), results(written, batch_of(step)), strict=True
+        ):
+            assert torch.equal(one, other)
+    assert decisions.made
