@@ -18,7 +18,7 @@ from kvchat.engine.drafters import Offer, Wanted, WhenWritten
 from kvchat.engine.drawing import sampling_row
 from kvchat.engine.request import Request, State
 from kvchat.engine.runner import Runner
-from kvchat.engine.sampler import sample
+from kvchat.engine.sampler import as_tokens, row_draw, sample
 from kvchat.engine.step_threads import StepThreads
 from kvchat.model.batch import SequencePiece
 from kvchat.model.graphs import GraphRunner
@@ -115,12 +115,21 @@ class ModelDrafter:
             start = seat.num_computed + len(seat.tail)
             missing = [*request.ids[start:], *drafted[max(0, start - len(request.ids)) :]]
             pieces.append(SequencePiece(missing, start, seat.table.blocks, num_logit_rows=1))
-        logits = self._runner.run_pieces(pieces)
-        rows = [sampling_row(request, drafts[request], logits.device) for request in due]
-        for request, token in zip(due, sample(logits, rows), strict=True):
+        tokens = self._drawn(pieces, [(request, drafts[request]) for request in due])
+        for request, token in zip(due, tokens, strict=True):
             seat, drafted = self._seats[request], drafts[request]
             seat.num_computed, seat.tail = len(request.ids), list(drafted)
             drafted.append(token)
+
+    def _drawn(
+        self, pieces: list[SequencePiece], contexts: list[tuple[Request, list[int]]]
+    ) -> list[int]:
+        device = self._runner.device
+        rows = [sampling_row(request, drafted, device) for request, drafted in contexts]
+        draws = [row_draw(row) for row in rows]
+        if None not in draws and (drawn := self._runner.draw_pieces(pieces, draws)) is not None:
+            return as_tokens(drawn)
+        return sample(self._runner.run_pieces(pieces), rows)
 
     def _rewound(self, seat: _Seat, request: Request) -> int:
         """Settle which drafts have come true; return how many tokens have their KV."""

@@ -10,10 +10,13 @@ import torch
 
 from kvchat.engine.noise import sample_seed
 from kvchat.engine.request import Request
-from kvchat.engine.sampler import SamplingRow, sample
+from kvchat.engine.sampler import SamplingRow, as_tokens, row_draw, sample
 from kvchat.engine.scheduler import Work
 from kvchat.engine.sent_ids import SentIds
+from kvchat_kernels.sampler import RowDraw
 from kvchat_kernels.sending import on_device
+
+_HOST = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +57,31 @@ def draw(plan: Sequence[Work], logits: torch.Tensor) -> dict[Work, list[int]]:
     for owner, token in zip(owners, drawn, strict=True):
         tokens[owner.work].append(token)
     return tokens
+
+
+def draws_of(plan: Sequence[Work]) -> list[RowDraw | None] | None:
+    """Return how each completing work's rows draw without the host, None for the others; None at
+    all where one of them cannot: a penalty sees its context, and siblings draw from one row.
+    """
+    draws: list[RowDraw | None] = []
+    for work in plan:
+        request = work.request
+        if not work.completes:
+            draws.append(None)
+        elif request.spec.sampling.repetition_penalty != 1.0 or request.num_siblings_to_fork:
+            return None
+        else:
+            draws.append(row_draw(sampling_row(request, (), _HOST)))
+    return draws
+
+
+def tokens_of(plan: Sequence[Work], drawn: torch.Tensor) -> dict[Work, list[int]]:
+    """Return the tokens of each completing work, as `draw` does: `drawn` has one for each row.
+
+    Raises ValueError where a logit is not a number.
+    """
+    tokens = iter(as_tokens(drawn))
+    return {w: [next(tokens) for _ in range(1 + len(w.drafts))] for w in plan if w.completes}
 
 
 def _owners(work: Work) -> Iterator[_Owner]:

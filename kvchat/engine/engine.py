@@ -18,7 +18,7 @@ from kvchat.core.errors import ContextTooLong, GenerationError, KvchatError
 from kvchat.core.events import RequestEvent
 from kvchat.core.stats import EngineStatus
 from kvchat.core.types import CachedTokens, FinishReason
-from kvchat.engine.drawing import draw
+from kvchat.engine.drawing import draw, draws_of, tokens_of
 from kvchat.engine.probes import Probes
 from kvchat.engine.request import Request, RequestSpec, State
 from kvchat.engine.restores import Restores
@@ -257,12 +257,13 @@ class Engine:
         """
         began_s = self._clock()
         try:
-            logits = self._runner.run(plan, self._probes.pieces)
-            num_rows = len(logits) - len(self._probes.pieces)
-            if failed := self._probes.end(logits[num_rows:], self._run_alone):
-                self._recall(failed)
-                return []  # nothing was counted: what still runs is computed again
-            tokens = draw(plan, logits[:num_rows])
+            if (tokens := self._draw_at_once(plan)) is None:
+                logits = self._runner.run(plan, self._probes.pieces)
+                num_rows = len(logits) - len(self._probes.pieces)
+                if failed := self._probes.end(logits[num_rows:], self._run_alone):
+                    self._recall(failed)
+                    return []  # nothing was counted: what still runs is computed again
+                tokens = draw(plan, logits[:num_rows])
         except Exception as error:  # a model's own code can fail with anything
             _log.error("step failed requests=%d", len(plan), exc_info=error)
             if len(plan) == 1 and not self._probes.pieces and not plan[0].drafts:
@@ -277,6 +278,14 @@ class Engine:
             if work.request.state is State.RUNNING:  # or it has failed with another of its samples
                 events.extend(self._compute([replace(work, drafts=())]))
         return events
+
+    def _draw_at_once(self, plan: Sequence[Work]) -> dict[Work, list[int]] | None:
+        """Compute the plan and draw by one graph; None where there is none, or it cannot draw."""
+        if not self._runner.has_graphs or self._probes.pieces:
+            return None
+        draws = draws_of(plan)
+        drawn = self._runner.draw(plan, draws) if draws is not None else None
+        return tokens_of(plan, drawn) if drawn is not None else None
 
     def _advance(self, plan: Sequence[Work], tokens: dict[Work, list[int]]) -> list[RequestEvent]:
         events = self._samples.advance(plan, tokens)

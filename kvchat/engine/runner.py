@@ -1,4 +1,4 @@
-"""Runner: a step's work -> one ForwardBatch -> logits.
+"""Runner: a step's work -> one ForwardBatch -> logits, or the tokens a graph has drawn from them.
 
 The place where blocks from the cache meet the model. Knows neither why work was chosen nor what
 becomes of the logits.
@@ -14,6 +14,7 @@ from kvchat.engine.step_threads import StepThreads
 from kvchat.model.batch import SequencePiece, build_batch
 from kvchat.model.graphs import GraphRunner
 from kvchat.model.paged_model import PagedModel
+from kvchat_kernels.sampler import RowDraw
 
 
 class Runner:
@@ -40,6 +41,15 @@ class Runner:
         """What the model computes in."""
         return self._model.dtype
 
+    @property
+    def device(self) -> torch.device:
+        return self._model.device
+
+    @property
+    def has_graphs(self) -> bool:
+        """Whether `draw` can ever return tokens."""
+        return self._graphs is not None
+
     def run(self, plan: Sequence[Work], probes: Sequence[SequencePiece] = ()) -> torch.Tensor:
         """Compute the plan's tokens; return rows of logits for each work that completes, in order.
 
@@ -62,6 +72,23 @@ class Runner:
         if not len(logits):
             self.wait()
         return logits
+
+    def draw(self, plan: Sequence[Work], draws: Sequence[RowDraw | None]) -> torch.Tensor | None:
+        """Compute the plan's tokens and draw from their rows at once, where a graph does both.
+
+        `draws` say how, work by work. Returns one token for each row that `run` would return,
+        [num_rows] int64, -1 where a logit is not a number; None where nothing was computed.
+        """
+        return self.draw_pieces([_piece(work) for work in plan], draws)
+
+    def draw_pieces(
+        self, pieces: Sequence[SequencePiece], draws: Sequence[RowDraw | None]
+    ) -> torch.Tensor | None:
+        """Do the same for pieces."""
+        tokens = self._graphs.draw(pieces, draws) if self._graphs is not None else None
+        if tokens is not None and not len(tokens):
+            self.wait()
+        return tokens
 
     def _run_eagerly(self, pieces: Sequence[SequencePiece]) -> torch.Tensor:
         batch = build_batch(pieces, self._block_size, self._model.device)

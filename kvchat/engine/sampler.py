@@ -11,7 +11,7 @@ import torch
 from kvchat.core.types import SamplingParams
 from kvchat.engine.noise import gumbel_noise
 from kvchat_kernels.launch import uses_triton
-from kvchat_kernels.sampler import SamplerRows, sample_tokens
+from kvchat_kernels.sampler import RowDraw, SamplerRows, sample_tokens
 from kvchat_kernels.sending import on_device
 
 # Filters look at this many of the likeliest tokens first; only where those do not decide the matter
@@ -19,6 +19,7 @@ from kvchat_kernels.sending import on_device
 _NUM_CANDIDATES = 1024
 _NOT_NUMBERS = "the model's logits are not numbers"
 _MASK_64 = (1 << 64) - 1
+_MOST_INT32 = (1 << 31) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +64,24 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[int]:
 
 def _draw_on_device(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[int]:
     """Draw all rows by kernels that wait for the host once: for the tokens."""
-    tokens = sample_tokens(logits, parameters_of(rows, logits.shape[1], logits.device)).tolist()
-    if min(tokens) < 0:
+    return as_tokens(sample_tokens(logits, parameters_of(rows, logits.shape[1], logits.device)))
+
+
+def row_draw(row: SamplingRow) -> RowDraw | None:
+    """Return how a row draws without the host; None where a penalty has to change its logits."""
+    params = row.params
+    if row.context_ids is not None:
+        return None
+    top_k = min(params.top_k, _MOST_INT32)
+    return RowDraw(params.temperature, top_k, params.top_p, params.min_p, _signed(row.seed))
+
+
+def as_tokens(drawn: torch.Tensor) -> list[int]:
+    """Read drawn tokens from the device. Raises ValueError where a logit is not a number."""
+    tokens = [int(token) for token in drawn.tolist()]
+    if tokens and min(tokens) < 0:
         raise ValueError(_NOT_NUMBERS)
-    return [int(token) for token in tokens]
+    return tokens
 
 
 def parameters_of(

@@ -5,12 +5,12 @@ Knows CUDA streams and torch's graphs; not what a step computes, nor when to cap
 
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakSet
 
 import torch
 
-Step = Callable[[], torch.Tensor]
+_T = TypeVar("_T")
 
 # Before a capture everything that is made at first use must have been: kernels compiled and loaded,
 # workspaces of the stream allocated.
@@ -28,9 +28,9 @@ class CudaGraphs:
         self._stream = torch.cuda.Stream(device)
         self._pool: Any = None
         # Those whose memory lies in the pool.
-        self._replays: WeakSet[Step] = WeakSet()
+        self._replays: WeakSet[Callable[[], object]] = WeakSet()
 
-    def capture(self, step: Step) -> Step:
+    def capture(self, step: Callable[[], _T]) -> Callable[[], _T]:
         """Run `step` a few times, then record it; return what replays it on the current stream.
 
         `step` reads and writes tensors that outlive it, and the host takes no part in it. Raises
@@ -48,7 +48,7 @@ class CudaGraphs:
         current.wait_stream(self._stream)
         return replay
 
-    def _record(self, step: Step) -> Step:
+    def _record(self, step: Callable[[], _T]) -> Callable[[], _T]:
         # Not torch.cuda.graph: it frees all cached memory first, which the next eager step would
         # have to ask the driver for again, and leaves its stream current where recording fails.
         graph = torch.cuda.CUDAGraph()
@@ -61,7 +61,7 @@ class CudaGraphs:
         finally:
             self._end(graph)
 
-        def replay() -> torch.Tensor:
+        def replay() -> _T:
             graph.replay()
             return output
 

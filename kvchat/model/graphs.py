@@ -1,17 +1,18 @@
 """GraphRunner: runs small steps as captured graphs, and says why where it does not.
 
 A decode of a few rows is hundreds of kernels that each take no longer than their launch; a graph
-launches all of them at once. Shapes are captured once they have been wanted, each is proven against
-the step it was captured of, and whatever has no graph is left to the eager forward pass. Knows
-shapes and when to capture; the device's way to capture is given.
+launches all of them at once, the sampler's too. Shapes are captured once they have been wanted,
+each is proven against the step it was captured of, and whatever has no graph is left to the eager
+forward pass. Knows shapes and when to capture; the device's way to capture is given.
 """
 
 import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import product
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -20,8 +21,10 @@ from kvchat.model.batch import SequencePiece
 from kvchat.model.graph_trial import NotGraphable, trapping_host_reads
 from kvchat.model.paged_model import PagedModel
 from kvchat.model.step_buffers import StepBuffers, StepShape
+from kvchat_kernels.sampler import RowDraw, sample_tokens
 from kvchat_kernels.sending import on_device
 
+_T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 
 _ROW_BUCKETS = (1, 2, 4, 8, 16)
@@ -46,10 +49,22 @@ _MAX_FAILURES = 2
 _TOLERANCE = 0.02
 
 
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What a captured step computes for each of its tokens, padding included.
+
+    logits   [num_tokens, vocab_size] float32
+    tokens   [num_tokens] int64, drawn from them; -1 where a logit is not a number
+    """
+
+    logits: torch.Tensor
+    tokens: torch.Tensor
+
+
 class Capturing(Protocol):
     """A device's way to capture a step."""
 
-    def capture(self, step: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+    def capture(self, step: Callable[[], _T]) -> Callable[[], _T]:
         """Return what runs `step` again, over whatever its tensors hold by then.
 
         What that returns holds until anything captured here is run again.
@@ -79,7 +94,7 @@ class GraphRunner:
         self._shapes = shapes
         self._clock = clock
         self._buffers = StepBuffers(shapes, block_size, max_context, scratch_block, model.device)
-        self._replays: dict[StepShape, Callable[[], torch.Tensor]] = {}
+        self._replays: dict[StepShape, Callable[[], StepOutput]] = {}
         self._refused: set[StepShape] = set()
         self._num_wanted: Counter[StepShape] = Counter()
         self._was_tried = False
@@ -99,40 +114,68 @@ class GraphRunner:
             trouble=self._trouble,
         )
 
-    @torch.inference_mode()
     def run(self, pieces: Sequence[SequencePiece]) -> torch.Tensor | None:
         """Run a step if there is a graph for it; None where it is to be run eagerly.
 
         Returns [num_rows, vocab_size] float32, the logits the pieces ask for, in order, owned by
         the caller.
         """
-        shape = self._shape_for(pieces)
-        if shape is None:
+        best, captured = self._shapes_for(pieces)
+        self._note(best, captured)
+        if captured is None:
             return None
+        return self._replay(captured, pieces, (), lambda output: output.logits)
+
+    def draw(
+        self, pieces: Sequence[SequencePiece], draws: Sequence[RowDraw | None]
+    ) -> torch.Tensor | None:
+        """Run a step as `run` does, and draw a token from each row of logits, in the same graph.
+
+        `draws` say how, piece by piece; None for one that asks for no logits. Returns [num_rows]
+        int64, owned by the caller, as `sample_tokens` does. Where there is no graph for it, `run`
+        is to be asked, which takes that down.
+        """
+        best, captured = self._shapes_for(pieces)
+        if captured is None:
+            return None
+        self._note(best, captured)
+        return self._replay(captured, pieces, draws, lambda output: output.tokens)
+
+    @torch.inference_mode()
+    def _replay(
+        self,
+        shape: StepShape,
+        pieces: Sequence[SequencePiece],
+        draws: Sequence[RowDraw | None],
+        take: Callable[[StepOutput], torch.Tensor],
+    ) -> torch.Tensor | None:
         try:
-            self._buffers.fill(pieces, shape)
-            logits = _wanted_rows(self._replays[shape](), pieces)
+            self._buffers.fill(pieces, shape, draws)
+            rows = _wanted_rows(take(self._replays[shape]()), pieces)
         except Exception as error:  # the eager pass can still answer, or say what is wrong
             self._give_up(f"a replay failed: {_line(error)}")
             return None
         self._num_replayed += 1
-        return logits
+        return rows
 
-    def _shape_for(self, pieces: Sequence[SequencePiece]) -> StepShape | None:
-        """Return the smallest captured shape that holds the pieces; note which one was wanted."""
+    def _shapes_for(
+        self, pieces: Sequence[SequencePiece]
+    ) -> tuple[StepShape | None, StepShape | None]:
+        """Return the smallest shape that holds the pieces, and the smallest captured one."""
         if self._is_off or not self._buffers.has_room_for(pieces):
-            return None
+            return None, None
         lengths = [len(piece.token_ids) for piece in pieces]
-        fitting = (shape for shape in self._shapes if shape.holds(lengths))
-        best = next(fitting, None)
-        if best is None or best in self._replays:
-            return best
+        fitting = [shape for shape in self._shapes if shape.holds(lengths)]
+        captured = next((shape for shape in fitting if shape in self._replays), None)
+        return (fitting[0] if fitting else None), captured
+
+    def _note(self, best: StepShape | None, captured: StepShape | None) -> None:
+        """Take in which shape was wanted, and which one there was."""
+        if best is None or best == captured:
+            return
         if self._captures(best):
             self._num_wanted[best] += 1
-        larger = next((shape for shape in fitting if shape in self._replays), None)
-        if larger is None:
-            self._num_eager += 1
-        return larger
+        self._num_eager += captured is None
 
     def _captures(self, shape: StepShape) -> bool:
         return shape not in self._refused and len(self._refused) < _MAX_FAILURES
@@ -166,22 +209,29 @@ class GraphRunner:
         return True
 
     @torch.inference_mode()
-    def _capture(self, shape: StepShape) -> Callable[[], torch.Tensor]:
-        batch = self._buffers.batch(shape)
+    def _capture(self, shape: StepShape) -> Callable[[], StepOutput]:
+        buffers, batch = self._buffers, self._buffers.batch(shape)
 
-        def step() -> torch.Tensor:
-            return self._model.forward(batch)
+        def step() -> StepOutput:
+            logits = self._model.forward(batch)
+            return StepOutput(logits, sample_tokens(logits, buffers.sampler_rows(shape)))
 
-        self._buffers.fill((), shape)
+        buffers.fill((), shape)
         if not self._was_tried:
             with trapping_host_reads():
                 step()
             self._was_tried = True
         replay = self._capturing.capture(step)
-        # Other tokens, positions, slots and lengths than at capture: none may have been baked in.
-        self._buffers.fill_rehearsal(shape)
-        expected = step()
-        _require_equal(replay().clone(), expected)
+        # Other tokens, positions, slots, lengths and ways to draw than at capture: none may have
+        # been baked in.
+        buffers.fill_rehearsal(shape)
+        expected = self._model.forward(batch)
+        output = replay()
+        _require_equal(output.logits.clone(), expected)
+        if not torch.equal(
+            output.tokens, sample_tokens(output.logits, buffers.sampler_rows(shape))
+        ):
+            raise RuntimeError("a replay draws other tokens from its logits")
         return replay
 
     def _give_up(self, reason: str) -> None:
@@ -192,8 +242,8 @@ class GraphRunner:
         self._num_wanted.clear()
 
 
-def _wanted_rows(logits: torch.Tensor, pieces: Sequence[SequencePiece]) -> torch.Tensor:
-    """Copy the rows that the pieces ask for out of those of all tokens, [num_tokens, vocab]."""
+def _wanted_rows(all_rows: torch.Tensor, pieces: Sequence[SequencePiece]) -> torch.Tensor:
+    """Copy the rows that the pieces ask for out of those of all tokens, [num_tokens, ...]."""
     rows: list[int] = []
     start = 0
     for piece in pieces:
@@ -201,8 +251,8 @@ def _wanted_rows(logits: torch.Tensor, pieces: Sequence[SequencePiece]) -> torch
         rows.extend(range(end - piece.num_logit_rows, end))
         start = end
     if rows == list(range(len(rows))):
-        return logits[: len(rows)].clone()
-    return logits[on_device(rows, torch.int64, logits.device)]
+        return all_rows[: len(rows)].clone()
+    return all_rows[on_device(rows, torch.int64, all_rows.device)]
 
 
 def _require_equal(logits: torch.Tensor, expected: torch.Tensor) -> None:

@@ -1,7 +1,8 @@
 """StepBuffers: one step's inputs in tensors that stay where they are, filled anew for every step.
 
-What a captured step reads. Knows how pieces are padded to the shape of a captured step, and where
-padding may write; knows no graphs.
+What a captured step reads: its tokens, where their KV lies, and how tokens are drawn from its
+logits. Knows how pieces are padded to the shape of a captured step, and where padding may write;
+knows no graphs.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,9 +12,12 @@ import torch
 
 from kvchat.model.batch import ForwardBatch, SequencePiece
 from kvchat_kernels.paged_attention import DeviceSequences
+from kvchat_kernels.sampler import RowDraw, SamplerRows
 from kvchat_kernels.sending import on_device
 
 _NOT_WRITTEN = -1
+# What draws for padding, and for pieces whose logits are asked for instead.
+_LIKELIEST = RowDraw()
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +69,7 @@ class StepBuffers:
         self.max_context = max_context
         self.scratch_block = scratch_block
         # Where rows begin at multiples of 16 bytes, kernels need not be compiled another time.
-        self._max_tokens = _rounded(max(shape.num_tokens for shape in shapes), 2)
+        self._max_tokens = _rounded(max(shape.num_tokens for shape in shapes), 4)
         self._max_sequences = _rounded(max(shape.num_sequences for shape in shapes) + 1, 4)
         self._width = -(-max_context // block_size)
         # Token ids, positions, slots; and the first row of each sequence, its context length.
@@ -74,6 +78,11 @@ class StepBuffers:
         shape = self._max_sequences, self._width
         self._tables = torch.full(shape, scratch_block, dtype=torch.int32, device=device)
         self._rows = torch.arange(self._max_tokens, device=device)
+        # Temperature, top-p and min-p of each row; top-k; seeds.
+        self._shares = torch.zeros(3, self._max_tokens, device=device)
+        self._top_k = torch.zeros(self._max_tokens, dtype=torch.int32, device=device)
+        self._seeds = torch.zeros(self._max_tokens, dtype=torch.int64, device=device)
+        self._draws: list[RowDraw] = []  # what these were last filled with
         # What each row of the tables was last filled with, behind which old ids may stand.
         self._known: list[list[int]] = [[] for _ in range(self._max_sequences)]
 
@@ -95,23 +104,48 @@ class StepBuffers:
             logit_rows=self._rows[:num_tokens],
         )
 
+    def sampler_rows(self, shape: StepShape) -> SamplerRows:
+        """Return how such a step's rows draw what follows them: views, but for the positions, which
+        are computed when this is called.
+        """
+        num_tokens = shape.num_tokens
+        temperature, top_p, min_p = self._shares[:, :num_tokens]
+        return SamplerRows(
+            temperature,
+            self._top_k[:num_tokens],
+            top_p,
+            min_p,
+            self._seeds[:num_tokens],
+            self._tokens[1, :num_tokens] + 1,
+        )
+
     def has_room_for(self, pieces: Sequence[SequencePiece]) -> bool:
         """Tell whether the pieces' contexts are no longer than the tables are wide."""
         return all(piece.end <= self.max_context for piece in pieces)
 
-    def fill(self, pieces: Sequence[SequencePiece], shape: StepShape) -> None:
-        """Lay out a step of these pieces, which `shape` holds, and pad it."""
+    def fill(
+        self,
+        pieces: Sequence[SequencePiece],
+        shape: StepShape,
+        draws: Sequence[RowDraw | None] = (),
+    ) -> None:
+        """Lay out a step of these pieces, which `shape` holds, and pad it.
+
+        `draws` say how each piece's rows draw, if their tokens are wanted.
+        """
         padding = list(self._padding(pieces, shape))
         slots = [slot for piece in pieces for slot in piece.slots(self.block_size)]
         for piece in padding:
             slots += self._scratch_slots(len(piece.token_ids))
         self._fill([*pieces, *padding], slots, shape)
+        rows = [d for d, p in zip(draws, pieces, strict=False) for _ in p.token_ids]
+        self._fill_draws([draw or _LIKELIEST for draw in rows], shape)
 
     def fill_rehearsal(self, shape: StepShape) -> None:
         """Lay out a step that belongs to nobody, and is unlike one of padding in everything.
 
         Its contexts are long, and lie in the scratch block over and over. Each slot is written by
-        one token: steps that do the same leave the same.
+        one token: steps that do the same leave the same. Its rows draw in different ways.
         """
         first = max(0, min(self.max_context - shape.query_len, 300))
         num_blocks = -(-(first + shape.query_len) // self.block_size)
@@ -130,6 +164,8 @@ class StepBuffers:
             slots.append(slot if slot not in taken else _NOT_WRITTEN)
             taken.add(slot)
         self._fill(pieces, slots, shape)
+        ways = (RowDraw(0.8, 40, 0.9, 0.01, 7), RowDraw(1.5, 0, 1.0, 0.0, -3), _LIKELIEST)
+        self._fill_draws([ways[row % len(ways)] for row in range(shape.num_tokens)], shape)
 
     def _padding(
         self, pieces: Sequence[SequencePiece], shape: StepShape
@@ -168,6 +204,23 @@ class StepBuffers:
         self._lengths[:, : shape.num_sequences + 1].copy_(lengths)
         for row, piece in enumerate(pieces):
             self._fill_table(row, list(piece.blocks[: -(-piece.end // self.block_size)]))
+
+    def _fill_draws(self, draws: list[RowDraw], shape: StepShape) -> None:
+        """Write how rows draw, unless it is written: from step to step only positions change."""
+        draws = draws + [_LIKELIEST] * (shape.num_tokens - len(draws))
+        if self._draws[: len(draws)] == draws:
+            return
+        device = self._seeds.device
+        shares = [
+            [draw.temperature for draw in draws],
+            [draw.top_p for draw in draws],
+            [draw.min_p for draw in draws],
+        ]
+        top_k, seeds = [draw.top_k for draw in draws], [draw.seed for draw in draws]
+        self._shares[:, : len(draws)].copy_(on_device(shares, torch.float32, device))
+        self._top_k[: len(draws)].copy_(on_device(top_k, torch.int32, device))
+        self._seeds[: len(draws)].copy_(on_device(seeds, torch.int64, device))
+        self._draws = draws + self._draws[len(draws) :]
 
     def _fill_table(self, row: int, blocks: list[int]) -> None:
         """Write a row of the tables, unless it says so already: most steps add no block."""

@@ -5,6 +5,7 @@ The graphs are recorders: see tests/support/graph_recorder.py.
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,6 +19,7 @@ from kvchat.core.types import SamplingParams
 from kvchat.engine.assembly import kv_geometry, new_graphs
 from kvchat.engine.draft_model import ModelDrafter
 from kvchat.engine.drafters import Drafter
+from kvchat.engine.drawing import draw
 from kvchat.engine.engine import Engine
 from kvchat.engine.ngram import NgramDrafter
 from kvchat.engine.pace import FixedPace
@@ -115,6 +117,39 @@ def test_answers_are_the_same_with_graphs_and_without(loaded: LoadedModel) -> No
     assert status.num_replayed > 2 * status.num_eager
     assert not status.trouble
     assert build(loaded, None).status().graphs is None
+
+
+def test_tokens_are_drawn_in_the_graph_where_nothing_else_is_asked_of_the_logits(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A repetition penalty changes logits by the text so far, and siblings draw from one row."""
+    num_by_host = 0
+
+    def counting(*args: Any) -> Any:
+        nonlocal num_by_host
+        num_by_host += 1
+        return draw(*args)
+
+    monkeypatch.setattr("kvchat.engine.engine.draw", counting)
+    for sampling in (GREEDY, SAMPLED):
+        specs = [RequestSpec((5, 6, 7), sampling, max_tokens=60)]
+        expected = run(build(loaded, None), specs)
+        num_by_host = 0
+        engine = build(loaded, Recorder())
+
+        assert run(engine, specs) == expected
+        assert num_by_host == status_of(engine).num_eager <= 4
+        assert status_of(engine).num_replayed >= 56
+
+    penalised = SamplingParams(temperature=0.0, repetition_penalty=1.3)
+    specs = [RequestSpec((5, 6, 7), penalised, max_tokens=60)]
+    expected = run(build(loaded, None), specs)
+    num_by_host = 0
+    engine = build(loaded, Recorder())
+
+    assert run(engine, specs) == expected
+    assert num_by_host == 60
+    assert status_of(engine).num_replayed >= 56
 
 
 def test_drafts_are_verified_by_graphs_and_the_text_stays(

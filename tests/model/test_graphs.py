@@ -7,6 +7,7 @@ capture itself is left to tests/gpu.
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,8 @@ import torch
 from kvchat.model.batch import SequencePiece
 from kvchat.model.graphs import SHAPES
 from kvchat.model.loader import LoadedModel
-from kvchat.model.step_buffers import StepShape
+from kvchat.model.step_buffers import StepBuffers, StepShape
+from kvchat_kernels.sampler import RowDraw, SamplerRows, sample_tokens
 from support.graph_recorder import Broken, Recorder
 from support.paged_scene import MAX_CONTEXT, Scene, load_tiny
 
@@ -152,6 +154,116 @@ def _with_drafts(scene: Scene, piece: SequencePiece, choose: random.Random) -> S
             tensor[block] = 0
         blocks.append(block)
     return SequencePiece(ids, piece.start, blocks, len(ids))
+
+
+# What is drawn in the graph
+
+
+def drawn_eagerly(scene: Scene, pieces: list[SequencePiece], draws: list[RowDraw]) -> list[int]:
+    rows = [
+        (draw, piece.end - piece.num_logit_rows + row + 1)
+        for draw, piece in zip(draws, pieces, strict=True)
+        for row in range(piece.num_logit_rows)
+    ]
+    columns = [
+        torch.tensor([getattr(draw, name) for draw, _ in rows], dtype=dtype)
+        for name, dtype in (
+            ("temperature", torch.float32),
+            ("top_k", torch.int32),
+            ("top_p", torch.float32),
+            ("min_p", torch.float32),
+            ("seed", torch.int64),
+        )
+    ]
+    positions = torch.tensor([position for _, position in rows])
+    tokens: list[int] = sample_tokens(
+        scene.eager(pieces), SamplerRows(*columns, positions)
+    ).tolist()
+    return tokens
+
+
+def test_tokens_are_drawn_as_from_the_eager_logits_however_each_row_draws(load: Load) -> None:
+    scene = Scene(load("llama"), recorder := Recorder())
+    pieces = [scene.read(12, [1, 2, 3]), scene.read(40, [7]), scene.read(5, [4, 4])]
+    scene.capture_for(pieces)
+    choose = random.Random(0)
+    seen = set()
+    for _ in range(12):
+        draws = [
+            RowDraw(
+                choose.choice((0.0, 0.7, 1.6)),
+                choose.choice((0, 5, 60)),
+                choose.choice((1.0, 0.8)),
+                choose.choice((0.0, 0.05)),
+                choose.randrange(-(2**63), 2**63),
+            )
+            for _ in pieces
+        ]
+        some = choose.randint(1, 3)
+        drawn = scene.graphs.draw(pieces[:some], draws[:some])
+        assert drawn is not None
+        assert drawn.tolist() == drawn_eagerly(scene, pieces[:some], draws[:some])
+        seen.add(tuple(drawn.tolist()))
+    assert len(seen) > 6
+    assert recorder.num_captured == 1
+
+
+def test_a_piece_that_asks_for_no_logits_draws_no_token(load: Load) -> None:
+    scene = Scene(load("llama"), Recorder())
+    first, second = scene.read(20, [1, 2]), scene.read(33, [5, 6])
+    silent = SequencePiece(second.token_ids, second.start, second.blocks, 0)
+    scene.capture_for([first, second])
+    greedy = RowDraw()
+
+    drawn = scene.graphs.draw([silent, first], [None, greedy])
+
+    assert drawn is not None
+    assert drawn.tolist() == drawn_eagerly(scene, [first], [greedy])
+
+
+def test_logits_that_are_not_numbers_are_no_token(load: Load) -> None:
+    scene = Scene(load("llama"), Recorder())
+    good, bad = scene.read(9, [1]), scene.read(17, [2])
+    scene.capture_for([good, bad])
+    for tensor in scene.tensors():
+        tensor[list(bad.blocks)] = float("nan")
+
+    drawn = scene.graphs.draw([good, bad], [RowDraw(), RowDraw(temperature=1.0)])
+
+    assert drawn is not None
+    assert drawn[0] >= 0
+    assert drawn[1] == -1
+
+
+def test_asking_for_tokens_in_vain_is_not_counted_twice(load: Load) -> None:
+    scene = Scene(load("llama"), Recorder())
+    piece = scene.read(20, [1])
+    for _ in range(2):
+        assert scene.graphs.draw([piece], [RowDraw()]) is None
+        assert scene.graphs.run([piece]) is None
+    assert scene.graphs.status().num_eager == 2
+    assert not scene.graphs.capture_wanted()
+
+
+def test_a_graph_that_draws_by_other_rules_is_refused(
+    load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One with seeds baked in, say."""
+    scene = Scene(load("llama"), Recorder())
+    views = scene.graphs._buffers.sampler_rows
+    asked: list[SamplerRows] = []
+
+    def baked(shape: StepShape) -> SamplerRows:
+        asked.append(views(shape))
+        is_proof = len(asked) == 4  # tried, captured, replayed, and drawn anew
+        return replace(asked[-1], temperature=torch.zeros(1)) if is_proof else asked[-1]
+
+    monkeypatch.setattr(StepBuffers, "sampler_rows", lambda _, shape: baked(shape))
+    piece = scene.read(20, [1])
+    scene.capture_for([piece])
+
+    assert "draws other tokens" in scene.graphs.status().trouble
+    assert scene.graphs.run([piece]) is None
 
 
 # When there is no graph

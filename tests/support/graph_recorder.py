@@ -6,9 +6,9 @@ tables of a later step reach it by another way, as none reach a graph.
 
 from collections.abc import Callable
 
-import torch
+from kvchat.model.graphs import StepOutput
 
-Step = Callable[[], torch.Tensor]
+Step = Callable[[], StepOutput]
 
 
 class Recorder:
@@ -17,16 +17,18 @@ class Recorder:
     def __init__(self) -> None:
         self.num_captured = 0
         self.num_replayed = 0
-        self._output = torch.empty(0)
+        self._output: StepOutput | None = None
 
     def capture(self, step: Step) -> Step:
         step()
         self.num_captured += 1
 
-        def replay() -> torch.Tensor:
+        def replay() -> StepOutput:
             self.num_replayed += 1
             # What the last replay returned is gone, as it is on a GPU.
-            self._output.fill_(float("nan"))
+            if self._output is not None:
+                self._output.logits.fill_(float("nan"))
+                self._output.tokens.fill_(-7)
             self._output = step()
             return self._output
 
@@ -45,12 +47,13 @@ class Broken(Recorder):
             self.num_captured += 1
             raise RuntimeError("operation not permitted when stream is capturing")
         if self._how == "same numbers for ever":
-            frozen = step().clone()
+            once = step()
+            frozen = StepOutput(once.logits.clone(), once.tokens.clone())
             return lambda: frozen
         replay = super().capture(step)
         num_left = [2]  # the proof, and one step more
 
-        def fails_later() -> torch.Tensor:
+        def fails_later() -> StepOutput:
             num_left[0] -= 1
             if num_left[0] < 0:
                 raise RuntimeError("an illegal memory access was encountered")

@@ -7,10 +7,10 @@ from what the filters leave without sorting anything.
 import torch
 
 from kvchat_kernels.launch import uses_triton
-from kvchat_kernels.sampler.operands import SamplerRows
+from kvchat_kernels.sampler.operands import RowDraw, SamplerRows
 from kvchat_kernels.sampler.reference import sample_tokens_reference
 
-__all__ = ["SamplerRows", "sample_tokens"]
+__all__ = ["RowDraw", "SamplerRows", "sample_tokens"]
 
 
 def sample_tokens(logits: torch.Tensor, rows: SamplerRows, *, impl: str = "auto") -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""SamplerRows: how each row of a step draws its token, as tensors on the device.
+"""How each row of a step draws its token: on the host, and as tensors on the device.
 
 Knows numbers only. They are tensors so that a captured graph can be replayed with other values.
 """
@@ -6,6 +6,20 @@ Knows numbers only. They are tensors so that a captured graph can be replayed wi
 from dataclasses import dataclass, fields
 
 import torch
+
+
+@dataclass(frozen=True, slots=True)
+class RowDraw:
+    """How one row draws, but for the position of its token; see SamplerRows.
+
+    `seed` is within int64, `top_k` within int32.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
