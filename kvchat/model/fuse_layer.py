@@ -12,7 +12,7 @@ import torch
 from kvchat.model.attention import LayerBinding
 from kvchat.model.fuse_attention import FusedAttention, rotation
 from kvchat.model.fuse_parts import GatedMlp, RmsNorm
-from kvchat.model.fuse_script import LayerScript, script_of
+from kvchat.model.fuse_script import LayerScript, reason_of, script_of
 
 _LLAMA_NORMS = ("input_layernorm", "post_attention_layernorm")
 _GEMMA_NORMS = (*_LLAMA_NORMS, "pre_feedforward_layernorm", "post_feedforward_layernorm")
@@ -39,7 +39,12 @@ class FusedLayer:
     ) -> torch.Tensor:
         """Return the stream after this layer: [num_tokens, hidden_size] in x's dtype."""
         if self.script is not None:
-            return self._run(self.script, x, cos, sin, binding)
+            try:
+                return self._run(self.script, x, cos, sin, binding)
+            except RuntimeError as error:
+                if reason := reason_of(error):
+                    raise RuntimeError(reason) from error
+                raise
         attended = self.attention(self.before_attention(x), cos, sin, binding)
         if self.after_attention is not None:
             attended = self.after_attention(attended)

@@ -32,6 +32,8 @@ _ACTIVATIONS = {
     "GELUTanh": _GELU_TANH,
     "PytorchGELUTanh": _GELU_TANH,
 }
+_IN_A_SCRIPT = "The following operation failed in the TorchScript interpreter."
+_REASON = "\nRuntimeError: "
 # TorchScript keeps what it has compiled where all threads see it, and locks nothing.
 _ONE_AT_A_TIME = Lock()
 
@@ -89,6 +91,15 @@ def script_of(layer: LayerParts) -> LayerScript | None:
         _log.info("not run as a script: %s", error)
         return None
     return LayerScript(whole.before.forward, whole.after.forward, whole.forward)
+
+
+def reason_of(error: RuntimeError) -> str:
+    """Return what went wrong in a script, as Python would have said it; "" for any other error.
+
+    TorchScript says where it was first, and people are told an error's first line.
+    """
+    message = str(error)
+    return message.partition(_REASON)[2] if message.startswith(_IN_A_SCRIPT) else ""
 
 
 def _scripted(product: object) -> nn.Module | None:

@@ -186,3 +186,20 @@ def test_without_packed_products_weights_of_low_precision_are_scripted_too(
         ):
             assert torch.equal(one, other)
     assert decisions.made
+
+
+def test_what_fails_in_a_script_is_told_in_the_words_python_has_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, decisions: Decisions
+) -> None:
+    """The user is told an error's first line; TorchScript's own says only that something failed."""
+    directory = saved(tmp_path, "llama")
+    batch = replace(batch_of(IN_PLACE), slot_mapping=torch.tensor([40 * BLOCK_SIZE]))
+    said = []
+    for loaded in (plain(directory, monkeypatch), load(directory)):
+        decisions.made.clear()
+        with pytest.raises((RuntimeError, IndexError)) as failure:
+            results(loaded, batch)
+        said.append(str(failure.value).splitlines()[0])
+    assert None not in decisions.made  # the second was one script
+    assert decisions.made
+    assert said[0] == said[1]
