@@ -67,8 +67,9 @@ class FusedLayer:
         cos, sin = rotation(cos, sin, x.dtype, memo)
         step = self.attention.fused_step(binding, batch)
         if step is None:
-            heads, value = script.before(x, cos, sin, keys)
-            return script.after(self.attention.attend(heads, value, binding), x)
+            # Nothing holds on to Q, K and V: of many rows the MLP wants the memory itself.
+            attended = self.attention.attend(*script.before(x, cos, sin, keys), binding)
+            return script.after(attended, x)
         where = step.runs, step.mask, step.keys, step.values
         return script.whole(x, cos, sin, keys, binding.values, batch.slot_mapping, *where)
 

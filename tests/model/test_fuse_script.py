@@ -3,6 +3,7 @@
 The plain twin is the layer as `fuse_layer.py` writes it, on the same weights.
 """
 
+import weakref
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from kvchat.core.config import ModelConfig
 from kvchat.model import fuse_attention, fuse_layer
 from kvchat.model.batch import ForwardBatch, SequencePiece, build_batch
+from kvchat.model.fuse_script import LayerParts, LayerScript, script_of
 from kvchat.model.loader import LoadedModel, load_model
 from kvchat.model.paged_model import PagedModel
 from kvchat.model.source import find_model
@@ -203,3 +205,32 @@ def test_what_fails_in_a_script_is_told_in_the_words_python_has_for_it(
     assert None not in decisions.made  # the second was one script
     assert decisions.made
     assert said[0] == said[1]
+
+
+def test_queries_and_keys_of_a_prefill_are_let_go_before_its_mlp(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They were held until the layer was through, beside the widest there is of it."""
+    held: list[weakref.ref[torch.Tensor]] = []
+    num_held: list[int] = []
+
+    def watched(layer: LayerParts) -> LayerScript | None:
+        script = script_of(layer)
+        assert script is not None
+
+        def before(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            made = script.before(*args)
+            held[:] = [weakref.ref(tensor) for tensor in made]
+            return made
+
+        def after(*args: torch.Tensor) -> torch.Tensor:
+            num_held.append(sum(tensor() is not None for tensor in held))
+            return script.after(*args)
+
+        return replace(script, before=before, after=after)
+
+    monkeypatch.setattr(fuse_layer, "script_of", watched)
+    loaded = load(saved(tmp_path, "llama"), "float32")
+    results(loaded, batch_of([(30, 30, range(1, 5))]))
+
+    assert num_held == [0] * len(loaded.spec.layers)
