@@ -122,7 +122,7 @@ def test_answers_are_the_same_with_graphs_and_without(loaded: LoadedModel) -> No
 def test_tokens_are_drawn_in_the_graph_where_nothing_else_is_asked_of_the_logits(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A repetition penalty changes logits by the text so far, and siblings draw from one row."""
+    """A repetition penalty changes logits by the text so far."""
     num_by_host = 0
 
     def counting(*args: Any) -> Any:
@@ -150,6 +150,23 @@ def test_tokens_are_drawn_in_the_graph_where_nothing_else_is_asked_of_the_logits
     assert run(engine, specs) == expected
     assert num_by_host == 60
     assert status_of(engine).num_replayed >= 56
+
+
+def test_samples_that_begin_in_a_graph_draw_each_its_own_first_token(loaded: LoadedModel) -> None:
+    """They share a row of logits, and a graph draws one token from it."""
+    decode = [RequestSpec((5, 6, 7), GREEDY, max_tokens=20)]
+    # One token to compute, as where all else of a prompt is cached; and no step but that.
+    siblings = [RequestSpec((9,), SAMPLED, max_tokens=1, num_samples=5)]
+    expected = run(build(loaded, None), siblings)
+    engine = build(loaded, Recorder())
+    run(engine, decode)
+    num_replayed = status_of(engine).num_replayed
+
+    said = run(engine, siblings)
+
+    assert status_of(engine).num_replayed == num_replayed + 1
+    assert list(said.values()) == list(expected.values())
+    assert len({tuple(tokens) for tokens in said.values()}) > 1
 
 
 def test_drafts_are_verified_by_graphs_and_the_text_stays(
