@@ -146,12 +146,19 @@ class DiskRoom:
         return keys, to_free
 
     def _forget_pinned(self, table: PackTable, known: Packs) -> None:
+        table.shorten_log()  # nobody's KV goes for what is written down twice
+        keys: list[bytes] = []
+        to_free = self._excess(table, 0)
         for key in eviction_order(known, b""):
-            if self._excess(table, 0) <= 0:
-                return
-            self._evict(table, [key])
-        for path in self._others():
-            drop(path)
+            if to_free <= 0:
+                break
+            keys.append(key)
+            to_free -= known[key].num_bytes
+        self._evict(table, keys)
+        table.shorten_log()
+        if self._excess(table, 0) > 0:
+            for path in self._others():
+                drop(path)
 
     def _evict(self, table: PackTable, keys: list[bytes]) -> None:
         table.remove(*keys)

@@ -152,7 +152,11 @@ class PackTable(RawCache):
             yield
         finally:
             self._sql("PRAGMA secure_delete = OFF").fetchall()
-            self._sql("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+            self.shorten_log()
+
+    def shorten_log(self) -> None:
+        """Have all that is in the log in the table alone, unless others are reading it."""
+        self._sql("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
 
     # Uses
 

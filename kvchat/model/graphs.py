@@ -154,6 +154,7 @@ class GraphRunner:
             rows = _wanted_rows(take(self._replays[shape]()), pieces)
         except Exception as error:  # the eager pass can still answer, or say what is wrong
             self._give_up(f"a replay failed: {_line(error)}")
+            self._num_eager += 1
             return None
         self._num_replayed += 1
         return rows

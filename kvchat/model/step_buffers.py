@@ -138,8 +138,9 @@ class StepBuffers:
         for piece in padding:
             slots += self._scratch_slots(len(piece.token_ids))
         self._fill([*pieces, *padding], slots, shape)
-        rows = [d for d, p in zip(draws, pieces, strict=False) for _ in p.token_ids]
-        self._fill_draws([draw or _LIKELIEST for draw in rows], shape)
+        ways = draws or [None] * len(pieces)
+        rows = [way for way, piece in zip(ways, pieces, strict=True) for _ in piece.token_ids]
+        self._fill_draws([way or _LIKELIEST for way in rows], shape)
 
     def fill_rehearsal(self, shape: StepShape) -> None:
         """Lay out a step that belongs to nobody, and is unlike one of padding in everything.

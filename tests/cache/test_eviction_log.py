@@ -9,11 +9,31 @@ from dataclasses import replace
 from pathlib import Path
 
 from kvchat.cache.disk_tier import DiskTier
-from support.pack_chains import LAYOUT, restored, save, used_bytes
+from kvchat.cache.radix_node import pack
+from support.pack_chains import LAYOUT, keys_of, restored, save, used_bytes
 
 SMALL = replace(LAYOUT, block_bytes=3200)
 NUM_LARGE = 620
 LIMIT = 5 << 20
+
+
+def test_of_many_pins_only_as_many_go_as_exceed_the_limit(tmp_path: Path) -> None:
+    rng = random.Random(0)
+    tier = DiskTier(tmp_path, SMALL, 8 * LIMIT, min_free_bytes=0)
+    for label in range(600):
+        ids = rng.choices(range(50), k=4)
+        assert save(tier, ids, SMALL)
+        tier.pin(keys_of(tier, ids, SMALL), pack(ids), str(label))
+    tier.close()
+    tier = DiskTier(tmp_path, SMALL, 8 * LIMIT, min_free_bytes=0)  # its log is short again
+    limit = tier._room.used_bytes(tier._keeper.table) - 100_000
+    tier.close()
+
+    tier = DiskTier(tmp_path, SMALL, limit, min_free_bytes=0)
+
+    assert used_bytes(tmp_path) <= limit
+    assert 570 < tier.status().num_packs < 600
+    tier.close()
 
 
 def test_a_store_of_small_packs_makes_room_for_as_much_as_they_held(tmp_path: Path) -> None:
