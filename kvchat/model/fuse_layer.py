@@ -11,6 +11,7 @@ import torch
 
 from kvchat.model.attention import LayerBinding
 from kvchat.model.fuse_attention import FusedAttention, rotation
+from kvchat.model.fuse_kernels import takes_kernels
 from kvchat.model.fuse_parts import GatedMlp, RmsNorm
 from kvchat.model.fuse_script import LayerScript, reason_of, script_of
 
@@ -38,7 +39,7 @@ class FusedLayer:
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, binding: LayerBinding
     ) -> torch.Tensor:
         """Return the stream after this layer: [num_tokens, hidden_size] in x's dtype."""
-        if self.script is not None:
+        if self.script is not None and not takes_kernels(x):
             try:
                 return self._run(self.script, x, cos, sin, binding)
             except RuntimeError as error:

@@ -13,7 +13,7 @@ from torch import nn
 from transformers.activations import ACT2FN
 
 from kvchat.core.config import ModelConfig
-from kvchat.model import fuse_attention, fuse_parts
+from kvchat.model import fuse_attention, fuse_layer, fuse_parts
 from kvchat.model.batch import SequencePiece, build_batch
 from kvchat.model.fuse_kernels import gate_of
 from kvchat.model.fuse_parts import RmsNorm
@@ -42,7 +42,7 @@ STEP = [(1, 9), (4, 33), (2, 2)]
 @pytest.fixture
 def with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let fused parts take kernels on a CPU; those choose their twins there."""
-    for module in (fuse_attention, fuse_parts):
+    for module in (fuse_attention, fuse_layer, fuse_parts):
         monkeypatch.setattr(module, "takes_kernels", lambda x: True)
 
 
