@@ -13,10 +13,11 @@ from kvchat.engine.draft_assembly import build_speculating_engine
 from kvchat.engine.engine import Engine
 from kvchat.model.cuda_graph import CudaGraphs
 from kvchat.model.source import find_model
-from kvchat_kernels.sampler import RowDraw, SamplerRows, sample_tokens
+from kvchat_kernels.sampler import RowDraw, sample_tokens
 from support.architectures import SUPPORTED
 from support.checkpoints import save_checkpoint, tiny_model
 from support.paged_scene import Scene, load_tiny
+from support.row_draws import sampler_rows
 
 pytestmark = [
     pytest.mark.gpu,
@@ -75,26 +76,15 @@ def test_tokens_are_drawn_in_the_graph_as_from_its_logits(tmp_path: Path) -> Non
     scene = scene_of("llama", tmp_path)
     pieces = [scene.read(40, [1, 2, 3]), scene.read(300, [7])]
     scene.capture_for(pieces)
-    positions = torch.tensor([41, 42, 43, 301], device=scene.device)
     for seed in range(20):
         draws = [RowDraw(0.9, 40, 0.9, 0.02, seed), RowDraw(1.3 * (seed % 2), 0, 1.0, 0.0, -seed)]
-        per_row = [draws[0]] * 3 + [draws[1]]
-        columns = [
-            torch.tensor([getattr(draw, name) for draw in per_row], dtype=dtype).to(scene.device)
-            for name, dtype in (
-                ("temperature", torch.float32),
-                ("top_k", torch.int32),
-                ("top_p", torch.float32),
-                ("min_p", torch.float32),
-                ("seed", torch.int64),
-            )
-        ]
+        how = sampler_rows([*[draws[0]] * 3, draws[1]], [41, 42, 43, 301], scene.device)
         logits = scene.graphs.run(pieces)
         drawn = scene.graphs.draw(pieces, draws)
 
         assert logits is not None
         assert drawn is not None
-        assert torch.equal(drawn, sample_tokens(logits, SamplerRows(*columns, positions)))
+        assert torch.equal(drawn, sample_tokens(logits, how))
 
 
 def test_capture_and_replays_do_not_mind_copies_of_another_thread(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from kvchat.model.step_buffers import StepBuffers, StepShape
 from kvchat_kernels.sampler import RowDraw, SamplerRows, sample_tokens
 from support.graph_recorder import Broken, Recorder
 from support.paged_scene import MAX_CONTEXT, Scene, load_tiny
+from support.row_draws import sampler_rows
 
 Load = Callable[[str], LoadedModel]
 
@@ -165,20 +166,8 @@ def drawn_eagerly(scene: Scene, pieces: list[SequencePiece], draws: list[RowDraw
         for draw, piece in zip(draws, pieces, strict=True)
         for row in range(piece.num_logit_rows)
     ]
-    columns = [
-        torch.tensor([getattr(draw, name) for draw, _ in rows], dtype=dtype)
-        for name, dtype in (
-            ("temperature", torch.float32),
-            ("top_k", torch.int32),
-            ("top_p", torch.float32),
-            ("min_p", torch.float32),
-            ("seed", torch.int64),
-        )
-    ]
-    positions = torch.tensor([position for _, position in rows])
-    tokens: list[int] = sample_tokens(
-        scene.eager(pieces), SamplerRows(*columns, positions)
-    ).tolist()
+    how = sampler_rows([draw for draw, _ in rows], [position for _, position in rows])
+    tokens: list[int] = sample_tokens(scene.eager(pieces), how).tolist()
     return tokens
 
 
