@@ -56,8 +56,10 @@ class CostCurve:
             self._visits.insert(place, 1)
             return
         self._visits[place] += 1
-        if self._visits[place] <= _NUM_FIRST:  # the first ones may have been anything
-            self._seconds[place] += (seconds - self._seconds[place]) / self._visits[place]
+        if self._visits[place] <= _NUM_FIRST:
+            # What a first step has to do besides makes it slower, never quicker; and what seems
+            # too dear is not taken again, so that nothing would ever put it right.
+            self._seconds[place] = min(self._seconds[place], seconds)
             return
         surprise = max(1 / _MOST_SURPRISE, min(_MOST_SURPRISE, seconds / self._seconds[place]))
         self._seconds = [known * surprise**_SHARED_DRIFT for known in self._seconds]

@@ -94,7 +94,7 @@ class Runner:
         batch = build_batch(pieces, self._block_size, self._model.device)
         if self._threads is None:
             return self._model.forward(batch)
-        return self._threads.run(len(batch.token_ids), lambda: self._model.forward(batch))
+        return self._threads.run(batch.token_ids.shape[0], lambda: self._model.forward(batch))
 
     def wait(self) -> None:
         """Wait until all that was run has been computed, for whoever takes its time."""

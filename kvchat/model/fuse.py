@@ -22,10 +22,13 @@ from kvchat.model.fuse_linear import (
     PACKABLE,
     HalfProduct,
     MergedProduct,
+    Product,
     has_half_products,
 )
+from kvchat.model.fuse_parts import RmsNorm
 from kvchat.model.fuse_search import FoundParts, LayerSearch, MakeProduct, find_norm
 from kvchat.model.fuse_trial import Trial
+from kvchat.model.fuse_whole import WholeModel, join_model
 from kvchat.model.spec import LayerSpec, ModelSpec
 from kvchat.model.weight_only import SharedInputProducts
 
@@ -137,6 +140,11 @@ class Fusing:
         self._fuser.abandon()
         self.weights = _OWN
 
+    @property
+    def whole(self) -> WholeModel | None:
+        """What runs small steps as a whole; None where nothing does, or it is not known yet."""
+        return self._fuser.whole
+
     def before_step(self, num_rows: int) -> None:
         """Wait if replacements are for steps of so many rows: the same step, the same numbers."""
         if self._threads and num_rows <= self._max_rows:
@@ -165,8 +173,9 @@ class _Fuser:
         self._to_do: list[LayerSpec | None] = [*reversed(spec.layers), None]
         self._num_layers = 0
         self._num_parts = 0
-        self._has_head = False
+        self._head: Product | None = None
         self._fusion: Fusion | None = None
+        self._whole: WholeModel | None = None
 
     def work(self) -> None:
         """Do what is left to do, until nothing is."""
@@ -193,11 +202,18 @@ class _Fuser:
     def finish(self) -> Fusion:
         """Fuse what hangs on all else being fused; return what was."""
         if self._fusion is None:
-            is_whole = self._num_layers == len(self._spec.layers) and self._has_head
-            self._installer.keeps_stream = self._install_final_norm() and is_whole
+            is_whole = self._num_layers == len(self._spec.layers) and self._head is not None
+            norm = self._install_final_norm()
+            self._installer.keeps_stream = norm is not None and is_whole
+            if norm is not None and is_whole:
+                self._whole = self._join(norm)
             self._fusion = Fusion(self._scheme.weights, self._num_layers, self._num_parts)
             _log.info("fused model=%s: %s", self._spec.model_type, self._fusion)
         return self._fusion
+
+    @property
+    def whole(self) -> WholeModel | None:
+        return self._whole
 
     @property
     def is_off(self) -> bool:
@@ -209,6 +225,7 @@ class _Fuser:
     def abandon(self) -> None:
         """Switch all replacements off."""
         self._installer.is_off = True
+        self._whole = None
         self._fusion = Fusion()
 
     @torch.inference_mode()
@@ -279,20 +296,38 @@ class _Fuser:
             with self._lock:
                 self._installer.head(head, product)
                 self._num_parts += 1
-                self._has_head = True
+                self._head = product
 
     @torch.inference_mode()
-    def _install_final_norm(self) -> bool:
+    def _install_final_norm(self) -> RmsNorm | None:
         """Replace the norm that follows the last layer, where it is found beside the layers."""
+        norm = getattr(self._owner_of_layers(), "norm", None)
+        found = find_norm(norm, Trial(self._module.dtype, self._module.device))
+        if found is None:
+            return None
+        self._installer.norm(norm, found[1])
+        self._num_parts += 1
+        return found[1]
+
+    def _owner_of_layers(self) -> nn.Module | None:
+        """Return the module that has the list of layers."""
         first, _ = self._parent(self._spec.layers[0])
         for name, module in self._module.named_modules():
             if any(child is first for child in module.children()):
                 owner, _, _ = name.rpartition(".")
-                norm = getattr(self._module.get_submodule(owner), "norm", None)
-                found = find_norm(norm, Trial(self._module.dtype, self._module.device))
-                if found is None:
-                    return False
-                self._installer.norm(norm, found[1])
-                self._num_parts += 1
-                return True
-        return False
+                found: nn.Module = self._module.get_submodule(owner)
+                return found
+        return None
+
+    @torch.inference_mode()
+    def _join(self, norm: RmsNorm) -> WholeModel | None:
+        """Return all fused parts as one, where the layers are scripts."""
+        assert self._head is not None
+        parts = (self._module, self._owner_of_layers(), self._spec, self._installer.layers)
+        try:
+            limits = self._scheme.compute_dtype, self._scheme.max_rows
+            return join_model(*parts, norm, self._head, *limits)
+        except Exception as error:
+            # As above: what a model's own code raises costs nothing but speed.
+            _log.info("not run as a whole: %s", error)
+            return None

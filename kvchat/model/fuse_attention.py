@@ -59,7 +59,7 @@ class FusedAttention:
         return self.out(self._attended(query, binding, batch).flatten(1).to(x.dtype))
 
     def fused_step(self, binding: LayerBinding, batch: ForwardBatch) -> FusedStep | None:
-        """Return how the fused kernel reaches the running step's tokens, None if it does not."""
+        """Return how the running step's tokens are reached by one script, None if they are not."""
         pools, count = (binding.keys, binding.values), self.layer.num_heads
         return fused_step(batch.sequences, *pools, batch.slot_mapping, count, binding.layer.span)
 

@@ -20,7 +20,8 @@ class Installer:
 
     Once `keeps_stream` is set, layers hand the residual stream on in `compute_dtype`, which only
     replacements understand: set it where all of a model's layers and what follows them are. Once
-    `is_off` is set, every module runs its own code again.
+    `is_off` is set, every module runs its own code again. `layers` are the decoder layers replaced,
+    by their attention modules.
     """
 
     def __init__(self, context: StepContext, compute_dtype: torch.dtype, max_rows: int) -> None:
@@ -30,10 +31,12 @@ class Installer:
         self.keeps_stream = False
         self.is_off = False
         self.merged: list[MergedProduct] = []
+        self.layers: dict[nn.Module, FusedLayer] = {}
 
     def layer(self, module: Any, attention: nn.Module, fused: FusedLayer) -> None:
         """Replace a decoder layer's forward."""
         own = module.forward
+        self.layers[attention] = fused
         self._adopt(fused.attention.qkv, fused.attention.out, fused.mlp.gate_up, fused.mlp.down)
 
         def forward(

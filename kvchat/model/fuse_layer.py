@@ -14,6 +14,7 @@ from kvchat.model.fuse_attention import FusedAttention, rotation
 from kvchat.model.fuse_kernels import takes_kernels
 from kvchat.model.fuse_parts import GatedMlp, RmsNorm
 from kvchat.model.fuse_script import LayerScript, reason_of, script_of
+from kvchat_kernels.paged_attention.cpu_step import columns_of
 
 _LLAMA_NORMS = ("input_layernorm", "post_attention_layernorm")
 _GEMMA_NORMS = (*_LLAMA_NORMS, "pre_feedforward_layernorm", "post_feedforward_layernorm")
@@ -69,10 +70,10 @@ class FusedLayer:
         step = self.attention.fused_step(binding, batch)
         if step is None:
             # Nothing holds on to Q, K and V: of many rows the MLP wants the memory itself.
-            attended = self.attention.attend(*script.before(x, cos, sin, keys), binding)
-            return script.after(attended, x)
-        where = step.runs, step.mask, step.keys, step.values
-        return script.whole(x, cos, sin, keys, binding.values, batch.slot_mapping, *where)
+            attended = self.attention.attend(*script.before(x, cos, sin, keys, 0), binding)
+            return script.after(attended, x, 0)
+        pools, slots = [(keys, binding.values)], batch.slot_mapping
+        return script.run(x, [cos], [sin], pools, slots, *columns_of([step]))
 
 
 def join_layer(
@@ -89,4 +90,4 @@ def join_layer(
 
 
 def _with_script(layer: FusedLayer) -> FusedLayer:
-    return replace(layer, script=script_of(layer))
+    return replace(layer, script=script_of([layer]))

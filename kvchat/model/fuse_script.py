@@ -1,15 +1,17 @@
-"""A decoder layer's operations beside attention, run by TorchScript instead of Python.
+"""Decoder layers' operations, run by TorchScript instead of Python.
 
 On a CPU a step of few rows is a thousand small operations, and calling them from Python costs as
 much as they do; calling the packed product, whose weights are no tensor, more than a small one
 takes. TorchScript runs the same operations in the same order: nothing is compiled, and the numbers
-are the same to the bit. torch announces that it will go some day; without it layers run as they
-are written in `fuse_layer.py`. Knows the order of operations there; proves nothing.
+are the same to the bit. One script runs any number of layers that are built alike: what differs
+between them is in lists, so that it is made once and not layer by layer. torch announces that
+TorchScript will go some day; without it layers run as they are written in `fuse_layer.py`. Knows
+the order of operations there; proves nothing.
 """
 
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from threading import Lock
 from typing import Any, Final, Protocol
@@ -17,8 +19,9 @@ from typing import Any, Final, Protocol
 import torch
 from torch import nn
 
-from kvchat.model.fuse_linear import HalfProduct, MergedProduct
+from kvchat.model.fuse_linear import HalfProduct, MergedProduct, Product
 from kvchat.model.fuse_parts import RmsNorm, normed, rotated
+from kvchat_kernels.paged_attention.cpu_gathered import attend_gathered
 from kvchat_kernels.paged_attention.torch_cpu import attend_fused
 
 _log = logging.getLogger(__name__)
@@ -38,24 +41,6 @@ _REASON = "\nRuntimeError: "
 _ONE_AT_A_TIME = Lock()
 
 
-@dataclass(frozen=True, slots=True)
-class LayerScript:
-    """What a layer does before its attention, after it, and all of it where attention is the fused
-    kernel's for one sequence. cos, sin [num_tokens, 1, dim], the sines'
-    first half negated.
-
-    before   (x, cos, sin, keys) -> Q and K as one, [num_tokens, num_heads + num_kv_heads, key_dim],
-             and V, [num_tokens, num_kv_heads, value_dim], in the dtype of `keys`
-    after    (attended [num_tokens, num_heads, value_dim], x) -> the stream after the layer
-    whole    (x, cos, sin, keys, values, slots, runs, mask, key room, value room) -> the same; the
-             pools, where in them the new tokens go, no slot being -1, and what FusedStep holds
-    """
-
-    before: Callable[..., tuple[torch.Tensor, torch.Tensor]]
-    after: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-    whole: Callable[..., torch.Tensor]
-
-
 class LayerParts(Protocol):
     """What `script_of` reads of a fused layer."""
 
@@ -73,24 +58,42 @@ class LayerParts(Protocol):
     def after_mlp(self) -> RmsNorm | None: ...
 
 
-def script_of(layer: LayerParts) -> LayerScript | None:
-    """Return a layer's script, None where its parts are not of the kind, or torch refuses."""
-    attention, mlp = layer.attention, layer.mlp
-    own = attention.qkv, attention.out, mlp.gate_up, mlp.down
-    products = [script for product in own if (script := _scripted(product)) is not None]
-    activation = _ACTIVATIONS.get(type(mlp.act).__name__)
-    if len(products) < len(own) or activation is None:
+@dataclass(frozen=True, slots=True)
+class LayerScript:
+    """What layers do before their attention, after it, and all of it where FusedStep says how one
+    sequence is attended. cos, sin [num_tokens, 1, dim], the sines' first half negated; `index`
+    counts the layers of the script.
+
+    before   (x, cos, sin, keys, index) -> Q and K as one, [num_tokens, num_heads + num_kv_heads,
+             key_dim], and V, [num_tokens, num_kv_heads, value_dim], in the dtype of `keys`
+    after    (attended [num_tokens, num_heads, value_dim], x, index) -> the stream after the layer
+    run      (x, cos, sin, pools, slots, runs, masks, key rooms, value rooms, places, numbers of
+             keys) -> the stream after all layers; slots are where in the pools the new tokens go,
+             none being -1; what follows x, but them, are lists over the layers: angles, pairs of
+             pools, and what FusedStep holds
+    """
+
+    before: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    after: Callable[..., torch.Tensor]
+    run: Callable[..., torch.Tensor]
+
+
+def script_of(layers: Sequence[LayerParts]) -> LayerScript | None:
+    """Return the script of layers that follow each other.
+
+    None where their parts are not of the kind, where they are not built alike, or torch refuses.
+    """
+    forms = {_form(layer) for layer in layers}
+    if len(forms) > 1 or None in forms:
         return None
-    before = _Before(layer.before_attention, products[0], attention)
-    after = _After(layer, products[1:], mlp.width, activation)
     try:
         with _ONE_AT_A_TIME, warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
-            whole = torch.jit.script(_Whole(before, after, attention.scale))
+            script = torch.jit.script(_Layers(layers))
     except (AttributeError, RuntimeError, OSError) as error:
         _log.info("not run as a script: %s", error)
         return None
-    return LayerScript(whole.before.forward, whole.after.forward, whole.forward)
+    return LayerScript(script.before, script.after, script.forward)
 
 
 def reason_of(error: RuntimeError) -> str:
@@ -102,115 +105,143 @@ def reason_of(error: RuntimeError) -> str:
     return message.partition(_REASON)[2] if message.startswith(_IN_A_SCRIPT) else ""
 
 
-def _scripted(product: object) -> nn.Module | None:
-    """Return a product in TorchScript's terms, None where it is no such product, or several."""
+def _form(layer: LayerParts) -> tuple[object, ...] | None:
+    """Return what layers of one script have in common, None for a layer that is in none."""
+    attention, mlp = layer.attention, layer.mlp
+    products = attention.qkv, attention.out, mlp.gate_up, mlp.down
+    kinds = tuple(_kind(product) for product in products)
+    activation = _ACTIVATIONS.get(type(mlp.act).__name__)
+    if None in kinds or activation is None:
+        return None
+    own = attention.layer
+    shape = own.num_heads, own.num_kv_heads, own.key_dim, own.value_dim, mlp.width
+    has_norms = (
+        norm is not None for norm in (attention.norm, layer.after_attention, layer.after_mlp)
+    )
+    return (*kinds, activation, *shape, *has_norms)
+
+
+def _kind(product: Product) -> type[nn.Module] | None:
+    """Return what holds such products in a script, None where nothing does."""
     if isinstance(product, HalfProduct):
-        return _Half(*product.packs) if len(product.packs) == 1 else None
+        return _Halves if len(product.packs) == 1 else None
     if isinstance(product, MergedProduct) and product.operands.weight.device.type == "cpu":
-        return _Plain(product.operands.weight, product.operands.bias)
+        return _Plain
     return None
 
 
-# What follows TorchScript compiles: types are written out, and nothing is left to guess.
+# What follows TorchScript compiles: types are written out, and nothing is left to guess. The type
+# of packed weights is known once torch's quantized operators are.
 
 
-class _Half(nn.Module):
-    """A HalfProduct's."""
+class _Halves(nn.Module):
+    """HalfProducts' packs."""
 
-    def __init__(self, pack: Any) -> None:
+    packs: list[torch.classes.quantized.LinearPackedParamsBase]  # type: ignore[name-defined]
+
+    def __init__(self, products: Sequence[HalfProduct]) -> None:
         super().__init__()
-        self.pack = pack
+        self.packs = [product.packs[0] for product in products]
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = torch.ops.quantized.linear_dynamic_fp16(x, self.pack)
+    def forward(self, x: torch.Tensor, index: int) -> torch.Tensor:
+        out: torch.Tensor = torch.ops.quantized.linear_dynamic_fp16(x, self.packs[index])
         return out
 
 
 class _Plain(nn.Module):
-    """A MergedProduct's, which stay its own."""
+    """MergedProducts' weights, which stay their own."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    weights: list[torch.Tensor]
+    biases: list[torch.Tensor | None]
+
+    def __init__(self, products: Sequence[MergedProduct]) -> None:
         super().__init__()
-        self.weight, self.bias = weight, bias
+        self.weights = [product.operands.weight for product in products]
+        self.biases = [product.operands.bias for product in products]
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.linear(x, self.weight, self.bias)
-
-
-def _normed(x: torch.Tensor, scale: torch.Tensor, floor: torch.Tensor) -> torch.Tensor:
-    return normed(x.float(), scale, floor).to(x.dtype)
+    def forward(self, x: torch.Tensor, index: int) -> torch.Tensor:
+        return nn.functional.linear(x, self.weights[index], self.biases[index])
 
 
-class _Before(nn.Module):
-    """Norm, the product for Q, K and V, norms of heads, rotation."""
+class _Norms(nn.Module):
+    """RmsNorms in the dtype of what they norm; any that is not there is not asked for."""
+
+    scales: list[torch.Tensor]
+    floors: list[torch.Tensor]
+
+    def __init__(self, norms: Sequence[RmsNorm | None]) -> None:
+        super().__init__()
+        self.scales = [norm.scale for norm in norms if norm is not None]
+        self.floors = [norm.floor for norm in norms if norm is not None]
+
+    def forward(self, x: torch.Tensor, index: int) -> torch.Tensor:
+        return normed(x.float(), self.scales[index], self.floors[index]).to(x.dtype)
+
+
+class _Layers(nn.Module):
+    """Layers built alike."""
 
     num_heads: Final[int]
     key_dim: Final[int]
     value_dim: Final[int]
     qk_width: Final[int]
+    width: Final[int]
+    activation: Final[int]
     has_head_norm: Final[bool]
-    rotates: Final[bool]
+    norms_attention: Final[bool]
+    norms_mlp: Final[bool]
+    rotates: list[bool]
+    scales: list[float]
 
-    def __init__(self, norm: RmsNorm, qkv: nn.Module, attention: Any) -> None:
+    def __init__(self, layers: Sequence[LayerParts]) -> None:
         super().__init__()
-        layer, head_norm = attention.layer, attention.norm
-        self.num_heads = layer.num_heads
-        self.key_dim = layer.key_dim
-        self.value_dim = layer.value_dim
-        self.qk_width = (layer.num_heads + layer.num_kv_heads) * layer.key_dim
-        self.rotates = attention.rotates
-        self.has_head_norm = head_norm is not None
-        self.scale, self.floor = norm.scale, norm.floor
-        heads = head_norm if head_norm is not None else norm
-        self.head_scale, self.head_floor = heads.scale, heads.floor
-        self.qkv = qkv
+        first, attentions = layers[0], [layer.attention for layer in layers]
+        own = attentions[0].layer
+        self.num_heads = own.num_heads
+        self.key_dim = own.key_dim
+        self.value_dim = own.value_dim
+        self.qk_width = (own.num_heads + own.num_kv_heads) * own.key_dim
+        self.width = first.mlp.width
+        self.activation = _ACTIVATIONS[type(first.mlp.act).__name__]
+        self.rotates = [attention.rotates for attention in attentions]
+        self.scales = [attention.scale for attention in attentions]
+        self.has_head_norm = attentions[0].norm is not None
+        self.norms_attention = first.after_attention is not None
+        self.norms_mlp = first.after_mlp is not None
+        self.head_norms = _Norms([attention.norm for attention in attentions])
+        self.before_attention = _Norms([layer.before_attention for layer in layers])
+        self.after_attention = _Norms([layer.after_attention for layer in layers])
+        self.before_mlp = _Norms([layer.before_mlp for layer in layers])
+        self.after_mlp = _Norms([layer.after_mlp for layer in layers])
+        self.qkv = _products([attention.qkv for attention in attentions])
+        self.out = _products([attention.out for attention in attentions])
+        self.gate_up = _products([layer.mlp.gate_up for layer in layers])
+        self.down = _products([layer.mlp.down for layer in layers])
 
-    def forward(
-        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, keys: torch.Tensor
+    @torch.jit.export
+    def before(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, keys: torch.Tensor, index: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Norm, the product for Q, K and V, norms of heads, rotation."""
         num_tokens = x.shape[0]
-        rows = _normed(x, self.scale, self.floor)
-        qkv = self.qkv(rows)
+        qkv = self.qkv(self.before_attention(x, index), index)
         heads = qkv[:, : self.qk_width].view(num_tokens, -1, self.key_dim)
         value = qkv[:, self.qk_width :].view(num_tokens, -1, self.value_dim)
         if self.has_head_norm:
-            heads = _normed(heads, self.head_scale, self.head_floor)
-        if self.rotates:
+            heads = self.head_norms(heads, index)
+        if self.rotates[index]:
             heads = rotated(heads, cos, sin)
         return heads.to(keys.dtype), value.to(keys.dtype)
 
-
-class _After(nn.Module):
-    """The product behind attention, the residual stream, norms, and the gated MLP."""
-
-    width: Final[int]
-    activation: Final[int]
-    norms_attention: Final[bool]
-    norms_mlp: Final[bool]
-
-    def __init__(
-        self, layer: LayerParts, products: list[nn.Module], width: int, activation: int
-    ) -> None:
-        super().__init__()
-        self.width = width
-        self.activation = activation
-        self.norms_attention = layer.after_attention is not None
-        self.norms_mlp = layer.after_mlp is not None
-        norm = layer.before_mlp
-        first, second = layer.after_attention or norm, layer.after_mlp or norm
-        self.scale, self.floor = norm.scale, norm.floor
-        self.attention_scale, self.attention_floor = first.scale, first.floor
-        self.mlp_scale, self.mlp_floor = second.scale, second.floor
-        self.out, self.gate_up, self.down = products
-
-    def forward(self, attended: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    @torch.jit.export
+    def after(self, attended: torch.Tensor, x: torch.Tensor, index: int) -> torch.Tensor:
+        """The product behind attention, the residual stream, norms, and the gated MLP."""
         rows = attended.flatten(1).to(x.dtype)
-        stream = self.out(rows)
+        stream = self.out(rows, index)
         if self.norms_attention:
-            stream = _normed(stream, self.attention_scale, self.attention_floor)
+            stream = self.after_attention(stream, index)
         stream = stream.add_(x)
-        rows = _normed(stream, self.scale, self.floor)
-        both = self.gate_up(rows)
+        both = self.gate_up(self.before_mlp(stream, index), index)
         gate, up = both[..., : self.width], both[..., self.width :]
         if self.activation == 0:
             gate = nn.functional.silu(gate)
@@ -218,44 +249,71 @@ class _After(nn.Module):
             gate = nn.functional.gelu(gate)
         else:
             gate = nn.functional.gelu(gate, approximate="tanh")
-        out = self.down(gate.mul_(up))
+        out = self.down(gate.mul_(up), index)
         if self.norms_mlp:
-            out = _normed(out, self.mlp_scale, self.mlp_floor)
+            out = self.after_mlp(out, index)
         return out.add_(stream)
 
-
-class _Whole(nn.Module):
-    """A layer over the KV of one sequence."""
-
-    num_heads: Final[int]
-    scale: Final[float]
-
-    def __init__(self, before: _Before, after: _After, scale: float) -> None:
-        super().__init__()
-        self.before, self.after = before, after
-        self.num_heads = before.num_heads
-        self.scale = scale
-
-    def forward(
+    def attend(
         self,
-        x: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
+        query: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
-        slots: torch.Tensor,
         runs: list[tuple[int, int]],
         mask: torch.Tensor | None,
         key_room: torch.Tensor,
         value_room: torch.Tensor,
+        places: torch.Tensor | None,
+        num_keys: int,
+        scale: float,
     ) -> torch.Tensor:
-        heads, value = self.before(x, cos, sin, keys)
-        keys, values = keys.flatten(0, 1), values.flatten(0, 1)
-        keys.index_copy_(0, slots, heads[:, self.num_heads :])
-        values.index_copy_(0, slots, value)
+        """The kernel or the products, over one sequence's tokens."""
+        if places is not None:
+            room = key_room, value_room
+            return attend_gathered(query, keys, values, places, num_keys, *room, scale, None)
         keys, values = _joined(keys, runs, key_room), _joined(values, runs, value_room)
-        attended = attend_fused(heads[:, : self.num_heads], keys, values, mask, self.scale, None)
-        return self.after(attended, x)
+        return attend_fused(query, keys, values, mask, scale, None)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        cos: list[torch.Tensor],
+        sin: list[torch.Tensor],
+        pools: list[tuple[torch.Tensor, torch.Tensor]],
+        slots: torch.Tensor,
+        runs: list[list[tuple[int, int]]],
+        masks: list[torch.Tensor | None],
+        key_rooms: list[torch.Tensor],
+        value_rooms: list[torch.Tensor],
+        places: list[torch.Tensor | None],
+        num_keys: list[int],
+    ) -> torch.Tensor:
+        for index in range(len(pools)):
+            keys, values = pools[index]
+            heads, value = self.before(x, cos[index], sin[index], keys, index)
+            keys, values = keys.flatten(0, 1), values.flatten(0, 1)
+            keys.index_copy_(0, slots, heads[:, self.num_heads :])
+            values.index_copy_(0, slots, value)
+            attended = self.attend(
+                heads[:, : self.num_heads],
+                keys,
+                values,
+                runs[index],
+                masks[index],
+                key_rooms[index],
+                value_rooms[index],
+                places[index],
+                num_keys[index],
+                self.scales[index],
+            )
+            x = self.after(attended, x, index)
+        return x
+
+
+def _products(products: Sequence[Any]) -> nn.Module:
+    kind: Any = _kind(products[0])
+    made: nn.Module = kind(products)
+    return made
 
 
 def _joined(tokens: torch.Tensor, runs: list[tuple[int, int]], room: torch.Tensor) -> torch.Tensor:

@@ -62,17 +62,22 @@ class PagedModel:
 
         Returns [num_rows, vocab_size] float32, owned by the caller.
         """
-        if self.loaded.fusing is not None:
-            self.loaded.fusing.before_step(len(batch.token_ids))
+        fusing = self.loaded.fusing
+        if fusing is not None:
+            fusing.before_step(batch.token_ids.shape[0])
+        with self.loaded.step.running(batch):
+            whole = fusing.whole if fusing is not None else None
+            return self._run(batch) if whole is None else whole.logits(batch, self._run)
+
+    def _run(self, batch: ForwardBatch) -> torch.Tensor:
         # Rows are named by a tensor: given a number, some models drop rows before attention.
         rows = {"logits_to_keep": batch.logit_rows} if self._keeps_rows else {}
-        with self.loaded.step.running(batch):
-            output = self._module(
-                input_ids=batch.token_ids[None],
-                position_ids=batch.positions[None],
-                use_cache=False,
-                **rows,
-            )
+        output = self._module(
+            input_ids=batch.token_ids[None],
+            position_ids=batch.positions[None],
+            use_cache=False,
+            **rows,
+        )
         logits = output.logits[0]
         if not self._keeps_rows:
             logits = logits[batch.logit_rows]

@@ -228,3 +228,12 @@ def test_requests_that_have_left_are_forgotten() -> None:
 
     assert not pace._habits
     assert not pace._why_plain
+
+
+def test_a_first_step_with_other_things_to_do_is_no_measure_of_its_cost() -> None:
+    """A model's first verify proves its scripts: five times as dear, it was never tried again."""
+    curve = CostCurve(0.1)
+    curve.note(1, 1.0)
+    for seconds in (10.0, 5.0, 2.0):
+        curve.note(5, seconds)
+    assert curve.seconds(5) == 2.0

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from kvchat_kernels.paged_attention import AttentionSpan, PagedSequences, paged_attention
+from kvchat_kernels.paged_attention.cpu_gathered import attend_gathered
 from kvchat_kernels.paged_attention.cpu_step import FusedStep, fused_step
 from kvchat_kernels.paged_attention.cpu_tokens import MOST_RUNS, WORTH_COPYING
 from kvchat_kernels.paged_attention.span import FULL
-from kvchat_kernels.paged_attention.torch_cpu import attend_fused
+from kvchat_kernels.paged_attention.torch_cpu import Load, attend_fused
 
 BLOCK_SIZE = 8
 NUM_HEADS, NUM_KV_HEADS = 6, 2
@@ -140,3 +141,72 @@ def test_layers_of_other_spans_and_pools_are_decided_by_themselves() -> None:
     other = fused_step(sequences, *with_wide_values, slots, NUM_HEADS, FULL)
     assert other is not None
     assert other.values.shape[2] == 32
+
+
+# Two slots of the last block are free: sequences of one run, of two, of many, of a window.
+GATHERED = {
+    "in place": Case(1, [1, 2, 3, 4]),
+    "two places": Case(1, [7, 8, 1, 2]),
+    "scattered": Case(1, list(range(2 * MOST_RUNS + 3, 1, -2))),
+    "a window": Case(1, [9, 1, 5, 3, 4], WINDOW),
+    "other dims of values": Case(1, [7, 8, 1, 2], value_dim=24),
+}
+
+
+@pytest.fixture
+def long_from_the_first_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvchat_kernels.paged_attention.torch_cpu._FEW_KEY_BYTES", 0)
+
+
+@pytest.mark.usefixtures("long_from_the_first_key")
+@pytest.mark.parametrize("name", GATHERED)
+def test_gathered_keys_are_those_that_paged_attention_attends(name: str) -> None:
+    """Slots that hold no token may hold anything, not a number too, and stay as they are."""
+    case = GATHERED[name]
+    sequences, (keys, values) = case.sequences, case.pools()
+    exact = paged_attention(
+        case.query().float(),
+        keys.float(),
+        values.float(),
+        sequences,
+        span=case.span,
+        scale=0.25,
+        impl="reference",
+    )
+    for pool in (keys, values):
+        pool[case.blocks[-1], -2:] = float("nan")
+        pool[0] = float("nan")
+    before = [pool.clone() for pool in (keys, values)]
+
+    step = decide(case, sequences)
+
+    assert step is not None
+    assert step.places is not None
+    pools = keys.flatten(0, 1), values.flatten(0, 1)
+    where = step.places, step.num_keys, step.keys, step.values
+    ours = attend_gathered(case.query(), *pools, *where, 0.25, None)
+    assert (ours.float() - exact).abs().max() < 0.03
+    other = PagedSequences((1,), sequences.context_lens, sequences.block_tables, BLOCK_SIZE)
+    plain = paged_attention(case.query(), keys, values, other, span=case.span, scale=0.25)
+    assert torch.equal(ours, plain)
+    for pool, was in zip((keys, values), before, strict=True):
+        assert torch.equal(pool.nan_to_num(7.0), was.nan_to_num(7.0))
+
+
+@pytest.mark.usefixtures("long_from_the_first_key")
+@pytest.mark.parametrize(
+    "case",
+    [Case(5, [7, 8, 1, 2]), Case(1, [1, 2, 3], dtype=torch.float32)],
+    ids=["a verify", "float32"],
+)
+def test_what_gathering_does_not_pay_for_goes_to_the_kernel(case: Case) -> None:
+    step = decide(case, case.sequences)
+    assert step is not None
+    assert step.places is None
+
+
+def test_single_rows_of_heads_that_share_no_keys_are_soon_long() -> None:
+    shared = Load(1, 300, 32, 8, 300 * 8 * 128, torch.bfloat16)
+    single = Load(1, 300, 8, 8, 300 * 8 * 128, torch.bfloat16)
+    assert shared.prefers_fused
+    assert not single.prefers_fused

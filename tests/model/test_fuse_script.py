@@ -1,6 +1,7 @@
 """Layers run as scripts: the same operations in the same order, so the same bits, or Python's.
 
-The plain twin is the layer as `fuse_layer.py` writes it, on the same weights.
+The plain twin is the layer as `fuse_layer.py` writes it, on the same weights. Models are not run as
+a whole here: see `test_fuse_whole.py`.
 """
 
 import weakref
@@ -45,6 +46,11 @@ STEPS = {
     "blocks in more places than are looked at": ([(1, 150, range(39, 19, -1))], False),
     "three sequences": ([(1, 9, (1, 2)), (4, 33, range(3, 8)), (2, 2, (9,))], False),
 }
+
+
+@pytest.fixture(autouse=True)
+def layer_by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvchat.model.fuse.join_model", lambda *_: None)
 
 
 @dataclass
@@ -223,7 +229,7 @@ def test_queries_and_keys_of_a_prefill_are_let_go_before_its_mlp(
             held[:] = [weakref.ref(tensor) for tensor in made]
             return made
 
-        def after(*args: torch.Tensor) -> torch.Tensor:
+        def after(*args: Any) -> torch.Tensor:
             num_held.append(sum(tensor() is not None for tensor in held))
             return script.after(*args)
 

@@ -1,33 +1,56 @@
 """A step of one sequence on a CPU, decided once for all layers that are alike.
 
-The way from a block table to the fused kernel is the same in every layer, and finding it took
-longer than the kernel. Knows when that kernel is taken, as `torch_cpu.py` does, and what it needs.
+The way from a block table to the fused kernel, or to gathered keys, is the same in every layer, and
+finding it took longer than the kernel. Knows when which is taken, as `torch_cpu.py` does, and what
+it needs.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from kvchat_kernels.paged_attention.cpu_gathered import gathering
 from kvchat_kernels.paged_attention.cpu_tokens import MOST_RUNS, WORTH_COPYING, scratch
 from kvchat_kernels.paged_attention.sequences import PagedSequences, Sequences
 from kvchat_kernels.paged_attention.span import AttentionSpan
-from kvchat_kernels.paged_attention.torch_cpu import additive_mask, prefers_fused
+from kvchat_kernels.paged_attention.torch_cpu import Load, additive_mask
 
 
 @dataclass(frozen=True, slots=True)
 class FusedStep:
     """Where a sequence's tokens lie in any pool of a kind, and what its rows may not see.
 
+    Of a step that the fused kernel takes:
+
     runs               first slots and the slots behind the last, in position order
     mask               as `attend_fused` takes it
     keys, values       [num_tokens, num_kv_heads, dim] to copy the runs to; empty where there is one
                        that is read where it lies. Every layer's to overwrite
+
+    Of a step that `attend_gathered` takes, `places` and `num_keys`, and `keys` and `values`, are
+    what Gathering holds; `places` is None of any other.
     """
 
     runs: list[tuple[int, int]]
     mask: torch.Tensor | None
     keys: torch.Tensor
     values: torch.Tensor
+    places: torch.Tensor | None = None
+    num_keys: int = 0
+
+
+def columns_of(steps: Sequence[FusedStep]) -> tuple[list[Any], ...]:
+    """Return what FusedStep holds, a list of each over all layers, in the order it is held in."""
+    return (
+        [step.runs for step in steps],
+        [step.mask for step in steps],
+        [step.keys for step in steps],
+        [step.values for step in steps],
+        [step.places for step in steps],
+        [step.num_keys for step in steps],
+    )
 
 
 def fused_step(
@@ -68,9 +91,12 @@ def _decide(
     (num_rows,), (end,) = sequences.query_lens, sequences.context_lens
     first = span.first_visible(end - num_rows)
     count, heads = end - first, key_pool.shape[2]
-    key_bytes = count * heads * key_pool.shape[3] * dtype.itemsize
+    load = Load.of(sequences, 0, first, num_heads, key_pool.shape, dtype)
+    if num_rows == 1 and not load.prefers_fused:
+        found = gathering(sequences, 0, first, key_pool, value_pool)
+        return FusedStep([], None, found.keys, found.values, found.places, found.num_keys)
     runs = list(sequences.runs(0, first))
-    if len(runs) > MOST_RUNS or not prefers_fused(num_rows, count, key_bytes, dtype):
+    if len(runs) > MOST_RUNS or not load.prefers_fused:
         return None
     is_copied = len(runs) > 1 or count >= WORTH_COPYING
     keys, values = (

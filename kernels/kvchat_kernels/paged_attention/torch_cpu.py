@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from kvchat_kernels.paged_attention.cpu_tokens import Tokens, scratch, tokens_from
+from kvchat_kernels.paged_attention.cpu_gathered import Gathering, attend_gathered, gathering
+from kvchat_kernels.paged_attention.cpu_tokens import scratch, tokens_from
 from kvchat_kernels.paged_attention.sequences import PagedSequences
 from kvchat_kernels.paged_attention.span import AttentionSpan
 
@@ -19,9 +20,11 @@ _SLAB_BYTES = 1 << 22
 # faster from about this many keys on. It is meant for few rows.
 _SHORT_CONTEXT = 1024
 _FEW_ROWS = 16
-# A single row keeps to it while the keys fit in a core's cache: each new length of a context has
-# the products' code made anew, which costs a step 2 ms.
-_CACHED_BYTES = 1 << 21
+# A single row keeps to it while it has few keys in one layer.
+_FEW_KEY_BYTES = 5 << 16
+# Where no two query heads share a KV head, the fused kernel multiplies a single row by each head's
+# keys, which it does several times slower than rows: it is left from so many keys of all heads on.
+_FEW_KEYS_OF_ALL_HEADS = 2048
 
 
 def paged_attention_cpu(
@@ -42,19 +45,23 @@ def paged_attention_cpu(
     for index, query_len in enumerate(sequences.query_lens):
         rows = whole[start : start + query_len]
         first = span.first_visible(sequences.context_lens[index] - query_len)
+        load = Load.of(sequences, index, first, query.shape[1], key_pool.shape, compute_dtype)
+        if softcap is None and query_len == 1 and not load.prefers_fused:
+            found = gathering(sequences, index, first, key_pool, value_pool)
+            outputs.append(_attend_long(rows, key_pool, value_pool, found, scale, sinks))
+            start += query_len
+            continue
         key = tokens_from(key_pool, sequences, index, first, compute_dtype)
         value = tokens_from(value_pool, sequences, index, first, compute_dtype)
-        if softcap is None and prefers_fused(query_len, key.count, key.num_bytes, key.dtype):
+        if softcap is None and load.prefers_fused:
             group = query.shape[1] // key_pool.shape[2]
             mask = additive_mask(sequences, index, span, first, group, compute_dtype)
             joined = key.joined(sequences, "keys"), value.joined(sequences, "values")
             outputs.append(attend_fused(rows, *joined, mask, scale, sinks))
-        elif softcap is None and query_len == 1:
-            outputs.append(_attend_one(rows, key, value, scale, sinks))
         else:
-            heads = key.by_head(sequences, "keys"), value.by_head(sequences, "values")
+            by_head = key.by_head(sequences, "keys"), value.by_head(sequences, "values")
             slabs = Slabs(span, first, scale, softcap, sinks, sequences.scratch)
-            outputs.append(slabs.attend(rows, *heads))
+            outputs.append(slabs.attend(rows, *by_head))
         start += query_len
     out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return out if out.dtype == query.dtype else out.to(query.dtype)
@@ -65,11 +72,59 @@ def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype == torch.float16 else dtype
 
 
-def prefers_fused(num_rows: int, num_keys: int, key_bytes: int, dtype: torch.dtype) -> bool:
-    """Whether a sequence's rows are attended by torch's fused kernel, softcaps aside."""
-    if num_rows == 1:
-        return dtype == torch.float32 or key_bytes <= _CACHED_BYTES
-    return num_rows <= _FEW_ROWS and num_keys < _SHORT_CONTEXT
+def _attend_long(
+    query: torch.Tensor,
+    key_pool: torch.Tensor,
+    value_pool: torch.Tensor,
+    found: Gathering,
+    scale: float,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    keys, values = key_pool.flatten(0, 1), value_pool.flatten(0, 1)
+    rooms = found.keys, found.values
+    return attend_gathered(query, keys, values, found.places, found.num_keys, *rooms, scale, sinks)
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What a sequence asks of attention.
+
+    num_keys  tokens its rows may see; key_bytes: of those in one layer
+    """
+
+    num_rows: int
+    num_keys: int
+    num_heads: int
+    num_kv_heads: int
+    key_bytes: int
+    dtype: torch.dtype
+
+    @classmethod
+    def of(
+        cls,
+        sequences: PagedSequences,
+        index: int,
+        first: int,
+        num_heads: int,
+        key_pool_shape: torch.Size,
+        dtype: torch.dtype,
+    ) -> "Load":
+        """Return what a sequence asks that sees positions from `first` on, computing in `dtype`."""
+        num_keys, num_kv_heads = sequences.context_lens[index] - first, key_pool_shape[2]
+        key_bytes = num_keys * num_kv_heads * key_pool_shape[3] * dtype.itemsize
+        num_rows = sequences.query_lens[index]
+        return cls(num_rows, num_keys, num_heads, num_kv_heads, key_bytes, dtype)
+
+    @property
+    def prefers_fused(self) -> bool:
+        """Whether its rows are attended by torch's fused kernel, softcaps aside."""
+        if self.num_rows > 1:
+            return self.num_rows <= _FEW_ROWS and self.num_keys < _SHORT_CONTEXT
+        if self.dtype == torch.float32:
+            return True
+        if self.num_heads == self.num_kv_heads:
+            return self.num_keys * self.num_kv_heads <= _FEW_KEYS_OF_ALL_HEADS
+        return self.key_bytes <= _FEW_KEY_BYTES
 
 
 def attend_fused(
@@ -148,38 +203,6 @@ def additive_mask(
         mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
         mask = sequences.masks[key] = mask.repeat(group, 1)
     return mask
-
-
-def _attend_one(
-    query: torch.Tensor, key: Tokens, value: Tokens, scale: float, sinks: torch.Tensor | None
-) -> torch.Tensor:
-    """Attend a single row to many keys by two products a run: [1, num_heads, value_dim].
-
-    The first is keys times queries and not queries times keys: it then reads the keys in the order
-    in which they lie.
-    """
-    num_heads, num_kv_heads = query.shape[1], key.runs[0].shape[1]
-    rows = query.view(num_kv_heads, -1, query.shape[-1]).transpose(1, 2)
-    products = [_scores_of_one(run, rows, scale) for run in key.runs]
-    scores = (products[0] if len(products) == 1 else torch.cat(products, 1)).transpose(1, 2)
-    if sinks is not None:
-        column = sinks.to(scores.dtype).view(num_kv_heads, -1, 1)
-        scores = torch.cat([scores, column], dim=-1)
-    weights = torch.softmax(scores, dim=-1)
-    out: torch.Tensor | None = None
-    start = 0
-    for run in value.runs:
-        product = torch.bmm(weights[..., start : start + len(run)], run.transpose(0, 1))
-        # Summed in float32: each run's share is rounded once, as the whole would be.
-        out = product if out is None else out.float() + product
-        start += len(run)
-    assert out is not None
-    return out.to(query.dtype).view(1, num_heads, -1)
-
-
-def _scores_of_one(key: torch.Tensor, rows: torch.Tensor, scale: float) -> torch.Tensor:
-    scores = rows.new_empty(rows.shape[0], key.shape[0], rows.shape[2])
-    return torch.baddbmm(scores, key.transpose(0, 1), rows, beta=0, alpha=scale)
 
 
 def _equal_head_dims(
