@@ -13,6 +13,7 @@ from kvchat.core.events import RequestFailed, SampleFinished, TokensGenerated
 from kvchat.core.types import SamplingParams
 from kvchat.engine.assembly import AssembledEngine
 from kvchat.engine.draft_assembly import build_speculating_engine
+from kvchat.engine.draft_model import ModelDrafter
 from kvchat.engine.pace import FixedPace
 from kvchat.engine.request import RequestSpec
 from kvchat.engine.speculation import Mode
@@ -63,6 +64,7 @@ class Chat:
         engine.speculation.switch(self.mode)
         stops = self.model.stop_token_ids
         engine.submit(RequestSpec(tuple(self.context), sampling, count, stops))
+        self._await_draft_kv()
         ids: list[int] = []
         while engine.has_work:
             for event in engine.step():
@@ -74,6 +76,18 @@ class Chat:
                     self.drafts.append((usage.drafted_tokens, usage.accepted_tokens))
         self.context += ids
         return ids
+
+    def _await_draft_kv(self) -> None:
+        """Have the draft's KV come up before the answer begins, however slow the disk is."""
+        engine = self.assembled.engine
+        requests = engine._scheduler.requests()
+        for drafter in engine.speculation._drafters:
+            if isinstance(drafter, ModelDrafter):
+                drafter.tend(requests, 0.0)
+                while any(
+                    restore and not restore.is_over for restore in drafter._restores.values()
+                ):
+                    drafter.tend(requests, 0.0)
 
 
 @pytest.fixture(scope="module")
@@ -100,10 +114,9 @@ def test_every_mode_gives_the_same_answers(
 
 
 def test_a_restored_conversation_is_drafted_for_as_one_that_never_left(tmp_path: Path) -> None:
-    def shares(chat: Chat) -> tuple[float, int]:
-        """Return the accepted share of the last answers, and the tokens drafted."""
-        drafted = sum(drafts for drafts, _ in chat.drafts)
-        return sum(accepted for _, accepted in chat.drafts) / drafted, drafted
+    def share(chat: Chat) -> float:
+        """Return the accepted share of the last answers' drafts."""
+        return sum(taken for _, taken in chat.drafts) / sum(drafted for drafted, _ in chat.drafts)
 
     stayed = Chat(build(tmp_path), Mode.DRAFT)
     stayed.assembled.engine.speculation._pace = FixedPace(4)
@@ -119,7 +132,8 @@ def test_a_restored_conversation_is_drafted_for_as_one_that_never_left(tmp_path:
     assert [back.ask(question) for question in QUESTIONS[1:]] == answers
     back.assembled.engine.close()
 
-    assert shares(back) == pytest.approx(shares(stayed), abs=0.15)
+    # No count of drafts: near ties fall otherwise where KV was computed in other portions.
+    assert share(back) == pytest.approx(share(stayed), abs=0.15)
     identities = [path for path in tmp_path.iterdir() if len(path.name) == 32]
     assert len(identities) == 2, "the target's KV and the draft's lie apart"
 
