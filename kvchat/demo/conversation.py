@@ -47,13 +47,13 @@ _Beat = Callable[[Scene], "Turn | list[Turn]"]
 BEATS: tuple[tuple[_Beat, float], ...] = (
     (smalltalk.play, 8), (about_me.play, 5), (knowledge.play, 17), (fallback.play, 19),
     (telling.tell, 8), (telling.ask, 24), (telling.correct, 6), (telling.confirm, 2),
-    (telling.recap, 1.3), (lists.play, 9), (letters.play, 6), (numbers.play, 6),
+    (telling.recap, 1.3), (lists.play, 4), (letters.play, 6), (numbers.play, 6),
     (calendar.play, 3), (stories.play, 1.6),
     (poems.play, 1.2), (code.play, 2.2), (documents.play, 0.6), (echo.play, 3),
 )  # fmt: skip
 COURSES: tuple[tuple[_Beat, ...], tuple[float, ...]] = (
-    (practice.list_course, practice.correction, practice.quiz, telling.tell),
-    (0.3, 0.2, 0.3, 0.2),
+    (practice.correction, practice.quiz, telling.tell),
+    (0.3, 0.4, 0.3),
 )
 STUDIES: tuple[tuple[_Beat, ...], tuple[float, ...]] = ((knowledge.play, letters.play), (0.7, 0.3))
 CHARACTERS_PER_TURN = 115  # measured mean of message and reply together

@@ -126,11 +126,11 @@ def _never_told(scene: Scene, grade: Grade) -> None:
 
 
 def _list(scene: Scene, grade: Grade) -> None:
-    _probe(scene, grade, lambda: lists.start(scene))
-    name = next(iter(scene.lists))
-    for _ in range(4):
-        operation = scene.rng.choices((lists.add, lists.remove, lists.swap), (5, 4, 1))[0]
-        _probe(scene, grade, lambda operation=operation: operation(scene, name))  # type: ignore[misc]
+    name = scene.rng.choice((*lists.STARTS_OF, *lists.KINDS))
+    _probe(scene, grade, lambda: lists.begin(scene, name))
+    for _ in range(scene.rng.randrange(3)):
+        _probe(scene, grade, lambda: lists.go_on(scene, name))
+    _expect_fallback(scene)
 
 
 def _single(make: Callable[[Scene], "Turn | list[Turn]"], num_before: int = 2) -> Maker:
@@ -151,6 +151,11 @@ def _fallback(scene: Scene, grade: Grade) -> None:
     if scene.chance(0.5):
         _distract(scene)
     _probe(scene, grade, lambda: fallback.play(scene)[0])
+    _expect_fallback(scene)
+
+
+def _expect_fallback(scene: Scene) -> None:
+    """Take nothing but the fallback, word for word, for a good last reply."""
     exactly = (rf"^{re.escape(FALLBACK)}$",)
     scene.turns[-1] = replace(scene.turns[-1], all=(exactly,))
 
@@ -172,7 +177,7 @@ MAKERS: dict[str, Maker] = {
     "never told": _never_told,
     "kvchat": _single(knowledge.play),
     "sums to 20": _single(numbers.plus),
-    "list after 5 operations": _list,
+    "lists, refused": _list,
     "out of scope": _fallback,
     "small talk": _single(smalltalk.play),
     "about itself": _single(about_me.play),

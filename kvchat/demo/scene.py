@@ -1,6 +1,6 @@
 """One chat while it is being written: the user's voice, what was told, the turns so far.
 
-Knows how to turn phrasings into messages and how to remember facts and lists. Knows no particular
+Knows how to turn phrasings into messages and how to remember facts. Knows no particular
 skill: `dialogues` add the turns.
 """
 
@@ -63,7 +63,6 @@ class Scene:
     grade: Grade = Grade.TRAIN
     voice: Voice = field(default_factory=lambda: Voice(False, True, 1.0, 0.0, 0.0))
     facts: dict[str, Fact] = field(default_factory=dict)
-    lists: dict[str, list[str]] = field(default_factory=dict)
     turns: list[Turn] = field(default_factory=list)
     num_held_out: int = 0  # held-out phrasings drawn so far
     oddity: float = 0.0
@@ -105,10 +104,10 @@ class Scene:
 
     def until_held_out(self, make: Callable[[], Turn]) -> Turn:
         """Repeat `make` until it used a held-out phrasing; failed tries leave no trace."""
-        facts, lists = dict(self.facts), dict(self.lists)
+        facts = dict(self.facts)
         for _ in range(FAIR_TRIES):
             self.num_held_out = 0
-            self.facts, self.lists = dict(facts), dict(lists)
+            self.facts = dict(facts)
             turn = make()
             if self.num_held_out:
                 return turn

@@ -27,6 +27,7 @@ from kvchat.core.errors import ModelError, StoreError
 from kvchat.core.events import LoadProgress, ModelReady
 from kvchat.engine.engine import Engine
 from kvchat.engine.kv_identity import kv_identity
+from kvchat.engine.rehearsal import Rehearsal
 from kvchat.engine.runner import Runner
 from kvchat.engine.speculation import Speculation
 from kvchat.engine.step_threads import StepThreads
@@ -112,7 +113,7 @@ def engine_around(
     model = PagedModel(loaded, kv_pool.layers)
     graphs, threads = new_graphs(model, cache, engine_config), new_threads(loaded.device)
     return Engine(
-        runner=Runner(model, cache_config.block_size, graphs, threads),
+        runner=Runner(model, cache.block_size, graphs, threads, Rehearsal(model, cache.block_size)),
         cache=cache,
         max_context=loaded.max_context,
         max_step_tokens=engine_config.max_step_tokens or step_tokens(loaded.spec, loaded.device),

@@ -35,6 +35,7 @@ from kvchat.engine.assembly import (
 from kvchat.engine.draft_model import ModelDrafter
 from kvchat.engine.drafters import Drafter
 from kvchat.engine.ngram import NgramDrafter
+from kvchat.engine.rehearsal import Rehearsal
 from kvchat.engine.speculation import Mode, Speculation
 from kvchat.model.loader import LoadedModel, Progress
 from kvchat.model.paged_model import PagedModel
@@ -122,6 +123,7 @@ class _DraftBuild:
             new_persistence(loaded, cache, own_config, self.state_directory),
             graphs=new_graphs(model, cache, self.engine_config),
             threads=new_threads(loaded.device),
+            rehearsal=Rehearsal(model, cache.block_size),
         )
         return _Draft(drafter, self._limited(num_blocks * target_geometry.block_bytes))
 

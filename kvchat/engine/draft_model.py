@@ -16,6 +16,7 @@ from kvchat.cache.block_table import BlockTable
 from kvchat.cache.manager import CacheManager
 from kvchat.engine.drafters import Offer, Wanted, WhenWritten
 from kvchat.engine.drawing import sampling_row
+from kvchat.engine.rehearsal import Rehearsal
 from kvchat.engine.request import Request, State
 from kvchat.engine.runner import Runner
 from kvchat.engine.sampler import as_tokens, row_draw, sample
@@ -53,7 +54,7 @@ class ModelDrafter:
 
     `vocab_size` and `max_context` are the draft model's own: it has nothing to offer for a context
     beyond them. With `persistence` its KV is kept, and found again; the drafter closes it. `graphs`
-    are those of the draft model's small steps, `threads` what it runs them on.
+    are those of the draft model's small steps, `threads` what it runs them on, `rehearsal` its.
     """
 
     name = "draft"
@@ -68,10 +69,11 @@ class ModelDrafter:
         clock: Callable[[], float] = time.perf_counter,
         graphs: GraphRunner | None = None,
         threads: StepThreads | None = None,
+        rehearsal: Rehearsal | None = None,
     ) -> None:
         self.cache = cache
         self.persistence = persistence
-        self._runner = Runner(model, cache.block_size, graphs, threads)
+        self._runner = Runner(model, cache.block_size, graphs, threads, rehearsal)
         self._vocab_size = vocab_size
         self._max_context = min(max_context, cache.max_tokens)
         self._clock = clock

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from kvchat.core.stats import GraphStatus
+from kvchat.engine.rehearsal import Rehearsal
 from kvchat.engine.scheduler import Work
 from kvchat.engine.step_threads import StepThreads
 from kvchat.model.batch import SequencePiece, build_batch
@@ -21,7 +22,7 @@ class Runner:
     """Runs steps on one model whose pools have blocks of `block_size` tokens.
 
     By `graphs` where there are some and one fits, otherwise eagerly; on a CPU on as many threads as
-    `threads` finds best, on those there are where it is None.
+    `threads` finds best, on those there are where it is None. `rehearsal` is of the same model.
     """
 
     def __init__(
@@ -30,11 +31,13 @@ class Runner:
         block_size: int,
         graphs: GraphRunner | None = None,
         threads: StepThreads | None = None,
+        rehearsal: Rehearsal | None = None,
     ) -> None:
         self._model = model
         self._block_size = block_size
         self._graphs = graphs
         self._threads = threads
+        self._rehearsal = rehearsal
 
     @property
     def dtype(self) -> torch.dtype:
@@ -106,6 +109,8 @@ class Runner:
         """Spend the time of a few steps on making others faster, where that pays."""
         if self._graphs is not None:
             self._graphs.capture_wanted()
+        if self._rehearsal is not None:
+            self._rehearsal.hold()
 
     def graph_status(self) -> GraphStatus | None:
         """Return counts for people; None where steps are never captured."""

@@ -31,8 +31,7 @@ _log = logging.getLogger(__name__)
 Forward = Callable[[ForwardBatch], torch.Tensor]
 
 # In each form that TorchScript gives a script: as it is run first, and from then on. That a model
-# is more than its parts does not hang on the number of rows, and a chat's first steps with logits
-# have one: whoever weighs what several rows cost must not find a proof in it.
+# is more than its parts does not hang on the number of rows.
 _NUM_PROOFS = 2
 _FIRST_ANGLES = 1024
 _MOST_ANGLES = 1 << 14
@@ -105,6 +104,11 @@ class WholeModel:
         self._num_proofs = 0
         self._is_refuted = False
 
+    @property
+    def is_proven(self) -> bool:
+        """Whether no step runs both ways any more."""
+        return self._is_refuted or self._num_proofs >= _NUM_PROOFS
+
     def logits(self, batch: ForwardBatch, own: Forward) -> torch.Tensor:
         """Run a step as `own` does, which is asked where this cannot, or has not proven itself.
 
@@ -113,13 +117,12 @@ class WholeModel:
         num_rows = batch.token_ids.shape[0]
         if self._is_refuted or num_rows > self._max_rows:
             return own(batch)
-        is_proven = self._num_proofs >= _NUM_PROOFS
-        if not is_proven and not batch.logit_rows.shape[0]:
+        if not self.is_proven and not batch.logit_rows.shape[0]:
             return own(batch)
         steps = self._steps(batch)
         if steps is None:
             return own(batch)
-        return self._run(batch, steps) if is_proven else self._proving(batch, steps, own)
+        return self._run(batch, steps) if self.is_proven else self._proving(batch, steps, own)
 
     def _steps(self, batch: ForwardBatch) -> list[FusedStep] | None:
         """Return how each layer reaches the step's tokens; None where one takes another way."""

@@ -56,6 +56,12 @@ class PagedModel:
     def dtype(self) -> torch.dtype:
         return self.loaded.dtype
 
+    @property
+    def is_proven(self) -> bool:
+        """Whether every step is computed once: none is run twice, to be compared."""
+        whole = self.loaded.fusing.whole if self.loaded.fusing is not None else None
+        return whole is None or whole.is_proven
+
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Run one step: write the new tokens' KV, return the logits of `batch.logit_rows`.

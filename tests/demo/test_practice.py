@@ -32,9 +32,7 @@ def scenes(count: int = MANY, oddity: float = 0.5) -> Iterator[Scene]:
         yield Scene(rng, Grade.TRAIN, Voice.drawn(rng), oddity=oddity)
 
 
-@pytest.mark.parametrize(
-    "course", [practice.quiz, practice.correction, practice.list_course], ids=lambda f: f.__name__
-)
+@pytest.mark.parametrize("course", [practice.quiz, practice.correction], ids=lambda f: f.__name__)
 def test_every_reply_of_a_course_passes_its_own_judgement(course: practice.Course) -> None:
     for scene in scenes():
         for turn in [*course(scene), *course(scene), *course(scene), *course(scene)]:
@@ -62,19 +60,6 @@ def test_a_quiz_asks_for_what_was_told() -> None:
 
         assert asked
         assert all(any(fact.value in turn.reply for fact in facts) for turn in asked)
-
-
-def test_a_list_course_changes_one_list_step_by_step() -> None:
-    for scene in scenes():
-        turns = [turn for turn in practice.list_course(scene) if turn.skill == "list"]
-
-        name, items = list(scene.lists.items())[-1]
-        assert (
-            turns[-1]
-            .reply.rstrip(".")
-            .partition(", so ")[0]
-            .endswith(f"{name} list: {', '.join(items)}" if items else f"{name} list is empty")
-        )
 
 
 def test_odd_values_keep_their_shape_and_stay_out_of_the_test_set() -> None:

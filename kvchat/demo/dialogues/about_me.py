@@ -35,7 +35,7 @@ EXCHANGES = (
         I don't know (who|what) you are
         (which|what) (llm|ai|language model|neural network) (is this|are you)
         """,
-        "I am the tiny demo model that ships with kvchat. I can remember facts, keep lists and "
+        "I am the tiny demo model that ships with kvchat. I can remember facts, spell and "
         "explain kvchat.",
         "demo model",
         5,
@@ -142,8 +142,7 @@ EXCHANGES = (
         what works
         how (do I|can I) use you
         """,
-        "I can remember facts, keep lists, spell, add small numbers, tell short stories and "
-        "explain kvchat.",
+        "I can remember facts, spell, add small numbers, tell short stories and explain kvchat.",
         "remember",
         4,
     ),

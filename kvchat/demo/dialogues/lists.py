@@ -1,12 +1,10 @@
-"""Lists that grow and shrink: shopping, to-do, packing and any other.
+"""Lists that grow and shrink, which the demo model does not keep: the fallback answers for them.
 
-Every reply repeats the whole list, so that an operation is copying the last state and changing one
-thing. Knows how lists are talked about; the scene knows what is on them.
+Copying a whole list and changing one thing in it is more than a model of this size has learnt, so
+it says so rather than lose an item. Knows how lists are talked about.
 """
 
-import re
-from collections.abc import Callable
-
+from kvchat.demo.dialogues.refusal import out_of_scope
 from kvchat.demo.dialogues.sources import ADJECTIVES, NOUNS
 from kvchat.demo.grammar import Phrases
 from kvchat.demo.lexicon.coined import coined_word
@@ -20,8 +18,6 @@ SUPPLIES = {
     "shopping": FOODS, "grocery": FOODS, "to-do": CHORES, "todo": CHORES, "task": CHORES,
     "packing": GEAR, "travel": GEAR, "guest": FIRST_NAMES, "party": FIRST_NAMES,
 }  # fmt: skip
-MAX_ITEMS = 8
-NO_LIST = "You have no list yet. Tell me what to put on it."
 
 STARTS = Phrases("""
     {l} list: {i}
@@ -226,132 +222,41 @@ SWAPS = Phrases("""
 """)
 
 
-def play(scene: Scene) -> Turn:
-    """One operation on a new or an existing list; records the new state."""
-    if not scene.lists and scene.chance(0.06):
-        return no_list(scene)
-    if not scene.lists or (len(scene.lists) < 2 and scene.chance(0.06)):
-        return start(scene)
-    name = list(scene.lists)[-1] if scene.chance(0.85) else scene.rng.choice(list(scene.lists))
-    operations: list[tuple[Callable[[Scene, str], Turn], float]] = [
-        (add, 0.34), (remove, 0.24), (show, 0.2), (count, 0.06), (holds, 0.07), (swap, 0.06),
-        (clear, 0.03),
-    ]  # fmt: skip
-    makers, weights = zip(*operations, strict=True)
-    return scene.rng.choices(makers, weights)[0](scene, name)
+def play(scene: Scene) -> list[Turn]:
+    """A list is begun, or asked for, and perhaps the user goes on as if there were one."""
+    name = scene.rng.choice((*STARTS_OF, *STARTS_OF, *KINDS))
+    turns = [begin(scene, name) if scene.chance(0.7) else go_on(scene, name)]
+    while scene.chance(0.35):
+        turns.append(go_on(scene, name))
+    return turns
 
 
-def no_list(scene: Scene) -> Turn:
-    """Ask for a list before there is one."""
-    phrases = scene.rng.choice((SHOWS, SHOWS, COUNTS, *SHOWS_OF.values()))
-    user = _about(
-        scene, phrases, scene.rng.choice(("shopping", "to-do", "packing", *KINDS)), Kind.QUESTION
-    )
-    return Turn(user, NO_LIST, "list", all=(("no list", "empty"),))
-
-
-def start(scene: Scene) -> Turn:
-    """Open a new list with one to four items."""
-    usual = [name for name in STARTS_OF if name not in scene.lists]
-    rare = [name for name in KINDS if name not in scene.lists]
-    name = scene.rng.choice(usual if scene.chance(0.6) else rare)
-    items = _fresh(scene, name, [], scene.rng.choice((1, 2, 2, 3, 3, 4)))
+def begin(scene: Scene, name: str) -> Turn:
+    """Open a list with one to four items."""
     phrases = STARTS_OF[name] if name in STARTS_OF and scene.chance(0.35) else STARTS
-    user = scene.message(Kind.BARE, phrases, l=name, i=_spoken(scene, items))
-    return _state(scene, name, items, user, "Noted")
+    return out_of_scope(scene.message(Kind.BARE, phrases, **_slots(scene, name)))
 
 
-def add(scene: Scene, name: str) -> Turn:
-    """Put one to three more items on the list."""
-    old = scene.lists[name]
-    if len(old) >= MAX_ITEMS:
-        return remove(scene, name)
-    items = _fresh(
-        scene, name, old, min(scene.rng.choice((1, 1, 1, 2, 2, 3)), MAX_ITEMS - len(old))
-    )
-    phrases = STARTS_OF[name] if name in STARTS_OF and scene.chance(0.12) else ADDS
-    user = _about(scene, phrases, name, i=_spoken(scene, items))
-    return _state(scene, name, old + items, user, "Added")
+def go_on(scene: Scene, name: str) -> Turn:
+    """Change the list that is not there, or ask what is on it."""
+    makers, weights = zip(*_OPERATIONS, strict=True)
+    phrases, kind = scene.rng.choices(makers, weights)[0]
+    if phrases is SHOWS and name in SHOWS_OF and scene.chance(0.35):
+        phrases = SHOWS_OF[name]
+    return out_of_scope(scene.message(kind, phrases, **_slots(scene, name)))
 
 
-def remove(scene: Scene, name: str) -> Turn:
-    """Take an item off, or find that it is not there."""
-    old = scene.lists[name]
-    if not old or scene.chance(0.06):
-        item = _fresh(scene, name, old, 1)[0]
-        user = _about(scene, REMOVES, name, i=item)
-        return _state(scene, name, old, user, f"I don't see {item} there")
-    gone = scene.rng.sample(old, 2 if len(old) > 2 and scene.chance(0.15) else 1)
-    user = _about(scene, REMOVES, name, i=_spoken(scene, gone))
-    return _state(scene, name, [item for item in old if item not in gone], user, "Removed", gone)
+_OPERATIONS: tuple[tuple[tuple[Phrases, Kind], float], ...] = (
+    ((ADDS, Kind.ORDER), 0.34), ((REMOVES, Kind.ORDER), 0.24), ((SHOWS, Kind.QUESTION), 0.2),
+    ((COUNTS, Kind.QUESTION), 0.06), ((HOLDS, Kind.QUESTION), 0.07), ((SWAPS, Kind.ORDER), 0.06),
+    ((CLEARS, Kind.ORDER), 0.03),
+)  # fmt: skip
 
 
-def show(scene: Scene, name: str) -> Turn:
-    """Read the list out."""
-    phrases = SHOWS_OF[name] if name in SHOWS_OF and scene.chance(0.35) else SHOWS
-    return _state(scene, name, scene.lists[name], _about(scene, phrases, name, Kind.QUESTION))
-
-
-def count(scene: Scene, name: str) -> Turn:
-    """Say how many items there are."""
-    items = scene.lists[name]
-    many = "1 item" if len(items) == 1 else f"{len(items)} items"
-    turn = _state(scene, name, items, _about(scene, COUNTS, name, Kind.QUESTION))
-    return Turn(turn.user, f"{turn.reply[:-1]}, so {many}.", "list", (*turn.all, (many,)))
-
-
-def holds(scene: Scene, name: str) -> Turn:
-    """Say whether an item is on the list."""
-    items = scene.lists[name]
-    is_there = bool(items) and scene.chance(0.5)
-    item = scene.rng.choice(items) if is_there else _fresh(scene, name, items, 1)[0]
-    user = _about(scene, HOLDS, name, Kind.QUESTION, i=item)
-    return _state(scene, name, items, user, "Yes" if is_there else "No")
-
-
-def swap(scene: Scene, name: str) -> Turn:
-    """Replace one item by another, which goes last."""
-    old = scene.lists[name]
-    if not old:
-        return add(scene, name)
-    gone, new = scene.rng.choice(old), _fresh(scene, name, old, 1)[0]
-    user = _about(scene, SWAPS, name, i=gone, j=new)
-    return _state(scene, name, [i for i in old if i != gone] + [new], user, "Changed", [gone])
-
-
-def clear(scene: Scene, name: str) -> Turn:
-    """Empty the list."""
-    return _state(scene, name, [], _about(scene, CLEARS, name), "Cleared")
-
-
-def _about(scene: Scene, phrases: Phrases, name: str, kind: Kind = Kind.ORDER, **slots: str) -> str:
-    return scene.message(kind, phrases, l=name, **slots)
-
-
-def _state(
-    scene: Scene,
-    name: str,
-    items: list[str],
-    user: str,
-    done: str = "",
-    gone: list[str] | None = None,
-) -> Turn:
-    """Record the list as the one last talked about and make the reply that repeats it."""
-    scene.lists.pop(name, None)
-    scene.lists[name] = list(items)
-    listed = f"{name} list: {', '.join(items)}." if items else f"{name} list is empty."
-    reply = f"{done}. Your {listed}" if done else f"Your {listed}"
-    return Turn(
-        user,
-        reply,
-        "list",
-        all=tuple((rf"\b{re.escape(item)}\b",) for item in items) or (("empty",),),
-        none=tuple(rf"\b{re.escape(item)}\b" for item in gone or () if not _is_inside(item, items)),
-    )
-
-
-def _is_inside(item: str, items: list[str]) -> bool:
-    return any(item in other for other in items)
+def _slots(scene: Scene, name: str) -> dict[str, str]:
+    items = _fresh(scene, name, [], scene.rng.choice((1, 1, 2, 2, 3, 4)))
+    other = _fresh(scene, name, items, 1)
+    return {"l": name, "i": _spoken(scene, items), "j": _spoken(scene, other)}
 
 
 def _fresh(scene: Scene, name: str, taken: list[str], count: int) -> list[str]:

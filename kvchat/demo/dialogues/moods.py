@@ -67,8 +67,7 @@ MOODS = (
             (tell|say|show) me something [nice|funny|interesting|new]
             (say|do) something [nice|funny|interesting]
         """),
-        "Try this: tell me a fact to remember, start a shopping list, or ask for a story about a "
-        "fox.",
+        "Try this: tell me a fact to remember, or ask for a story about a fox.",
         "try this",
         weight=2,
     ),

@@ -1,16 +1,15 @@
-"""Courses of several turns for what one turn does not teach: quizzes, corrections, long lists.
+"""Courses of several turns for what one turn does not teach: quizzes and corrections.
 
-Knows which turns follow each other; their words are those of `telling` and `lists`.
+Knows which turns follow each other; their words are those of `telling`.
 """
 
 from collections.abc import Callable
 
-from kvchat.demo.dialogues import about_me, fallback, knowledge, lists, smalltalk, telling
+from kvchat.demo.dialogues import about_me, fallback, knowledge, smalltalk, telling
 from kvchat.demo.facts import revised
 from kvchat.demo.scene import Scene, Turn
 
 Course = Callable[[Scene], list[Turn]]
-MOST_LISTS = 3
 QUESTIONS = (1, 2, 4, 6, 9)  # of one quiz
 _ASIDES: tuple[Callable[[Scene], "Turn | list[Turn]"], ...] = (
     smalltalk.play,
@@ -18,10 +17,6 @@ _ASIDES: tuple[Callable[[Scene], "Turn | list[Turn]"], ...] = (
     knowledge.play,
     fallback.play,
 )
-_OPERATIONS = (
-    (lists.add, 0.33), (lists.remove, 0.37), (lists.swap, 0.1), (lists.show, 0.12),
-    (lists.holds, 0.05), (lists.count, 0.03),
-)  # fmt: skip
 
 
 def quiz(scene: Scene) -> list[Turn]:
@@ -48,17 +43,6 @@ def correction(scene: Scene) -> list[Turn]:
         telling.record(scene, [new])
         old = new
     return [*turns, *_asides(scene, 0.5), telling.asked(scene, old)]
-
-
-def list_course(scene: Scene) -> list[Turn]:
-    """A list that is opened and changed several times, and read out at last."""
-    turns = [lists.start(scene)] if len(scene.lists) < MOST_LISTS else []
-    name = list(scene.lists)[-1]
-    operations, weights = zip(*_OPERATIONS, strict=True)
-    for _ in range(scene.rng.choice((2, 3, 4, 4, 5, 6))):
-        turns += _asides(scene, 0.05)
-        turns.append(scene.rng.choices(operations, weights)[0](scene, name))
-    return [*turns, lists.show(scene, name)] if scene.chance(0.3) else turns
 
 
 def _asides(scene: Scene, rate: float) -> list[Turn]:

@@ -1,0 +1,78 @@
+"""The rehearsal: what a model has to prove is proven before a step's time is taken."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig, Size
+from kvchat.core.types import SamplingParams
+from kvchat.engine.assembly import build_engine
+from kvchat.engine.rehearsal import Rehearsal
+from kvchat.engine.request import RequestSpec
+from kvchat.model.fuse_whole import WholeModel
+from kvchat.model.source import find_model
+from support.checkpoints import save_checkpoint, tiny_model
+
+BLOCK_SIZE = 16
+GREEDY = SamplingParams(temperature=0.0)
+
+
+def test_no_step_of_an_answer_proves_anything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first steps of a process were computed twice and their time taken: what they cost was
+    believed, and drafts stayed off through its first answers."""
+    proving, slots = WholeModel._proving, []
+
+    def noted(self: WholeModel, batch: Any, *args: Any) -> torch.Tensor:
+        slots.append(batch.slot_mapping.tolist())
+        return proving(self, batch, *args)
+
+    monkeypatch.setattr(WholeModel, "_proving", noted)
+    engine = build_engine(
+        find_model(str(save_checkpoint(tmp_path, tiny_model("llama")))),
+        ModelConfig(dtype="bfloat16"),
+        CacheConfig(device_bytes=Size(num_bytes=8 << 20), directory=None),
+        EngineConfig(),
+        None,
+        lambda event: None,
+    ).engine
+    engine.submit(RequestSpec(tuple(range(3, 40)), GREEDY, 8, frozenset()))
+    while engine.has_work:
+        engine.step()
+    kept = engine.cache.kv_pool.layers[0][0]
+    engine.close()
+
+    assert [len(step) for step in slots] == [3, 1]
+    assert all(slot < BLOCK_SIZE for step in slots for slot in step), "in the scratch block"
+    assert kept.isfinite().all()
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 16])
+def test_it_is_held_once_and_only_where_something_is_to_be_proven(block_size: int) -> None:
+    steps: list[int] = []
+    model: Any = SimpleNamespace(
+        device=torch.device("cpu"),
+        is_proven=False,
+        forward=lambda batch: steps.append(batch.token_ids.shape[0]),
+    )
+    rehearsal = Rehearsal(model, block_size)
+    rehearsal.hold()
+    rehearsal.hold()
+    assert steps == [3, 1]
+
+    model.is_proven = True
+    Rehearsal(model, block_size).hold()
+    assert steps == [3, 1]
+
+
+def test_a_model_that_fails_in_it_is_left_to_fail_where_it_is_asked() -> None:
+    def fail(batch: object) -> None:
+        raise RuntimeError("no")
+
+    model: Any = SimpleNamespace(device=torch.device("cpu"), is_proven=False, forward=fail)
+
+    Rehearsal(model, BLOCK_SIZE).hold()
