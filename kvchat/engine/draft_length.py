@@ -167,7 +167,9 @@ def choose_lengths(
     draft_s      seconds of drafting by the longest draft that is not free
 
     Drafts join one by one, the likeliest first. None join where that promises too little, or where
-    some request would get its tokens noticeably slower than it does plainly.
+    some request would get its tokens noticeably slower than it does plainly. Looks no further than
+    where no draft that is left could pay for what those before it cost: seconds never fall with
+    rows or with depth.
     """
     plain = (0,) * len(chances)
     offered = [
@@ -183,6 +185,7 @@ def choose_lengths(
     lengths = [0] * len(chances)
     expected = [1.0] * len(chances)
     depth = 0
+    most_tokens = num_tokens - sum(survival for survival, _, _ in offered)
     for count, (negative, position, index) in enumerate(offered, start=1):
         lengths[index] += 1
         expected[index] -= negative
@@ -190,6 +193,8 @@ def choose_lengths(
         if not chances[index].is_free:
             depth = max(depth, position + 1)
         seconds = verify_s(num_rows + count) + (draft_s(depth) if depth else 0.0)
+        if most_tokens / seconds / plain_rate <= max(best.gain, 1 + _LEAST_GAIN):
+            break
         gain = num_tokens / seconds / plain_rate
         slowest = 1.0 if num_others else min(expected)
         is_fair = slowest * plain_s >= (1 - _MOST_SLOWDOWN) * seconds

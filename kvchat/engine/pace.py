@@ -18,7 +18,7 @@ _PRIOR = 0.6
 _NUM_PLAIN_FIRST = 2
 # Drafts are measured against plain steps, which are therefore taken now and then.
 _STEPS_BETWEEN_PLAIN = 64
-_FIRST_WAIT, _LONGEST_WAIT = 24, 512
+_FIRST_WAIT, _LONGEST_WAIT = 32, 512
 _MOST_PROBES = 5
 # While drafting costs time, a probe asks for little; what it costs is not known without one.
 _FREE_PROBE, _PROBE = 3, 1

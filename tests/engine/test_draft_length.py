@@ -70,6 +70,47 @@ def test_of_several_requests_none_is_slowed_for_the_others(seed: int) -> None:
     assert gain > 0.8 * best, "far from the best there is"
 
 
+def to_the_end(
+    chances: Sequence[Chance],
+    num_others: int,
+    verify_s: Callable[[int], float],
+    draft_s: Callable[[int], float],
+) -> float:
+    """Return the best gain of all prefixes of the drafts, the likeliest first."""
+    num_rows = len(chances) + num_others
+    left = [list(chance.survival) for chance in chances]
+    depths, expected = [0] * len(chances), [1.0] * len(chances)
+    best = 1.0
+    while any(left):
+        likeliest = max((i for i, rest in enumerate(left) if rest), key=lambda i: left[i][0])
+        expected[likeliest] += left[likeliest].pop(0)
+        depths[likeliest] += 1
+        dear = [d for d, chance in zip(depths, chances, strict=True) if d and not chance.is_free]
+        seconds = verify_s(num_rows + sum(depths)) + (draft_s(max(dear)) if dear else 0.0)
+        slowest = 1.0 if num_others else min(expected)
+        if slowest * verify_s(num_rows) >= 0.95 * seconds:
+            gain = (sum(expected) + num_others) / seconds / (num_rows / verify_s(num_rows))
+            best = max(best, gain if gain > 1.03 else 1.0)
+    return best
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_nothing_is_missed_by_looking_no_further(seed: int) -> None:
+    rng = random.Random(seed)
+    chances = [
+        Chance(geometric(rng.random(), rng.randint(1, 16)), rng.random() < 0.4)
+        for _ in range(rng.randint(1, 4))
+    ]
+    num_others = rng.choice((0, 0, 1, 3))
+    verify_s = linear(rng.choice((0.0, 0.02, 0.1, 0.4)), rng.uniform(0.5, 2.0))
+    draft_s = linear(rng.choice((0.5, 1.0)), rng.choice((0.05, 0.2, 0.6)))
+
+    choice = choose_lengths(chances, len(chances) + num_others, num_others, verify_s, draft_s)
+
+    best = to_the_end(chances, num_others, verify_s, draft_s)
+    assert choice.gain == pytest.approx(best)
+
+
 def test_a_curve_learns_what_is_measured_and_guesses_between() -> None:
     curve = CostCurve(slope=0.05)
     for _ in range(10):
