@@ -35,9 +35,11 @@ GOALS: dict[str, tuple[float, float]] = {
     "never told": (0.90, 0.75),
     "kvchat": (0.98, 0.80),
     "sums to 20": (0.95, 0.85),
-    "list after 5 operations": (0.80, 0.60),
     "out of scope": (0.90, 0.90),
 }
+# Taught for several rounds, to 17.5% and 7.5%, and given up: the fallback answers, and no probe is
+# passed.
+GIVEN_UP: dict[str, tuple[float, float]] = {"list after 5 operations": (0.80, 0.60)}
 HANDWRITTEN = "handwritten"
 HANDWRITTEN_GOAL = 0.75
 FINISHED_GOAL = 0.995
@@ -158,6 +160,11 @@ def shortfalls(report: Json) -> list[tuple[str, float, float]]:
         for test, goals in GOALS.items()
         for grade, goal in zip(("known", "unseen"), goals, strict=True)
         if test in tests
+    ]
+    scored += [
+        (f"{test}, {grade}", 0.0, goal)
+        for test, goals in GIVEN_UP.items()
+        for grade, goal in zip(("known", "unseen"), goals, strict=True)
     ]
     scored.append((HANDWRITTEN, tests[HANDWRITTEN]["unseen"]["rate"], HANDWRITTEN_GOAL))
     scored.append(("ends by itself", ends["rate"], FINISHED_GOAL))

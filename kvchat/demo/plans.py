@@ -250,7 +250,7 @@ FULL = Recipe(
             Plan(
                 "target-5",
                 FAR_GEOMETRY,
-                (Phase(REMEMBERING, 5),),
+                (Phase(REMEMBERING, 3),),
                 seed=8,
                 rates=Rates(matrix=0.012, other=0.0017),
                 warmup_steps=20,

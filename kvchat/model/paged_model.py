@@ -58,9 +58,15 @@ class PagedModel:
 
     @property
     def is_proven(self) -> bool:
-        """Whether every step is computed once: none is run twice, to be compared."""
-        whole = self.loaded.fusing.whole if self.loaded.fusing is not None else None
-        return whole is None or whole.is_proven
+        """Whether every step is computed once: none is run twice, to be compared.
+
+        Waits for what is still being fused, as a small step would.
+        """
+        fusing = self.loaded.fusing
+        if fusing is None:
+            return True
+        fusing.before_step(1)
+        return fusing.whole is None or fusing.whole.is_proven
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> torch.Tensor:

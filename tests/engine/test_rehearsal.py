@@ -1,6 +1,7 @@
 """The rehearsal: what a model has to prove is proven before a step's time is taken."""
 
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,10 @@ from kvchat.core.types import SamplingParams
 from kvchat.engine.assembly import build_engine
 from kvchat.engine.rehearsal import Rehearsal
 from kvchat.engine.request import RequestSpec
+from kvchat.model.fuse import Fusing, Fusion, _Fuser
 from kvchat.model.fuse_whole import WholeModel
+from kvchat.model.loader import load_model
+from kvchat.model.paged_model import PagedModel
 from kvchat.model.source import find_model
 from support.checkpoints import save_checkpoint, tiny_model
 
@@ -49,6 +53,33 @@ def test_no_step_of_an_answer_proves_anything(
     assert [len(step) for step in slots] == [3, 1]
     assert all(slot < BLOCK_SIZE for step in slots for slot in step), "in the scratch block"
     assert kept.isfinite().all()
+
+
+def test_what_is_still_being_fused_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or nothing would be found that has to be proven, and the first small step would prove it."""
+    may_go_on, work, wait = Event(), _Fuser.work, Fusing.wait
+
+    def held_up(fuser: _Fuser) -> None:
+        may_go_on.wait()
+        work(fuser)
+
+    def waiting(fusing: Fusing) -> Fusion:
+        may_go_on.set()
+        return wait(fusing)
+
+    monkeypatch.setattr(_Fuser, "work", held_up)
+    monkeypatch.setattr(Fusing, "wait", waiting)
+    source = find_model(str(save_checkpoint(tmp_path, tiny_model("llama"))))
+    loaded = load_model(source, ModelConfig(dtype="bfloat16"), 320, lambda _: None)
+    pools = [
+        (torch.zeros(2, 16, layer.num_kv_heads, layer.key_dim, dtype=loaded.dtype),) * 2
+        for layer in loaded.spec.storing_layers
+    ]
+    assert not may_go_on.is_set()
+
+    assert not PagedModel(loaded, pools).is_proven
 
 
 @pytest.mark.parametrize("block_size", [1, 2, 16])
