@@ -29,6 +29,9 @@ class OracleDrafter:
         left = min(most, len(self._ids) - request.num_generated)
         return Offer(self._source, left, is_free=True) if left > 0 else None
 
+    def catch_up(self, wanted: Sequence[Wanted]) -> None:
+        """It knows everything already."""
+
     def propose(self, wanted: Sequence[Wanted]) -> list[Sequence[int]]:
         starts = [want.request.num_generated for want in wanted]
         return [self._ids[s : s + w.num_tokens] for s, w in zip(starts, wanted, strict=True)]

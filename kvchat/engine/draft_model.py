@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from kvchat.cache.block_table import BlockTable
 from kvchat.cache.manager import CacheManager
+from kvchat.engine.draft_length import MAX_DRAFTED
 from kvchat.engine.drafters import Offer, Wanted, WhenWritten
 from kvchat.engine.drawing import sampling_row
 from kvchat.engine.rehearsal import Rehearsal
@@ -29,8 +30,10 @@ if TYPE_CHECKING:
     from kvchat.cache.persistence import Persistence
     from kvchat.cache.restore import Restore
 
-# So many missing tokens are computed along with the first that is drafted; more take their time.
+# So many missing tokens are computed at once before a draft; more take their time.
 _MOST_BEHIND = 64
+# And so many along with the first that is drafted: what a verified draft leaves.
+_MOST_ALONG = MAX_DRAFTED + 1
 _LEAST_CAUGHT_UP, _MOST_CAUGHT_UP = 32, 1024
 _NEWEST = 0.3
 
@@ -93,6 +96,13 @@ class ModelDrafter:
         if len(missing) > _MOST_BEHIND or max(missing) >= self._vocab_size:
             return None
         return Offer(self.name, most, is_free=False)
+
+    def catch_up(self, wanted: Sequence[Wanted]) -> None:
+        for want in wanted:
+            seat, request = self._seats[want.request], want.request
+            start, end = self._rewound(seat, request), len(request.ids) - 1
+            if end - start >= _MOST_ALONG and self.cache.reserve(seat.table, start, end):
+                self._compute(request, seat, start, end)
 
     def propose(self, wanted: Sequence[Wanted]) -> list[Sequence[int]]:
         drafts: dict[Request, list[int]] = {}
@@ -162,7 +172,7 @@ class ModelDrafter:
             self._runner.prepare()
         for request in behind:
             self._seats[request].is_wanted = False
-            self._catch_up(request, self._seats[request], seconds / len(behind))
+            self._go_on(request, self._seats[request], seconds / len(behind))
 
     def _seat(self, request: Request) -> _Seat | None:
         """Return a request's seat, taken now if need be; None while its KV may be on its way."""
@@ -195,7 +205,7 @@ class ModelDrafter:
         if restore is not None:
             restore.give_up()
 
-    def _catch_up(self, request: Request, seat: _Seat, seconds: float) -> None:
+    def _go_on(self, request: Request, seat: _Seat, seconds: float) -> None:
         """Compute a part of what is missing, as much as fits in `seconds`, but some of it."""
         start = self._rewound(seat, request)
         if len(request.ids) - start <= _MOST_BEHIND:
@@ -208,15 +218,19 @@ class ModelDrafter:
         if not self.cache.reserve(seat.table, start, end):
             return
         began_s = self._clock()
-        missing = request.ids[start:end]
-        self._runner.run_pieces([SequencePiece(missing, start, seat.table.blocks, 1)])
-        self._runner.wait()
+        self._compute(request, seat, start, end)
         elapsed_s = max(self._clock() - began_s, 1e-9)
-        seat.num_computed = end
-        self.cache.commit(seat.table, request.ids, end)
         self._tokens_per_s += _NEWEST * ((end - start) / elapsed_s - self._tokens_per_s)
         if self.persistence is not None:
             self.persistence.planner.note_prefill(end - start, elapsed_s)
+
+    def _compute(self, request: Request, seat: _Seat, start: int, end: int) -> None:
+        """Compute tokens of a request whose blocks are reserved, and wait for it."""
+        missing = request.ids[start:end]
+        self._runner.run_pieces([SequencePiece(missing, start, seat.table.blocks, 1)])
+        self._runner.wait()
+        seat.num_computed = end
+        self.cache.commit(seat.table, request.ids, end)
 
     def _leave(self, request: Request) -> None:
         """Give a seat up, and keep its KV for whoever asks next."""

@@ -54,6 +54,11 @@ class Drafter(Protocol):
         Costs little, whether or not the offer is taken up before the next one is asked for.
         """
 
+    def catch_up(self, wanted: Sequence[Wanted]) -> None:
+        """Make up for what was left undone while nobody asked, so that drafting costs what it will
+        cost from now on. Every `propose` of the same requests follows one.
+        """
+
     def propose(self, wanted: Sequence[Wanted]) -> list[Sequence[int]]:
         """Draft for several requests at once, for each at most as many tokens as it has offered."""
 

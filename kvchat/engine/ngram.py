@@ -54,6 +54,9 @@ class NgramDrafter:
         num_tokens = len(match.continuation(most))
         return Offer(f"ngram {grade}", num_tokens, is_free=True)
 
+    def catch_up(self, wanted: Sequence[Wanted]) -> None:
+        """An offer has entered all there is."""
+
     def propose(self, wanted: Sequence[Wanted]) -> list[Sequence[int]]:
         drafts: list[Sequence[int]] = []
         for want in wanted:

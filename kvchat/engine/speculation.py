@@ -153,17 +153,20 @@ class Speculation:
             own = [order for order in orders if order.drafter is drafter]
             if not own:
                 continue
-            began_s = self._clock()
+            wanted = [Wanted(order.work.request, order.num_tokens) for order in own]
+            asked_s = self._clock()
             try:
-                proposed = drafter.propose([Wanted(o.work.request, o.num_tokens) for o in own])
+                drafter.catch_up(wanted)
+                began_s = self._clock()
+                proposed = drafter.propose(wanted)
             except Exception as error:
                 self._drop(drafter, error)
                 continue
             if not own[0].offer.is_free:
                 longest = max(order.num_tokens for order in own)
-                seconds = self._clock() - began_s
-                self._drafting_s += seconds
-                self._pace.note_drafting(len(own), longest, seconds)
+                ended_s = self._clock()
+                self._drafting_s += ended_s - asked_s
+                self._pace.note_drafting(len(own), longest, ended_s - began_s)
             for order, token_ids in zip(own, proposed, strict=True):
                 drafts[order.work] = token_ids[: order.num_tokens]
                 self._sources[order.work] = order.offer.source

@@ -1,12 +1,12 @@
 """Speculation changes the speed of a text and nothing else, whatever is drafted."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
 
 from kvchat.core.types import FinishReason, SamplingParams
-from kvchat.engine.drafters import Drafter
+from kvchat.engine.drafters import Drafter, Wanted
 from kvchat.engine.ngram import NgramDrafter
 from kvchat.engine.pace import AdaptivePace, FixedPace
 from kvchat.engine.request import RequestSpec
@@ -20,6 +20,7 @@ from support.trial_drafters import (
     GarbageDrafter,
     OracleDrafter,
 )
+from support.virtual_time import VirtualClock
 
 SAMPLED = SamplingParams(temperature=1.3, top_p=0.95, seed=11)
 PENALISED = SamplingParams(temperature=0.9, repetition_penalty=1.4, seed=3)
@@ -171,7 +172,42 @@ def test_drafts_stay_within_a_step() -> None:
     assert any(tokens > 1 for plan in engine.steps for _, tokens in plan)
 
 
-@pytest.mark.parametrize("method", ["offer", "propose", "tend", "close"])
+class Late(OracleDrafter):
+    """Has much to make up for at first, and takes a second for that."""
+
+    def __init__(self, clock: VirtualClock) -> None:
+        super().__init__()
+        self._clock, self._is_late = clock, True
+
+    def catch_up(self, wanted: Sequence[Wanted]) -> None:
+        self._clock.advance(1.0 if self._is_late else 0.0)
+        self._is_late = False
+
+    def propose(self, wanted: Sequence[Wanted]) -> list[Sequence[int]]:
+        self._clock.advance(0.001)
+        return super().propose(wanted)
+
+
+def test_catching_up_is_no_measure_of_what_drafting_costs() -> None:
+    """A draft that had not been asked for sixty tokens read them along with the first it guessed,
+    and drafting was held to be five times as dear as it was: too dear, from then on."""
+    noted: list[float] = []
+
+    class Noting(FixedPace):
+        def note_drafting(self, num_requests: int, longest: int, seconds: float) -> None:
+            noted.append(seconds)
+
+    clock = VirtualClock()
+    speculation = Speculation([Late(clock)], pace=Noting(4), clock=clock)
+    engine = EngineHarness(speculation=speculation)
+    engine.submit(RequestSpec((1, 2, 3), GREEDY, max_tokens=40))
+    engine.run()
+
+    assert len(noted) > 3
+    assert noted == pytest.approx([0.001] * len(noted))
+
+
+@pytest.mark.parametrize("method", ["offer", "catch_up", "propose", "tend", "close"])
 @pytest.mark.parametrize("num_good", [0, 1, 3])
 def test_a_drafter_that_fails_is_asked_no_more(method: str, num_good: int) -> None:
     speculation = speculating(FailingDrafter(method, num_good))

@@ -27,6 +27,9 @@ class OracleDrafter:
     def offer(self, request: Request, most: int) -> Offer | None:
         return Offer("oracle", most, is_free=False) if self._future(request) else None
 
+    def catch_up(self, wanted: Sequence[Wanted]) -> None:
+        """The future needs no reading."""
+
     def propose(self, wanted: Sequence[Wanted]) -> list[Sequence[int]]:
         return [self._spoilt(self._future(w.request)[: w.num_tokens]) for w in wanted]
 
@@ -96,6 +99,10 @@ class FailingDrafter(OracleDrafter):
     def offer(self, request: Request, most: int) -> Offer | None:
         self._count("offer")
         return super().offer(request, most)
+
+    def catch_up(self, wanted: Sequence[Wanted]) -> None:
+        self._count("catch_up")
+        super().catch_up(wanted)
 
     def propose(self, wanted: Sequence[Wanted]) -> list[Sequence[int]]:
         self._count("propose")
