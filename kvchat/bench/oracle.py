@@ -29,6 +29,9 @@ class OracleDrafter:
         left = min(most, len(self._ids) - request.num_generated)
         return Offer(self._source, left, is_free=True) if left > 0 else None
 
+    def prepare(self) -> None:
+        """It knows everything already."""
+
     def catch_up(self, wanted: Sequence[Wanted]) -> None:
         """It knows everything already."""
 

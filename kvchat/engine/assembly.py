@@ -113,7 +113,7 @@ def engine_around(
     model = PagedModel(loaded, kv_pool.layers)
     graphs, threads = new_graphs(model, cache, engine_config), new_threads(loaded.device)
     return Engine(
-        runner=Runner(model, cache.block_size, graphs, threads, Rehearsal(model, cache.block_size)),
+        runner=Runner(model, cache.block_size, graphs, threads, new_rehearsal(model, cache)),
         cache=cache,
         max_context=loaded.max_context,
         max_step_tokens=engine_config.max_step_tokens or step_tokens(loaded.spec, loaded.device),
@@ -200,6 +200,11 @@ def new_threads(device: torch.device) -> StepThreads | None:
     if device.type != "cpu" or not can_change_threads():
         return None
     return StepThreads(torch.get_num_threads())
+
+
+def new_rehearsal(model: PagedModel, cache: CacheManager) -> Rehearsal:
+    """Return what lets `model` prove itself over `cache` before its steps are timed."""
+    return Rehearsal(model, model.loaded.spec.vocab_size, cache.block_size)
 
 
 def new_persistence(

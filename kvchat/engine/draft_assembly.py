@@ -30,12 +30,12 @@ from kvchat.engine.assembly import (
     new_graphs,
     new_kv_pool,
     new_persistence,
+    new_rehearsal,
     new_threads,
 )
 from kvchat.engine.draft_model import ModelDrafter
 from kvchat.engine.drafters import Drafter
 from kvchat.engine.ngram import NgramDrafter
-from kvchat.engine.rehearsal import Rehearsal
 from kvchat.engine.speculation import Mode, Speculation
 from kvchat.model.loader import LoadedModel, Progress
 from kvchat.model.paged_model import PagedModel
@@ -123,7 +123,7 @@ class _DraftBuild:
             new_persistence(loaded, cache, own_config, self.state_directory),
             graphs=new_graphs(model, cache, self.engine_config),
             threads=new_threads(loaded.device),
-            rehearsal=Rehearsal(model, cache.block_size),
+            rehearsal=new_rehearsal(model, cache),
         )
         return _Draft(drafter, self._limited(num_blocks * target_geometry.block_bytes))
 

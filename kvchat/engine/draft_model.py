@@ -97,11 +97,14 @@ class ModelDrafter:
             return None
         return Offer(self.name, most, is_free=False)
 
+    def prepare(self) -> None:
+        self._runner.prepare()
+
     def catch_up(self, wanted: Sequence[Wanted]) -> None:
         for want in wanted:
             seat, request = self._seats[want.request], want.request
             start, end = self._rewound(seat, request), len(request.ids) - 1
-            if end - start >= _MOST_ALONG and self.cache.reserve(seat.table, start, end):
+            if end - start > _MOST_ALONG and self.cache.reserve(seat.table, start, end):
                 self._compute(request, seat, start, end)
 
     def propose(self, wanted: Sequence[Wanted]) -> list[Sequence[int]]:
@@ -168,8 +171,6 @@ class ModelDrafter:
         for request in requests:
             self._restore(request)
         behind = [r for r, seat in self._seats.items() if seat.is_wanted and r.is_decoding]
-        if requests and all(request.is_decoding for request in requests):
-            self._runner.prepare()
         for request in behind:
             self._seats[request].is_wanted = False
             self._go_on(request, self._seats[request], seconds / len(behind))

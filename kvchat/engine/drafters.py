@@ -54,6 +54,9 @@ class Drafter(Protocol):
         Costs little, whether or not the offer is taken up before the next one is asked for.
         """
 
+    def prepare(self) -> None:
+        """Spend the time of a few steps on making others faster: nobody waits for a first token."""
+
     def catch_up(self, wanted: Sequence[Wanted]) -> None:
         """Make up for what was left undone while nobody asked, so that drafting costs what it will
         cost from now on. Every `propose` of the same requests follows one.

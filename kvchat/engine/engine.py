@@ -216,6 +216,7 @@ class Engine:
         is_restoring = self._restores.settle(requests)
         if requests and all(request.is_decoding for request in requests):
             self._runner.prepare()  # nobody waits for a first token
+            self.speculation.prepare()
         is_met = any(not request.is_restoring for request in requests)
         self._recall(self._probes.begin(self._run_alone, of_all=is_met))
         try:

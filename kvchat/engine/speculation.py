@@ -99,6 +99,14 @@ class Speculation:
         failed = tuple(f"{name}: {error!r}" for name, error in self.failures.items())
         return SpeculationStatus(self._mode, names, self.total.use(), failed)
 
+    def prepare(self) -> None:
+        """Let the drafters of the mode make ready, while nobody waits for a first token."""
+        for drafter in self._asked():
+            try:
+                drafter.prepare()
+            except Exception as error:
+                self._drop(drafter, error)
+
     def draft(self, plan: Sequence[Work], cache: CacheManager, limits: Limits) -> list[Work]:
         """Return the plan with drafts, whose blocks are reserved."""
         self._sources.clear()

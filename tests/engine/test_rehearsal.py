@@ -14,14 +14,24 @@ from kvchat.engine.assembly import build_engine
 from kvchat.engine.rehearsal import Rehearsal
 from kvchat.engine.request import RequestSpec
 from kvchat.model.fuse import Fusing, Fusion, _Fuser
-from kvchat.model.fuse_whole import WholeModel
-from kvchat.model.loader import load_model
+from kvchat.model.fuse_whole import Angles, WholeModel
+from kvchat.model.loader import LoadedModel, load_model
 from kvchat.model.paged_model import PagedModel
 from kvchat.model.source import find_model
 from support.checkpoints import save_checkpoint, tiny_model
 
 BLOCK_SIZE = 16
 GREEDY = SamplingParams(temperature=0.0)
+
+
+def pools_of(loaded: LoadedModel) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def pool(heads: int, dim: int) -> torch.Tensor:
+        return torch.zeros(2, BLOCK_SIZE, heads, dim, dtype=loaded.dtype)
+
+    return [
+        (pool(layer.num_kv_heads, layer.key_dim), pool(layer.num_kv_heads, layer.value_dim))
+        for layer in loaded.spec.storing_layers
+    ]
 
 
 def test_no_step_of_an_answer_proves_anything(
@@ -50,7 +60,7 @@ def test_no_step_of_an_answer_proves_anything(
     kept = engine.cache.kv_pool.layers[0][0]
     engine.close()
 
-    assert [len(step) for step in slots] == [3, 1]
+    assert [len(step) for step in slots] == [8, 1]
     assert all(slot < BLOCK_SIZE for step in slots for slot in step), "in the scratch block"
     assert kept.isfinite().all()
 
@@ -73,31 +83,28 @@ def test_what_is_still_being_fused_is_waited_for(
     monkeypatch.setattr(Fusing, "wait", waiting)
     source = find_model(str(save_checkpoint(tmp_path, tiny_model("llama"))))
     loaded = load_model(source, ModelConfig(dtype="bfloat16"), 320, lambda _: None)
-    pools = [
-        (torch.zeros(2, 16, layer.num_kv_heads, layer.key_dim, dtype=loaded.dtype),) * 2
-        for layer in loaded.spec.storing_layers
-    ]
     assert not may_go_on.is_set()
 
-    assert not PagedModel(loaded, pools).is_proven
+    assert not PagedModel(loaded, pools_of(loaded)).is_proven
 
 
-@pytest.mark.parametrize("block_size", [1, 2, 16])
-def test_it_is_held_once_and_only_where_something_is_to_be_proven(block_size: int) -> None:
-    steps: list[int] = []
+def test_it_is_held_once_and_only_where_something_is_to_be_proven() -> None:
+    steps: list[list[int]] = []
     model: Any = SimpleNamespace(
         device=torch.device("cpu"),
         is_proven=False,
-        forward=lambda batch: steps.append(batch.token_ids.shape[0]),
+        forward=lambda batch: steps.append(batch.token_ids.tolist()),
     )
-    rehearsal = Rehearsal(model, block_size)
+    rehearsal = Rehearsal(model, 100, BLOCK_SIZE)
     rehearsal.hold()
     rehearsal.hold()
-    assert steps == [3, 1]
+    assert [len(step) for step in steps] == [8, 1]
+    assert len({token for step in steps for token in step}) == 9, "equal tokens prove nothing"
 
+    Rehearsal(model, 100, 8).hold()  # too small a block for all of them
     model.is_proven = True
-    Rehearsal(model, block_size).hold()
-    assert steps == [3, 1]
+    Rehearsal(model, 100, BLOCK_SIZE).hold()
+    assert len(steps) == 2
 
 
 def test_a_model_that_fails_in_it_is_left_to_fail_where_it_is_asked() -> None:
@@ -106,4 +113,30 @@ def test_a_model_that_fails_in_it_is_left_to_fail_where_it_is_asked() -> None:
 
     model: Any = SimpleNamespace(device=torch.device("cpu"), is_proven=False, forward=fail)
 
-    Rehearsal(model, BLOCK_SIZE).hold()
+    Rehearsal(model, 100, BLOCK_SIZE).hold()
+
+
+@pytest.mark.parametrize("wrong", ["nothing", "angles", "embedding"])
+def test_it_refutes_a_whole_that_is_wrong(
+    wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one token repeated, attention makes the same whatever the angles are; and of a token whose
+    embedding is zero nothing becomes anything."""
+    source = find_model(str(save_checkpoint(tmp_path, tiny_model("llama"))))
+    loaded = load_model(source, ModelConfig(dtype="bfloat16"), 320, lambda _: None)
+    assert loaded.fusing is not None
+    loaded.fusing.wait()
+    whole = loaded.fusing.whole
+    assert whole is not None
+    loaded.module.get_input_embeddings().weight.data[0] = 0.0
+    if wrong == "angles":
+        at = Angles.at
+        monkeypatch.setattr(Angles, "at", lambda self, positions, end: at(self, 0 * positions, end))
+    if wrong == "embedding":
+        monkeypatch.setattr(whole, "_embedding", lambda ids: 12 * embedding(ids))
+        embedding = loaded.module.get_input_embeddings()
+
+    Rehearsal(PagedModel(loaded, pools_of(loaded)), loaded.spec.vocab_size, BLOCK_SIZE).hold()
+
+    assert whole.is_proven
+    assert whole._is_refuted == (wrong != "nothing")

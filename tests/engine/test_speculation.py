@@ -207,7 +207,7 @@ def test_catching_up_is_no_measure_of_what_drafting_costs() -> None:
     assert noted == pytest.approx([0.001] * len(noted))
 
 
-@pytest.mark.parametrize("method", ["offer", "catch_up", "propose", "tend", "close"])
+@pytest.mark.parametrize("method", ["offer", "prepare", "catch_up", "propose", "tend", "close"])
 @pytest.mark.parametrize("num_good", [0, 1, 3])
 def test_a_drafter_that_fails_is_asked_no_more(method: str, num_good: int) -> None:
     speculation = speculating(FailingDrafter(method, num_good))

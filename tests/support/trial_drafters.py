@@ -27,6 +27,9 @@ class OracleDrafter:
     def offer(self, request: Request, most: int) -> Offer | None:
         return Offer("oracle", most, is_free=False) if self._future(request) else None
 
+    def prepare(self) -> None:
+        """The future is as good as it gets."""
+
     def catch_up(self, wanted: Sequence[Wanted]) -> None:
         """The future needs no reading."""
 
@@ -99,6 +102,10 @@ class FailingDrafter(OracleDrafter):
     def offer(self, request: Request, most: int) -> Offer | None:
         self._count("offer")
         return super().offer(request, most)
+
+    def prepare(self) -> None:
+        self._count("prepare")
+        super().prepare()
 
     def catch_up(self, wanted: Sequence[Wanted]) -> None:
         self._count("catch_up")

@@ -22,8 +22,8 @@ class Gathering:
     places         [num_kv_heads * length] int64, rows of a pool seen as one head of one slot each;
                    beyond `num_keys` of a head they name its first token again, which may be read
                    and is not seen
-    keys, values   [num_kv_heads, length, dim] to gather to, one after the other, in the same
-                   memory; every layer's to overwrite
+    keys, values   [num_kv_heads, length, dim] to gather to, one after the other, mostly in the
+                   same memory; every layer's to overwrite
     """
 
     places: torch.Tensor

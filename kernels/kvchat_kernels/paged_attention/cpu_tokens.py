@@ -36,10 +36,6 @@ class Tokens:
     def dtype(self) -> torch.dtype:
         return self.runs[0].dtype
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(run.numel() for run in self.runs) * self.dtype.itemsize
-
     def joined(self, sequences: PagedSequences, name: str) -> torch.Tensor:
         """Return all tokens as one tensor; a copy in the step's scratch memory `name` where there
         are several runs, or many tokens that still lie in the pool.
