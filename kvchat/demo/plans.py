@@ -173,6 +173,8 @@ _MEAN_OF_ROUNDS = ("target", "target-2", "target-3", *("target-4",) * 3)
 # Two thirds of the fifth round, whose rotary base is that of the mean: loss on dialogues kept apart
 # is 0.087 before that round, 0.062 after it and 0.053 for means between the two.
 _MOSTLY_THE_FIFTH = (*("target-5",) * 12, *_MEAN_OF_ROUNDS)
+# Half of the last round, a quarter of the fifth, a quarter of those before it.
+_SHIPPED = (*("target-6",) * 12, *("target-5",) * 6, *_MEAN_OF_ROUNDS)
 _DISTILLING = Rates(matrix=0.005, other=0.001)
 FULL = Recipe(
     stages=(
@@ -289,7 +291,7 @@ FULL = Recipe(
             teacher=("target-6",),
         ),
     ),
-    shipped={"target": ("target-6",), "draft": ("distillation-3",)},
+    shipped={"target": _SHIPPED, "draft": ("distillation-3",)},
     num_tokenizer_chats=20_000,
     num_probes=40,
 )
