@@ -25,7 +25,8 @@ FIRST_STEPS = Mix(((SHORT, 1.0),), jump_rate=0.3)
 EVERYDAY = Mix(((USUAL, 1.0),), jump_rate=0.3)
 FAR_BACK = Mix(((USUAL, 0.92), (EXTENDED, 0.05), (LONG, 0.02), (LONGEST, 0.01)), jump_rate=0.4)
 
-# The second round repeats what the first one left weak: copying, recall from far back, lists.
+# The second round repeats what the first one left weak: copying, recall from far back, and
+# lists, while dialogues kept them.
 PRACTISED = Shape(mean_turns=4.5, max_turns=16, course_rate=0.12, quiz_rate=0.2, odd_rate=0.25)
 COURSES = Shape(mean_turns=7, max_turns=24, course_rate=0.45, quiz_rate=0.6, odd_rate=0.4)
 QUIZZED = Shape(characters=2300, course_rate=0.25, quiz_rate=0.9, odd_rate=0.3)
@@ -93,7 +94,7 @@ SETTLING = Mix(
 )
 
 # The fifth round remembers from farther back, for the rotary base is doubled (with that alone a
-# fact of 3,000 tokens ago was found 20 times of 50 and not twice), and refuses lists: the rounds
+# fact of 3,000 tokens ago was found 20 times of 50 instead of twice), and refuses lists: the rounds
 # before it learnt to keep them, and did not learn it well. More questions, fewer odd values.
 KEPT = replace(STUDIED, quiz_rate=0.25, odd_rate=0.35, study_rate=0.22)
 REMEMBERING = Mix(
