@@ -52,13 +52,11 @@ class Leg:
         self._open: dict[int, list[Row]] = {length: [] for length in ROW_LENGTHS}
         self._longest = ROW_LENGTHS[-1]
 
-    def batches(self, count: int) -> Iterator[Rows]:
-        """`count` batches of about `batch_tokens` tokens each."""
-        made = 0
-        while made < count:
+    def batches(self) -> Iterator[Rows]:
+        """Batches without end, of about `batch_tokens` tokens each."""
+        while True:
             length = self._place(self._draw())
             if (rows := self._full_batch(length)) is not None:
-                made += 1
                 yield as_rows(rows, length, self._tokenizer.pad_id, self._mix.key_weight)
 
     def _draw(self) -> tuple[Encoded, list[int]]:

@@ -7,7 +7,8 @@ no dialogue.
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice, pairwise
 from pathlib import Path
@@ -143,8 +144,21 @@ def _numbered(
     """The steps of a leg, each with this member's share of the batch."""
     share = plan.batch_tokens // team.size
     stream = Leg(tokenizer, plan.mix_of(leg), seed=plan.seed, leg=leg, batch_tokens=share)
-    batches = islice(stream.batches(plan.leg_steps * team.size), team.rank, None, team.size)
-    yield from enumerate(batches, start=leg * plan.leg_steps)
+    groups = islice(alike(stream.batches(), team.size), plan.leg_steps)
+    yield from enumerate((group[team.rank] for group in groups), start=leg * plan.leg_steps)
+
+
+def alike(batches: Iterable[Rows], size: int) -> Iterator[list[Rows]]:
+    """Groups of `size` batches of one row length, in the order in which they become complete.
+
+    Long rows take several times as long as short ones, and a team waits for its slowest member.
+    """
+    waiting: dict[int, list[Rows]] = defaultdict(list)
+    for rows in batches:
+        group = waiting[rows.ids.shape[1]]
+        group.append(rows)
+        if len(group) == size:
+            yield waiting.pop(rows.ids.shape[1])
 
 
 class Progress:

@@ -8,7 +8,7 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 from kvchat.demo.checkpoint import export, load_network
 from kvchat.demo.decode import Decoding, complete
-from kvchat.demo.network import QUERY_CHUNK, Geometry, Network, Rows, attend_within
+from kvchat.demo.network import QUERY_CHUNK, Geometry, Network, Rows, attend_within, segment_mask
 from kvchat.demo.optimiser import orthogonalised
 from kvchat.demo.speculation import Acceptance, replay
 
@@ -44,7 +44,8 @@ def test_chunked_attention_equals_masked_attention(row_len: int) -> None:
 
     expected = scaled_dot_product_attention(query, key, value, mask[:, None], enable_gqa=True)
 
-    assert torch.allclose(attend_within(query, key, value, segments), expected, atol=1e-5)
+    attended = attend_within(query, key, value, segment_mask(segments))
+    assert torch.allclose(attended, expected, atol=1e-5)
 
 
 def test_a_chat_is_blind_to_its_neighbours_in_the_row() -> None:
