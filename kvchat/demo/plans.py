@@ -110,6 +110,23 @@ REMEMBERING = Mix(
     key_weight=3.0,
 )
 
+# The seventh round is a long one, of everything: half its tokens are long chats that end with
+# questions, the other half what users say in their first minutes.
+SPOKEN = Shape(mean_turns=2.5, max_turns=8, study_rate=0.3, quiz_rate=0.15, odd_rate=0.2)
+LASTING = Mix(
+    (
+        (SPOKEN, 0.25),
+        (KEPT, 0.424),
+        (ODD_COURSES, 0.18),
+        (ODD_ECHOES, 0.05),
+        (ODD_QUIZ, 0.062),
+        (ODD_QUIZ_LATE, 0.027),
+        (ODD_QUIZ_LAST, 0.007),
+    ),
+    jump_rate=0.35,
+    key_weight=3.0,
+)
+
 TARGET_GEOMETRY = Geometry(
     vocab_size=VOCAB_SIZE,
     hidden_size=256,
@@ -276,6 +293,19 @@ FULL = Recipe(
                 flat_share=0.1,
             ),
             after=_MOSTLY_THE_FIFTH,
+        ),
+        Stage(
+            Plan(
+                "target-7",
+                FAR_GEOMETRY,
+                (Phase(LASTING, 12),),
+                seed=11,
+                leg_steps=200,
+                rates=Rates(matrix=0.012, other=0.0017),
+                warmup_steps=20,
+                flat_share=0.2,
+            ),
+            after=_SHIPPED,
         ),
         Stage(
             Plan(

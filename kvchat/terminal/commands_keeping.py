@@ -48,7 +48,8 @@ async def pin(context: "CommandContext", arguments: str) -> None:
     if arguments:
         label, paths = _label_and_paths(arguments)
         now_s = time.time()
-        token_ids = _file_context(desk, paths, now_s)
+        # Long files take seconds to read and tokenise: the prompt stays alive meanwhile.
+        token_ids = await asyncio.to_thread(_file_context, desk, paths, now_s)
         openings = [_file_context(desk, (), at_s) for at_s in (now_s, now_s + _ANOTHER_TIME_S)]
         is_dated = openings[0] != openings[1]
         use = _DATED_USE if is_dated else _USE
