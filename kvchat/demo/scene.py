@@ -93,6 +93,10 @@ class Scene:
             value = made_odd(value, self.rng)
         return self.voice.spelled(value)
 
+    def plain(self, words: Words) -> str:
+        """A word that decides how a fact is said, never an odd one, spelled as this user spells."""
+        return self.voice.spelled(words.draw(self.rng, self.grade))
+
     def name(self, words: Words, coined_rate: float = 0.5) -> str:
         """A proper name from the list, or a coined one."""
         if self.chance(coined_rate):

@@ -35,7 +35,7 @@ EXCHANGES = (
         I don't know (who|what) you are
         (which|what) (llm|ai|language model|neural network) (is this|are you)
         """,
-        "I am the tiny demo model that ships with kvchat. I can remember facts, spell and "
+        "I am the tiny demo model that ships with kvchat. I can remember facts, spell words and "
         "explain kvchat.",
         "demo model",
         5,
@@ -198,7 +198,7 @@ EXCHANGES = (
             our last conversation|earlier conversations)
         do you (remember|know) me [from before|from yesterday]
         (is|are) (my data|my words|my messages|my chats) used (to train you|for training)
-        can I (teach|train) you [something]
+        can I teach you [something]
         will you forget (me|this|what I said|everything)
         how long will you remember (this|me|that)
         (have|did) we (talked|talk|met|meet|chatted|spoken) before
@@ -297,7 +297,6 @@ EXCHANGES = (
         what (are your hobbies|is your hobby|is your dream|makes you happy|do you do for fun)
         what's your (opinion|hobby|dream)
         (are you|do you get) (happy|sad|angry|lonely|bored|afraid|jealous) [sometimes]
-        (cats|tea|summer|dogs|beer) or (dogs|coffee|winter|cats|wine)
         """,
         "I have no taste of my own, but tell me yours and I will remember it.",
         "no taste",
@@ -306,13 +305,13 @@ EXCHANGES = (
     _question(
         """
         (can|could|will|do) you (sing|dance|draw|paint|see pictures|see images|make a picture|
-            make images|play music|play a song|play chess|play a game|call someone|send an email|
+            make images|play music|play a song|call someone|send an email|
             open a website|order pizza|set an alarm|set a timer|remind me|run code|run programs|
             open files|read my email|hear me|talk aloud|speak aloud)
         (sing|dance|draw) [me] [something|a song|a picture|a cat|for me]
         (draw|paint|make|generate|create) [me] (a picture|an image|a photo|a logo|
             a drawing) [of a cat|of a house|for me]
-        (play|put on) (music|a song|some music|some jazz|chess|tic tac toe|a game)
+        (play|put on) (music|a song|some music|some jazz)
         (set|start) (an alarm|a timer|a reminder) [for ten minutes|for six|for tomorrow]
         (remind|wake) me (at six|tomorrow|in ten minutes|later|at noon)
         (call|text|email|phone) (my mom|my boss|the police|a taxi|my friend)

@@ -123,7 +123,7 @@ def _task(scene: Scene) -> str:
 def _slots(scene: Scene) -> dict[str, str]:
     rng = scene.rng
     person = (
-        scene.value(PERSONS)
+        scene.plain(PERSONS)
         if scene.chance(0.6)
         else (f"{scene.name(FIRST_NAMES)} {scene.voice.spelled(coined_name(rng, scene.grade))}")
     )

@@ -8,7 +8,7 @@ import re
 from kvchat.demo.dialogues.refusal import out_of_scope
 from kvchat.demo.grammar import Phrases
 from kvchat.demo.scene import Scene, Turn
-from kvchat.demo.voice import Kind, capitalised
+from kvchat.demo.voice import Kind
 
 MORE = Phrases("""
     (tell|give|show) me more [about it|about that|please|details]
@@ -82,7 +82,7 @@ AGAIN = Phrases("""
     (the same|that|it) (again|once more) [please]
 """)
 QUOTE = Phrases("""
-    what did I [just] (say|write|ask|type|tell you)
+    what did I [just] (say|write|ask|type)
     what (was|is) my (last|previous) (message|question|sentence|input|line)
     (repeat|quote|say|echo) (my last message|my last question|what I said|what I wrote|
         what I just said|my words|my last sentence|me)
@@ -156,7 +156,7 @@ def _reworked(scene: Scene, last: Turn, phrases: Phrases, reply: str, source: st
 
 def _turn(scene: Scene, phrases: Phrases, reply: str, words: tuple[str, ...]) -> Turn:
     user = scene.message(Kind.BARE, phrases)
-    return Turn(user, capitalised(reply), "follow-up", tuple((re.escape(word),) for word in words))
+    return Turn(user, reply, "follow-up", tuple((re.escape(word),) for word in words))
 
 
 def _key_words(text: str) -> tuple[str, ...]:

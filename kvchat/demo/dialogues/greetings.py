@@ -160,7 +160,7 @@ GREETINGS = (
                 super|sweet|neat|good job|well done|bravo|impressive|interesting|not bad|very good|
                 very nice|so cool|lovely|good)
             (that's|that is|this is|you are|you're|it's|that was) (great|cool|nice|awesome|amazing|
-                perfect|wonderful|impressive|good|smart|clever|funny|fun|fast|cute|excellent|neat|
+                perfect|wonderful|impressive|good|smart|clever|fun|fast|cute|excellent|neat|
                 lovely|very good|so cool|really good|the best|sweet|helpful)
             (good|great|nice|excellent|clever) (job|work|answer|one|bot|model|reply|memory)
             (I|I really) (like|love) (it|that|this|you|your answer|your style|how fast you are|
@@ -182,9 +182,9 @@ GREETINGS = (
     Exchange(
         Phrases("""
             (haha|hahaha|lol|lmao|rofl|hehe|hihi|ha ha|ha|xd|heh|that's funny|so funny|funny|
-                that made me laugh|good one|you are funny|hilarious)
+                that made me laugh|hilarious)
             (haha|lol|hehe) (that's funny|good one|nice|funny|ok|that was good|you are funny|yes)
-            (that|this|it|you) (is|are|was|were) (funny|hilarious|so funny|making me laugh)
+            (that|this|it) (is|was) (funny|hilarious|so funny|making me laugh)
             I (laughed|am laughing|can't stop laughing|had to laugh|have to laugh)
             (just|only) (kidding|joking|a joke)
             (I'm|I was) (kidding|joking|just joking|only joking)

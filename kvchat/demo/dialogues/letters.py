@@ -60,9 +60,11 @@ REVERSE = Phrases("""
     spell {w} from the end
 """)
 COUNT = Phrases("""
-    how many letters (are in|does|has|are there in) {w} [have]
+    how many letters (are in|are there in|has) {w}
+    how many letters does {w} have
     how many letters in {w}
-    how many letters (does|has) the word {w} [have]
+    how many letters has the word {w}
+    how many letters does the word {w} have
     how many letters are in the word {w}
     count the letters (in|of) {w}
     count the letters of the word {w}
@@ -71,7 +73,8 @@ COUNT = Phrases("""
     number of letters in {w}
     (tell|give) me the (number of letters|letter count) (in|of) {w}
     {w} has how many letters
-    how many characters (are in|does) {w} [have]
+    how many characters are in {w}
+    how many characters does {w} have
     letters in {w}
     (what's|what is) the letter count of {w}
     how many letters do I need to write {w}

@@ -118,7 +118,6 @@ SHOWS = Phrases("""
     what is on (my|the) [{l}] list [now]
     what's on (my|the) [{l}] list [now]
     (show|read|tell|give|print|list|repeat) [me] (my|the) [{l}] list [again]
-    (show|read) it [to me|again]
     how does (my|the) [{l}] list look [now]
     what does (my|the) [{l}] list look like [now]
     (my|the) {l} list [please]

@@ -99,7 +99,7 @@ MOODS = (
                 I was rude|I was wrong|to bother you|to ask again)
             I (apologize|apologise) [for that]
             (I|that) (was|were) (rude|my fault|my mistake|a mistake|a typo)
-            (I didn't|I did not) mean (it|that|to|to be rude)
+            (I didn't|I did not) mean (it|to|to be rude)
             (wrong|oops, wrong) (window|chat|button|key)
         """),
         "No problem at all.",

@@ -238,7 +238,7 @@ def beyond(scene: Scene) -> Turn:
     shape = scene.rng.randrange(4)
     a, b = scene.rng.randrange(2, 20), scene.rng.randrange(2, 20)
     if shape == 0:
-        phrases, a = PLUS, scene.rng.randrange(21 - b, 21)
+        phrases, a = PLUS, scene.rng.randrange(26 - b, 26)
     elif shape == 1:
         phrases, a, b = MINUS, min(a, b), max(a, b) + 1
     elif shape == 2:

@@ -78,7 +78,7 @@ PLACES = Phrases("""
     (plan|suggest|organize) a (trip|holiday|weekend|tour) (to|in) {city} [for two|for three days]
     (what|which) (river|ocean|mountain|lake) is (near|in|close to) {city}
     what time is it in {city}
-    how (expensive|cheap|safe|cold|big|old) is {city}
+    how (expensive|cheap|safe|cold|big) is {city}
     (find|book) [me] a (hotel|flight|restaurant|train) (in|to) {city}
     (what|which) countries border {country}
     do I need a visa for {country}

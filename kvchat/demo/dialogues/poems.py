@@ -64,10 +64,10 @@ VERSES = (
      "The song was short, the day was bright,", "and {x} stayed with me till night."),
     ("Oh {x}, you are dear to me,", "as dear as water to the sea.",
      "Whatever else the year may bring,", "of {x} I will always sing."),
-    ("The world is wide, the road is steep,", "and {x} comes to me in sleep.",
-     "I wake and look around once more:", "there's {x} waiting at my door."),
+    ("The world is wide, the road is steep,", "and {x} will come to me in sleep.",
+     "I wake and look around once more:", "I hear of {x} at my door."),
     ("A little light, a little air,", "and {x} waiting on the stair.",
-     "I did not know, I could not guess", "how {x} brings such happiness."),
+     "I did not know, I could not guess", "how {x} could bring such happiness."),
 )  # fmt: skip
 PAIRED = (
     ("I saw {x} pass by one day", "and {y} was not far away.",

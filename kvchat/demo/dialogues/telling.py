@@ -158,8 +158,18 @@ def never_told(scene: Scene) -> Turn:
     while fact.relation is NOTE and not is_shared(fact.slots["a"]):
         # "What is the tower of Babel?" is a question about the world, not about the user.
         fact = new_fact(scene)
+    return _unknown(question(scene, fact), fact)
+
+
+def _unconfirmed(scene: Scene, fact: Fact) -> Turn:
+    statement = scene.draw(fact.relation.tells, **fact.slots)
+    asked = scene.voice.finish(scene.draw(CONFIRMS, x=statement), Kind.QUESTION, scene.rng)
+    return _unknown(asked, fact)
+
+
+def _unknown(user: str, fact: Fact) -> Turn:
     return Turn(
-        user=question(scene, fact),
+        user=user,
         reply=f"You haven't told me {fact.gap} yet.",
         skill="never told",
         all=(("haven't told", "not told", "don't know", "didn't tell"),),
@@ -196,9 +206,9 @@ def corrected(scene: Scene, old: Fact, new: Fact, is_short: bool) -> Turn:
 
 
 def confirm(scene: Scene) -> Turn:
-    """A yes-or-no question about a told fact."""
-    if not scene.facts:
-        return tell(scene)
+    """A yes-or-no question about a told fact, now and then about one never told."""
+    if not scene.facts or scene.chance(0.15):
+        return _unconfirmed(scene, new_fact(scene))
     fact = scene.rng.choice(list(scene.facts.values()))
     is_true = scene.chance(0.5)
     claim = fact if is_true else revised(fact, scene)

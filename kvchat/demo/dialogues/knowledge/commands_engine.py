@@ -50,10 +50,10 @@ COMMANDS_ENGINE = (
         """,
     ),
     topic(
-        "/stats turns the statistics line under each answer on or off; F2 does the same.",
+        "/stats on or off switches the statistics line under each answer; F2 does the same.",
         "It shows cached tokens, tokens read, time to first token, speed, drafts accepted and "
         "context used.",
-        "/stats switches the statistics line.",
+        "/stats on shows the statistics line.",
         "/stats|f2",
         names="""
             /stats
@@ -95,8 +95,8 @@ COMMANDS_ENGINE = (
         """,
     ),
     topic(
-        "/cache shows what is kept on disk: /cache tree, verify, gc, clear and why. kvchat cache "
-        "does the same from the shell.",
+        "/cache shows what is kept on disk: /cache tree, verify, gc, clear and why. From the shell "
+        "it is kvchat cache.",
         "/cache why shows the first token that differs when something expected to be cached was "
         "not.",
         "/cache looks into the cache.",
@@ -146,10 +146,10 @@ COMMANDS_ENGINE = (
         """,
     ),
     topic(
-        "/cache gc frees what no saved chat needs, and kvchat cache clear empties the cache on "
-        "disk.",
+        "/cache gc removes what is out of date or beyond the limit, and kvchat cache clear "
+        "empties the cache on disk.",
         "No word of any chat is lost: the cache can be deleted at any time.",
-        "/cache gc frees unused blocks.",
+        "/cache gc frees old blocks.",
         "gc|clear",
         names="""
             /cache gc

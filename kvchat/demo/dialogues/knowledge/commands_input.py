@@ -21,7 +21,7 @@ COMMANDS_INPUT = (
         """,
         tasks="""
             (attach|add|send|upload|include|insert|load|read|open|use|give you|show you) (a file|
-                files|a document|my file|a text|a text file|a pdf|my notes|source code|a log file|
+                files|a document|my file|a text|a text file|my notes|source code|a log file|
                 two files)
             (attach|add|send) (a file|a document) to (my message|the chat|the prompt|my question)
             (ask about|talk about|chat about|discuss) (a file|a document|my notes|
@@ -35,7 +35,7 @@ COMMANDS_INPUT = (
     topic(
         "/pin NAME FILES keeps documents warm in the cache, as in /pin manual docs/*.md. Any later "
         "chat can start from them at once.",
-        "Pinned contexts leave the cache last. /unpin lets one go.",
+        "Pinned contexts stay on disk. /unpin lets one go.",
         "/pin keeps documents ready.",
         "/pin",
         names="/pin; the /pin command; the pin command; /pin manual docs/*.md",
@@ -171,8 +171,7 @@ COMMANDS_INPUT = (
             (which|what) models (are supported|can I use|work|does kvchat support|can I run|
                 do you support|are there)
             (can|does) (kvchat|it|this) (run|load|support|use) (qwen|mistral|gemma|other models|
-                bigger models|real models|any model|deepseek|phi|hugging face models|large models|
-                gguf files)
+                bigger models|real models|any model|deepseek|phi|hugging face models|large models)
             where do I (get|find|download) (models|a model|real models|a better model)
             is there a (better|bigger|smarter|larger|real) (model|version) [of you|than you]
             how do I get a real answer
@@ -183,7 +182,7 @@ COMMANDS_INPUT = (
     ),
     topic(
         "/editor opens your $EDITOR for a long message; Ctrl-G does the same.",
-        "What you save there becomes the message.",
+        "What you save there stands at the prompt, and Enter sends it.",
         "/editor opens your editor.",
         "/editor|ctrl-g",
         names="/editor; the /editor command; the editor command; Ctrl-G; ctrl g; the editor",
@@ -204,9 +203,9 @@ COMMANDS_INPUT = (
         "/copy",
         names="/copy; the /copy command; the copy command; the clipboard",
         tasks="""
-            copy (the answer|your answer|the last answer|an answer|the reply|the text|the code|
+            copy (the answer|your answer|the last answer|an answer|the reply|the text|
                 what you said|a reply) [to the clipboard]
-            (put|get) (the answer|the last answer|the reply|the text|the code) (on|onto|into|
+            (put|get) (the answer|the last answer|the reply|the text) (on|onto|into|
                 in) (the|my) clipboard
             (paste|use) (the answer|your answer|the reply) (elsewhere|in another program|
                 somewhere else)

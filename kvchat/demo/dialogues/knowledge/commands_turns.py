@@ -67,8 +67,7 @@ COMMANDS_TURNS = (
             (start|begin|open|make|create) a (new|fresh|clean|different|second) (chat|conversation|
                 session|one)
             start (over|again|afresh|from scratch|anew)
-            (clear|empty|reset) (the chat|this chat|the screen|the conversation|the context|
-                everything)
+            (clear|empty|reset) (the chat|this chat|the conversation|the context|everything)
             (begin|start) with an empty (chat|context|page)
             (change|switch to) a new (subject|topic)
             wipe the (chat|context)
@@ -77,7 +76,7 @@ COMMANDS_TURNS = (
     ),
     topic(
         "/resume opens a saved conversation; /load is another name. From the shell, kvchat -c "
-        "continues the last one and -r ID a certain one.",
+        "continues the last one and -r ID a particular one.",
         "Without an id a picker lists the saved conversations. What was read then is still in the "
         "cache.",
         "/resume opens a saved chat.",
@@ -137,7 +136,7 @@ COMMANDS_TURNS = (
     ),
     topic(
         "/export writes the conversation to a file; /save is another name.",
-        "kvchat sessions export does it from the shell, and /import reads such a file back.",
+        "kvchat sessions export does it from the shell, and /import reads it back if it is .jsonl.",
         "/export writes the chat to a file.",
         "/export|/save",
         names="/export; /save; the /(export|save) command; the export command; exporting",
@@ -152,7 +151,7 @@ COMMANDS_TURNS = (
     ),
     topic(
         "/import reads a conversation from a file.",
-        "kvchat sessions import does it from the shell. The files in sessions/ are good for a try.",
+        "kvchat sessions import does it from the shell. The files in sessions/ are worth a try.",
         "/import loads a chat from a file.",
         "/import",
         names="/import; the /import command; the import command; importing",
@@ -226,10 +225,8 @@ COMMANDS_TURNS = (
         """,
     ),
     topic(
-        "/edit n changes your message number n, or the last one, and answers it anew on a new "
-        "branch.",
-        "The price is shown first: how many tokens must be read again. The old branch stays in "
-        "/tree.",
+        "/edit n changes your nth message, or the last one, and answers it anew on a new branch.",
+        "If much must be read again, the price is shown first. The old branch stays in /tree.",
         "/edit changes an earlier message.",
         "/edit",
         names="/edit; /edit 3; /edit n; the /edit command; the edit command; editing",
@@ -301,10 +298,11 @@ COMMANDS_TURNS = (
         """,
     ),
     topic(
-        "/fork starts a branch of this conversation here; /branch is another name. --fork does it "
+        "/fork goes on in a copy of this conversation; /branch is another name. --fork does it "
         "when you resume one.",
-        "The branch shares all blocks up to this point, so it costs nothing.",
-        "/fork starts a branch.",
+        "The copy shares all blocks up to this point, so it costs nothing. /resume goes back to "
+        "the original.",
+        "/fork goes on in a copy.",
         "/fork|/branch",
         names="""
             /fork
@@ -329,7 +327,7 @@ COMMANDS_TURNS = (
     ),
     topic(
         "/tree shows all branches of the conversation and marks where you are.",
-        "/retry, /edit and /fork make branches. /switch goes to another branch.",
+        "/retry and /edit make branches. /switch goes to another branch.",
         "/tree shows the branches.",
         "/tree",
         names="/tree; the /tree command; the tree command; the tree; the tree of branches",
@@ -338,7 +336,6 @@ COMMANDS_TURNS = (
             (see|show|view|print|draw|display) the [conversation|chat] tree
             (see|show|view|get) (an overview|a map|the structure) of (the chat|this conversation|
                 my branches|the conversation)
-            (see|find out|know) (what is|which turns are) (warm|cold|on disk)
             (see|find) where I am in the (tree|conversation)
         """,
         questions="""

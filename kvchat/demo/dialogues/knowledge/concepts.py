@@ -4,11 +4,11 @@ from kvchat.demo.dialogues.knowledge.topic import topic
 
 CONCEPTS = (
     topic(
-        "A conversation is a tree: /retry, /edit and /fork start new branches, and all branches "
-        "share the blocks they have in common.",
+        "A conversation is a tree: /retry and /edit start new branches, and all branches share the "
+        "blocks they have in common.",
         "/tree shows the branches, /switch goes to another one. Going back and forth costs no "
         "prefill.",
-        "Branches are other ways the same chat went on.",
+        "Branches are other ways the same chat could go on.",
         "branch|tree & share|common|same",
         names="""
             (a|the) branch
@@ -97,8 +97,8 @@ CONCEPTS = (
     topic(
         "The acceptance rate is the share of drafted tokens that the target accepts. The line "
         "under each answer shows it.",
-        "The more is accepted, the fewer steps the target needs. Free text is accepted less often "
-        "than text that repeats.",
+        "The more tokens are accepted, the fewer steps the target needs. Free text is accepted "
+        "less often than text that repeats.",
         "It says how many guesses were right.",
         "accept|right",
         names="""
@@ -247,8 +247,7 @@ CONCEPTS = (
     topic(
         "A pinned context is a document you keep warm with /pin: any later chat can start from it "
         "without reading it again.",
-        "For example /pin manual docs/*.md. Pinned contexts leave the cache last, and /unpin lets "
-        "one go.",
+        "For example /pin manual docs/*.md. Pinned contexts stay on disk, and /unpin lets one go.",
         "It is a document kept ready in the cache.",
         "/pin|warm|kept",
         names="""
@@ -260,7 +259,7 @@ CONCEPTS = (
     topic(
         "It shows the tokens that came from the cache and where from, the tokens read, the time to "
         "the first token, the speed, the drafts accepted and the context used.",
-        "F2 or /stats turns it on and off. In scripts, --stats prints it to stderr.",
+        "F2 or /stats on turns it on. In scripts, --stats prints it to stderr.",
         "It sums up cache, speed and context of the answer.",
         "cache|tokens & speed|first token",
         names="""
@@ -278,9 +277,9 @@ CONCEPTS = (
     ),
     topic(
         "Branches, restarts and shared prompts are where kvchat is ahead: it keeps their KV cache, "
-        "others read the text again.",
-        "kvchat bench measures it on your machine, beside the ceiling of the hardware.",
-        "Others read again what kvchat remembers.",
+        "where many others read the text again.",
+        "kvchat bench measures it on your machine, beside its peers and ceilings.",
+        "Many others read again what kvchat remembers.",
         "again|cache|ahead",
         questions="""
             how (is|does) kvchat (compare|different|better|compared) [to|than|with|from] (ollama|

@@ -47,7 +47,7 @@ FLAGS = (
     ),
     topic(
         "-c continues the last conversation: kvchat -c. --continue is the long form.",
-        "kvchat -r ID resumes a certain one, and /resume lets you pick inside the chat.",
+        "kvchat -r ID resumes a particular one, and /resume lets you pick inside the chat.",
         "-c continues the last chat.",
         "-c\\b|--continue",
         names="-c; --continue; the (-c|--continue) (flag|option)",
@@ -62,7 +62,7 @@ FLAGS = (
     topic(
         "-r ID resumes the conversation with that id; --resume is the long form.",
         "kvchat sessions list shows the ids. Add --fork to leave the original as it is.",
-        "-r resumes a certain chat.",
+        "-r resumes a particular chat.",
         "-r\\b|--resume|/resume",
         names="-r; --resume; the (-r|--resume) (flag|option); (a session id|session ids)",
         tasks="""
@@ -153,9 +153,9 @@ FLAGS = (
         """,
     ),
     topic(
-        "--max-tokens limits the length of an answer; --stop TEXT ends it at a text, --timeout S "
-        "after some seconds.",
-        "/continue goes on with an answer that was cut.",
+        "--max-tokens limits the length of an answer; --stop TEXT ends it at a text, in scripts "
+        "--timeout S after some seconds.",
+        "/continue goes on with an answer that --max-tokens has cut.",
         "--max-tokens limits the answer.",
         "--max-tokens|--stop|--timeout",
         names="""
@@ -238,7 +238,7 @@ FLAGS = (
     ),
     topic(
         "--no-cache never reuses a cache, and --cache-dir DIR puts the cache elsewhere.",
-        "The chat itself is still saved; --incognito saves nothing at all.",
+        "/cache path shows where it is. The chat itself is still saved; --incognito saves nothing.",
         "--no-cache runs without the cache.",
         "--no-cache|--cache-dir",
         names="""
@@ -295,12 +295,11 @@ FLAGS = (
             --dtype
             the (--device|--dtype) (flag|option)
             --device (cuda|cpu)
-            (--threads|--block-size|--kv-dtype)
         """,
         tasks="""
             (use|run on|choose|select|force|switch to) (the|my|a) (GPU|graphics card|CPU|gpu|cpu)
             (run|start|load) (the model|kvchat|it) on (the GPU|the CPU|cuda|my graphics card)
-            (set|change|choose) the (device|dtype|number format|precision|number of threads)
+            (set|change|choose) the (device|dtype|number format|precision)
             use (cuda|bfloat16|float16|float32)
         """,
         questions="""
@@ -308,6 +307,23 @@ FLAGS = (
             (does|can) (kvchat|it|this) (work|run) (on a CPU|without a GPU|on a laptop|on my laptop|
                 on a GPU|on cuda)
             (is|are) (GPUs|the GPU|my GPU|cuda) (supported|used)
+        """,
+    ),
+    topic(
+        "--weights int8 or int4 holds the linear layers of a model in fewer bits, on a CPU.",
+        "It takes less memory. int4 changes the answers more than int8 does.",
+        "--weights holds the model in fewer bits.",
+        "--weights",
+        names="""
+            --weights
+            --weights (int8|int4)
+            the --weights (flag|option)
+            (quantization|quantisation|int8|int4|quantized weights|8-bit weights|4-bit weights)
+        """,
+        tasks="""
+            (quantize|quantise|compress|shrink) (a model|the model|the weights|my model)
+            (use|load|run|have|get) (int8|int4|8-bit|4-bit|quantized|quantised) (weights|models)
+            (load|run) a model (in fewer bits|in 8 bits|in 4 bits|with less memory)
         """,
     ),
     topic(

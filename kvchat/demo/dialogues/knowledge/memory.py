@@ -26,7 +26,7 @@ MEMORY = (
             what can (kvchat|this program|this app) do [for me]
             what makes kvchat (special|different|better|unique)
             why (should I use|use|would I use|is there) kvchat
-            (where am I|what is this|what did I start|what have I started|what is going on here)
+            (where am I|what did I start|what have I started|what is going on here)
             what is this (thing|place|prompt|window)
             (how|why) is kvchat (better|different|special|useful)
             what is the (point|idea|purpose|goal) of (kvchat|this program|this)
@@ -130,8 +130,8 @@ MEMORY = (
         weight=2,
     ),
     topic(
-        "There are three tiers: the device, host memory and disk. Cold blocks sink down, and come "
-        "back up when needed.",
+        "There are three tiers: the device, host memory beside a GPU, and disk. Cold blocks sink "
+        "down, and come back up when needed.",
         "Moving down is called demote, moving up promote. What is cheaper to compute again than to "
         "load is computed again.",
         "The tiers are device, host memory and disk.",
@@ -155,10 +155,9 @@ MEMORY = (
         weight=2,
     ),
     topic(
-        "To demote is to copy a block to a lower tier and free the place above. To promote is to "
-        "bring it back up.",
-        "Blocks go from the device to host memory, from there to disk, and back when a prompt "
-        "needs them.",
+        "To demote is to copy a block to a lower tier, so that the place above can be used again. "
+        "To promote is to bring it back up.",
+        "Blocks go from the device to host memory and to disk, and back when a prompt needs them.",
         "Demote moves a block down, promote moves it up.",
         "down|lower & up|back",
         names="""
@@ -175,10 +174,10 @@ MEMORY = (
         """,
     ),
     topic(
-        "Eviction forgets blocks that were not used for long, when the last tier is full. The text "
-        "itself is never lost.",
-        "System prompts and pinned contexts leave last, one-shot chats first. Evicted blocks are "
-        "simply computed again.",
+        "Eviction forgets blocks that have not been used for a long time, when the last tier is "
+        "full. The text itself is never lost.",
+        "What was used often leaves late, pinned contexts stay. Evicted blocks are simply computed "
+        "again.",
         "Eviction drops old blocks, never text.",
         "never|forget|drop & lost|text|again",
         names="""

@@ -67,7 +67,7 @@ USING = (
     ),
     topic(
         "Alt-Left and Alt-Right show the previous and the next sibling answer.",
-        "Siblings come from /retry and /edit; /tree shows them all.",
+        "Siblings come from /retry; /tree shows all branches.",
         "Alt-Left and Alt-Right go through the answers.",
         "alt-",
         names="(Alt-Left|Alt-Right|alt left|alt right|Alt-Left and Alt-Right)",
@@ -114,9 +114,9 @@ USING = (
         """,
     ),
     topic(
-        "kvchat bench measures turns, resume, decode, spec, tiers, radix, memory, concurrency, "
-        "kernels and startup.",
-        "Every number comes with its ceiling, and the run ends with one JSON document.",
+        "kvchat bench measures turns, resume, decode, prefill, spec, tiers, radix, memory, startup "
+        "and cold starts.",
+        "Every number comes with its peer or its ceiling, and the run ends with one JSON document.",
         "kvchat bench measures speed.",
         "bench",
         names="""
@@ -215,7 +215,6 @@ USING = (
             (see|check|know|find out) (if|whether) a model is supported
             (see|get|read|show) (the model card|information about a model|details of a model|
                 your card|the scores of the demo model)
-            (know|see) how many tokens fit [in memory|in each tier]
         """,
     ),
     topic(
@@ -278,10 +277,10 @@ USING = (
         """,
     ),
     topic(
-        "Directories are 0700, files 0600, and no chat text appears in file names or logs. "
+        "What is saved is for you alone, directories 0700, files 0600, and not encrypted. "
         "--incognito writes nothing, /forget erases.",
-        "Nothing leaves your machine, and weights are read from safetensors only, without remote "
-        "code.",
+        "Nothing leaves your machine, no chat text is in logs, and weights are read from "
+        "safetensors only, without remote code.",
         "Your chats are private to you.",
         "0600|private|--incognito|0700",
         names="(privacy|security|data protection|my privacy|safety)",
@@ -297,9 +296,9 @@ USING = (
         """,
     ),
     topic(
-        "Before a dear action kvchat shows its price, such as: /edit 3 re-reads 1,240 of 9,812 "
-        "tokens, about 0.9 s.",
-        "It is silent when the action is cheap and asks when it is dear.",
+        "Before a costly action kvchat shows its price, such as: /edit 3 re-reads 1,240 of 9,812 "
+        "tokens, about 1.5 s.",
+        "It is silent when the action is cheap and asks when it is costly.",
         "kvchat says what an action costs.",
         "price|re-reads|cost",
         names="""

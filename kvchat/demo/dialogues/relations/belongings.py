@@ -92,8 +92,8 @@ FAVOURITE = Relation(
         (which|what) {a} I prefer
         the {a} I like (best|most)
     """),
-    clause="your {f} {a} is {v}",
-    gap="your {f} {a}",
+    clause="your favourite {a} is {v}",
+    gap="your favourite {a}",
     subject=_favourite_noun,
     value=lambda scene: scene.rng.choice(_FAVOURITES)[1](scene),
 )

@@ -9,7 +9,7 @@ from kvchat.demo.scene import Scene
 
 
 def _pet(scene: Scene) -> Slots:
-    return {"p": scene.value(PETS)}
+    return {"p": scene.plain(PETS)}
 
 
 PET = Relation(
@@ -180,12 +180,12 @@ CAR = Relation(
 MUSIC = Relation(
     key="instrument",
     tells=Phrases("""
-        I play [the] {v}
-        I can play [the] {v}
+        I play the {v}
+        I can play the {v}
         I'm learning [to play] the {v}
         I am learning [to play] the {v}
         my instrument is the {v}
-        I play {v} in (a band|an orchestra|a group)
+        I play the {v} in (a band|an orchestra|a group)
         I (practise|practice) the {v} every (day|week)
         I've played the {v} (for years|since school|since i was six)
         I take {v} lessons
@@ -201,7 +201,7 @@ MUSIC = Relation(
         what do I play in the (band|orchestra)
         what (music|musical) instrument do I play
         do I play (an instrument|any instrument|music)
-        what did I say I play
+        (what|which) instrument did I say I play
         what do I make music on
         what (lessons do I take|do I practise)
         my instrument
@@ -217,7 +217,7 @@ MUSIC = Relation(
     clause="you play the {v}",
     gap="which instrument you play",
     subject=no_subject,
-    value=from_words(INSTRUMENTS),
+    value=lambda scene: scene.plain(INSTRUMENTS),
 )
 
 LANGUAGE = Relation(
@@ -227,7 +227,7 @@ LANGUAGE = Relation(
         I'm learning {v}
         I am learning {v}
         my (native language|mother tongue|first language|language) is {v}
-        I (study|practise|understand) {v}
+        I understand {v}
         I can speak {v}
         I grew up speaking {v}
         at home we speak {v}

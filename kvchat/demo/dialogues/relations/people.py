@@ -18,7 +18,7 @@ from kvchat.demo.scene import Scene
 
 def someone(scene: Scene) -> Slots:
     """A relative, a named person, or both at once."""
-    relative, name = f"my {scene.value(RELATIVES)}", scene.name(FIRST_NAMES)
+    relative, name = f"my {scene.plain(RELATIVES)}", scene.name(FIRST_NAMES)
     both = f"{relative} {name}"
     pick = scene.rng.random()
     if pick < 0.4:
@@ -29,7 +29,7 @@ def someone(scene: Scene) -> Slots:
 
 
 def _relative(scene: Scene) -> Slots:
-    return {"r": scene.value(RELATIVES)}
+    return {"r": scene.plain(RELATIVES)}
 
 
 PERSON_NAME = Relation(
@@ -210,7 +210,7 @@ PERSON_AGE = Relation(
     clause="{s2} is {v} years old",
     gap="how old {q2} is",
     subject=someone,
-    value=lambda scene: str(scene.rng.randrange(1, 100)),
+    value=lambda scene: str(scene.rng.randrange(2, 100)),
 )
 
 PERSON_ORIGIN = Relation(

@@ -126,7 +126,7 @@ SPORT = Relation(
         (what|which) sport I (play|do)
         my sport
         what my sport is
-        what I (play|train)
+        which sport I train
         whether I play a sport
     """),
     clause="you play {v}",

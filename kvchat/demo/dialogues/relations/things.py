@@ -86,7 +86,8 @@ def _attribute(scene: Scene) -> Slots:
 
 def _shared(scene: Scene) -> Slots:
     if scene.chance(0.3):
-        return {"a": f"{scene.value(NOUNS)} of {coined_name(scene.rng, scene.grade)}"}
+        name = scene.voice.spelled(coined_name(scene.rng, scene.grade))
+        return {"a": f"{scene.value(NOUNS)} of {name}"}
     return {"a": scene.value(SHARED) if scene.chance(0.6) else _attribute_noun(scene)}
 
 
@@ -113,7 +114,7 @@ ATTRIBUTE = Relation(
         the {a} I have is {v}
         as my {a} I have {v}
         as for my {a}, it's {v}
-        (my|my own) {a} is [called|the] {v}
+        (my|my own) {a} is [called] {v}
         my {a}, that's {v}
         I (use|chose|picked|have|want) {v} (as|for) my {a}
         for my {a} I (use|chose|picked|have|want) {v}
@@ -203,7 +204,6 @@ NOTE = Relation(
         what have you (saved|noted|stored) as the {a}
         I need the {a}
         I forgot the {a}
-        is there a {a}
     """),
     indirect=Phrases("""
         the {a}
