@@ -4,7 +4,6 @@ Others may delete the directory, make it anew, or spoil it. Knows what an error 
 knows no packs.
 """
 
-import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -17,7 +16,7 @@ from kvchat.cache.pack_table import PackTable
 from kvchat.cache.raw_disk import is_busy, is_passing
 from kvchat.cache.store_lock import StoreHeld, StoreLock
 from kvchat.core.errors import StoreError
-from kvchat.core.paths import open_private, private_directory
+from kvchat.core.paths import private_directory, private_file
 
 T = TypeVar("T")
 
@@ -139,7 +138,6 @@ class TableKeeper:
     def _open(self) -> PackTable:
         private_directory(self._own).chmod(0o700)
         # SQLite gives its log the mode of its file; both are the user's alone.
-        descriptor = open_private(self._table_path, os.O_RDWR | os.O_CREAT)
+        private_file(self._table_path)
         self._file, self.thread = file_number(self._table_path), threading.get_ident()
-        os.close(descriptor)
         return PackTable(self._own, self._patience_s)

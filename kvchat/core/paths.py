@@ -50,3 +50,26 @@ def open_private(path: Path, flags: int) -> int:
     if stat.S_IMODE(info.st_mode) != 0o600:
         os.fchmod(descriptor, 0o600)
     return descriptor
+
+
+def private_file(path: Path) -> None:
+    """Make a file of the user's own with mode 0600 where there is none, or check what is there.
+
+    What is there is not opened: closing any descriptor of a file ends every lock that this process
+    has on it, and another of its threads may have the file open in SQLite, which lives by such
+    locks. Raises StoreError as `open_private` does.
+    """
+    try:
+        os.close(open_private(path, os.O_RDWR | os.O_CREAT | os.O_EXCL))
+        return
+    except StoreError:
+        if not path.is_symlink() and not path.exists():
+            raise
+    try:
+        info = path.lstat()
+        if info.st_uid != os.getuid() or not stat.S_ISREG(info.st_mode):
+            raise StoreError(f"{path} is not a regular file of this user.")
+        if stat.S_IMODE(info.st_mode) != 0o600:
+            path.chmod(0o600)
+    except OSError as error:
+        raise StoreError(f"Cannot use {path}: {error.strerror}.") from error

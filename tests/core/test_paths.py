@@ -9,7 +9,7 @@ import pytest
 
 from kvchat.core import paths
 from kvchat.core.errors import StoreError
-from kvchat.core.paths import open_private, private_directory
+from kvchat.core.paths import open_private, private_directory, private_file
 
 CREATE = os.O_WRONLY | os.O_CREAT
 
@@ -59,6 +59,25 @@ def test_a_file_that_was_open_to_others_is_made_private(tmp_path: Path) -> None:
     os.close(open_private(tmp_path / "old", os.O_RDONLY))
 
     assert mode(tmp_path / "old") == 0o600
+
+
+@pytest.mark.usefixtures("umask")
+def test_a_private_file_is_made_or_made_private_and_keeps_what_it_holds(tmp_path: Path) -> None:
+    private_file(tmp_path / "new")
+    (tmp_path / "old").write_text("kept")
+    (tmp_path / "old").chmod(0o644)
+    private_file(tmp_path / "old")
+
+    assert mode(tmp_path / "new") == mode(tmp_path / "old") == 0o600
+    assert (tmp_path / "old").read_text() == "kept"
+
+
+def test_a_private_file_is_no_link_and_no_directory(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "directory").mkdir()
+    for name in ("link", "directory", "nowhere/file"):
+        with pytest.raises(StoreError):
+            private_file(tmp_path / name)
 
 
 def test_symbolic_links_are_refused_and_what_they_name_is_untouched(tmp_path: Path) -> None:
