@@ -143,7 +143,7 @@ def _answer_script(settings: Settings, request: ChatRequest) -> int:
     notices = Notices(settings["quiet"])
     text = None
     if request.input_format == "text":
-        piped = "" if _is_terminal(sys.stdin) else read_text(_stdin(), notices)
+        piped = "" if _is_terminal(sys.stdin) else read_text(sys.stdin.buffer, notices)
         text = with_prompt(piped, request.prompt)
         if not text.strip() and not request.files:
             raise UsageError("The input is empty.", "Give a prompt with -p, or pipe one in.")
@@ -175,13 +175,13 @@ def _run_script(
     script = Script(setup, interruption)
     try:
         if request.input_format == "jsonl":
-            script.answer_batch(read_requests(_stdin(), notices))
+            script.answer_batch(read_requests(sys.stdin.buffer, notices))
             return script.exit_code
         _tell_about(desk, notices)
         if text is not None:
             script.answer(text)
         else:
-            lines = iter(()) if _is_terminal(sys.stdin) else read_lines(_stdin(), notices)
+            lines = iter(()) if _is_terminal(sys.stdin) else read_lines(sys.stdin.buffer, notices)
             commands = _script_commands(desk, notices, look, settings["stats"])
             script.answer_lines(commands, lines, request.prompt)
         return script.exit_code
@@ -235,12 +235,6 @@ def _writer(request: ChatRequest, desk: "Desk") -> "Writer":
     if request.input_format == "jsonl":
         return JsonWriter(sys.stdout, lambda: desk.host.ready)
     return TextWriter(sys.stdout, request.is_raw)
-
-
-def _stdin() -> Any:
-    if sys.stdin is None or sys.stdin.closed:
-        raise UsageError("Standard input is closed.", "Give a prompt with -p.")
-    return sys.stdin.buffer
 
 
 # The interactive chat

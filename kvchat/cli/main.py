@@ -10,20 +10,25 @@ import threading
 import traceback
 from typing import NoReturn
 
+from kvchat.cli.streams import ensure_open, forget_stdout
 from kvchat.core.errors import ExitCode, KvchatError
 
 
 def run() -> NoReturn:
     """Run the command line and leave with its exit code."""
+    ensure_open()
     code = _run()
     try:
         sys.stdout.flush()
         sys.stderr.flush()
     except (BrokenPipeError, ValueError):
         code = ExitCode.BROKEN_PIPE
-        _forget_stdout()
+        forget_stdout()
+    except OSError as error:
+        code = code or _refused(error)
+        forget_stdout()
     if code == ExitCode.BROKEN_PIPE:
-        _forget_stdout()
+        forget_stdout()
     if any(thread.name == "kvchat-engine" for thread in threading.enumerate()):
         # The engine may be inside a long forward pass or still importing torch; neither has
         # anything to save, and waiting for it would keep the shell's prompt from coming back.
@@ -51,7 +56,7 @@ def _run() -> int:
         print(f"kvchat: {error}", file=sys.stderr)  # noqa: T201 - the one place errors are printed
         return error.exit_code
     except BrokenPipeError:
-        _forget_stdout()
+        forget_stdout()
         return ExitCode.BROKEN_PIPE
     except Interrupted as interrupted:
         return interrupted.code
@@ -60,6 +65,9 @@ def _run() -> int:
     except Exception as error:
         if is_debug:
             raise
+        if isinstance(error, OSError) and error.filename is None and error.strerror:
+            forget_stdout()
+            return _refused(error)
         print(  # noqa: T201
             f"kvchat: unexpected {type(error).__name__}: {error}. "
             "This is a bug; --debug shows where.",
@@ -69,6 +77,9 @@ def _run() -> int:
     return ExitCode.OK
 
 
-def _forget_stdout() -> None:
-    """Point stdout nowhere, so that flushing it at exit does not complain about the closed pipe."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+def _refused(error: OSError) -> int:
+    """Say that what was printed could not be written: every file of ours has errors of its own."""
+    print(  # noqa: T201
+        f"kvchat: Standard output cannot be written: {error.strerror}.", file=sys.stderr
+    )
+    return ExitCode.GENERATION

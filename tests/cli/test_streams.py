@@ -1,0 +1,43 @@
+"""Standard streams that are closed, or full: one sentence, and never somebody else's file."""
+
+import shlex
+import subprocess
+
+import pytest
+
+from support.commands import TIMEOUT_S, Shell
+
+
+def run(
+    shell: Shell, arguments: list[str], redirections: str
+) -> "subprocess.CompletedProcess[str]":
+    command = f"exec {shlex.join(shell.command(*arguments))} {redirections}"
+    return subprocess.run(
+        ["sh", "-c", command],
+        env=shell.environment,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        cwd=shell.home,
+    )
+
+
+@pytest.mark.parametrize("redirections", ["<&-", ">&-", "<&- >&- 2>&-"])
+def test_a_closed_stream_keeps_no_prompt_from_its_answer(
+    shell: Shell, tiny: str, redirections: str
+) -> None:
+    # With -p given, "Standard input is closed. Give a prompt with -p." was said; with stdout
+    # closed, that an AttributeError was a bug.
+    done = run(shell, ["-m", tiny, "-p", "hi", "--max-tokens", "2", "-q"], redirections)
+
+    assert (done.returncode, done.stderr) == (0, "")
+    assert len(shell.sessions) == 1
+    assert bool(done.stdout) == (redirections == "<&-")
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["config", "show"]], ids=" ".join)
+def test_what_cannot_be_printed_is_said_in_one_sentence(shell: Shell, arguments: list[str]) -> None:
+    done = run(shell, arguments, "> /dev/full")
+
+    assert done.returncode == 1
+    assert done.stderr == ("kvchat: Standard output cannot be written: No space left on device.\n")
