@@ -157,7 +157,7 @@ class Answering:
         """Put a message back into the prompt, unless that is in use."""
         self._desk.attached = attached
         if not self._face.prompt_text:
-            self._face.put_text(text)
+            self._face.put_back(text)
 
     def _write_gap(self) -> None:
         if not self._face.painter.look.is_spoken:

@@ -132,7 +132,7 @@ class Dialogue(CommandContext):
         farewell = text.strip().lower()
         if farewell in _FAREWELLS and self._said_farewell != farewell:
             self._said_farewell = farewell
-            self.face.put_text(text)
+            self.face.put_back(text)
             self._notice = "Enter again leaves. After a space it is a message."
             return
         if farewell in _FAREWELLS and not text.startswith(" "):
@@ -144,7 +144,7 @@ class Dialogue(CommandContext):
 
     def _refuse(self, text: str, reason: str) -> None:
         """Nothing typed is lost: it is in the prompt again."""
-        self.face.put_text(text)
+        self.face.put_back(text)
         self.say(reason, Role.WARNING)
 
     def stop(self) -> None:

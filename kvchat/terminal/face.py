@@ -93,6 +93,9 @@ class Face(Page, Protocol):
     def write(self, rows: Sequence[Row], view: LiveView | None = None) -> None:
         """Show rows for good, above the prompt, and in the same stroke another view below them."""
 
+    def put_back(self, text: str) -> None:
+        """Put text into the prompt that could not be used; what is typed next takes its place."""
+
     def show(self, view: LiveView) -> None:
         """Show something else below the finished rows, soon."""
 

@@ -9,7 +9,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from prompt_toolkit.application.current import get_app
-from prompt_toolkit.filters import Condition, has_completions, is_searching
+from prompt_toolkit.filters import (
+    Condition,
+    has_completions,
+    is_searching,
+    shift_selection_mode,
+)
 from prompt_toolkit.input.ansi_escape_sequences import ANSI_SEQUENCES
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent, merge_key_bindings
 from prompt_toolkit.key_binding.bindings.auto_suggest import load_auto_suggest_bindings
@@ -88,6 +93,17 @@ def _bind_lines(bindings: KeyBindings, prompt: "LivePrompt") -> None:
     @bindings.add("c-j", filter=is_typing)
     def _newline(event: E) -> None:
         prompt.buffer.insert_text("\n")
+
+    @bindings.add("backspace", filter=shift_selection_mode)
+    @bindings.add("c-h", filter=shift_selection_mode)
+    def _amend(event: E) -> None:
+        prompt.buffer.exit_selection()
+        prompt.buffer.delete_before_cursor()
+
+    @bindings.add(Keys.BracketedPaste, filter=shift_selection_mode)
+    def _paste_instead(event: E) -> None:
+        prompt.buffer.cut_selection()
+        prompt.buffer.insert_text(event.data.replace("\r\n", "\n").replace("\r", "\n"))
 
     @bindings.add("tab", filter=is_typing)
     def _complete(event: E) -> None:

@@ -94,6 +94,9 @@ class LineFace:
         if text:
             self.write(self.painter.wrapped(f"The text was: {text}", self._columns))
 
+    def put_back(self, text: str) -> None:
+        self.put_text(text)
+
     async def choose(self, title: str, choices: Sequence[Choice], current: int = 0) -> int | None:
         """Show a numbered list and take a number; an empty line picks nothing."""
         lines = [f"{title}:"]

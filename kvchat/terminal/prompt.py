@@ -21,6 +21,7 @@ from prompt_toolkit.data_structures import Size
 from prompt_toolkit.filters import Condition
 from prompt_toolkit.history import History
 from prompt_toolkit.input import Input
+from prompt_toolkit.selection import SelectionState
 from prompt_toolkit.styles import Style
 from rich.text import Text
 
@@ -170,6 +171,12 @@ class LivePrompt:
         self.buffer.reset()
         self.buffer.insert_text(text)
         self._app.invalidate()
+
+    def put_back(self, text: str) -> None:
+        self.put_text(text)
+        # What is typed or pasted next, perhaps long ahead, is no part of it.
+        self.buffer.selection_state = state = SelectionState(original_cursor_position=0)
+        state.enter_shift_mode()
 
     async def choose(self, title: str, choices: Sequence[Choice], current: int = 0) -> int | None:
         """Show a picker in place of the prompt until one is picked or given up."""

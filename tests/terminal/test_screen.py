@@ -172,6 +172,19 @@ def test_an_unknown_command_is_explained_and_back_in_the_prompt(start_chat: Star
     assert "You said" not in chat.text
 
 
+def test_what_is_typed_after_a_refused_line_takes_its_place(start_chat: StartChat) -> None:
+    """It was glued to the line, and "/hepl/help" went to the model as a path."""
+    chat = start_chat()
+    chat.type("/hepl\r/help undo\r").wait_for("Did you mean /help?").wait_for("/undo [n]")
+    chat.enter("/hepl").wait_for("❯ /hepl")
+    chat.paste("pasted").type("\r").wait_for("You said 'pasted' (0).")
+
+
+def test_a_refused_line_can_be_amended(start_chat: StartChat) -> None:
+    chat = start_chat()
+    chat.enter("/hepl").wait_for("❯ /hepl").type("\x7f\x7flp undo\r").wait_for("/undo [n]")
+
+
 def test_the_prompt_is_live_while_the_model_loads(start_chat: StartChat) -> None:
     chat = start_chat("--load", "1.5")
     chat.wait_for("reading weights").enter("early question").wait_for("queued 1: early question")
