@@ -21,9 +21,18 @@ _CODE_BLOCK = re.compile(r"^(`{3,}|~{3,})[^\n]*\n(.*?)^\1[ \t]*$", re.MULTILINE 
 
 
 async def file(context: "CommandContext", arguments: str) -> None:
+    desk = context.desk
+    if arguments == "clear":
+        context.say("No file is attached any more." if desk.attached else "No file was attached.")
+        desk.attached = ()
+        return
+    if not arguments and desk.attached:
+        names = ", ".join(one_line(file.name) for file in desk.attached)
+        context.say(f"Attached for your next message: {names}. /file clear takes them away.")
+        return
     for name in _split_paths(arguments):
         path = Path(name).expanduser()
-        tokens = context.desk.attach(path)
+        tokens = desk.attach(path)
         context.say(
             f"Attached {one_line(path.name)}, {plural(tokens, 'token')}: "
             "it goes with your next message."
@@ -145,7 +154,7 @@ COMMANDS = (
         "attach a text file to the next message (or write @path in it)",
         file,
         Group.INPUT,
-        "PATH...",
+        "PATH...|clear",
         ("read", "add"),
         is_available_while_answering=True,
         argument=Argument.PATH,

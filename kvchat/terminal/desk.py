@@ -134,8 +134,15 @@ class Desk:
     def attach(self, path: Path) -> int:
         """Put a file before the next message; return its tokens. Raises UsageError."""
         text = read_attachment(path)
+        num_tokens = len(self.host.model.tokenizer.encode([Segment(text, is_inert=True)]))
+        limit = self.host.ready.context_limit if self.host.ready is not None else num_tokens
+        if num_tokens > limit:
+            raise UsageError(
+                f"{path} has {num_tokens:,} tokens, and the model's context holds {limit:,}.",
+                "Attach a part of it.",
+            )
         self.attached = (*self.attached, Attached(path.name, text))
-        return len(self.host.model.tokenizer.encode([Segment(text, is_inert=True)]))
+        return num_tokens
 
     def ask(self, text: str, notify: Callable[[], None] | None = None) -> Reply:
         """Send a message with what is attached; where a turn is being edited, in its place."""
@@ -217,8 +224,9 @@ class Desk:
     # Conversations
 
     def begin_new(self, title: str = "") -> None:
-        """Put the conversation away; the next message begins another."""
+        """Put the conversation away, and what was attached; the next message begins another."""
         self.close_session()
+        self.attached = ()
         self.title = title
 
     def open(self, session_id: str) -> ChatSession:

@@ -115,6 +115,33 @@ def test_files_go_with_the_next_message(start_chat: StartChat, tmp_path: Path) -
     assert "forty-two" in texts[2]
 
 
+def test_files_can_be_taken_away_again(start_chat: StartChat, tmp_path: Path) -> None:
+    """A file once attached, by mistake or too long to be answered, went with every message."""
+    notes = tmp_path / "notes.txt"
+    notes.write_text("forty-two\n")
+    chat = start_chat(columns=120)
+    chat.enter(f"/file {notes}").wait_for("Attached notes.txt")
+    chat.enter("/file").wait_for("Attached for your next message: notes.txt.")
+    chat.enter("/file clear").wait_for("No file is attached any more.")
+    chat.enter(f"/file {notes}").wait_for(lambda text: text.count("Attached notes.txt") == 2)
+    chat.enter("/new").wait_for("A new conversation.")
+    chat.enter("/file clear").wait_for("No file was attached.")
+    chat.enter("hello").wait_for("You said 'hello' (0).")
+
+    assert "with notes.txt" not in chat.text
+
+
+def test_a_file_longer_than_the_context_is_refused_at_once(
+    start_chat: StartChat, tmp_path: Path
+) -> None:
+    long = tmp_path / "long.txt"
+    long.write_text("forty-two " * 200_000)
+    chat = start_chat(columns=200)
+    chat.enter("hello").wait_for("tokens at")
+    chat.enter(f"/file {long}").wait_for("Attach a part of it.")
+    chat.enter("/file clear").wait_for("No file was attached.")
+
+
 def test_a_file_that_cannot_be_attached_loses_no_message(
     start_chat: StartChat, tmp_path: Path
 ) -> None:
