@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from kvchat import __version__
+from kvchat.cli.config_commands import config_app
 from kvchat.cli.settings import BY_NAME
 
 app = typer.Typer(
@@ -181,7 +182,6 @@ def bench(
 sessions_app = typer.Typer(rich_markup_mode=None, help="Saved conversations.")
 models_app = typer.Typer(rich_markup_mode=None, help="Models on this machine.")
 cache_app = typer.Typer(rich_markup_mode=None, help="KV kept on disk between runs.")
-config_app = typer.Typer(rich_markup_mode=None, help="Settings and where they come from.")
 app.add_typer(sessions_app, name="sessions", invoke_without_command=True)
 app.add_typer(models_app, name="models", invoke_without_command=True)
 app.add_typer(cache_app, name="cache", invoke_without_command=True)
@@ -356,39 +356,6 @@ def cache_path(context: typer.Context) -> None:
     from kvchat.cli import cache
 
     cache.show_path(cache.open_store(context.obj))
-
-
-@config_app.callback()
-def config_default(context: typer.Context) -> None:
-    """Show the settings in force, the configuration file, or change a setting in it."""
-    if context.invoked_subcommand is None:
-        config_show()
-
-
-@config_app.command("show")
-def config_show(
-    origin: Annotated[bool, typer.Option("--origin", help="say where each comes from")] = False,
-) -> None:
-    """Print every setting and its value."""
-    from kvchat.cli import config
-
-    config.show(origin)
-
-
-@config_app.command("path")
-def config_path() -> None:
-    """Print where the configuration file is."""
-    from kvchat.cli import config
-
-    config.path()
-
-
-@config_app.command("set")
-def config_set(name: str, value: str) -> None:
-    """Change a setting in the configuration file."""
-    from kvchat.cli import config
-
-    config.set_value(name, value)
 
 
 @app.command()

@@ -63,6 +63,9 @@ def ask_options(settings: Settings, model_defaults: dict[str, float], samples: i
     max_tokens = settings["max_tokens"]
     if max_tokens is not None and max_tokens < 1:
         raise UsageError(f"--max-tokens is {max_tokens}, but must be 1 or more.")
+    timeout_s = settings["timeout"]
+    if timeout_s is not None and not timeout_s > 0:
+        raise UsageError(f"--timeout is {timeout_s}, but must be more than 0 seconds.")
     if samples < 1:
         raise UsageError(f"--samples is {samples}, but must be 1 or more.")
     return AskOptions(

@@ -7,11 +7,16 @@ import json
 import os
 import sys
 import tomllib
+from collections.abc import Callable
+from pathlib import Path
 
-from kvchat.cli.build import user_paths
-from kvchat.cli.settings import SETTINGS, parse_value, resolve
+from kvchat.cli.build import ask_options, user_paths
+from kvchat.cli.settings import SETTINGS, Settings, known, parse_value, resolve
 from kvchat.core.errors import StoreError
 from kvchat.core.paths import open_private, private_directory
+
+# Read from a file they would depend on where kvchat happens to be started.
+_DIRECTORIES = ("cache_dir", "sessions_dir")
 
 
 def show(with_origin: bool) -> None:
@@ -32,15 +37,41 @@ def path() -> None:
 
 
 def set_value(name: str, text: str) -> None:
-    """Set a value in the configuration file; the file's comments are not kept."""
+    """Set a value in the configuration file; the file's comments are not kept.
+
+    Raises UsageError for what no chat could begin with.
+    """
+    if name in _DIRECTORIES:
+        text = str(Path(text).expanduser().absolute())
     value = parse_value(name, text)
+    _try_out(name, value)
+    _change(lambda current: {**current, name: value})
+
+
+def unset(name: str) -> None:
+    """Take a setting out of the configuration file."""
+    known(name)
+    _change(lambda current: {key: item for key, item in current.items() if key != name})
+
+
+def _try_out(name: str, value: object) -> None:
+    """Have everybody look at a value who would refuse it later."""
+    defaults = resolve({}, {}, Path(os.devnull)).values
+    settings = Settings({**defaults, name: value})
+    settings.model_config()
+    settings.cache_config()
+    settings.engine_config()
+    ask_options(settings, {}, 1)
+
+
+def _change(change: Callable[[dict[str, object]], dict[str, object]]) -> None:
     target = user_paths().config
     try:
         current = tomllib.loads(target.read_text(encoding="utf-8")) if target.is_file() else {}
     except (OSError, tomllib.TOMLDecodeError) as error:
         raise StoreError(f"{target} cannot be read: {error}.", "Mend or remove it.") from error
-    current[name] = value
-    content = "".join(f"{key} = {_toml(item)}\n" for key, item in sorted(current.items()))
+    changed = sorted(change(current).items())
+    content = "".join(f"{key} = {_toml(item)}\n" for key, item in changed)
     private_directory(target.parent)
     temporary = target.with_suffix(".new")
     descriptor = open_private(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)

@@ -163,7 +163,7 @@ def resolve(
             origin = str(config_path)
         text = environment.get(setting.variable)
         if text is not None and text != "":
-            value, origin = _parsed(setting, text), setting.variable
+            value, origin = _parsed(setting, text, setting.variable), setting.variable
         flag = flags.get(setting.name)
         if flag is not None and flag != [] and flag != ():
             value, origin = _checked(setting, flag, setting.flag), setting.flag
@@ -185,22 +185,22 @@ def _read_config(path: Path) -> dict[str, object]:
     return values
 
 
-def _parsed(setting: Setting, text: str) -> object:
-    """Turn an environment variable's or a command's text into a value."""
+def _parsed(setting: Setting, text: str, origin: str) -> object:
+    """Turn the text of an environment variable or of a command into a value."""
     if setting.kind is bool:
         lowered = text.strip().lower()
         if lowered in ("1", "true", "yes", "on"):
             return True
         if lowered in ("0", "false", "no", "off"):
             return False
-        raise UsageError(f"{setting.variable} is {text!r}, but must be true or false.")
+        raise UsageError(f"{origin} is {text!r}, but must be true or false.")
     if setting.kind is list:
         return (text,)
     try:
-        return _checked(setting, setting.kind(text), setting.variable)
+        return _checked(setting, setting.kind(text), origin)
     except ValueError as error:
         raise UsageError(
-            f"{setting.variable} is {text!r}, but must be {_KIND_NAMES[setting.kind]}."
+            f"{origin} is {text!r}, but must be {_KIND_NAMES[setting.kind]}."
         ) from error
 
 
@@ -209,9 +209,14 @@ _KIND_NAMES = {int: "a whole number", float: "a number", str: "text", list: "a l
 
 def parse_value(name: str, text: str) -> object:
     """Turn text into a setting's value; raises UsageError for an unknown name or a bad value."""
+    return _parsed(known(name), text, name)
+
+
+def known(name: str) -> Setting:
+    """Return the setting of this name; raises UsageError where there is none."""
     if name not in BY_NAME:
         raise UsageError(f"{name!r} is no setting.", "See `kvchat config show`.")
-    return _parsed(BY_NAME[name], text)
+    return BY_NAME[name]
 
 
 def _checked(setting: Setting, value: object, origin: str) -> object:

@@ -33,6 +33,12 @@ from support.commands import Shell
         (("-p", "x", "-r", "2026"), 5, "There is no session 2026"),
         (("sessions", "show", "nope"), 5, "There is no session nope"),
         (("config", "set", "temprature", "1"), 2, "is no setting"),
+        (("config", "set", "temperature", "hot"), 2, "temperature is 'hot', but must be a number"),
+        (("config", "set", "temperature", "-1"), 2, "but must be 0 to 100"),
+        (("config", "set", "block_size", "17"), 2, "must be a power of two"),
+        (("config", "set", "disk_cache", "5x"), 2, "a size reads like"),
+        (("config", "unset", "temprature"), 2, "is no setting"),
+        (("-p", "x", "--timeout", "0"), 2, "must be more than 0 seconds"),
         (("bench", "nonsense"), 2, "There is no scenario"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
@@ -60,6 +66,21 @@ def test_settings_come_from_flag_environment_file_in_this_order(shell: Shell) ->
     assert temperature.split() == ["temperature", "0.9", "KVCHAT_TEMPERATURE"]
     assert top_k.split()[1] == "40"
     assert top_k.endswith("config.toml")
+
+
+def test_a_setting_can_be_taken_out_again_and_a_directory_is_one_from_everywhere(
+    shell: Shell,
+) -> None:
+    assert shell.run("config", "set", "temperature", "0.3").returncode == 0
+    assert shell.run("config", "set", "cache_dir", "kept").returncode == 0
+    assert shell.run("config", "unset", "temperature").returncode == 0
+
+    shown = shell.run("config", "show").stdout.decode().splitlines()
+
+    assert [line.split() for line in shown if line.startswith(("temperature", "cache_dir"))] == [
+        ["temperature", "-"],
+        ["cache_dir", f'"{shell.home / "kept"}"'],
+    ]
 
 
 @pytest.mark.parametrize(
