@@ -55,7 +55,10 @@ COURSES: tuple[tuple[_Beat, ...], tuple[float, ...]] = (
     (practice.correction, practice.quiz, telling.tell),
     (0.3, 0.4, 0.3),
 )
-STUDIES: tuple[tuple[_Beat, ...], tuple[float, ...]] = ((knowledge.play, letters.play), (0.7, 0.3))
+STUDIES: tuple[tuple[_Beat, ...], tuple[float, ...]] = (
+    (knowledge.play, fallback.play, letters.play),
+    (0.5, 0.3, 0.2),
+)
 CHARACTERS_PER_TURN = 115  # measured mean of message and reply together
 
 
@@ -68,7 +71,8 @@ class Shape:
     quiz_rate     share of chats that end with questions about what was told
     odd_rate      share of chats whose slot values are odd ones
     oddity        share of odd slot values in such a chat
-    study_rate    share of beats that are about kvchat or about letters, which take most phrasings
+    study_rate    share of beats that are about kvchat, out of scope or about letters, which take
+                  most phrasings
     """
 
     mean_turns: float = 6.0

@@ -64,6 +64,7 @@ class Engine:
         self.cache = cache
         self._probes = Probes(cache, persistence, runner.dtype)  # takes a block for its own
         self.max_context = min(max_context, cache.max_tokens)
+        self._is_cache_the_limit = cache.max_tokens < max_context
         self._vocab_size = vocab_size
         self._runner = runner
         self._restores = Restores(persistence, swap)
@@ -129,8 +130,8 @@ class Engine:
         if length >= self.max_context:
             raise ContextTooLong(
                 f"The prompt has {length} tokens, and the context holds {self.max_context}.",
-                "Shorten it, start a new conversation, or raise --device-cache if that is the "
-                "limit.",
+                "Shorten it or start a new conversation"
+                + (", or raise --device-cache." if self._is_cache_the_limit else "."),
             )
         strangers = [token for token in spec.prompt_ids if not 0 <= token < self._vocab_size]
         if strangers:

@@ -42,7 +42,7 @@ _KEYS = (
     ("F2", "statistics line on and off"),
 )
 _BAR_CELLS = 30
-_NAME_COLUMNS = 34  # the longest name and usage fit
+_NAME_COLUMNS = 37  # the longest name and usage fit
 _MIN_TWO_COLUMNS = 72
 
 
@@ -198,7 +198,7 @@ def _entry(context: "CommandContext", name: str, meaning: str) -> list[Row]:
         indented = painter.text("      ")
         rows = painter.wrapped(meaning, width - indented.cell_len, Role.DIM)
         return [*painter.wrapped(f"  {name}", width), *(prefixed(row, indented) for row in rows)]
-    lead = painter.text(f"  {name}".ljust(_NAME_COLUMNS))
+    lead = painter.text(f"  {name}  ".ljust(_NAME_COLUMNS))
     below = painter.text(" " * _NAME_COLUMNS)
     wrapped = painter.wrapped(meaning, width - lead.cell_len, Role.DIM)
     return [prefixed(row, below if number else lead) for number, row in enumerate(wrapped)]
