@@ -38,10 +38,10 @@ def test_help_keeps_names_and_meanings_apart(start_chat: StartChat) -> None:
     """The longest usage ran into what the command does."""
     chat = start_chat(columns=100, rows=60)
     chat.enter("/help").wait_for("/help keys lists the keys")
-    assert "/export [md|json|jsonl] [PATH]  write the conversation" in chat.text
-    assert "/system [TEXT|@PATH|clear]      show, set or clear" in chat.text
+    assert "/export [md|json|jsonl] [PATH]     write the conversation" in chat.text
+    assert "/cache [tree|why|verify|gc|clear]  KV kept on disk" in chat.text
     chat.enter("/help keys").wait_for("statistics line on and off")
-    assert "Alt-Enter, Ctrl-J, \\ Enter      a new line" in chat.text
+    assert "Alt-Enter, Ctrl-J, \\ Enter         a new line" in chat.text
 
 
 def test_help_is_readable_on_a_narrow_screen(start_chat: StartChat) -> None:
