@@ -17,7 +17,7 @@ from datetime import datetime
 from pathlib import Path
 
 from kvchat.chat import session_file
-from kvchat.chat.conversation import Conversation
+from kvchat.chat.conversation import ROOT, Conversation, Role
 from kvchat.core.errors import SessionNotFound, StoreError
 from kvchat.core.paths import open_private, private_directory
 
@@ -218,11 +218,22 @@ class SessionStore:
         return sorted(changed_ns, key=lambda session_id: -changed_ns[session_id])
 
     def latest(self) -> str:
-        """Return the id of the session changed last; raises SessionNotFound where there is none."""
+        """Return the id of the session changed last; raises SessionNotFound where there is none.
+
+        One whose only messages were refused, as too long, is passed over: nobody means that.
+        """
         ids = self.ids()
         if not ids:
             raise SessionNotFound("There is no saved conversation yet.", "Start one with `kvchat`.")
-        return ids[0]
+        return next((session_id for session_id in ids if self._can_go_on(session_id)), ids[0])
+
+    def _can_go_on(self, session_id: str) -> bool:
+        try:
+            conversation = self.read(session_id).conversation
+        except (StoreError, SessionNotFound):
+            return True  # whoever opens it says what is wrong
+        is_answered = any(turn.role is Role.ASSISTANT for turn in conversation.turns())
+        return is_answered or conversation.tip_id != ROOT or not len(conversation)
 
     def find(self, text: str) -> str:
         """Return the session id that `text` names: a full id or an unambiguous beginning."""

@@ -1,6 +1,7 @@
 """Conversations on disk: saved as they happen, resumed exactly, and safe from kill -9."""
 
 import json
+import os
 import time
 from datetime import datetime
 from pathlib import Path
@@ -174,6 +175,23 @@ def test_a_message_that_does_not_fit_is_kept_and_stepped_back_from(
     assert any(turn.text == "x" * 600 for turn in saved_turns(store, session))
     assert ask(session, "short again").usage.cached.total > 0
     assert_saved(store, session)
+
+
+def test_a_conversation_of_refused_messages_is_not_the_one_to_go_on_with(
+    host: ChatHost, store: SessionStore
+) -> None:
+    """`kvchat -c` went on in the "x" whose only message had been too long."""
+    good = host.new_session()
+    ask(good, "short")
+    good.close()
+    refused = host.new_session()
+    list(refused.ask("x" * 600, answer_options()))
+    refused.close()
+    newest = time.time() + 60
+    os.utime(store.directory / f"{refused.session_id}.jsonl", (newest, newest))
+
+    assert store.ids()[0] == refused.session_id
+    assert store.latest() == good.session_id
 
 
 def test_without_a_store_nothing_is_written(host: ChatHost, store: SessionStore) -> None:
