@@ -13,6 +13,7 @@ from rich.cells import cell_len, get_character_cell_size
 _IDEOGRAPH = (
     "\u2e80-\u303e\u3041-\u4dbf\u4e00-\u9fff\uf900-\ufaff\uff00-\uff60\U00020000-\U0003fffd"
 )
+_NO_BREAK_SPACE = "\u00a0"
 _WORD = re.compile(rf"[^ \t{_IDEOGRAPH}]+|[{_IDEOGRAPH}]")
 
 
@@ -38,12 +39,19 @@ def break_offsets(line: str, width: int) -> list[int]:
 
 
 def _fold(word: str, width: int, column: int) -> tuple[list[int], int]:
-    """Break a word wider than a row; return where, and the cells used in its last row."""
-    folds = []
+    """Break a word wider than a row; return where, and the cells used in its last row.
+
+    It breaks after a no-break space where the row has one: better there than inside a real word.
+    """
+    folds: list[int] = []
+    joint = 0  # where the row could end, if that is behind the last fold
     for index, character in enumerate(word):
         size = get_character_cell_size(character)
         if column + size > width and index:
-            folds.append(index)
-            column = 0
+            start = joint if joint > (folds[-1] if folds else 0) else index
+            folds.append(start)
+            column = cell_len(word[start:index])
         column += size
+        if character == _NO_BREAK_SPACE:
+            joint = index + 1
     return folds, column

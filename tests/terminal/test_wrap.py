@@ -50,3 +50,14 @@ def test_rows_of_a_growing_line_stay_but_for_the_last_word() -> None:
         if line[end] == " ":
             before = break_offsets(line[:end], 20)
             assert break_offsets(line, 20)[: len(before)] == before
+
+
+@pytest.mark.parametrize("width", [8, 9, 12])
+def test_what_should_stay_together_and_cannot_breaks_between_its_words(width: int) -> None:
+    # The line of figures was torn as "80% likel" and "y" where the screen was narrow.
+    words = ["drafts", "off:", "too", "dear", "for", "it"]
+
+    rows = [row.rstrip("\u00a0") for row in _rows("\u00a0".join(words), width)]
+
+    assert all(len(row) <= width for row in rows)
+    assert [word for row in rows for word in row.split("\u00a0")] == words
