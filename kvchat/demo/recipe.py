@@ -14,6 +14,7 @@ import os
 import shutil
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -141,13 +142,13 @@ def _evaluate(job: Build) -> Report:
 
 
 def _made(job: Build) -> dict[str, object]:
-    """How the pair was built, for the manifest and the card."""
+    """How the pair was built, for the manifest and the card; of a mean how often each counts."""
     stages = {}
     for stage in job.recipe.stages:
         plan = stage.plan
         stages[stage.name] = {
-            "after": list(stage.after),
-            "teacher": list(stage.teacher),
+            "after": dict(Counter(stage.after)),
+            "teacher": dict(Counter(stage.teacher)),
             "seed": plan.seed,
             "steps": plan.num_steps,
             "tokens": plan.num_steps * plan.batch_tokens,
@@ -157,7 +158,7 @@ def _made(job: Build) -> dict[str, object]:
         }
     return {
         "stages": stages,
-        "shipped": job.recipe.shipped,
+        "shipped": {role: dict(Counter(names)) for role, names in job.recipe.shipped.items()},
         "machine": _machine(),
         "built": time.strftime("%Y-%m-%d"),
     }
