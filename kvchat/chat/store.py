@@ -132,7 +132,11 @@ class SessionStore:
 
     def create(self, conversation: Conversation, model: str) -> SessionLog:
         """Start the file of a new conversation and lock it."""
-        private_directory(self.directory)
+        try:
+            private_directory(self.directory)
+        except StoreError as error:
+            hint = "Choose another with --sessions-dir, or save nothing with --incognito."
+            raise StoreError(error.message, hint) from error
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL
         log = self._open(conversation.session_id, flags)
         problem = log.write(session_file.header_line(conversation, model), durable=True)

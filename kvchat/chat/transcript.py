@@ -48,7 +48,10 @@ def read_messages(text: str) -> tuple[str | None, list[tuple[Role, str]]]:
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise UsageError("The file is neither a session nor JSON messages.") from error
+        raise UsageError(
+            "The file is neither a session nor JSON messages.",
+            "Export as json or jsonl to import again.",
+        ) from error
     messages = content.get("messages") if isinstance(content, dict) else content
     if not isinstance(messages, list):
         raise UsageError("The file has no list of messages.")

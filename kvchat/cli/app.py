@@ -223,7 +223,10 @@ def sessions_export(
     context: typer.Context,
     session: _SessionId,
     path: Annotated[Path | None, typer.Argument(help="a file; default: standard output")] = None,
-    format_: Annotated[str, typer.Option("--format", help="md, json or jsonl")] = "md",
+    format_: Annotated[
+        str | None,
+        typer.Option("--format", help="md, json or jsonl; default: FILE's ending, or md"),
+    ] = None,
 ) -> None:
     """Write a conversation as Markdown, JSON messages, or a session file."""
     from kvchat.cli import sessions

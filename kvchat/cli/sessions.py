@@ -39,7 +39,8 @@ def list_sessions(store: SessionStore, as_json: bool) -> None:
         else:
             when = f"{datetime.fromtimestamp(summary.modified_s):%Y-%m-%d %H:%M}"
             title = one_line(summary.title)
-            _print(f"{summary.session_id}  {when}  {summary.num_turns:>3} turns  {title}")
+            unit = "turn " if summary.num_turns == 1 else "turns"
+            _print(f"{summary.session_id}  {when}  {summary.num_turns:>3} {unit}  {title}")
 
 
 def show(store: SessionStore, text: str) -> None:
@@ -50,9 +51,12 @@ def show(store: SessionStore, text: str) -> None:
     _print(sanitize(to_markdown(read.conversation)).rstrip("\n"))
 
 
-def export(store: SessionStore, text: str, path: Path | None, format_name: str) -> None:
+def export(store: SessionStore, text: str, path: Path | None, format_name: str | None) -> None:
     """Write a conversation to a file or to standard output."""
     session_id = store.find(text)
+    if format_name is None:
+        suffix = path.suffix.removeprefix(".") if path is not None else ""
+        format_name = suffix if suffix in ("json", "jsonl") else "md"
     if format_name == "jsonl":
         content = (store.directory / f"{session_id}.jsonl").read_text()
     elif format_name == "json":

@@ -69,8 +69,10 @@ async def system(context: "CommandContext", arguments: str) -> None:
 def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} cannot be read as text.") from error
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}.") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path} is not a text file.") from error
 
 
 async def set_(context: "CommandContext", arguments: str) -> None:

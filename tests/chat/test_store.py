@@ -311,3 +311,10 @@ def test_ids_are_dates_and_chance_and_are_not_reused(store: SessionStore) -> Non
     with pytest.raises(StoreError):
         store.create(numbered(1), "demo")
     log.close()
+
+
+def test_a_directory_that_cannot_be_made_names_both_ways_out(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+
+    with pytest.raises(StoreError, match=r"--sessions-dir, or save nothing with --incognito"):
+        SessionStore(tmp_path / "file" / "sessions").create(numbered(1), "demo")

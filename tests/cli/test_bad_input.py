@@ -168,6 +168,10 @@ def test_sessions_are_listed_shown_exported_imported_renamed_and_removed(
     assert b"Hello there" in shell.run("sessions", "show", name).stdout
     exported = shell.run("sessions", "export", name, "--format", "json")
     (shell.home / "copy.json").write_bytes(exported.stdout)
+    assert shell.run("sessions", "export", name, "by-ending.json").returncode == 0
+    assert (shell.home / "by-ending.json").read_bytes() == exported.stdout
+    assert shell.run("sessions", "export", name, "text.md").returncode == 0
+    assert b"Export as json or jsonl" in shell.run("sessions", "import", "text.md").stderr
     imported = shell.run("sessions", "import", "copy.json").stdout.decode().strip()
     assert b"Hello there" in shell.run("sessions", "show", imported).stdout
     again = shell.run("-m", tiny, "--max-tokens", "3", "-r", imported, "-p", "more")
