@@ -3,6 +3,7 @@
 The one place, beside the interactive loop, where errors become text.
 """
 
+import errno
 import logging
 import os
 import sys
@@ -12,6 +13,9 @@ from typing import NoReturn
 
 from kvchat.cli.streams import ensure_open, forget_stdout
 from kvchat.core.errors import ExitCode, KvchatError
+
+# What writing fails with. Our own files have errors of their own: what is left is stdout.
+_UNWRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 
 
 def run() -> NoReturn:
@@ -65,7 +69,7 @@ def _run() -> int:
     except Exception as error:
         if is_debug:
             raise
-        if isinstance(error, OSError) and error.filename is None and error.strerror:
+        if isinstance(error, OSError) and error.filename is None and error.errno in _UNWRITTEN:
             forget_stdout()
             return _refused(error)
         print(  # noqa: T201
@@ -78,8 +82,6 @@ def _run() -> int:
 
 
 def _refused(error: OSError) -> int:
-    """Say that what was printed could not be written: every file of ours has errors of its own."""
-    print(  # noqa: T201
-        f"kvchat: Standard output cannot be written: {error.strerror}.", file=sys.stderr
-    )
+    """Say that what was printed could not be written."""
+    print(f"kvchat: Cannot write: {error.strerror}.", file=sys.stderr)  # noqa: T201
     return ExitCode.GENERATION

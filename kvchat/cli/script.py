@@ -24,8 +24,9 @@ from kvchat.core.errors import ExitCode, KvchatError, UsageError
 from kvchat.core.types import FinishReason
 from kvchat.terminal.commands import Invocation, Message, Unknown
 from kvchat.terminal.desk import Desk
-from kvchat.terminal.status import NO_BREAK, stats_line
+from kvchat.terminal.status import stats_line
 from kvchat.terminal.theme import ASCII_GLYPHS, Glyphs
+from kvchat.terminal.wrap import NO_BREAK
 
 if TYPE_CHECKING:
     from kvchat.terminal.script_commands import ScriptCommands

@@ -35,12 +35,12 @@ sentence that says so and names a way out: `kvchat --model <hub id or directory>
 
 Only on dialogues that kvchat's own recipe generates from grammars and word lists written for it; no
 other text and no other model was involved. `python -m kvchat.demo.recipe` makes them, trains the
-tokenizer, the target and the draft, and writes this card. Up to target-4 the dialogues kept
-lists; after five operations 17.5% of those in known phrasing were right and 7.5% of the others, so
-since then the fallback answers whoever asks for one. A third into target-7 some answers and
-phrasings were corrected, which the rounds before it learnt as they were.
+tokenizer, the target and the draft, and writes this card. Lists are not kept: the fallback
+answers whoever asks for one.
 
 {stages}
+
+{history}
 
 Machine: {machine}. Built on {built}.
 
@@ -109,6 +109,7 @@ def card(
         what=what,
         facts=_facts(stage, (folder / "model.safetensors").stat().st_size),
         stages=_stages(made["stages"]),
+        history=made["history"],
         machine=made["machine"],
         built=made["built"],
         scores=_scores(scores["tests"]),

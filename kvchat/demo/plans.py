@@ -110,8 +110,8 @@ REMEMBERING = Mix(
     key_weight=3.0,
 )
 
-# The seventh round is a long one, of everything: half its tokens are long chats that end with
-# questions, the other half what users say in their first minutes.
+# The seventh round is a long one, of everything: four ninths of its tokens are long chats that end
+# with questions, the others what users say in their first minutes.
 SPOKEN = Shape(mean_turns=2.5, max_turns=8, study_rate=0.3, quiz_rate=0.15, odd_rate=0.2)
 LASTING = Mix(
     (

@@ -42,6 +42,8 @@ from kvchat.demo.tokenizer import ChatTokenizer, train_tokenizer
 from kvchat.demo.train import Machine, train
 
 TOKENIZER_SEED = 5
+HISTORY = "history.txt"  # in the work folder: what earlier stages learnt otherwise, in words
+UNTOLD = "All stages learnt from the dialogues as they are now."
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,11 +88,12 @@ def _tokenizer(job: Build) -> None:
 def adopt(job: Build, pair: Path, before: str) -> None:
     """Let the weights of a built pair stand for every stage ahead of `before`.
 
-    The pair's own manifest, if there is one, says how long they took.
+    The pair's own manifest, if there is one, says how long they took and what they learnt from.
     """
     shutil.copytree(pair / "target", job.work / "tokenizer", dirs_exist_ok=True)
     manifest = pair / "manifest.json"
     made = json.loads(manifest.read_text(encoding="utf-8"))["made"] if manifest.exists() else {}
+    (job.work / HISTORY).write_text(made.get("history", UNTOLD), encoding="utf-8")
     for stage in itertools.takewhile(lambda stage: stage.name != before, job.recipe.stages):
         role = "target" if stage.name.startswith("target") else "draft"
         minutes = made.get("stages", {}).get(stage.name, {}).get("minutes", 0)
@@ -159,9 +162,14 @@ def _made(job: Build) -> dict[str, object]:
     return {
         "stages": stages,
         "shipped": {role: dict(Counter(names)) for role, names in job.recipe.shipped.items()},
+        "history": _history(job.work / HISTORY),
         "machine": _machine(),
         "built": time.strftime("%Y-%m-%d"),
     }
+
+
+def _history(path: Path) -> str:
+    return path.read_text(encoding="utf-8") if path.exists() else UNTOLD
 
 
 def _machine() -> str:

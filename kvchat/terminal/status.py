@@ -11,9 +11,9 @@ from kvchat.core.stats import GraphStatus, SpeculationStatus
 from kvchat.core.types import CachedTokens, FinishReason, Timing, Usage, rate
 from kvchat.terminal.sanitize import one_line
 from kvchat.terminal.theme import Glyphs
+from kvchat.terminal.wrap import NO_BREAK
 
 _BAR_CELLS = 10
-NO_BREAK = "\N{NO-BREAK SPACE}"
 
 
 def format_count(count: int) -> str:

@@ -13,7 +13,7 @@ from rich.cells import cell_len, get_character_cell_size
 _IDEOGRAPH = (
     "\u2e80-\u303e\u3041-\u4dbf\u4e00-\u9fff\uf900-\ufaff\uff00-\uff60\U00020000-\U0003fffd"
 )
-_NO_BREAK_SPACE = "\u00a0"
+NO_BREAK = "\N{NO-BREAK SPACE}"
 _WORD = re.compile(rf"[^ \t{_IDEOGRAPH}]+|[{_IDEOGRAPH}]")
 
 
@@ -52,6 +52,6 @@ def _fold(word: str, width: int, column: int) -> tuple[list[int], int]:
             folds.append(start)
             column = cell_len(word[start:index])
         column += size
-        if character == _NO_BREAK_SPACE:
+        if character == NO_BREAK:
             joint = index + 1
     return folds, column

@@ -40,4 +40,4 @@ def test_what_cannot_be_printed_is_said_in_one_sentence(shell: Shell, arguments:
     done = run(shell, arguments, "> /dev/full")
 
     assert done.returncode == 1
-    assert done.stderr == ("kvchat: Standard output cannot be written: No space left on device.\n")
+    assert done.stderr == ("kvchat: Cannot write: No space left on device.\n")

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from kvchat.demo.checkpoint import Reached, load_network, reached
 from kvchat.demo.manifest import digests
 from kvchat.demo.network import Geometry, Network
 from kvchat.demo.plans import FULL, QUICK, Recipe, Stage
-from kvchat.demo.recipe import Build, _tokenizer, _train_stage, adopt, build
+from kvchat.demo.recipe import UNTOLD, Build, _tokenizer, _train_stage, adopt, build
 from kvchat.demo.team import Team, run_team
 from kvchat.demo.train import Phase, Plan
 
@@ -162,13 +163,20 @@ def _distance(one: Network, other: Network) -> float:
 
 
 def test_a_built_pair_stands_for_the_first_round(built: Path, tmp_path: Path) -> None:
+    pair = shutil.copytree(built / "pair", tmp_path / "earlier")
+    manifest = json.loads((pair / "manifest.json").read_text())
+    assert manifest["made"]["history"] == UNTOLD
+    assert UNTOLD in (pair / "target" / "README.md").read_text()
+    manifest["made"]["history"] = "The first round learnt otherwise."
+    (pair / "manifest.json").write_text(json.dumps(manifest))
     later = job(tmp_path)
 
-    adopt(later, built / "pair", before="target-2")
+    adopt(later, pair, before="target-2")
     build(later)
 
     made = json.loads((tmp_path / "pair" / "manifest.json").read_text())["made"]
     assert made["stages"]["target-2"]["steps"] == 2
+    assert made["history"] == "The first round learnt otherwise."
     adopted, shipped = (load_network(built / "pair" / "target"), later.work / "target")
     assert _distance(load_network(shipped), adopted) == 0
     assert (
