@@ -12,10 +12,11 @@ from pathlib import Path
 from kvchat.chat import importing
 from kvchat.chat.session_file import title_line
 from kvchat.chat.store import SessionStore
-from kvchat.chat.transcript import to_json, to_markdown
+from kvchat.chat.transcript import to_markdown
 from kvchat.cli.build import session_store, user_paths
 from kvchat.cli.settings import resolve
-from kvchat.core.errors import StoreError, UsageError
+from kvchat.core.errors import UsageError
+from kvchat.terminal import exporting
 from kvchat.terminal.sanitize import one_line, sanitize
 
 
@@ -55,26 +56,17 @@ def export(store: SessionStore, text: str, path: Path | None, format_name: str |
     """Write a conversation to a file or to standard output."""
     session_id = store.find(text)
     if format_name is None:
-        suffix = path.suffix.removeprefix(".") if path is not None else ""
-        format_name = suffix if suffix in ("json", "jsonl") else "md"
-    if format_name == "jsonl":
-        content = (store.directory / f"{session_id}.jsonl").read_text()
-    elif format_name == "json":
-        content = to_json(store.read(session_id).conversation)
-    elif format_name == "md":
-        content = to_markdown(store.read(session_id).conversation)
-    else:
+        format_name = exporting.kind_of(path) if path is not None else "md"
+    if format_name not in exporting.KINDS:
         raise UsageError(f"--format is {format_name!r}, but must be md, json or jsonl.")
+    if format_name == "jsonl":
+        content = exporting.saved_document(store, session_id)
+    else:
+        content = exporting.document(store.read(session_id).conversation, format_name)
     if path is None:
-        _print(sanitize(content).rstrip("\n"))
-        return
-    try:
-        with path.open("x", encoding="utf-8") as file:
-            file.write(content)
-    except FileExistsError as error:
-        raise UsageError(f"{path} exists already.", "Choose another name.") from error
-    except OSError as error:
-        raise StoreError(f"{path} cannot be written: {error.strerror}.") from error
+        _print(content.rstrip("\n"))
+    else:
+        exporting.write_new(path, content)
 
 
 def import_file(store: SessionStore, path: Path) -> None:

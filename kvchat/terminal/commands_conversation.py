@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from kvchat.chat.importing import import_file
 from kvchat.chat.store import SessionStore, SessionSummary
-from kvchat.chat.transcript import to_json, to_markdown
-from kvchat.core.errors import ExitCode, SessionNotFound, StoreError, UsageError
+from kvchat.core.errors import ExitCode, SessionNotFound, UsageError
+from kvchat.terminal import exporting
 from kvchat.terminal.commands import Argument, Command, Group
 from kvchat.terminal.face import Choice
 from kvchat.terminal.recital import show_where_it_stands
@@ -93,32 +93,21 @@ async def export(context: "CommandContext", arguments: str) -> None:
     session = context.desk.require_session()
     kind, path = _export_target(arguments, session.session_id)
     if kind == "jsonl":
-        store = _store(context)
-        content = (store.directory / f"{session.session_id}.jsonl").read_text(encoding="utf-8")
+        content = exporting.saved_document(_store(context), session.session_id)
     else:
-        content = (to_json if kind == "json" else to_markdown)(session.conversation)
-    try:
-        with path.open("x", encoding="utf-8") as file:
-            file.write(content)
-    except FileExistsError as error:
-        raise UsageError(f"{path} exists already.", "Choose another name.") from error
-    except OSError as error:
-        raise StoreError(f"{path} cannot be written: {error.strerror}.") from error
+        content = exporting.document(session.conversation, kind)
+    exporting.write_new(path, content)
     context.say(f"Written to {path}. (Conversations are also saved by themselves.)")
-
-
-_KINDS = ("md", "json", "jsonl")
 
 
 def _export_target(arguments: str, session_id: str) -> tuple[str, Path]:
     """Return the kind of document and its path; the name holds nothing of the conversation."""
     first, _, rest = arguments.partition(" ")
-    if first in _KINDS:
+    if first in exporting.KINDS:
         kind, name = first, rest.strip()
     else:
         name = arguments
-        suffix = Path(name).suffix.removeprefix(".")
-        kind = suffix if suffix in _KINDS else "md"
+        kind = exporting.kind_of(Path(name))
     own_name = f"kvchat-{session_id}.{kind}"
     path = Path(name or own_name).expanduser()
     return kind, path / own_name if path.is_dir() else path

@@ -42,6 +42,14 @@ def sanitize(text: str) -> str:
     return sanitize_characters(text.replace("\r\n", "\n").replace("\r", "\n"))
 
 
+def sanitize_json(document: str) -> str:
+    """Return a JSON document that reads back the same and shows nothing that acts.
+
+    Such characters stand in its strings only, where JSON has escapes for them.
+    """
+    return _SUSPECT.sub(lambda match: f"\\u{ord(match[0]):04x}", document)
+
+
 def one_line(text: str, max_chars: int = 80) -> str:
     """Return text as a title or a file name may be shown: one safe line, cut if it is long."""
     line = " ".join(sanitize(text).split())

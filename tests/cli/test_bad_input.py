@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from kvchat.terminal.sanitize import sanitize
 from support.checkpoints import save_checkpoint, tiny_model
 from support.commands import Shell
 
@@ -180,6 +181,22 @@ def test_sessions_are_listed_shown_exported_imported_renamed_and_removed(
     assert b"renamed" in shell.run("sessions", "list").stdout
     assert shell.run("sessions", "rm", name, imported).returncode == 0
     assert shell.sessions == []
+
+
+def test_an_export_keeps_what_a_terminal_must_not_see(shell: Shell) -> None:
+    """A model's delete character was in the exported file and not in what went into a pipe."""
+    text = "a\x7fb \x1b[31mred \u202e \ud800 end"
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": text}]
+    (shell.home / "odd.json").write_text(json.dumps(messages))
+    name = shell.run("sessions", "import", "odd.json").stdout.decode().strip()
+
+    for ending in ("json", "jsonl", "md"):
+        printed = shell.run("sessions", "export", name, "--format", ending).stdout.decode()
+        assert shell.run("sessions", "export", name, f"copy.{ending}").returncode == 0
+        assert (shell.home / f"copy.{ending}").read_text() == printed
+        assert sanitize(printed) == printed
+    exported = json.loads((shell.home / "copy.json").read_text())
+    assert exported["messages"][1]["content"] == text
 
 
 def test_models_info_says_what_a_model_is_and_whether_it_runs(shell: Shell, tiny: str) -> None:

@@ -1,11 +1,12 @@
 """Nothing that reaches a terminal can act on it."""
 
+import json
 import random
 import unicodedata
 
 import pytest
 
-from kvchat.terminal.sanitize import Sanitizer, one_line, sanitize
+from kvchat.terminal.sanitize import Sanitizer, one_line, sanitize, sanitize_json
 
 _ACTING = [chr(code) for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"]
 _BIDI = "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
@@ -53,3 +54,12 @@ def test_any_cut_into_pieces_gives_the_same_text() -> None:
 def test_a_title_is_one_safe_line_of_bounded_length() -> None:
     assert one_line("  two\nlines\x1b[0m  ") == "two lines␛[0m"
     assert one_line("x" * 100, 10) == "x" * 9 + "…"
+
+
+def test_a_json_document_reads_back_the_same_and_shows_nothing_that_acts() -> None:
+    content = {"text": "".join(map(chr, range(0x2070))) + "\udead\ufeff"}
+
+    document = sanitize_json(json.dumps(content, ensure_ascii=False, indent=2))
+
+    assert json.loads(document) == content
+    assert sanitize(document) == document
