@@ -4,13 +4,14 @@ Knows documents and the store; shows nothing.
 """
 
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from kvchat.chat.conversation import NO_TOKENIZER, Conversation, Role, Turn
 from kvchat.chat.session_file import end_line, read_session, title_line, turn_line
 from kvchat.chat.store import SessionStore, new_session_id
 from kvchat.chat.transcript import read_messages
-from kvchat.core.errors import UsageError
+from kvchat.core.errors import SessionNotFound, StoreError, UsageError
 from kvchat.core.types import FinishReason
 
 
@@ -18,7 +19,7 @@ def import_file(store: SessionStore, path: Path) -> str:
     """Add the conversation in a file to the store and return its new id.
 
     The file stays as it is. Raises `UsageError` if it cannot be read or holds no messages, and
-    `StoreError` if it is a session no version can read.
+    `StoreError` if it is a session no version can read, or if the copy cannot be saved.
     """
     try:
         data = path.read_bytes()
@@ -31,7 +32,10 @@ def import_file(store: SessionStore, path: Path) -> str:
         if turn.finish is not None:
             log.write(end_line(turn.turn_id, turn.finish, {}))
     log.write(title_line(conversation.title), durable=True)
-    log.close()
+    if (problem := log.close()) is not None:
+        with suppress(StoreError, SessionNotFound):
+            store.remove(conversation.session_id)
+        raise StoreError(f"{path} is not imported: {problem.partition(';')[0]}.")
     return conversation.session_id
 
 

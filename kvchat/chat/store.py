@@ -114,11 +114,15 @@ class SessionLog:
     def close(self) -> str | None:
         """Try once more to write what is missing, and release the file and its lock. Idempotent.
 
-        Returns None, or one sentence on what could not be saved.
+        Returns None, or one sentence on what could not be saved. A file without even its first line
+        is nobody's conversation, and goes.
         """
         if self._descriptor is None:
             return None
         problem = self.write("") if self._unwritten or self._needs_sync else None
+        if self._unwritten and _has_no_line(self._path):
+            with suppress(OSError):
+                self._path.unlink()
         os.close(self._descriptor)
         self._descriptor = None
         return problem
@@ -131,7 +135,10 @@ class SessionStore:
         self.directory = directory
 
     def create(self, conversation: Conversation, model: str) -> SessionLog:
-        """Start the file of a new conversation and lock it."""
+        """Start the file of a new conversation and lock it.
+
+        A full disk is no reason not to talk: the log tries again with each turn.
+        """
         try:
             private_directory(self.directory)
         except StoreError as error:
@@ -139,11 +146,7 @@ class SessionStore:
             raise StoreError(error.message, hint) from error
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL
         log = self._open(conversation.session_id, flags)
-        problem = log.write(session_file.header_line(conversation, model), durable=True)
-        if problem is not None:
-            log.close()
-            self._path(conversation.session_id).unlink(missing_ok=True)
-            raise StoreError(problem, "Use --incognito to chat without saving.")
+        log.write(session_file.header_line(conversation, model), durable=True)
         self._settle_directory()
         return log
 
@@ -300,6 +303,14 @@ def _has_text(path: Path) -> bool:
         return path.stat().st_size > 0
     except OSError:
         return True
+
+
+def _has_no_line(path: Path) -> bool:
+    """Tell whether a file ends before its first line does; false for one that cannot be read."""
+    try:
+        return b"\n" not in path.read_bytes()
+    except OSError:
+        return False
 
 
 def _modified_ns(path: Path) -> int:

@@ -178,7 +178,7 @@ def test_a_line_half_written_when_the_disk_fills_is_completed_later(store: Sessi
     assert read.conversation.tip_id == 2
 
 
-def test_a_session_that_cannot_be_begun_leaves_no_file(store: SessionStore) -> None:
+def test_a_session_that_is_never_saved_leaves_no_file(store: SessionStore) -> None:
     """On a full disk an empty file stayed behind, and stood in every list as unreadable."""
     store.directory.mkdir()
     output = run_python(
@@ -186,18 +186,43 @@ def test_a_session_that_cannot_be_begun_leaves_no_file(store: SessionStore) -> N
         import pathlib, resource, sys
         from kvchat.chat.conversation import Conversation
         from kvchat.chat.store import SessionStore, new_session_id
-        from kvchat.core.errors import StoreError
         resource.setrlimit(resource.RLIMIT_FSIZE, (10, resource.RLIM_INFINITY))
-        try:
-            SessionStore(pathlib.Path(sys.argv[1])).create(Conversation(new_session_id(), 0.0), "m")
-        except StoreError as error:
-            print(error)
+        store = SessionStore(pathlib.Path(sys.argv[1]))
+        log = store.create(Conversation(new_session_id(), 0.0), "m")
+        print(log.write("", durable=True))
+        print(log.close())
         """,
         store.directory,
     )
 
-    assert "--incognito" in output
+    assert output.count("cannot be saved (File too large)") == 2
     assert list(store.directory.iterdir()) == []
+
+
+def test_a_session_begun_on_a_full_disk_is_saved_once_there_is_room(store: SessionStore) -> None:
+    """Nothing was answered on a full disk, though it could have been."""
+    store.directory.mkdir()
+    output = run_python(
+        """
+        import pathlib, resource, sys
+        from kvchat.chat import session_file
+        from kvchat.chat.store import SessionStore
+        from support.turns import branching_conversation
+        _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))
+        conversation = branching_conversation()
+        log = SessionStore(pathlib.Path(sys.argv[1])).create(conversation, "demo")
+        problems = [log.write(session_file.turn_line(t), True) for t in conversation.turns()]
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+        print(all(problems), log.close())
+        """,
+        store.directory,
+    )
+
+    assert output.split() == ["True", "None"]
+    read = store.read(branching_conversation().session_id)
+    assert read.notes == ()
+    assert read.conversation.context_ids(6) == branching_conversation().context_ids(6)
 
 
 def test_a_closed_log_says_so_and_writes_nothing(store: SessionStore) -> None:

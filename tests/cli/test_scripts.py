@@ -248,9 +248,13 @@ def test_two_processes_do_not_write_to_one_session(shell: Shell, endless: str) -
     assert b"--fork" in done.stderr
 
 
-def test_a_full_disk_is_told_and_the_answer_still_comes(shell: Shell, tiny: str) -> None:
+@pytest.mark.parametrize("num_blocks", [0, 1])
+def test_a_full_disk_is_told_and_the_answer_still_comes(
+    shell: Shell, tiny: str, num_blocks: int
+) -> None:
     """The limit on file size stands in for a full disk: writing beyond it fails the same way."""
-    limited = f"ulimit -f 1; trap '' XFSZ; exec {' '.join(shell.command('-m', tiny, *GREEDY))}"
+    command = " ".join(shell.command("-m", tiny, *GREEDY))
+    limited = f"ulimit -f {num_blocks}; trap '' XFSZ; exec {command}"
 
     done = subprocess.run(
         ["bash", "-c", limited + " --input-format lines"],
@@ -263,7 +267,28 @@ def test_a_full_disk_is_told_and_the_answer_still_comes(shell: Shell, tiny: str)
 
     assert done.returncode == 0, done.stderr
     assert done.stdout.count(b"\n") >= 2
-    assert b"cannot be saved" in done.stderr
+    assert done.stderr.count(b"cannot be saved") == 1
+    assert len(shell.sessions) == num_blocks  # one that is not even begun leaves no file
+
+
+def test_an_import_that_finds_the_disk_full_says_so_and_leaves_nothing(shell: Shell) -> None:
+    """It printed the id of a conversation that was not there."""
+    messages = json.dumps([{"role": "user", "content": "Hello " * 400}])
+    (shell.home / "chat.json").write_text(messages)
+    command = " ".join(shell.command("sessions", "import", "chat.json"))
+    for num_blocks in (0, 1):
+        done = subprocess.run(
+            ["bash", "-c", f"ulimit -f {num_blocks}; trap '' XFSZ; exec {command}"],
+            env={**shell.environment, "PYTHONDONTWRITEBYTECODE": "1"},
+            capture_output=True,
+            timeout=180,
+            cwd=shell.home,
+        )
+
+        assert done.returncode == 6
+        assert done.stdout == b""
+        assert b"chat.json is not imported" in done.stderr
+        assert shell.sessions == []
 
 
 def test_no_terminal_and_no_input_is_a_usage_error_at_once(shell: Shell) -> None:
