@@ -23,9 +23,12 @@ _OTHERS = ("id", "prompt", "messages", "system", "seed", "max_tokens", "stop")
 
 @dataclass(frozen=True, slots=True)
 class JsonRequest:
-    """A parsed request: earlier messages, the prompt to answer, and what differs from the flags."""
+    """A parsed request: earlier messages, the prompt to answer, and what differs from the flags.
 
-    request_id: object
+    `label` goes into everything that is said about it.
+    """
+
+    label: dict[str, object]
     prompt: str
     system: str | None = None
     history: tuple[tuple[Role, str], ...] = ()
@@ -48,10 +51,16 @@ class JsonRequest:
 
 @dataclass(frozen=True, slots=True)
 class BadRequest:
-    """A line that is no request, and why; `request_id` where it says one all the same."""
+    """A line that is no request, and why; its label as if it were one."""
 
     error: KvchatError
-    request_id: object = None
+    label: dict[str, object] = field(default_factory=dict)
+
+
+def label_of(content: object, line: int) -> dict[str, object]:
+    """How results tell which request is theirs: by the id it came with, or by its line, from 1."""
+    request_id = content.get("id") if isinstance(content, dict) else None
+    return {"line": line} if request_id is None else {"id": request_id}
 
 
 def parse_request(content: object, line: int) -> JsonRequest:
@@ -69,7 +78,7 @@ def parse_request(content: object, line: int) -> JsonRequest:
     if not history or history[-1][0] is not Role.USER:
         raise UsageError(f"Line {line} of the input does not end with a user message.")
     return JsonRequest(
-        request_id=content.get("id"),
+        label=label_of(content, line),
         prompt=history[-1][1],
         system=_system(content, line) if "system" in content else system,
         history=history[:-1],

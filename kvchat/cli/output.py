@@ -7,7 +7,7 @@ else is stderr's.
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, TextIO
 
 from kvchat.chat.events import AnswerEnded, AnswerFailed, AnswerText, ChatEvent, ReadingPrompt
@@ -21,17 +21,15 @@ Facts = Callable[[], ModelReady | None]
 
 @dataclass(slots=True, eq=False)
 class Exchange:
-    """What every object about one exchange says: its session, and the request's id if any."""
+    """What every object about one exchange says: its session, and of a batch which request."""
 
     session_id: str
-    request_id: object = None
+    label: dict[str, object] = field(default_factory=dict)
     num_samples: int = 1
     has_started: bool = False
 
     def fields(self, sample: int | None = None) -> dict[str, object]:
-        fields: dict[str, object] = {"session": self.session_id}
-        if self.request_id is not None:
-            fields["id"] = self.request_id
+        fields: dict[str, object] = {"session": self.session_id, **self.label}
         if sample is not None and self.num_samples > 1:
             fields["sample"] = sample
         return fields

@@ -18,7 +18,7 @@ from kvchat.chat.host import ChatHost
 from kvchat.chat.reply import Reply
 from kvchat.chat.session import ChatSession
 from kvchat.cli.interruption import Interrupted, Interruption
-from kvchat.cli.json_requests import BadRequest, JsonRequest, parse_request
+from kvchat.cli.json_requests import BadRequest, JsonRequest, label_of, parse_request
 from kvchat.cli.output import Exchange, Notices, Writer, ending_notice
 from kvchat.core.errors import ExitCode, KvchatError, UsageError
 from kvchat.core.types import FinishReason
@@ -117,7 +117,7 @@ class Script:
     def _follow(self, reply: Reply, num_samples: int) -> None:
         """Write an answer of the conversation until it ends."""
         session = self._desk.require_session()
-        exchange = Exchange(session.session_id, None, num_samples)
+        exchange = Exchange(session.session_id, num_samples=num_samples)
         with self._limited(reply):
             for event in reply:
                 if isinstance(event, AnswerEnded):
@@ -210,7 +210,7 @@ class Script:
             elif isinstance(arrival, int):
                 self._take(arrival, running, places)
             elif isinstance(arrival, BadRequest):
-                self.report(arrival.error, _fields(arrival))
+                self.report(arrival.error, arrival.label)
                 places.release()
             elif self._interruption.code is None and self._is_heard:
                 number += 1
@@ -243,12 +243,12 @@ class Script:
             request.recall_history(session)
             reply = session.ask(request.prompt, options, lambda: inbox.put(number))
         except KvchatError as error:
-            self.report(error, _fields(request))
+            self.report(error, request.label)
             places.release()
             if session is not None:
                 session.close()
             return
-        exchange = Exchange(session.session_id, request.request_id, options.num_samples)
+        exchange = Exchange(session.session_id, request.label, options.num_samples)
         timer = _start_timer(reply, self._setup.timeout_s)
         running[number] = _Running(session, reply, exchange, timer)
 
@@ -277,10 +277,6 @@ class _Running:
 
 
 _Arrival = JsonRequest | BadRequest | int | None
-
-
-def _fields(request: JsonRequest | BadRequest) -> dict[str, object]:
-    return {} if request.request_id is None else {"id": request.request_id}
 
 
 def _read_ahead(
@@ -371,9 +367,10 @@ def read_requests(stdin: BinaryIO, notices: Notices) -> Iterator[JsonRequest | B
             content = json.loads(line)
             yield parse_request(content, number)
         except (ValueError, RecursionError):
-            yield BadRequest(UsageError(f"Line {number} of the input is not JSON."))
+            problem = UsageError(f"Line {number} of the input is not JSON.")
+            yield BadRequest(problem, label_of(content, number))
         except KvchatError as error:
-            yield BadRequest(error, content.get("id") if isinstance(content, dict) else None)
+            yield BadRequest(error, label_of(content, number))
 
 
 def _decode(data: bytes, notices: Notices) -> str:

@@ -34,26 +34,28 @@ def test_a_value_that_is_none_is_named(line: str, sentence: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "request_id"),
+    ("line", "label"),
     [
-        ('{"id": 7, "prompt": 5}', 7),
-        ('{"id": "a", "prompt": "x", "max_tokens": 0}', "a"),
-        ('{"prompt": 5}', None),
-        ('["id"]', None),
-        ('{"id": 7, "prompt": "x"', None),
+        ('{"id": 7, "prompt": 5}', {"id": 7}),
+        ('{"id": "a", "prompt": "x", "max_tokens": 0}', {"id": "a"}),
+        ('{"prompt": 5}', {"line": 2}),
+        ('["id"]', {"line": 2}),
+        ('{"id": 7, "prompt": "x"', {"line": 2}),
     ],
 )
-def test_whoever_sent_what_is_no_request_can_tell_which(line: str, request_id: object) -> None:
+def test_whoever_sent_what_is_no_request_can_tell_which(
+    line: str, label: dict[str, object]
+) -> None:
     """The error object had no id, though only another field was wrong."""
-    [bad] = read_requests(io.BytesIO(line.encode()), Notices(is_quiet=True))
+    [bad] = read_requests(io.BytesIO(f"\n{line}".encode()), Notices(is_quiet=True))
 
     assert isinstance(bad, BadRequest)
-    assert bad.request_id == request_id
+    assert bad.label == label
 
 
 def test_input_that_cannot_be_read_is_an_end_too() -> None:
     def failing() -> Iterator[JsonRequest | BadRequest]:
-        yield JsonRequest(1, "one")
+        yield JsonRequest({"line": 1}, "one")
         raise OSError(5, "Input/output error")
 
     inbox: queue.SimpleQueue[object] = queue.SimpleQueue()

@@ -93,11 +93,12 @@ def test_json_requests_run_as_one_batch_and_carry_their_ids(shell: Shell, tiny: 
 
     answers = objects(done.stdout)
     assert {a.get("id") for a in answers if "text" in a} == {"a", 2, None}
-    errors = [(a.get("id"), a["error"]["message"]) for a in answers if "error" in a]
+    errors = [(a["error"]["message"], a.get("id"), a.get("line")) for a in answers if "error" in a]
     assert errors == [
-        ("bad", "Line 3 of the input: Message 1 has no text."),
-        (None, "Line 5 of the input is not JSON."),
+        ("Line 3 of the input: Message 1 has no text.", "bad", None),
+        ("Line 5 of the input is not JSON.", None, 5),
     ]
+    assert [a["line"] for a in answers if "text" in a and "id" not in a] == [4]
     assert done.returncode == 2
     [short] = [a for a in answers if a.get("id") == "a"]
     assert short["usage"]["completion_tokens"] <= 3
