@@ -77,6 +77,15 @@ def ask_options(settings: Settings, model_defaults: dict[str, float], samples: i
     )
 
 
+def check(settings: Settings, samples: int = 1) -> None:
+    """Raise UsageError for a value that could not be used, before anything is done with any."""
+    try:
+        settings.model_config(), settings.cache_config(), settings.engine_config()
+        ask_options(settings, {}, samples)
+    except UsageError as error:
+        raise settings.blamed(error) from error
+
+
 def open_host(
     settings: Settings,
     on_load: Callable[[LoadEvent], None] | None = None,
@@ -91,8 +100,6 @@ def open_host(
     from kvchat.chat.host import ChatHost
     from kvchat.model.source import find_model
 
-    # Values that cannot be used are told before a model is looked for.
-    settings.model_config(), settings.cache_config(), settings.engine_config()
     source = find_model(model_name if model_name is not None else settings["model"])
     draft_name = settings.draft_name(source.name)
     draft = find_model(draft_name) if draft_name is not None else None

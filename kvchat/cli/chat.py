@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvchat.cli.build import ask_options, caretaker, open_host, session_store, user_paths
+from kvchat.cli.build import ask_options, caretaker, check, open_host, session_store, user_paths
 from kvchat.cli.settings import Settings, resolve
 from kvchat.core.errors import UsageError
 
@@ -69,7 +69,7 @@ def _one_of(flag: str, value: str, allowed: tuple[str, ...]) -> None:
 def run_chat(flags: dict[str, Any], request: ChatRequest) -> int:
     """Chat as asked; return the exit code."""
     settings = resolve(flags, os.environ, user_paths().config)
-    ask_options(settings, {}, request.num_samples)  # tells of bad values before anything is done
+    check(settings, request.num_samples)
     is_interactive = request.prompt is None and _is_terminal(sys.stdin) and _is_terminal(sys.stdout)
     if is_interactive and request.input_format == "text" and request.output_format == "text":
         return _chat_interactively(settings, request)

@@ -10,7 +10,7 @@ import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
-from kvchat.cli.build import ask_options, user_paths
+from kvchat.cli.build import check, user_paths
 from kvchat.cli.settings import SETTINGS, Settings, known, parse_value, resolve
 from kvchat.core.errors import StoreError
 from kvchat.core.paths import open_private, private_directory
@@ -57,11 +57,7 @@ def unset(name: str) -> None:
 def _try_out(name: str, value: object) -> None:
     """Have everybody look at a value who would refuse it later."""
     defaults = resolve({}, {}, Path(os.devnull)).values
-    settings = Settings({**defaults, name: value})
-    settings.model_config()
-    settings.cache_config()
-    settings.engine_config()
-    ask_options(settings, {}, 1)
+    check(Settings({**defaults, name: value}))
 
 
 def _change(change: Callable[[dict[str, object]], dict[str, object]]) -> None:

@@ -95,6 +95,14 @@ class Settings:
     def __getitem__(self, name: str) -> Any:
         return self.values[name]
 
+    def blamed(self, error: UsageError) -> UsageError:
+        """The error with the origin of the value it names, where that is not the flag it names."""
+        for setting in SETTINGS:
+            origin = self.origins.get(setting.name, setting.flag)
+            if error.message.startswith(f"{setting.flag} ") and origin != setting.flag:
+                return UsageError(error.message, f"{error.hint} It is set in {origin}.".strip())
+        return error
+
     def model_config(self) -> ModelConfig:
         return ModelConfig(
             self["model"], self["device"], self["dtype"], self["threads"], self["weights"]
@@ -159,7 +167,8 @@ def resolve(
     for setting in SETTINGS:
         value, origin = setting.default, "default"
         if setting.name in file_values:
-            value = _checked(setting, file_values[setting.name], str(config_path))
+            place = f"{setting.name} in {config_path}"
+            value = _checked(setting, file_values[setting.name], place)
             origin = str(config_path)
         text = environment.get(setting.variable)
         if text is not None and text != "":
@@ -228,7 +237,7 @@ def _checked(setting: Setting, value: object, origin: str) -> object:
             raise UsageError(f"{origin} is an empty text, which would stop every answer.")
     elif not isinstance(value, setting.kind) or (setting.kind is int and isinstance(value, bool)):
         kind = "true or false" if setting.kind is bool else _KIND_NAMES[setting.kind]
-        raise UsageError(f"{origin} sets {setting.name} to {value!r}, but it must be {kind}.")
+        raise UsageError(f"{origin} is {value!r}, but must be {kind}.")
     if setting.choices and value not in setting.choices:
         raise UsageError(f"{origin} is {value!r}, but must be one of {', '.join(setting.choices)}.")
     return value

@@ -90,6 +90,10 @@ def test_a_setting_can_be_taken_out_again_and_a_directory_is_one_from_everywhere
         ("temperature = ", "cannot be read"),
         ("nonsense = 1", "which is no setting"),
         ('temperature = "hot"', "must be a number"),
+        ("temperature = -1", "--temperature is -1.0, but must be 0 to 100. It is set in "),
+        ("block_size = 17", "--block-size is 17, but must be a power of two up to 1024. It is"),
+        ('disk_cache = "5x"', "8G, 512M or 20%. It is set in "),
+        ('dtype = "int2"', "is 'int2', but must be one of auto, float32"),
     ],
 )
 def test_a_bad_configuration_file_is_named(shell: Shell, content: str, sentence: str) -> None:
@@ -109,6 +113,12 @@ def test_a_bad_environment_variable_is_named(shell: Shell) -> None:
 
     assert done.returncode == 2
     assert b"KVCHAT_SEED is 'soon', but must be a whole number" in done.stderr
+
+    done = shell.run("-p", "x", KVCHAT_TOP_P="1.5")
+
+    assert done.returncode == 2
+    assert b"--top-p is 1.5, but must be" in done.stderr
+    assert done.stderr.endswith(b"It is set in KVCHAT_TOP_P.\n")
 
 
 def test_weights_in_pickles_are_never_opened(shell: Shell, tmp_path: Path) -> None:
