@@ -15,7 +15,7 @@ from kvchat.cli.settings import BY_NAME
 
 app = typer.Typer(
     name="kvchat",
-    add_completion=False,
+    add_completion=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     rich_markup_mode=None,

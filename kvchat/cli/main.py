@@ -51,7 +51,7 @@ def _run() -> int:
         # Nobody configures logging here, and Python would print our warnings with their tracebacks.
         logging.getLogger("kvchat").addHandler(logging.NullHandler())
     try:
-        app(standalone_mode=True)
+        app(standalone_mode=True, prog_name="kvchat")
     except SystemExit as leaving:
         return leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
     except KvchatError as error:
