@@ -75,7 +75,9 @@ def import_file(store: SessionStore, path: Path) -> None:
 
 
 def rename(store: SessionStore, text: str, title: str) -> None:
-    """Give a conversation a title."""
+    """Give a conversation a title; raises UsageError for an empty one."""
+    if not title.strip():
+        raise UsageError("A conversation needs a title.")
     _, log = store.open(store.find(text))
     log.write(title_line(title), durable=True)
     log.close()

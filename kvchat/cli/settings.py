@@ -96,11 +96,15 @@ class Settings:
         return self.values[name]
 
     def blamed(self, error: UsageError) -> UsageError:
-        """The error with the origin of the value it names, where that is not the flag it names."""
+        """The error about a setting's value, naming the flag it came from or where it is set."""
+        named = error.message.removeprefix("--")
         for setting in SETTINGS:
+            if not named.startswith(f"{setting.flag.removeprefix('--')} "):
+                continue
             origin = self.origins.get(setting.name, setting.flag)
-            if error.message.startswith(f"{setting.flag} ") and origin != setting.flag:
-                return UsageError(error.message, f"{error.hint} It is set in {origin}.".strip())
+            if origin == setting.flag:
+                return UsageError(f"--{named}", error.hint)
+            return UsageError(named, f"{error.hint} It is set in {origin}.".strip())
         return error
 
     def model_config(self) -> ModelConfig:

@@ -86,7 +86,7 @@ class SamplingParams:
 
 def _require(holds: bool, name: str, value: object, allowed: str) -> None:
     if not holds:
-        raise UsageError(f"--{name} is {value}, but must be {allowed}.")
+        raise UsageError(f"{name} is {value}, but must be {allowed}.")
 
 
 @dataclass(frozen=True, slots=True)

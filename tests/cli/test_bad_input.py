@@ -90,8 +90,11 @@ def test_a_setting_can_be_taken_out_again_and_a_directory_is_one_from_everywhere
         ("temperature = ", "cannot be read"),
         ("nonsense = 1", "which is no setting"),
         ('temperature = "hot"', "must be a number"),
-        ("temperature = -1", "--temperature is -1.0, but must be 0 to 100. It is set in "),
-        ("block_size = 17", "--block-size is 17, but must be a power of two up to 1024. It is"),
+        ("temperature = -1", "kvchat: temperature is -1.0, but must be 0 to 100. It is set in "),
+        (
+            "block_size = 17",
+            "block-size is 17, but must be a power of two up to 1024. It is set",
+        ),
         ('disk_cache = "5x"', "8G, 512M or 20%. It is set in "),
         ('dtype = "int2"', "is 'int2', but must be one of auto, float32"),
     ],
@@ -117,7 +120,7 @@ def test_a_bad_environment_variable_is_named(shell: Shell) -> None:
     done = shell.run("-p", "x", KVCHAT_TOP_P="1.5")
 
     assert done.returncode == 2
-    assert b"--top-p is 1.5, but must be" in done.stderr
+    assert b"kvchat: top-p is 1.5, but must be" in done.stderr
     assert done.stderr.endswith(b"It is set in KVCHAT_TOP_P.\n")
 
 
@@ -187,6 +190,7 @@ def test_sessions_are_listed_shown_exported_imported_renamed_and_removed(
     assert b"Hello there" in shell.run("sessions", "show", imported).stdout
     again = shell.run("-m", tiny, "--max-tokens", "3", "-r", imported, "-p", "more")
     assert again.returncode == 0
+    assert shell.run("sessions", "rename", name, " ").returncode == 2
     assert shell.run("sessions", "rename", name, "renamed").returncode == 0
     assert b"renamed" in shell.run("sessions", "list").stdout
     assert shell.run("sessions", "rm", name, imported).returncode == 0
