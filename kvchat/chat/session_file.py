@@ -1,4 +1,4 @@
-"""The session file: JSON lines, append-only, one event a line.
+"""The session file: JSON lines, one event a line, appended as things happen.
 
 Knows how a conversation is written and read back, whatever of the last line survived. Knows the
 format and its versions; knows no directory and no engine. `sessions/README.md` describes it.

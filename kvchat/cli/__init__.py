@@ -1,1 +1,1 @@
-"""Floor 6: the command line. The only place that chooses concrete classes; nobody imports it."""
+"""Floor 6: the command line. Joins settings, model, engine and screen; nobody imports it."""

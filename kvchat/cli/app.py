@@ -137,7 +137,8 @@ def bench(
     scenarios: Annotated[
         list[str] | None,
         typer.Argument(
-            help="turns resume cold decode spec prefill tiers radix memory startup kernels weights"
+            help="turns resume cold decode spec prefill tiers radix memory startup kernels "
+            "weights replay"
         ),
     ] = None,
     model: Annotated[str | None, _setting("model", "-m", "--model", metavar="NAME")] = None,

@@ -169,7 +169,7 @@ def _run_script(
         writer=_writer(request, desk),
         notices=notices,
         timeout_s=settings["timeout"],
-        shows_stats=settings["stats"],
+        shows_stats=bool(settings["stats"]),
         glyphs=look.glyphs,
     )
     script = Script(setup, interruption)
@@ -182,7 +182,7 @@ def _run_script(
             script.answer(text)
         else:
             lines = iter(()) if _is_terminal(sys.stdin) else read_lines(sys.stdin.buffer, notices)
-            commands = _script_commands(desk, notices, look, settings["stats"])
+            commands = _script_commands(desk, notices, look, setup.shows_stats)
             script.answer_lines(commands, lines, request.prompt)
         return script.exit_code
     finally:
@@ -251,6 +251,7 @@ def _chat_interactively(settings: Settings, request: ChatRequest) -> int:
         look=Look.choose(
             settings["color"], settings["accessible"], os.environ, sys.stdout.encoding
         ),
+        shows_stats=settings["stats"],
         editor=os.environ.get("VISUAL") or os.environ.get("EDITOR") or "vi",
     )
     return run(setup)

@@ -55,8 +55,13 @@ SETTINGS = (
     Setting("seed", int, None, "same seed, same text; default: a new one per answer"),
     Setting("max_tokens", int, None, "most tokens of an answer"),
     Setting("stop", list, (), "end the answer at this text"),
-    Setting("timeout", float, None, "seconds an answer may take, the model loaded"),
-    Setting("spec", bool, None, "guess ahead: faster, the same text; default: the demo pair only"),
+    Setting("timeout", float, None, "in scripts, seconds an answer may take, the model loaded"),
+    Setting(
+        "spec",
+        bool,
+        None,
+        "guess ahead: faster, the same text; default: with --draft, and for the demo pair",
+    ),
     Setting("draft", str, None, "a small model with the same vocabulary to guess; ngram, none"),
     Setting("device", str, "auto", "where the model runs", ("auto", "cpu", "cuda")),
     Setting(
@@ -66,11 +71,24 @@ SETTINGS = (
     Setting("kv_dtype", str, "auto", "auto: the dtype", ("auto", "float32", "bfloat16", "float16")),
     Setting("block_size", int, 16, "tokens per cache block, a power of two"),
     Setting("threads", int, None, "CPU threads at most; default: the physical cores"),
-    Setting("device_cache", str, None, "KV memory on the device: 8G, 512M, or 20% of what is free"),
     Setting(
-        "host_cache", str, None, "KV in RAM beside a GPU's: 8G, 10% of what is free; 0 is none"
+        "device_cache",
+        str,
+        None,
+        "KV memory on the device: 8G, 512M, or 20% of what is free; default: 25%, on a GPU 80%",
     ),
-    Setting("disk_cache", str, None, "KV kept on disk: 20G, 5% of what is free; 0 is none"),
+    Setting(
+        "host_cache",
+        str,
+        None,
+        "KV in RAM beside a GPU's: 8G; 0 is none; default: 10% of what is free, 16G at most",
+    ),
+    Setting(
+        "disk_cache",
+        str,
+        None,
+        "KV kept on disk: 5%; 0 is none; default: 10% of what is free, 20G at most",
+    ),
     Setting("cache_dir", str, None, "where KV is kept; it can be deleted at any time"),
     Setting("max_context", int, None, "lower the longest context, in tokens"),
     Setting("cache", bool, True, "reuse KV between turns"),
@@ -79,8 +97,10 @@ SETTINGS = (
     Setting("sessions_dir", str, None, "where conversations are kept"),
     Setting("color", str, "auto", "colour on the terminal", ("auto", "always", "never")),
     Setting("accessible", bool, False, "plain lines: no toolbar, cursor motion or colour"),
-    Setting("stats", bool, False, "statistics after every answer, on stderr"),
-    Setting("quiet", bool, False, "nothing on stderr but errors"),
+    Setting(
+        "stats", bool, None, "statistics after every answer; default: in a chat, not in scripts"
+    ),
+    Setting("quiet", bool, False, "in scripts, nothing on stderr but errors"),
 )
 BY_NAME = {setting.name: setting for setting in SETTINGS}
 

@@ -1,7 +1,8 @@
 """Every error a user can meet, with its exit code and a hint.
 
-Knows the exit codes of the command line contract. Does not print, log or decide: `cli/main.py` and
-`terminal/repl.py` turn these into text, everyone else raises them or lets them pass.
+Knows the exit codes of the command line contract. Does not print, log or decide: the command line,
+its scripts and the interactive chat turn these into text, everyone else raises them or lets them
+pass.
 """
 
 from enum import IntEnum

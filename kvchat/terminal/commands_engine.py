@@ -178,7 +178,7 @@ def _help_rows(context: "CommandContext", arguments: str) -> list[Row]:
                 rows += _entry(context, f"/{command.name} {command.usage}".rstrip(), command.help)
     rows += painter.wrapped(
         "/help COMMAND says more, /help keys lists the keys. "
-        "A line that begins with a space, // or a path is a message.",
+        "A line that begins with a space, // or a path like /usr/bin is a message.",
         context.face.sheet.width,
         Role.DIM,
     )

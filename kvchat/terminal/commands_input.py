@@ -153,7 +153,7 @@ def _wanted(answers: list[str], arguments: str) -> str:
 COMMANDS = (
     Command(
         "file",
-        "attach a text file to the next message (or write @path in it)",
+        "attach a text file to the next message (at the prompt also @path in it)",
         file,
         Group.INPUT,
         "PATH...|clear",

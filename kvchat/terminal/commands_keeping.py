@@ -263,7 +263,7 @@ def _kept(context: "CommandContext") -> KeptKv:
 COMMANDS = (
     Command(
         "pin",
-        "never forget the KV of this conversation so far, or of files",
+        "keep the KV of this conversation so far, or of files, while the disk cache has room",
         pin,
         Group.INPUT,
         "[[NAME] FILE...|list]",

@@ -37,6 +37,7 @@ class ReplSetup:
     desk           its model loading, or done with it; owned by the chat from here on
     relay          what the desk's host was given as `on_load`
     history_path   where what is typed is kept; None forgets it
+    shows_stats    whether a line of figures follows every answer; by default unless it is spoken
     editor         the command line of the user's editor
     """
 
@@ -44,7 +45,7 @@ class ReplSetup:
     relay: LoadRelay
     history_path: Path | None = None
     look: Look = field(default_factory=Look)
-    show_stats: bool = True
+    shows_stats: bool | None = None
     editor: str = "vi"
 
 
@@ -63,7 +64,7 @@ async def run_repl(setup: ReplSetup) -> int:
     registry = build_registry()
     face = _new_face(setup)
     # Who listens to the answer is not read figures after each, unless asked: /stats on.
-    shows_stats = setup.show_stats and not setup.look.is_spoken
+    shows_stats = not setup.look.is_spoken if setup.shows_stats is None else setup.shows_stats
     dialogue = Dialogue(desk, face, registry, shows_stats)
     try:
         with _signals(dialogue), unforeseen_errors_told(dialogue.report):
