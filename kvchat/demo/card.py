@@ -22,9 +22,9 @@ pipeline_tag: text-generation
 
 {what}
 
-It exists so that `make chat` makes sense on a machine without a network. It greets, explains
-kvchat, remembers what it is told, spells, adds small numbers, knows days and months, tells short
-stories and poems, and shows a few code snippets. Everything else it answers with one
+The pair exists so that `make chat` makes sense on a machine without a network. Its target greets,
+explains kvchat, remembers what it is told, spells, adds small numbers, knows days and months,
+tells short stories and poems, and shows a few code snippets. Everything else it answers with one
 sentence that says so and names a way out: `kvchat --model <hub id or directory>`.
 
 ## What it is
@@ -46,7 +46,7 @@ Machine: {machine}. Built on {built}.
 
 ## How well it works
 
-Greedy decoding of the shipped files. The model's own replies stand in the history, but for the
+Greedy decoding of the shipped target. The model's own replies stand in the history, but for the
 turns between in the two longest recall tests, which are scripted. *Known*: phrasings like those of
 the training, with names and values it never saw. *Unseen*: phrasings never trained on. One pattern
 in ten, and one in ten of the other patterns' expansions, is kept from training by hash. All sums to
@@ -89,9 +89,9 @@ def write_card(home: Path, scores: dict[str, Any], made: dict[str, Any]) -> None
         (home / folder / "README.md").write_text(text, encoding="utf-8")
 
 
-def _named(counts: Mapping[str, int]) -> str:
-    """The stages in words, with how often each counts."""
-    *most, last = (name if n == 1 else f"{name} ({n} times)" for name, n in counts.items())
+def _named(shares: Mapping[str, float]) -> str:
+    """The stages in words, with the share of each."""
+    *most, last = (f"{name} ({100 * share:.1f} %)" for name, share in shares.items())
     return f"{', '.join(most)} and {last}" if most else last
 
 
@@ -151,8 +151,8 @@ def _stages(stages: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _mean(counts: Mapping[str, int]) -> str:
-    return f"the mean of {_named(counts)}" if len(counts) > 1 else "".join(counts)
+def _mean(shares: Mapping[str, float]) -> str:
+    return f"the mean of {_named(shares)}" if len(shares) > 1 else "".join(shares)
 
 
 def _scores(tests: dict[str, Any]) -> str:

@@ -6,7 +6,7 @@ of the two whole. Knows the network's geometry; knows no training loop.
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -84,19 +84,22 @@ def load_network(folder: Path) -> Network:
     return network
 
 
-def load_mean(folders: Sequence[Path]) -> Network:
-    """The network whose weights are the mean of several, which descend from each other.
+def load_mean(shares: Mapping[Path, float]) -> Network:
+    """The network whose weights are a mean of several, which descend from each other.
+
+    `shares` says how much each counts; they sum to 1.
 
     After M. Wortsman et al., "Model soups: averaging weights of multiple fine-tuned models
     improves accuracy without increasing inference time" (2022).
     """
-    first, *others = (load_network(folder) for folder in folders)
-    mean = first.state_dict()
-    for name, weight in mean.items():
-        parts = [weight, *(other.state_dict()[name] for other in others)]
-        mean[name] = torch.stack(parts).mean(0)
-    first.load_state_dict(mean)
-    return first
+    networks = [load_network(folder) for folder in shares]
+    parts = [network.state_dict() for network in networks]
+    mean = {
+        name: sum(share * part[name] for share, part in zip(shares.values(), parts, strict=True))
+        for name in parts[0]
+    }
+    networks[0].load_state_dict(mean)
+    return networks[0]
 
 
 def export(folder: Path, network: Network, *, bos_id: int, end_id: int, pad_id: int) -> None:

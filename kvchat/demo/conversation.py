@@ -57,7 +57,7 @@ COURSES: tuple[tuple[_Beat, ...], tuple[float, ...]] = (
 )
 STUDIES: tuple[tuple[_Beat, ...], tuple[float, ...]] = (
     (knowledge.play, fallback.play, letters.play),
-    (0.5, 0.3, 0.2),
+    (0.45, 0.3, 0.25),
 )
 CHARACTERS_PER_TURN = 115  # measured mean of message and reply together
 
@@ -73,6 +73,7 @@ class Shape:
     oddity        share of odd slot values in such a chat
     study_rate    share of beats that are about kvchat, out of scope or about letters, which take
                   most phrasings
+    looseness     share of phrasings in which small words come and go
     """
 
     mean_turns: float = 6.0
@@ -84,6 +85,7 @@ class Shape:
     odd_rate: float = 0.0
     oddity: float = 0.5
     study_rate: float = 0.0
+    looseness: float = 0.0
 
 
 class Conversations:
@@ -110,6 +112,7 @@ def compose(scene: Scene, shape: Shape) -> Chat:
     """Write one chat into `scene`."""
     if shape.odd_rate and scene.chance(shape.odd_rate):
         scene.oddity = shape.oddity
+    scene.looseness = shape.looseness
     system = _system_prompt(scene, shape)
     beats, weights = _leanings(scene)
     if scene.chance(shape.drill_rate):

@@ -87,6 +87,20 @@ class Phrases:
             sums.append(total)
         return sums
 
+    def holds_out(self, text: str) -> bool:
+        """Whether a text, if it were drawn from any of the patterns, would be held out."""
+        if self.num_phrasings < CLOSED_SET:
+            return False
+        return text in self._held_out_texts or one_in(HELD_OUT_PHRASINGS, "phrasing", text)
+
+    @cached_property
+    def _held_out_texts(self) -> frozenset[str]:
+        """Every expansion of the patterns that are held out whole."""
+        if len(self.patterns) < CLOSED_SET:
+            return frozenset()
+        held_out = (pattern.all() for pattern in self.patterns if pattern.is_held_out)
+        return frozenset(text for texts in held_out for text in texts)
+
     def _is_held_out(self, pattern: "Pattern", text: str) -> bool:
         if self.num_phrasings < CLOSED_SET:
             return False

@@ -14,7 +14,6 @@ import os
 import shutil
 import sys
 import time
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -34,8 +33,9 @@ from kvchat.demo.conversation import Conversations
 from kvchat.demo.distill import Distillation
 from kvchat.demo.evaluate import Report, acceptance, evaluate_files
 from kvchat.demo.manifest import write_manifest
+from kvchat.demo.mixes import USUAL
 from kvchat.demo.paths import HOME
-from kvchat.demo.plans import CONTEXT, FULL, QUICK, USUAL, VOCAB_SIZE, Recipe, Stage
+from kvchat.demo.plans import CONTEXT, FULL, QUICK, VOCAB_SIZE, Mean, Recipe, Stage
 from kvchat.demo.talkers import NetworkTalker
 from kvchat.demo.team import Team, run_team
 from kvchat.demo.tokenizer import ChatTokenizer, train_tokenizer
@@ -106,14 +106,14 @@ def _train_stage(job: Build, stage: Stage, team: Team) -> None:
     machine = Machine.detected(is_compiled=job.is_compiled, team=team)
     loss = None
     if stage.teacher:
-        teacher = load_mean([job.work / name for name in stage.teacher]).to(machine.device)
+        teacher = load_mean(_folders(job, stage.teacher)).to(machine.device)
         loss = Distillation(teacher, machine.dtype)
     train(
         stage.plan,
         ChatTokenizer.load(job.work / "tokenizer"),
         job.work / stage.name,
         machine,
-        initial=load_mean([job.work / name for name in stage.after]) if stage.after else None,
+        initial=load_mean(_folders(job, stage.after)) if stage.after else None,
         loss_of=loss,
     )
 
@@ -123,7 +123,7 @@ def _export(job: Build) -> None:
     for name, stages in job.recipe.shipped.items():
         folder = job.home / name
         shutil.rmtree(folder, ignore_errors=True)
-        network = load_mean([job.work / stage for stage in stages])
+        network = load_mean(_folders(job, stages))
         export(
             folder,
             network,
@@ -145,13 +145,13 @@ def _evaluate(job: Build) -> Report:
 
 
 def _made(job: Build) -> dict[str, object]:
-    """How the pair was built, for the manifest and the card; of a mean how often each counts."""
+    """How the pair was built, for the manifest and the card."""
     stages = {}
     for stage in job.recipe.stages:
         plan = stage.plan
         stages[stage.name] = {
-            "after": dict(Counter(stage.after)),
-            "teacher": dict(Counter(stage.teacher)),
+            "after": _rounded(stage.after),
+            "teacher": _rounded(stage.teacher),
             "seed": plan.seed,
             "steps": plan.num_steps,
             "tokens": plan.num_steps * plan.batch_tokens,
@@ -161,11 +161,19 @@ def _made(job: Build) -> dict[str, object]:
         }
     return {
         "stages": stages,
-        "shipped": {role: dict(Counter(names)) for role, names in job.recipe.shipped.items()},
+        "shipped": {role: _rounded(mean) for role, mean in job.recipe.shipped.items()},
         "history": _history(job.work / HISTORY),
         "machine": _machine(),
         "built": time.strftime("%Y-%m-%d"),
     }
+
+
+def _folders(job: Build, mean: Mean) -> dict[Path, float]:
+    return {job.work / name: share for name, share in mean.items()}
+
+
+def _rounded(mean: Mean) -> dict[str, float]:
+    return {name: round(share, 4) for name, share in mean.items()}
 
 
 def _history(path: Path) -> str:

@@ -12,6 +12,7 @@ from kvchat.demo.facts import Fact
 from kvchat.demo.grammar import FAIR_TRIES, Grade, Phrases, Words
 from kvchat.demo.lexicon.coined import coined_name
 from kvchat.demo.lexicon.odd import made_odd
+from kvchat.demo.loosening import loosened
 from kvchat.demo.voice import WRAPPERS, Kind, Voice, is_imperative
 
 
@@ -55,8 +56,9 @@ class Chat:
 class Scene:
     """The state of one chat being written; owned by one generator call.
 
-    oddity  share of slot values whose words are replaced by others, so that nothing but copying
-            gets them right
+    oddity     share of slot values whose words are replaced by others, so that nothing but copying
+               gets them right
+    looseness  share of phrasings in which small words come and go
     """
 
     rng: random.Random
@@ -66,12 +68,16 @@ class Scene:
     turns: list[Turn] = field(default_factory=list)
     num_held_out: int = 0  # held-out phrasings drawn so far
     oddity: float = 0.0
+    looseness: float = 0.0
 
     def draw(self, phrases: Phrases, **slots: str) -> str:
         """Draw a phrasing, type it in the user's voice and fill its slots."""
         phrasing = phrases.draw(self.rng, self.grade)
         self.num_held_out += phrasing.is_held_out
-        typed = self.voice.type_core(phrasing.text, self.rng)
+        text = phrasing.text
+        if self.looseness and self.chance(self.looseness):
+            text = loosened(phrases, text, self.rng)
+        typed = self.voice.type_core(text, self.rng)
         return typed.format(**slots) if slots else typed
 
     def message(self, kind: Kind, phrases: Phrases, **slots: str) -> str:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from kvchat.demo import plans
+from kvchat.demo import mixes, plans
 from kvchat.demo.checkpoint import Reached, load_network, reached
 from kvchat.demo.manifest import digests
 from kvchat.demo.network import Geometry, Network
@@ -25,7 +25,7 @@ SPEED = {"batch_tokens": 1024, "leg_steps": 2, "warmup_steps": 1}
 
 def tiny(name: str, num_legs: int, num_layers: int = 1) -> Plan:
     geometry = replace(GEOMETRY, num_hidden_layers=num_layers)
-    return Plan(name, geometry, (Phase(plans.FIRST_STEPS, num_legs),), **SPEED)
+    return Plan(name, geometry, (Phase(mixes.FIRST_STEPS, num_legs),), **SPEED)
 
 
 FIRST = Stage(tiny("target", 2, num_layers=2))
@@ -33,10 +33,10 @@ TINY = Recipe(
     stages=(
         FIRST,
         Stage(tiny("draft", 1)),
-        Stage(tiny("distillation", 1), after=("draft",), teacher=("target",)),
-        Stage(tiny("target-2", 1, num_layers=2), after=("target",)),
+        Stage(tiny("distillation", 1), after={"draft": 1.0}, teacher={"target": 1.0}),
+        Stage(tiny("target-2", 1, num_layers=2), after={"target": 1.0}),
     ),
-    shipped={"target": ("target", "target-2"), "draft": ("distillation",)},
+    shipped={"target": {"target": 0.25, "target-2": 0.75}, "draft": {"distillation": 1.0}},
     num_tokenizer_chats=300,
     num_probes=1,
     tests=("kvchat",),
@@ -193,6 +193,8 @@ def test_every_stage_needs_earlier_stages_only(recipe: Recipe) -> None:
     for number, stage in enumerate(recipe.stages):
         assert {*stage.after, *stage.teacher} <= set(names[:number])
     assert {name for parts in recipe.shipped.values() for name in parts} <= set(names)
+    means = [*recipe.shipped.values(), *(s.after for s in recipe.stages if s.after)]
+    assert [sum(mean.values()) for mean in means] == pytest.approx([1.0] * len(means))
 
 
 def test_the_shipped_target_is_the_mean_of_both_rounds(built: Path) -> None:
@@ -204,7 +206,7 @@ def test_the_shipped_target_is_the_mean_of_both_rounds(built: Path) -> None:
     )  # fmt: skip
 
     for name, weight in shipped.items():
-        mean = (first[name] + second[name]) / 2
+        mean = 0.25 * first[name] + 0.75 * second[name]
         assert torch.equal(weight, mean.to(torch.bfloat16).float()), name
 
 

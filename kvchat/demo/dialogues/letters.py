@@ -3,8 +3,9 @@
 Knows how people ask about letters; the words are in `lexicon.spelling`.
 """
 
-from kvchat.demo.grammar import Phrases
+from kvchat.demo.grammar import Grade, Phrases
 from kvchat.demo.lexicon.coined import coined_word
+from kvchat.demo.lexicon.odd import any_word
 from kvchat.demo.lexicon.people import FIRST_NAMES
 from kvchat.demo.lexicon.spelling import SPELLED
 from kvchat.demo.lexicon.things import ANIMALS
@@ -217,6 +218,9 @@ def spelled(word: str) -> str:
 
 
 def _word(scene: Scene) -> str:
+    # The letters of a token are learnt from words that have it: training takes them from all lists.
+    if scene.grade is Grade.TRAIN and scene.chance(0.4):
+        return any_word(scene.rng)
     pick = scene.rng.random()
     if pick < 0.12:
         return coined_word(scene.rng, scene.grade)

@@ -26,7 +26,7 @@ def quiz(scene: Scene) -> list[Turn]:
         return [telling.tell(scene)]
     chosen = scene.rng.sample(facts, min(len(facts), scene.rng.choice(QUESTIONS)))
     turns = [telling.asked(scene, fact) for fact in chosen]
-    if scene.chance(0.35):
+    if scene.chance(0.25):
         turns.insert(scene.rng.randrange(len(turns) + 1), telling.never_told(scene))
     return turns
 

@@ -135,7 +135,7 @@ def told(scene: Scene, facts: list[Fact]) -> Turn:
 
 def ask(scene: Scene) -> Turn:
     """Ask for a told fact, or now and then for one that was never told."""
-    if scene.chance(0.24):
+    if scene.chance(0.18):
         return never_told(scene)
     if not scene.facts:
         return tell(scene)

@@ -24,13 +24,14 @@ def made_odd(value: str, rng: random.Random) -> str:
     words = value.split(" ")
     for at, word in enumerate(words):
         if len(word) >= SHORTEST and word.isalpha() and rng.random() < REPLACED:
-            fresh = _word(rng)
+            fresh = any_word(rng)
             words[at] = fresh.capitalize() if word[0].isupper() else fresh
     odd = " ".join(words)
     return value if is_held_out_value(odd) else odd
 
 
-def _word(rng: random.Random) -> str:
+def any_word(rng: random.Random) -> str:
+    """A plain word of any list, or two of them in one; in lower case, never a held-out one."""
     first, second = rng.choice(_pool()), rng.choice(_pool())
     if rng.random() >= BLENDED:
         return first

@@ -96,7 +96,7 @@ COMMANDS_ENGINE = (
     ),
     topic(
         "/cache shows what is kept on disk: /cache tree, verify, gc, clear and why. From the shell "
-        "it is kvchat cache.",
+        "it is kvchat cache, for all but why.",
         "/cache why shows the first token that differs when something expected to be cached was "
         "not.",
         "/cache looks into the cache.",
@@ -133,8 +133,8 @@ COMMANDS_ENGINE = (
         """,
     ),
     topic(
-        "/cache verify reads every block and checks it against its checksum.",
-        "A bad block is dropped and computed again when it is needed.",
+        "/cache verify reads all that is kept and checks it against its checksums.",
+        "What is damaged is dropped and computed again when it is needed.",
         "/cache verify checks the blocks.",
         "/cache verify|kvchat cache verify",
         names="/cache verify; kvchat cache verify; the (verify|cache verify) command",

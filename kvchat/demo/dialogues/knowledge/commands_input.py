@@ -35,7 +35,7 @@ COMMANDS_INPUT = (
     topic(
         "/pin NAME FILES keeps documents warm in the cache, as in /pin manual docs/*.md. Any later "
         "chat can start from them at once.",
-        "Pinned contexts stay on disk. /unpin lets one go.",
+        "Pinned contexts stay on disk while there is room. /unpin lets one go.",
         "/pin keeps documents ready.",
         "/pin",
         names="/pin; the /pin command; the pin command; /pin manual docs/*.md",

@@ -136,7 +136,7 @@ COMMANDS_TURNS = (
     ),
     topic(
         "/export writes the conversation to a file; /save is another name.",
-        "kvchat sessions export does it from the shell, and /import reads it back if it is .jsonl.",
+        "kvchat sessions export does it from the shell, and /import reads .json and .jsonl back.",
         "/export writes the chat to a file.",
         "/export|/save",
         names="/export; /save; the /(export|save) command; the export command; exporting",

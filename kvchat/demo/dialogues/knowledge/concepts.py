@@ -211,8 +211,8 @@ CONCEPTS = (
     topic(
         "A broken or missing block is only a miss: kvchat computes it again. Text is never lost, "
         "and nothing from disk is trusted unchecked.",
-        "Each block carries its tokens and a checksum, both checked when it is loaded. /cache "
-        "verify checks them all.",
+        "Blocks are stored with their tokens and a checksum, both checked when they are loaded. "
+        "/cache verify checks them all.",
         "A broken cache costs time, never words.",
         "again|miss",
         questions="""
@@ -228,7 +228,8 @@ CONCEPTS = (
     topic(
         "Every word is saved as it happens, and the full blocks after each turn. After a restart "
         "the chat goes on where it was.",
-        "Even a killed process costs at most the cache of the current turn, never a word of text.",
+        "Even a killed process costs at most the cache of the current turn and the last second of "
+        "an answer.",
         "Chats survive a restart, words and cache.",
         "saved|restart|survive",
         questions="""
@@ -245,9 +246,10 @@ CONCEPTS = (
         weight=1.5,
     ),
     topic(
-        "A pinned context is a document you keep warm with /pin: any later chat can start from it "
-        "without reading it again.",
-        "For example /pin manual docs/*.md. Pinned contexts stay on disk, and /unpin lets one go.",
+        "A pinned context is a document you keep warm with /pin: a later chat that begins with it "
+        "does not read it again.",
+        "For example /pin manual docs/*.md. Pinned contexts stay on disk while there is room; "
+        "/unpin lets one go.",
         "It is a document kept ready in the cache.",
         "/pin|warm|kept",
         names="""
@@ -259,7 +261,7 @@ CONCEPTS = (
     topic(
         "It shows the tokens that came from the cache and where from, the tokens read, the time to "
         "the first token, the speed, the drafts accepted and the context used.",
-        "F2 or /stats on turns it on. In scripts, --stats prints it to stderr.",
+        "F2 or /stats off hides it. In scripts, --stats prints it to stderr.",
         "It sums up cache, speed and context of the answer.",
         "cache|tokens & speed|first token",
         names="""

@@ -174,10 +174,10 @@ MEMORY = (
         """,
     ),
     topic(
-        "Eviction forgets blocks that have not been used for a long time, when the last tier is "
-        "full. The text itself is never lost.",
-        "What was used often leaves late, pinned contexts stay. Evicted blocks are simply computed "
-        "again.",
+        "Eviction forgets the blocks worth least, when the last tier is full. The text itself is "
+        "never lost.",
+        "What was used often leaves late, pinned contexts last. Evicted blocks are simply "
+        "computed again.",
         "Eviction drops old blocks, never text.",
         "never|forget|drop & lost|text|again",
         names="""

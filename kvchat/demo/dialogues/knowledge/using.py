@@ -296,8 +296,8 @@ USING = (
         """,
     ),
     topic(
-        "Before a costly action kvchat shows its price, such as: /edit 3 re-reads 1,240 of 9,812 "
-        "tokens, about 1.5 s.",
+        "Before a costly /edit or /system kvchat shows its price, such as: /edit 3 re-reads 1,240 "
+        "of 9,812 tokens, about 1.5 s.",
         "It is silent when the action is cheap and asks when it is costly.",
         "kvchat says what an action costs.",
         "price|re-reads|cost",
