@@ -192,10 +192,15 @@ _SessionsDir = Annotated[str | None, _setting("sessions_dir", metavar="DIR")]
 _SessionId = Annotated[str, typer.Argument(metavar="ID", help="an id, or its beginning")]
 
 
+def _given_before(context: typer.Context, name: str) -> Any:
+    """A flag's value from before the subcommand, where it means the same as after it."""
+    return context.parent.params.get(name) if context.parent is not None else None
+
+
 @sessions_app.callback()
 def sessions_default(context: typer.Context, sessions_dir: _SessionsDir = None) -> None:
     """List, show, export, import, rename or delete saved conversations."""
-    context.obj = sessions_dir
+    context.obj = sessions_dir or _given_before(context, "sessions_dir")
     if context.invoked_subcommand is None:
         sessions_list(context)
 
@@ -303,10 +308,8 @@ def cache_default(
     json_: _Json = False,
 ) -> None:
     """Show, verify, tidy up or delete the KV kept on disk; deleting loses no word."""
-    # `kvchat --cache-dir D cache` means the same as `kvchat cache --cache-dir D`.
-    before = context.parent.params if context.parent is not None else {}
     flags = {"cache_dir": cache_dir, "disk_cache": disk_cache}
-    context.obj = {name: value or before.get(name) for name, value in flags.items()}
+    context.obj = {name: value or _given_before(context, name) for name, value in flags.items()}
     if context.invoked_subcommand is None:
         cache_status(context, json_)
 
@@ -363,8 +366,8 @@ def cache_path(context: typer.Context) -> None:
 
 
 @app.command()
-def doctor(sessions_dir: _SessionsDir = None) -> None:
+def doctor(context: typer.Context, sessions_dir: _SessionsDir = None) -> None:
     """Check terminal, Python, torch, GPU, disk, kept KV, sessions; exit 0 only if all is well."""
     from kvchat.cli.doctor import examine
 
-    raise typer.Exit(examine(sessions_dir))
+    raise typer.Exit(examine(sessions_dir or _given_before(context, "sessions_dir")))

@@ -12,6 +12,7 @@ from kvchat.cli.settings import Settings
 from kvchat.core.config import Paths
 from kvchat.core.errors import UsageError
 from kvchat.core.events import LoadEvent, LoadProgress, ModelReady
+from kvchat.core.paths import user_path
 
 if TYPE_CHECKING:
     from kvchat.cache.caretaker import Caretaker
@@ -40,13 +41,13 @@ def session_store(settings: Settings) -> "SessionStore":
     from kvchat.chat.store import SessionStore
 
     directory = settings["sessions_dir"]
-    return SessionStore(Path(directory).expanduser() if directory else user_paths().sessions)
+    return SessionStore(user_path(directory) if directory else user_paths().sessions)
 
 
 def cache_directory(settings: Settings) -> Path:
     """Return where KV is kept between runs."""
     directory = settings["cache_dir"]
-    return Path(directory).expanduser() if directory else user_paths().cache / "kv"
+    return user_path(directory) if directory else user_paths().cache / "kv"
 
 
 def caretaker(settings: Settings) -> "Caretaker":

@@ -55,6 +55,8 @@ class ChatRequest:
             raise UsageError("--fork needs --continue or --resume.")
         if self.input_format == "jsonl" and (self.resumes or self.prompt is not None):
             raise UsageError("--input-format jsonl takes its prompts from the input alone.")
+        if self.input_format == "jsonl" and (self.files or self.title):
+            raise UsageError("--input-format jsonl takes no --file and no --title.")
 
     @property
     def resumes(self) -> bool:
@@ -138,7 +140,7 @@ def _open_desk(
 def _answer_script(settings: Settings, request: ChatRequest) -> int:
     from kvchat.cli.interruption import Interruption
     from kvchat.cli.output import Notices
-    from kvchat.cli.script import read_text, with_prompt
+    from kvchat.cli.script_input import read_text, with_prompt
 
     notices = Notices(settings["quiet"])
     text = None
@@ -159,7 +161,8 @@ def _run_script(
     text: str | None,
 ) -> int:
     from kvchat.cli.progress import LoadingLine
-    from kvchat.cli.script import Script, ScriptSetup, read_lines, read_requests
+    from kvchat.cli.script import Script, ScriptSetup
+    from kvchat.cli.script_input import read_lines, read_requests
 
     loading = LoadingLine(sys.stderr, settings["quiet"], notices.tell)
     desk = _open_desk(settings, request, loading.show, is_script=True)

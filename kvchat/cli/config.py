@@ -13,7 +13,7 @@ from pathlib import Path
 from kvchat.cli.build import check, user_paths
 from kvchat.cli.settings import SETTINGS, Settings, known, parse_value, resolve
 from kvchat.core.errors import StoreError
-from kvchat.core.paths import open_private, private_directory
+from kvchat.core.paths import open_private, private_directory, user_path
 
 # Read from a file they would depend on where kvchat happens to be started.
 _DIRECTORIES = ("cache_dir", "sessions_dir")
@@ -42,7 +42,7 @@ def set_value(name: str, text: str) -> None:
     Raises UsageError for what no chat could begin with.
     """
     if name in _DIRECTORIES:
-        text = str(Path(text).expanduser().absolute())
+        text = str(user_path(text).absolute())
     value = parse_value(name, text)
     _try_out(name, value)
     _change(lambda current: {**current, name: value})
@@ -84,5 +84,5 @@ def _toml(value: object) -> str:
         return "true" if value else "false"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(_toml(item) for item in value) + "]"
-    # JSON's strings and numbers are TOML's too.
-    return json.dumps(value, ensure_ascii=False)
+    # JSON's strings and numbers are TOML's too, but for one character.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

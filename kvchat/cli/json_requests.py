@@ -25,12 +25,14 @@ _OTHERS = ("id", "prompt", "messages", "system", "seed", "max_tokens", "stop")
 class JsonRequest:
     """A parsed request: earlier messages, the prompt to answer, and what differs from the flags.
 
-    `label` goes into everything that is said about it.
+    `label` goes into everything that is said about it. Without a system prompt of its own,
+    `has_system`, which may be none, it takes the one that the flags give.
     """
 
     label: dict[str, object]
     prompt: str
     system: str | None = None
+    has_system: bool = False
     history: tuple[tuple[Role, str], ...] = ()
     sampling: dict[str, Any] = field(default_factory=dict)
     others: dict[str, Any] = field(default_factory=dict)
@@ -81,6 +83,7 @@ def parse_request(content: object, line: int) -> JsonRequest:
         label=label_of(content, line),
         prompt=history[-1][1],
         system=_system(content, line) if "system" in content else system,
+        has_system="system" in content or system is not None,
         history=history[:-1],
         sampling=_sampling(content, line),
         others=_others(content, line),

@@ -11,8 +11,9 @@ import threading
 import traceback
 from typing import NoReturn
 
-from kvchat.cli.streams import ensure_open, forget_stdout
+from kvchat.cli.streams import ensure_open, forget_stdout, forgive_encoding
 from kvchat.core.errors import ExitCode, KvchatError
+from kvchat.terminal.sanitize import sanitize
 
 # What writing fails with. Our own files have errors of their own: what is left is stdout.
 _UNWRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
@@ -21,6 +22,7 @@ _UNWRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 def run() -> NoReturn:
     """Run the command line and leave with its exit code."""
     ensure_open()
+    forgive_encoding()
     code = _run()
     try:
         sys.stdout.flush()
@@ -53,11 +55,14 @@ def _run() -> int:
     try:
         app(standalone_mode=True, prog_name="kvchat")
     except SystemExit as leaving:
+        if isinstance(leaving.__context__, BrokenPipeError):  # of which typer makes an ordinary 1
+            forget_stdout()
+            return ExitCode.BROKEN_PIPE
         return leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
     except KvchatError as error:
         if is_debug:
             traceback.print_exc()
-        print(f"kvchat: {error}", file=sys.stderr)  # noqa: T201 - the one place errors are printed
+        print(f"kvchat: {sanitize(str(error))}", file=sys.stderr)  # noqa: T201
         return error.exit_code
     except BrokenPipeError:
         forget_stdout()

@@ -13,6 +13,7 @@ from kvchat.chat.template import Strategy
 from kvchat.core.config import CacheConfig, ModelConfig, format_bytes
 from kvchat.core.errors import ModelError, ModelUnsupported
 from kvchat.model.source import DEMO, ModelSource, find_model
+from kvchat.terminal.sanitize import sanitize
 
 
 def list_models() -> None:
@@ -123,4 +124,4 @@ def _text_facts(source: ModelSource) -> dict[str, Any]:
 
 
 def _print(line: str) -> None:
-    sys.stdout.write(line + "\n")
+    sys.stdout.write(sanitize(line) + "\n")

@@ -14,7 +14,7 @@ from kvchat.chat.events import AnswerEnded, AnswerFailed, AnswerText, ChatEvent,
 from kvchat.core.errors import KvchatError
 from kvchat.core.events import ModelReady
 from kvchat.core.types import FinishReason
-from kvchat.terminal.sanitize import Sanitizer
+from kvchat.terminal.sanitize import Sanitizer, sanitize
 
 Facts = Callable[[], ModelReady | None]
 
@@ -205,7 +205,7 @@ class Notices:
 
     def tell(self, message: str) -> None:
         if not self._is_quiet:
-            self._stderr.write(f"kvchat: {message}\n")
+            self._stderr.write(f"kvchat: {sanitize(message)}\n")
             self._stderr.flush()
 
     def show(self, text: str) -> None:
@@ -215,7 +215,7 @@ class Notices:
             self._stderr.flush()
 
     def error(self, error: KvchatError) -> None:
-        self._stderr.write(f"kvchat: {error}\n")
+        self._stderr.write(f"kvchat: {sanitize(str(error))}\n")
         self._stderr.flush()
 
 

@@ -5,20 +5,19 @@ answer comes about.
 """
 
 import asyncio
-import json
 import queue
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING
 
 from kvchat.chat.events import AnswerEnded, AnswerFailed, ChatEvent, SavingFailed
 from kvchat.chat.host import ChatHost
 from kvchat.chat.reply import Reply
 from kvchat.chat.session import ChatSession
 from kvchat.cli.interruption import Interrupted, Interruption
-from kvchat.cli.json_requests import BadRequest, JsonRequest, label_of, parse_request
+from kvchat.cli.json_requests import BadRequest, JsonRequest
 from kvchat.cli.output import Exchange, Notices, Writer, ending_notice
 from kvchat.core.errors import ExitCode, KvchatError, UsageError
 from kvchat.core.types import FinishReason
@@ -205,6 +204,7 @@ class Script:
         number, is_open = 0, True
         while (is_open and self._interruption.code is None and self._is_heard) or running:
             arrival = self._next_arrival(inbox)
+            self._begin_timers(running)
             if arrival is None:
                 is_open = False
             elif isinstance(arrival, int):
@@ -239,7 +239,8 @@ class Script:
         session = None
         try:
             options = request.options(self._desk.options)
-            session = self._desk.host.new_session(request.system)
+            system = request.system if request.has_system else self._desk.system
+            session = self._desk.host.new_session(system)
             request.recall_history(session)
             reply = session.ask(request.prompt, options, lambda: inbox.put(number))
         except KvchatError as error:
@@ -249,8 +250,16 @@ class Script:
                 session.close()
             return
         exchange = Exchange(session.session_id, request.label, options.num_samples)
-        timer = _start_timer(reply, self._setup.timeout_s)
-        running[number] = _Running(session, reply, exchange, timer)
+        running[number] = _Running(session, reply, exchange)
+        self._begin_timers(running)
+
+    def _begin_timers(self, running: "dict[int, _Running]") -> None:
+        """Limit every reply that is not limited yet, once the model is loaded."""
+        if self._desk.host.ready is None:
+            return
+        for current in running.values():
+            if current.timer is None:
+                current.timer = _start_timer(current.reply, self._setup.timeout_s)
 
     def _take(
         self, number: int, running: "dict[int, _Running]", places: threading.Semaphore
@@ -260,6 +269,8 @@ class Script:
             return  # a notice that came after the last event was taken
         for event in current.reply.poll():
             self._handle(current.exchange, event, current.reply)
+        if not self._is_heard:
+            _cancel_all(running)
         if current.reply.is_finished:
             if current.timer is not None:
                 current.timer.cancel()
@@ -268,12 +279,12 @@ class Script:
             places.release()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Running:
     session: ChatSession
     reply: Reply
     exchange: Exchange
-    timer: threading.Timer | None
+    timer: threading.Timer | None = None
 
 
 _Arrival = JsonRequest | BadRequest | int | None
@@ -342,45 +353,3 @@ def _start_timer(reply: Reply, timeout_s: float | None) -> threading.Timer | Non
     timer.daemon = True
     timer.start()
     return timer
-
-
-def read_text(stdin: BinaryIO, notices: Notices) -> str:
-    """Return all of standard input as one message, without its last line end."""
-    return _decode(stdin.read(), notices).rstrip("\n")
-
-
-def read_lines(stdin: BinaryIO, notices: Notices) -> Iterator[str]:
-    """Yield the lines of standard input as they come; empty ones are no turns."""
-    for line in stdin:
-        text = _decode(line, notices).rstrip("\r\n")
-        if text.strip():
-            yield text
-
-
-def read_requests(stdin: BinaryIO, notices: Notices) -> Iterator[JsonRequest | BadRequest]:
-    """Yield the requests of standard input, an error in place of each line that is none."""
-    for number, line in enumerate(stdin, start=1):
-        if not line.strip():
-            continue
-        content = None
-        try:
-            content = json.loads(line)
-            yield parse_request(content, number)
-        except (ValueError, RecursionError):
-            problem = UsageError(f"Line {number} of the input is not JSON.")
-            yield BadRequest(problem, label_of(content, number))
-        except KvchatError as error:
-            yield BadRequest(error, label_of(content, number))
-
-
-def _decode(data: bytes, notices: Notices) -> str:
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError:
-        notices.tell("the input is not valid UTF-8; what could not be read became \ufffd.")
-        return data.decode("utf-8", errors="replace")
-
-
-def with_prompt(piped: str, prompt: str | None) -> str:
-    """Join piped input with the prompt given on the command line, which comes last."""
-    return "\n\n".join(part for part in (piped, prompt or "") if part)

@@ -15,7 +15,7 @@ from kvchat.chat.store import SessionStore
 from kvchat.chat.transcript import to_markdown
 from kvchat.cli.build import session_store, user_paths
 from kvchat.cli.settings import resolve
-from kvchat.core.errors import UsageError
+from kvchat.core.errors import StoreError, UsageError
 from kvchat.terminal import exporting
 from kvchat.terminal.sanitize import one_line, sanitize
 
@@ -80,7 +80,8 @@ def rename(store: SessionStore, text: str, title: str) -> None:
         raise UsageError("A conversation needs a title.")
     _, log = store.open(store.find(text))
     log.write(title_line(title), durable=True)
-    log.close()
+    if (problem := log.close()) is not None:
+        raise StoreError(problem.partition(";")[0] + ".")
 
 
 def remove(store: SessionStore, texts: list[str]) -> None:

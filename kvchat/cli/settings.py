@@ -4,6 +4,7 @@ Precedence: flags, `KVCHAT_*` environment, config.toml, defaults. Knows names an
 setting does is its user's business.
 """
 
+import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -228,7 +229,7 @@ def _parsed(setting: Setting, text: str, origin: str) -> object:
             return False
         raise UsageError(f"{origin} is {text!r}, but must be true or false.")
     if setting.kind is list:
-        return (text,)
+        return _checked(setting, (text,), origin)
     try:
         return _checked(setting, setting.kind(text), origin)
     except ValueError as error:
@@ -252,6 +253,12 @@ def known(name: str) -> Setting:
     return BY_NAME[name]
 
 
+def _is_of(kind: type, value: object) -> bool:
+    if isinstance(value, float):
+        return kind is float and math.isfinite(value)
+    return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+
+
 def _checked(setting: Setting, value: object, origin: str) -> object:
     if setting.kind is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
@@ -259,7 +266,7 @@ def _checked(setting: Setting, value: object, origin: str) -> object:
         value = tuple(str(item) for item in value)
         if "" in value:
             raise UsageError(f"{origin} is an empty text, which would stop every answer.")
-    elif not isinstance(value, setting.kind) or (setting.kind is int and isinstance(value, bool)):
+    elif not _is_of(setting.kind, value):
         kind = "true or false" if setting.kind is bool else _KIND_NAMES[setting.kind]
         raise UsageError(f"{origin} is {value!r}, but must be {kind}.")
     if setting.choices and value not in setting.choices:

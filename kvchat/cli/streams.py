@@ -3,6 +3,7 @@
 Knows file descriptors 0 to 2; knows nothing of what is written.
 """
 
+import io
 import os
 import sys
 
@@ -23,6 +24,12 @@ def ensure_open() -> None:
             os.set_inheritable(number, True)
         if getattr(sys, name) is None:
             setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))  # noqa: SIM115
+
+
+def forgive_encoding() -> None:
+    """Have stdout print a question mark for what its encoding lacks, as stderr has its own way."""
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="replace")
 
 
 def forget_stdout() -> None:

@@ -1,13 +1,24 @@
 """Private directories and files: 0700 and 0600 whatever the umask, symlinks refused.
 
-Knows permissions and ownership. Does not know what is stored, or where the user's directories are.
+Knows permissions, ownership and what `~` means. Does not know what is stored, or where the user's
+directories are.
 """
 
 import os
 import stat
 from pathlib import Path
 
-from kvchat.core.errors import StoreError
+from kvchat.core.errors import StoreError, UsageError
+
+
+def user_path(text: str) -> Path:
+    """Return the path that a user's text means, `~` expanded; UsageError where it means none."""
+    if "\0" in text:
+        raise UsageError("A path cannot hold a NUL character.")
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:
+        raise UsageError(f"{text} is in no home directory known here.") from error
 
 
 def private_directory(path: Path) -> Path:

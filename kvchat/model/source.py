@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
-from kvchat.core.errors import ModelError
+from kvchat.core.errors import ModelError, UsageError
+from kvchat.core.paths import user_path
 
 DEMO, DEMO_DRAFT = "demo", "demo-draft"
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?$")
@@ -49,7 +50,10 @@ def find_model(name: str) -> ModelSource:
         return _checked(ModelSource(DEMO, demo_directory()))
     if name == DEMO_DRAFT:
         return _checked(ModelSource(DEMO_DRAFT, demo_directory("draft")))
-    path = Path(name).expanduser()
+    try:
+        path = user_path(name)
+    except UsageError as error:
+        raise ModelError(error.message) from error
     if path.is_dir():
         return _checked(ModelSource(name, path))
     if path.is_file():

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from kvchat.chat.conversation import Role
 from kvchat.chat.thinking import split_thinking
 from kvchat.core.errors import UsageError
+from kvchat.core.paths import user_path
 from kvchat.terminal import answer_settings
 from kvchat.terminal.commands import Argument, Command, Group
 from kvchat.terminal.recital import describe_model, show_turns
@@ -17,6 +18,7 @@ from kvchat.terminal.status import plural
 if TYPE_CHECKING:
     from kvchat.terminal.command_context import CommandContext
 
+_NAME_AND_VALUE = re.compile(r"([^\s=]*)(?:\s*=\s*|\s+)?(.*)", re.DOTALL)
 _CODE_BLOCK = re.compile(r"^(`{3,}|~{3,})[^\n]*\n(.*?)^\1[ \t]*$", re.MULTILINE | re.DOTALL)
 
 
@@ -31,7 +33,7 @@ async def file(context: "CommandContext", arguments: str) -> None:
         context.say(f"Attached for your next message: {names}. /file clear takes them away.")
         return
     for name in _split_paths(arguments):
-        path = Path(name).expanduser()
+        path = user_path(name)
         tokens = desk.attach(path)
         context.say(
             f"Attached {one_line(path.name)}, {plural(tokens, 'token')}: "
@@ -55,9 +57,9 @@ async def system(context: "CommandContext", arguments: str) -> None:
         prompt = desk.conversation.system if desk.conversation is not None else desk.system
         context.say(f"System prompt: {prompt}" if prompt else "There is no system prompt.")
         return
-    text = None if arguments == "clear" else arguments.removeprefix("set ").strip()
+    text = None if arguments == "clear" else arguments
     if text is not None and text.startswith("@"):
-        text = _read_text(Path(text[1:]).expanduser())
+        text = _read_text(user_path(text[1:]))
     price = await desk.engine.price(desk.ids_with_system(text))
     if not await context.afford(price, "/system"):
         return
@@ -80,8 +82,7 @@ async def set_(context: "CommandContext", arguments: str) -> None:
     if not arguments:
         _show_settings(context)
         return
-    name, _, value = arguments.replace("=", " ", 1).partition(" ")
-    name, value = name.strip(), value.strip()
+    name, value = _NAME_AND_VALUE.fullmatch(arguments).groups(default="")  # type: ignore[union-attr]
     if name == "system":
         await system(context, value)
     elif name in ("verbose", "quiet", "stats"):
@@ -145,7 +146,7 @@ def _wanted(answers: list[str], arguments: str) -> str:
         return blocks[-1].rstrip("\n")
     if not arguments:
         return answers[-1]
-    if not arguments.isdigit() or not 1 <= int(arguments) <= len(answers):
+    if not arguments.isdecimal() or not 1 <= int(arguments[:9]) <= len(answers):
         raise UsageError(f"There are {plural(len(answers), 'answer')} to copy from.")
     return answers[int(arguments) - 1]
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from kvchat.chat.attachment import read_attachment
 from kvchat.chat.conversation import ROOT, Conversation, Role
 from kvchat.core.errors import KvchatError, StoreError, StoreInUse, UsageError
+from kvchat.core.paths import user_path
 from kvchat.terminal import kept_kv
 from kvchat.terminal.commands import Argument, Command, Group
 from kvchat.terminal.kept_kv import KeptKv
@@ -85,14 +86,14 @@ def _label_and_paths(arguments: str) -> tuple[str, list[Path]]:
         words = shlex.split(arguments)
     except ValueError:
         words = [arguments]
-    first = Path(words[0]).expanduser()
+    first = user_path(words[0])
     has_name = len(words) > 1 and not first.exists() and not glob(str(first))
     paths = [path for word in words[has_name:] for path in _matches(word)]
     return (words[0] if has_name else " ".join(path.name for path in paths)), paths
 
 
 def _matches(word: str) -> list[Path]:
-    path = Path(word).expanduser()
+    path = user_path(word)
     found = [] if path.exists() else sorted(glob(str(path)))
     return [Path(name) for name in found] or [path]
 

@@ -5,11 +5,12 @@ Knows the registry and the file system; knows no screen.
 
 import os
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 
 from prompt_toolkit.completion import CompleteEvent, Completer, Completion
 from prompt_toolkit.document import Document
 
+from kvchat.core.errors import UsageError
+from kvchat.core.paths import user_path
 from kvchat.terminal import answer_settings
 from kvchat.terminal.commands import Argument, Command, Registry
 from kvchat.terminal.sanitize import one_line
@@ -76,8 +77,8 @@ def _matching(candidates: Iterable[tuple[str, str]], typed: str) -> Iterator[Com
 def _paths(typed: str) -> Iterator[Completion]:
     """Yield the files and directories that begin as typed; hidden ones only when asked for."""
     directory, _, beginning = typed.rpartition("/")
-    place = Path(f"{directory}/" if "/" in typed else ".").expanduser()
     try:
+        place = user_path(f"{directory}/" if "/" in typed else ".")
         with os.scandir(place) as entries:
             found = sorted(
                 (entry.name, entry.is_dir())
@@ -85,7 +86,7 @@ def _paths(typed: str) -> Iterator[Completion]:
                 if entry.name.startswith(beginning)
                 and (beginning.startswith(".") or not entry.name.startswith("."))
             )
-    except OSError:
+    except (OSError, UsageError):
         return
     for name, is_directory in found[:_MAX_PATHS]:
         if one_line(name, len(name) + 1) != name:

@@ -17,7 +17,10 @@ async def edit_text(editor: str, text: str) -> str:
 
     `editor` is a command line. An editor that ends with an error leaves the text as it was.
     """
-    arguments = shlex.split(editor)
+    try:
+        arguments = shlex.split(editor)
+    except ValueError as error:
+        raise UsageError(f"The editor cannot be run: {error}.", "Set EDITOR.") from error
     if not arguments:
         raise UsageError("No editor is set.", "Set EDITOR.")
     with tempfile.TemporaryDirectory(prefix="kvchat-") as directory:  # private by its mode

@@ -29,8 +29,15 @@ def document(conversation: Conversation, kind: str) -> str:
 
 
 def saved_document(store: SessionStore, session_id: str) -> str:
-    """The jsonl file that a conversation is saved in, branches and all."""
-    return sanitize_json((store.directory / f"{session_id}.jsonl").read_text(encoding="utf-8"))
+    """The jsonl file that a conversation is saved in, branches and all.
+
+    A damaged one is given out as it is, but for bytes that are no text.
+    """
+    path = store.directory / f"{session_id}.jsonl"
+    try:
+        return sanitize_json(path.read_text(encoding="utf-8", errors="replace"))
+    except OSError as error:
+        raise StoreError(f"{path} cannot be read: {error.strerror}.") from error
 
 
 def write_new(path: Path, content: str) -> None:

@@ -24,8 +24,8 @@ def mentioned_files(text: str) -> list[Path]:
 def _existing(name: str) -> Path | None:
     """Return the file of a name; punctuation after it may belong to the sentence."""
     while name:
-        path = Path(name).expanduser()
         try:
+            path = Path(name).expanduser()
             if path.is_file():
                 return path
         except (OSError, ValueError, RuntimeError):

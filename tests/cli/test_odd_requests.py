@@ -9,7 +9,8 @@ import pytest
 
 from kvchat.cli.json_requests import BadRequest, JsonRequest
 from kvchat.cli.output import Notices
-from kvchat.cli.script import _read_ahead, read_requests
+from kvchat.cli.script import _read_ahead
+from kvchat.cli.script_input import read_requests
 from kvchat.core.errors import UsageError
 
 

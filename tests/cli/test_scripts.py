@@ -4,17 +4,12 @@ import json
 import os
 import signal
 import subprocess
-from typing import Any
 
 import pytest
 
-from support.commands import Shell
+from support.commands import Shell, objects
 
 GREEDY = ("--temperature", "0", "--max-tokens", "12")
-
-
-def objects(output: bytes) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in output.splitlines()]
 
 
 def test_the_second_turn_of_a_pipe_reads_only_what_is_new(shell: Shell, tiny: str) -> None:

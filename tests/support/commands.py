@@ -1,10 +1,12 @@
 """Runs the kvchat command in a home directory of its own, as a user's shell would."""
 
+import json
 import os
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 180
@@ -52,3 +54,8 @@ class Shell:
     @property
     def sessions(self) -> list[Path]:
         return sorted((self.home / ".local/share/kvchat/sessions").glob("*.jsonl"))
+
+
+def objects(output: bytes) -> list[dict[str, Any]]:
+    """The JSON objects that were printed, one a line."""
+    return [json.loads(line) for line in output.splitlines()]
