@@ -160,12 +160,24 @@ class Conversation:
             pending += self._children[current]
         return found
 
+    def copies(self, turn_id: int) -> set[int]:
+        """Return a turn's id, and those of the same words said at the same moments in the same
+        order on other branches: what another system prompt made of its path, or was made from.
+        """
+        said = self._said(turn_id)
+        same = (turn for turn in self._turns.values() if _key(turn) == said[-1])
+        return {turn.turn_id for turn in same if self._said(turn.turn_id) == said}
+
+    def _said(self, turn_id: int) -> list[tuple[float, Role, str]]:
+        return [_key(turn) for turn in self.path(turn_id)]
+
     def contexts(self, turn_id: int = ROOT) -> list[list[int]]:
-        """Return the token ids of every branch through a turn, to its end."""
+        """Return the token ids of every branch through a turn, or a copy of it, to its end."""
+        wanted = self.copies(turn_id) if turn_id != ROOT else None
         return [
             self.context_ids(leaf.turn_id)
             for leaf in self.leaves()
-            if turn_id in (ROOT, *(turn.turn_id for turn in self.path(leaf.turn_id)))
+            if wanted is None or wanted & {turn.turn_id for turn in self.path(leaf.turn_id)}
         ]
 
     def move_tip(self, turn_id: int) -> None:
@@ -196,3 +208,8 @@ class Conversation:
             assert turn.turn_id in self._children[turn.parent_id]
             assert turn.parent_id < turn.turn_id, "a turn is older than its parent"
         assert sum(len(children) for children in self._children.values()) == len(self._turns)
+
+
+def _key(turn: Turn) -> tuple[float, Role, str]:
+    """Return what a turn has in common with its copies, and with nothing said at another time."""
+    return turn.created_s, turn.role, turn.text

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from kvchat.chat.conversation import NO_TOKENIZER, Conversation, Role, Turn
-from kvchat.chat.session_file import end_line, read_session, title_line, turn_line
+from kvchat.chat.session_file import end_line, read_session, tip_line, title_line, turn_line
 from kvchat.chat.store import SessionStore, new_session_id
 from kvchat.chat.transcript import read_messages
 from kvchat.core.errors import SessionNotFound, StoreError, UsageError
@@ -25,17 +25,22 @@ def import_file(store: SessionStore, path: Path) -> str:
         data = path.read_bytes()
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}.") from error
-    conversation = _from_session(data, path.name) or _from_messages(data)
+    conversation = _from_session(data, path.name)
+    if conversation is None:
+        conversation = _from_messages(data)
+    if not len(conversation):
+        raise UsageError(f"{path} holds no messages.")
     log = store.create(conversation, "")
     for turn in conversation.turns():
         log.write(turn_line(turn))
         if turn.finish is not None:
             log.write(end_line(turn.turn_id, turn.finish, {}))
+    log.write(tip_line(conversation.tip_id))
     log.write(title_line(conversation.title), durable=True)
     if (problem := log.close()) is not None:
         with suppress(StoreError, SessionNotFound):
             store.remove(conversation.session_id)
-        raise StoreError(f"{path} is not imported: {problem.partition(';')[0]}.")
+        raise StoreError(f"{path} is not imported: {problem}")
     return conversation.session_id
 
 

@@ -37,11 +37,18 @@ class KeptConversation(Protocol):
 
 
 class Ledger:
-    """Keeps the answers to one user turn in its conversation; an AnswerLedger."""
+    """Keeps the answers to one user turn in its conversation; an AnswerLedger.
 
-    def __init__(self, session: KeptConversation, user_turn: Turn) -> None:
+    `before` is the tip of an answer that these are to stand beside; without one of them the
+    conversation goes on from there. None where the question is new.
+    """
+
+    def __init__(
+        self, session: KeptConversation, user_turn: Turn, before: int | None = None
+    ) -> None:
         self._session = session
         self._user_turn = user_turn
+        self._before = before if before != user_turn.turn_id else None
         self._turn_ids: dict[int, int] = {}
 
     def begin_answer(self, sample: int) -> str | None:
@@ -63,23 +70,27 @@ class Ledger:
         return self._session.saving_problem()
 
     def extend_answer(self, sample: int, text: str, token_ids: list[int]) -> str | None:
-        turn_id = self._turn_ids[sample]
-        turn = self._session.conversation.turn(turn_id)
-        self._session.conversation.replace(
-            replace(turn, text=turn.text + text, token_ids=(*turn.token_ids, *token_ids))
-        )
-        self._session.save(session_file.more_line(turn_id, text, token_ids))
+        self._grow(self._turn_ids[sample], text, tuple(token_ids))
         return self._session.saving_problem()
+
+    def _grow(self, turn_id: int, text: str, token_ids: tuple[int, ...]) -> None:
+        turn = self._session.conversation.turn(turn_id)
+        grown = replace(turn, text=turn.text + text, token_ids=(*turn.token_ids, *token_ids))
+        self._session.conversation.replace(grown)
+        self._session.save(self._line(grown, text, token_ids))
+
+    def _line(self, grown: Turn, text: str, token_ids: tuple[int, ...]) -> str:
+        return session_file.more_line(grown.turn_id, text, token_ids)
 
     def end_answer(self, sample: int, event: SampleFinished) -> tuple[int, str | None]:
         turn_id = self._turn_ids.get(sample)
         if turn_id is None:  # stopped before the first token
+            self._step_back()
             return self._user_turn.turn_id, self._session.saving_problem()
         closing = self._session.model.kept_stop_ids(event.stop_token)
-        turn = self._session.conversation.turn(turn_id)
         if closing:
-            turn = replace(turn, token_ids=(*turn.token_ids, *closing))
-            self._session.save(session_file.more_line(turn_id, "", closing))
+            self._grow(turn_id, "", closing)
+        turn = self._session.conversation.turn(turn_id)
         self._session.conversation.replace(replace(turn, finish=event.reason))
         facts: dict[str, object] = {
             "usage": event.usage.as_dict(),
@@ -97,9 +108,17 @@ class Ledger:
                 ended = replace(turn, finish=FinishReason.CANCELLED)
                 self._session.conversation.replace(ended)
                 self._session.save(line)
-        if isinstance(failed.error, ContextTooLong):
+        if self._before is not None:
+            self._step_back()
+        elif isinstance(failed.error, ContextTooLong):
             self._session.move_tip(self._user_turn.parent_id)
         return self._session.saving_problem()
+
+    def _step_back(self) -> None:
+        """Go on from the answer before while none has begun: it is still the one on the screen."""
+        is_waiting = self._session.conversation.tip_id == self._user_turn.turn_id
+        if self._before is not None and is_waiting:
+            self._session.move_tip(self._before)
 
 
 class ContinuedLedger(Ledger):
@@ -108,9 +127,19 @@ class ContinuedLedger(Ledger):
     def __init__(self, session: KeptConversation, user_turn: Turn, answer: Turn) -> None:
         super().__init__(session, user_turn)
         self._turn_ids[0] = answer.turn_id
+        # Its line in the file may have another model's ids, or none.
+        self._has_line_of_model = not (
+            answer.is_adopted or answer.is_imported or not answer.token_ids
+        )
 
     def begin_answer(self, sample: int) -> str | None:
         return None  # it has begun already
+
+    def _line(self, grown: Turn, text: str, token_ids: tuple[int, ...]) -> str:
+        if self._has_line_of_model:
+            return super()._line(grown, text, token_ids)
+        self._has_line_of_model = True
+        return session_file.more_line(grown.turn_id, text, grown.token_ids, grown.tokenizer)
 
     def abandon(self, failed: RequestFailed) -> str | None:
         return self._session.saving_problem()  # the answer is as cut off as it was

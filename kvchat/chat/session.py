@@ -176,11 +176,15 @@ class ChatSession:
         return turn
 
     def retry(self, options: AskOptions, notify: Callable[[], None] | None = None) -> Reply:
-        """Answer the last user turn once more; the answers already there stay beside it."""
+        """Answer the last user turn once more; the answers already there stay beside it.
+
+        Where no answer begins, the conversation goes on from where it was.
+        """
         for turn in reversed(self.conversation.path()):
             if turn.role is Role.USER:
+                before = self.conversation.tip_id
                 self.move_tip(turn.turn_id)
-                return self._answer(turn, options, notify)
+                return self._answer(turn, options, notify, before)
         raise UsageError("There is nothing to answer again.")
 
     def continue_answer(
@@ -201,9 +205,14 @@ class ChatSession:
         return self._generate(answer.turn_id, ledger, splitter.is_thinking, options, notify)
 
     def _answer(
-        self, user_turn: Turn, options: AskOptions, notify: Callable[[], None] | None
+        self,
+        user_turn: Turn,
+        options: AskOptions,
+        notify: Callable[[], None] | None,
+        before: int | None = None,
     ) -> Reply:
-        ledger = Ledger(self, user_turn)
+        """Answer a user turn; `before` is the tip to go back to where no answer begins."""
+        ledger = Ledger(self, user_turn, before)
         starts_thinking = self.model.starts_thinking
         return self._generate(user_turn.turn_id, ledger, starts_thinking, options, notify)
 
@@ -289,17 +298,24 @@ class ChatSession:
         return copy.turn_id
 
     def forget(self, turn_id: int) -> None:
-        """Remove a turn and all below it for good; StoreError, and nothing removed, where it cannot
-        be removed from the file.
+        """Remove a turn, its copies on other branches and all below them for good; StoreError, and
+        nothing removed, where they cannot be removed from the file.
         """
         is_first = self.conversation.turn(turn_id).parent_id == ROOT
-        gone = self.conversation.below(turn_id)
+        copies = self.conversation.copies(turn_id)
+        gone = {below for copy in copies for below in self.conversation.below(copy)}
         if self._log is not None:
             self._log.rewrite(lambda data: session_file.without_turns(data, gone, not is_first))
-        self.conversation.remove(turn_id)
+        for copy in copies:
+            self.conversation.remove(copy)
         if is_first:
             self.conversation.title = ""
         self.save(session_file.tip_line(self.conversation.tip_id), durable=True)
+
+    def complete(self) -> None:
+        """Have all of it in the file; raises StoreError, and loses nothing, where it cannot be."""
+        if self._log is not None:
+            self._log.complete()
 
     def close(self) -> str | None:
         """Let go of the session file; returns a sentence on what could not be saved. Idempotent."""

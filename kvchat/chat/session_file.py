@@ -58,9 +58,17 @@ def turn_line(turn: Turn) -> str:
     return _line(event)
 
 
-def more_line(turn_id: int, text: str, token_ids: Iterable[int]) -> str:
-    """Return the line that makes an answer grow."""
-    return _line({"type": "more", "id": turn_id, "text": text, "ids": list(token_ids)})
+def more_line(
+    turn_id: int, text: str, token_ids: Iterable[int], tokenizer: str | None = None
+) -> str:
+    """Return the line that makes an answer grow.
+
+    With a tokenizer the ids are all of the answer's, in place of those of another model.
+    """
+    event = {"type": "more", "id": turn_id, "text": text, "ids": list(token_ids)}
+    if tokenizer is not None:
+        event["tokenizer"] = tokenizer
+    return _line(event)
 
 
 def end_line(turn_id: int, reason: FinishReason, facts: dict[str, object]) -> str:
@@ -156,9 +164,7 @@ def _apply(conversation: Conversation, event: dict[str, Any]) -> None:
     if kind == "turn":
         conversation.add(_new_turn(conversation, event))
     elif kind == "more":
-        turn = conversation.turn(_number(event["id"]))
-        ids = (*turn.token_ids, *_ids(event))
-        conversation.replace(replace(turn, text=turn.text + event["text"], token_ids=ids))
+        conversation.replace(_grown(conversation.turn(_number(event["id"])), event))
     elif kind == "end":
         turn = conversation.turn(_number(event["id"]))
         conversation.replace(replace(turn, finish=FinishReason(event["finish"])))
@@ -187,6 +193,14 @@ def _new_turn(conversation: Conversation, event: dict[str, Any]) -> Turn:
         created_s=float(event["at"]),
         system=_system(event),
     )
+
+
+def _grown(turn: Turn, event: dict[str, Any]) -> Turn:
+    """Return an answer as a `more` line leaves it: its ids added, or all of them made anew."""
+    text = turn.text + event["text"]
+    if "tokenizer" in event:
+        return replace(turn, text=text, token_ids=_ids(event), tokenizer=str(event["tokenizer"]))
+    return replace(turn, text=text, token_ids=(*turn.token_ids, *_ids(event)))
 
 
 def _known(conversation: Conversation, turn_id: object) -> int:

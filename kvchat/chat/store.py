@@ -24,6 +24,8 @@ from kvchat.core.paths import open_private, private_directory
 _SUFFIX = ".jsonl"
 # What is to take the place of a session's file, while it is written.
 NEW_SUFFIX = ".new"
+# Each time means that somebody put a new file in its place between opening and locking it.
+_MAX_OPENINGS = 8
 _SESSION_ID = re.compile(r"^[0-9]{8}-[0-9]{6}-[0-9a-f]{4}$")
 
 
@@ -67,15 +69,27 @@ class SessionLog:
         self._needs_sync |= durable
         if self._descriptor is None:
             return f"{self._name} is closed."
+        problem = self._catch_up(self._descriptor)
+        return f"{problem}; trying again with each turn." if problem is not None else None
+
+    def _catch_up(self, descriptor: int) -> str | None:
+        """Write what is missing; return None, or half a sentence on why it is still missing."""
         try:
             while self._unwritten:
-                num_written = os.write(self._descriptor, self._unwritten)
+                num_written = os.write(descriptor, self._unwritten)
                 self._unwritten = self._unwritten[num_written:]
             if self._needs_sync:
-                self._sync(self._descriptor)
+                self._sync(descriptor)
         except OSError as error:
-            return f"{self._name} cannot be saved ({error.strerror}); trying again with each turn."
+            return f"{self._name} cannot be saved ({error.strerror})"
         return None
+
+    def complete(self) -> None:
+        """Write what is missing; raises StoreError, and forgets nothing, where that cannot be."""
+        if self._descriptor is None:
+            return
+        if (problem := self._catch_up(self._descriptor)) is not None:
+            raise StoreError(f"{problem}.", "Make room for it first.")
 
     def _sync(self, descriptor: int) -> None:
         try:
@@ -110,6 +124,7 @@ class SessionLog:
             raise StoreError(f"{self._name} cannot be changed: {error.strerror}.") from error
         os.close(self._descriptor)
         self._descriptor = descriptor
+        _settle_directory(self._path.parent)
 
     def close(self) -> str | None:
         """Try once more to write what is missing, and release the file and its lock. Idempotent.
@@ -119,13 +134,13 @@ class SessionLog:
         """
         if self._descriptor is None:
             return None
-        problem = self.write("") if self._unwritten or self._needs_sync else None
+        problem = self._catch_up(self._descriptor)
         if self._unwritten and _has_no_line(self._path):
             with suppress(OSError):
                 self._path.unlink()
         os.close(self._descriptor)
         self._descriptor = None
-        return problem
+        return f"{problem}." if problem is not None else None
 
 
 class SessionStore:
@@ -137,27 +152,29 @@ class SessionStore:
     def create(self, conversation: Conversation, model: str) -> SessionLog:
         """Start the file of a new conversation and lock it.
 
-        A full disk is no reason not to talk: the log tries again with each turn.
+        A conversation whose id is taken gets another. A full disk is no reason not to talk: the log
+        tries again with each turn.
         """
         try:
             private_directory(self.directory)
         except StoreError as error:
             hint = "Choose another with --sessions-dir, or save nothing with --incognito."
             raise StoreError(error.message, hint) from error
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL
-        log = self._open(conversation.session_id, flags)
+        log = self._open_new(conversation)
         log.write(session_file.header_line(conversation, model), durable=True)
-        self._settle_directory()
+        _settle_directory(self.directory)
         return log
 
-    def _settle_directory(self) -> None:
-        """Wait until a new file's name, and not only what is in it, would survive a power loss."""
-        with suppress(OSError):  # not every file system can
-            descriptor = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    def _open_new(self, conversation: Conversation) -> SessionLog:
+        """Make a file that was not there. Ids drawn in one second meet now and then: draw again."""
+        while True:
             try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+                flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL
+                return self._open(conversation.session_id, flags)
+            except StoreError as error:
+                if not isinstance(error.__cause__, FileExistsError):
+                    raise
+            conversation.session_id = new_session_id()
 
     def open(self, session_id: str) -> tuple[session_file.ReadSession, SessionLog]:
         """Read a session and lock it for writing; a torn last line is cut off the file.
@@ -197,18 +214,27 @@ class SessionStore:
 
     def _open(self, session_id: str, flags: int) -> SessionLog:
         path = self._path(session_id)
-        descriptor = open_private(path, flags)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            os.close(descriptor)
-            raise StoreError(
-                f"The session {session_id} is open in another kvchat.",
-                "Close it there, or use --fork to go on in a copy.",
-            ) from error
+        descriptor = self._open_locked(path, flags)
         with suppress(OSError):  # a process that was killed while it changed the file
             path.with_suffix(NEW_SUFFIX).unlink()
         return SessionLog(descriptor, path)
+
+    def _open_locked(self, path: Path, flags: int) -> int:
+        """Open the file and lock it; again where its writer put another in its place meanwhile."""
+        for _ in range(_MAX_OPENINGS):
+            descriptor = open_private(path, flags)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                os.close(descriptor)
+                break
+            if _is_at(path, descriptor):
+                return descriptor
+            os.close(descriptor)
+        raise StoreError(
+            f"The session {path.stem} is open in another kvchat.",
+            "Close it there, or use --fork to go on in a copy.",
+        )
 
     def ids(self) -> list[str]:
         """Return the ids of all sessions, the most recently changed first.
@@ -295,6 +321,24 @@ def new_session_id(now_s: float | None = None) -> str:
 def _write_all(descriptor: int, data: bytes) -> None:
     while data:
         data = data[os.write(descriptor, data) :]
+
+
+def _settle_directory(directory: Path) -> None:
+    """Wait until a file's new name, and not only what is in it, would survive a power loss."""
+    with suppress(OSError):  # not every file system can
+        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _is_at(path: Path, descriptor: int) -> bool:
+    """Tell whether an open file is the one its path names: what is written to another is lost."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.lstat())
+    except OSError:
+        return False
 
 
 def _has_text(path: Path) -> bool:

@@ -4,6 +4,7 @@ Knows the marks models put around thinking. The ledger keeps everything; this is
 shown.
 """
 
+import re
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -17,6 +18,8 @@ THINKING_MARKS = {
 CHANNEL_TOKEN = "<|channel|>"
 CHANNEL_TOKENS = frozenset({CHANNEL_TOKEN, "<|start|>", "<|message|>", "<|end|>"})
 _ANSWER_MARK = "<|channel|>final<|message|>"
+_MARKS = (*THINKING_MARKS, *THINKING_MARKS.values())
+_ANY_MARK = re.compile(f"(?<!`)(?:{'|'.join(map(re.escape, _MARKS))})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,12 +112,31 @@ class ThinkingSplitter:
         return [Passage(text, self.is_thinking)] if text else []
 
 
-def split_thinking(text: str, starts_thinking: bool = False) -> tuple[str, str]:
-    """Return the thinking and the answer in a whole text."""
+def whole_passages(text: str, starts_thinking: bool | None = None) -> list[Passage]:
+    """Return the passages of a whole text, one that was saved for example.
+
+    Such a text does not say whether its prompt opened a mark; by default its first mark tells.
+    """
+    if starts_thinking is None:
+        starts_thinking = _first_mark_closes(text)
     splitter = ThinkingSplitter(starts_thinking)
-    passages = splitter.feed(text) + splitter.flush()
+    return splitter.feed(text) + splitter.flush()
+
+
+def split_thinking(text: str, starts_thinking: bool | None = None) -> tuple[str, str]:
+    """Return the thinking and the answer in a whole text."""
+    passages = whole_passages(text, starts_thinking)
     thinking = "".join(p.text for p in passages if p.is_thinking)
     return thinking, "".join(p.text for p in passages if not p.is_thinking)
+
+
+def _first_mark_closes(text: str) -> bool:
+    """Tell whether a text ends thinking that it has not begun.
+
+    A mark behind a backtick is spoken of, not used.
+    """
+    match = _ANY_MARK.search(text)
+    return match is not None and match[0] in THINKING_MARKS.values()
 
 
 def _overlap(text: str, marks: tuple[str, ...]) -> int:

@@ -73,4 +73,8 @@ def parse_messages(messages: list[Any]) -> tuple[str | None, list[tuple[Role, st
             turns.append((Role(role), text))
         else:
             raise UsageError(f"Message {number} has the role {role!r}.")
+        if turns and turns[0][0] is Role.ASSISTANT:  # templates open a context with a question
+            raise UsageError(
+                f"Message {number} is the assistant's, but the first has to be the user's."
+            )
     return system, turns

@@ -18,7 +18,7 @@ from kvchat.chat.events import (
     ReadingPrompt,
     SavingFailed,
 )
-from kvchat.chat.thinking import ThinkingSplitter
+from kvchat.chat.thinking import whole_passages
 from kvchat.core.types import FinishReason
 from kvchat.terminal.face import Face
 from kvchat.terminal.leaves import Sheet
@@ -42,6 +42,10 @@ class Speech:
         self._stream = MarkdownStream()
         self._is_thinking = False
         self._has_rows = False
+
+    @property
+    def is_thinking(self) -> bool:
+        return self._is_thinking
 
     def feed(self, text: str, is_thinking: bool, sheet: Sheet) -> list[Row]:
         rows: list[Row] = []
@@ -110,13 +114,11 @@ class AnswerView:
         self._shows_stats = shows_stats
         self._clock = clock
         self._began_s = clock()
-        self._speech = Speech(face.painter)
+        self._said_before = said_before
+        self._speech = self._speech_so_far()
         self._meter = PrefillMeter()
         self._has_text = False
         self._others: dict[int, _Other] = {}
-        splitter = ThinkingSplitter()
-        for passage in splitter.feed(said_before):
-            self._speech.feed(passage.text, passage.is_thinking, face.sheet)
         self.ended: dict[int, AnswerEnded] = {}
         self.failed: AnswerFailed | None = None
 
@@ -159,7 +161,16 @@ class AnswerView:
         assert isinstance(event, SavingFailed)
         return self._warning(event.message)
 
+    def _speech_so_far(self, starts_thinking: bool | None = None) -> Speech:
+        speech = Speech(self._face.painter)
+        for passage in whole_passages(self._said_before, starts_thinking):
+            speech.feed(passage.text, passage.is_thinking, self._face.sheet)
+        return speech
+
     def _take_text(self, event: AnswerText) -> list[Row]:
+        if event.is_thinking and not self._has_text and not self._speech.is_thinking:
+            # What was said before was thinking too: its mark stood in the prompt.
+            self._speech = self._speech_so_far(starts_thinking=True)
         self._has_text = True
         if event.sample:
             self._others.setdefault(event.sample, _Other()).passages.append(event)

@@ -28,6 +28,9 @@ from kvchat.terminal.theme import Role
 # table's header must show a bar within as many, so that this is never regretted.
 DECIDING_CHARS = 40
 
+# Markers deeper than this are text: every level costs Python frames, and rows their columns.
+_MAX_DEPTH = 16
+
 _FENCE = re.compile(r"(?P<mark>`{3,}|~{3,})[ \t]*(?P<info>[^`]*)$")
 _HEADING = re.compile(r"(#{1,6})(?:[ \t]+(.*?))?(?:[ \t]+#+)?[ \t]*$")
 _RULE = re.compile(r"([-*_])(?:[ \t]*\1){2,}[ \t]*$")
@@ -96,8 +99,12 @@ class _Numbering:
 
 @dataclass(slots=True)
 class Flow:
-    """A run of blocks. Lines go in, final rows come out, in order and once."""
+    """A run of blocks. Lines go in, final rows come out, in order and once.
 
+    `_depth` counts the containers it is inside of.
+    """
+
+    _depth: int = 0
     _leaf: Leaf | None = None
     _child: _Container | None = None
     _list: _Numbering = field(default_factory=_Numbering)
@@ -133,7 +140,7 @@ class Flow:
             return self._child.inside.is_decided(inner)
         if isinstance(self._leaf, MarkdownTable | IndentedCode):
             return False
-        return _is_running_text(line, self._leaf is None)
+        return _is_running_text(line, self._leaf is None, _MAX_DEPTH - self._depth)
 
     def copy(self) -> "Flow":
         """Return an independent flow in the same state, for a look ahead."""
@@ -248,6 +255,8 @@ class Flow:
 
     def _container(self, text: str, indent: int, sheet: Sheet) -> tuple[_Container, str] | None:
         """Return the list item or quote a line begins, and what of the line is inside it."""
+        if self._depth >= _MAX_DEPTH:
+            return None
         if (match := _QUOTE.match(text)) is not None:
             self._list.kind = ""
             return self._quote(sheet), text[match.end() :]
@@ -265,7 +274,8 @@ class Flow:
         marker = Text(end="").append(f"{label} ", sheet.painter.style(Role.DIM))
         offset = indent + min(match.end(), len(match.group().rstrip()) + 4)
         continuation = Text(" " * marker.cell_len, end="")
-        return _Container(marker, continuation, offset, Flow(), indent), text[match.end() :]
+        inside = Flow(self._depth + 1)
+        return _Container(marker, continuation, offset, inside, indent), text[match.end() :]
 
     def _count(self, kind: str, number: int) -> None:
         is_next = self._list.kind == kind
@@ -274,7 +284,7 @@ class Flow:
     def _quote(self, sheet: Sheet) -> _Container:
         glyph = sheet.painter.look.glyphs.quote
         bar = Text(end="").append(f"{glyph} ", sheet.painter.style(Role.DIM))
-        return _Container(bar, bar, 0, Flow(), is_quote=True)
+        return _Container(bar, bar, 0, Flow(self._depth + 1), is_quote=True)
 
     # Blocks one after another
 
@@ -312,12 +322,15 @@ def _starts_block(line: str) -> bool:
     return any(pattern.match(text) for pattern in patterns)
 
 
-def _is_running_text(line: str, may_be_code: bool) -> bool:
-    """Tell whether a line's beginning can only be a paragraph's, after any markers."""
+def _is_running_text(line: str, may_be_code: bool, max_markers: int) -> bool:
+    """Tell whether a line's beginning can only be a paragraph's, after at most so many markers."""
     if may_be_code and indent_of(line) >= 4:
         return False
     text = line.lstrip(" ")
-    while (match := _BULLET.match(text) or _ORDERED.match(text) or _QUOTE.match(text)) is not None:
+    for _ in range(max_markers):
+        match = _BULLET.match(text) or _ORDERED.match(text) or _QUOTE.match(text)
+        if match is None:
+            break
         if _RULE_SO_FAR.match(text):
             return False
         text = text[match.end() :]

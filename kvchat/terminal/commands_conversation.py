@@ -2,18 +2,22 @@
 
 import asyncio
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvchat.chat.importing import import_file
 from kvchat.chat.store import SessionStore, SessionSummary
-from kvchat.core.errors import ExitCode, SessionNotFound, UsageError
+from kvchat.core.errors import ExitCode, SessionNotFound, StoreError, UsageError
+from kvchat.core.paths import user_path
 from kvchat.terminal import exporting
 from kvchat.terminal.commands import Argument, Command, Group
 from kvchat.terminal.face import Choice
+from kvchat.terminal.numbers import whole_number
 from kvchat.terminal.recital import show_where_it_stands
 from kvchat.terminal.sanitize import one_line
 from kvchat.terminal.status import plural
+from kvchat.terminal.theme import Role
 
 if TYPE_CHECKING:
     from kvchat.terminal.command_context import CommandContext
@@ -25,8 +29,11 @@ async def exit_(context: "CommandContext", arguments: str) -> None:
 
 async def new(context: "CommandContext", arguments: str) -> None:
     kept = context.desk.session is not None and context.desk.host.store is not None
-    context.desk.begin_new(one_line(arguments))
-    context.say("A new conversation." + (" The last one is kept: /resume." if kept else ""))
+    problem = context.desk.begin_new(one_line(arguments))
+    is_kept = kept and problem is None
+    context.say("A new conversation." + (" The last one is kept: /resume." if is_kept else ""))
+    if problem is not None:
+        context.say(problem, Role.WARNING)
     context.conversation_changed()
 
 
@@ -42,7 +49,7 @@ async def import_(context: "CommandContext", arguments: str) -> None:
     store = _store(context)
     if not arguments:
         raise UsageError("/import needs a file: a session, or messages in JSON.", "/import PATH")
-    path = Path(arguments).expanduser()
+    path = user_path(arguments)
     session_id = await asyncio.to_thread(import_file, store, path)
     context.say(f"A copy of {one_line(str(path))} is saved and open.")
     _go_on_with(context, session_id)
@@ -78,15 +85,24 @@ async def delete(context: "CommandContext", arguments: str) -> None:
         session_id = current
     if session_id is None:
         raise UsageError("There is nothing to delete.")
-    label = one_line(store.read(session_id).conversation.label, 48)
+    label = _label(store, session_id)
     if not await context.confirm(f"Delete “{label}” for good?"):
         context.say(f"Kept: {label}")
         return
     if session_id == current:
         desk.begin_new()
-    store.remove(session_id)
+    with suppress(SessionNotFound):  # a file without its first line went as it was let go
+        store.remove(session_id)
     context.say(f"Deleted: {label}")
     context.conversation_changed()
+
+
+def _label(store: SessionStore, session_id: str) -> str:
+    """Return what a session is called; one that cannot be read goes by its id."""
+    try:
+        return one_line(store.read(session_id).conversation.label, 48)
+    except StoreError:
+        return session_id
 
 
 async def export(context: "CommandContext", arguments: str) -> None:
@@ -109,7 +125,7 @@ def _export_target(arguments: str, session_id: str) -> tuple[str, Path]:
         name = arguments
         kind = exporting.kind_of(Path(name))
     own_name = f"kvchat-{session_id}.{kind}"
-    path = Path(name or own_name).expanduser()
+    path = user_path(name or own_name)
     return kind, path / own_name if path.is_dir() else path
 
 
@@ -127,8 +143,9 @@ async def _pick_session(
     summaries = [s for s in store.summaries() if s.num_turns or not s.is_readable]
     if not summaries:
         raise SessionNotFound("There is no saved conversation yet.")
-    if text.isdigit() and 1 <= int(text) <= len(summaries):
-        return summaries[int(text) - 1].session_id
+    number = whole_number(text)
+    if number is not None and 1 <= number <= len(summaries):
+        return summaries[number - 1].session_id
     if text:
         exact = [s for s in summaries if s.session_id.startswith(text)]
         found = exact or [s for s in summaries if text.lower() in s.title.lower()]

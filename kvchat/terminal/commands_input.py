@@ -11,6 +11,7 @@ from kvchat.core.errors import UsageError
 from kvchat.core.paths import user_path
 from kvchat.terminal import answer_settings
 from kvchat.terminal.commands import Argument, Command, Group
+from kvchat.terminal.numbers import whole_number
 from kvchat.terminal.recital import describe_model, show_turns
 from kvchat.terminal.sanitize import one_line
 from kvchat.terminal.status import plural
@@ -146,9 +147,10 @@ def _wanted(answers: list[str], arguments: str) -> str:
         return blocks[-1].rstrip("\n")
     if not arguments:
         return answers[-1]
-    if not arguments.isdecimal() or not 1 <= int(arguments[:9]) <= len(answers):
+    number = whole_number(arguments)
+    if number is None or not 1 <= number <= len(answers):
         raise UsageError(f"There are {plural(len(answers), 'answer')} to copy from.")
-    return answers[int(arguments) - 1]
+    return answers[number - 1]
 
 
 COMMANDS = (

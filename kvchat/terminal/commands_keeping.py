@@ -264,7 +264,7 @@ def _kept(context: "CommandContext") -> KeptKv:
 COMMANDS = (
     Command(
         "pin",
-        "keep the KV of this conversation so far, or of files, while the disk cache has room",
+        "keep the KV of this conversation so far, or of files, while there is room",
         pin,
         Group.INPUT,
         "[[NAME] FILE...|list]",

@@ -9,6 +9,7 @@ from kvchat.core.errors import UsageError
 from kvchat.terminal.commands import Argument, Command, Group
 from kvchat.terminal.face import Choice
 from kvchat.terminal.gist import gist
+from kvchat.terminal.numbers import whole_number
 from kvchat.terminal.recital import show_where_it_stands
 from kvchat.terminal.sanitize import one_line
 from kvchat.terminal.tree_view import tree_rows
@@ -76,8 +77,8 @@ async def retry(context: "CommandContext", arguments: str) -> None:
     match = _SAMPLES.match(arguments)
     if arguments and match is None:
         raise UsageError(f"{one_line(arguments)} is no number of answers.", "/retry [-n K]")
-    count = int(match[1]) if match is not None else 1
-    if not 1 <= count <= _MAX_SAMPLES:
+    count = whole_number(match[1]) if match is not None else 1
+    if count is None or not 1 <= count <= _MAX_SAMPLES:
         raise UsageError(f"Between 1 and {_MAX_SAMPLES} answers can be asked for at once.")
     options = replace(context.desk.options, num_samples=count)
     context.answer_again(options)
@@ -90,6 +91,8 @@ async def continue_(context: "CommandContext", arguments: str) -> None:
 async def fork(context: "CommandContext", arguments: str) -> None:
     session = context.desk.fork(one_line(arguments))
     context.say(f"This is a copy now: {one_line(session.conversation.label)}")
+    for note in session.notes:
+        context.say(note)
     context.conversation_changed()
 
 
@@ -103,9 +106,10 @@ async def switch(context: "CommandContext", arguments: str) -> None:
     conversation = context.desk.require_conversation()
     leaves = conversation.leaves()
     if arguments:
-        if not arguments.isdigit() or not 1 <= int(arguments) <= len(conversation):
+        number = whole_number(arguments)
+        if number is None or number not in {turn.turn_id for turn in conversation.turns()}:
             raise UsageError(f"{one_line(arguments)} is no turn.", "/tree shows their numbers.")
-        turn_id = conversation.latest_below(int(arguments))
+        turn_id = conversation.latest_below(number)
     else:
         choices = [Choice(one_line(_trail(context, leaf), 70)) for leaf in leaves]
         here = [leaf.turn_id for leaf in leaves]
@@ -133,9 +137,10 @@ def _trail(context: "CommandContext", leaf: Turn) -> str:
 def _count(arguments: str) -> int:
     if not arguments:
         return 1
-    if not arguments.isdigit() or int(arguments) < 1:
+    count = whole_number(arguments)
+    if count is None or count < 1:
         raise UsageError(f"{one_line(arguments)} is no number of turns.")
-    return int(arguments)
+    return count
 
 
 COMMANDS = (

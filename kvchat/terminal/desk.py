@@ -22,6 +22,7 @@ from kvchat.core.errors import KvchatError, UsageError
 from kvchat.core.events import LoadEvent
 from kvchat.terminal.engine_questions import EngineQuestions
 from kvchat.terminal.kept_kv import KeptKv
+from kvchat.terminal.numbers import whole_number
 from kvchat.terminal.sanitize import one_line
 
 # Begins loading a model by its name; what it has to say about that goes to the listener.
@@ -125,9 +126,11 @@ class Desk:
             raise UsageError("There is no message yet.")
         if not number:
             return turns[-1]
-        if not number.isdigit() or not 1 <= int(number) <= len(turns):
-            raise UsageError(f"{number} is no message; they are numbered 1 to {len(turns)}.")
-        return turns[int(number) - 1]
+        index = whole_number(number)
+        if index is None or not 1 <= index <= len(turns):
+            said = one_line(number, 20)
+            raise UsageError(f"{said} is no message; they are numbered 1 to {len(turns)}.")
+        return turns[index - 1]
 
     # Asking
 
@@ -223,19 +226,22 @@ class Desk:
 
     # Conversations
 
-    def begin_new(self, title: str = "") -> None:
-        """Put the conversation away, and what was attached; the next message begins another."""
-        self.close_session()
+    def begin_new(self, title: str = "") -> str | None:
+        """Put the conversation away, and what was attached; the next message begins another.
+
+        Returns a sentence on what of it could not be saved.
+        """
+        problem = self.close_session()
         self.attached = ()
         self.title = title
+        return problem
 
     def open(self, session_id: str) -> ChatSession:
         """Go on with a saved conversation; the one that is open stays so if that fails."""
         if self.session is not None and self.session.session_id == session_id:
             return self.session
         session = self.host.open_session(session_id)
-        self.close_session()
-        self.session = session
+        self._exchange(session)
         return session
 
     def fork(self, title: str = "") -> ChatSession:
@@ -243,14 +249,24 @@ class Desk:
         session = self.host.fork_session(self.require_conversation())
         if title:
             session.rename(title)
-        self.close_session()
-        self.session = session
+        self._exchange(session)
         return session
 
+    def _exchange(self, session: ChatSession) -> None:
+        """Put another in the place of the session; its notes say what of the last is not saved."""
+        if (problem := self.close_session()) is not None:
+            session.notes = (*session.notes, problem)
+        self.session = session
+
     def change_host(self, host: ChatHost) -> ChatHost:
-        """Go on with another model, which is loaded; return the host to be closed."""
+        """Go on with another model, which is loaded; return the host to be closed.
+
+        It reads the conversation from its file: raises StoreError, and everything stays as it is,
+        where that does not have all of it.
+        """
         old, session = self.host, self.session
         if session is not None:
+            session.complete()
             session.close()
             try:
                 self.session = _reopened(host, session)
@@ -261,13 +277,13 @@ class Desk:
         self.engine.change_host(host)
         return old
 
-    def close_session(self) -> None:
-        """Let go of the conversation's file."""
-        if self.session is not None:
-            self.session.close()
+    def close_session(self) -> str | None:
+        """Let go of the conversation's file; return a sentence on what could not be saved."""
+        problem = self.session.close() if self.session is not None else None
         self.session = None
         self.edited = None
         self._undone.clear()
+        return problem
 
     # Moving about in the tree
 
@@ -300,11 +316,11 @@ class Desk:
         if self._undone:
             session.move_tip(self._undone.pop())
             return True
-        children = conversation.children(conversation.tip_id)
-        if not children:
+        further = _further_on(conversation, conversation.tip_id)
+        if further is None:
             return False
-        answers = conversation.children(children[-1].turn_id)
-        session.move_tip(answers[-1].turn_id if answers else children[-1].turn_id)
+        answer = _further_on(conversation, further.turn_id) if further.role is Role.USER else None
+        session.move_tip((answer or further).turn_id)
         return True
 
     def step_sibling(self, step: int) -> Turn | None:
@@ -331,10 +347,30 @@ class Desk:
         return [*first, *(token for turn in path[1:] for token in turn.token_ids)]
 
     def set_system(self, system: str | None) -> None:
-        """Use another system prompt from here on."""
+        """Use another system prompt from here on.
+
+        What was undone is left behind on the old prompt's branch; the message that is being edited
+        is the same one under the new prompt.
+        """
         self.system = system
-        if self.session is not None:
-            self.session.set_system(system)
+        if self.session is None:
+            return
+        before = self.user_turns
+        self.session.set_system(system)
+        self._undone.clear()
+        if self.edited is not None:
+            number = before.index(self.edited) if self.edited in before else None
+            self.edited = self.user_turns[number] if number is not None else None
+
+
+def _further_on(conversation: Conversation, turn_id: int) -> Turn | None:
+    """Return the newest turn below another, at the beginning only under the present prompt."""
+    below = [
+        turn
+        for turn in conversation.children(turn_id)
+        if turn_id != ROOT or turn.system == conversation.system
+    ]
+    return below[-1] if below else None
 
 
 def _reopened(host: ChatHost, session: ChatSession) -> ChatSession:

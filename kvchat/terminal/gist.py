@@ -8,7 +8,7 @@ import re
 
 from kvchat.chat.conversation import Role, Turn
 from kvchat.chat.thinking import split_thinking
-from kvchat.terminal.sanitize import one_line
+from kvchat.terminal.wrap import one_row
 
 _ATTACHED = re.compile(r"([^\n]*\.\w+):\n(`{3,})\n.*?\n\2\n\n", re.DOTALL)
 
@@ -23,8 +23,8 @@ def split_attached(text: str) -> tuple[list[str], str]:
 
 
 def gist(turn: Turn, room: int) -> str:
-    """Return what was said in one line of at most `room` characters."""
+    """Return what was said in one line of at most `room` cells."""
     if turn.role is Role.ASSISTANT:
-        return one_line(split_thinking(turn.text)[1], room)
+        return one_row(split_thinking(turn.text)[1], room)
     names, words = split_attached(turn.text)
-    return one_line(words if words.strip() else ", ".join(names), room)
+    return one_row(words if words.strip() else ", ".join(names), room)

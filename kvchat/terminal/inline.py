@@ -13,6 +13,7 @@ from rich.style import Style
 from rich.text import Text
 
 from kvchat.terminal.paint import Painter
+from kvchat.terminal.sanitize import sanitize
 from kvchat.terminal.theme import Role
 
 _PUNCTUATION = frozenset("!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~")
@@ -141,7 +142,8 @@ class _Scanner:
         elif kind == "escape":
             self._add(text[1], start, match.end())
         elif kind == "entity":
-            self._add(html.unescape(text), start, match.end())
+            # It may stand for a character that a terminal obeys, or that is no one column wide.
+            self._add(sanitize(html.unescape(text)).replace("\t", " "), start, match.end())
         else:
             self._add(text[1:-1], start, match.end(), Role.LINK)
         return match.end()

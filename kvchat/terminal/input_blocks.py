@@ -7,11 +7,22 @@ BLOCK_MARK = '"""'
 
 
 def is_block_open(text: str) -> bool:
-    """Tell whether a block begun with three quotation marks waits for its end."""
+    """Tell whether a block begun with three quotation marks waits for its end.
+
+    It ends with three at the end of the text. What is pasted may begin with three of its own, a
+    Python module for example: they open nothing where a line ends in three and all have partners.
+    """
     stripped = text.strip()
     if not stripped.startswith(BLOCK_MARK):
         return False
-    return len(stripped) < 2 * len(BLOCK_MARK) or not stripped.endswith(BLOCK_MARK)
+    lines = stripped[len(BLOCK_MARK) :].split("\n")
+    if lines[-1].endswith(BLOCK_MARK):
+        return False
+    return _is_uneven(stripped) or not any(line.rstrip().endswith(BLOCK_MARK) for line in lines)
+
+
+def _is_uneven(text: str) -> bool:
+    return text.count(BLOCK_MARK) % 2 == 1
 
 
 def continues(line: str) -> bool:
@@ -20,11 +31,24 @@ def continues(line: str) -> bool:
 
 
 def without_block_marks(text: str) -> str:
-    """Return the inside of a block, anything else as it is."""
+    """Return the inside of a block, anything else as it is.
+
+    Where there are pairs of marks inside, only marks alone in their lines are taken for a block's:
+    the first and the last may belong to two strings of a program.
+    """
     stripped = text.strip()
-    if is_block_open(text) or not stripped.startswith(BLOCK_MARK):
+    if not _is_block(stripped):
         return text
     return stripped[len(BLOCK_MARK) : -len(BLOCK_MARK)].strip("\n")
+
+
+def _is_block(text: str) -> bool:
+    if not text.startswith(BLOCK_MARK) or not text.endswith(BLOCK_MARK, len(BLOCK_MARK)):
+        return False
+    if text.count(BLOCK_MARK) == 2 or _is_uneven(text):
+        return True
+    lines = text.splitlines()
+    return lines[0].rstrip() == lines[-1].lstrip() == BLOCK_MARK
 
 
 class InputBlocks:

@@ -30,7 +30,7 @@ from prompt_toolkit.widgets import SearchToolbar
 from kvchat.terminal.face import LiveView
 from kvchat.terminal.paint import Fragments
 from kvchat.terminal.pickers import Picker
-from kvchat.terminal.sanitize import one_line
+from kvchat.terminal.wrap import one_row
 
 if TYPE_CHECKING:
     from kvchat.terminal.prompt import LivePrompt
@@ -112,7 +112,7 @@ def _queue(prompt: "LivePrompt") -> Fragments:
     fragments: Fragments = []
     for number, text in enumerate(view.queue[:_MAX_QUEUE_ROWS]):
         mark = "editing" if number == view.edited else "queued"
-        line = f"{mark} {number + 1}: {one_line(text, room)}"
+        line = f"{mark} {number + 1}: {one_row(text, room)}"
         fragments += [("", "\n")] * bool(fragments) + [("class:queue", line)]
     more = len(view.queue) - _MAX_QUEUE_ROWS
     if more > 0:
@@ -149,7 +149,7 @@ def _toolbar(prompt: "LivePrompt") -> Window:
         width = prompt.size.columns - 1
         view = prompt.region.view
         if view.notice:
-            return [("class:notice", one_line(view.notice, width))]
+            return [("class:notice", one_row(view.notice, width))]
         return [("class:toolbar", view.toolbar(width))]
 
     return Window(FormattedTextControl(text), height=1)

@@ -41,6 +41,7 @@ class LineFace:
         self._unread = ""
         self._leaving = Twice(_TWICE_S)
         self._picked: asyncio.Future[str] | None = None
+        self._kept_lines: list[str] = []  # read behind a picker's answer, for what comes next
         self._left: asyncio.Event = asyncio.Event()
         self._listener: Listener | None = None
         self._num_queued = 0
@@ -106,15 +107,23 @@ class LineFace:
         lines.append("Type a number, or Enter for none.")
         self.write(self.painter.wrapped("\n".join(lines), self._columns))
         while True:
-            self._picked = asyncio.get_running_loop().create_future()
-            text = await self._picked
-            self._picked = None
+            text = await self._picked_line()
             if not text.strip():
                 return None
             index = pick_by_number(text, len(choices))
             if index is not None:
                 return index
             self.write([self.painter.text(f"A number from 1 to {len(choices)}, please.")])
+
+    async def _picked_line(self) -> str:
+        """Return the next line that is typed; those behind it are taken once it has been heeded."""
+        loop = asyncio.get_running_loop()
+        self._picked = loop.create_future()
+        try:
+            return await self._picked
+        finally:
+            self._picked = None
+            loop.call_soon(self._take_kept_lines)
 
     @asynccontextmanager
     async def lent(self, takes_interrupts: bool = True) -> AsyncIterator[None]:
@@ -167,12 +176,22 @@ class LineFace:
 
     def _put(self, text: str) -> None:
         try:
-            self._stdout.write(text)
-            self._stdout.flush()
-        except (OSError, ValueError):
+            self._write(text)
+        except (OSError, ValueError) as error:
+            if isinstance(error, ValueError) and not self._stdout.closed:
+                raise
             if self._listener is not None and not self._left.is_set():
                 self._left.set()
                 self._listener.terminal_lost()
+
+    def _write(self, text: str) -> None:
+        """Write text, question marks for characters that the terminal's encoding does not have."""
+        try:
+            self._stdout.write(text)
+        except UnicodeEncodeError:
+            encoding = self._stdout.encoding
+            self._stdout.write(text.encode(encoding, "replace").decode(encoding))
+        self._stdout.flush()
 
     def _ask_soon(self) -> None:
         """Show the prompt once nothing more is being said."""
@@ -197,7 +216,8 @@ class LineFace:
         if self._ignores_interrupts:
             return
         if self._picked is not None:
-            self._picked.set_result("")
+            if not self._picked.done():
+                self._picked.set_result("")
         elif self._is_answering:
             self._leaving.forget()
             self._put("\n")  # the terminal shows the key itself
@@ -236,9 +256,17 @@ class LineFace:
         self._is_prompted = False
         self._leaving.forget()
         if self._picked is not None:
-            self._picked.set_result(line)
+            if self._picked.done():
+                self._kept_lines.append(line)
+            else:
+                self._picked.set_result(line)
             return
         text = self._blocks.take(line)
         if text is not None:
             self._listener.accept(text)
         self._ask_soon()
+
+    def _take_kept_lines(self) -> None:
+        lines, self._kept_lines = self._kept_lines, []
+        for line in lines:
+            self._take(line)

@@ -9,7 +9,6 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from prompt_toolkit.data_structures import Size
-from prompt_toolkit.history import History, InMemoryHistory
 from prompt_toolkit.input.defaults import create_input
 
 from kvchat.terminal.completion import LineCompleter
@@ -28,7 +27,7 @@ def new_live_prompt(
 ) -> LivePrompt:
     """Return the prompt, with the history and the completions of this chat."""
     terminal = Terminal(create_input(), sys.stdout, _terminal_size)
-    history: History = PrivateHistory(history_path) if history_path else InMemoryHistory()
+    history = PrivateHistory(history_path)
     completer = LineCompleter(build_registry(), lambda: _sessions(desk), lambda: _turns(desk))
     return LivePrompt(terminal, painter, completer, history, editor)
 

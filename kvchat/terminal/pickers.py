@@ -5,10 +5,13 @@ Pure state; drawing is the prompt's, keys are `keys.py`'s.
 
 from collections.abc import Sequence
 
+from rich.cells import cell_len
+
 from kvchat.terminal.face import Choice
+from kvchat.terminal.numbers import whole_number
 from kvchat.terminal.paint import Fragments
-from kvchat.terminal.sanitize import one_line
 from kvchat.terminal.theme import Glyphs
+from kvchat.terminal.wrap import first_cells, one_row
 
 
 class Picker:
@@ -59,8 +62,8 @@ class Picker:
         """Return the picker as formatted text: a title, then the choices around the cursor."""
         hint = self.filter or "type to filter, Enter picks, Esc does not"
         fragments: Fragments = [
-            ("class:picker.title", one_line(self.title, width)),
-            ("class:picker.detail", f"  {hint}"[: max(0, width - len(self.title))]),
+            ("class:picker.title", one_row(self.title, width)),
+            ("class:picker.detail", first_cells(f"  {hint}", width - cell_len(self.title))),
         ]
         if not self._shown:
             return [*fragments, ("", "\n  "), ("class:picker.detail", "nothing like that")]
@@ -74,19 +77,17 @@ class Picker:
         choice = self._choices[self._shown[place]]
         is_current = place == self._position
         mark = glyphs.selected if is_current else " "
-        label = one_line(choice.label, max(8, width - len(choice.detail) - 6))
+        label = one_row(choice.label, max(8, width - cell_len(choice.detail) - 6))
         detail = f"  {choice.detail}" if choice.detail else ""
         style = "class:picker.current" if is_current else ""
         return [
             ("", f"\n{mark} "),
             (style, label),
-            ("class:picker.detail", detail[: max(0, width - len(label) - 4)]),
+            ("class:picker.detail", first_cells(detail, width - cell_len(label) - 4)),
         ]
 
 
 def pick_by_number(text: str, count: int) -> int | None:
     """Return the index that a typed number names, None for anything else."""
-    text = text.strip()
-    if not text.isdigit() or not 1 <= int(text) <= count:
-        return None
-    return int(text) - 1
+    number = whole_number(text.strip())
+    return number - 1 if number is not None and 1 <= number <= count else None

@@ -6,7 +6,7 @@ Knows turns and faces; changes nothing.
 from rich.text import Text
 
 from kvchat.chat.conversation import Conversation, Role, Turn
-from kvchat.chat.thinking import ThinkingSplitter
+from kvchat.chat.thinking import whole_passages
 from kvchat.terminal.answer_view import Speech
 from kvchat.terminal.desk import Desk
 from kvchat.terminal.face import Page
@@ -20,9 +20,8 @@ from kvchat.terminal.theme import Role as Look
 def answer_rows(turn: Turn, face: Page) -> list[Row]:
     """Return a saved answer as it looked when it came."""
     speech = Speech(face.painter)
-    splitter = ThinkingSplitter()
     rows: list[Row] = []
-    for passage in splitter.feed(turn.text) + splitter.flush():
+    for passage in whole_passages(turn.text):
         rows += speech.feed(passage.text, passage.is_thinking, face.sheet)
     rows += speech.finish(face.sheet)
     if turn.is_partial:

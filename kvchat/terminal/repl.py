@@ -72,7 +72,8 @@ async def run_repl(setup: ReplSetup) -> int:
             dialogue.refresh()
             setup.relay.attach(asyncio.get_running_loop(), dialogue.hear)
             await _run_until_left(dialogue, face)
-        _take_leave(dialogue)
+        has_been_used = dialogue.has_been_used
+        _take_leave(dialogue, has_been_used, desk.close_session())
         return dialogue.exit_code
     finally:
         desk.close_session()
@@ -138,16 +139,14 @@ def _signals(dialogue: Dialogue) -> Iterator[None]:
             loop.remove_signal_handler(number)
 
 
-def _take_leave(dialogue: Dialogue) -> None:
-    """Say the last word on stderr: why it ended, or how to go on."""
-    if dialogue.failure is not None:
-        line = f"kvchat: {dialogue.failure}"
-    elif dialogue.exit_code in (ExitCode.OK, ExitCode.INTERRUPT) and dialogue.has_been_used:
-        line = "This conversation is kept: kvchat -c goes on with it."
-    else:
-        return
+def _take_leave(dialogue: Dialogue, has_been_used: bool, problem: str | None) -> None:
+    """Say the last words on stderr: why it ended, what of it is not saved, or how to go on."""
+    lines = [f"kvchat: {reason}" for reason in (dialogue.failure, problem) if reason is not None]
+    is_left_well = dialogue.exit_code in (ExitCode.OK, ExitCode.INTERRUPT)
+    if not lines and is_left_well and has_been_used:
+        lines = ["This conversation is kept: kvchat -c goes on with it."]
     with suppress(OSError, ValueError):
-        sys.stderr.write(f"{line}\n")
+        sys.stderr.write("".join(f"{line}\n" for line in lines))
         sys.stderr.flush()
 
 

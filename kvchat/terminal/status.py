@@ -6,12 +6,14 @@ words and number formats; knows no screen.
 
 from dataclasses import dataclass
 
+from rich.cells import cell_len
+
 from kvchat.chat.events import ReadingPrompt
 from kvchat.core.stats import GraphStatus, SpeculationStatus
 from kvchat.core.types import CachedTokens, FinishReason, Timing, Usage, rate
 from kvchat.terminal.sanitize import one_line
 from kvchat.terminal.theme import Glyphs
-from kvchat.terminal.wrap import NO_BREAK
+from kvchat.terminal.wrap import NO_BREAK, first_cells
 
 _BAR_CELLS = 10
 
@@ -230,20 +232,20 @@ def toolbar(facts: ToolbarFacts, width: int, glyphs: Glyphs) -> str:
     ]
     separator = glyphs.separator
     parts = [part for part in quiet + urgent if part]
-    title = _fitting(facts.title, width - len(separator.join([*parts, ""])), glyphs)
+    title = _fitting(facts.title, width - cell_len(separator.join([*parts, ""])), glyphs)
     if title:
         parts.insert(1, title)
-    while len(parts) > 1 and len(separator.join(parts)) > width:
+    while len(parts) > 1 and cell_len(separator.join(parts)) > width:
         del parts[0]
-    return separator.join(parts)[:width]
+    return first_cells(separator.join(parts), width)
 
 
 def _fitting(title: str, room: int, glyphs: Glyphs) -> str:
     """Return a title cut to the room there is; too little of it says nothing."""
-    if len(title) <= room:
+    if cell_len(title) <= room:
         return title
-    cut = room - len(glyphs.ellipsis)
-    return title[:cut].rstrip() + glyphs.ellipsis if cut >= 8 else ""
+    cut = room - cell_len(glyphs.ellipsis)
+    return first_cells(title, cut).rstrip() + glyphs.ellipsis if cut >= 8 else ""
 
 
 def _context(facts: ToolbarFacts) -> str:

@@ -45,6 +45,9 @@ class StrayOutput:
             os.dup2(self._terminal, _STDERR)
             loop.remove_reader(self._source)
             self._read()
+            if self._unread:
+                self._show_line(self._unread)  # the last line may have no end
+                self._unread = b""
             for descriptor in (self._terminal, self._source, self._sink):
                 os.close(descriptor)
             self._terminal = None
@@ -66,5 +69,8 @@ class StrayOutput:
             while data := os.read(self._source, _READ_BYTES):
                 *lines, self._unread = (self._unread + data).split(b"\n")
                 for line in lines:
-                    self._show(line[-_MAX_LINE_BYTES:].decode(errors="replace"))
+                    self._show_line(line)
                 self._unread = self._unread[-_MAX_LINE_BYTES:]
+
+    def _show_line(self, line: bytes) -> None:
+        self._show(line[-_MAX_LINE_BYTES:].decode(errors="replace"))

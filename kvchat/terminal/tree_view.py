@@ -3,6 +3,7 @@
 Knows turns; knows no screen.
 """
 
+from rich.cells import cell_len
 from rich.text import Text
 
 from kvchat.chat.conversation import ROOT, Conversation, Role, Turn
@@ -11,7 +12,7 @@ from kvchat.terminal.leaves import Sheet
 from kvchat.terminal.paint import Row
 from kvchat.terminal.theme import Role as Look
 
-_MIN_TEXT_CHARS = 16
+_MIN_TEXT_CELLS = 16
 
 
 def tree_rows(conversation: Conversation, sheet: Sheet) -> list[Row]:
@@ -48,7 +49,7 @@ def _row(turn: Turn, lead: str, tip_id: int, is_on_path: bool, sheet: Sheet) -> 
     mark = f" {painter.look.glyphs.tip}" if turn.turn_id == tip_id else ""
     cut = " (cut off)" if turn.is_partial else ""
     head = f"{turn.turn_id} {who}: "
-    room = max(_MIN_TEXT_CHARS, sheet.width - len(lead) - len(head) - len(mark) - len(cut) - 1)
+    room = max(_MIN_TEXT_CELLS, sheet.width - cell_len(lead + head + mark + cut) - 1)
     row = Text(end="").append(lead, painter.style(Look.DIM))
     row.append(head, painter.style(Look.DIM)).append(gist(turn, room), style)
     row.append(cut, painter.style(Look.DIM)).append(mark, painter.style(Look.HEADING))

@@ -1,12 +1,14 @@
 """Where lines break: greedily, at spaces, between ideographs, and inside a word only as a must.
 
 Greedy breaking never looks ahead, so the rows of a text that grows stay as they are but for the
-last. Knows cell widths; knows no styles.
+last. And where a line is cut that has one row. Knows cell widths; knows no styles.
 """
 
 import re
 
 from rich.cells import cell_len, get_character_cell_size
+
+from kvchat.terminal.sanitize import sanitize
 
 # A word that may not be broken, or one ideograph or kana, after which a line may end. A no-break
 # space is part of a word.
@@ -55,3 +57,19 @@ def _fold(word: str, width: int, column: int) -> tuple[list[int], int]:
         if character == NO_BREAK:
             joint = index + 1
     return folds, column
+
+
+def one_row(text: str, max_cells: int) -> str:
+    """Return text as `one_line` does, cut to what a row of the screen has room for."""
+    line = " ".join(sanitize(text).split())
+    return line if cell_len(line) <= max_cells else first_cells(line, max_cells - 1).rstrip() + "…"
+
+
+def first_cells(text: str, max_cells: int) -> str:
+    """Return the beginning of a text that is at most so many cells wide."""
+    cells = 0
+    for index, character in enumerate(text):
+        cells += get_character_cell_size(character)
+        if cells > max_cells:
+            return text[:index]
+    return text

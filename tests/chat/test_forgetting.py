@@ -2,6 +2,7 @@
 
 import os
 import stat
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -121,3 +122,14 @@ def test_what_a_killed_process_was_about_to_put_there_goes(store: SessionStore) 
 
     log.close()
     assert os.listdir(store.directory) == [path.name]
+
+
+def test_the_same_words_said_again_are_no_copy() -> None:
+    """Messages from a document have one time for all of them."""
+    conversation = Conversation(new_session_id(), 1.0)
+    for number, role in enumerate((Role.USER, Role.ASSISTANT) * 2, start=1):
+        known = turn(number, number - 1, role)
+        conversation.add(replace(known, text="yes"))
+
+    assert conversation.copies(3) == {3}
+    assert len(conversation.contexts(3)) == 1

@@ -7,9 +7,10 @@ import pytest
 
 from kvchat.chat.conversation import Conversation, Role
 from kvchat.chat.importing import import_file
-from kvchat.chat.session_file import read_session
+from kvchat.chat.session_file import header_line, read_session, tip_line, turn_line
 from kvchat.chat.store import SessionStore
 from kvchat.core.errors import StoreError, UsageError
+from support.turns import branching_conversation
 
 SAMPLES = Path(__file__).parents[2] / "sessions"
 
@@ -59,6 +60,37 @@ def test_plain_messages_become_a_conversation_that_has_no_ids_yet(
         (Role.ASSISTANT, "Hi!"),
     ]
     assert not any(turn.token_ids for turn in conversation.turns())
+
+
+def test_an_imported_session_goes_on_from_the_branch_it_was_left_on(
+    store: SessionStore, tmp_path: Path
+) -> None:
+    """It went on from the branch that was begun last: where the tip was, was not written."""
+    original = branching_conversation()
+    path = tmp_path / "left.jsonl"
+    lines = [header_line(original, ""), *(turn_line(turn) for turn in original.turns())]
+    path.write_text("".join([*lines, tip_line(original.tip_id)]))
+
+    copied = store.read(import_file(store, path)).conversation
+
+    assert copied.tip_id == original.tip_id
+    assert copied.context_ids() == original.context_ids()
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["[]", '[{"role": "system", "content": "Be brief."}]', header_line(Conversation("x", 1.0), "")],
+    ids=["no messages", "a system prompt alone", "a session without turns"],
+)
+def test_a_file_without_messages_says_so(content: str, store: SessionStore, tmp_path: Path) -> None:
+    """An empty conversation was made of it, or it was said to be neither a session nor JSON."""
+    path = tmp_path / "file"
+    path.write_text(content)
+
+    with pytest.raises(UsageError, match="holds no messages"):
+        import_file(store, path)
+
+    assert store.summaries() == []
 
 
 @pytest.mark.parametrize("content", [None, "no JSON", '{"a": 1}', '{"kvchat": 99}'])

@@ -10,6 +10,7 @@ import pytest
 
 from kvchat.chat import session as session_module
 from kvchat.chat.chat_model import read_chat_model
+from kvchat.chat.conversation import Role
 from kvchat.chat.events import AnswerEnded, AnswerFailed, AnswerText
 from kvchat.chat.host import ChatHost
 from kvchat.chat.session import ChatSession
@@ -276,3 +277,25 @@ def test_the_file_holds_the_facts_of_each_answer_for_people(
         "decode_tokens_per_s",
         "total_s",
     }
+
+
+def test_a_message_is_forgotten_under_every_system_prompt_it_was_put_under(
+    session: ChatSession, store: SessionStore
+) -> None:
+    """After /system, /forget took away the copy under the new prompt only, and the words stayed on
+    the old branch, in the file.
+    """
+    ask(session, "keep this")
+    ask(session, "a secret")
+    session.set_system("Be long.")
+    ask(session, "a third")
+    secret = session.conversation.path()[2]
+    assert len(session.conversation.contexts(secret.turn_id)) == 2
+
+    session.forget(secret.turn_id)
+
+    texts = [turn.text for turn in session.conversation.turns() if turn.role is Role.USER]
+    assert texts == ["keep this", "keep this"]
+    assert session.conversation.path()[0].system == "Be long."
+    assert_saved(store, session)
+    assert b"secret" not in (store.directory / f"{session.session_id}.jsonl").read_bytes()

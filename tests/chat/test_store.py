@@ -333,9 +333,11 @@ def test_ids_are_dates_and_chance_and_are_not_reused(store: SessionStore) -> Non
     assert all(len(session_id) == 20 for session_id in ids)
 
     log = store.create(numbered(1), "demo")
-    with pytest.raises(StoreError):
-        store.create(numbered(1), "demo")
+    second = numbered(1)
+    store.create(second, "demo").close()
     log.close()
+    assert second.session_id != numbered(1).session_id
+    assert set(store.ids()) == {numbered(1).session_id, second.session_id}
 
 
 def test_a_directory_that_cannot_be_made_names_both_ways_out(tmp_path: Path) -> None:

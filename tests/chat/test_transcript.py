@@ -67,3 +67,13 @@ def test_messages_are_read_back_as_they_were_written() -> None:
 def test_what_is_no_list_of_messages_is_told(text: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         read_messages(text)
+
+
+@pytest.mark.parametrize("has_system", [True, False])
+def test_messages_that_begin_with_an_answer_are_refused(has_system: bool) -> None:
+    """The context that was made of them had no beginning, and the system prompt was left out."""
+    messages = [{"role": "system", "content": "Be brief."}] if has_system else []
+    messages += [{"role": "assistant", "content": "Hi!"}, {"role": "user", "content": "Hello"}]
+
+    with pytest.raises(UsageError, match=f"Message {1 + has_system} is the assistant's"):
+        read_messages(json.dumps(messages))

@@ -1,9 +1,16 @@
 """Code coloured line by line looks as if it had been coloured whole."""
 
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
+from pygments.lexer import Lexer, RegexLexer  # type: ignore[import-untyped]
 from pygments.lexers import get_lexer_by_name  # type: ignore[import-untyped]
+from pygments.token import Text as TextToken  # type: ignore[import-untyped]
 from rich.text import Text
 
+from kvchat.terminal import code_lines
 from kvchat.terminal.code_lines import CodeLines, _style
 from kvchat.terminal.theme import Look
 
@@ -117,3 +124,83 @@ def test_an_unknown_language_is_plain(language: str) -> None:
 
 def test_no_colours_means_no_lexing() -> None:
     assert CodeLines("python", Look(has_colour=False)).add("class Foo:").spans == []
+
+
+@contextmanager
+def _coming_to_an_end() -> Iterator[None]:
+    """Fail where the block takes this process more than some seconds of its own time."""
+
+    def fail(*_: object) -> None:
+        raise AssertionError("does not come to an end")
+
+    before = signal.signal(signal.SIGVTALRM, fail)
+    signal.setitimer(signal.ITIMER_VIRTUAL, 20)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+
+
+class _Standing(RegexLexer):  # type: ignore[misc]
+    tokens = {"root": [(r"\w+", TextToken), (r"(?=!)", TextToken)]}  # noqa: RUF012
+
+
+class _Pushing(RegexLexer):  # type: ignore[misc]
+    tokens = {"root": [(r"\w+", TextToken), (r"(?=!)", TextToken, "#push")]}  # noqa: RUF012
+
+
+class _Backtracking(RegexLexer):  # type: ignore[misc]
+    tokens = {"root": [(r"(\w+)+\?", TextToken), (r"\w+", TextToken)]}  # noqa: RUF012
+
+
+class _Repeating(Lexer):  # type: ignore[misc]
+    def get_tokens_unprocessed(self, text: str) -> Iterator[tuple[int, object, str]]:
+        while True:
+            yield 0, TextToken, ""
+
+
+class _Silent(Lexer):  # type: ignore[misc]
+    def get_tokens_unprocessed(self, text: str) -> Iterator[tuple[int, object, str]]:
+        while text:
+            pass
+        yield 0, TextToken, text
+
+
+class _Failing(Lexer):  # type: ignore[misc]
+    def get_tokens_unprocessed(self, text: str) -> Iterator[tuple[int, object, str]]:
+        raise IndexError("no such group")
+
+
+def test_a_language_whose_lexer_stands_still_is_plain() -> None:
+    """The lexer of `mcschema` matches nothing for ever at `<!--`, which hung the program before
+    the first line of such a block, deaf to Ctrl-C."""
+    with _coming_to_an_end():
+        assert CodeLines("mcschema", Look()).add("<!-- x").spans == []
+
+
+@pytest.mark.parametrize(
+    "lexer", [_Standing, _Pushing, _Backtracking, _Repeating, _Silent, _Failing]
+)
+def test_no_lexer_can_hang_or_end_an_answer(
+    monkeypatch: pytest.MonkeyPatch, lexer: type[Lexer]
+) -> None:
+    """A lexer that did not come to an end stopped the event loop, and one that raised ended the
+    answer; now its block goes on plain, the look ahead as well."""
+    monkeypatch.setattr(code_lines, "_find_lexer", lambda language: lexer())
+    monkeypatch.setattr(code_lines, "_comment_marks", lambda lexer: ())
+    monkeypatch.setattr(code_lines, "_MAX_LEXING_S", 0.1)
+    with _coming_to_an_end():
+        lines = CodeLines("any", Look())
+        ahead = lines.copy()
+
+        for line in ("!", "a" * 60 + "!", "more"):
+            assert (lines.add(line).plain, ahead.add(line).plain) == (line, line)
+
+
+def test_the_time_limit_leaves_no_alarm_behind() -> None:
+    """An alarm that outlives the line it was set for would end the program somewhere else."""
+    CodeLines("python", Look()).add("x = 1")
+
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+    assert signal.getsignal(signal.SIGALRM) is signal.SIG_DFL

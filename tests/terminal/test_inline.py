@@ -116,3 +116,19 @@ def test_a_hidden_target_is_shown() -> None:
     shown = parse_inline("[https://good](https://evil)").text(_PAINTER).plain
 
     assert shown == "https://good (https://evil)"
+
+
+@pytest.mark.parametrize(
+    ("source", "shown"),
+    [
+        ("a&#8238;b&#x2066;c", "abc"),
+        ("a&#8203;b&ZeroWidthSpace;c&#xFEFF;d", "abcd"),
+        ("a&#12;b&#9;c&Tab;d&#13;e", "ab c d\ne"),
+    ],
+)
+def test_a_character_reference_cannot_bring_in_what_a_terminal_obeys(
+    source: str, shown: str
+) -> None:
+    """References used to become characters behind the sanitising of the text they stood in, and
+    `&#8238;` turned the rest of the line around."""
+    assert parse_inline(source).text(_PAINTER).plain == shown

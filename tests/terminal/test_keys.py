@@ -149,6 +149,13 @@ def test_a_block_is_sent_when_it_is_closed() -> None:
     assert heard == [("accept", "one\ntwo")]
 
 
+def test_a_pasted_module_with_a_docstring_is_sent_by_enter() -> None:
+    """Enter only ever added a line to a text that began with three quotation marks of its own."""
+    heard, _ = _press('\x1b[200~"""Words."""\n\nimport os\x1b[201~', "\r")
+
+    assert heard == [("accept", '"""Words."""\n\nimport os')]
+
+
 def test_a_paste_is_not_sent_by_the_line_ends_in_it() -> None:
     heard, text = _press("\x1b[200~one\r\ntwo\rthree\n\x1b[201~")
 

@@ -63,6 +63,39 @@ def test_any_cut_into_pieces_gives_the_same_bytes(seed: int) -> None:
             assert _render(pieces, width, looks_ahead=longest == 3) == whole, (text, width)
 
 
+_DEEP_ATOMS = [
+    *(">" * 9, ">" * 20, "- " * 9, "- " * 20, "1. " * 20, "2) " * 7, "* - " * 6, "> > ", "7. "),
+    *("\n", "\n\n", "word ", "    ", "# ", "---", "```\n", "| a | b |\n|---|---|\n", "- "),
+    "a longer run of words here and some more of it, ",
+]
+
+
+@pytest.mark.parametrize("marker", [">", "> ", "- ", "1. ", "* > "])
+def test_markers_nested_without_end_are_text_from_a_depth_on(marker: str) -> None:
+    """A line of 200 markers used to overflow Python's stack, when it came and whenever its
+    conversation was opened again."""
+    line = f"{marker * 2000}words\n"
+
+    shown = _plain(line * 2, 200)
+
+    assert shown.replace("\n", " ").count(marker.strip()[-1]) >= 3900
+    assert _render(_cut(line * 2, random.Random(1), 900), 200, looks_ahead=True) == _render(
+        [line * 2], 200
+    )
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_cut_of_deeply_nested_text_gives_the_same_bytes(seed: int) -> None:
+    """A line of 200 markers used to overflow Python's stack; where markers stop to count, the
+    beginning of a line must be judged as the whole line is."""
+    rng = random.Random(seed)
+    for _ in range(25):
+        text = "".join(rng.choices(_DEEP_ATOMS, k=rng.randint(1, 25))) + ">" * 200
+        whole = _render([text], 40)
+        for longest in (1, 12, 40):
+            assert _render(_cut(text, rng, longest), 40, looks_ahead=longest == 12) == whole, text
+
+
 def test_the_tail_shows_what_finishing_now_would_give() -> None:
     rng = random.Random(5)
     sheet = Sheet(_PAINTER, 40)

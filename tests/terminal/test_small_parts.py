@@ -5,7 +5,10 @@ import stat
 from pathlib import Path
 
 import pytest
+from rich.cells import cell_len
 
+from kvchat.chat.conversation import Conversation
+from kvchat.chat.conversation import Role as TurnRole
 from kvchat.chat.session import AskOptions
 from kvchat.core.errors import UsageError
 from kvchat.core.types import SamplingParams
@@ -13,10 +16,14 @@ from kvchat.terminal import answer_settings
 from kvchat.terminal.face import Choice
 from kvchat.terminal.gist import split_attached
 from kvchat.terminal.history import PrivateHistory
-from kvchat.terminal.input_blocks import InputBlocks
+from kvchat.terminal.input_blocks import InputBlocks, is_block_open, without_block_marks
+from kvchat.terminal.leaves import Sheet
 from kvchat.terminal.mentions import mentioned_files
+from kvchat.terminal.paint import Painter
 from kvchat.terminal.pickers import Picker, pick_by_number
 from kvchat.terminal.theme import Glyphs, Look, Role
+from kvchat.terminal.tree_view import tree_rows
+from support.turns import turn
 
 # Pickers
 
@@ -59,6 +66,35 @@ def test_a_number_picks_from_a_plain_list(text: str, index: int | None) -> None:
     assert pick_by_number(text, 3) == index
 
 
+def test_a_picker_is_measured_in_cells() -> None:
+    """Titles of ideographs, two cells each, made rows wider than the screen."""
+    choices = [Choice("日本語の会話" * 9, "2 日 · 3 turns"), Choice("日本語" * 9)]
+    picker = Picker("日本語" * 9, choices)
+    for width in range(30, 100):
+        rows = "".join(f[1] for f in picker.fragments(6, width, Glyphs())).split("\n")
+
+        assert max(cell_len(row) for row in rows) <= width
+        assert "2 日 · 3 turns" in rows[1]
+
+
+def test_a_tree_is_measured_in_cells() -> None:
+    """Messages of ideographs, two cells each, made rows wider than the screen."""
+    conversation = Conversation("id", 0.0)
+    conversation.add(turn(1, text="日本語の会話" * 20))
+    conversation.add(turn(2, 1, TurnRole.ASSISTANT, "日本語の会話" * 20))
+
+    rows = tree_rows(conversation, Sheet(Painter(Look()), 60))
+
+    assert all(56 <= row.cell_len <= 60 for row in rows)
+
+
+@pytest.mark.parametrize("text", ["²", "①", "1²", "1" * 5000])
+def test_digits_that_make_no_number_pick_nothing(text: str) -> None:
+    """A superscript two is a digit that int() refuses, and so are thousands of digits: either
+    raised ValueError."""
+    assert pick_by_number(text, 3) is None
+
+
 # Blocks of lines
 
 
@@ -82,6 +118,35 @@ def test_lines_become_one_message(lines: list[str], message: str) -> None:
     assert taken[:-1] == [None] * (len(lines) - 1)
     assert taken[-1] == message
     assert not blocks.is_open
+
+
+_MODULE = '"""What it is for."""\n\nimport os\n'
+_PROGRAM = '''"""What it is for."""\n\nTEXT = """words"""'''
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (_MODULE, _MODULE),
+        (_PROGRAM, _PROGRAM),
+        ('"""\nWhat it is for.\n"""\n\nimport os', '"""\nWhat it is for.\n"""\n\nimport os'),
+        (f'"""\n{_MODULE}"""', _MODULE.rstrip()),
+        (f'"""\n{_PROGRAM}\n"""', _PROGRAM),
+        ('"""\nthe mark """ is\n"""', 'the mark """ is'),
+        ('"""""" ', ""),
+    ],
+)
+def test_a_pasted_text_with_marks_of_its_own_can_be_sent(text: str, message: str) -> None:
+    """A pasted module that began with its docstring could never be sent, or lost the outermost
+    quotation marks where it ended in some."""
+    assert not is_block_open(text)
+    assert without_block_marks(text) == message
+
+
+@pytest.mark.parametrize("text", ['"""', '""""', '"""one', f'"""\n{_MODULE}', '"""\na """ b'])
+def test_a_block_goes_on_until_it_is_closed(text: str) -> None:
+    assert is_block_open(text)
+    assert without_block_marks(text) == text
 
 
 # Mentioned files

@@ -1,6 +1,9 @@
 """The figures in words."""
 
+from dataclasses import replace
+
 import pytest
+from rich.cells import cell_len
 
 from kvchat.chat.events import ReadingPrompt
 from kvchat.core.types import CachedTokens, DraftUse, FinishReason, Timing, Usage
@@ -162,6 +165,16 @@ def test_a_narrow_toolbar_gives_up_what_matters_least_first() -> None:
     )
     assert toolbar(busy, 38, _GLYPHS) == "41 tokens 3 s · 2 queued · Esc stops"
     assert toolbar(busy, 12, _GLYPHS) == "Esc stops"
+
+
+def test_the_toolbar_is_measured_in_cells() -> None:
+    """A title of ideographs, two cells each, pushed the end of the toolbar off the screen."""
+    facts = replace(_FACTS, title="日本語の会話" * 6, escape="stops")
+    for width in range(10, 130):
+        text = toolbar(facts, width, _GLYPHS)
+
+        assert cell_len(text) <= width
+        assert text.endswith("Esc stops")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,83 @@
+"""An answer that one model began and another goes on with is read back as the other knows it."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from kvchat.chat.host import ChatHost
+from kvchat.chat.session import ChatSession
+from kvchat.chat.store import SessionStore
+from support.checkpoints import never_stopping, save_checkpoint, tiny_model
+from support.saved_sessions import assert_saved, saved_turns
+from support.template_zoo import CHATML
+from support.tiny_host import answer_options, ask, finish, tiny_host
+from support.tokenizer_zoo import byte_fallback
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory, store: SessionStore) -> Iterator[ChatHost]:
+    """A model with another tokenizer, on the same store."""
+    directory = tmp_path_factory.mktemp("other")
+    save_checkpoint(directory, never_stopping(tiny_model("llama", seed=5, vocab_size=400)), CHATML)
+    byte_fallback().save(str(directory / "tokenizer.json"))
+    started = tiny_host(directory, store)
+    yield started
+    started.close()
+
+
+def test_an_answer_gone_on_with_by_another_model_is_that_models(
+    store: SessionStore, session: ChatSession, other: ChatHost
+) -> None:
+    """/continue after /model put the ids of two tokenizers into one turn of the file, and later
+    answers on that branch failed or were nonsense.
+    """
+    ask(session, "Hello")
+    session.close()
+    taken = other.open_session(session.session_id)
+    before = taken.conversation.turn(2)
+    for _ in range(2):
+        finish(taken.continue_answer(answer_options()))
+    taken.close()
+
+    answer = taken.conversation.turn(2)
+    saved = saved_turns(store, session)[1]
+    assert saved.tokenizer == answer.tokenizer == other.model.tokenizer.digest
+    assert saved.token_ids == answer.token_ids
+    assert saved.token_ids[: len(before.token_ids)] == before.token_ids
+    assert len(saved.token_ids) == len(before.token_ids) + 24
+    assert saved.text == answer.text
+    again = other.open_session(session.session_id)
+    assert again.conversation.context_ids() == taken.conversation.context_ids()
+    again.close()
+
+
+def test_the_first_model_gets_the_answer_back_as_text(
+    host: ChatHost, store: SessionStore, session: ChatSession, other: ChatHost
+) -> None:
+    ask(session, "Hello")
+    session.close()
+    taken = other.open_session(session.session_id)
+    finish(taken.continue_answer(answer_options()))
+    taken.close()
+
+    back = host.open_session(session.session_id)
+    answer = back.conversation.turn(2)
+    assert answer.is_adopted
+    assert answer.text == taken.conversation.turn(2).text
+    assert answer.token_ids == host.model.answer_ids(answer)
+    finish(back.continue_answer(answer_options()))
+    assert saved_turns(store, back)[1].token_ids == back.conversation.turn(2).token_ids
+    back.close()
+
+
+def test_the_models_own_answer_grows_by_what_is_new_only(
+    store: SessionStore, session: ChatSession
+) -> None:
+    ask(session, "Hello")
+    finish(session.continue_answer(answer_options()))
+
+    assert_saved(store, session)
+    text = (store.directory / f"{session.session_id}.jsonl").read_text()
+    more = [line for line in text.splitlines() if '"type":"more"' in line]
+    assert more
+    assert not any("tokenizer" in line for line in more)
