@@ -7,8 +7,8 @@ no tensors.
 
 import secrets
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 
 from kvchat.chat import session_file
 from kvchat.chat.chat_model import ChatModel, readopt
@@ -23,11 +23,14 @@ from kvchat.core.types import FinishReason, SamplingParams
 from kvchat.engine.request import RequestSpec
 from kvchat.engine.thread import EngineThread
 
+SAMPLING_NAMES = frozenset(("temperature", "top_k", "top_p", "min_p", "repetition_penalty"))
+
 
 @dataclass(frozen=True, slots=True)
 class AskOptions:
     """How answers are generated. `seed` None draws a new seed for every answer.
 
+    `chosen` names the sampling parameters that are somebody's wish and not a model's own.
     `is_one_shot` says that whoever begins a conversation will hardly go on with it. Going on with
     one is the proof that it was none.
     """
@@ -38,6 +41,16 @@ class AskOptions:
     stops: tuple[str, ...] = ()
     num_samples: int = 1
     is_one_shot: bool = False
+    chosen: frozenset[str] = SAMPLING_NAMES
+
+    def for_model(self, defaults: Mapping[str, float]) -> "AskOptions":
+        """The same with what a model's author recommends, wherever nothing was chosen."""
+        plain = asdict(SamplingParams())
+        own = {
+            name: type(plain[name])(defaults.get(name, plain[name]))
+            for name in SAMPLING_NAMES - self.chosen
+        }
+        return replace(self, sampling=replace(self.sampling, **own))
 
     def resolved_sampling(self) -> SamplingParams:
         seed = self.seed if self.seed is not None else secrets.randbits(62)

@@ -13,6 +13,7 @@ from kvchat.core.config import Paths
 from kvchat.core.errors import UsageError
 from kvchat.core.events import LoadEvent, LoadProgress, ModelReady
 from kvchat.core.paths import user_path
+from kvchat.core.types import SamplingParams
 
 if TYPE_CHECKING:
     from kvchat.cache.caretaker import Caretaker
@@ -59,7 +60,7 @@ def caretaker(settings: Settings) -> "Caretaker":
 
 def ask_options(settings: Settings, model_defaults: dict[str, float], samples: int) -> "AskOptions":
     """Return how answers are generated."""
-    from kvchat.chat.session import AskOptions
+    from kvchat.chat.session import SAMPLING_NAMES, AskOptions
 
     max_tokens = settings["max_tokens"]
     if max_tokens is not None and max_tokens < 1:
@@ -69,13 +70,16 @@ def ask_options(settings: Settings, model_defaults: dict[str, float], samples: i
         raise UsageError(f"--timeout is {timeout_s}, but must be more than 0 seconds.")
     if samples < 1:
         raise UsageError(f"--samples is {samples}, but must be 1 or more.")
-    return AskOptions(
-        sampling=settings.sampling(model_defaults),
+    chosen = {name: settings[name] for name in SAMPLING_NAMES if settings[name] is not None}
+    options = AskOptions(
+        sampling=SamplingParams(**chosen),
         seed=settings["seed"],
         max_tokens=max_tokens,
         stops=tuple(settings["stop"]),
         num_samples=samples,
+        chosen=frozenset(chosen),
     )
+    return options.for_model(model_defaults)
 
 
 def check(settings: Settings, samples: int = 1) -> None:

@@ -20,7 +20,6 @@ from kvchat.core.config import (
     parse_size,
 )
 from kvchat.core.errors import UsageError
-from kvchat.core.types import SamplingParams
 from kvchat.model.source import DEMO, DEMO_DRAFT
 
 ENVIRONMENT_PREFIX = "KVCHAT_"
@@ -167,16 +166,6 @@ class Settings:
     def _size(self, name: str) -> Size | None:
         text = self[name]
         return parse_size(text, BY_NAME[name].flag) if text is not None else None
-
-    def sampling(self, model_defaults: Mapping[str, float]) -> SamplingParams:
-        """Return the sampling parameters: what the user set, else the model's own defaults."""
-        given: dict[str, Any] = {}
-        for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"):
-            if self[name] is not None:
-                given[name] = self[name]
-            elif name in model_defaults:
-                given[name] = BY_NAME[name].kind(model_defaults[name])
-        return SamplingParams(**given)
 
 
 def resolve(

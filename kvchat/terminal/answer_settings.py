@@ -36,8 +36,9 @@ def changed(options: AskOptions, name: str, text: str) -> AskOptions:
     name = name.lower().replace("_", "-").removeprefix("--")
     if name in _SAMPLING:
         value = _read(name, text, _SAMPLING[name])
-        sampling = replace(options.sampling, **{name.replace("-", "_"): value})  # type: ignore[arg-type]
-        return replace(options, sampling=sampling)
+        field = name.replace("-", "_")
+        sampling = replace(options.sampling, **{field: value})  # type: ignore[arg-type]
+        return replace(options, sampling=sampling, chosen=options.chosen | {field})
     if name not in _OTHERS:
         raise UsageError(f"{name} is no setting.", f"There are: {', '.join(NAMES)}.")
     is_unset = text.lower() in _UNSET

@@ -262,9 +262,11 @@ class Desk:
         """Go on with another model, which is loaded; return the host to be closed.
 
         It reads the conversation from its file: raises StoreError, and everything stays as it is,
-        where that does not have all of it.
+        where that does not have all of it. Sampling becomes the model's own where nothing else was
+        wished.
         """
         old, session = self.host, self.session
+        options = self.options.for_model(host.model.sampling_defaults)
         if session is not None:
             session.complete()
             session.close()
@@ -273,7 +275,7 @@ class Desk:
             except KvchatError:
                 self.session = _reopened(old, session)
                 raise
-        self.host = host
+        self.host, self.options = host, options
         self.engine.change_host(host)
         return old
 
