@@ -14,6 +14,7 @@ from kvchat.cache.fates import FateLog
 from kvchat.cache.generations import (
     DATABASE,
     FILE_OVERHEAD_BYTES,
+    PIN_MARK,
     Sizes,
     drop,
     file_bytes,
@@ -21,7 +22,7 @@ from kvchat.cache.generations import (
     generations,
     last_used,
 )
-from kvchat.cache.pack_table import PIN_MARK, PackTable
+from kvchat.cache.pack_table import PackTable
 from kvchat.cache.retention import KnownPack, eviction_order, expired
 from kvchat.core.config import format_bytes
 from kvchat.core.types import Lack

@@ -225,10 +225,7 @@ class DiskTier:
 
     def why(self, key: bytes, packed: bytes, num_found: int) -> Lack:
         """Return why the block of `key` is not there, after `num_found` of a context that are."""
-        size = self._layout.block_size
-        return self._attempt(
-            lambda: self._fates.why(key, packed, num_found, size), Lack.NEVER_WRITTEN
-        )
+        return self._fates.why(key, packed, num_found, self._layout.block_size)
 
     # Housekeeping
 

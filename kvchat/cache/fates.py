@@ -10,13 +10,12 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from kvchat.cache.block_key import KEY_BYTES
-from kvchat.cache.generations import generations
+from kvchat.cache.generations import FATES, generations
 from kvchat.cache.read_ahead import holds
 from kvchat.core.errors import StoreError
 from kvchat.core.paths import open_private
 from kvchat.core.types import Lack
 
-_NAME = "fates"
 _RECORD_BYTES = KEY_BYTES + 1
 _MAX_BYTES = 4096 * _RECORD_BYTES
 _CODES = {
@@ -35,7 +34,7 @@ class FateLog:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._path = directory / _NAME
+        self._path = directory / FATES
 
     def note(self, keys: Iterable[bytes], lack: Lack) -> None:
         """Say why packs that begin with these blocks are not there."""

@@ -15,8 +15,13 @@ DATABASE = "cache.db"
 FILE_OVERHEAD_BYTES = 8192
 # No file system's times are coarser.
 _CLOCK_STEP_S = 2.0
-# The directory may be any that the user names: what is not called like an identity is not ours.
+FATES = "fates"
+# A generation with this file in it has pins: nobody drops it without need.
+PIN_MARK = "pinned"
+# The directory may be any that the user names, and others call theirs by digests too: what is not
+# called like an identity, or holds what we never write, is not ours.
 _NAME = re.compile(r"[0-9a-f]{32}")
+_CONTENT = re.compile(rf"{re.escape(DATABASE)}(-[a-z]+)?|{FATES}|{PIN_MARK}|[0-9a-f]{{2}}")
 
 
 def generations(directory: Path) -> list[Path]:
@@ -28,7 +33,16 @@ def generations(directory: Path) -> list[Path]:
 
 def _is_generation(path: Path) -> bool:
     is_ours = _NAME.fullmatch(path.name) is not None
-    return is_ours and path.is_dir() and not path.is_symlink()
+    return is_ours and path.is_dir() and not path.is_symlink() and _holds_ours_alone(path)
+
+
+def _holds_ours_alone(path: Path) -> bool:
+    """Whether a directory has a table, or nothing that anybody but us would have put there."""
+    if (path / DATABASE).is_file():
+        return True
+    with suppress(OSError), os.scandir(path) as entries:
+        return all(_CONTENT.fullmatch(entry.name) for entry in entries)
+    return False
 
 
 class Sizes:

@@ -12,14 +12,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from kvchat.cache.generations import PIN_MARK
 from kvchat.cache.pin_record import Pin, decode_pin, encode_pin, pin_name
 from kvchat.cache.raw_disk import FILE_MODE, MAX_FILE_BYTES, Parts, RawCache
 from kvchat.cache.read_buffers import ReadBuffers
 from kvchat.cache.retention import Use, used_again
 
 HEAD, PAYLOAD, PIN = b"h", b"p", b"n"
-# A generation with this file in it has pins: nobody drops it without need.
-PIN_MARK = "pinned"
 _HEADS = "WHERE key >= x'68' AND key < x'69'"
 _HEAD_AND_FILE = (
     "SELECT h.expire_time, h.mode, h.filename, h.value, p.filename FROM Cache h"

@@ -26,7 +26,7 @@ _NAME = re.compile(r"[0-9a-f]{2}/[0-9a-f]{30}\.kv")
 
 
 # What passes, or what emptying the store would not mend. Everything else is the table's fault.
-_PASSING = (OSError, diskcache.Timeout, StoreError, MemoryError)
+_PASSING = (OSError, diskcache.Timeout, StoreError, MemoryError, sqlite3.ProgrammingError)
 _PASSING_CODES = {
     sqlite3.SQLITE_BUSY,
     sqlite3.SQLITE_LOCKED,
@@ -35,6 +35,9 @@ _PASSING_CODES = {
     sqlite3.SQLITE_READONLY,
     sqlite3.SQLITE_CANTOPEN,
     sqlite3.SQLITE_NOMEM,
+    sqlite3.SQLITE_PROTOCOL,
+    sqlite3.SQLITE_PERM,
+    sqlite3.SQLITE_INTERRUPT,
 }
 
 
@@ -206,6 +209,6 @@ def is_passing(error: Exception) -> bool:
     before = error.__context__
     if isinstance(before, Exception) and is_passing(before):
         return True
-    if isinstance(error, sqlite3.Error):
+    if isinstance(error, sqlite3.Error) and not isinstance(error, _PASSING):
         return getattr(error, "sqlite_errorcode", 0) & 0xFF in _PASSING_CODES
     return isinstance(error, _PASSING)

@@ -45,8 +45,15 @@ def read_ahead(directory: Path, token_ids: TokenIds, block_size: int) -> int:
 
 
 def holds(generation: Path, packed: bytes, block_size: int) -> bool:
-    """Whether a generation has the beginning of a context of packed token ids."""
-    return any(True for _ in _packs(generation, packed, block_size))
+    """Whether a generation has the beginning of a context of packed token ids.
+
+    Never raises: one that cannot be looked into, as while another process makes it, has nothing.
+    """
+    try:
+        return any(True for _ in _packs(generation, packed, block_size))
+    except (StoreError, OSError, ValueError, sqlite3.Error) as error:
+        _log.info("cannot look into %s: %s", generation.name, error)
+        return False
 
 
 def _packs(generation: Path, packed: bytes, block_size: int) -> Iterator[Path | None]:

@@ -232,6 +232,8 @@ class Engine:
         if self._probes.pieces:
             self._recall(self._probes.end_alone(self._run_alone))
             return events
+        # Those that have just met the front they waited for are restoring only now.
+        is_restoring |= any(request.is_restoring for request in self._scheduler.requests())
         is_restoring |= self._restores.is_under_way
         return events if is_restoring else events + self._samples.end_stuck()
 
@@ -258,6 +260,7 @@ class Engine:
         Drafts are left out then, for the failure may be theirs.
         """
         began_s = self._clock()
+        is_alone = len(plan) == 1 and not self._probes.pieces and not plan[0].drafts
         try:
             if (tokens := self._draw_at_once(plan)) is None:
                 logits = self._runner.run(plan, self._probes.pieces)
@@ -268,12 +271,13 @@ class Engine:
                 tokens = draw(plan, logits[:num_rows])
         except Exception as error:  # a model's own code can fail with anything
             _log.error("step failed requests=%d", len(plan), exc_info=error)
-            if len(plan) == 1 and not self._probes.pieces and not plan[0].drafts:
-                return self._samples.fail(plan[0].request, _explain(error))
+            explanation = _explain(error)
         else:
             self._note_step(plan, tokens, self._clock() - began_s)
             return self._advance(plan, tokens)
         # Outside the handler: the error held on to the failed step's tensors.
+        if is_alone:
+            return self._samples.fail(plan[0].request, explanation)
         self._recall(self._probes.end_alone(self._run_alone))
         events: list[RequestEvent] = []
         for work in plan:

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from kvchat.cache.block_table import BlockTable
 from kvchat.cache.manager import CacheManager
 from kvchat.core.errors import GenerationError, KvchatError
 from kvchat.core.events import (
@@ -200,8 +201,7 @@ class Samples:
             if request.request_id != failed.request_id:
                 continue
             if request.table is not None:
-                self._cache.wipe(request.table, request.num_computed)
-                num_sound = self._cache.num_sound(request.table, request.num_computed)
+                num_sound = self._num_sound(request.table, request.num_computed)
                 if num_sound < request.num_computed:
                     unsound.append((request.ids[: request.num_computed], num_sound))
                     request.num_computed = num_sound
@@ -209,6 +209,15 @@ class Samples:
         for token_ids, num_sound in unsound:
             self._cache.forget(token_ids, num_sound)
         return [RequestFailed(failed.request_id, error)]
+
+    def _num_sound(self, table: BlockTable, num_computed: int) -> int:
+        """Return how many tokens' KV can stay: none, where there is no memory to look at it."""
+        try:
+            self._cache.wipe(table, num_computed)
+            return self._cache.num_sound(table, num_computed)
+        except (RuntimeError, MemoryError):  # of which torch's own out of memory is one
+            _log.warning("KV of a failed request could not be looked at, and goes")
+            return 0
 
 
 def _generated(request: Request, start: int) -> list[TokensGenerated]:

@@ -259,3 +259,21 @@ def test_a_head_whose_file_is_gone_can_be_written_again(
     assert num_found(tier, IDS) == 0
     assert save(tier, IDS)
     assert restored(tier, IDS) == 3
+
+
+def test_a_directory_of_somebody_else_stays_whatever_it_is_called(tmp_path: Path) -> None:
+    """In a directory of the user's choice, all that was called by 32 hexadecimal digits went."""
+    foreign = tmp_path / "d41d8cd98f00b204e9800998ecf8427e"
+    (foreign / "ab").mkdir(parents=True)
+    (foreign / "thesis.txt").write_text("not ours")
+    ours = tmp_path / ("0b" * 16)
+    (ours / "ab").mkdir(parents=True)
+
+    tier = open_tier(tmp_path)
+    save(tier, IDS)
+    tier.gc()
+    tier.close()
+    Caretaker(tmp_path, 1 << 30).clear()
+
+    assert (foreign / "thesis.txt").read_text() == "not ours"
+    assert not ours.exists(), "what a killed process of ours began is tidied up"

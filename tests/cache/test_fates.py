@@ -8,6 +8,7 @@ import pytest
 from kvchat.cache.codec import DamagedRecord, Layout
 from kvchat.cache.disk_tier import DiskTier
 from kvchat.cache.fates import FateLog
+from kvchat.cache.generations import DATABASE
 from kvchat.cache.radix_node import pack
 from kvchat.cache.raw_disk import RawDisk
 from kvchat.core.types import Lack
@@ -58,6 +59,25 @@ def test_what_had_to_make_room(tmp_path: Path) -> None:
 
     assert gone
     assert all(why(tmp_path, context) is Lack.EVICTED for context in gone)
+
+
+@pytest.mark.parametrize("content", [b"", b"no table at all" * 400], ids=["empty", "garbage"])
+def test_what_another_model_has_cannot_be_looked_into(tmp_path: Path, content: bytes) -> None:
+    """A table that a full disk, a kill or a process at its beginning left empty was taken for our
+    own: looking into it deleted all that we had kept, pins included.
+    """
+    tier = open_tier(tmp_path)
+    assert save(tier, CONTEXT)
+    other = tmp_path / ("0b" * 16)
+    other.mkdir()
+    (other / DATABASE).write_bytes(content)
+    unknown = [90, 91, 92, 93]
+
+    assert tier.why(keys_of(tier, unknown)[0], pack(unknown), 0) is Lack.NEVER_WRITTEN
+
+    assert find(tier, CONTEXT)
+    assert tier.status().trouble == ""
+    tier.close()
 
 
 def test_what_found_no_room(tmp_path: Path) -> None:

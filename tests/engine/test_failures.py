@@ -55,6 +55,26 @@ def test_whatever_a_model_raises_becomes_one_sentence(error: Exception, message:
     assert message in failed.error.message
 
 
+def test_no_memory_to_look_at_what_failed_ends_the_request_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What a step that ran out of memory had computed was looked at, which took memory: the engine
+    stopped for good.
+    """
+    engine = EngineHarness(fails=Saboteur(MemoryError(), 3))
+
+    def no_memory(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(engine.cache, "num_sound", no_memory)
+    request_id = engine.submit(spec(*range(1, 39)))
+
+    engine.run()
+
+    assert len(engine.failures(request_id)) == 1
+    assert engine.complete(spec(1, 2, 3)) == EngineHarness().complete(spec(1, 2, 3))
+
+
 def test_keys_that_are_no_numbers_do_not_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     """A long prompt's chunks wrote NaN and failed nothing; its last one failed, and so did every
     prompt that began alike ever after."""

@@ -4,9 +4,12 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
+from itertools import count
+from math import inf
 
 import pytest
 
+from kvchat.cache import planner
 from kvchat.cache.persistence import Persistence
 from kvchat.cache.transfer import TransferThread
 from support.engine_harness import EngineHarness
@@ -69,6 +72,43 @@ def test_what_the_device_forgot_again_is_not_said_to_come_from_the_disk(
     ending = process.harness.ending(request.request_id)
     assert (ending.usage.cached.device, ending.usage.cached.disk) == (16, 0)
     assert process.harness.generated(request.request_id) == alone(spec(HISTORY))
+
+
+def test_who_meets_a_front_that_another_computed_still_waits_for_what_is_read(
+    tier: MemoryTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two asked about one document, the first was cancelled when it had computed the front, and the
+    second was told that there was no room for it.
+    """
+    earlier = EngineHarness(persist=lambda cache: Persistence(cache, lambda: tier))
+    earlier.submit(spec(HISTORY))
+    earlier.run()
+    earlier.engine.close()
+    may_read, reads = threading.Event(), count()
+    tier.before_read = lambda: next(reads) and may_read.wait(60) and None
+    monkeypatch.setattr(planner, "_MIN_TOKENS", 8)
+    harness = EngineHarness(persist=lambda cache: Persistence(cache, lambda: tier))
+    persistence = harness.engine._persistence
+    assert persistence is not None
+    persistence.saver._num_refusals, persistence.saver._rests_until_s = 3, inf  # the disk is full
+    persistence.planner.prefill_tokens_per_s = 1.0  # reading takes about as long as computing
+    persistence.planner.read_bytes_per_s = 8.0
+    while persistence.transfer.tier is None:
+        persistence.wait_for_news()
+
+    first, second = harness.submit(spec(HISTORY)), harness.submit(spec(HISTORY))
+    while harness.live()[0].num_computed < 24:
+        harness.step()
+    harness.engine.cancel(first)
+    for _ in range(5):
+        harness.step()
+    assert [request.num_computed for request in harness.live()] == [24]
+    may_read.set()
+    harness.run()
+    harness.engine.close()
+
+    assert not harness.failures(second)
+    assert harness.generated(second) == alone(spec(HISTORY))
 
 
 def evict_all_but(harness: EngineHarness, num_blocks: int) -> None:
