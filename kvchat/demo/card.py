@@ -91,7 +91,7 @@ def write_card(home: Path, scores: dict[str, Any], made: dict[str, Any]) -> None
 
 def _named(shares: Mapping[str, float]) -> str:
     """The stages in words, with the share of each."""
-    *most, last = (f"{name} ({100 * share:.1f} %)" for name, share in shares.items())
+    *most, last = (f"{name} ({_percent(round(share, 3))})" for name, share in shares.items())
     return f"{', '.join(most)} and {last}" if most else last
 
 

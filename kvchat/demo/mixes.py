@@ -159,3 +159,19 @@ RECALLING = _loosened(
 
 # The tenth round is gentle, and mostly of phrasings as the grammars say them.
 POLISHING = _loosened(REVISING.shapes, looseness=0.15)
+
+# The eleventh round is the shortest: what users say in their first minutes, above all questions
+# about kvchat and what to refuse.
+ASKED = replace(SPOKEN, study_rate=0.5)
+FINISHING = _loosened(
+    (
+        (ASKED, 0.40),
+        (replace(KEPT, study_rate=0.32), 0.36),
+        (ODD_COURSES, 0.13),
+        (ODD_ECHOES, 0.02),
+        (ODD_QUIZ, 0.055),
+        (ODD_QUIZ_LATE, 0.027),
+        (ODD_QUIZ_LAST, 0.008),
+    ),
+    looseness=0.1,
+)

@@ -11,6 +11,7 @@ from kvchat.demo.mixes import (
     COPYING_FROM_FAR,
     EVERYDAY,
     FAR_BACK,
+    FINISHING,
     FIRST_STEPS,
     LASTING,
     POLISHING,
@@ -105,8 +106,9 @@ _SIX_ROUNDS = _blend("target-6", 1 / 2, _blend("target-5", 1 / 2, _FOUR_ROUNDS))
 _SEVEN_ROUNDS = _blend("target-7", 4 / 5, _SIX_ROUNDS)
 # 0.034 after the eighth and 0.032 so.
 _EIGHT_ROUNDS = _blend("target-8", 1 / 2, _SEVEN_ROUNDS)
-_NINE_ROUNDS = _blend("target-9", 4 / 5, _EIGHT_ROUNDS)
-_SHIPPED = _blend("target-10", 1 / 2, _NINE_ROUNDS)
+_NINE_ROUNDS = _blend("target-9", 1 / 2, _EIGHT_ROUNDS)
+_TEN_ROUNDS = _blend("target-10", 7 / 10, _NINE_ROUNDS)
+_SHIPPED = _blend("target-11", 1 / 2, _TEN_ROUNDS)
 _DISTILLING = Rates(matrix=0.005, other=0.001)
 FULL = Recipe(
     stages=(
@@ -282,8 +284,8 @@ FULL = Recipe(
                 (Phase(POLISHING, 2),),
                 seed=15,
                 leg_steps=350,
-                rates=Rates(matrix=0.008, other=0.0012),
-                warmup_steps=10,
+                rates=Rates(matrix=0.006, other=0.0009),
+                warmup_steps=5,
                 flat_share=0.1,
             ),
             after=_NINE_ROUNDS,
@@ -300,7 +302,20 @@ FULL = Recipe(
                 flat_share=0.0,
             ),
             after={"distillation-4": 1.0},
-            teacher=_SHIPPED,
+            teacher=_TEN_ROUNDS,
+        ),
+        Stage(
+            Plan(
+                "target-11",
+                FAR_GEOMETRY,
+                (Phase(FINISHING, 1),),
+                seed=17,
+                leg_steps=280,
+                rates=Rates(matrix=0.005, other=0.0008),
+                warmup_steps=5,
+                flat_share=0.1,
+            ),
+            after=_TEN_ROUNDS,
         ),
     ),
     shipped={"target": _SHIPPED, "draft": {"distillation-5": 1.0}},
