@@ -176,6 +176,7 @@ class Engine:
         what a slower tier has of them can then be removed.
         """
         self._keep_waiting()
+        self._restores.give_up_prefetch()  # it may be bringing up what is to go
         waits = self.speculation.forget(contexts)
         for token_ids, num_kept in contexts:
             self.cache.forget(tuple(token_ids), num_kept)

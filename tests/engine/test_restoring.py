@@ -225,6 +225,28 @@ def test_a_request_goes_on_with_the_prefetch_that_foresaw_it(
     assert tier.num_read == len(HISTORY) // 4
 
 
+def test_a_prefetch_brings_nothing_up_that_is_forgotten_meanwhile(
+    processes: Processes, tier: MemoryTier
+) -> None:
+    """It went on, and what had been deleted for good was in memory until the end."""
+    first = processes.start()
+    first.answer(spec(HISTORY))
+    first.end()
+    process = processes.start()
+    may_read = threading.Event()
+    tier.before_read = lambda: may_read.wait(60) and None
+
+    process.harness.engine.prefetch(HISTORY)
+    process.harness.engine.forget([(HISTORY, 0)], lambda: None)
+    may_read.set()
+    process.harness.run()
+    tier.blocks.clear()
+    resumed, finished = process.answer(spec((*HISTORY, 3)))
+
+    assert resumed == alone(spec((*HISTORY, 3)))
+    assert finished.usage.cached.total == 0
+
+
 def test_a_prefetch_nobody_wanted_is_given_up(processes: Processes) -> None:
     first = processes.start()
     first.answer(spec(HISTORY))
