@@ -160,7 +160,7 @@ RECALLING = _loosened(
 # The tenth round is gentle, and mostly of phrasings as the grammars say them.
 POLISHING = _loosened(REVISING.shapes, looseness=0.15)
 
-# The eleventh round is the shortest: what users say in their first minutes, above all questions
+# The eleventh round is short again: what users say in their first minutes, above all questions
 # about kvchat and what to refuse.
 ASKED = replace(SPOKEN, study_rate=0.5)
 FINISHING = _loosened(

@@ -162,15 +162,8 @@ def test_a_pipe_closed_before_a_subcommand_prints_is_told_by_the_exit_code(shell
 def test_a_title_that_cannot_be_saved_is_told(shell: Shell, tiny: str) -> None:
     shell.run("-m", tiny, *GREEDY, "-p", "Hi " * 400)
     [kept] = shell.sessions
-    command = " ".join(shell.command("sessions", "rename", kept.stem, "name"))
 
-    done = subprocess.run(
-        ["bash", "-c", f"ulimit -f 1; trap '' XFSZ; exec {command}"],
-        env={**shell.environment, "PYTHONDONTWRITEBYTECODE": "1"},
-        capture_output=True,
-        timeout=180,
-        cwd=shell.home,
-    )
+    done = shell.run_on_full_disk(1, "sessions", "rename", kept.stem, "name")
 
     assert done.returncode == 6
     assert b"cannot be saved" in done.stderr

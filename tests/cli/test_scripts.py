@@ -248,17 +248,10 @@ def test_two_processes_do_not_write_to_one_session(shell: Shell, endless: str) -
 def test_a_full_disk_is_told_and_the_answer_still_comes(
     shell: Shell, tiny: str, num_blocks: int
 ) -> None:
-    """The limit on file size stands in for a full disk: writing beyond it fails the same way."""
-    command = " ".join(shell.command("-m", tiny, *GREEDY))
-    limited = f"ulimit -f {num_blocks}; trap '' XFSZ; exec {command}"
+    lines = b"first message\n" + b"second " * 20 + b"\n"
 
-    done = subprocess.run(
-        ["bash", "-c", limited + " --input-format lines"],
-        input=b"first message\n" + b"second " * 20 + b"\n",
-        env={**shell.environment, "PYTHONDONTWRITEBYTECODE": "1"},
-        capture_output=True,
-        timeout=180,
-        cwd=shell.home,
+    done = shell.run_on_full_disk(
+        num_blocks, "-m", tiny, *GREEDY, "--input-format", "lines", stdin=lines
     )
 
     assert done.returncode == 0, done.stderr
@@ -271,15 +264,8 @@ def test_an_import_that_finds_the_disk_full_says_so_and_leaves_nothing(shell: Sh
     """It printed the id of a conversation that was not there."""
     messages = json.dumps([{"role": "user", "content": "Hello " * 400}])
     (shell.home / "chat.json").write_text(messages)
-    command = " ".join(shell.command("sessions", "import", "chat.json"))
     for num_blocks in (0, 1):
-        done = subprocess.run(
-            ["bash", "-c", f"ulimit -f {num_blocks}; trap '' XFSZ; exec {command}"],
-            env={**shell.environment, "PYTHONDONTWRITEBYTECODE": "1"},
-            capture_output=True,
-            timeout=180,
-            cwd=shell.home,
-        )
+        done = shell.run_on_full_disk(num_blocks, "sessions", "import", "chat.json")
 
         assert done.returncode == 6
         assert done.stdout == b""

@@ -40,6 +40,20 @@ class Shell:
             cwd=self.home,
         )
 
+    def run_on_full_disk(
+        self, num_blocks: int, *arguments: str, stdin: bytes = b""
+    ) -> "subprocess.CompletedProcess[bytes]":
+        """Run kvchat where no file may grow beyond so many KiB, which fails as a full disk does."""
+        command = f"ulimit -f {num_blocks}; trap '' XFSZ; exec {' '.join(self.command(*arguments))}"
+        return subprocess.run(
+            ["bash", "-c", command],
+            input=stdin,
+            env={**self.environment, "PYTHONDONTWRITEBYTECODE": "1"},
+            capture_output=True,
+            timeout=TIMEOUT_S,
+            cwd=self.home,
+        )
+
     def start(self, *arguments: str) -> "subprocess.Popen[bytes]":
         """Start kvchat with pipes at all three ends."""
         return subprocess.Popen(
