@@ -16,6 +16,7 @@ import pexpect
 import pyte
 
 _DEADLINE_S = 20.0
+_BYTES_A_READ = 16  # a test that looks before what it looks for has come fails always, not at times
 _REPOSITORY = Path(__file__).resolve().parents[2]
 
 
@@ -82,6 +83,10 @@ class PtyScreen:
             assert self._read(), f"ended while waiting for {what!r}; the screen was:\n{self.text}"
         return self
 
+    def wait_for_shown(self, what: str) -> "PtyScreen":
+        """As `wait_for`, but on the visible screen alone; say the prompt, drawn after all else."""
+        return self.wait_for(lambda _: what in self.shown)
+
     def wait_for_raw(self, what: bytes) -> None:
         """Read until bytes have come that the screen does not show."""
         end_s = time.monotonic() + _DEADLINE_S
@@ -102,7 +107,7 @@ class PtyScreen:
     def _read(self) -> bool:
         """Take what comes within a moment; false at the end."""
         try:
-            data = self.child.read_nonblocking(65536, timeout=0.05)
+            data = self.child.read_nonblocking(_BYTES_A_READ, timeout=0.05)
         except pexpect.TIMEOUT:
             return True
         except pexpect.EOF:

@@ -76,7 +76,7 @@ def test_messages_typed_meanwhile_wait_and_are_answered_in_order(start_chat: Sta
     order = [chat.text.index(said) for said in ("line-0011", "'second ques", "'third ques")]
     assert order == sorted(order)
     assert chat.text.count("You said") == 2
-    assert "❯ half typed" in chat.shown, "what is being typed stays in the prompt"
+    chat.wait_for_shown("❯ half typed")  # what is being typed stays in the prompt
 
 
 def test_a_waiting_message_can_be_edited(start_chat: StartChat) -> None:
@@ -168,7 +168,7 @@ def test_an_unknown_command_is_explained_and_back_in_the_prompt(start_chat: Star
     chat = start_chat()
     chat.enter("/hepl me").wait_for("Did you mean /help?")
 
-    assert "❯ /hepl me" in chat.shown
+    chat.wait_for_shown("❯ /hepl me")
     assert "You said" not in chat.text
 
 

@@ -45,8 +45,7 @@ def test_rewinding_puts_the_message_into_the_prompt(start_chat: StartChat) -> No
     chat.enter("second").wait_for(lambda text: text.count("tokens at") == 2)
     chat.type("\x1b").type("\x1b").wait_for("Go back to before").type("\x1b[A").type("\r")
     chat.wait_for("Back before: first")
-
-    assert _after(chat.shown, "❯").startswith(" first")
+    chat.wait_for(lambda text: _after(text, "❯").startswith(" first"))
 
 
 def test_a_conversation_is_resumed_where_it_was(start_chat: StartChat, tmp_path: Path) -> None:
@@ -152,7 +151,7 @@ def test_a_file_that_cannot_be_attached_loses_no_message(
         lambda text: "is not a text file" in " ".join(text.split())  # the path may wrap the line
     )
 
-    assert f"❯ look at @{binary}" in chat.shown
+    chat.wait_for_shown(f"❯ look at @{binary}")
     chat.type("\x03").enter("/file /no/such/file").wait_for("cannot be read")
 
 
@@ -197,7 +196,7 @@ def test_commands_that_must_not_meet_an_answer_are_put_off(start_chat: StartChat
     chat = start_chat()
     chat.enter("slow 400").wait_for("line-0001")
     chat.enter("/undo").wait_for("/undo waits for the answer. Esc stops it.")
-    assert "❯ /undo" in chat.shown
+    chat.wait_for_shown("❯ /undo")
     chat.type("\x1b").wait_for("stopped").type("\r").wait_for("Back before: slow 400")
 
 
