@@ -20,6 +20,9 @@ _NUM_PLAIN_FIRST = 2
 _STEPS_BETWEEN_PLAIN = 64
 _FIRST_WAIT, _LONGEST_WAIT = 32, 512
 _MOST_PROBES = 5
+# Asking costs time as well, a twentieth of a small model's step: whoever was refused so often in a
+# row is asked again only after so many steps.
+_REFUSALS_BEFORE_REST, _STEPS_OF_REST = 16, 3
 # While drafting costs time, a probe asks for little; what it costs is not known without one.
 _FREE_PROBE, _PROBE = 3, 1
 _UNKNOWN_COST_PROBE = 2
@@ -43,6 +46,9 @@ class Taken:
 
 class Pace(Protocol):
     """What decides how much is drafted."""
+
+    def is_to_ask(self, request: Request) -> bool:
+        """Say whether to look for drafts for a decoding request at all; called once a step."""
 
     def choose(
         self, asking: Sequence[Asking], num_rows: int, num_others: int
@@ -76,6 +82,9 @@ class FixedPace:
 
     def __init__(self, num_tokens: int) -> None:
         self._num_tokens = num_tokens
+
+    def is_to_ask(self, request: Request) -> bool:
+        return True
 
     def choose(
         self, asking: Sequence[Asking], num_rows: int, num_others: int
@@ -117,6 +126,25 @@ class _Habit:
 
 
 @dataclass(slots=True)
+class _Record:
+    """What is known of one request: its habits by source, and how its last offers fared."""
+
+    habits: dict[str, _Habit] = field(default_factory=dict)
+    why_plain: str = ""
+    num_refused: int = 0
+    num_to_rest: int = 0
+
+    def note_refusal(self, habit: _Habit, why: str) -> None:
+        """Take in one more refusal; after many in a row the request rests for a while."""
+        self.why_plain = why
+        self.num_refused += 1
+        habit.num_refused += 1
+        if self.num_refused >= _REFUSALS_BEFORE_REST:
+            self.num_to_rest = _STEPS_OF_REST
+            habit.num_refused += _STEPS_OF_REST  # what it would have been offered meanwhile
+
+
+@dataclass(slots=True)
 class _Costs:
     """What steps with some number of decoding requests cost."""
 
@@ -131,8 +159,14 @@ class AdaptivePace:
     def __init__(self) -> None:
         self._costs: dict[int, _Costs] = {}
         self._general: dict[str, Acceptance] = {}
-        self._habits: dict[Request, dict[str, _Habit]] = {}
-        self._why_plain: dict[Request, str] = {}
+        self._records: dict[Request, _Record] = {}
+
+    def is_to_ask(self, request: Request) -> bool:
+        record = self._record(request)
+        if not record.num_to_rest:
+            return True
+        record.num_to_rest -= 1
+        return False
 
     def choose(
         self, asking: Sequence[Asking], num_rows: int, num_others: int
@@ -180,13 +214,13 @@ class AdaptivePace:
 
     def _take(self, request: Request, offer: Offer, length: int) -> Taken | None:
         """Take an offer up, or refuse it but for a probe after a while."""
-        habit = self._habit(request, offer.source)
-        likely = habit.acceptance.survival(1)[0]
-        self._why_plain[request] = "" if length else f"too dear for guesses {likely:.0%} likely"
+        record, habit = self._record(request), self._habit(request, offer.source)
         if length:
-            habit.num_refused = habit.num_probes = 0
+            record.why_plain = ""
+            record.num_refused = habit.num_refused = habit.num_probes = 0
             return Taken(offer, length)
-        habit.num_refused += 1
+        likely = habit.acceptance.survival(1)[0]
+        record.note_refusal(habit, f"too dear for guesses {likely:.0%} likely")
         if habit.num_refused < habit.wait or habit.num_probes >= _MOST_PROBES:
             return None
         habit.num_refused = 0
@@ -211,20 +245,21 @@ class AdaptivePace:
         return verify.seconds(num_decoding) if not verify.is_empty else None
 
     def why_plain(self, request: Request) -> str:
-        return self._why_plain.get(request, "")
+        return self._record(request).why_plain
 
     def settle(self, requests: Sequence[Request]) -> None:
         unfinished = set(requests)
-        for request in [r for r in self._why_plain if r not in unfinished]:
-            del self._why_plain[request]
-        for request in [r for r in self._habits if r not in unfinished]:
-            del self._habits[request]
+        for request in [r for r in self._records if r not in unfinished]:
+            del self._records[request]
 
     def _costs_of(self, num_decoding: int) -> _Costs:
         return self._costs.setdefault(num_decoding, _Costs())
 
+    def _record(self, request: Request) -> _Record:
+        return self._records.setdefault(request, _Record())
+
     def _habit(self, request: Request, source: str) -> _Habit:
-        habits = self._habits.setdefault(request, {})
+        habits = self._record(request).habits
         if source not in habits:
             general = self._general.setdefault(source, Acceptance(_PRIOR))
             habits[source] = _Habit(general.renewed())

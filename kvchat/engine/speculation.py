@@ -118,7 +118,12 @@ class Speculation:
     def _orders(self, plan: Sequence[Work], limits: Limits) -> list[_Order]:
         """Choose what is to be drafted, within the rows that a step has."""
         decoding = [work for work in plan if work.request.is_decoding]
-        offered = {work: self._offers(work.request, _most(work, limits)) for work in decoding}
+        offered = {
+            work: self._offers(work.request, _most(work, limits))
+            if self._pace.is_to_ask(work.request)
+            else {}
+            for work in decoding
+        }
         asking = [work for work in decoding if offered[work]]
         if not asking:
             return []

@@ -181,7 +181,9 @@ def run_text(
     """Decode with guesses that come true with `likely(step)`; return the gain and the lengths."""
     rng, tokens, seconds, lengths = random.Random(seed), 0, 0.0, []
     for step in range(steps):
-        [taken] = pace.choose([asking(request, "draft", is_free=draft == 0.0)], 1, 0)
+        taken = None
+        if pace.is_to_ask(request):
+            [taken] = pace.choose([asking(request, "draft", is_free=draft == 0.0)], 1, 0)
         length = taken.num_tokens if taken is not None else 0
         lengths.append(length)
         accepted = 0
@@ -214,6 +216,32 @@ def test_text_nobody_can_guess_costs_next_to_nothing(draft: float) -> None:
     assert gain > 0.98
     assert lengths.count(0) > 380
     assert any(lengths), "it does not even try any more"
+
+
+def test_whoever_is_refused_again_and_again_is_asked_less_often() -> None:
+    """Asking took a twentieth of a step of the demo model, at every token of an answer."""
+    pace, request = AdaptivePace(), new_request()
+    run_text(pace, request, lambda step: 0.0, 0.05, 0.5, 60)
+
+    asked = []
+    for _ in range(40):
+        asked.append(pace.is_to_ask(request))
+        if asked[-1]:
+            pace.choose([asking(request, "draft", is_free=False)], 1, 0)
+        pace.note_step(1, 1, 1.0)
+
+    assert asked.count(True) == 10
+    assert pace.is_to_ask(new_request()), "another request has its own chances"
+
+
+def test_whoever_is_given_drafts_is_asked_in_every_step() -> None:
+    pace, request = AdaptivePace(), new_request()
+    for _ in range(2 * 64):
+        assert pace.is_to_ask(request)
+        [taken] = pace.choose([asking(request, "draft", is_free=True)], 1, 0)
+        if taken is not None:
+            pace.note_verified(request, "draft", taken.num_tokens, taken.num_tokens)
+        pace.note_step(1, 1 + (taken.num_tokens if taken is not None else 0), 1.0)
 
 
 def test_a_text_that_becomes_guessable_is_noticed() -> None:
@@ -267,8 +295,7 @@ def test_requests_that_have_left_are_forgotten() -> None:
     run_text(pace, request, lambda step: 0.5, 0.05, 0.1, 20)
     pace.settle([])
 
-    assert not pace._habits
-    assert not pace._why_plain
+    assert not pace._records
 
 
 def test_a_first_step_with_other_things_to_do_is_no_measure_of_its_cost() -> None:
