@@ -134,7 +134,10 @@ def test_a_home_of_ones_own_has_no_settings_in_it(monkeypatch: pytest.MonkeyPatc
 def test_real_processes_bring_a_conversation_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "kernels")]))
+    paths = os.pathsep.join(str(ROOT / part) for part in ("", "kernels", "tests"))
+    monkeypatch.setenv("PYTHONPATH", paths)
+    patient = (sys.executable, "-m", "support.patient_kvchat")
+    monkeypatch.setattr(processes, "COMMAND", patient)
     model = never_stopping(tiny_model("llama", max_position_embeddings=4096))
     checkpoint = str(save_checkpoint(tmp_path, model))
     cache = CacheConfig(device_bytes=Size(num_bytes=64 << 20))

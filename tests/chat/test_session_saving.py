@@ -236,7 +236,7 @@ def test_kill_9_in_mid_answer_costs_at_most_the_last_second(
     assert writer.stdout is not None
     seen: list[tuple[float, int]] = []
     try:
-        while not seen or seen[-1][0] - seen[0][0] < 1.8:
+        while not seen or seen[-1][0] - seen[0][0] < 4.0:
             at_s, count = writer.stdout.readline().split()
             seen.append((float(at_s), int(count)))
     finally:
@@ -249,7 +249,7 @@ def test_kill_9_in_mid_answer_costs_at_most_the_last_second(
     question, answer = conversation.path()
     assert question.text == "Count for ever"
     assert answer.finish is None
-    sure = max(count for at_s, count in seen if at_s < killed_s - 1.5)
+    sure = max(count for at_s, count in seen if at_s < killed_s - 3.0)
     assert len(answer.token_ids) >= sure > 1
     whole = host.new_session(system="S")
     ask(whole, "Count for ever", max_tokens=400)

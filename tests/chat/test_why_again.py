@@ -16,6 +16,7 @@ from kvchat.chat.why import Reuse, cause, explain, reuse_of
 from kvchat.core.config import Size
 from support import tiny_host as hosts
 from support.pack_chains import payload_files
+from support.patient_kvchat import be_patient
 from support.tiny_host import ask, tiny_host
 
 TEXT = "Of the twelve ships in the harbour of Grimstad three are red and nine are blue. " * 2
@@ -25,6 +26,7 @@ FEW, NONE = Size(num_bytes=4 << 20), Size(num_bytes=(2 << 20) + (60 << 10))
 
 @pytest.fixture
 def resumed(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> "Resumed":
+    be_patient(monkeypatch)
     return Resumed(checkpoint, tmp_path, monkeypatch)
 
 

@@ -12,6 +12,7 @@ from kvchat.chat.importing import import_file
 from kvchat.chat.store import SessionStore
 from kvchat.chat.why import Change, Reuse, cause, explain, reuse_of
 from kvchat.core.types import CachedTokens, Lack
+from support.patient_kvchat import be_patient
 from support.tiny_host import ask, tiny_host
 
 TEXT = "Of the twelve ships in the harbour of Grimstad three are red and nine are blue. "
@@ -67,11 +68,16 @@ def test_the_first_answer_reads_what_no_model_had_read(
 
 
 def test_the_second_process_knows_that_it_was_read(
-    checkpoint: Path, tmp_path: Path, store: SessionStore, document: Path
+    checkpoint: Path,
+    tmp_path: Path,
+    store: SessionStore,
+    document: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The file says of imported turns for ever that nobody wrote them; each opening said that
     another model had.
     """
+    be_patient(monkeypatch)
     session_id = import_file(store, document)
     host = tiny_host(checkpoint, store, kept=tmp_path / "kv")
     answered(host, session_id, "How many?")

@@ -164,7 +164,7 @@ def test_a_chat_that_meets_damage_says_so_and_goes_on(shell: Shell, tiny: str) -
         )
     connection.close()
 
-    done = shell.run("-m", tiny, *GREEDY, "-c", "--json", "-p", "What is my name?")
+    done = shell.patient.run("-m", tiny, *GREEDY, "-c", "--json", "-p", "What is my name?")
 
     told = b"kvchat: the disk cache: a stored block was damaged (wrong magic); the chat goes on.\n"
     assert done.returncode == 0

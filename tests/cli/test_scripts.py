@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from support.commands import Shell, objects
+from support.commands import TIMEOUT_S, Shell, objects
 
 GREEDY = ("--temperature", "0", "--max-tokens", "12")
 
@@ -161,7 +161,7 @@ def test_an_answer_cut_off_by_its_limit_is_no_failure(shell: Shell, tiny: str) -
 
 
 def test_running_out_of_time_ends_with_124_and_keeps_the_answer(shell: Shell, endless: str) -> None:
-    asked = ("--json", "--temperature", "0", "--timeout", "0.05", "-p", "Hello")
+    asked = ("--json", "--temperature", "0", "--timeout", "2", "-p", "Hello")
     done = shell.run("-m", endless, *asked)
 
     [answer] = objects(done.stdout)
@@ -276,7 +276,11 @@ def test_an_import_that_finds_the_disk_full_says_so_and_leaves_nothing(shell: Sh
 def test_no_terminal_and_no_input_is_a_usage_error_at_once(shell: Shell) -> None:
     with open(os.devnull, "rb") as nothing:
         done = subprocess.run(
-            shell.command(), stdin=nothing, env=shell.environment, capture_output=True, timeout=30
+            shell.command(),
+            stdin=nothing,
+            env=shell.environment,
+            capture_output=True,
+            timeout=TIMEOUT_S,
         )
 
     assert done.returncode == 2
@@ -288,7 +292,8 @@ def test_a_script_is_told_why_something_was_read_again(shell: Shell, tiny: str) 
     shell.run("-m", tiny, *GREEDY, "-p", "Tell me of ships. " * 20)
 
     elsewhere = ("--cache-dir", str(shell.home / "elsewhere"))
-    done = shell.run("-m", tiny, *GREEDY, "-c", *elsewhere, "--json", "--stats", "-p", "And then?")
+    asked = ("-c", *elsewhere, "--json", "--stats", "-p", "And then?")
+    done = shell.patient.run("-m", tiny, *GREEDY, *asked)
 
     [answer] = objects(done.stdout)
     assert answer["read_again"] == "never written"

@@ -7,6 +7,8 @@ import pytest
 
 from support.commands import TIMEOUT_S, Shell
 
+GREEDY = ("--temperature", "0", "--max-tokens", "4")
+
 
 def run(
     shell: Shell, arguments: list[str], redirections: str
@@ -28,7 +30,7 @@ def test_a_closed_stream_keeps_no_prompt_from_its_answer(
 ) -> None:
     # With -p given, "Standard input is closed. Give a prompt with -p." was said; with stdout
     # closed, that an AttributeError was a bug.
-    done = run(shell, ["-m", tiny, "-p", "hi", "--max-tokens", "2", "-q"], redirections)
+    done = run(shell, ["-m", tiny, *GREEDY, "-p", "hi", "-q"], redirections)
 
     assert (done.returncode, done.stderr) == (0, "")
     assert len(shell.sessions) == 1

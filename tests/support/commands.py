@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +17,21 @@ class Shell:
     """A user's surroundings: a home directory and an environment without kvchat's variables."""
 
     home: Path
+    module: str = "kvchat"
+
+    @property
+    def patient(self) -> "Shell":
+        """The same, but kvchat waits for what it has kept however slow the machine is."""
+        return replace(self, module="support.patient_kvchat")
 
     @property
     def environment(self) -> dict[str, str]:
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("KVCHAT_", "XDG_"))}
-        paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
+        paths = os.pathsep.join(str(ROOT / part) for part in ("", "kernels", "tests"))
         return {**kept, "HOME": str(self.home), "PYTHONPATH": paths, "HF_HUB_OFFLINE": "1"}
 
     def command(self, *arguments: str) -> list[str]:
-        return [sys.executable, "-m", "kvchat", *arguments]
+        return [sys.executable, "-m", self.module, *arguments]
 
     def run(
         self, *arguments: str, stdin: bytes | None = None, **variables: str

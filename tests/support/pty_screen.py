@@ -15,7 +15,7 @@ from pathlib import Path
 import pexpect
 import pyte
 
-_DEADLINE_S = 20.0
+_DEADLINE_S = 60.0
 _BYTES_A_READ = 16  # a test that looks before what it looks for has come fails always, not at times
 _REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -104,10 +104,10 @@ class PtyScreen:
             if len(self.raw) != size:
                 last_s, size = time.monotonic(), len(self.raw)
 
-    def _read(self) -> bool:
+    def _read(self, within_s: float = 0.05) -> bool:
         """Take what comes within a moment; false at the end."""
         try:
-            data = self.child.read_nonblocking(_BYTES_A_READ, timeout=0.05)
+            data = self.child.read_nonblocking(_BYTES_A_READ, timeout=within_s)
         except pexpect.TIMEOUT:
             return True
         except pexpect.EOF:
@@ -132,6 +132,11 @@ class PtyScreen:
         return self.type(f"\x1b[200~{text}\x1b[201~")
 
     def resize(self, columns: int, rows: int) -> None:
+        """Change the size behind what has been written for the old one."""
+        size = -1
+        while size != len(self.raw):
+            size = len(self.raw)
+            self._read(within_s=0.0)
         self.screen.resize(rows, columns)
         self.child.setwinsize(rows, columns)
 

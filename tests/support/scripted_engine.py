@@ -285,23 +285,35 @@ def _byte_letters() -> list[str]:
 _BYTE_LETTERS = _byte_letters()
 
 
+@dataclass(frozen=True)
+class Loading:
+    """A model that loads until a file is there; `is_silent` where it tells nothing meanwhile."""
+
+    until: Path
+    is_silent: bool
+
+    def last(self, progress: Callable[[LoadProgress], None]) -> None:
+        if not self.is_silent:
+            progress(LoadProgress("reading weights", 0.25))
+        while not self.until.exists():
+            time.sleep(0.02)
+
+
 def scripted_build(
     model: ChatModel,
     author: Author,
-    load_s: float = 0.0,
+    loading: "Loading | None" = None,
     failure: Exception | None = None,
     max_context: int = 32768,
 ) -> Callable[[Callable[[LoadProgress], None]], tuple[ScriptedEngine, ModelReady]]:
-    """Return what an EngineThread builds its engine with. `load_s` is what loading takes."""
+    """Return what an EngineThread builds its engine with; it loads at once unless `loading`."""
 
     def build(progress: Callable[[LoadProgress], None]) -> tuple[ScriptedEngine, ModelReady]:
-        steps = 4
-        for step in range(steps):
-            time.sleep(load_s / steps)  # the first news takes a while, as importing torch does
-            progress(LoadProgress("reading weights", step / steps))
+        if loading is not None:
+            loading.last(progress)
         if failure is not None:
             raise failure
-        ready = ModelReady("scripted", "none", "cpu", "float32", max_context, load_s)
+        ready = ModelReady("scripted", "none", "cpu", "float32", max_context, 0.0)
         return ScriptedEngine(model, author, max_context), ready
 
     return build

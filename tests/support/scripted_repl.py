@@ -1,11 +1,13 @@
 """Runs the interactive chat with a scripted engine: what the pseudo-terminal tests start.
 
 Usage: python -m support.scripted_repl CHECKPOINT [--sessions DIR] [--history FILE] [--plain]
-       [--spoken] [--load S] [--fail] [--continue] [--reflows] [--log FILE] [--kept DIR]
+       [--spoken] [--loading FILE [--silent]] [--fail] [--continue] [--reflows] [--log FILE]
+       [--kept DIR]
 
 What is typed decides the answer: `lines 40` gives forty numbered lines, `slow 40` the same slowly,
 `evil` tries to act on the terminal, `think` thinks first, `crash` makes the engine fail, `trouble`
-its disk tier, with the sentence that follows, and `long 20000` is for measurements.
+its disk tier, with the sentence that follows, and `long 20000` is for measurements. What is pressed
+twice within a minute is pressed twice: a busy machine takes longer than fingers.
 """
 
 import argparse
@@ -20,9 +22,10 @@ from kvchat.chat.session import AskOptions
 from kvchat.chat.store import SessionStore
 from kvchat.core.errors import ModelError
 from kvchat.core.types import SamplingParams
+from kvchat.terminal import keys, line_face
 from kvchat.terminal.desk import Desk
 from kvchat.terminal.repl import LoadRelay, Look, ReplSetup, run
-from support.scripted_engine import Script, scripted_build, text_model
+from support.scripted_engine import Loading, Script, scripted_build, text_model
 
 EVIL = (
     "title \x1b]0;owned\x07 clip \x1b]52;c;aGk=\x07 clear \x1b[2J\x1b[H link "
@@ -92,13 +95,15 @@ def main() -> int:
     parser.add_argument("--spoken", action="store_true")
     parser.add_argument("--reflows", action="store_true")
     parser.add_argument("--continue", dest="continues", action="store_true")
-    parser.add_argument("--load", type=float, default=0.0)
+    parser.add_argument("--loading", type=Path)
+    parser.add_argument("--silent", action="store_true")
     parser.add_argument("--fail", action="store_true")
     parser.add_argument("--context", type=int, default=32768)
     parser.add_argument("--editor", default="vi")
     parser.add_argument("--log", type=Path)
     parser.add_argument("--kept", type=Path)
     arguments = parser.parse_args()
+    keys._TWICE_S = keys._ESCAPE_TWICE_S = line_face._TWICE_S = 60.0
     if arguments.log is not None:
         logging.basicConfig(filename=arguments.log, level=logging.INFO)
     return run(_setup(arguments))
@@ -118,7 +123,7 @@ def _setup(arguments: argparse.Namespace) -> ReplSetup:
         build = scripted_build(
             model,
             author,
-            arguments.load,
+            Loading(arguments.loading, arguments.silent) if arguments.loading else None,
             failure if arguments.fail or name == "broken" else None,
             arguments.context,
         )

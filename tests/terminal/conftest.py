@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from kvchat.chat.chat_model import ChatModel
+from kvchat.terminal import code_lines
 from support.pty_screen import PtyScreen
 from support.scripted_engine import text_model, write_text_checkpoint
 
@@ -21,6 +22,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def model(checkpoint: Path) -> ChatModel:
     return text_model(checkpoint)
+
+
+@pytest.fixture(autouse=True)
+def _patience_with_lexers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real limit is by the clock, and a machine may stand still for a second."""
+    monkeypatch.setattr(code_lines, "_MAX_LEXING_S", 60.0)
 
 
 @pytest.fixture

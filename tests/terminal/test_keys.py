@@ -11,12 +11,20 @@ from prompt_toolkit.data_structures import Size
 from prompt_toolkit.history import InMemoryHistory
 from prompt_toolkit.input import PipeInput, create_pipe_input
 
+from kvchat.terminal import keys
 from kvchat.terminal.face import Choice
 from kvchat.terminal.keys import Twice
 from kvchat.terminal.message_queue import MessageQueue
 from kvchat.terminal.paint import Painter
 from kvchat.terminal.prompt import LivePrompt, Terminal
 from kvchat.terminal.theme import Look
+
+
+@pytest.fixture(autouse=True)
+def _patient_fingers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine may take longer between two presses than fingers do."""
+    monkeypatch.setattr(keys, "_TWICE_S", 60.0)
+    monkeypatch.setattr(keys, "_ESCAPE_TWICE_S", 60.0)
 
 
 class _Listener:

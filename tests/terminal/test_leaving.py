@@ -114,9 +114,13 @@ def test_a_terminal_that_goes_away_ends_the_chat_and_the_answer_is_kept(
     assert finish is FinishReason.CANCELLED
 
 
-def test_a_model_that_cannot_be_loaded_is_told_in_a_sentence(start_chat: StartChat) -> None:
-    chat = start_chat("--fail", "--load", "0.2", is_saved=False)
+def test_a_model_that_cannot_be_loaded_is_told_in_a_sentence(
+    start_chat: StartChat, tmp_path: Path
+) -> None:
+    loaded = tmp_path / "loaded"
+    chat = start_chat("--fail", "--loading", str(loaded), is_saved=False)
     before = _unused_settings()
+    loaded.touch()
 
     assert chat.finish() == 3
     assert "kvchat: The weights are broken. Download them again." in chat.text
@@ -124,8 +128,10 @@ def test_a_model_that_cannot_be_loaded_is_told_in_a_sentence(start_chat: StartCh
     _check_restored(chat, before)
 
 
-def test_leaving_while_the_model_loads_does_not_wait_for_it(start_chat: StartChat) -> None:
-    chat = start_chat("--load", "60", is_saved=False)
+def test_leaving_while_the_model_loads_does_not_wait_for_it(
+    start_chat: StartChat, tmp_path: Path
+) -> None:
+    chat = start_chat("--loading", str(tmp_path / "never"), is_saved=False)
     chat.wait_for("reading weights").type("\x04")
 
     assert chat.finish() == 0

@@ -68,12 +68,12 @@ def test_thinking_is_shown_apart(start_chat: StartChat) -> None:
 
 def test_messages_typed_meanwhile_wait_and_are_answered_in_order(start_chat: StartChat) -> None:
     chat = start_chat()
-    chat.enter("slow 12").wait_for("line-0002")
+    chat.enter("slow 100").wait_for("line-0002")
     chat.enter("second question").enter("third question").type("half typed")
     chat.wait_for("queued 1: second question").wait_for("queued 2: third question")
     chat.wait_for("You said 'third question' (0).").wait_for(_count_of("tokens at", 3))
 
-    order = [chat.text.index(said) for said in ("line-0011", "'second ques", "'third ques")]
+    order = [chat.text.index(said) for said in ("line-0099", "'second ques", "'third ques")]
     assert order == sorted(order)
     assert chat.text.count("You said") == 2
     chat.wait_for_shown("❯ half typed")  # what is being typed stays in the prompt
@@ -185,10 +185,12 @@ def test_a_refused_line_can_be_amended(start_chat: StartChat) -> None:
     chat.enter("/hepl").wait_for("❯ /hepl").type("\x7f\x7flp undo\r").wait_for("/undo [n]")
 
 
-def test_the_prompt_is_live_while_the_model_loads(start_chat: StartChat) -> None:
-    chat = start_chat("--load", "1.5")
+def test_the_prompt_is_live_while_the_model_loads(start_chat: StartChat, tmp_path: Path) -> None:
+    loaded = tmp_path / "loaded"
+    chat = start_chat("--loading", str(loaded))
     chat.wait_for("reading weights").enter("early question").wait_for("queued 1: early question")
     chat.enter("/help undo").wait_for("/undo [n]")
+    loaded.touch()
     chat.wait_for("You said 'early question' (0).")
 
 
@@ -212,7 +214,7 @@ def test_nothing_moves_while_nothing_happens(start_chat: StartChat) -> None:
 
 def test_a_long_prompt_shows_how_far_it_is_read_and_can_be_stopped(start_chat: StartChat) -> None:
     chat = start_chat()
-    chat.enter("read 60 " + "x" * 600).wait_for("% ·").wait_for("left")
+    chat.enter("read 200 " + "x" * 600).wait_for("% ·").wait_for("left")
     chat.type("\x1b").wait_for("stopped")
     chat.enter("next").wait_for("You said 'next' (0).")
 
