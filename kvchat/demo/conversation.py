@@ -73,6 +73,7 @@ class Shape:
     oddity        share of odd slot values in such a chat
     study_rate    share of beats that are about kvchat, out of scope or about letters, which take
                   most phrasings
+    refusal_rate  share of beats that are out of scope, whatever else is
     looseness     share of phrasings in which small words come and go
     """
 
@@ -85,6 +86,7 @@ class Shape:
     odd_rate: float = 0.0
     oddity: float = 0.5
     study_rate: float = 0.0
+    refusal_rate: float = 0.0
     looseness: float = 0.0
 
 
@@ -125,6 +127,8 @@ def compose(scene: Scene, shape: Shape) -> Chat:
             _extend(scene, scene.rng.choices(*COURSES)[0])
         elif shape.study_rate and scene.chance(shape.study_rate):
             _extend(scene, scene.rng.choices(*STUDIES)[0])
+        elif shape.refusal_rate and scene.chance(shape.refusal_rate):
+            _extend(scene, fallback.play)
         else:
             _extend(scene, scene.rng.choices(beats, weights)[0])
     if shape.quiz_rate and scene.chance(shape.quiz_rate):

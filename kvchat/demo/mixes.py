@@ -175,3 +175,36 @@ FINISHING = _loosened(
     ),
     looseness=0.1,
 )
+
+# The twelfth round tells more firmly what it can from what it cannot: of 200 prompts out of scope
+# in phrasings that were never trained, 37 had been answered as something else.
+REFUSING = _loosened(
+    (
+        (replace(SPOKEN, study_rate=0.3, refusal_rate=0.25), 0.42),
+        (replace(KEPT, study_rate=0.27, refusal_rate=0.12), 0.34),
+        (ODD_COURSES, 0.13),
+        (ODD_ECHOES, 0.02),
+        (ODD_QUIZ, 0.055),
+        (ODD_QUIZ_LATE, 0.027),
+        (ODD_QUIZ_LAST, 0.008),
+    ),
+    looseness=0.15,
+)
+
+# The thirteenth asks more for what was told, for the twelfth forgot some of that: "You haven't told
+# me" is still the commonest wrong answer.
+REMINDED = _loosened(
+    (
+        (
+            replace(SPOKEN, course_rate=0.25, quiz_rate=0.75, study_rate=0.22, refusal_rate=0.15),
+            0.40,
+        ),
+        (replace(KEPT, quiz_rate=0.7, study_rate=0.17, refusal_rate=0.08), 0.38),
+        (ODD_COURSES, 0.12),
+        (ODD_ECHOES, 0.01),
+        (ODD_QUIZ, 0.055),
+        (ODD_QUIZ_LATE, 0.027),
+        (ODD_QUIZ_LAST, 0.008),
+    ),
+    looseness=0.15,
+)

@@ -17,7 +17,9 @@ from kvchat.demo.mixes import (
     POLISHING,
     PRACTICE,
     RECALLING,
+    REFUSING,
     REMEMBERING,
+    REMINDED,
     REVISING,
     SETTLING,
 )
@@ -108,7 +110,9 @@ _SEVEN_ROUNDS = _blend("target-7", 4 / 5, _SIX_ROUNDS)
 _EIGHT_ROUNDS = _blend("target-8", 1 / 2, _SEVEN_ROUNDS)
 _NINE_ROUNDS = _blend("target-9", 1 / 2, _EIGHT_ROUNDS)
 _TEN_ROUNDS = _blend("target-10", 7 / 10, _NINE_ROUNDS)
-_SHIPPED = _blend("target-11", 1 / 2, _TEN_ROUNDS)
+_ELEVEN_ROUNDS = _blend("target-11", 1 / 2, _TEN_ROUNDS)
+_TWELVE_ROUNDS = _blend("target-12", 1 / 2, _ELEVEN_ROUNDS)
+_SHIPPED = _blend("target-13", 1 / 2, _TWELVE_ROUNDS)
 _DISTILLING = Rates(matrix=0.005, other=0.001)
 FULL = Recipe(
     stages=(
@@ -317,10 +321,36 @@ FULL = Recipe(
             ),
             after=_TEN_ROUNDS,
         ),
+        Stage(
+            Plan(
+                "target-12",
+                FAR_GEOMETRY,
+                (Phase(REFUSING, 2),),
+                seed=18,
+                leg_steps=300,
+                rates=Rates(matrix=0.006, other=0.0009),
+                warmup_steps=5,
+                flat_share=0.1,
+            ),
+            after=_ELEVEN_ROUNDS,
+        ),
+        Stage(
+            Plan(
+                "target-13",
+                FAR_GEOMETRY,
+                (Phase(REMINDED, 2),),
+                seed=19,
+                leg_steps=320,
+                rates=Rates(matrix=0.006, other=0.0009),
+                warmup_steps=5,
+                flat_share=0.1,
+            ),
+            after=_TWELVE_ROUNDS,
+        ),
     ),
     shipped={"target": _SHIPPED, "draft": {"distillation-5": 1.0}},
     num_tokenizer_chats=20_000,
-    num_probes=40,
+    num_probes=200,
 )
 
 _TINY = replace(

@@ -141,6 +141,15 @@ def test_out_of_scope_prompts_all_get_the_one_sentence() -> None:
         assert {turn.reply for turn in fallback.play(scene)} == {FALLBACK}
 
 
+def test_a_shape_says_how_much_of_its_chats_is_to_be_refused() -> None:
+    def refused(rate: float) -> float:
+        shape = Shape(study_rate=0.0, refusal_rate=rate)
+        turns = [turn for chat in islice(Conversations(3).stream(shape), 60) for turn in chat.turns]
+        return sum(turn.reply == FALLBACK for turn in turns) / len(turns)
+
+    assert refused(0.0) < 0.4 < 0.75 < refused(1.0)
+
+
 def test_small_talk_is_never_answered_with_the_fallback() -> None:
     for scene in scenes(300):
         assert "--model" not in smalltalk.play(scene).reply
