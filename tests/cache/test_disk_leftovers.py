@@ -173,6 +173,7 @@ def test_another_generation_is_measured_once_until_it_changes(
         return tree_bytes(path)
 
     monkeypatch.setattr(generations, "tree_bytes", counted)
+    monkeypatch.setattr(generations, "_CLOCK_STEP_S", 3600.0)  # what is aged here is of 2001
     first = sizes.of(generation)
     assert sizes.of(generation) == first == tree_bytes(generation)
     assert len(walked) == 1

@@ -254,7 +254,7 @@ def test_through_a_real_thread() -> None:
     swap = HostSwap(machine.manager, machine.host, thread)
     compute(machine.manager, STORY)
     machine.manager.sink(1 << 20)
-    assert thread.flush(5.0)
+    assert thread.flush(60.0)
 
     promotion = swap.begin([*STORY, 0])
     assert promotion is not None

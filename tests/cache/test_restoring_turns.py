@@ -18,7 +18,7 @@ from kvchat.core.types import Lack
 from support.memory_tier import MemoryTier
 from support.remembering_model import new_cache
 
-PATIENCE_S = 3.0
+PATIENCE_S = 60.0
 BLOCK_SIZE, IMAGE_BYTES = 4, 4 * 8
 NUM_BLOCKS = 80
 PROMPT = tuple(i % 31 + 1 for i in range(NUM_BLOCKS * BLOCK_SIZE + 1))

@@ -46,13 +46,13 @@ class Household:
         """Save a context; return how many blocks were handed over."""
         before = self.num_exported
         self.saver.save(ids)
-        assert self.transfer.flush(5.0)
+        assert self.transfer.flush(60.0)
         return self.num_exported - before
 
     def grow(self, ids: list[int]) -> int:
         before = self.num_exported
         self.saver.save_packs(ids)
-        assert self.transfer.flush(5.0)
+        assert self.transfer.flush(60.0)
         return self.num_exported - before
 
     def break_down(self) -> None:
@@ -113,7 +113,7 @@ def test_a_tier_that_rests_hears_of_what_it_is_not_offered(house: Household) -> 
     assert house.save(other) == 0
     assert not house.saver.lacks(STORY[:16]), "that is there"
     assert not house.saver.lacks(other[:1]), "no whole block"
-    assert house.transfer.flush(5.0)
+    assert house.transfer.flush(60.0)
 
     first = chain_keys(house.tier.root, pack(other), 8)[0]
     assert house.tier.declined == [first, first]
@@ -158,7 +158,7 @@ def test_a_tier_that_has_refused_for_days_is_still_asked(house: Household) -> No
 def test_what_there_was_no_room_for_is_written_once_there_is(house: Household) -> None:
     """More than fits in the queue was once left to the next turn, and lost with a kill before."""
     may_write = threading.Event()
-    house.tier.before_write = lambda: may_write.wait(10.0) and None
+    house.tier.before_write = lambda: may_write.wait(60.0) and None
     house.transfer._max_pending_bytes = PACK_BLOCKS * GEOMETRY.block_bytes
 
     house.saver.save(STORY)
@@ -170,7 +170,7 @@ def test_what_there_was_no_room_for_is_written_once_there_is(house: Household) -
         house.saver.go_on(5.0)
 
     assert not house.saver.has_backlog
-    assert house.transfer.flush(5.0)
+    assert house.transfer.flush(60.0)
     assert house.tier.num_written == len(house.tier.blocks) == 11
 
 
@@ -178,7 +178,7 @@ def test_a_tier_that_refuses_has_no_backlog(house: Household) -> None:
     house.break_down()
     house.transfer._max_pending_bytes = PACK_BLOCKS * GEOMETRY.block_bytes
     house.saver.save(STORY)
-    assert house.transfer.flush(5.0)
+    assert house.transfer.flush(60.0)
 
     for _ in range(3):
         house.saver.go_on(0.0)
@@ -199,7 +199,7 @@ def test_what_the_tier_lost_is_written_again(house: Household) -> None:
     assert house.saver.has_backlog
     house.saver.go_on(0.0)
 
-    assert house.transfer.flush(5.0)
+    assert house.transfer.flush(60.0)
     assert len(house.tier.blocks) == house.tier.num_written - 8 == 11
     assert not house.saver.has_backlog
 
@@ -213,7 +213,7 @@ def test_of_many_packs_whose_beginning_is_gone_the_whole_is_offered_once(house: 
     assert house.saver.has_backlog
     assert len(house.saver._backlog) == 1
     house.saver.go_on(0.0)
-    assert house.transfer.flush(5.0)
+    assert house.transfer.flush(60.0)
     assert len(house.tier.blocks) == 11
 
 
@@ -221,7 +221,7 @@ def test_what_the_last_write_shows_to_be_lost_is_written_before_the_end(house: H
     """Nobody had heard of it when the thread was ended: the next process computed all of it."""
     persistence = Persistence(house.manager, lambda: house.tier)
     persistence.save(STORY[:16])
-    assert persistence.transfer.flush(5.0)
+    assert persistence.transfer.flush(60.0)
     house.tier.blocks.clear()
 
     persistence.save(STORY)

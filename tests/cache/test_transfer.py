@@ -10,7 +10,7 @@ from kvchat.cache.tier import Tier
 from kvchat.cache.transfer import RestoreJob, TransferThread
 from support.memory_tier import MemoryTier
 
-PATIENCE_S = 10.0
+PATIENCE_S = 60.0
 
 
 class Opening:

@@ -215,7 +215,7 @@ def test_where_not_even_a_block_may_be_kept_nothing_is_and_that_is_said(
 
     assert generate(engine, prompt, 5) == expected
     assert engine._persistence is not None
-    assert engine._persistence.transfer.flush(5.0)
+    assert engine._persistence.transfer.flush(60.0)
     status = engine.status().disk
     engine.close()
     assert status is not None
@@ -244,7 +244,7 @@ def test_a_disk_that_is_full_for_the_moment_costs_nothing_that_is_kept(
 
     assert generate(engine, prompt, 5) == expected
     assert engine._persistence is not None
-    assert engine._persistence.transfer.flush(5.0)
+    assert engine._persistence.transfer.flush(60.0)
     status = engine.status().disk
     engine.close()
     assert status is not None

@@ -60,7 +60,7 @@ class Life:
     def disk(self) -> TierStatus:
         persistence = self.engine._persistence
         assert persistence is not None
-        assert persistence.transfer.flush(5.0)
+        assert persistence.transfer.flush(60.0)
         status = persistence.status()
         assert status is not None
         return status

@@ -80,7 +80,7 @@ class Drafting(EngineHarness):
         """
         self.step()
         for restore in self.drafter._restores.values():
-            assert restore is None or restore.has_all.wait(10.0)
+            assert restore is None or restore.has_all.wait(60.0)
 
     def accepted_share(self, number: int) -> float:
         usage = self.ending(number).usage
@@ -207,7 +207,7 @@ def test_what_the_draft_still_writes_is_waited_for_but_not_by_the_engine(tier: M
 
     def wait() -> None:
         has_begun.set()
-        may_write.wait(10.0)
+        may_write.wait(60.0)
 
     tier.before_write = wait
     engine = Drafting(tier=tier)
@@ -215,14 +215,14 @@ def test_what_the_draft_still_writes_is_waited_for_but_not_by_the_engine(tier: M
     engine.hear_from_tier()
     engine.run()
     context = [*LONG[:40], *engine.generated(number)]
-    assert has_begun.wait(10.0)  # what nobody has begun to write is not written at all
+    assert has_begun.wait(60.0)  # what nobody has begun to write is not written at all
 
     engine.engine.forget([(context, 0)], is_done.set)
 
     assert not is_done.is_set()
     assert not tier.blocks
     may_write.set()
-    assert is_done.wait(10.0)
+    assert is_done.wait(60.0)
     assert tier.blocks, "it was written before it was said to be"
     engine.engine.close()
 

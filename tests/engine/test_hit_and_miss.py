@@ -48,7 +48,7 @@ class Machine:
         )
         persistence = harness.engine._persistence
         assert persistence is not None
-        assert persistence.transfer.flush(5.0)
+        assert persistence.transfer.flush(60.0)
         planner = persistence.planner
         planner.prefill_tokens_per_s = 1 / COMPUTE_S
         if self.believed_read_s is not None:

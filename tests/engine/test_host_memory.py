@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from kvchat.cache import host_swap
 from kvchat.cache.persistence import Persistence
 from kvchat.cache.promotion import Promotion
 from kvchat.core.types import CachedTokens, TokenIds
@@ -18,6 +19,13 @@ from support.soak_sizes import short_and_long
 OTHER = tuple((i * 7 + 3) % VOCAB_SIZE for i in range(50))
 # Room for one conversation of fifty tokens and its answer, in blocks of four.
 SMALL = 17
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without end: what a test sees must not hang on when the copying thread has its turn."""
+    monkeypatch.setattr(host_swap, "_NEWS_PATIENCE_S", 20.0)
+    monkeypatch.setattr(host_swap.HostSwap, "_patience_s", lambda self, num_tokens: 60.0)
 
 
 @pytest.fixture
@@ -61,7 +69,7 @@ def test_what_a_context_would_cost_counts_host_memory(engines: list[EngineHarnes
     cached(engine, spec(HISTORY))
     engine.cache.sink(5)
     assert engine.engine._swap is not None
-    assert engine.engine._swap.flush(5.0)
+    assert engine.engine._swap.flush(60.0)
     engine.engine._swap.settle(may_sink=False)
 
     held = engine.engine.measure(HISTORY)
@@ -122,6 +130,9 @@ def test_who_gives_way_comes_back_from_host_memory_each_time(
 
     monkeypatch.setattr(swap, "begin", counted)
     numbers = [engine.submit(spec(ids[:17], max_tokens=40)) for ids in (HISTORY, OTHER)]
+    while swap.is_promoting:  # both begin together
+        swap.wait_for_news()
+        swap.settle(may_sink=False)
     engine.run()
 
     assert promoted[0] == 17, "as a prompt"
@@ -226,11 +237,11 @@ def test_a_growing_prompt_is_written_before_its_answer_is_over(
     number = engine.submit(spec(document, max_tokens=15))
     while not engine.generated(number):
         engine.step()
-    assert persistence.transfer.flush(5.0)
+    assert persistence.transfer.flush(60.0)
 
     assert len(tier.blocks) == 24, "whole packs of what has been computed: 100 tokens are 25 blocks"
     engine.run()
-    assert persistence.transfer.flush(5.0)
+    assert persistence.transfer.flush(60.0)
     assert tier.num_written == len(tier.blocks) == 28
     engine.assert_complete(number)
 
@@ -260,7 +271,7 @@ def test_an_engine_goes_on_writing_when_all_answers_are_given(
 
     engine.run()
 
-    assert persistence.transfer.flush(5.0)
+    assert persistence.transfer.flush(60.0)
     assert len(tier.blocks) == (len(HISTORY) + 5) // 4
     engine.assert_complete(number)
 

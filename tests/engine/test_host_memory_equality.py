@@ -37,7 +37,7 @@ def test_what_sank_and_came_back_gives_the_same_ids(specimen: Specimen, block_si
     for num_sinking in (1, 3, 1 << 20):
         engine.cache.sink(num_sinking)
         assert engine._swap is not None
-        assert engine._swap.flush(5.0)
+        assert engine._swap.flush(60.0)
         assert complete(engine, [prompt]) == expected
 
     host = engine.status().host

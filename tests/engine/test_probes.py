@@ -89,7 +89,7 @@ def test_what_is_wrong_is_computed_again_and_never_given_out(
     assert resumed == alone(spec(context))
     assert finished.usage.cached == CachedTokens()
     assert finished.usage.prefilled_tokens == len(context)
-    assert process.persistence.transfer.flush(5.0)
+    assert process.persistence.transfer.flush(60.0)
     assert tier.num_quarantined == NUM_KEPT
     process.end()
     again = processes.start()
@@ -108,7 +108,7 @@ def test_what_continues_the_wrong_goes_with_it(
 
     process = processes.start()
     resumed, _ = process.answer(spec(context[:-3], max_tokens=1))
-    assert process.persistence.transfer.flush(5.0)
+    assert process.persistence.transfer.flush(60.0)
 
     assert resumed == alone(spec(context[:-3], max_tokens=1))
     assert tier.num_quarantined > NUM_KEPT
@@ -138,7 +138,7 @@ def test_a_prefetch_is_proven_while_nobody_waits(
     process = processes.start()
     process.harness.engine.prefetch(context)
     process.harness.run()
-    assert process.persistence.transfer.flush(5.0)
+    assert process.persistence.transfer.flush(60.0)
 
     assert tier.num_quarantined == NUM_KEPT
     assert process.harness.cache.measure(context) == 0
@@ -192,14 +192,14 @@ def test_on_a_full_device_too_nobody_runs_on_what_is_not_proven(
     number = harness.submit(spec(context[:-2], max_tokens=2))
     restore = harness.live()[-1].restore
     assert restore is not None
-    assert restore.has_all.wait(5.0)
+    assert restore.has_all.wait(60.0)
     harness.step()
     assert harness.cache.measure(context) == 0, "it came up, was found to be wrong, and went"
     harness.run()
 
     harness.assert_complete(busy)
     harness.assert_complete(number)
-    assert process.persistence.transfer.flush(5.0)
+    assert process.persistence.transfer.flush(60.0)
     assert tier.num_quarantined == NUM_KEPT
 
 
@@ -220,7 +220,7 @@ def test_what_is_left_of_what_came_up_is_proven(
     tier.max_found = 0  # nor does it come again
 
     assert process.answer(spec(context))[0] == alone(spec(context))
-    assert persistence.transfer.flush(5.0)
+    assert persistence.transfer.flush(60.0)
     assert tier.num_quarantined == NUM_KEPT
 
 
@@ -275,7 +275,7 @@ def test_a_proof_that_cannot_be_begun_is_none_and_holds_nothing(
 
     monkeypatch.setattr(process.harness.cache, name, fail_once)
     resumed, _ = process.answer(spec(context))
-    assert process.persistence.transfer.flush(5.0)
+    assert process.persistence.transfer.flush(60.0)
 
     assert not failures
     assert resumed == alone(spec(context))
@@ -295,7 +295,7 @@ def test_a_probe_that_fails_costs_nothing(
 
     process.harness.engine._runner.run = fail_beside_probes  # type: ignore[method-assign]
     resumed, _ = process.answer(spec(context))
-    assert process.persistence.transfer.flush(5.0)
+    assert process.persistence.transfer.flush(60.0)
 
     assert resumed == alone(spec(context))
     assert len(tier.canaries) == 0  # not believed, so quarantined; and kept anew without one

@@ -127,7 +127,7 @@ def test_a_cancelled_request_does_not_wait_for_the_disk(
     first.answer(spec(HISTORY))
     first.end()
     may_read = threading.Event()
-    tier.before_read = lambda: may_read.wait(10.0) and None
+    tier.before_read = lambda: may_read.wait(60.0) and None
     process = processes.start()
 
     number = process.harness.submit(spec(HISTORY))
@@ -144,7 +144,7 @@ def test_others_run_while_one_waits_for_the_disk(processes: Processes, tier: Mem
     first.answer(spec(HISTORY))
     first.end()
     may_read = threading.Event()
-    tier.before_read = lambda: may_read.wait(10.0) and None
+    tier.before_read = lambda: may_read.wait(60.0) and None
     process = processes.start()
 
     waiting = process.harness.submit(spec(HISTORY))
@@ -166,7 +166,7 @@ def test_a_restore_that_takes_too_long_is_not_waited_for(
     first.answer(spec(HISTORY))
     first.end()
     may_read = threading.Event()
-    tier.before_read = lambda: may_read.wait(10.0) and None
+    tier.before_read = lambda: may_read.wait(60.0) and None
     process = processes.start()
     process.persistence.planner.prefill_tokens_per_s = 1e6
 

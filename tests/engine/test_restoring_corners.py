@@ -46,7 +46,7 @@ def test_a_restore_that_is_over_holds_no_later_step_up(
     answer, _ = process.answer(spec(HISTORY, max_tokens=40))
 
     assert len(answer) == 40
-    assert max(waits) == 0, "it waited after the first forward pass"
+    assert max(waits, default=0) == 0, "it waited after the first forward pass"
 
 
 def test_what_the_device_forgot_again_is_not_said_to_come_from_the_disk(
@@ -97,6 +97,12 @@ def test_who_meets_a_front_that_another_computed_still_waits_for_what_is_read(
         persistence.wait_for_news()
 
     first, second = harness.submit(spec(HISTORY)), harness.submit(spec(HISTORY))
+    read, awaited = [request.restore for request in harness.live()]
+    assert read is not None
+    assert awaited is not None
+    assert read.has_all.wait(60)
+    while not awaited.num_planned:
+        time.sleep(0.001)
     while harness.live()[0].num_computed < 24:
         harness.step()
     harness.engine.cancel(first)
@@ -129,19 +135,19 @@ def test_an_engine_closes_at_once_while_a_prompt_is_being_restored(tier: MemoryT
     start_s = time.monotonic()
     process.end()
 
-    assert time.monotonic() - start_s < 2.0
+    assert time.monotonic() - start_s < 30.0
 
 
 def test_a_tier_that_hangs_is_waited_for_once(tier: MemoryTier) -> None:
     """Closing waited its patience for the saves, and again for the thread."""
     may_end = threading.Event()
     thread = TransferThread(lambda: tier, 1 << 20)
-    thread.save(lambda _: may_end.wait(20.0), 1)
+    thread.save(lambda _: may_end.wait(120.0), 1)
 
     start_s = time.monotonic()
-    thread.close(0.5)
+    thread.close(3.0)
 
-    assert 0.4 < time.monotonic() - start_s < 0.9
+    assert 2.9 < time.monotonic() - start_s < 5.9
     may_end.set()
 
 
@@ -152,14 +158,14 @@ def test_a_tier_that_is_still_being_opened_is_not_waited_for_with_nothing_to_sav
     may_open = threading.Event()
 
     def slowly() -> MemoryTier:
-        may_open.wait(20.0)
+        may_open.wait(120.0)
         return tier
 
     thread = TransferThread(slowly, 1 << 20)
     start_s = time.monotonic()
-    thread.close(5.0)
+    thread.close(60.0)
 
-    assert time.monotonic() - start_s < 1.0
+    assert time.monotonic() - start_s < 30.0
     may_open.set()
 
 
@@ -170,7 +176,7 @@ def test_a_short_prompt_does_not_wait_for_a_tier_that_is_still_being_opened(
     may_open = threading.Event()
 
     def slowly() -> MemoryTier:
-        may_open.wait(20.0)
+        may_open.wait(120.0)
         return tier
 
     process = Processes(slowly).start()
@@ -178,7 +184,7 @@ def test_a_short_prompt_does_not_wait_for_a_tier_that_is_still_being_opened(
     start_s = time.monotonic()
     answer, _ = process.answer(spec(HISTORY))
 
-    assert time.monotonic() - start_s < 2.0
+    assert time.monotonic() - start_s < 30.0
     assert answer == alone(spec(HISTORY))
     may_open.set()
     process.end()
@@ -189,7 +195,7 @@ def test_samples_of_one_prompt_keep_it_once(processes: Processes, tier: MemoryTi
     request = spec(HISTORY)
     number = process.harness.submit(type(request)(HISTORY, GREEDY, max_tokens=6, num_samples=4))
     process.harness.run()
-    assert process.persistence.transfer.flush(5.0)
+    assert process.persistence.transfer.flush(60.0)
 
     assert process.harness.generated(number) == alone(request)
     assert tier.num_written == len(tier.blocks) == (len(HISTORY) + 5) // 4
@@ -223,7 +229,7 @@ def test_a_prompt_computed_by_another_while_it_is_read_comes_right(
     process = processes.start()
     planner = process.persistence.planner
     planner.prefill_tokens_per_s = 1e9
-    tier.before_read = lambda: may_read.wait(10.0) and None
+    tier.before_read = lambda: may_read.wait(60) and None
     impatient = process.harness.submit(spec(HISTORY))
     planner.prefill_tokens_per_s = 1.0
     patient = process.harness.submit(spec(HISTORY))
@@ -247,9 +253,8 @@ def test_many_prompts_that_wait_for_the_disk_do_not_keep_others_from_running(
     first.answer(spec(HISTORY))
     first.end()
     may_read = threading.Event()
-    tier.before_read = lambda: may_read.wait(20.0) and None
+    tier.before_read = lambda: may_read.wait(60) and None
     process = processes.start()
-    process.persistence.planner.prefill_tokens_per_s = 1.0
     for number in range(70):
         process.harness.submit(spec((*HISTORY[:20], number % 30 + 1, 5), max_tokens=1))
     short = process.harness.submit(spec((9, 8, 7)))
@@ -288,7 +293,7 @@ def test_persistence_without_a_tier_forgets_every_job(tier: MemoryTier) -> None:
 
     harness = EngineHarness()
     persistence = Persistence(harness.cache, refuse)
-    persistence.transfer.flush(5.0)
+    assert persistence.transfer.flush(60.0)
     restore = persistence.begin(list(HISTORY))
     assert restore is not None
     assert restore.is_over
@@ -301,7 +306,7 @@ def test_a_pin_is_answered_although_the_tier_does_not_open_after_all() -> None:
     may_fail = threading.Event()
 
     def refuse() -> MemoryTier:
-        may_fail.wait(20.0)
+        may_fail.wait(60)
         raise OSError("no such disk")
 
     persistence = Persistence(EngineHarness().cache, refuse)
@@ -310,6 +315,6 @@ def test_a_pin_is_answered_although_the_tier_does_not_open_after_all() -> None:
     persistence.when_written(lambda: written.set_result(None))
     may_fail.set()
 
-    assert pinned.result(5.0) == 0
-    assert written.result(5.0) is None
+    assert pinned.result(60) == 0
+    assert written.result(60) is None
     persistence.close()

@@ -61,6 +61,8 @@ def rng() -> random.Random:
 def disk(rng: random.Random, monkeypatch: pytest.MonkeyPatch) -> FailingDisk:
     failing = FailingDisk(rng)
     monkeypatch.setattr(store_module, "os", failing)
+    # A save that is due by the clock would shift every fault behind it.
+    monkeypatch.setattr("kvchat.chat.reply.SAVE_INTERVAL_S", 1e6)
     return failing
 
 

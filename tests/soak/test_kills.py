@@ -196,7 +196,7 @@ def test_no_kill_spoils_an_answer_or_the_kv_that_is_kept(
     shell: Shell, model: Path, reference: PreTrainedModel, size: int
 ) -> None:
     """Each pair of processes works on the store that the pair before it was killed over."""
-    load = Load(shell, model, reference, seed=size)
+    load = Load(shell.patient, model, reference, seed=size)
     for _ in range(size):
         load.kill_two()
     load.finish()
