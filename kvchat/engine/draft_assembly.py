@@ -37,12 +37,15 @@ from kvchat.engine.draft_model import ModelDrafter
 from kvchat.engine.drafters import Drafter
 from kvchat.engine.ngram import NgramDrafter
 from kvchat.engine.speculation import Mode, Speculation
+from kvchat.model.fuse_linear import MAX_PACKED_ROWS
 from kvchat.model.loader import LoadedModel, Progress
 from kvchat.model.paged_model import PagedModel
 from kvchat.model.source import ModelSource
 from kvchat.model.vocabulary import same_vocabulary
 
 _log = logging.getLogger(__name__)
+
+_HELD_BY_A_CACHE = 4 << 20  # bytes of weights
 
 
 def build_speculating_engine(
@@ -124,11 +127,23 @@ class _DraftBuild:
             graphs=new_graphs(model, cache, self.engine_config),
             threads=new_threads(loaded.device),
             rehearsal=new_rehearsal(model, cache),
+            piece_rows=_piece_rows(loaded),
         )
         return _Draft(drafter, self._limited(num_blocks * target_geometry.block_bytes))
 
     def _limited(self, num_bytes: int) -> CacheConfig:
         return replace(self.cache_config, device_bytes=Size(num_bytes=num_bytes))
+
+
+def _piece_rows(loaded: LoadedModel) -> int | None:
+    """Return how many rows a fused step has, where one after the other is faster than all at once.
+
+    All at once takes transformers' own forward pass, and reads the weights once; a cache holds
+    those of a tiny model, so that reading them again costs next to nothing.
+    """
+    num_bytes = sum(p.numel() * p.element_size() for p in loaded.module.parameters())
+    is_tiny = num_bytes <= _HELD_BY_A_CACHE
+    return MAX_PACKED_ROWS if loaded.weights == "float16" and is_tiny else None
 
 
 def _say_nothing(event: LoadProgress) -> None:

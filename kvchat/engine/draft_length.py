@@ -40,6 +40,11 @@ class CostCurve:
         """Whether nothing has been measured."""
         return not self._rows
 
+    @property
+    def num_noted(self) -> int:
+        """Return how many steps have been taken in."""
+        return sum(self._visits)
+
     def num_measured(self, rows: int) -> int:
         """Return how often this count of rows was measured."""
         place = bisect_left(self._rows, _grade(rows))

@@ -58,6 +58,8 @@ class ModelDrafter:
     `vocab_size` and `max_context` are the draft model's own: it has nothing to offer for a context
     beyond them. With `persistence` its KV is kept, and found again; the drafter closes it. `graphs`
     are those of the draft model's small steps, `threads` what it runs them on, `rehearsal` its.
+    `piece_rows` is how many rows at a time the little that is missing is computed in, where that is
+    sooner done than at once.
     """
 
     name = "draft"
@@ -73,6 +75,7 @@ class ModelDrafter:
         graphs: GraphRunner | None = None,
         threads: StepThreads | None = None,
         rehearsal: Rehearsal | None = None,
+        piece_rows: int | None = None,
     ) -> None:
         self.cache = cache
         self.persistence = persistence
@@ -80,6 +83,8 @@ class ModelDrafter:
         self._vocab_size = vocab_size
         self._max_context = min(max_context, cache.max_tokens)
         self._clock = clock
+        self._piece_rows = piece_rows if piece_rows is not None else _MOST_BEHIND
+        self._most_along = min(_MOST_ALONG, self._piece_rows - 1)
         self._seats: dict[Request, _Seat] = {}
         self._restores: dict[Request, Restore | None] = {}
         self._tokens_per_s = 0.0
@@ -104,8 +109,15 @@ class ModelDrafter:
         for want in wanted:
             seat, request = self._seats[want.request], want.request
             start, end = self._rewound(seat, request), len(request.ids) - 1
-            if end - start > _MOST_ALONG and self.cache.reserve(seat.table, start, end):
-                self._compute(request, seat, start, end)
+            if end - start > self._most_along and self.cache.reserve(seat.table, start, end):
+                self._make_up(request, seat, start, end)
+
+    def _make_up(self, request: Request, seat: _Seat, start: int, end: int) -> None:
+        """Compute what is missing in pieces, but for what the next draft computes along with it."""
+        while end - start > self._most_along:
+            stop = min(end, start + self._piece_rows)
+            self._compute(request, seat, start, stop)
+            start = stop
 
     def propose(self, wanted: Sequence[Wanted]) -> list[Sequence[int]]:
         drafts: dict[Request, list[int]] = {}

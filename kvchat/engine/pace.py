@@ -16,6 +16,9 @@ from kvchat.engine.request import Request
 _VERIFY_SLOPE, _DRAFT_SLOPE = 0.05, 1.0
 _PRIOR = 0.6
 _NUM_PLAIN_FIRST = 2
+# The first drafts of a process have other things to do besides: what drafting costs is not known
+# before so many.
+_NUM_DRAFTED_FIRST = 3
 # Drafts are measured against plain steps, which are therefore taken now and then.
 _STEPS_BETWEEN_PLAIN = 64
 _FIRST_WAIT, _LONGEST_WAIT = 32, 512
@@ -152,6 +155,11 @@ class _Costs:
     draft: CostCurve = field(default_factory=lambda: CostCurve(_DRAFT_SLOPE))
     steps_since_plain: int = 0
 
+    @property
+    def knows_drafting(self) -> bool:
+        """Whether drafting has been measured often enough to be believed."""
+        return self.draft.num_noted >= _NUM_DRAFTED_FIRST
+
 
 class AdaptivePace:
     """Takes what promises the most tokens per second, and nothing where plain decoding does."""
@@ -208,7 +216,7 @@ class AdaptivePace:
 
     def _chance(self, request: Request, offer: Offer, costs: _Costs) -> Chance:
         acceptance = self._habit(request, offer.source).acceptance
-        is_unknown = costs.draft.is_empty and not offer.is_free
+        is_unknown = not costs.knows_drafting and not offer.is_free
         most = min(offer.most, _UNKNOWN_COST_PROBE) if is_unknown else offer.most
         return Chance(acceptance.survival(most), offer.is_free)
 
@@ -267,5 +275,5 @@ class AdaptivePace:
 
 
 def _draft_s(costs: _Costs) -> Callable[[int], float]:
-    """Return what drafting costs by its length; nothing until it has been tried once."""
-    return costs.draft.seconds if not costs.draft.is_empty else lambda longest: 0.0
+    """Return what drafting costs by its length; nothing until it has been tried a few times."""
+    return costs.draft.seconds if costs.knows_drafting else lambda longest: 0.0

@@ -255,6 +255,26 @@ def test_a_text_that_becomes_guessable_is_noticed() -> None:
     assert pace.why_plain(request) == ""
 
 
+def test_the_first_drafts_of_a_process_are_not_what_drafting_costs() -> None:
+    """The first took three times as long as all later ones; it was too dear for 32 tokens more."""
+    pace, request = AdaptivePace(), new_request()
+    for _ in range(2):
+        assert pace.choose([asking(request, "draft", is_free=False)], 1, 0) == [None]
+        pace.note_step(1, 1, 1.0)
+
+    lengths = []
+    for drafting_s in (3.0, 1.5, 0.4, 0.4, 0.4, 0.4):
+        [taken] = pace.choose([asking(request, "draft", is_free=False)], 1, 0)
+        assert taken is not None
+        lengths.append(taken.num_tokens)
+        pace.note_drafting(1, taken.num_tokens, drafting_s * taken.num_tokens / 2)
+        pace.note_verified(request, "draft", taken.num_tokens, taken.num_tokens)
+        pace.note_step(1, 1 + taken.num_tokens, 1.1)
+
+    assert lengths[:3] == [2, 2, 2], "little is asked for while the cost is not known"
+    assert all(lengths)
+
+
 def test_plain_steps_are_taken_now_and_then_to_compare_with() -> None:
     _, lengths = run_text(AdaptivePace(), new_request(), lambda step: 0.99, 0.01, 0.0, 400)
 
