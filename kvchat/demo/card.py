@@ -67,8 +67,9 @@ Reproduce with `python -m kvchat.demo.evaluate`.
 
 It knows nothing of the world, has no clock and no network, and does not reason. It is often wrong
 when a request is phrased in an unusual way, and it may take an out-of-scope question for one of its
-skills. It keeps no lists, and what was told thousands of tokens ago is often lost. It writes
-English only. Nothing it says should be relied on.
+skills. It keeps no lists, misspells many a word it is asked to spell or turn around, and often
+loses what was told thousands of tokens ago. It writes English only. Nothing it says should be
+relied on.
 """
 TARGET_IS = "The tiny chat model that ships with kvchat: the target of the demo pair."
 DRAFT_IS = (
