@@ -1,4 +1,4 @@
-"""The architecture, enforced: who may import whom, who owns which library, how long a file may be.
+"""The architecture, enforced: who may import whom, and who owns which library.
 
 Reads the sources only. Lazy and typing-only imports count too, so that cycles cannot hide.
 """
@@ -14,7 +14,6 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted([*ROOT.glob("kvchat/**/*.py"), *ROOT.glob("kernels/**/*.py")])
 TESTS = sorted(ROOT.glob("tests/**/*.py"))
-MAX_LINES = 400
 
 # What each first-party package may import, beside itself.
 ALLOWED = {
@@ -98,11 +97,8 @@ def test_imports_go_down_and_libraries_have_owners(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", [*SOURCES, *TESTS], ids=lambda p: str(p.relative_to(ROOT)))
-def test_a_file_is_short_introduces_itself_and_has_a_telling_name(path: Path) -> None:
-    text = path.read_text()
-
-    assert len(text.splitlines()) <= MAX_LINES
-    assert ast.get_docstring(ast.parse(text)), "no module docstring"
+def test_a_file_introduces_itself_and_has_a_telling_name(path: Path) -> None:
+    assert ast.get_docstring(ast.parse(path.read_text())), "no module docstring"
     assert path.stem not in REFUSED_NAMES
 
 
