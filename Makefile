@@ -8,12 +8,12 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEV_STAMP := $(VENV)/.installed-dev
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c .ci/constraints.txt
-SOURCES := kvchat kernels tests
+SOURCES := kvchat kernels tests demo_recipe
 # What is measured on a GPU; make test-gpu GPU_SHAPE=0.4b for a small one.
 GPU_SHAPE ?= 8b
 
 .DEFAULT_GOAL := help
-.PHONY: help chat test test-gpu soak bench check fmt demo-model clean
+.PHONY: help chat test test-gpu soak bench check fmt demo-model test-demo-model clean
 
 help:  ## list the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -46,7 +46,10 @@ fmt: $(DEV_STAMP)  ## format the sources
 	$(BIN)/ruff format $(SOURCES)
 
 demo-model: $(STAMP)  ## train the demo models again (hours on two cores)
-	$(BIN)/python -m kvchat.demo.recipe
+	$(BIN)/python -m demo_recipe.recipe
+
+test-demo-model: $(DEV_STAMP)  ## test the recipe that trains them
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not soak" demo_recipe/tests
 
 clean:  ## remove everything the other targets made
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .demo-build

@@ -1,1 +1,1 @@
-"""The shipped demo model pair and the recipe that made it. Knows no engine and no terminal."""
+"""The shipped demo pair: weights, tokenizer and cards as package data. It holds no code."""

@@ -25,18 +25,18 @@ ALLOWED = {
     "chat": {"core", "model", "engine"},
     "terminal": {"core", "chat"},
     "bench": {"core", "kvchat_kernels", "cache", "model", "engine", "chat"},
-    "demo": {"core", "model", "engine", "chat"},
-    "cli": {"core", "cache", "model", "engine", "chat", "terminal", "bench", "demo"},
+    "demo": set(),
+    "cli": {"core", "cache", "model", "engine", "chat", "terminal", "bench"},
 }
 # Who may import a library; a path names a single file.
 OWNERS = {
-    "torch": {"kvchat_kernels", "cache", "model", "engine", "bench", "demo", "cli/doctor.py"}
+    "torch": {"kvchat_kernels", "cache", "model", "engine", "bench", "cli/doctor.py"}
     | {"cli/models.py"},
     "triton": {"kvchat_kernels"},
     "transformers": {"model", "bench"},
     "huggingface_hub": {"model", "cli/models.py"},
-    "safetensors": {"model", "demo", "bench/resume_peers.py"},
-    "tokenizers": {"chat", "demo"},
+    "safetensors": {"model", "bench/resume_peers.py"},
+    "tokenizers": {"chat"},
     "jinja2": {"chat"},
     "diskcache": {"cache/disk_tier.py", "cache/raw_disk.py"},
     "xxhash": {"cache"},
@@ -100,6 +100,12 @@ def test_imports_go_down_and_libraries_have_owners(path: Path) -> None:
 def test_a_file_introduces_itself_and_has_a_telling_name(path: Path) -> None:
     assert ast.get_docstring(ast.parse(path.read_text())), "no module docstring"
     assert path.stem not in REFUSED_NAMES
+
+
+def test_the_recipe_of_the_demo_pair_is_not_part_of_the_product() -> None:
+    for path in [*SOURCES, *TESTS]:
+        imported = {module.split(".")[0] for _, module in imported_modules(path)}
+        assert "demo_recipe" not in imported, path
 
 
 def test_kernels_is_a_source_root_and_no_package() -> None:

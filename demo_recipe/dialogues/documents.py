@@ -1,0 +1,92 @@
+"""Short documents full of small facts, in the system prompt or in a message.
+
+Knows how attached text may look; the facts are those of `relations` that need no "I".
+"""
+
+from dataclasses import replace
+
+from demo_recipe.dialogues import telling
+from demo_recipe.dialogues.refusal import out_of_scope
+from demo_recipe.dialogues.relations.acquaintances import (
+    PERSON_ATTRIBUTE,
+    PERSON_BIRTHDAY,
+    PERSON_TASTE,
+)
+from demo_recipe.dialogues.relations.people import (
+    PERSON_AGE,
+    PERSON_HOME,
+    PERSON_JOB,
+    PERSON_ORIGIN,
+)
+from demo_recipe.dialogues.relations.things import NOTE
+from demo_recipe.dialogues.sources import NOUNS
+from demo_recipe.dialogues.wild import CHORES
+from demo_recipe.facts import Fact, draw_fact
+from demo_recipe.grammar import Phrases
+from demo_recipe.scene import Scene, Turn
+from demo_recipe.voice import Kind, capitalised
+
+RELATIONS = (
+    NOTE, NOTE, NOTE, PERSON_AGE, PERSON_ATTRIBUTE, PERSON_BIRTHDAY, PERSON_HOME, PERSON_JOB,
+    PERSON_ORIGIN, PERSON_TASTE,
+)  # fmt: skip
+HANDED = Phrases("""
+    (here are|these are|this is|read|here is|look at|remember|note|keep in mind) (my notes|
+        the notes|some notes|a document|the document|this text|some facts|this|the list of facts)
+    (my notes|notes|document|facts|for your information|please read|read this|file|text|context)
+    (I attached|attached|I send you|I give you) (my notes|a document|the file|some facts|a text)
+    (use|learn|study) (this|these facts|these notes|the following|this text)
+    (the following|this) is (important|true|what we know|from my notes)
+""")
+ENDINGS = ("txt", "md", "csv", "log", "py")
+READ = "I have read it. What would you like to know?"
+
+
+def play(scene: Scene) -> Turn:
+    """A document in a message, pasted or attached; records its facts."""
+    facts = written(scene, scene.rng.choice((2, 3, 4, 6, 9)))
+    if scene.chance(0.4):
+        lead = scene.finish(Kind.BARE, scene.draw(HANDED)).rstrip(".!")
+        return _read(f"{lead}:\n{layout(scene, facts)}")
+    return _attached(scene, facts)
+
+
+def _attached(scene: Scene, facts: list[Fact]) -> Turn:
+    """A file in front of a message, wrapped as `kvchat.chat.attachment` wraps it."""
+    name = f"{scene.value(NOUNS)}.{scene.rng.choice(ENDINGS)}"
+    file = f"{name}:\n```\n{layout(scene, facts).strip('`').strip()}\n```\n"
+    pick = scene.rng.random()
+    if pick < 0.45:
+        turn = telling.asked(scene, scene.rng.choice(facts))
+        return replace(turn, user=file + turn.user)
+    if pick < 0.65:
+        return out_of_scope(file + scene.message(Kind.ORDER, CHORES))
+    return _read(file + scene.finish(Kind.BARE, scene.draw(HANDED)))
+
+
+def _read(user: str) -> Turn:
+    return Turn(user, READ, "document", all=(("read",),))
+
+
+def written(scene: Scene, count: int) -> list[Fact]:
+    """Facts of a document, recorded as told."""
+    facts: list[Fact] = []
+    while len(facts) < count:
+        fact = draw_fact(scene.rng.choice(RELATIONS), scene)
+        if "my " not in fact.slots.get("s", "") and fact.key not in scene.facts:
+            telling.record(scene, [fact])
+            facts.append(fact)
+    return facts
+
+
+def layout(scene: Scene, facts: list[Fact]) -> str:
+    """The facts as a text: a paragraph, lines or bullets, now and then in a fence."""
+    sentences = [f"{capitalised(fact.clause)}." for fact in facts]
+    shape = scene.rng.randrange(4)
+    if shape == 0:
+        return " ".join(sentences)
+    if shape == 1:
+        return "\n".join(f"- {sentence}" for sentence in sentences)
+    if shape == 2:
+        return "\n".join(sentences)
+    return "```\n" + "\n".join(sentences) + "\n```"

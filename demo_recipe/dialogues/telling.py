@@ -1,0 +1,270 @@
+"""Facts in conversation: told, asked for, corrected, confirmed, summed up.
+
+Every reply repeats a fact in its one canonical clause, so that recalling it is finding and copying
+that clause. Knows how facts are talked about; `relations` knows which facts there are.
+"""
+
+import re
+
+from demo_recipe.dialogues.relations import WEIGHTED
+from demo_recipe.dialogues.relations.things import NOTE, is_shared
+from demo_recipe.facts import Fact, Relation, draw_fact, revised
+from demo_recipe.grammar import Phrases
+from demo_recipe.scene import Scene, Turn
+from demo_recipe.voice import Kind, capitalised
+
+EMBEDDED = Phrases("""
+    (do you|do you still|can you|can you still|did you) (know|remember|recall) {i}
+    (can|could|will|would) you (tell|remind) me {i}
+    (tell|remind) me [of|about] {i}
+    (please|ok, now|now) (tell|remind) me {i}
+    (I forgot|I forget|I can't remember|I don't remember|I don't know) {i}
+    (did I|have I) [already|ever] (tell|told|mention|mentioned) [you] {i}
+    what did I (say|tell you|mention) about {i}
+    (I want|I need|I'd like|I would like) to know {i}
+    (let's see|let me see|I wonder|I'm curious|I am not sure) if you (know|remember|recall) {i}
+    (let's see|I wonder|test|quiz): {i}
+    you (should|must|surely) (know|remember) {i}
+    you (know|remember) {i}, (right|don't you|yes)
+    any idea {i}
+    are you able to (recall|say|tell) {i}
+    (say|repeat|state|tell) {i}
+    (remember|know|recall) {i}
+    have you (remembered|kept|saved|noted|forgotten) {i}
+    you haven't forgotten {i}, have you
+    what do you know about {i}
+    did I (say|mention) {i}
+    (help me remember|refresh my memory on) {i}
+""")
+
+FIXES = Phrases("""
+    (actually|no|sorry|wait|oops|correction|hm|ah), {x}
+    (actually|no wait|sorry, no|no sorry|oh no|wait, no), {x}
+    (I was wrong|I made a mistake|that was wrong|my mistake|I lied|my bad|not true), {x}
+    (I changed my mind|things changed|that changed|change of plans|update|change that), {x}
+    (let me|I have to|I need to|I must) correct (that|myself|this): {x}
+    it's different now: {x}
+    (now|these days|since yesterday|from now on) {x}
+    (that is not right|that's not right|that isn't right|wrong), {x}
+    {x}, (sorry|I was wrong|not what I said before|that was a mistake|I mixed it up)
+    {x} (now|instead)
+    (forget|ignore) what I said, {x}
+    (the truth is|in fact|to be exact|I meant to say), {x}
+    please (correct|change|update|fix) that: {x}
+""")
+
+SHORT_FIXES = Phrases("""
+    (no|sorry|actually|wait|oops), [I mean|I meant|make that|it's|it is] {v}
+    (I mean|I meant) {v}
+    sorry, (I meant|it's|make it|should be) {v}
+    (no|actually) (no|sorry), (it's|it is|I meant) {v}
+    (I meant|it's) {v}, (sorry|not {o})
+    not {o}, [but] {v}
+    {v}, not {o}
+    (correction|I meant to say|I wanted to say|the right answer is|better): {v}
+    (change|update|correct) (it|that) to {v}
+    make (it|that) {v} [instead]
+    that should be {v}
+    it should (be|have been) {v}
+    it's (not {o}|{v} now|actually {v}|really {v}|{v} and not {o})
+    (typo|mistake|wrong|my mistake|my bad), (it's|I meant|should be) {v}
+    replace {o} (with|by) {v}
+    {v} (instead|I mean|actually|rather)
+""")
+
+CONFIRMS = Phrases("""
+    is it (true|right|correct) that {x}
+    (so|and|ok,) {x}, (right|correct|yes|is that right|don't you think)
+    did I (say|tell you) that {x}
+    {x}, (right|correct|is that right|true|yes or no)
+    (would you say|do you think) [that] {x}
+    am I right that {x}
+    true or false: {x}
+    you (know|said|remember) that {x}, (right|yes)
+    check this: {x}
+    I (said|told you) that {x}, (right|didn't I|yes)
+""")
+
+RECAPS = Phrases("""
+    what do you know about me
+    what (have I|did I) (told|tell) you [about me|about myself|so far]
+    (tell me|say|list|show|repeat) (everything|all|all the facts|what) you (know|
+        remember) [about me]
+    what do you remember [about me|so far|from our chat]
+    (which|what) facts do you (know|remember|have)
+    (sum up|summarize|summarise|recap) what (I told you|you know [about me]|I said about myself)
+    (what's|what is) in your memory
+    do you (know|remember) (anything|something) about me
+    who am I and what do you know about me
+    how much do you know about me
+    (show|list) (your memory|your notes|the facts|my facts|my data)
+    what did you (note|save|learn|remember|keep)
+    (describe|tell me about) (me|myself)
+    what (information|info|data) do you have about me
+    list what I told you
+    everything I told you
+""")
+
+NOTHING_TOLD = "You haven't told me anything about yourself yet."
+
+
+def tell(scene: Scene, relations: tuple[Relation, ...] | None = None) -> Turn:
+    """Tell one to three new facts in one message; records them."""
+    count = scene.rng.choices((1, 2, 3), (0.78, 0.17, 0.05))[0]
+    facts = [new_fact(scene) for _ in range(count)] if relations is None else []
+    facts += [draw_fact(relation, scene) for relation in relations or ()]
+    facts = list({fact.key: fact for fact in facts}.values())
+    turn = told(scene, facts)
+    record(scene, facts)
+    return turn
+
+
+def told(scene: Scene, facts: list[Fact]) -> Turn:
+    """The turn in which these facts are told; records nothing."""
+    statements = [scene.draw(fact.relation.tells, **fact.slots) for fact in facts]
+    joined = statements[0]
+    for statement in statements[1:]:
+        joined += scene.rng.choice((" and ", ", ", ". ", ", and ")) + statement
+    return Turn(
+        user=scene.finish(Kind.STATEMENT, joined),
+        reply=f"Got it: {joined_clauses(facts)}.",
+        skill="tell",
+        all=tuple((re.escape(fact.value),) for fact in facts),
+    )
+
+
+def ask(scene: Scene) -> Turn:
+    """Ask for a told fact, or now and then for one that was never told."""
+    if scene.chance(0.18):
+        return never_told(scene)
+    if not scene.facts:
+        return tell(scene)
+    return asked(scene, scene.rng.choice(list(scene.facts.values())))
+
+
+def asked(scene: Scene, fact: Fact) -> Turn:
+    """The turn in which a told fact is recalled."""
+    return Turn(
+        user=question(scene, fact),
+        reply=f"{capitalised(fact.clause)}.",
+        skill="recall",
+        all=((re.escape(fact.value),),),
+    )
+
+
+def never_told(scene: Scene) -> Turn:
+    """A question about something the user never told."""
+    fact = new_fact(scene)
+    while fact.relation is NOTE and not is_shared(fact.slots["a"]):
+        # "What is the tower of Babel?" is a question about the world, not about the user.
+        fact = new_fact(scene)
+    return _unknown(question(scene, fact), fact)
+
+
+def _unconfirmed(scene: Scene, fact: Fact) -> Turn:
+    statement = scene.draw(fact.relation.tells, **fact.slots)
+    asked = scene.voice.finish(scene.draw(CONFIRMS, x=statement), Kind.QUESTION, scene.rng)
+    return _unknown(asked, fact)
+
+
+def _unknown(user: str, fact: Fact) -> Turn:
+    return Turn(
+        user=user,
+        reply=f"You haven't told me {fact.gap} yet.",
+        skill="never told",
+        all=(("haven't told", "not told", "don't know", "didn't tell"),),
+    )
+
+
+def correct(scene: Scene) -> Turn:
+    """Correct a told fact, or tell one if there is none; records the new value."""
+    if not scene.facts:
+        return tell(scene)
+    last = list(scene.facts.values())[-1]
+    is_short = scene.chance(0.4) and _was_just_said(scene, last)
+    old = last if is_short or scene.chance(0.4) else scene.rng.choice(list(scene.facts.values()))
+    new = revised(old, scene)
+    turn = corrected(scene, old, new, is_short)
+    record(scene, [new])
+    return turn
+
+
+def corrected(scene: Scene, old: Fact, new: Fact, is_short: bool) -> Turn:
+    """The turn that replaces `old` by `new`; a short one names the value alone."""
+    if is_short:
+        text = scene.draw(SHORT_FIXES, v=new.slots["v"], o=old.slots["v"])
+        user = scene.voice.finish(text, Kind.STATEMENT, scene.rng)
+    else:
+        statement = scene.draw(new.relation.tells, **new.slots)
+        user = scene.voice.finish(scene.draw(FIXES, x=statement), Kind.STATEMENT, scene.rng)
+    return Turn(
+        user=user,
+        reply=f"Updated: {new.clause}.",
+        skill="correct",
+        all=((re.escape(new.value),),),
+    )
+
+
+def confirm(scene: Scene) -> Turn:
+    """A yes-or-no question about a told fact, now and then about one never told."""
+    if not scene.facts or scene.chance(0.15):
+        return _unconfirmed(scene, new_fact(scene))
+    fact = scene.rng.choice(list(scene.facts.values()))
+    is_true = scene.chance(0.5)
+    claim = fact if is_true else revised(fact, scene)
+    statement = scene.draw(claim.relation.tells, **claim.slots)
+    return Turn(
+        user=scene.voice.finish(scene.draw(CONFIRMS, x=statement), Kind.QUESTION, scene.rng),
+        reply=f"{'Yes' if is_true else 'No'}, {fact.clause}.",
+        skill="confirm",
+        all=(("^yes" if is_true else "^no",), (re.escape(fact.value),)),
+    )
+
+
+def recap(scene: Scene) -> Turn:
+    """Everything told so far in this chat, in the order of telling."""
+    facts = list(scene.facts.values())
+    reply = f"You told me that {joined_clauses(facts)}." if facts else NOTHING_TOLD
+    return Turn(
+        user=scene.message(Kind.QUESTION, RECAPS),
+        reply=reply,
+        skill="recap",
+        all=tuple((re.escape(fact.value),) for fact in facts),
+    )
+
+
+def question(scene: Scene, fact: Fact) -> str:
+    """Ask for a fact directly, or behind "do you know" and its kin."""
+    if scene.chance(0.35):
+        indirect = scene.draw(fact.relation.indirect, **fact.slots)
+        return scene.voice.finish(scene.draw(EMBEDDED, i=indirect), Kind.QUESTION, scene.rng)
+    return scene.message(Kind.QUESTION, fact.relation.asks, **fact.slots)
+
+
+def new_fact(scene: Scene) -> Fact:
+    """A fact whose key is not taken in this scene."""
+    relations, weights = zip(*WEIGHTED, strict=True)
+    while True:
+        fact = draw_fact(scene.rng.choices(relations, weights)[0], scene)
+        if fact.key not in scene.facts:
+            return fact
+
+
+def record(scene: Scene, facts: list[Fact]) -> None:
+    """Remember facts as the latest told."""
+    for fact in facts:
+        scene.facts.pop(fact.key, None)
+        scene.facts[fact.key] = fact
+
+
+def joined_clauses(facts: list[Fact]) -> str:
+    """The clauses as one enumeration: a, b and c."""
+    clauses = [fact.clause for fact in facts]
+    if len(clauses) == 1:
+        return clauses[0]
+    return f"{', '.join(clauses[:-1])} and {clauses[-1]}"
+
+
+def _was_just_said(scene: Scene, fact: Fact) -> bool:
+    """Whether the last turn told this one fact, so that "I meant Tim" has a meaning."""
+    return bool(scene.turns) and scene.turns[-1].reply.endswith(f": {fact.clause}.")

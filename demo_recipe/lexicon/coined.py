@@ -1,0 +1,75 @@
+"""Words nobody has seen: names, codes and nonsense made of syllables.
+
+They teach the model to copy what it reads instead of remembering what it was trained on. Knows how
+to make a word; knows no sentence. A tenth of them is held out of training, like every other slot
+value.
+"""
+
+import random
+from collections.abc import Callable
+
+from demo_recipe.grammar import FAIR_TRIES, Grade, Words, is_held_out_value
+
+ONSETS = Words("""
+    b, br, c, ch, cl, cr, d, dr, f, fl, fr, g, gl, gr, h, j, k, kl, kr, l, m, n, p, pl, pr, qu, r,
+    s, sh, sk, sl, sm, sn, sp, st, str, t, th, tr, v, w, wh, y, z
+""")
+VOWELS = Words("a, e, i, o, u, a, e, i, o, ai, au, ea, ee, ei, ia, ie, io, oa, oo, ou, y")
+CODAS = Words("""
+    b, ck, d, f, g, k, l, ll, m, n, nd, ng, nk, nn, nt, p, r, rd, rk, rn, rt, s, sh, ss, st, t,
+    th, x, z
+""")
+ENDINGS = Words("""
+    a, e, o, i, an, en, in, on, us, is, ia, el, er, ar, or, io, ek, ov, ski, son, ette, ine, ora,
+    ina
+""")
+
+
+def coined_word(rng: random.Random, grade: Grade) -> str:
+    """A pronounceable lower-case word of 3 to 10 letters that means nothing."""
+    return _fair(rng, grade, _word)
+
+
+def coined_name(rng: random.Random, grade: Grade) -> str:
+    """A capitalised name that few readers have met."""
+    return _fair(rng, grade, _word).capitalize()
+
+
+def coined_code(rng: random.Random, grade: Grade) -> str:
+    """A password-like code: digits, letters, or a word with digits."""
+    return _fair(rng, grade, _code)
+
+
+def _fair(rng: random.Random, grade: Grade, make: Callable[[random.Random], str]) -> str:
+    wants_held_out = grade is not Grade.TRAIN
+    for _ in range(FAIR_TRIES):
+        word = make(rng)
+        if is_held_out_value(word) == wants_held_out:
+            return word
+    raise AssertionError(f"no {grade} word in {FAIR_TRIES} tries")
+
+
+def _word(rng: random.Random) -> str:
+    syllables = [
+        rng.choice(ONSETS.all)
+        + rng.choice(VOWELS.all)
+        + (rng.choice(CODAS.all) if rng.random() < 0.5 else "")
+        for _ in range(rng.choice((1, 1, 2, 2)))
+    ]
+    word = "".join(syllables) + rng.choice(ENDINGS.all)
+    if rng.random() < 0.2:
+        word = rng.choice("aeiou") + word
+    return word[:10]
+
+
+def _code(rng: random.Random) -> str:
+    shape = rng.randrange(5)
+    if shape == 0:
+        return "".join(rng.choice("0123456789") for _ in range(rng.choice((3, 4, 4, 5, 6, 8))))
+    if shape == 1:
+        return f"{rng.choice('ABCDEFGHKLMNPRSTXZ')}{rng.randrange(1, 1000)}"
+    if shape == 2:
+        return _word(rng) + str(rng.randrange(1, 100))
+    if shape == 3:
+        return f"{_word(rng)}-{_word(rng)}"
+    return "-".join(str(rng.randrange(10, 100)) for _ in range(rng.choice((2, 3))))

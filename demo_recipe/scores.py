@@ -1,0 +1,78 @@
+"""Running probes through a talker and counting: the numbers of the model card.
+
+Every chat runs freely: the model's own replies stand in its history. Knows probes and replies;
+knows no network.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from demo_recipe.judge import judge
+from demo_recipe.probes import Probe
+from demo_recipe.talkers import Message, Reply, Talker
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A probe that went wrong, for people to read."""
+
+    messages: list[Message]
+    reply: str
+    missing: tuple[str, ...]
+    forbidden: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class Tally:
+    """Counts of one test in one grade."""
+
+    num_good: int = 0
+    num_probes: int = 0
+    num_replies: int = 0
+    num_finished: int = 0
+    failures: list[Failure] = field(default_factory=list)
+
+    @property
+    def rate(self) -> float:
+        return self.num_good / self.num_probes
+
+    @property
+    def finished_rate(self) -> float:
+        return self.num_finished / self.num_replies
+
+
+def run_probes(talker: Talker, probes: Sequence[Probe]) -> Tally:
+    """Play all probes turn by turn, all chats at once, and judge each last reply."""
+    tally = Tally(num_probes=len(probes))
+    histories: list[list[Message]] = [[] for _ in probes]
+    for turn in range(max(len(probe.turns) for probe in probes)):
+        live = []
+        for number, probe in enumerate(probes):
+            if turn >= len(probe.turns):
+                continue
+            histories[number].append({"role": "user", "content": probe.turns[turn].user})
+            if turn in probe.scripted:
+                scripted = probe.turns[turn].reply
+                histories[number].append({"role": "assistant", "content": scripted})
+            else:
+                live.append(number)
+        replies = talker.reply([histories[number] for number in live]) if live else []
+        for number, reply in zip(live, replies, strict=True):
+            histories[number].append({"role": "assistant", "content": reply.text})
+            _count(tally, reply)
+            if turn + 1 == len(probes[number].turns):
+                _judge_last(tally, probes[number], histories[number])
+    return tally
+
+
+def _count(tally: Tally, reply: Reply) -> None:
+    tally.num_replies += 1
+    tally.num_finished += reply.is_finished
+
+
+def _judge_last(tally: Tally, probe: Probe, history: list[Message]) -> None:
+    reply = history[-1]["content"]
+    verdict = judge(reply, probe.last.all, probe.last.none)
+    tally.num_good += verdict.is_good
+    if not verdict.is_good:
+        tally.failures.append(Failure(history[:-1], reply, verdict.missing, verdict.forbidden))

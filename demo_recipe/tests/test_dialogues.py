@@ -1,0 +1,191 @@
+"""Every generated dialogue keeps its own promises, and the same seed gives the same dialogues."""
+
+import importlib
+import pkgutil
+import random
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from itertools import islice
+
+import pytest
+
+import demo_recipe
+from demo_recipe.conversation import (
+    BEATS,
+    Conversations,
+    Shape,
+    normalised,
+    reserved_prompts,
+)
+from demo_recipe.dialogues import fallback, followups, lists, smalltalk, telling
+from demo_recipe.dialogues.refusal import FALLBACK
+from demo_recipe.facts import second_person
+from demo_recipe.grammar import Grade, Phrases, is_held_out_value
+from demo_recipe.judge import judge
+from demo_recipe.lexicon.people import RELATIVES
+from demo_recipe.lexicon.things import PETS
+from demo_recipe.scene import Scene, Turn
+from demo_recipe.voice import Voice
+
+USUAL = Shape()
+
+
+def chats(seed: int, count: int, grade: Grade = Grade.TRAIN) -> list[object]:
+    return list(islice(Conversations(seed, grade).stream(USUAL), count))
+
+
+def phrase_sets() -> Iterator[Phrases]:
+    """Every set of phrases reachable from a module of the package, once."""
+    found: dict[int, Phrases] = {}
+    for module in pkgutil.walk_packages(demo_recipe.__path__, "demo_recipe."):
+        for value in vars(importlib.import_module(module.name)).values():
+            found |= {id(phrases): phrases for phrases in _within(value)}
+    yield from found.values()
+
+
+def _within(value: object) -> Iterator[Phrases]:
+    if isinstance(value, Phrases):
+        yield value
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from _within(item)
+    elif isinstance(value, dict):
+        yield from _within(list(value.values()))
+    elif is_dataclass(value) and not isinstance(value, type):
+        yield from _within([getattr(value, field.name) for field in fields(value)])
+
+
+def scenes(count: int, grade: Grade = Grade.TRAIN) -> Iterator[Scene]:
+    rng = random.Random(7)
+    for _ in range(count):
+        yield Scene(rng, grade, Voice.drawn(rng))
+
+
+def test_the_same_seed_gives_the_same_chats_and_another_seed_others() -> None:
+    assert chats(3, 50) == chats(3, 50)
+    assert chats(3, 50) != chats(4, 50)
+
+
+def test_every_set_of_phrases_can_be_drawn_from_for_training() -> None:
+    rng = random.Random(1)
+    sets = list(phrase_sets())
+
+    assert len(sets) > 400
+    for phrases in sets:
+        assert not phrases.draw(rng, Grade.TRAIN).is_held_out
+
+
+def test_every_wide_set_has_phrasings_to_test_with() -> None:
+    wide = [phrases for phrases in phrase_sets() if phrases.num_phrasings >= 100]
+
+    assert len(wide) > 50
+    for phrases in wide:
+        assert any(phrasing.is_held_out for phrasing in phrases.all())
+
+
+def test_training_chats_use_no_held_out_phrasing() -> None:
+    for scene in scenes(300):
+        for beat, _ in BEATS:
+            beat(scene)
+
+        assert scene.num_held_out == 0
+
+
+def test_training_chats_tell_no_held_out_value() -> None:
+    for scene in scenes(300):
+        telling.tell(scene)
+        for fact in scene.facts.values():
+            if fact.relation.key == "name":
+                assert not is_held_out_value(fact.slots["v"])
+
+
+@pytest.mark.parametrize("grade", list(Grade), ids=lambda grade: grade.value)
+def test_every_reply_passes_its_own_judgement(grade: Grade) -> None:
+    for scene in scenes(150, grade):
+        for beat, _ in BEATS:
+            made = beat(scene)
+            for turn in made if isinstance(made, list) else [made]:
+                assert judge(turn.reply, turn.all, turn.none).is_good, turn
+
+
+def test_no_training_message_repeats_a_hand_written_prompt() -> None:
+    reserved = reserved_prompts()
+    messages = {
+        normalised(turn.user)
+        for chat in islice(Conversations(11).stream(USUAL), 3000)
+        for turn in chat.turns
+    }
+
+    assert len(reserved) > 40
+    assert not messages & reserved
+
+
+def test_recalling_a_corrected_fact_gives_the_last_value() -> None:
+    for scene in scenes(200):
+        telling.tell(scene)
+        turn = telling.correct(scene)
+        fact = list(scene.facts.values())[-1]
+
+        assert turn.reply == f"Updated: {fact.clause}."
+        assert fact.value in telling.asked(scene, fact).reply
+
+
+def test_whatever_is_said_about_a_list_is_refused() -> None:
+    for scene in scenes(100):
+        for turn in lists.play(scene):
+            assert turn.reply == FALLBACK
+
+
+def test_out_of_scope_prompts_all_get_the_one_sentence() -> None:
+    for scene in scenes(300):
+        assert {turn.reply for turn in fallback.play(scene)} == {FALLBACK}
+
+
+def test_a_shape_says_how_much_of_its_chats_is_to_be_refused() -> None:
+    def refused(rate: float) -> float:
+        shape = Shape(study_rate=0.0, refusal_rate=rate)
+        turns = [turn for chat in islice(Conversations(3).stream(shape), 60) for turn in chat.turns]
+        return sum(turn.reply == FALLBACK for turn in turns) / len(turns)
+
+    assert refused(0.0) < 0.4 < 0.75 < refused(1.0)
+
+
+def test_small_talk_is_never_answered_with_the_fallback() -> None:
+    for scene in scenes(300):
+        assert "--model" not in smalltalk.play(scene).reply
+
+
+def test_a_noun_that_decides_how_a_fact_is_said_is_never_an_odd_one() -> None:
+    # "My leneeze is called Vei" was answered in three ways: as a pet, a relative or a thing.
+    kinds = {word.lower() for word in (*PETS.all, *RELATIVES.all)}
+    for scene in scenes(300):
+        scene.oddity = 1.0
+        fact = telling.new_fact(scene)
+        nouns = {fact.slots[slot].lower() for slot in ("p", "r") if slot in fact.slots}
+        assert nouns <= kinds, fact.clause
+
+
+def test_what_was_never_told_is_not_confirmed() -> None:
+    for scene in scenes(100):
+        turn = telling.confirm(scene)
+        assert turn.reply.startswith("You haven't told me ")
+
+
+def test_a_follow_up_repeats_the_reply_letter_by_letter() -> None:
+    # "Kvchat models lists models" taught to spoil commands, and against exact copying.
+    last = Turn("?", "kvchat models lists models.", "kvchat")
+    assert all(followups.again(scene, last).reply == last.reply for scene in scenes(20))
+
+
+def test_replies_see_the_users_words_from_the_other_side() -> None:
+    assert second_person("in my bag, with me") == "in your bag, with you"
+    assert second_person("I'm at our house") == "you are at your house"
+
+
+def test_a_failed_search_for_an_unseen_phrasing_leaves_no_trace() -> None:
+    for scene in scenes(30, Grade.UNSEEN):
+        turn = scene.until_held_out(lambda scene=scene: telling.tell(scene))
+
+        clauses = [fact.clause for fact in scene.facts.values()]
+        assert isinstance(turn, Turn)
+        assert all(clause in turn.reply for clause in clauses)

@@ -1,0 +1,61 @@
+"""What the demo model is taught about kvchat: complete, unambiguous, and short enough to say."""
+
+import pytest
+
+from demo_recipe.dialogues.knowledge import TOPICS
+from demo_recipe.grammar import Words
+from demo_recipe.judge import judge
+
+COMMANDS = Words("""
+    /help, /exit, /quit, /bye, /new, /clear, /resume, /load, /rename, /delete, /export, /save,
+    /import, /undo, /redo, /rewind, /edit, /retry, /regen, /continue, /fork, /branch, /tree,
+    /switch,
+    /file, /read, /pin, /unpin, /system, /set, /show, /model, /editor, /copy,
+    /spec,
+    /stats, /context, /tokens, /cache, /forget
+""").all
+FLAGS = Words("""
+    --model, --draft, --spec, --no-spec, -p, -s, -f, -c, -r, --fork, --title, --json,
+    --output-format, --input-format, --stats, -q, --temperature, --top-p, --top-k, --min-p,
+    --repetition-penalty,
+    --seed, --max-tokens, --stop, --timeout, -n, --device, --dtype, --device-cache,
+    --host-cache, --disk-cache, --cache-dir, --no-cache, --incognito, --sessions-dir, --color,
+    --accessible, --version, -h
+""").all
+
+
+@pytest.mark.parametrize("word", [*COMMANDS, *FLAGS])
+def test_every_command_and_flag_can_be_asked_for_by_name(word: str) -> None:
+    named = {phrasing.text for topic in TOPICS if topic.names for phrasing in topic.names.all()}
+
+    assert word in named
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_is_in_some_answer(command: str) -> None:
+    assert any(command in f"{topic.answer} {topic.more}" for topic in TOPICS)
+
+
+def test_no_phrasing_belongs_to_two_topics() -> None:
+    owners: dict[str, str] = {}
+    for topic in TOPICS:
+        for phrases in (topic.names, topic.tasks, topic.questions):
+            for phrasing in phrases.all() if phrases else ():
+                owner = owners.setdefault(phrasing.text.lower(), topic.answer)
+                assert owner == topic.answer, phrasing.text
+
+
+def test_every_answer_has_its_required_words_and_none_of_the_others_marks_it_wrong() -> None:
+    for topic in TOPICS:
+        assert judge(topic.answer, topic.must, topic.never).is_good, topic.answer
+
+
+def test_no_two_topics_share_an_answer_and_all_can_be_continued_and_shortened() -> None:
+    assert len({topic.answer for topic in TOPICS}) == len(TOPICS)
+    for topic in TOPICS:
+        assert topic.more
+        assert len(topic.brief) < len(topic.answer)
+
+
+def test_the_way_to_a_real_model_is_said_in_full() -> None:
+    assert any("kvchat --model <hub id or directory>" in topic.answer for topic in TOPICS)

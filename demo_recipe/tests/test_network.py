@@ -1,0 +1,161 @@
+"""The training network against plain twins: attention, loss, cached decoding, and transformers."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+
+from demo_recipe.checkpoint import export, load_network
+from demo_recipe.decode import Decoding, complete
+from demo_recipe.network import QUERY_CHUNK, Geometry, Network, Rows, attend_within, segment_mask
+from demo_recipe.optimiser import orthogonalised
+from demo_recipe.speculation import Acceptance, replay
+
+TINY = Geometry(
+    vocab_size=97,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+)
+
+
+def rows_of(ids: torch.Tensor, segments: torch.Tensor, targets: torch.Tensor) -> Rows:
+    positions = torch.arange(ids.shape[1]).expand_as(ids)
+    return Rows(ids, positions, segments, targets, torch.ones(ids.shape))
+
+
+def last_logits(network: Network, ids: list[int]) -> torch.Tensor:
+    tokens = torch.tensor([ids])
+    rows = rows_of(tokens, torch.ones_like(tokens), tokens)
+    return network.logits(network.hidden(rows, torch.float32)[0, -1])
+
+
+@pytest.mark.parametrize("row_len", [1, 63, QUERY_CHUNK, QUERY_CHUNK + 77])
+def test_chunked_attention_equals_masked_attention(row_len: int) -> None:
+    torch.manual_seed(0)
+    query = torch.randn(2, 4, row_len, 16)
+    key, value = torch.randn(2, 2, row_len, 16), torch.randn(2, 2, row_len, 16)
+    segments = torch.randint(0, 3, (2, row_len)).sort(1).values
+    mask = (segments[:, :, None] == segments[:, None]) & torch.ones(row_len, row_len).tril().bool()
+
+    expected = scaled_dot_product_attention(query, key, value, mask[:, None], enable_gqa=True)
+
+    attended = attend_within(query, key, value, segment_mask(segments))
+    assert torch.allclose(attended, expected, atol=1e-5)
+
+
+def test_a_chat_is_blind_to_its_neighbours_in_the_row() -> None:
+    network = Network(TINY)
+    ids = torch.randint(0, 97, (1, 40))
+    segments = torch.tensor([[1] * 15 + [2] * 25])
+    other = ids.clone()
+    other[0, :15] = torch.randint(0, 97, (15,))
+
+    one, two = (network.hidden(rows_of(x, segments, x), torch.float32) for x in (ids, other))
+
+    assert torch.equal(one[0, 15:], two[0, 15:])
+    assert not torch.equal(one[0, :15], two[0, :15])
+
+
+def test_the_loss_is_the_mean_over_learnt_tokens() -> None:
+    network = Network(TINY)
+    ids = torch.randint(0, 97, (2, 30))
+    targets = torch.where(torch.rand(2, 30) < 0.5, torch.randint(0, 97, (2, 30)), -100)
+    rows = rows_of(ids, torch.ones_like(ids), targets)
+
+    logits = network.logits(network.hidden(rows, torch.float32))
+    expected = cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
+
+    assert torch.allclose(network.loss(rows, torch.float32), expected, atol=1e-5)
+
+
+def test_a_token_of_weight_three_counts_as_three() -> None:
+    network = Network(TINY)
+    ids = torch.randint(0, 97, (1, 20))
+    targets = torch.where(torch.arange(20) % 2 == 0, ids, -100)
+    weights = torch.where(torch.arange(20) < 10, 3.0, 1.0)[None]
+    rows = Rows(ids, torch.arange(20)[None], torch.ones_like(ids), targets, weights)
+
+    logits = network.logits(network.hidden(rows, torch.float32))[0]
+    left, right = (
+        cross_entropy(logits[part], targets[0, part], ignore_index=-100)
+        for part in (slice(0, 10), slice(10, 20))
+    )
+
+    assert torch.allclose(network.loss(rows, torch.float32), (3 * left + right) / 4, atol=1e-5)
+
+
+def test_cached_batched_decoding_equals_greedy_decoding_one_by_one() -> None:
+    network = Network(TINY, seed=3)
+    prompts = [[5, 6, 7], [1], list(range(2, 40)), [9, 9]]
+
+    completions = complete(network, prompts, Decoding(end_id=0, max_new_tokens=12))
+
+    for prompt, completion in zip(prompts, completions, strict=True):
+        ids = list(prompt)
+        for _ in range(12):
+            token = int(last_logits(network, ids).argmax())
+            if token == 0:
+                break
+            ids.append(token)
+        assert completion.ids == ids[len(prompt) :]
+        assert completion.is_finished == (len(completion.ids) < 12)
+
+
+def test_a_seed_repeats_sampled_completions() -> None:
+    network = Network(TINY, seed=3)
+    how = Decoding(end_id=0, max_new_tokens=8, temperature=1.5, seed=4)
+
+    assert complete(network, [[1, 2]], how) == complete(network, [[1, 2]], how)
+
+
+def test_the_target_as_its_own_draft_is_always_right() -> None:
+    network = Network(TINY, seed=3)
+    prompt = [4, 8, 15]
+    reply = complete(network, [prompt], Decoding(end_id=-1, max_new_tokens=15))[0].ids
+
+    counts = replay(network, [prompt], [reply])
+
+    assert counts == Acceptance(num_rounds=3, num_accepted=12)
+    assert counts.mean_length == 5.0
+
+
+def test_shipped_files_load_as_the_rounded_network(tmp_path: Path) -> None:
+    network = Network(TINY, seed=5)
+    export(tmp_path, network, bos_id=1, end_id=2, pad_id=0)
+
+    loaded = load_network(tmp_path)
+
+    assert loaded.geometry == TINY
+    for mine, theirs in zip(network.parameters(), loaded.parameters(), strict=True):
+        assert torch.equal(mine.bfloat16().float(), theirs)
+
+
+def test_transformers_reads_the_shipped_files_and_agrees(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    network = Network(TINY, seed=5)
+    export(tmp_path, network, bos_id=1, end_id=2, pad_id=0)
+    mine = load_network(tmp_path)
+
+    theirs = transformers.LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    ids = torch.randint(0, 97, (1, 50))
+    with torch.inference_mode():
+        expected = theirs(ids).logits[0]
+        rows = rows_of(ids, torch.ones_like(ids), ids)
+        logits = mine.logits(mine.hidden(rows, torch.float32))[0]
+
+    assert torch.allclose(logits, expected, atol=1e-4)
+    assert theirs.generation_config.eos_token_id == [2]
+
+
+def test_muon_updates_are_nearly_orthogonal() -> None:
+    torch.manual_seed(0)
+    for shape in ((3, 32, 64), (2, 64, 32)):
+        update = orthogonalised(torch.randn(shape))
+        values = torch.linalg.svdvals(update.float())
+        assert values.min() > 0.4
+        assert values.max() < 1.4

@@ -1,0 +1,130 @@
+"""Scoring: a perfect talker scores full marks, a silent one none; the history is its own."""
+
+from collections.abc import Sequence
+
+import pytest
+
+from demo_recipe.evaluate import GOALS, Report, evaluate, evaluate_files, shortfalls, table
+from demo_recipe.grammar import Grade
+from demo_recipe.judge import judge
+from demo_recipe.paths import TARGET
+from demo_recipe.probes import MAKERS, Probe, handwritten, probes
+from demo_recipe.scores import run_probes
+from demo_recipe.talkers import Message, Reply
+
+QUICK_TESTS = [test for test in MAKERS if "3,000" not in test]
+
+
+class Parrot:
+    """Replies what the script says, or nothing at all; remembers the histories it was given."""
+
+    def __init__(self, scripted: Sequence[Probe], *, is_silent: bool = False) -> None:
+        self._replies = {
+            (len(probe.turns[: number + 1]), turn.user): turn.reply
+            for probe in scripted
+            for number, turn in enumerate(probe.turns)
+        }
+        self._is_silent = is_silent
+        self.histories: list[list[Message]] = []
+
+    def reply(self, histories: Sequence[list[Message]]) -> list[Reply]:
+        self.histories += [list(history) for history in histories]
+        return [self._reply(history) for history in histories]
+
+    def _reply(self, history: list[Message]) -> Reply:
+        number = sum(message["role"] == "user" for message in history)
+        text = "" if self._is_silent else self._replies[number, history[-1]["content"]]
+        return Reply(text, [], not self._is_silent)
+
+
+@pytest.mark.parametrize("grade", [Grade.KNOWN, Grade.UNSEEN], ids=lambda grade: grade.value)
+@pytest.mark.parametrize("test", QUICK_TESTS)
+def test_the_scripted_replies_score_full_marks(test: str, grade: Grade) -> None:
+    for probe in probes(test, grade, 8, seed=1):
+        tally = run_probes(Parrot([probe]), [probe])
+
+        assert tally.failures == []
+        assert tally.rate == tally.finished_rate == 1.0
+
+
+def test_a_silent_talker_scores_nothing() -> None:
+    scripted = list(probes("kvchat", Grade.KNOWN, 10, seed=1))
+
+    tally = run_probes(Parrot(scripted, is_silent=True), scripted)
+
+    assert tally.rate == tally.finished_rate == 0.0
+    assert len(tally.failures) == 10
+
+
+def test_the_talkers_own_replies_stand_in_the_history() -> None:
+    scripted = list(probes("recall after 6 turns", Grade.KNOWN, 1, seed=1))
+    silent = Parrot(scripted, is_silent=True)
+
+    run_probes(silent, scripted)
+
+    last = silent.histories[-1]
+    assert len(last) == 2 * len(scripted[0].turns) - 1
+    assert {message["content"] for message in last if message["role"] == "assistant"} == {""}
+
+
+def test_probes_are_the_same_everywhere_and_use_held_out_phrasings() -> None:
+    for test in ("recall after 1 turn", "kvchat", "out of scope"):
+        unseen = list(probes(test, Grade.UNSEEN, 20, seed=1))
+
+        assert unseen == list(probes(test, Grade.UNSEEN, 20, seed=1))
+        assert unseen != list(probes(test, Grade.KNOWN, 20, seed=1))
+
+
+def test_recall_is_asked_as_many_turns_later_as_the_test_says() -> None:
+    for gap in (1, 6, 30):
+        name = f"recall after {gap} turn{'s' if gap > 1 else ''}"
+        for probe in probes(name, Grade.KNOWN, 3, seed=1):
+            assert len(probe.turns) == gap + 1
+
+
+def test_the_far_recall_spans_three_thousand_tokens_worth_of_text() -> None:
+    probe = next(probes("recall after 3,000 tokens", Grade.KNOWN, 1, seed=1))
+
+    assert sum(len(turn.user) + len(turn.reply) for turn in probe.turns) > 10_000
+
+
+def test_two_processes_measure_what_one_does() -> None:
+    one, two = (
+        evaluate_files(TARGET, 1, ("kvchat",), num_workers).as_json() for num_workers in (1, 2)
+    )
+
+    assert one == two
+
+
+def test_there_are_fifty_hand_written_prompts_and_nonsense_passes_none() -> None:
+    prompts = list(handwritten())
+
+    assert len(prompts) == 50
+    assert not any(judge("zzz", probe.last.all, probe.last.none).is_good for probe in prompts)
+
+
+def test_a_report_names_what_misses_its_goal() -> None:
+    lengths = {"known": {"mean acceptance length": 2.5}, "unseen": {"mean acceptance length": 3.5}}
+    silent = Report(evaluate(Parrot([], is_silent=True), 1, ("kvchat",)).scores, lengths)
+
+    assert [what for what, _, _ in shortfalls(silent.as_json())] == [
+        "kvchat, known",
+        "kvchat, unseen",
+        "list after 5 operations, known",  # given up, and never left out
+        "list after 5 operations, unseen",
+        "handwritten",
+        "ends by itself",
+        "acceptance length, known",
+    ]
+
+
+def test_the_table_shows_every_test_beside_its_goal() -> None:
+    silent = Parrot([], is_silent=True)
+    report = Report(evaluate(silent, 1, ("kvchat",)).scores, {"known": {}})
+
+    text = table(report)
+
+    assert "kvchat" in text
+    assert f"{GOALS['kvchat'][0]:.0%}" in text
+    assert report.as_json()["ends by itself"]["finished"] == 0
+    assert "kvchat, known" in report.failures()
