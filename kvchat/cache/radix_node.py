@@ -14,6 +14,8 @@ TOKEN_BYTES = array("i").itemsize
 
 def pack(token_ids: TokenIds) -> bytes:
     """Return token ids as the tree stores and compares them: native 32-bit integers."""
+    if isinstance(token_ids, array) and token_ids.typecode == "i":
+        return token_ids.tobytes()
     return array("i", token_ids).tobytes()
 
 

@@ -3,6 +3,7 @@
 Knows token ids and lengths. Does not know blocks' contents, logits or text.
 """
 
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -108,16 +109,18 @@ class Request:
     # [num_computed, len(ids))     to be computed by the coming steps
     # ids[:num_prompt_tokens]      the prompt; what follows was generated
 
-    `table` is there while the request runs. `steps_waited` counts since it last ran. `promotion`
-    and `restore` are what host memory and a slower tier have of it, on its way up before it runs.
-    `num_offered` counts the tokens whose KV was last offered to be kept. `sent_ids` are its ids on
-    the device, where a repetition penalty wants them.
+    `ids` are 32-bit integers in one piece of memory, the form in which the radix tree compares
+    them: a waiting request is looked up at every step. `table` is there while the request runs.
+    `steps_waited` counts since it last ran. `promotion` and `restore` are what host memory and
+    a slower tier have of it, on its way up before it runs. `num_offered` counts the tokens
+    whose KV was last offered to be kept. `sent_ids` are its ids on the device, where a
+    repetition penalty wants them.
     """
 
     request_id: int
     sample: int
     spec: RequestSpec
-    ids: list[int]
+    ids: "array[int]"
     clock: Clock
     state: State = State.WAITING
     table: BlockTable | None = None
@@ -141,7 +144,7 @@ class Request:
             request_id=request_id,
             sample=0,
             spec=spec,
-            ids=list(spec.prompt_ids),
+            ids=array("i", spec.prompt_ids),
             clock=Clock(submitted_s=now_s),
             watcher=spec.new_stop_watcher() if spec.new_stop_watcher is not None else None,
             num_siblings_to_fork=spec.num_samples - 1,
@@ -154,7 +157,7 @@ class Request:
             request_id=self.request_id,
             sample=sample,
             spec=self.spec,
-            ids=list(self.ids),
+            ids=self.ids[:],
             clock=Clock(self.clock.submitted_s, self.clock.started_s),
             state=State.RUNNING,
             table=table,

@@ -1,6 +1,7 @@
 """RadixTree against its naive twin, and the rules of splitting, locking and evicting."""
 
 import random
+from array import array
 
 from kvchat.cache.radix_node import Node, common_tokens, pack
 from kvchat.cache.radix_tree import RadixTree
@@ -230,3 +231,10 @@ def test_a_cut_leaves_what_is_locked() -> None:
     tree.unlock(result.node)
     assert sorted(tree.cut(pack([1, 2, 3, 4]), 1)) == [2]
     tree.check()
+
+
+def test_ids_in_one_piece_of_memory_pack_as_a_list_does() -> None:
+    """64 waiting requests of 30,000 ids once cost 96 ms a step: every list was packed again."""
+    ids = [0, 1, 255, 65_536, 2**31 - 1]
+
+    assert pack(array("i", ids)) == pack(array("q", ids)) == pack(ids) == pack(tuple(ids))

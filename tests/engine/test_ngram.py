@@ -1,6 +1,7 @@
 """N-gram lookup against its plain twin, which scans everything at every token."""
 
 import random
+from array import array
 from collections.abc import Sequence
 
 import pytest
@@ -90,7 +91,7 @@ def test_another_branch_is_remembered_after_it_has_left() -> None:
     drafter = NgramDrafter()
     first = request([1, 2, *FILE, 3])
     drafter.offer(first, 4)
-    first.ids += [50, 51, 52, 53, 54]
+    first.ids.extend(array("i", [50, 51, 52, 53, 54]))
     drafter.tend([], 0.0)
 
     assert draft(drafter, [1, 2, *FILE, 4, 51, 52, 53]) == [54]
