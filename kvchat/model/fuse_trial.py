@@ -79,6 +79,16 @@ class Trial:
             return False
         return all(self.agree(a, b) for a, b in zip(mine, other, strict=True))
 
+    def is_identical(self, layer: LayerSpec, one: Attend, other: Attend, width: int) -> bool:
+        """Tell whether two replacements of a layer give the same to the bit, KV included."""
+        try:
+            mine, others = (
+                self.outputs_of_fused(layer, nn.Module(), fused, width) for fused in (one, other)
+            )
+        except _FAILURES:
+            return False
+        return all(torch.equal(a, b) for a, b in zip(mine, others, strict=True))
+
     def is_as_exact(
         self, layer: LayerSpec, attention: nn.Module, own: nn.Module, fused: Attend, width: int
     ) -> bool:
