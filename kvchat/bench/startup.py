@@ -1,7 +1,7 @@
 """Scenario `startup`: how long until kvchat does something for the user.
 
 Whole processes, timed from outside: the help text, the first prompt on a terminal, the first token
-of a one-shot answer.
+of a one-shot answer; and of the model named the first prompt of a process beside later ones.
 """
 
 import json
@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 
+from kvchat.bench import first_prompt
 from kvchat.bench.measure import Sample
 from kvchat.bench.processes import COMMAND, private_home
 from kvchat.bench.report import Figure, Result
@@ -35,12 +36,13 @@ def run(setup: BenchSetup) -> Result:
     first = Sample(tuple(timing["ttft_s"] for _, timing in answers))
     return Result(
         "startup",
-        {"model": "demo", "repeats": setup.repeats},
+        {"model": "demo", "prompts": setup.source.name, "repeats": setup.repeats},
         (
             _figure("kvchat --help", usage, python, "python -c pass", "0.3 s"),
             _figure("live prompt, demo model", prompt, python, "python -c pass", "1.5 s"),
             _figure("one-shot answer of one token", shot, imports, "import torch, transformers"),
             Figure("first token, model loaded", first.median * 1e3, "ms", spread=first.spread),
+            *first_prompt.figures(setup),
         ),
     )
 

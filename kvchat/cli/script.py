@@ -64,6 +64,7 @@ class Script:
         self._interruption = interruption
         self._is_heard = True
         self._shows_stats = setup.shows_stats
+        self._has_told_load = False
         self.exit_code = ExitCode.OK
 
     def answer(self, text: str) -> None:
@@ -182,7 +183,11 @@ class Script:
         ready = self._desk.host.ready
         limit = ready.context_limit if ready is not None else None
         glyphs = self._setup.glyphs
-        line = stats_line(ended.usage, ended.timing, ended.reason, limit, glyphs, read_again)
+        load_s = ready.load_s if ready is not None and not self._has_told_load else None
+        self._has_told_load = True
+        line = stats_line(
+            ended.usage, ended.timing, ended.reason, limit, glyphs, read_again, load_s
+        )
         self._setup.notices.show(line.replace(NO_BREAK, " ") + "\n")
 
     def _limited(self, reply: Reply) -> "_Limits":

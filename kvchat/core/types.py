@@ -170,7 +170,8 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Seconds of one request, measured by the engine; `load_s` is counted apart from the rest.
+    """Seconds of one request, measured by the engine; `load_s` is counted apart from the rest, and
+    holds whatever a process does once before it answers.
 
     `ttft_s` runs from submission, with the model loaded, to the first token. `decode_s` runs from
     the first token to the last.

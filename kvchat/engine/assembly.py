@@ -4,6 +4,7 @@ The one place where the model's facts become the cache's geometry. Decides sizes
 """
 
 import logging
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -77,11 +78,12 @@ def build_engine(
     `state_directory` keeps self-test verdicts between runs; None keeps none. Raises ModelError or
     ModelUnsupported with a sentence for the user.
     """
+    began_s = time.perf_counter()
     loaded = load_trusted(
         source, model_config, engine_config.max_context, state_directory, progress
     )
     engine = engine_around(loaded, cache_config, engine_config, state_directory)
-    return AssembledEngine(engine, loaded, model_ready(loaded, engine))
+    return AssembledEngine(engine, loaded, model_ready(loaded, engine, began_s))
 
 
 def load_trusted(
@@ -257,14 +259,14 @@ def _swap(
     return HostSwap(cache, host, transfer, memory=memory)
 
 
-def model_ready(loaded: LoadedModel, engine: Engine) -> ModelReady:
-    """Return the event that says an engine answers from now on."""
+def model_ready(loaded: LoadedModel, engine: Engine, began_s: float) -> ModelReady:
+    """Return the event that says an engine answers from now on; loading began at `began_s`."""
     return ModelReady(
         name=loaded.source.name,
         identity=loaded.identity,
         device=str(loaded.device),
         dtype=dtype_name(loaded.dtype),
         context_limit=engine.max_context,
-        load_s=loaded.load_s,
+        load_s=time.perf_counter() - began_s,
         notes=loaded.notes,
     )

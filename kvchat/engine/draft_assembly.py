@@ -5,6 +5,7 @@ store under an identity of its own. A draft that cannot be used costs a sentence
 """
 
 import logging
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -62,6 +63,7 @@ def build_speculating_engine(
 
     As `build_engine`; what keeps the draft from being used is told in the notes of the model.
     """
+    began_s = time.perf_counter()
     target = load_trusted(
         source, model_config, engine_config.max_context, state_directory, progress
     )
@@ -77,7 +79,7 @@ def build_speculating_engine(
     speculation = Speculation(drafters, Mode(speculation_config.mode))
     target_cache = draft.target_cache if draft is not None else cache_config
     engine = engine_around(target, target_cache, engine_config, state_directory, speculation)
-    ready = model_ready(target, engine)
+    ready = model_ready(target, engine, began_s)
     if draft is not None and draft_source is not None:
         ready = replace(ready, draft=draft_source.name)
     return AssembledEngine(engine, target, ready)

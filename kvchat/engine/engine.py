@@ -205,6 +205,14 @@ class Engine:
         self.speculation.tend(self._scheduler.requests())
         return events
 
+    def prepare(self) -> None:
+        """Do now what the first decode steps would wait for: weights laid out, replacements proven.
+
+        What is done is not done again.
+        """
+        self._runner.prepare()
+        self.speculation.prepare()
+
     def _keep_backlog(self) -> None:
         """Have written what there was no room for; with nothing else to do, wait for room."""
         if self._persistence is not None:
@@ -217,8 +225,7 @@ class Engine:
         requests = self._scheduler.requests()
         is_restoring = self._restores.settle(requests)
         if requests and all(request.is_decoding for request in requests):
-            self._runner.prepare()  # nobody waits for a first token
-            self.speculation.prepare()
+            self.prepare()  # nobody waits for a first token
         is_met = any(not request.is_restoring for request in requests)
         self._recall(self._probes.begin(self._run_alone, of_all=is_met))
         try:

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
 from kvchat.core.errors import GenerationError, KvchatError
@@ -88,6 +88,7 @@ class EngineThread:
         self._numbers = iter(range(1, 1 << 62))
         self._lock = threading.Lock()
         self._is_over = False
+        self._is_awaited = False
         self._listeners: dict[int, Listener] = {}
         self._samples_left: dict[int, int] = {}
         self._request_ids: dict[Ticket, int] = {}
@@ -98,6 +99,8 @@ class EngineThread:
         """Queue a request; its events go to `listener`, each carrying the engine's request id."""
         with self._lock:
             ticket = Ticket(next(self._numbers))
+            # A single token may do without what is prepared for decoding.
+            self._is_awaited |= spec.max_tokens is None or spec.max_tokens > 1
         self._send(_Submit(ticket, spec, listener, time.perf_counter()))
         return ticket
 
@@ -146,8 +149,9 @@ class EngineThread:
             _log.exception("loading failed")
             self._refuse_everything(GenerationError(f"Loading the model failed: {error!r}."))
         else:
-            _tell(self._on_load, ready)
             try:
+                ready = self._prepared(engine, ready)
+                _tell(self._on_load, ready)
                 self._serve(engine, time.perf_counter())
             except BaseException as error:
                 _log.exception("the engine stopped")
@@ -155,6 +159,19 @@ class EngineThread:
                 self._fail_running(failure)
                 self._refuse_everything(failure)
             _close(engine)
+
+    def _prepared(self, engine: "Engine", ready: ModelReady) -> ModelReady:
+        """Prepare the engine where an answer is waited for already; count that as loading.
+
+        Otherwise weights are laid out while the user types. Beside a prompt that is being read both
+        would take their time, and the first decode step would wait for it all the same.
+        """
+        if not self._is_awaited:
+            return ready
+        began_s = time.perf_counter()
+        _tell(self._on_load, LoadProgress("preparing to decode"))
+        engine.prepare()
+        return replace(ready, load_s=ready.load_s + time.perf_counter() - began_s)
 
     def _fail_running(self, error: KvchatError) -> None:
         for request_id, listener in self._listeners.items():

@@ -17,6 +17,7 @@ from torch import nn
 from kvchat.model.attention import StepContext
 from kvchat.model.device import free_bytes
 from kvchat.model.fuse_install import Installer
+from kvchat.model.fuse_layer import with_scripts
 from kvchat.model.fuse_linear import (
     MAX_PACKED_ROWS,
     PACKABLE,
@@ -171,6 +172,7 @@ class _Fuser:
         self._lock = Lock()
         # Taken from the end: the head, which is the largest, comes first.
         self._to_do: list[LayerSpec | None] = [*reversed(spec.layers), None]
+        self._num_left = len(self._to_do)
         self._num_layers = 0
         self._num_parts = 0
         self._head: Product | None = None
@@ -178,7 +180,7 @@ class _Fuser:
         self._whole: WholeModel | None = None
 
     def work(self) -> None:
-        """Do what is left to do, until nothing is."""
+        """Do what is left to do, until nothing is; the thread that does the last of it finishes."""
         while True:
             with self._lock:
                 if not self._to_do:
@@ -193,6 +195,18 @@ class _Fuser:
                 # A model's own code may raise anything when tried; nothing is lost but speed, for
                 # the module goes on running that code.
                 _log.warning("not fused: %s", error)
+            with self._lock:
+                self._num_left -= 1
+                is_last = self._num_left == 0
+            if is_last:
+                self._finish_early()
+
+    def _finish_early(self) -> None:
+        """Finish before somebody waits for it, who is told what goes wrong."""
+        try:
+            self.finish()
+        except Exception as error:
+            _log.warning("not finished before it is waited for: %s", error)
 
     def drop_work(self) -> None:
         """Let `work` return as soon as it is done with what it is at."""
@@ -202,6 +216,7 @@ class _Fuser:
     def finish(self) -> Fusion:
         """Fuse what hangs on all else being fused; return what was."""
         if self._fusion is None:
+            self._script_layers()
             is_whole = self._num_layers == len(self._spec.layers) and self._head is not None
             norm = self._install_final_norm()
             self._installer.keeps_stream = norm is not None and is_whole
@@ -210,6 +225,23 @@ class _Fuser:
             self._fusion = Fusion(self._scheme.weights, self._num_layers, self._num_parts)
             _log.info("fused model=%s: %s", self._spec.model_type, self._fusion)
         return self._fusion
+
+    @torch.inference_mode()
+    def _script_layers(self) -> None:
+        """Let layers run as scripts, where these do to the bit what the layers do."""
+        specs = [self._module.get_submodule(layer.module_name) for layer in self._spec.layers]
+        found = [
+            (layer, attention, self._installer.layers[attention])
+            for layer, attention in zip(self._spec.layers, specs, strict=True)
+            if attention in self._installer.layers
+        ]
+        scripted = with_scripts([fused for _, _, fused in found])
+        trial = Trial(self._scheme.compute_dtype, self._module.device)
+        for (layer, attention, fused), other in zip(found, scripted, strict=True):
+            if other.script is not None and trial.is_identical(
+                layer, fused, other, fused.before_attention.width
+            ):
+                self._installer.layers[attention] = other
 
     @property
     def whole(self) -> WholeModel | None:

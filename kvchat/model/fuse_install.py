@@ -46,7 +46,7 @@ class Installer:
                 return own(hidden_states, *args, position_embeddings=position_embeddings, **kwargs)
             cos, sin = position_embeddings
             x = hidden_states[0].to(self._compute_dtype)
-            out = fused(x, cos, sin, binding_of(attention))[None]
+            out = self.layers[attention](x, cos, sin, binding_of(attention))[None]
             return out if self.keeps_stream else out.to(hidden_states.dtype)
 
         module.forward = forward

@@ -4,7 +4,8 @@ Knows the two orders that Llama's and Gemma's families use. Whether a layer is o
 `fuse` to find out, by running both.
 """
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,7 +14,7 @@ from kvchat.model.attention import LayerBinding
 from kvchat.model.fuse_attention import FusedAttention, rotation
 from kvchat.model.fuse_kernels import takes_kernels
 from kvchat.model.fuse_parts import GatedMlp, RmsNorm
-from kvchat.model.fuse_script import LayerScript, reason_of, script_of
+from kvchat.model.fuse_script import LayerScript, form_of, reason_of, script_of
 from kvchat_kernels.paged_attention.cpu_step import columns_of
 
 _LLAMA_NORMS = ("input_layernorm", "post_attention_layernorm")
@@ -25,7 +26,8 @@ LAYER_NORMS = (_LLAMA_NORMS, _GEMMA_NORMS)
 class FusedLayer:
     """x + attention(norm x), then x + mlp(norm x); Gemma norms what is added as well.
 
-    `script` does the same without Python between the operations, where there is one.
+    `script` does the same without Python between the operations, where there is one; in it the
+    layer is that of `index`.
     """
 
     attention: FusedAttention
@@ -35,6 +37,7 @@ class FusedLayer:
     before_mlp: RmsNorm
     after_mlp: RmsNorm | None
     script: LayerScript | None = None
+    index: int = 0
 
     def __call__(
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, binding: LayerBinding
@@ -70,10 +73,10 @@ class FusedLayer:
         step = self.attention.fused_step(binding, batch)
         if step is None:
             # Nothing holds on to Q, K and V: of many rows the MLP wants the memory itself.
-            attended = self.attention.attend(*script.before(x, cos, sin, keys, 0), binding)
-            return script.after(attended, x, 0)
+            attended = self.attention.attend(*script.before(x, cos, sin, keys, self.index), binding)
+            return script.after(attended, x, self.index)
         pools, slots = [(keys, binding.values)], batch.slot_mapping
-        return script.run(x, [cos], [sin], pools, slots, *columns_of([step]))
+        return script.run(x, [cos], [sin], pools, slots, *columns_of([step]), self.index)
 
 
 def join_layer(
@@ -82,12 +85,25 @@ def join_layer(
     """Return the layer that norms of these names make, None where there is no such order."""
     if set(norms) == set(_GEMMA_NORMS):
         first, second, third, fourth = (norms[name] for name in _GEMMA_NORMS)
-        return _with_script(FusedLayer(attention, mlp, first, second, third, fourth))
+        return FusedLayer(attention, mlp, first, second, third, fourth)
     if set(norms) == set(_LLAMA_NORMS):
         first, second = (norms[name] for name in _LLAMA_NORMS)
-        return _with_script(FusedLayer(attention, mlp, first, None, second, None))
+        return FusedLayer(attention, mlp, first, None, second, None)
     return None
 
 
-def _with_script(layer: FusedLayer) -> FusedLayer:
-    return replace(layer, script=script_of([layer]))
+def with_scripts(layers: Sequence[FusedLayer]) -> list[FusedLayer]:
+    """Return the layers, in one script those that are built alike, where torch makes one of them.
+
+    A script a layer would take twenty times as long to make, for a model of twenty: it is parsed
+    anew for each.
+    """
+    made = list(layers)
+    alike: dict[object, list[int]] = defaultdict(list)
+    for place, layer in enumerate(layers):
+        alike[form_of(layer)].append(place)
+    for places in alike.values():
+        script = script_of([layers[place] for place in places])
+        for index, place in enumerate(places):
+            made[place] = replace(layers[place], script=script, index=index)
+    return made

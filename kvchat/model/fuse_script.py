@@ -68,9 +68,10 @@ class LayerScript:
              key_dim], and V, [num_tokens, num_kv_heads, value_dim], in the dtype of `keys`
     after    (attended [num_tokens, num_heads, value_dim], x, index) -> the stream after the layer
     run      (x, cos, sin, pools, slots, runs, masks, key rooms, value rooms, places, numbers of
-             keys) -> the stream after all layers; slots are where in the pools the new tokens go,
-             none being -1; what follows x, but them, are lists over the layers: angles, pairs of
-             pools, and what FusedStep holds
+             keys, first index, 0 unless given) -> the stream after so many layers from there as
+             there are pools; slots are where in the pools the new tokens go, none being -1; what
+             follows x, but them, are lists over these layers: angles, pairs of pools, and what
+             FusedStep holds
     """
 
     before: Callable[..., tuple[torch.Tensor, torch.Tensor]]
@@ -83,7 +84,7 @@ def script_of(layers: Sequence[LayerParts]) -> LayerScript | None:
 
     None where their parts are not of the kind, where they are not built alike, or torch refuses.
     """
-    forms = {_form(layer) for layer in layers}
+    forms = {form_of(layer) for layer in layers}
     if len(forms) > 1 or None in forms:
         return None
     try:
@@ -105,7 +106,7 @@ def reason_of(error: RuntimeError) -> str:
     return message.partition(_REASON)[2] if message.startswith(_IN_A_SCRIPT) else ""
 
 
-def _form(layer: LayerParts) -> tuple[object, ...] | None:
+def form_of(layer: LayerParts) -> tuple[object, ...] | None:
     """Return what layers of one script have in common, None for a layer that is in none."""
     attention, mlp = layer.attention, layer.mlp
     products = attention.qkv, attention.out, mlp.gate_up, mlp.down
@@ -287,10 +288,12 @@ class _Layers(nn.Module):
         value_rooms: list[torch.Tensor],
         places: list[torch.Tensor | None],
         num_keys: list[int],
+        first: int = 0,
     ) -> torch.Tensor:
-        for index in range(len(pools)):
-            keys, values = pools[index]
-            heads, value = self.before(x, cos[index], sin[index], keys, index)
+        for place in range(len(pools)):
+            index = first + place
+            keys, values = pools[place]
+            heads, value = self.before(x, cos[place], sin[place], keys, index)
             keys, values = keys.flatten(0, 1), values.flatten(0, 1)
             keys.index_copy_(0, slots, heads[:, self.num_heads :])
             values.index_copy_(0, slots, value)
@@ -298,12 +301,12 @@ class _Layers(nn.Module):
                 heads[:, : self.num_heads],
                 keys,
                 values,
-                runs[index],
-                masks[index],
-                key_rooms[index],
-                value_rooms[index],
-                places[index],
-                num_keys[index],
+                runs[place],
+                masks[place],
+                key_rooms[place],
+                value_rooms[place],
+                places[place],
+                num_keys[place],
                 self.scales[index],
             )
             x = self.after(attended, x, index)

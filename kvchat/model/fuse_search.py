@@ -18,6 +18,7 @@ from kvchat.model.fuse_linear import HalfProduct, MergedProduct, Product
 from kvchat.model.fuse_parts import GatedMlp, RmsNorm, mlp_linears, rms_norms
 from kvchat.model.fuse_trial import Attend, Trial
 from kvchat.model.spec import LayerSpec
+from kvchat.model.weight_only import PACKED_NOISE, SharedInputProducts
 
 MakeProduct = Callable[[list[nn.Linear]], Product]
 
@@ -64,7 +65,8 @@ class LayerSearch:
         self._make = make
         self._compute_dtype = compute_dtype
         weight = next(module.parameters())
-        self._trial = Trial(weight.dtype, weight.device)
+        noise = PACKED_NOISE if make is SharedInputProducts else 0.0
+        self._trial = Trial(weight.dtype, weight.device, noise=noise)
 
     def run(self) -> FoundParts:
         """Try the layer as a whole, and its parts one by one only where that fails.

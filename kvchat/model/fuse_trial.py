@@ -35,23 +35,29 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, LayerBinding], torc
 
 class Trial:
     """One random input, the same for everybody who asks, in `dtype`; its values are those that
-    `rounded_to` has, where that is less precise.
+    `rounded_to` has, where that is less precise. `noise` is how far two right results may be apart
+    for reasons other than the dtype, as a share of either.
     """
 
     def __init__(
-        self, dtype: torch.dtype, device: torch.device, rounded_to: torch.dtype | None = None
+        self,
+        dtype: torch.dtype,
+        device: torch.device,
+        rounded_to: torch.dtype | None = None,
+        noise: float = 0.0,
     ) -> None:
         self._generator = torch.Generator()
         self._dtype = dtype
         self._device = device
         self._rounded_to = rounded_to or dtype
+        self._tolerance = max(_TOLERANCE[dtype], noise)
 
     def agree(self, own: torch.Tensor, fused: torch.Tensor) -> bool:
         """Tell whether the replacement's output is the module's, within the dtype's tolerance."""
         if own.shape != fused.shape:
             return False
         error = torch.linalg.vector_norm(own.float() - fused.float())
-        return bool(error <= _TOLERANCE[self._dtype] * torch.linalg.vector_norm(own.float()))
+        return bool(error <= self._tolerance * torch.linalg.vector_norm(own.float()))
 
     def same(self, module: Tensors, fused: Tensors, width: int) -> bool:
         """Compare two functions of rows of `width`; one that cannot be run does not agree."""
@@ -72,6 +78,16 @@ class Trial:
         except _FAILURES:
             return False
         return all(self.agree(a, b) for a, b in zip(mine, other, strict=True))
+
+    def is_identical(self, layer: LayerSpec, one: Attend, other: Attend, width: int) -> bool:
+        """Tell whether two replacements of a layer give the same to the bit, KV included."""
+        try:
+            mine, others = (
+                self.outputs_of_fused(layer, nn.Module(), fused, width) for fused in (one, other)
+            )
+        except _FAILURES:
+            return False
+        return all(torch.equal(a, b) for a, b in zip(mine, others, strict=True))
 
     def is_as_exact(
         self, layer: LayerSpec, attention: nn.Module, own: nn.Module, fused: Attend, width: int

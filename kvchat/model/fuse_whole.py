@@ -21,7 +21,7 @@ from kvchat.model.fuse_kernels import takes_kernels
 from kvchat.model.fuse_layer import FusedLayer
 from kvchat.model.fuse_linear import Product
 from kvchat.model.fuse_parts import RmsNorm
-from kvchat.model.fuse_script import LayerScript, reason_of, script_of
+from kvchat.model.fuse_script import LayerScript, reason_of
 from kvchat.model.spec import LayerSpec, ModelSpec
 from kvchat_kernels.paged_attention import PagedSequences
 from kvchat_kernels.paged_attention.cpu_step import FusedStep, columns_of
@@ -199,8 +199,9 @@ def join_model(
         return None
     attentions = [module.get_submodule(layer.module_name) for layer in spec.layers]
     own = [fused[attention] for attention in attentions]
-    script = script_of(own) if all(layer.script is not None for layer in own) else None
-    if script is None:
+    script = own[0].script
+    is_one = all(layer.script is script and layer.index == i for i, layer in enumerate(own))
+    if script is None or not is_one:
         return None
     like = embedding(torch.zeros(1, 1, dtype=torch.int64))
     angles = _angles_of_layers(owner, len(own), like, compute_dtype)

@@ -112,7 +112,7 @@ def load_model(
     frozen_rope = freeze_rope(module, limit)
     _move(module, device, progress)
     if config.weights != "auto":
-        quantise(module, spec, config.weights, _telling(progress))
+        notes += quantise(module, spec, config.weights, _telling(progress))
     step = StepContext()
     fusing = Fusing(module, spec, step, choose_scheme(module, config.weights))
     load_s = time.perf_counter() - start_s

@@ -59,14 +59,17 @@ def stats_line(
     context_limit: int | None,
     glyphs: Glyphs,
     read_again: str = "",
+    load_s: float | None = None,
 ) -> str:
     """Return the line after an answer. Where it is too long it breaks between its parts.
 
-    `read_again` says why something was, "" where nothing was.
+    `read_again` says why something was, "" where nothing was. `load_s` is what loading the model
+    took, where that belongs to the answer: the first one of a script.
     """
     used = usage.prompt_tokens + usage.completion_tokens
     parts = [
         _ending(reason),
+        f"loaded in {format_seconds(load_s)}" if load_s is not None else "",
         _cached(usage, glyphs),
         f"read {usage.prefilled_tokens:,}" if usage.prefilled_tokens else "",
         f"read again: {read_again}" if read_again else "",

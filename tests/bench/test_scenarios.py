@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from kvchat.bench import decode
 from kvchat.bench.engines import new_engine
+from kvchat.bench.first_prompt import figures
 from kvchat.bench.prefill import num_flops
 from kvchat.bench.record import record
 from kvchat.bench.report import Result, print_json, print_result
@@ -285,3 +286,12 @@ def test_nothing_to_replay_is_said(checkpoint: Path, tmp_path: Path) -> None:
 def test_an_unknown_scenario_is_refused_with_the_names_there_are() -> None:
     with pytest.raises(UsageError, match="no scenario"):
         scenario("speed")
+
+
+def test_the_first_prompt_of_a_process_is_beside_later_ones(checkpoint: Path) -> None:
+    first, loading = figures(quick(checkpoint))
+
+    assert first.value > 0
+    assert first.beside is not None
+    assert first.ratio == pytest.approx(first.value / first.beside)
+    assert loading.value > 0

@@ -88,7 +88,39 @@ def test_a_request_before_the_model_is_there_is_answered_once_it_is(start) -> No
 
     ids = [t for e in events if isinstance(e, TokensGenerated) for t in e.token_ids]
     assert ids == complete_without_cache(spec(), 0, 120)
-    assert heard == [LoadProgress("waiting"), READY]
+    assert heard[:2] == [LoadProgress("waiting"), LoadProgress("preparing to decode")]
+    assert [type(event) for event in heard[2:]] == [ModelReady]
+
+
+@pytest.mark.parametrize(
+    ("asked", "is_prepared"), [(None, False), (1, False), (5, True)], ids=["no", "a token", "yes"]
+)
+def test_what_decoding_needs_is_loading_where_an_answer_is_waited_for(  # type: ignore[no-untyped-def]
+    start, monkeypatch: pytest.MonkeyPatch, asked: int | None, is_prepared: bool
+) -> None:
+    """The first prompt of a process once took eight times as long as others, and `load_s` little:
+    weights were laid out for decoding beside its reading."""
+    gate, ready = threading.Event(), threading.Event()
+    harness, heard, prepared = EngineHarness(), list[ModelReady](), list[int]()
+    monkeypatch.setattr(harness.engine, "prepare", lambda: prepared.append(len(heard)))
+
+    def build(progress: object) -> tuple[Engine, ModelReady]:
+        gate.wait(WAIT_S)
+        return harness.engine, READY
+
+    def hear(event: LoadEvent) -> None:
+        if isinstance(event, ModelReady):
+            heard.append(event)
+            ready.set()
+
+    thread = start(build=build, on_load=hear)
+    if asked is not None:
+        thread.submit(spec(max_tokens=asked), Inbox())
+    gate.set()
+    assert ready.wait(WAIT_S)
+
+    assert (heard[0].load_s > READY.load_s) is is_prepared
+    assert (prepared[:1] == [0]) is is_prepared, "before it is said to be ready"
 
 
 @pytest.mark.parametrize(

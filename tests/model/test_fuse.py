@@ -363,6 +363,17 @@ def test_a_process_that_leaves_while_weights_are_prepared_leaves_in_peace(tmp_pa
     assert done.returncode == 0, done.stderr.decode()
 
 
+def test_nothing_is_left_for_who_waits_once_the_threads_are_done(tmp_path: Path) -> None:
+    """Layers were joined when the first small step waited: its time was the first prompt's."""
+    fusing = load(tmp_path, "llama", "bfloat16").fusing
+    assert fusing is not None
+
+    for thread in list(fusing._threads):
+        thread.join()
+
+    assert fusing.whole is not None
+
+
 def test_a_model_nobody_holds_is_not_prepared_further(tmp_path: Path) -> None:
     loaded = load(tmp_path, "llama", "bfloat16")
     assert loaded.fusing is not None

@@ -5,6 +5,7 @@ a whole here: see `test_fuse_whole.py`.
 """
 
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -240,3 +241,40 @@ def test_queries_and_keys_of_a_prefill_are_let_go_before_its_mlp(
     results(loaded, batch_of([(30, 30, range(1, 5))]))
 
     assert num_held == [0] * len(loaded.spec.layers)
+
+
+def test_layers_that_are_built_alike_are_scripted_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A script for each layer took a model of 24 as long as laying out its weights."""
+    made: list[int] = []
+
+    def counted(layers: Sequence[LayerParts]) -> LayerScript | None:
+        made.append(len(layers))
+        return script_of(layers)
+
+    monkeypatch.setattr(fuse_layer, "script_of", counted)
+    loaded = load(saved(tmp_path, "gemma3, mixed windows"))
+
+    assert made == [len(loaded.spec.layers)]
+
+
+def test_a_script_that_does_something_else_is_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, decisions: Decisions
+) -> None:
+    def wrong(layers: Sequence[LayerParts]) -> LayerScript | None:
+        script = script_of(layers)
+        assert script is not None
+        run = script.run
+        return replace(script, run=lambda *args: run(*args[:-1], 0))  # each as the first layer
+
+    directory = saved(tmp_path, "llama")
+    written = plain(directory, monkeypatch)
+    monkeypatch.setattr(fuse_layer, "script_of", wrong)
+    loaded = load(directory)
+    decisions.made.clear()
+    ours = results(loaded, batch_of(IN_PLACE))
+
+    assert len(decisions.made) == 1  # the first layer is itself
+    for one, other in zip(ours, results(written, batch_of(IN_PLACE)), strict=True):
+        assert torch.equal(one, other)

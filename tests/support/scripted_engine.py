@@ -169,6 +169,9 @@ class ScriptedEngine:
             )
         return self._num_requests
 
+    def prepare(self) -> None:
+        """There is nothing to prepare."""
+
     def cancel(self, request_id: int, reason: FinishReason = FinishReason.CANCELLED) -> None:
         for sample in self._running:
             if sample.request_id == request_id:

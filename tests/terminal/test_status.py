@@ -44,6 +44,13 @@ def test_what_was_read_again_has_its_reason_beside_the_count() -> None:
     assert line.replace("\u00a0", " ").startswith("cached 16/40 · read 24 · read again: evicted · ")
 
 
+def test_what_loading_took_is_told_where_it_belongs_to_the_answer() -> None:
+    usage, timing = Usage(prompt_tokens=40, completion_tokens=1), Timing(ttft_s=1.5)
+    line = stats_line(usage, timing, FinishReason.STOP, None, _GLYPHS, load_s=2.04)
+
+    assert line.replace("\u00a0", " ").startswith("loaded in 2.0 s · read 40 · first token 1.5 s")
+
+
 def test_what_is_zero_is_left_out() -> None:
     usage = Usage(prompt_tokens=40, completion_tokens=1)
 
