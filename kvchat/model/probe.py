@@ -62,6 +62,8 @@ class _Recorder:
     ) -> tuple[torch.Tensor, None]:
         """Record one call; return an output of the right shape."""
         _refuse_strange_calls(module, key, kwargs)
+        if isinstance(scaling, complex):  # a negative setting's root
+            raise Refusal("scales its attention by a number that is not real")
         if module in self.modules:
             raise Refusal("runs attention more than once per layer")
         shares = [index for index, earlier in enumerate(self.keys) if earlier is key]
@@ -163,15 +165,17 @@ def _refusing(config: Any) -> Iterator[None]:
 
 
 def _name(config: Any) -> str:
-    architectures = getattr(config, "architectures", None) or [type(config).__name__]
-    return f"{architectures[0]} ({config.model_type})"
+    architectures = getattr(config, "architectures", None)
+    names = architectures if isinstance(architectures, list) else []
+    name = (names and names[0]) or type(config).__name__
+    return f"{name} ({config.model_type})"
 
 
 def _refuse_layer_types(config: Any) -> None:
     for layer_type in getattr(config.get_text_config(), "layer_types", None) or ():
-        if layer_type in _ATTENTION_LAYERS:
+        if str(layer_type) in _ATTENTION_LAYERS:
             continue
-        if any(word in layer_type for word in ("sparse", "indexed", "compressed")):
+        if any(word in str(layer_type) for word in ("sparse", "indexed", "compressed")):
             raise Refusal(f"chooses its keys by an index of its own in {layer_type} layers")
         raise Refusal(f"keeps state other than keys and values in its {layer_type} layers")
 

@@ -103,9 +103,14 @@ def _copy_tokenizer_file(path: Path, copy: Path) -> None:
         raise unreadable(path, error.strerror) from error
     if path.name == "tokenizer_config.json":
         settings = read_json(path) or {}
-        kept = {k: v for k, v in settings.items() if not k.endswith("_file") and k != "auto_map"}
+        kept = {k: v for k, v in settings.items() if not _names_files(k)}
         content = json.dumps(kept).encode()
     copy.write_bytes(content)
+
+
+def _names_files(setting: str) -> bool:
+    """Whether transformers would open what a setting of tokenizer_config.json names, or run it."""
+    return setting.endswith("_file") or setting in ("vocab", "merges", "init_inputs", "auto_map")
 
 
 def _built_tokenizer(name: str, directory: str) -> str:
