@@ -37,7 +37,7 @@ def test_a_broken_checkpoint_loads_or_is_refused(
     size: range, originals: list[Path], tmp_path: Path
 ) -> None:
     """In one sentence with exit code 3; nothing is unpickled, run, fetched or written elsewhere,
-    and no try takes a minute of time or three gigabytes of memory."""
+    and no try takes a minute of computing or three gigabytes of memory."""
     arguments = [str(tmp_path), str(size.start), str(size.stop), *map(str, originals)]
     tests = Path(broken_checkpoints.__file__).parents[1]
 

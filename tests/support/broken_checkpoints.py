@@ -23,7 +23,8 @@ NASTY: tuple[Any, ...] = (
     None, True, -1, 0, 1, 3, 7.5, 10**6, 10**9, 2**63, 10**30, -(10**18), 1e400, float("nan"),
     "", "x", "../x", "/dev/zero", "\ud800", "a\0b", "load", [], [[]], [1, "x"], {}, {"a": {}},
 )  # fmt: skip
-_SECONDS, _MORE_BYTES = 60, 3 << 30
+# Of computing, and of waiting: a busy machine may let a try wait for long.
+_CPU_SECONDS, _SECONDS, _MORE_BYTES = 60, 600, 3 << 30
 Draw = random.Random
 
 
@@ -179,6 +180,7 @@ def _forked(work: Callable[[], str], directory: Path) -> str:
 def _limit() -> None:
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + _MORE_BYTES,) * 2)
+    resource.setrlimit(resource.RLIMIT_CPU, (_CPU_SECONDS,) * 2)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(_SECONDS)
