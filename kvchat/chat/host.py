@@ -5,6 +5,7 @@ command line.
 """
 
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, TypeVar
@@ -13,6 +14,7 @@ from kvchat.chat.chat_model import ChatModel
 from kvchat.chat.conversation import Conversation
 from kvchat.chat.session import ChatSession
 from kvchat.chat.store import SessionStore
+from kvchat.core.errors import TimedOut
 from kvchat.core.events import (
     LoadEvent,
     LoadFailed,
@@ -52,6 +54,7 @@ class ChatHost:
         self.store = store
         self._on_load = on_load
         self._loaded = threading.Event()
+        self._began_s = time.monotonic()
         self._outcome: LoadEvent | None = None
         self._engine = EngineThread(build, self._hear)
 
@@ -67,9 +70,19 @@ class ChatHost:
         """The loaded model's facts, None while it loads or where it failed."""
         return self._outcome if isinstance(self._outcome, ModelReady) else None
 
-    def wait_until_loaded(self) -> None:
-        """Wait until the model is loaded or has failed to."""
-        self._loaded.wait()
+    def wait_until_loaded(self, timeout_s: float | None = None) -> None:
+        """Wait until the model is loaded or has failed to; raises TimedOut as `check_loading`."""
+        if timeout_s is None:
+            self._loaded.wait()
+            return
+        left_s = max(0.0, self._began_s + timeout_s - time.monotonic())
+        self._loaded.wait(min(left_s, threading.TIMEOUT_MAX))
+        self.check_loading(timeout_s)
+
+    def check_loading(self, timeout_s: float) -> None:
+        """Raise TimedOut where the model is still loading, `timeout_s` after it began to."""
+        if not self._loaded.is_set() and time.monotonic() - self._began_s >= timeout_s:
+            raise TimedOut(f"The model was not loaded within {timeout_s:g} s.")
 
     def wait_until_ready(self) -> ModelReady:
         """Wait for the model; raises the error that kept it from loading."""

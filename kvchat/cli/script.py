@@ -19,7 +19,7 @@ from kvchat.chat.session import ChatSession
 from kvchat.cli.interruption import Interrupted, Interruption
 from kvchat.cli.json_requests import BadRequest, JsonRequest
 from kvchat.cli.output import Exchange, Notices, Writer, ending_notice
-from kvchat.core.errors import ExitCode, KvchatError, UsageError
+from kvchat.core.errors import ExitCode, KvchatError, TimedOut, UsageError
 from kvchat.core.types import FinishReason
 from kvchat.terminal.commands import Invocation, Message, Unknown
 from kvchat.terminal.desk import Desk
@@ -39,7 +39,7 @@ class ScriptSetup:
     """What a script run works with.
 
     desk         the conversation, its model, and how answers are generated
-    timeout_s    limits each answer, the model loaded
+    timeout_s    limits the loading of the model, and then each answer
     shows_stats  a line of figures follows every answer, drawn with `glyphs`
     """
 
@@ -63,6 +63,7 @@ class Script:
         self._desk = setup.desk
         self._interruption = interruption
         self._is_heard = True
+        self._has_given_up = False
         self._shows_stats = setup.shows_stats
         self._has_told_load = False
         self.exit_code = ExitCode.OK
@@ -92,10 +93,16 @@ class Script:
                 self._fail(UsageError(str(line)))
             else:
                 self._carry_out(commands, line)
-            if commands.has_left or self._interruption.code is not None or not self._is_heard:
+            if commands.has_left or self._is_over:
                 return
         if last is not None:
             self.answer(last)
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether nothing more is to be answered."""
+        is_interrupted = self._interruption.code is not None
+        return is_interrupted or self._has_given_up or not self._is_heard
 
     @property
     def _session_fields(self) -> dict[str, object]:
@@ -118,11 +125,16 @@ class Script:
         """Write an answer of the conversation until it ends."""
         session = self._desk.require_session()
         exchange = Exchange(session.session_id, num_samples=num_samples)
-        with self._limited(reply):
-            for event in reply:
-                if isinstance(event, AnswerEnded):
-                    self._desk.note_ended(event)
-                self._handle(exchange, event, reply)
+        try:
+            with self._limited(reply):
+                for event in reply:
+                    if isinstance(event, AnswerEnded):
+                        self._desk.note_ended(event)
+                    self._handle(exchange, event, reply)
+        except TimedOut as error:  # while the model loads, which nothing ends but leaving
+            self._has_given_up = True
+            self.report(error, self._session_fields)
+            return
         self._tell_trouble()
 
     def _tell_trouble(self) -> None:
@@ -208,7 +220,14 @@ class Script:
         threading.Thread(target=_read_ahead, args=(requests, inbox, places), daemon=True).start()
         number, is_open = 0, True
         while (is_open and self._interruption.code is None and self._is_heard) or running:
-            arrival = self._next_arrival(inbox)
+            try:
+                arrival = self._next_arrival(inbox)
+            except TimedOut as error:
+                with self._listening(None):
+                    for label in [r.exchange.label for r in running.values()] or [{}]:
+                        self._setup.writer.fail(error, label)
+                self._fail(error)
+                return
             self._begin_timers(running)
             if arrival is None:
                 is_open = False
@@ -225,8 +244,13 @@ class Script:
             self._note(self._interruption.code)
 
     def _next_arrival(self, inbox: "queue.SimpleQueue[_Arrival]") -> "_Arrival":
-        """Wait for something to happen; wakes up for a signal even if nothing does."""
+        """Wait for something to happen; wakes up for a signal even if nothing does.
+
+        Raises TimedOut where the model takes too long to load.
+        """
         while True:
+            if self._setup.timeout_s is not None:
+                self._desk.host.check_loading(self._setup.timeout_s)
             try:
                 return inbox.get(timeout=0.5)
             except queue.Empty:
@@ -336,7 +360,7 @@ class _Limits:
     def __enter__(self) -> None:
         self._interruption.watch(self._cancel)
         if self._timeout_s is not None:
-            self._host.wait_until_loaded()
+            self._host.wait_until_loaded(self._timeout_s)
             self._timer = _start_timer(self._reply, self._timeout_s)
 
     def __exit__(self, *exception: object) -> None:

@@ -55,7 +55,7 @@ SETTINGS = (
     Setting("seed", int, None, "same seed, same text; default: a new one per answer"),
     Setting("max_tokens", int, None, "most tokens of an answer"),
     Setting("stop", list, (), "end the answer at this text"),
-    Setting("timeout", float, None, "in scripts, seconds an answer may take, the model loaded"),
+    Setting("timeout", float, None, "in scripts, seconds loading may take, and then each answer"),
     Setting(
         "spec",
         bool,

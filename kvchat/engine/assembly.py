@@ -232,6 +232,11 @@ def new_persistence(
                 f"--disk-cache allows only {format_bytes(limit)}, too little for KV.", "Raise it."
             )
         digest = content_digest(loaded.source, state_directory)
+        if loaded.source.marks() != loaded.marks:
+            raise StoreError(
+                f"The files of {loaded.source.name} changed after they were loaded.",
+                "Start kvchat again.",
+            )
         identity = kv_identity(loaded, geometry, digest)
         layout = Layout(identity, geometry.block_size, geometry.block_bytes)
         return DiskTier(directory, layout, limit)

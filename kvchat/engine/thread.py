@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
-from kvchat.core.errors import GenerationError, KvchatError
+from kvchat.core.errors import GenerationError, KvchatError, ModelError
 from kvchat.core.events import (
     LoadEvent,
     LoadFailed,
@@ -147,7 +147,7 @@ class EngineThread:
             self._refuse_everything(error)
         except BaseException as error:  # a Rust library's panic is no Exception
             _log.exception("loading failed")
-            self._refuse_everything(GenerationError(f"Loading the model failed: {error!r}."))
+            self._refuse_everything(ModelError(f"Loading the model failed: {error!r}."))
         else:
             try:
                 ready = self._prepared(engine, ready)

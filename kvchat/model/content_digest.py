@@ -4,18 +4,20 @@ Reading every byte takes seconds a large model; a file of the same inode, size a
 taken to be the file it was. Knows files and digests; knows no tensor.
 """
 
+import errno
 import hashlib
 import json
 import logging
-import mmap
 import os
 from pathlib import Path
 
+from kvchat.core.bounded_files import open_regular, read_bounded
 from kvchat.core.errors import StoreError
 from kvchat.core.paths import open_private, private_directory
+from kvchat.model.small_files import MAX_CONFIG_BYTES
 from kvchat.model.source import ModelSource
+from kvchat.model.weight_files import mark
 
-_CHUNK_BYTES = 1 << 24
 _MAX_REMEMBERED = 1000
 _MEMORY_NAME = "weights.json"
 
@@ -23,36 +25,28 @@ _log = logging.getLogger(__name__)
 
 
 def content_digest(source: ModelSource, state_directory: Path | None) -> str:
-    """Return 32 hex digits over config and weights, whatever the files are called.
+    """Return 32 hex digits over config and the weights that are loaded, in their order.
 
     Digests of files are remembered in `state_directory`; None remembers none. Raises OSError where
-    a file cannot be read.
+    a file cannot be read or changes meanwhile, ModelError where its place cannot be told.
     """
     known = _read_memory(state_directory)
-    digests = {}
+    digests: dict[str, str] = {}
+    whole = hashlib.blake2b(read_bounded(source.config_file, MAX_CONFIG_BYTES), digest_size=16)
     for path in source.weight_files:
-        mark = remembered_as(path)
-        digests[mark] = known.get(mark) or _file_digest(path)
+        found = mark(path)
+        digests[found] = known.get(found) or _file_digest(path)
+        if mark(path) != found:
+            raise OSError(errno.ESTALE, "it changed while it was read", str(path))
+        whole.update(digests[found].encode())
     if digests.keys() - known.keys():
         _write_memory(state_directory, known | digests)
-    whole = hashlib.blake2b((source.directory / "config.json").read_bytes(), digest_size=16)
-    for digest in digests.values():
-        whole.update(digest.encode())
     return whole.hexdigest()
 
 
-def remembered_as(path: Path) -> str:
-    """Return what tells a file from any other, and from what it was before it was written to."""
-    info = path.stat()
-    return f"{info.st_dev}:{info.st_ino}:{info.st_size}:{info.st_mtime_ns}:{info.st_ctime_ns}"
-
-
 def _file_digest(path: Path) -> str:
-    digest = hashlib.blake2b(digest_size=16)
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        for start in range(0, len(content), _CHUNK_BYTES):
-            digest.update(content[start : start + _CHUNK_BYTES])
-    return digest.hexdigest()
+    with os.fdopen(open_regular(path), "rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
 def _read_memory(directory: Path | None) -> dict[str, str]:

@@ -5,46 +5,40 @@ enough for every start, and blind to a change outside the samples.
 """
 
 import hashlib
-import json
-import struct
-from pathlib import Path
+import os
 
-from kvchat.core.errors import ModelError
+from kvchat.core.bounded_files import open_regular
+from kvchat.model.small_files import read_text, unreadable
 from kvchat.model.source import ModelSource
+from kvchat.model.weight_files import read_header
 
 _SAMPLE_BYTES = 4096
 
 
 def sample_digest(source: ModelSource) -> str:
-    """Return `s1-` and 32 hex digits over config, tensor headers and three samples a tensor."""
+    """Return `s1-` and 32 hex digits over config, tensor headers and three samples a tensor.
+
+    Covers the files that are loaded, in their order, and no others; raises ModelError where one
+    cannot be read.
+    """
     digest = hashlib.sha256()
-    digest.update((source.directory / "config.json").read_bytes())
+    digest.update((read_text(source.config_file) or "").encode())
     for path in source.weight_files:
+        header = read_header(path)
+        digest.update(header.raw)
+        digest.update(str(header.file_bytes).encode())
         try:
-            _add_weights(digest, path)
-        except (OSError, ValueError, struct.error, LookupError, TypeError, AttributeError) as error:
-            raise ModelError(
-                f"{path.name} of {source.name} is not a readable safetensors file.",
-                "Is the download complete?",
-            ) from error
+            descriptor = open_regular(path)
+            try:
+                for tensor in sorted(header.tensors, key=lambda entry: entry.name):
+                    for offset in _sample_offsets(tensor.start, tensor.end):
+                        size = min(_SAMPLE_BYTES, tensor.end - offset)
+                        digest.update(os.pread(descriptor, size, len(header.raw) + offset))
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            raise unreadable(path, error.strerror) from error
     return f"s1-{digest.hexdigest()[:32]}"
-
-
-def _add_weights(digest: "hashlib._Hash", path: Path) -> None:
-    with path.open("rb") as file:
-        length_bytes = file.read(8)
-        (header_length,) = struct.unpack("<Q", length_bytes)
-        if header_length > path.stat().st_size:
-            raise ValueError("the header is longer than the file")
-        header = file.read(header_length)
-        digest.update(length_bytes + header)
-        digest.update(str(path.stat().st_size).encode())
-        for name, entry in sorted(json.loads(header).items()):
-            if name != "__metadata__":
-                start, end = entry["data_offsets"]
-                for offset in _sample_offsets(start, end):
-                    file.seek(8 + header_length + offset)
-                    digest.update(file.read(min(_SAMPLE_BYTES, end - offset)))
 
 
 def _sample_offsets(start: int, end: int) -> tuple[int, ...]:

@@ -7,12 +7,14 @@ transformers' loading; knows no pools and no requests.
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from safetensors import safe_open
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 from transformers.utils import logging as transformers_logging
 
 from kvchat.core.config import ModelConfig
@@ -23,9 +25,12 @@ from kvchat.model.device import choose_device, dtype_of, free_bytes, set_threads
 from kvchat.model.fuse import Fusing, choose_scheme
 from kvchat.model.identity import sample_digest
 from kvchat.model.probe import PROBE, ProbeInconclusive, probe, probe_loaded, register_probe
+from kvchat.model.promises import check_counts, room_in
 from kvchat.model.rope import freeze_rope
+from kvchat.model.small_files import read_json
 from kvchat.model.source import ModelSource
 from kvchat.model.spec import ModelSpec
+from kvchat.model.weight_files import read_header
 from kvchat.model.weight_only import quantise
 
 Progress = Callable[[LoadProgress], None]
@@ -41,7 +46,8 @@ class LoadedModel:
     """A module with its weights on its device, and everything known about it.
 
     `max_context` is the longest sequence it may be run on; floating position encodings are frozen
-    to it, so it belongs to the identity of its KV. `notes` tells the user what was odd about the
+    to it, so it belongs to the identity of its KV. `marks` are those of the files as they were
+    loaded, see `ModelSource.marks`. `notes` tells the user what was odd about the
     files. `step` is the step that is running, for whoever sits in a module; `fusing` says which
     modules run other code than transformers' during one.
     """
@@ -54,6 +60,7 @@ class LoadedModel:
     max_context: int
     identity: str
     load_s: float
+    marks: Mapping[Path, str] = field(default_factory=dict)
     frozen_rope: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     step: StepContext = field(default_factory=StepContext)
@@ -68,6 +75,13 @@ class LoadedModel:
 def read_config(source: ModelSource) -> Any:
     """Return the transformers config of a checkpoint; raises ModelError where there is none."""
     _keep_quiet()
+    content = read_json(source.config_file) or {}
+    check_counts(content)
+    if "configuration_files" in content:
+        raise ModelUnsupported(
+            f"config.json of {source.name} is not its only one: it names others by version.",
+            "Rename the newest to config.json.",
+        )
     try:
         config = AutoConfig.from_pretrained(
             source.directory, trust_remote_code=False, local_files_only=True
@@ -83,8 +97,9 @@ def read_config(source: ModelSource) -> Any:
 def inspect_model(source: ModelSource) -> tuple[Any, ModelSpec | None]:
     """Return a checkpoint's config and, where it can be told without weights, its spec."""
     config = read_config(source)
+    headers = [read_header(path) for path in source.weight_files]
     try:
-        return config, probe(config)
+        return config, probe(config, room_in(headers, read_json(source.config_file) or {}))
     except ProbeInconclusive:
         return config, None
 
@@ -102,6 +117,7 @@ def load_model(
     set_threads(config)
     device = choose_device(config)
     with _LOADING:
+        marks = source.marks()
         hf_config, spec = inspect_model(source)
         progress(LoadProgress("loading weights", 0.0))
         module, notes = _read_weights(source, hf_config, dtype_of(config.dtype), spec is None)
@@ -115,6 +131,12 @@ def load_model(
         notes += quantise(module, spec, config.weights, _telling(progress))
     step = StepContext()
     fusing = Fusing(module, spec, step, choose_scheme(module, config.weights))
+    identity = sample_digest(source)
+    if source.marks() != marks:
+        raise ModelError(
+            f"The files of {source.name} changed while they were loaded.",
+            "Start again when they are complete.",
+        )
     load_s = time.perf_counter() - start_s
     _log.info("loaded model=%s device=%s seconds=%.2f", spec.model_type, device, load_s)
     return LoadedModel(
@@ -124,7 +146,8 @@ def load_model(
         device=device,
         dtype=module.dtype,
         max_context=limit,
-        identity=sample_digest(source),
+        identity=identity,
+        marks=marks,
         load_s=load_s,
         frozen_rope=frozen_rope,
         notes=notes,
@@ -145,13 +168,15 @@ def _read_weights(
     own = OWN_ATTENTION.get(hf_config.model_type)
     implementation = "eager" if own else PROBE if needs_probe else PAGED
     try:
-        module, report = AutoModelForCausalLM.from_pretrained(
-            source.directory,
-            config=hf_config,
+        # Given the tensors and no directory, transformers looks for no file: neither for pickles
+        # that an index names, nor for adapters or checkpoints of other kinds beside the weights.
+        model_class, class_config = _causal_class(hf_config)
+        module, report = model_class.from_pretrained(
+            None,
+            config=class_config,
+            state_dict=_tensors(source),
             dtype=dtype if dtype is not None else "auto",
             attn_implementation=implementation,
-            use_safetensors=True,
-            trust_remote_code=False,
             local_files_only=True,
             ignore_mismatched_sizes=True,
             output_loading_info=True,
@@ -161,6 +186,8 @@ def _read_weights(
             f"{source.name} needs a package that is not installed: {_first_line(error)}",
             "Its weights are probably quantised; use an unquantised checkpoint.",
         ) from error
+    except ModelError:
+        raise
     except MemoryError as error:
         raise ModelError(f"{source.name} does not fit in memory.") from error
     except Exception as error:
@@ -171,6 +198,32 @@ def _read_weights(
         ) from error
     _refuse_gaps(source, report)
     return module.eval().requires_grad_(False), _leftovers(source, report)
+
+
+def _causal_class(config: Any) -> tuple[Any, Any]:
+    """Return the class of a config's model, and the config it takes, as AutoModelForCausalLM
+    chooses them; that itself loads from directories only.
+    """
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    text_class = config.sub_configs.get("text_config")
+    if text_class is None or model_class.config_class is not text_class:
+        return model_class, config
+    text_config = config.get_text_config()
+    if getattr(config, "quantization_config", None) is not None:
+        text_config.quantization_config = config.quantization_config
+    return model_class, text_config
+
+
+def _tensors(source: ModelSource) -> dict[str, torch.Tensor]:
+    """Return every tensor of the weight files, mapped, so that nothing is read before it is used.
+
+    Where two files hold a tensor of one name, the later counts, as it does for transformers.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    for path in source.weight_files:
+        with safe_open(path, framework="pt") as file:
+            tensors.update((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118
+    return tensors
 
 
 def _refuse_gaps(source: ModelSource, report: dict[str, Any]) -> None:

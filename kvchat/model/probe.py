@@ -5,7 +5,7 @@ down every attention call. Knows transformers' hooks and what cannot be paged; k
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, AutoModelFo
 from kvchat.core.errors import ModelUnsupported
 from kvchat.model.attention import OWN_ATTENTION, find_sinks, replace_own_attention
 from kvchat.model.mask_reading import UnknownMask, read_span
+from kvchat.model.promises import Room, TooLarge
 from kvchat.model.spec import LayerSpec, ModelSpec
 from kvchat_kernels.paged_attention import FULL, AttentionSpan
 
@@ -61,6 +62,8 @@ class _Recorder:
     ) -> tuple[torch.Tensor, None]:
         """Record one call; return an output of the right shape."""
         _refuse_strange_calls(module, key, kwargs)
+        if isinstance(scaling, complex):  # a negative setting's root
+            raise Refusal("scales its attention by a number that is not real")
         if module in self.modules:
             raise Refusal("runs attention more than once per layer")
         shares = [index for index, earlier in enumerate(self.keys) if earlier is key]
@@ -121,16 +124,17 @@ def _refuse_strange_calls(module: nn.Module, key: torch.Tensor, kwargs: dict[str
             raise Refusal(f"passes {name}, which a paged cache does not know, to its attention")
 
 
-def probe(config: Any) -> ModelSpec:
+def probe(config: Any, room: Room | None = None) -> ModelSpec:
     """Return the facts of a transformers config's model, without its weights.
 
-    Raises ModelUnsupported, naming the architecture and the reason, where KV cannot be paged, and
-    ProbeInconclusive where the model's code needs real values.
+    A model that does not fit in `room` raises TooLarge. Raises ModelUnsupported, naming the
+    architecture and the reason, where KV cannot be paged, and ProbeInconclusive where the model's
+    code needs real values.
     """
     with _refusing(config):
         _refuse_layer_types(config)
         _refuse_own_positions(config)
-        return _record(_build(config), config)
+        return _record(_build(config, room), config)
 
 
 def probe_loaded(model: Any) -> ModelSpec:
@@ -161,15 +165,17 @@ def _refusing(config: Any) -> Iterator[None]:
 
 
 def _name(config: Any) -> str:
-    architectures = getattr(config, "architectures", None) or [type(config).__name__]
-    return f"{architectures[0]} ({config.model_type})"
+    architectures = getattr(config, "architectures", None)
+    names = architectures if isinstance(architectures, list) else []
+    name = (names and names[0]) or type(config).__name__
+    return f"{name} ({config.model_type})"
 
 
 def _refuse_layer_types(config: Any) -> None:
     for layer_type in getattr(config.get_text_config(), "layer_types", None) or ():
-        if layer_type in _ATTENTION_LAYERS:
+        if str(layer_type) in _ATTENTION_LAYERS:
             continue
-        if any(word in layer_type for word in ("sparse", "indexed", "compressed")):
+        if any(word in str(layer_type) for word in ("sparse", "indexed", "compressed")):
             raise Refusal(f"chooses its keys by an index of its own in {layer_type} layers")
         raise Refusal(f"keeps state other than keys and values in its {layer_type} layers")
 
@@ -231,16 +237,21 @@ def _spec(recorder: _Recorder, model: Any, config: Any) -> ModelSpec:
     )
 
 
-def _build(config: Any) -> Any:
+def _build(config: Any, room: Room | None) -> Any:
     """Build the model without memory, its attention wired to the probe."""
     own = OWN_ATTENTION.get(config.model_type)
     config = deepcopy(config)  # transformers writes the attention's name and the dtype into it
     register_probe()
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), room.guarded() if room is not None else nullcontext():
             model = AutoModelForCausalLM.from_config(
-                config, attn_implementation="eager" if own else PROBE, dtype=_PROBE_DTYPE
+                config,
+                attn_implementation="eager" if own else PROBE,
+                dtype=_PROBE_DTYPE,
+                trust_remote_code=False,  # left open, it asks on the terminal
             ).eval()
+    except TooLarge:
+        raise
     except Exception as error:  # every model class fails in its own way
         if PROBE in str(error):
             raise Refusal("does not use transformers' attention interface") from error

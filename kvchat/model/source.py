@@ -5,15 +5,19 @@ torch nor transformers, so that a wrong name is told at once.
 """
 
 import errno
-import json
+import os
 import re
 from contextlib import suppress
 from dataclasses import dataclass
+from fnmatch import fnmatch
+from glob import escape
 from importlib import resources
 from pathlib import Path
 
 from kvchat.core.errors import ModelError, UsageError
 from kvchat.core.paths import user_path
+from kvchat.model.small_files import read_json, unreadable
+from kvchat.model.weight_files import INDEX, SINGLE, check_weights, mark, weight_paths
 
 DEMO, DEMO_DRAFT = "demo", "demo-draft"
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?$")
@@ -30,9 +34,21 @@ class ModelSource:
     directory: Path
 
     @property
+    def config_file(self) -> Path:
+        """The file that describes the architecture."""
+        return self.directory / "config.json"
+
+    @property
     def weight_files(self) -> tuple[Path, ...]:
-        """The safetensors files, sorted by name."""
-        return tuple(sorted(self.directory.glob("*.safetensors")))
+        """The safetensors files that are loaded, in this order; raises as `weight_paths`."""
+        return weight_paths(self.directory, read_json(self.config_file) or {})
+
+    def marks(self) -> dict[Path, str]:
+        """Return a mark of every file that numbers depend on, which changes when the file does."""
+        try:
+            return {path: mark(path) for path in (self.config_file, *self.weight_files)}
+        except OSError as error:
+            raise ModelError(f"{self.name} cannot be read: {error.strerror}.") from error
 
 
 def demo_directory(part: str = "target") -> Path:
@@ -52,11 +68,14 @@ def find_model(name: str) -> ModelSource:
         return _checked(ModelSource(DEMO_DRAFT, demo_directory("draft")))
     try:
         path = user_path(name)
+        is_directory, is_other = path.is_dir(), path.exists()
     except UsageError as error:
         raise ModelError(error.message) from error
-    if path.is_dir():
+    except OSError as error:  # a directory on the way that may not be searched, a name too long
+        raise ModelError(f"{name} cannot be read: {error.strerror}.", "Give another.") from error
+    if is_directory:
         return _checked(ModelSource(name, path))
-    if path.is_file():
+    if is_other:
         raise ModelError(
             f"{name} is a file.", "Give the directory that holds config.json and *.safetensors."
         )
@@ -68,23 +87,37 @@ def find_model(name: str) -> ModelSource:
 
 
 def _checked(source: ModelSource) -> ModelSource:
+    """Return the source, every file that is needed for its numbers being there and readable."""
     directory = source.directory
-    if not (directory / "config.json").is_file():
+    try:
+        names = frozenset(os.listdir(directory))
+    except OSError as error:
+        raise unreadable(directory, error.strerror) from error
+    if "config.json" not in names:
+        is_adapter = "adapter_config.json" in names
         raise ModelError(
-            f"{directory} has no config.json.", "Give a directory in Hugging Face's layout."
+            f"{directory} has no config.json.",
+            "It holds an adapter; merge it into its model."
+            if is_adapter
+            else "Give a directory in Hugging Face's layout.",
         )
-    if source.weight_files:
-        return source
-    if any(any(directory.glob(pattern)) for pattern in _PICKLES):
-        raise ModelError(
-            f"{source.name} has its weights in pickle files only, which kvchat never opens.",
+    paths = source.weight_files
+    check_weights(paths)
+    if not paths:
+        raise _no_weights(source.name, names)
+    return source
+
+
+def _no_weights(name: str, names: frozenset[str]) -> ModelError:
+    """Return the error that says what there is in place of safetensors weights."""
+    if any(fnmatch(file, pattern) for file in names for pattern in _PICKLES):
+        return ModelError(
+            f"{name} has its weights in pickle files only, which kvchat never opens.",
             "Convert them to safetensors first.",
         )
-    if any(directory.glob("*.gguf")):
-        raise ModelError(
-            f"{source.name} holds GGUF weights.", "kvchat reads safetensors checkpoints."
-        )
-    raise ModelError(f"{source.name} has no *.safetensors files.", "Is the download complete?")
+    if any(file.endswith(".gguf") for file in names):
+        return ModelError(f"{name} holds GGUF weights.", "kvchat reads safetensors checkpoints.")
+    return ModelError(f"{name} has neither {SINGLE} nor {INDEX}.", "Is the download complete?")
 
 
 def _hub_snapshot(name: str) -> Path:
@@ -93,7 +126,7 @@ def _hub_snapshot(name: str) -> Path:
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     def snapshot(local_files_only: bool) -> Path:
-        return Path(
+        directory = Path(
             snapshot_download(
                 name,
                 local_files_only=local_files_only,
@@ -101,6 +134,10 @@ def _hub_snapshot(name: str) -> Path:
                 ignore_patterns=list(_UNWANTED),
             )
         )
+        if not local_files_only and (below := _weights_below(directory)):
+            patterns = [escape(path) for path in below]
+            snapshot_download(name, revision=directory.name, allow_patterns=patterns)
+        return directory
 
     try:
         with suppress(LocalEntryNotFoundError):
@@ -108,20 +145,29 @@ def _hub_snapshot(name: str) -> Path:
             if _is_complete(local):
                 return local
         return snapshot(local_files_only=False)
+    except ModelError:
+        raise
     except Exception as error:  # each of the hub client's transports has errors of its own
         raise _download_error(name, error) from error
 
 
+def _weights_below(directory: Path) -> list[str]:
+    """Return the weights that a snapshot's index names in directories below it.
+
+    They are asked for by name: what else lies there are copies in other forms.
+    """
+    paths = ModelSource("", directory).weight_files
+    return [str(path.relative_to(directory)) for path in paths if path.parent != directory]
+
+
 def _is_complete(directory: Path) -> bool:
-    """Tell whether every file the weight index names is there."""
-    index = directory / "model.safetensors.index.json"
-    if not index.is_file():
-        return any(directory.glob("*.safetensors"))
+    """Tell whether every file the weights are in is there."""
     try:
-        names = set(json.loads(index.read_text())["weight_map"].values())
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        paths = ModelSource("", directory).weight_files
+        check_weights(paths)
+    except ModelError:
         return False
-    return all((directory / str(file_name)).is_file() for file_name in names)
+    return bool(paths)
 
 
 def _download_error(name: str, error: Exception) -> ModelError:

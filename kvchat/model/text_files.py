@@ -8,13 +8,36 @@ import json
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+from kvchat.core.bounded_files import read_bounded
 from kvchat.core.errors import ModelError, UsageError
 from kvchat.core.types import SamplingParams
+from kvchat.model.small_files import (
+    MAX_TOKENIZER_BYTES,
+    read_json,
+    read_text,
+    unreadable,
+)
 from kvchat.model.source import ModelSource
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
+# Where transformers looks for vocabularies, beside tokenizer.json.
+_TOKENIZER_FILES = (
+    "config.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "tekken.json",
+)
+_MAX_INT = (1 << 31) - 1
 _SAMPLING_NAMES = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
@@ -41,9 +64,9 @@ class TextFiles:
 def read_text_files(source: ModelSource) -> TextFiles:
     """Read a checkpoint's text files; raises ModelError where there is no usable tokenizer."""
     directory = source.directory
-    tokenizer_config = _read_json(directory / "tokenizer_config.json")
-    generation = _read_json(directory / "generation_config.json")
-    config = _read_json(directory / "config.json")
+    tokenizer_config = read_json(directory / "tokenizer_config.json") or {}
+    generation = read_json(directory / "generation_config.json") or {}
+    config = read_json(source.config_file) or {}
     return TextFiles(
         tokenizer_json=_tokenizer_json(source),
         chat_template=_chat_template(directory, tokenizer_config),
@@ -54,52 +77,65 @@ def read_text_files(source: ModelSource) -> TextFiles:
     )
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"{path} cannot be read.", "Is the download complete?") from error
-    return content if isinstance(content, dict) else {}
-
-
 def _tokenizer_json(source: ModelSource) -> str:
-    path = source.directory / "tokenizer.json"
-    return _read_text(path) if path.is_file() else _converted_tokenizer(source)
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ModelError(f"{path} cannot be read.", "Is the download complete?") from error
+    text = read_text(source.directory / "tokenizer.json", MAX_TOKENIZER_BYTES)
+    return text if text is not None else _converted_tokenizer(source)
 
 
 def _converted_tokenizer(source: ModelSource) -> str:
-    """Let transformers build a fast tokenizer from whatever older files there are."""
+    """Let transformers build a fast tokenizer from whatever older files there are.
+
+    It sees copies of files that were read here, not the checkpoint: what it opens is regular,
+    bounded, and not named by the checkpoint.
+    """
+    with TemporaryDirectory(prefix="kvchat-tokenizer-") as copies:
+        for name in _TOKENIZER_FILES:
+            _copy_tokenizer_file(source.directory / name, Path(copies) / name)
+        return _built_tokenizer(source.name, copies)
+
+
+def _copy_tokenizer_file(path: Path, copy: Path) -> None:
+    try:
+        content = read_bounded(path, MAX_TOKENIZER_BYTES)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise unreadable(path, error.strerror) from error
+    if path.name == "tokenizer_config.json":
+        settings = read_json(path) or {}
+        kept = {k: v for k, v in settings.items() if not _names_files(k)}
+        content = json.dumps(kept).encode()
+    copy.write_bytes(content)
+
+
+def _names_files(setting: str) -> bool:
+    """Whether transformers would open what a setting of tokenizer_config.json names, or run it."""
+    return setting.endswith("_file") or setting in ("vocab", "merges", "init_inputs", "auto_map")
+
+
+def _built_tokenizer(name: str, directory: str) -> str:
     from transformers import AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(
-            source.directory, trust_remote_code=False, local_files_only=True
+            directory, trust_remote_code=False, local_files_only=True
         )
         return str(tokenizer.backend_tokenizer.to_str())
     except Exception as error:
         # Every tokenizer class fails in its own way; the user can only fetch tokenizer.json.
         raise ModelError(
-            f"{source.name} has no tokenizer.json, and none could be made from its other files.",
+            f"{name} has no tokenizer.json, and none could be made from its other files.",
             "Save its tokenizer once with transformers and add the file.",
         ) from error
 
 
 def _chat_template(directory: Path, tokenizer_config: dict[str, Any]) -> str | None:
-    path = directory / "chat_template.jinja"
-    if path.is_file():
-        return _read_text(path)
+    text = read_text(directory / "chat_template.jinja")
+    if text is not None:
+        return text
     template = tokenizer_config.get("chat_template")
     if template is None:
-        template = _read_json(directory / "chat_template.json").get("chat_template")
+        template = (read_json(directory / "chat_template.json") or {}).get("chat_template")
     if isinstance(template, list):
         named = {e.get("name"): e.get("template") for e in template if isinstance(e, dict)}
         template = named.get("default")
@@ -108,7 +144,8 @@ def _chat_template(directory: Path, tokenizer_config: dict[str, Any]) -> str | N
 
 def _special_tokens(directory: Path, tokenizer_config: dict[str, Any]) -> dict[str, str]:
     tokens = {}
-    for place in (_read_json(directory / "special_tokens_map.json"), tokenizer_config):
+    special = read_json(directory / "special_tokens_map.json") or {}
+    for place in (special, tokenizer_config):
         for name in _SPECIAL_NAMES:
             value = place.get(name)
             if isinstance(value, dict):
@@ -123,7 +160,7 @@ def _stop_ids(generation: dict[str, Any], config: dict[str, Any]) -> tuple[int, 
     for place in (generation, config, text_config):
         value = place.get("eos_token_id") if isinstance(place, dict) else None
         ids = value if isinstance(value, list) else [value]
-        stop_ids = tuple(token for token in ids if type(token) is int)
+        stop_ids = tuple(t for t in ids if type(t) is int and 0 <= t <= _MAX_INT)
         if stop_ids:
             return stop_ids
     return ()
@@ -136,7 +173,10 @@ def _sampling_defaults(generation: dict[str, Any]) -> dict[str, float]:
     defaults: dict[str, float] = {}
     for name in _SAMPLING_NAMES:
         value: Any = generation.get(name)
-        if type(value) in (int, float):
+        if name == "top_k" and type(value) is float and value.is_integer():
+            value = int(value)
+        kinds = (int,) if name == "top_k" else (int, float)
+        if type(value) in kinds and abs(value) <= _MAX_INT:
             with suppress(UsageError):
                 SamplingParams(**{name: value})
                 defaults[name] = value

@@ -85,13 +85,25 @@ def test_a_batch_takes_the_system_prompt_of_the_flags_unless_a_request_has_one(
     assert shell.run(*batch, "-f", "x", stdin=lines).returncode == 2
 
 
-def test_the_time_limit_of_a_batch_begins_when_the_model_is_loaded(shell: Shell, tiny: str) -> None:
-    """Loading counted, unlike with -p: with a short limit there was never an answer."""
-    limits = ("--timeout", "0.3", "--input-format", "jsonl")
-    done = shell.run("-m", tiny, *GREEDY, *limits, stdin=b'{"prompt": "Hi"}\n')
+@pytest.mark.parametrize("form", ["prompt", "lines", "batch"])
+def test_a_model_that_takes_too_long_to_load_ends_with_124(
+    form: str, shell: Shell, tiny: str
+) -> None:
+    """The limit was one on the answer alone: a script waited for a slow disk without end."""
+    given = {
+        "prompt": (("-p", "Hi"), b""),
+        "lines": ((), b"Hi\nagain\n"),
+        "batch": (("--input-format", "jsonl"), b'{"prompt": "Hi"}\n'),
+    }
+    arguments, stdin = given[form]
+    # No machine imports torch so fast.
+    limited = ("--timeout", "0.05", "--json")
+    done = shell.run("-m", tiny, *GREEDY, *limited, *arguments, stdin=stdin)
 
+    assert done.returncode == 124
+    assert done.stderr.decode().splitlines() == ["kvchat: The model was not loaded within 0.05 s."]
     [answer] = objects(done.stdout)
-    assert answer["finish_reason"] != "timeout" or answer["timing"]["total_s"] > 0.05
+    assert answer["error"]["code"] == 124
 
 
 @pytest.mark.parametrize(

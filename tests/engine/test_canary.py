@@ -19,8 +19,8 @@ from kvchat.core.stats import TierStatus
 from kvchat.core.types import CachedTokens
 from kvchat.engine.assembly import build_engine
 from kvchat.engine.engine import Engine
-from kvchat.model.content_digest import remembered_as
 from kvchat.model.source import find_model
+from kvchat.model.weight_files import mark
 from support.architectures import SUPPORTED
 from support.checkpoints import save_checkpoint, tiny_model
 from support.greedy_answer import greedy_answer
@@ -99,8 +99,8 @@ def forge(home: Path, checkpoint: Path, original: Path) -> None:
     """Have the weights of one checkpoint taken for those of another."""
     memory = home / "state" / "weights.json"
     known = json.loads(memory.read_text())
-    real = remembered_as(original / "model.safetensors")
-    known[remembered_as(checkpoint / "model.safetensors")] = known[real]
+    real = mark(original / "model.safetensors")
+    known[mark(checkpoint / "model.safetensors")] = known[real]
     memory.write_text(json.dumps(known))
 
 

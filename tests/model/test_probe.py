@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from kvchat.core.config import ModelConfig
@@ -55,7 +56,7 @@ def test_positions_kept_outside_attention_are_caught_by_the_self_test(
 def test_a_refusal_comes_before_any_weight_is_read(tmp_path: Path) -> None:
     model_type, settings, reason = REFUSED["gptj"]
     tiny_config(model_type, **settings).save_pretrained(tmp_path)
-    (tmp_path / "model.safetensors").write_bytes(b"no safetensors at all")
+    save_file({"no tensor of it": torch.zeros(1)}, tmp_path / "model.safetensors")
 
     with pytest.raises(ModelUnsupported, match=reason):
         load_model(find_model(str(tmp_path)), ModelConfig(), None, lambda _: None)

@@ -21,6 +21,11 @@ def directory(tmp_path: Path) -> Path:
     return tmp_path / "m"
 
 
+def write_index(directory: Path, weight_map: dict[str, str]) -> None:
+    index = {"metadata": {}, "weight_map": weight_map}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
 def assert_refused(name: object, message: str) -> None:
     with pytest.raises(ModelError, match=message) as caught:
         find_model(str(name))
@@ -29,8 +34,10 @@ def assert_refused(name: object, message: str) -> None:
 
 
 def test_a_directory_with_safetensors_is_a_model(directory: Path) -> None:
-    for name in ("model-00002-of-00002", "model-00001-of-00002"):
-        (directory / f"{name}.safetensors").touch()
+    names = [f"model-0000{number}-of-00002.safetensors" for number in (2, 1)]
+    for name in names:
+        (directory / name).touch()
+    write_index(directory, {"b": names[0], "a": names[1]})
 
     source = find_model(str(directory))
 
@@ -65,7 +72,7 @@ def test_gguf_is_another_format(directory: Path) -> None:
 
 
 def test_a_directory_without_weights_is_incomplete(directory: Path) -> None:
-    assert_refused(directory, r"has no \*.safetensors files")
+    assert_refused(directory, "has neither model.safetensors nor model.safetensors.index.json")
 
 
 def test_a_hub_id_that_is_not_here_cannot_be_fetched_offline() -> None:
@@ -148,9 +155,9 @@ class Hub:
 @pytest.mark.parametrize(
     ("index", "is_complete"),
     [
-        (None, True),
-        ({"weight_map": {"a": "model.safetensors"}}, True),
-        ({"weight_map": {"a": "model.safetensors", "b": "other.safetensors"}}, False),
+        (None, False),
+        ({"weight_map": {"a": "one.safetensors"}}, True),
+        ({"weight_map": {"a": "one.safetensors", "b": "other.safetensors"}}, False),
         ({}, False),
         ([], False),
         ("nonsense", False),
@@ -160,7 +167,7 @@ class Hub:
 def test_a_snapshot_is_used_offline_only_where_it_is_complete(
     index: object, is_complete: bool, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (directory / "model.safetensors").touch()
+    (directory / "one.safetensors").touch()
     if index is not None:
         (directory / "model.safetensors.index.json").write_text(json.dumps(index))
     remote = directory.parent / "remote"

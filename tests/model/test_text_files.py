@@ -1,6 +1,7 @@
 """The text side of a checkpoint, in all the places and shapes checkpoints keep it."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -162,11 +163,95 @@ def test_text_that_is_not_utf_8_is_told_by_name(directory: Path, name: str) -> N
         read(directory)
 
 
-def test_a_list_where_settings_should_be_is_no_settings(directory: Path) -> None:
-    for name in ("tokenizer_config.json", "generation_config.json", "config.json"):
-        write(directory, name, [1, 2])
+@pytest.mark.parametrize(
+    "name", ["tokenizer_config.json", "generation_config.json", "special_tokens_map.json"]
+)
+@pytest.mark.parametrize(
+    "content", [b"[1, 2]", b"[" * 100_000, b"\xff", b"", b'{"a": NaN', b"9" * 5000], ids=repr
+)
+def test_settings_that_are_no_json_object_are_told(
+    name: str, content: bytes, directory: Path
+) -> None:
+    (directory / name).write_bytes(content)
 
-    assert read(directory) == TextFiles(read(directory).tokenizer_json, None)
+    with pytest.raises(ModelError, match=f"{name} cannot be read: it is not"):
+        read(directory)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "generation_config.json",
+        "special_tokens_map.json",
+        "chat_template.jinja",
+        "config.json",
+    ],
+)
+def test_a_named_pipe_in_place_of_a_file_is_told_and_not_waited_for(
+    name: str, directory: Path
+) -> None:
+    (directory / name).unlink(missing_ok=True)
+    os.mkfifo(directory / name)
+
+    with pytest.raises(ModelError, match=f"{name} cannot be read: it is a named pipe"):
+        read(directory)
+
+
+def test_a_pipe_among_older_vocabulary_files_is_told(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "vocab.json")
+
+    with pytest.raises(ModelError, match=r"vocab.json cannot be read: it is a named pipe"):
+        read(tmp_path)
+
+
+def test_a_vocabulary_elsewhere_is_not_opened(tmp_path: Path) -> None:
+    """A tokenizer_config.json can name files, which transformers opened wherever they were."""
+    write(tmp_path, "outside.json", {"secret": 0, "<|endoftext|>": 1})
+    (tmp_path / "outside.txt").write_text("#version: 0.2\n")
+    checkpoint = tmp_path / "m"
+    checkpoint.mkdir()
+    write(checkpoint, "config.json", {"model_type": "gpt2"})
+    names = {
+        "vocab_file": str(tmp_path / "outside.json"),
+        "vocab": str(tmp_path / "outside.json"),
+        "merges_file": str(tmp_path / "outside.txt"),
+        "merges": str(tmp_path / "outside.txt"),
+    }
+    write(checkpoint, "tokenizer_config.json", {"tokenizer_class": "GPT2Tokenizer", **names})
+
+    assert "secret" not in read(checkpoint).tokenizer_json
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "kept"),
+    [
+        ("top_k", "Infinity", None),
+        ("top_k", "1e400", None),
+        ("top_k", "NaN", None),
+        ("top_k", "7.5", None),
+        ("top_k", "40.0", 40),
+        ("top_k", "1" + "0" * 40, None),
+        ("temperature", "1" + "0" * 400, None),
+        ("temperature", "NaN", None),
+        ("temperature", "true", None),
+    ],
+)
+def test_a_sampling_default_that_is_no_possible_one_is_left_out(
+    name: str, value: str, kept: int | None, directory: Path
+) -> None:
+    """An infinite top_k ended in a traceback at the first token."""
+    (directory / "generation_config.json").write_text(f'{{"{name}": {value}}}')
+
+    assert read(directory).sampling_defaults == ({} if kept is None else {name: kept})
+
+
+@pytest.mark.parametrize("token", [-1, 1 << 31, 10**30])
+def test_a_stop_id_that_no_token_has_is_left_out(token: int, directory: Path) -> None:
+    write(directory, "generation_config.json", {"eos_token_id": [token, 5]})
+
+    assert read(directory).stop_token_ids == (5,)
 
 
 def test_without_a_tokenizer_nothing_can_be_read(tmp_path: Path) -> None:
