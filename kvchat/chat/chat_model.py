@@ -9,6 +9,7 @@ from datetime import datetime
 
 from kvchat.chat.conversation import Conversation, Role, Turn
 from kvchat.chat.template import TurnFormat, turn_format
+from kvchat.chat.template_process import RenderingChild, TemplateProcess
 from kvchat.chat.thinking import CHANNEL_TOKEN, THINKING_MARKS
 from kvchat.chat.tokenizer import ChatTokenizer, Segment
 from kvchat.core.types import FinishReason
@@ -55,11 +56,22 @@ class ChatModel:
         return (stop_token,)
 
 
-def read_chat_model(source: ModelSource, variables: dict[str, object] | None = None) -> ChatModel:
-    """Read the text side of a checkpoint; raises ModelError where it cannot be used."""
+def read_chat_model(
+    source: ModelSource,
+    variables: dict[str, object] | None = None,
+    limit_s: float | None = None,
+    child: RenderingChild | None = None,
+) -> ChatModel:
+    """Read the text side of a checkpoint; raises ModelError where it cannot be used.
+
+    `limit_s` is how long the user allows its template for one rendering, `child` a process that was
+    started ahead for it.
+    """
     files = read_text_files(source)
-    tokenizer = ChatTokenizer(files)
-    turns = turn_format(files, tokenizer, variables)
+    template = files.chat_template
+    process = TemplateProcess(template, limit_s, child) if template is not None else None
+    tokenizer = ChatTokenizer(files)  # takes a while, and so does the process
+    turns = turn_format(files, tokenizer, variables, process)
     # Where a model speaks in channels, what closes an answer also closes a channel before it.
     has_channels = CHANNEL_TOKEN in (files.chat_template or "")
     closing = set() if turns.closing_id is None or has_channels else {turns.closing_id}
