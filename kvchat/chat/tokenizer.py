@@ -23,6 +23,8 @@ from kvchat.model.text_files import TextFiles
 _STEERING = ("bos_token", "eos_token", "sep_token", "cls_token")
 
 _MOST_IDS = 2**32  # the library's ids have 32 bits
+# The library takes about 500 bytes of memory for each byte of a text.
+_PIECE_CHARACTERS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +99,28 @@ class ChatTokenizer:
         """
         ids = self.encode([Segment(text, is_inert=True)])
         return [*self._front, *ids] if is_first else ids
+
+    def exceeds(self, text: str, limit: int) -> bool:
+        """Tell whether a long text certainly has more than `limit` tokens, without encoding all of
+        it: memory and time are bounded by the limit. False for what has to be encoded to be known.
+        """
+        if len(text) <= max(4 * limit, _PIECE_CHARACTERS):
+            return False
+        # Cutting a text makes some tokens more at each cut, but by far not twice as many.
+        return len(self.encode_front(text, 2 * limit)) > 2 * limit
+
+    def encode_front(self, text: str, most: int) -> list[int]:
+        """Return the ids of inert text piece by piece, until they are more than `most`.
+
+        Where pieces meet they may be others than those of the whole text.
+        """
+        ids: list[int] = []
+        for start in range(0, len(text), _PIECE_CHARACTERS):
+            if len(ids) > most:
+                break
+            piece = text[start : start + _PIECE_CHARACTERS]
+            ids += self.encode([Segment(piece, is_inert=True)])
+        return ids
 
     @cached_property
     def _front(self) -> list[int]:
