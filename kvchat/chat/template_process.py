@@ -151,9 +151,10 @@ class RenderingChild:
         """Return the next reply; raises TimeoutError at the deadline of `time.monotonic`, and
         RenderingFailed where the process has ended instead."""
         data = b""
+        waiting = select.poll()
+        waiting.register(self._reader, select.POLLIN)
         while not data.endswith(b"\n"):
-            is_due, _, _ = select.select([self._reader], [], [], deadline_s - time.monotonic())
-            if not is_due:
+            if not waiting.poll(max(0.0, deadline_s - time.monotonic()) * 1000.0):
                 raise TimeoutError
             piece = os.read(self._reader.fileno(), 1 << 20)
             if not piece:
