@@ -1,9 +1,11 @@
-"""A tokenizer's twin that cannot make certain ids out of text, however the text spells them.
+"""The layout of tokenizer.json: what of it the library does not check, and a twin without some ids.
 
-Knows the layout of tokenizer.json. Does not know which ids are to be kept out, or why.
+The twin cannot make these ids out of text, however the text spells them. Does not know which ids
+they are, or why.
 """
 
 import json
+import re
 import secrets
 from collections.abc import Set
 from typing import Any
@@ -22,6 +24,22 @@ def plain_tokenizer(tokenizer_json: str, kept_out: Set[int]) -> Tokenizer:
     content |= {"added_tokens": [], "post_processor": None, "truncation": None, "padding": None}
     _rename(content["model"], kept_out)
     return Tokenizer.from_str(json.dumps(content))
+
+
+def check_merges(tokenizer_json: str) -> None:
+    """Raise ValueError for merges that the library ends the whole process at.
+
+    It takes the prefix of pieces within a word off a merge's second part, and does not look whether
+    that has it.
+    """
+    if not re.search(r'"continuing_subword_prefix"\s*:\s*"', tokenizer_json):
+        return  # hardly any tokenizer has both, and reading all of it takes a while
+    model = json.loads(tokenizer_json)["model"]
+    prefix = model.get("continuing_subword_prefix")
+    for merge in model.get("merges") or () if prefix else ():
+        _, right = merge.split(" ", 1) if isinstance(merge, str) else merge
+        if not right.startswith(prefix):
+            raise ValueError("a merge within a word is without the prefix of such pieces")
 
 
 def _rename(model: dict[str, Any], kept_out: Set[int]) -> None:

@@ -9,6 +9,7 @@ import json
 import resource
 import signal
 import sys
+from contextlib import suppress
 from datetime import datetime
 from typing import Any
 
@@ -21,8 +22,8 @@ def main(cpu_limit_s: float, memory_bytes: int, text_bytes: int) -> None:
     The first has the template's source. Work of more than `cpu_limit_s` on one request ends the
     process by SIGPROF; text of more than `text_bytes` is refused.
     """
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+    _limit(resource.RLIMIT_CORE, 0)
+    _limit(resource.RLIMIT_AS, memory_bytes)
     template: CompiledTemplate | None = None
     for line in sys.stdin.buffer:
         signal.setitimer(signal.ITIMER_PROF, cpu_limit_s)
@@ -40,6 +41,12 @@ def main(cpu_limit_s: float, memory_bytes: int, text_bytes: int) -> None:
         signal.setitimer(signal.ITIMER_PROF, 0.0)
         sys.stdout.buffer.write(answer + b"\n")
         sys.stdout.buffer.flush()
+
+
+def _limit(what: int, most: int) -> None:
+    """Lower a limit of this process; a system without it, or with a lower one, keeps its own."""
+    with suppress(ValueError, OSError):
+        resource.setrlimit(what, (most, most))
 
 
 def _render(template: CompiledTemplate, request: dict[str, Any], text_bytes: int) -> str:

@@ -15,7 +15,7 @@ from tokenizers import Encoding, Tokenizer, models
 
 from kvchat.chat.detokenizer import TokenStream
 from kvchat.chat.library_faults import faults_as_model_errors
-from kvchat.chat.plain_tokenizer import plain_tokenizer
+from kvchat.chat.plain_tokenizer import check_merges, plain_tokenizer
 from kvchat.chat.thinking import CHANNEL_TOKEN, CHANNEL_TOKENS, THINKING_MARKS
 from kvchat.model.text_files import TextFiles
 
@@ -43,6 +43,7 @@ class ChatTokenizer:
 
     def __init__(self, files: TextFiles) -> None:
         with faults_as_model_errors("The checkpoint's tokenizer.json cannot be read"):
+            check_merges(files.tokenizer_json)
             self._tokenizer = Tokenizer.from_str(files.tokenizer_json)
             self._tokenizer.no_truncation()
             self._tokenizer.no_padding()
