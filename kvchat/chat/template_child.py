@@ -15,12 +15,15 @@ from typing import Any
 
 from kvchat.chat.jinja import CompiledTemplate, TemplateFailed, compile_template
 
+_SHORTEST_S = 0.01  # nothing at all would set no timer
+
 
 def main(cpu_limit_s: float, memory_bytes: int, text_bytes: int) -> None:
     """Answer requests until standard input ends.
 
-    The first has the template's source. Work of more than `cpu_limit_s` on one request ends the
-    process by SIGPROF; text of more than `text_bytes` is refused.
+    The first has the template's source. Work of more than `cpu_limit_s` on one request, or than the
+    request's own `limit_s`, ends the process by SIGPROF: seconds of the processor, so that a busy
+    machine makes no difference. Text of more than `text_bytes` is refused.
     """
     _limit(resource.RLIMIT_CORE, 0)
     _limit(resource.RLIMIT_AS, memory_bytes)
@@ -29,6 +32,8 @@ def main(cpu_limit_s: float, memory_bytes: int, text_bytes: int) -> None:
         signal.setitimer(signal.ITIMER_PROF, cpu_limit_s)
         try:
             request = json.loads(line)
+            allowed_s = min(request.get("limit_s") or cpu_limit_s, cpu_limit_s)
+            signal.setitimer(signal.ITIMER_PROF, max(allowed_s, _SHORTEST_S))
             if template is None:
                 template, reply = compile_template(request["source"]), {}
             else:

@@ -71,7 +71,12 @@ class TemplateProcess:
         Raises RenderingFailed where the template refuses or exceeds its limits, and TimedOut where
         the user's limit is the shorter one.
         """
-        request = {"messages": messages, "variables": variables, "clock": clock.isoformat()}
+        request = {
+            "messages": messages,
+            "variables": variables,
+            "clock": clock.isoformat(),
+            "limit_s": self._limit_s,
+        }
         with self._lock:
             child = self._compiled()
             child.send(request)
@@ -89,17 +94,16 @@ class TemplateProcess:
 
     def _receive(self, child: "RenderingChild", limit_s: float | None) -> dict[str, Any]:
         """Wait for a reply within the limits; a process that owes one afterwards is ended."""
-        patience_s = min(limit_s or _WALL_LIMIT_S, _WALL_LIMIT_S)
         try:
-            reply = child.receive(time.monotonic() + patience_s)
+            reply = child.receive(time.monotonic() + _WALL_LIMIT_S)
         except TimeoutError as error:
             child.end()
-            if patience_s == limit_s:
+            if limit_s is not None and limit_s < _CPU_LIMIT_S:
                 raise TimedOut(
-                    f"The model's chat template took longer than {patience_s:g} s.",
+                    f"The model's chat template took longer than {limit_s:g} s.",
                     "Raise --timeout, or use a checkpoint with a working template.",
                 ) from error
-            raise RenderingFailed(f"it takes longer than {patience_s:g} s") from error
+            raise RenderingFailed(f"it takes longer than {_CPU_LIMIT_S:g} s") from error
         except BaseException:  # a signal, for example: the reply would be taken for the next one's
             child.end()
             raise
@@ -148,8 +152,11 @@ class RenderingChild:
             self._process.stdin.flush()
 
     def receive(self, deadline_s: float) -> dict[str, Any]:
-        """Return the next reply; raises TimeoutError at the deadline of `time.monotonic`, and
-        RenderingFailed where the process has ended instead."""
+        """Return the next reply.
+
+        Raises TimeoutError at the deadline of `time.monotonic`, or where the process was ended for
+        its work, and RenderingFailed where it has ended for another reason.
+        """
         data = b""
         waiting = select.poll()
         waiting.register(self._reader, select.POLLIN)
@@ -158,17 +165,13 @@ class RenderingChild:
                 raise TimeoutError
             piece = os.read(self._reader.fileno(), 1 << 20)
             if not piece:
-                raise RenderingFailed(_why_ended(self._process.wait()))
+                if self._process.wait() == -signal.SIGPROF:
+                    raise TimeoutError
+                raise RenderingFailed("the process that renders it ended")
             data += piece
         reply = json.loads(data)
         assert isinstance(reply, dict)
         return reply
-
-
-def _why_ended(code: int) -> str:
-    if code == -signal.SIGPROF:
-        return f"it takes longer than {_CPU_LIMIT_S:g} s"
-    return "the process that renders it ended"
 
 
 def _end_process(process: "subprocess.Popen[bytes]") -> None:
