@@ -9,18 +9,24 @@ from datetime import datetime
 
 from kvchat.chat.conversation import Conversation, Role, Turn
 from kvchat.chat.template import TurnFormat, turn_format
+from kvchat.chat.template_process import RenderingChild, TemplateProcess
 from kvchat.chat.thinking import CHANNEL_TOKEN, THINKING_MARKS
 from kvchat.chat.tokenizer import ChatTokenizer, Segment
+from kvchat.core.errors import ContextTooLong
 from kvchat.core.types import FinishReason
 from kvchat.model.source import ModelSource
 from kvchat.model.text_files import read_text_files
+
+# Taken for a model that does not say how much its context holds.
+_LARGE_CONTEXT = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class ChatModel:
     """Everything a conversation needs to know about a model's text.
 
-    `starts_thinking` says that the format opens a mark of thinking before every answer.
+    `starts_thinking` says that the format opens a mark of thinking before every answer. No context
+    has more than `max_context` tokens; no id is `vocab_size` or more, None where that is not known.
     """
 
     name: str
@@ -29,11 +35,18 @@ class ChatModel:
     stop_token_ids: frozenset[int]
     sampling_defaults: dict[str, float]
     starts_thinking: bool
+    max_context: int = _LARGE_CONTEXT
+    vocab_size: int | None = None
 
     def user_ids(
         self, conversation: Conversation, parent_id: int, text: str, system: str | None
     ) -> tuple[int, ...]:
-        """Return the ids a user turn adds below `parent_id`."""
+        """Return the ids a user turn adds below `parent_id`.
+
+        Raises ContextTooLong for a text so long that no context could hold it.
+        """
+        self.require_fit(text)
+        self.require_fit(system or "")
         clock = datetime.fromtimestamp(conversation.created_s)
         context = conversation.context_ids(parent_id)
         if not context:
@@ -41,12 +54,34 @@ class ChatModel:
         return tuple(self.format.following(text, context[-1], clock))
 
     def answer_ids(self, turn: Turn) -> tuple[int, ...]:
-        """Return ids for an answer known by its text only, as another model's answers are."""
+        """Return ids for an answer known by its text only, as another model's answers are.
+
+        Raises ContextTooLong for a text so long that no context could hold it.
+        """
+        self.require_fit(turn.text)
         ids = self.tokenizer.encode([Segment(turn.text, is_inert=True)])
         closing = self.format.closing_id
         if turn.finish is FinishReason.STOP and closing is not None:
             ids.append(closing)
         return tuple(ids)
+
+    def require_fit(self, text: str) -> None:
+        """Raise ContextTooLong where a text alone certainly exceeds any context.
+
+        Found out without encoding all of it; what it lets pass the engine may still refuse.
+        """
+        if self.tokenizer.exceeds(text, self.max_context):
+            raise ContextTooLong(
+                f"The text has {len(text):,} characters, which are more than twice the "
+                f"{self.max_context:,} tokens that the context holds.",
+                "Shorten it.",
+            )
+
+    def is_stranger(self, turn: Turn) -> bool:
+        """Tell whether a turn's ids are another model's, or not all of them are this one's."""
+        if turn.tokenizer != self.tokenizer.digest:
+            return True
+        return self.vocab_size is not None and max(turn.token_ids, default=0) >= self.vocab_size
 
     def kept_stop_ids(self, stop_token: int | None) -> tuple[int, ...]:
         """Return what of a stop token belongs to the ledger: the format's own closing token."""
@@ -55,11 +90,22 @@ class ChatModel:
         return (stop_token,)
 
 
-def read_chat_model(source: ModelSource, variables: dict[str, object] | None = None) -> ChatModel:
-    """Read the text side of a checkpoint; raises ModelError where it cannot be used."""
+def read_chat_model(
+    source: ModelSource,
+    variables: dict[str, object] | None = None,
+    limit_s: float | None = None,
+    child: RenderingChild | None = None,
+) -> ChatModel:
+    """Read the text side of a checkpoint; raises ModelError where it cannot be used.
+
+    `limit_s` is how long the user allows its template for one rendering, `child` a process that was
+    started ahead for it.
+    """
     files = read_text_files(source)
-    tokenizer = ChatTokenizer(files)
-    turns = turn_format(files, tokenizer, variables)
+    template = files.chat_template
+    process = TemplateProcess(template, limit_s, child) if template is not None else None
+    tokenizer = ChatTokenizer(files)  # takes a while, and so does the process
+    turns = turn_format(files, tokenizer, variables, process)
     # Where a model speaks in channels, what closes an answer also closes a channel before it.
     has_channels = CHANNEL_TOKEN in (files.chat_template or "")
     closing = set() if turns.closing_id is None or has_channels else {turns.closing_id}
@@ -70,6 +116,8 @@ def read_chat_model(source: ModelSource, variables: dict[str, object] | None = N
         stop_token_ids=tokenizer.stop_token_ids | closing,
         sampling_defaults=files.sampling_defaults,
         starts_thinking=_starts_thinking(tokenizer, turns),
+        max_context=files.max_context or _LARGE_CONTEXT,
+        vocab_size=files.vocab_size,
     )
 
 
@@ -81,16 +129,26 @@ def _starts_thinking(tokenizer: ChatTokenizer, turns: TurnFormat) -> bool:
 def readopt(conversation: Conversation, model: ChatModel) -> int:
     """Give turns of another tokenizer ids of this one, from their texts; return how many.
 
-    Parents come before children, so each turn sees its context as it will be.
+    So also turns with an id that the model does not have: a file that was edited, or a model with
+    the same tokenizer and more embeddings. Parents come before children, so each turn sees its
+    context as it will be.
     """
     num_changed = 0
     for turn in list(conversation.turns()):
-        if turn.tokenizer == model.tokenizer.digest:
+        if not model.is_stranger(turn):
             continue
-        if turn.role is Role.USER:
-            ids = model.user_ids(conversation, turn.parent_id, turn.text, turn.system)
-        else:
-            ids = model.answer_ids(turn)
+        ids = _ids_again(conversation, turn, model)
         conversation.replace(turn.with_ids(ids, model.tokenizer.digest))
         num_changed += 1
     return num_changed
+
+
+def _ids_again(conversation: Conversation, turn: Turn, model: ChatModel) -> tuple[int, ...]:
+    """Return a turn's ids from its text; of what no context could hold, more than it holds."""
+    try:
+        if turn.role is Role.USER:
+            return model.user_ids(conversation, turn.parent_id, turn.text, turn.system)
+        return model.answer_ids(turn)
+    except ContextTooLong:  # one turn of many, and perhaps on a branch that is not gone on with
+        text = f"{turn.system or ''}\n\n{turn.text}"
+        return tuple(model.tokenizer.encode_front(text, model.max_context))

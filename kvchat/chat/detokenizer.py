@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
+from kvchat.chat.library_faults import is_library_fault
+
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -36,7 +38,9 @@ class TokenStream:
         self._pending.append(token_id)
         try:
             text = self._stream.step(self._tokenizer, token_id)
-        except Exception:
+        except BaseException as error:
+            if not is_library_fault(error):
+                raise
             # The library raises a bare Exception where what it gave out reads differently now: a
             # byte that was a character by itself turns out to be part of a malformed one.
             self._stream = DecodeStream(ids=[token_id], skip_special_tokens=False)
@@ -53,7 +57,13 @@ class TokenStream:
         return text
 
     def _decode(self, token_ids: list[int]) -> str:
-        return str(self._tokenizer.decode(token_ids, skip_special_tokens=False))
+        """Return the ids' text, a replacement where the tokenizer fails: no answer is lost so."""
+        try:
+            return str(self._tokenizer.decode(token_ids, skip_special_tokens=False))
+        except BaseException as error:
+            if not is_library_fault(error):
+                raise
+            return _REPLACEMENT
 
 
 class StopFilter:

@@ -1,7 +1,8 @@
 """The Jinja environment chat templates are written for.
 
 Sandboxed, with the few names transformers gives templates, and a clock that stands still. Knows
-Jinja; knows neither tokens nor conversations.
+Jinja; knows neither tokens nor conversations. Sets no bounds: `template_child.py` has it run where
+the kernel does.
 """
 
 import json
@@ -15,14 +16,15 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from kvchat.core.errors import ModelError
-
 # What an expression in a template can raise besides Jinja's own errors.
-_FAULTS = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+_FAULTS = (
+    *(ArithmeticError, AttributeError, AssertionError, LookupError, NameError),
+    *(RecursionError, RuntimeError, SyntaxError, TypeError, ValueError),
+)
 
 
 class TemplateFailed(Exception):
-    """The template refused or could not render a conversation."""
+    """The template is not valid, or refused or could not render a conversation; says why."""
 
 
 class _GenerationTag(Extension):
@@ -59,13 +61,13 @@ class CompiledTemplate:
                 **variables,
             )
         except jinja2.TemplateError as error:
-            raise TemplateFailed(str(error) or type(error).__name__) from error
+            raise TemplateFailed(str(error).rstrip(".") or type(error).__name__) from error
         except _FAULTS as error:
             raise TemplateFailed(f"{type(error).__name__}: {error}") from error
 
 
 def compile_template(source: str) -> CompiledTemplate:
-    """Compile a template; raises ModelError where it is not valid Jinja."""
+    """Compile a template; raises TemplateFailed where it is not valid Jinja."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,
@@ -76,7 +78,9 @@ def compile_template(source: str) -> CompiledTemplate:
     try:
         return CompiledTemplate(environment.from_string(source))
     except jinja2.TemplateError as error:
-        raise ModelError(f"The checkpoint's chat template is not valid: {error}.") from error
+        raise TemplateFailed(str(error).rstrip(".")) from error
+    except _FAULTS as error:  # Python compiles what Jinja makes of it, and has limits of its own
+        raise TemplateFailed(f"{type(error).__name__}: {error}") from error
 
 
 def _raise_exception(message: str) -> None:

@@ -78,8 +78,13 @@ class ChatSession:
         self._log = log
         self._saving_problem: str | None = None
         self._is_problem_told = False
+        digest = model.tokenizer.digest
+        is_odd = any(t.tokenizer == digest and model.is_stranger(t) for t in conversation.turns())
         is_changed = readopt(conversation, model) > 0
-        if is_changed and any(turn.is_adopted for turn in conversation.turns()):
+        if is_odd:
+            odd = "Some tokens of this conversation are none of the model's"
+            notes = (*notes, f"{odd}; it will be read again once, from its text.")
+        elif is_changed and any(turn.is_adopted for turn in conversation.turns()):
             notes = (*notes, "Another model wrote this conversation; it will be read again once.")
         self.notes = notes
 
@@ -284,8 +289,10 @@ class ChatSession:
         """Use another system prompt from here on.
 
         The path is rebuilt below ROOT with the new prompt; its answers keep their exact ids, and
-        the old branch stays. With an empty path the prompt simply holds for what comes.
+        the old branch stays. With an empty path the prompt simply holds for what comes. Raises
+        ContextTooLong, and changes nothing, for one that no context could hold.
         """
+        self.model.require_fit(system or "")
         conversation = self.conversation
         conversation.system = system
         self.save(session_file.system_line(system))

@@ -11,7 +11,7 @@ from datetime import datetime
 from enum import StrEnum
 from typing import Protocol
 
-from kvchat.chat.jinja import TemplateFailed, compile_template
+from kvchat.chat.template_process import RenderingFailed, TemplateProcess
 from kvchat.chat.tokenizer import ChatTokenizer, Segment
 from kvchat.core.errors import ModelError
 from kvchat.model.text_files import TextFiles
@@ -59,16 +59,21 @@ class _Spaces:
 
 
 class ChatTemplate:
-    """A checkpoint's own template. `enable_thinking` and such ride in `variables`."""
+    """A checkpoint's own template. `enable_thinking` and such ride in `variables`.
+
+    `process` renders it. Whatever renders raises ModelError where the template fails, and TimedOut
+    where it takes longer than the user allows.
+    """
 
     def __init__(
         self,
         files: TextFiles,
         tokenizer: ChatTokenizer,
+        process: TemplateProcess,
         variables: dict[str, object] | None = None,
     ) -> None:
-        assert files.chat_template is not None
-        self._template = compile_template(files.chat_template)
+        process.compile()
+        self._process = process
         self._tokenizer = tokenizer
         self._variables = {**files.special_tokens, **(variables or {})}
         self._probe_clock = datetime(2026, 1, 2, 3, 4, 5)
@@ -120,12 +125,18 @@ class ChatTemplate:
         return self._render(messages, clock).rpartition(_ANSWER)[2]
 
     def _render(self, messages: Sequence[dict[str, str]], clock: datetime) -> str:
-        return self._template.render(messages, self._variables, clock, True)
+        try:
+            return self._process.render(messages, self._variables, clock)
+        except RenderingFailed as error:
+            raise ModelError(
+                f"The checkpoint's chat template cannot be used: {error}.",
+                "Use a checkpoint with a working template.",
+            ) from error
 
     def _renders(self, messages: Sequence[dict[str, str]]) -> bool:
         try:
             rendered = self._render(messages, self._probe_clock)
-        except TemplateFailed:
+        except ModelError:
             return False
         return all(message["content"] in rendered for message in messages)
 
@@ -142,7 +153,7 @@ class ChatTemplate:
     def _refuse_loss(self) -> None:
         """Raise ModelError where the template cannot render two turns, or leaves out a message."""
         turns = (("user", _EARLIER), ("assistant", _ANSWER), ("user", _USER))
-        rendered = self._try_render([_message(*turn) for turn in turns])
+        rendered = self._render([_message(*turn) for turn in turns], self._probe_clock)
         before, _, after = rendered.partition(_ANSWER)
         if _EARLIER not in before or _USER not in after or _EARLIER in after:
             raise ModelError(
@@ -155,19 +166,10 @@ class ChatTemplate:
         leading = trailing = ""
         for space in (" ", "\n", "\t"):
             run = 4 * space  # longer than any white space a template itself puts there
-            rendered = self._try_render([_message("user", f"{run}{_USER}{run}")])
+            rendered = self._render([_message("user", f"{run}{_USER}{run}")], self._probe_clock)
             leading += "" if f"{run}{_USER}" in rendered else space
             trailing += "" if f"{_USER}{run}" in rendered else space
         return _Spaces(leading, trailing)
-
-    def _try_render(self, messages: Sequence[dict[str, str]]) -> str:
-        try:
-            return self._render(messages, self._probe_clock)
-        except TemplateFailed as error:
-            raise ModelError(
-                f"The checkpoint's chat template cannot be used: {error}",
-                "Use a checkpoint with a working template.",
-            ) from error
 
     def _certify(self) -> Strategy:
         """Compare appending with rendering everything again, on a few small conversations.
@@ -193,7 +195,7 @@ class ChatTemplate:
             messages.insert(0, _message("system", system))
         try:
             whole = self._render(messages, clock)
-        except TemplateFailed:
+        except ModelError:
             return Strategy.REWRITES_HISTORY
         if whole == appended:
             return Strategy.APPEND_SAFE
@@ -224,12 +226,20 @@ class PlainText:
 
 
 def turn_format(
-    files: TextFiles, tokenizer: ChatTokenizer, variables: dict[str, object] | None = None
+    files: TextFiles,
+    tokenizer: ChatTokenizer,
+    variables: dict[str, object] | None = None,
+    process: TemplateProcess | None = None,
 ) -> TurnFormat:
-    """Return the format of a checkpoint: its template's, or plain text where it has none."""
+    """Return the format of a checkpoint: its template's, or plain text where it has none.
+
+    `process` has the template, where it was started already.
+    """
     if files.chat_template is None:
         return PlainText(tokenizer)
-    return ChatTemplate(files, tokenizer, variables)
+    return ChatTemplate(
+        files, tokenizer, process or TemplateProcess(files.chat_template), variables
+    )
 
 
 def _message(role: str, content: str) -> dict[str, str]:

@@ -5,16 +5,26 @@ Knows the tokenizers library. Does not know templates or conversations.
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import takewhile
+from operator import itemgetter
 
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer, models
 
 from kvchat.chat.detokenizer import TokenStream
+from kvchat.chat.library_faults import faults_as_model_errors
+from kvchat.chat.plain_tokenizer import check_merges, plain_tokenizer
 from kvchat.chat.thinking import CHANNEL_TOKEN, CHANNEL_TOKENS, THINKING_MARKS
-from kvchat.core.errors import ModelError
 from kvchat.model.text_files import TextFiles
+
+# The roles of special tokens that steer a model. Padding does not: nothing is ever padded here.
+_STEERING = ("bos_token", "eos_token", "sep_token", "cls_token")
+
+_MOST_IDS = 2**32  # the library's ids have 32 bits
+# The library takes about 500 bytes of memory for each byte of a text.
+_PIECE_CHARACTERS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,20 +36,25 @@ class Segment:
 
 
 class ChatTokenizer:
-    """One checkpoint's tokenizer. Safe to share between threads once made."""
+    """One checkpoint's tokenizer. Safe to share between threads once made.
+
+    Encoding and decoding raise ModelError where the tokenizer fails on a text.
+    """
 
     def __init__(self, files: TextFiles) -> None:
-        try:
+        with faults_as_model_errors("The checkpoint's tokenizer.json cannot be read"):
+            check_merges(files.tokenizer_json)
             self._tokenizer = Tokenizer.from_str(files.tokenizer_json)
-        except Exception as error:  # the library raises bare Exception for malformed files
-            raise ModelError("The checkpoint's tokenizer.json cannot be read.") from error
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        self._json = files.tokenizer_json
-        self._bos = files.special_tokens.get("bos_token") if files.adds_bos else None
-        self._control = _control_ids(self._tokenizer, files)
-        self._hidden = _hidden_ids(self._tokenizer, files.chat_template or "")
-        self.stop_token_ids = self._stop_ids(files)
+            self._tokenizer.no_truncation()
+            self._tokenizer.no_padding()
+            self._json = files.tokenizer_json
+            self._added = frozenset(self._tokenizer.get_added_tokens_decoder())
+            self._bos = files.special_tokens.get("bos_token") if files.adds_bos else None
+            self.stop_token_ids = self._stop_ids(files)
+            steering, self._reserved = _reserved_ids(self._tokenizer, files, self.stop_token_ids)
+            # An unknown character may give the unknown token, unless that steers as well.
+            self._control = self._reserved - (_unknown_ids(self._tokenizer, files) - steering)
+            self._hidden = _hidden_ids(self._tokenizer, files.chat_template or "")
 
     def _stop_ids(self, files: TextFiles) -> frozenset[int]:
         ids = set(files.stop_token_ids)
@@ -65,88 +80,155 @@ class ChatTokenizer:
     def encode(self, segments: Sequence[Segment]) -> list[int]:
         """Return the ids of a prompt's segments, without adding any special tokens.
 
-        Encoded in one piece where that gives no control tokens but those of the segments that are
-        not inert, so that the ids are those of the whole text; else segment by segment.
+        Encoded in one piece where that gives no reserved tokens but those of the segments that are
+        not inert, so that the ids are those of the whole text; else what is inert is spelled out.
         """
-        ids = self._encode("".join(segment.text for segment in segments))
-        meant = [i for s in segments if not s.is_inert for i in self._encode(s.text)]
-        if list(filter(self.is_control, ids)) == list(filter(self.is_control, meant)):
+        ids = self._encode("".join(segment.text for segment in segments)).ids
+        meant = [i for s in segments if not s.is_inert for i in self._encode(s.text).ids]
+        if _among(ids, self._reserved) == _among(meant, self._reserved):
             return ids
-        return [
-            token
-            for s in segments
-            for token in (self._encode_inert(s.text) if s.is_inert else self._encode(s.text))
-        ]
+        spelled = self._spell(segments)
+        # What remains may be the unknown token, for characters that no token has.
+        is_same = _among(ids, self._reserved) == _among(spelled, self._reserved)
+        return ids if is_same else spelled
 
     def encode_bare(self, text: str, is_first: bool) -> list[int]:
         """Return the ids of inert text with no template around it.
 
-        The first text of a context gets what the tokenizer adds by default, a BOS for example.
+        The first text of a context gets what the tokenizer puts before one by default, a BOS for
+        example.
         """
-        if any(map(self.is_control, self._encode(text))):
-            ids = self._encode("", adds_special=is_first) + self._encode_inert(text)
-        else:
-            ids = self._encode(text, adds_special=is_first)
-        bos_id = self.token_id(self._bos) if self._bos is not None else None
-        if is_first and bos_id is not None and ids[:1] != [bos_id]:
-            ids.insert(0, bos_id)
+        ids = self.encode([Segment(text, is_inert=True)])
+        return [*self._front, *ids] if is_first else ids
+
+    def exceeds(self, text: str, limit: int) -> bool:
+        """Tell whether a long text certainly has more than `limit` tokens, without encoding all of
+        it: memory and time are bounded by the limit. False for what has to be encoded to be known.
+        """
+        if len(text) <= max(4 * limit, _PIECE_CHARACTERS):
+            return False
+        # Cutting a text makes some tokens more at each cut, but by far not twice as many.
+        return len(self.encode_front(text, 2 * limit)) > 2 * limit
+
+    def encode_front(self, text: str, most: int) -> list[int]:
+        """Return the ids of inert text piece by piece, until they are more than `most`.
+
+        Where pieces meet they may be others than those of the whole text.
+        """
+        ids: list[int] = []
+        for start in range(0, len(text), _PIECE_CHARACTERS):
+            if len(ids) > most:
+                break
+            piece = text[start : start + _PIECE_CHARACTERS]
+            ids += self.encode([Segment(piece, is_inert=True)])
         return ids
+
+    @cached_property
+    def _front(self) -> list[int]:
+        """The ids that begin a context without a template."""
+        encoding = self._encode("x", adds_special=True)
+        masked = zip(encoding.ids, encoding.special_tokens_mask, strict=True)
+        front = [token_id for token_id, _ in takewhile(itemgetter(1), masked)]
+        bos_id = self.token_id(self._bos) if self._bos is not None else None
+        return [bos_id, *front] if bos_id is not None and front[:1] != [bos_id] else front
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of token ids, special tokens left out."""
         visible = [token for token in token_ids if token not in self._hidden]
-        return str(self._tokenizer.decode(visible, skip_special_tokens=False))
+        with faults_as_model_errors("The checkpoint's tokenizer cannot decode"):
+            return str(self._tokenizer.decode(visible, skip_special_tokens=False))
 
     def new_stream(self, context_ids: Sequence[int]) -> TokenStream:
         """Return a decoder for the ids that follow `context_ids`."""
         return TokenStream(self._tokenizer, context_ids[-8:], self._hidden)
 
-    def _encode(self, text: str, adds_special: bool = False) -> list[int]:
+    def _encode(self, text: str, adds_special: bool = False) -> Encoding:
         return _encode_with(self._tokenizer, text, adds_special)
 
-    def _encode_inert(self, text: str) -> list[int]:
-        ids = _encode_with(self._plain, text)
-        if not any(map(self.is_control, ids)):
-            return ids
-        # A unigram vocabulary can hold a control token as an ordinary piece: take it apart.
-        return [token for char in text for token in _encode_with(self._plain, char)]
+    def _spell(self, segments: Sequence[Segment]) -> list[int]:
+        """Return ids with added tokens only where segments that are not inert have them.
+
+        All text between two of them is encoded as one piece, as the library does it.
+        """
+        ids: list[int] = []
+        text = ""
+        for segment in segments:
+            if segment.is_inert:
+                text += segment.text
+                continue
+            done = 0
+            for token_id, begin, end in self._written(segment.text):
+                ids += [*self._encode_plain(text + segment.text[done:begin]), token_id]
+                text, done = "", end
+            text += segment.text[done:]
+        return ids + self._encode_plain(text)
+
+    def _written(self, text: str) -> Iterator[tuple[int, int, int]]:
+        """Yield the added and reserved tokens in a template's text, and where they stand."""
+        encoding = self._encode(text)
+        for token_id, (begin, end) in zip(encoding.ids, encoding.offsets, strict=True):
+            if token_id in self._added or token_id in self._reserved:
+                yield token_id, begin, end
+
+    def _encode_plain(self, text: str) -> list[int]:
+        ids = _encode_with(self._plain, text).ids
+        # Only an unknown character can still give one, where the unknown token steers.
+        return [token_id for token_id in ids if token_id not in self._control]
 
     @cached_property
     def _plain(self) -> Tokenizer:
-        """The same tokenizer without added tokens.
-
-        None of them may stay: the library numbers those beyond the vocabulary anew.
-        """
-        content = {**json.loads(self._json), "added_tokens": []}
-        tokenizer = Tokenizer.from_str(json.dumps(content))
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
-        return tokenizer
+        """The same tokenizer, but nothing in a text is a reserved token."""
+        with faults_as_model_errors("The checkpoint's tokenizer has no plain twin"):
+            return plain_tokenizer(self._json, self._reserved)
 
 
-def _encode_with(tokenizer: Tokenizer, text: str, adds_special: bool = False) -> list[int]:
+def _encode_with(tokenizer: Tokenizer, text: str, adds_special: bool = False) -> Encoding:
     # What the terminal could not decode arrives as lone surrogates, which no tokenizer takes.
     text = text.encode("utf-8", errors="replace").decode()
-    return list(tokenizer.encode(text, add_special_tokens=adds_special).ids)
+    with faults_as_model_errors(
+        "The checkpoint's tokenizer cannot encode this text", "Use other words or another model."
+    ):
+        return tokenizer.encode(text, add_special_tokens=adds_special)
 
 
-def _control_ids(tokenizer: Tokenizer, files: TextFiles) -> frozenset[int]:
-    """Return the tokens that steer a model: special ones, and those its template writes.
+def _among(token_ids: Iterable[int], wanted: Set[int]) -> list[int]:
+    return [token_id for token_id in token_ids if token_id in wanted]
 
-    Added tokens that are neither, such as runs of spaces or HTML tags, are ordinary text, and so is
-    the token for unknown characters.
+
+def _reserved_ids(
+    tokenizer: Tokenizer, files: TextFiles, stop_ids: Set[int]
+) -> tuple[frozenset[int], frozenset[int]]:
+    """Return the tokens that steer a model, and all that text is not to be taken for.
+
+    The latter are the former and all special tokens. Added tokens that are neither, such as HTML
+    tags, are ordinary text. So is white space, and an ordinary character that ends answers: text
+    cannot be written without them.
     """
-    template, unknown = files.chat_template or "", files.special_tokens.get("unk_token")
-    model = json.loads(files.tokenizer_json).get("model", {})
-    ordinary = {unknown, model.get("unk_token")}
-    return frozenset(
-        token_id
-        for token_id, token in tokenizer.get_added_tokens_decoder().items()
-        if token.content.strip()
-        and token.content not in ordinary
-        and token_id != model.get("unk_id")
-        and (token.special or token.content in template)
-    )
+    template = files.chat_template or ""
+    added = tokenizer.get_added_tokens_decoder()
+    named = {tokenizer.token_to_id(files.special_tokens.get(role, "")) for role in _STEERING}
+    written = {i for i, token in added.items() if token.content and token.content in template}
+    special = {token_id for token_id, token in added.items() if token.special}
+    known = {i for i in named | stop_ids | written if i is not None and 0 <= i < _MOST_IDS}
+    steering = frozenset(i for i in known if not _is_letter(tokenizer, i, i in added))
+    others = (special | _unknown_ids(tokenizer, files)) - known
+    letters = {i for i in others if _is_letter(tokenizer, i, i in added)}
+    return steering, steering | (others - letters)
+
+
+def _is_letter(tokenizer: Tokenizer, token_id: int, is_added: bool) -> bool:
+    """Tell whether text cannot do without a token: white space, or an ordinary character."""
+    text = str(tokenizer.decode([token_id], skip_special_tokens=False)).strip()
+    return not text if is_added else len(text) <= 1
+
+
+def _unknown_ids(tokenizer: Tokenizer, files: TextFiles) -> set[int]:
+    """Return the token for unknown characters; a model and its configuration may name two."""
+    names = {files.special_tokens.get("unk_token"), getattr(tokenizer.model, "unk_token", None)}
+    ids = {tokenizer.token_to_id(name) for name in names if name is not None}
+    if isinstance(tokenizer.model, models.Unigram):
+        ids.add(json.loads(files.tokenizer_json)["model"].get("unk_id"))
+    return {token_id for token_id in ids if token_id is not None}
 
 
 def _hidden_ids(tokenizer: Tokenizer, template: str) -> frozenset[int]:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from kvchat.chat.host import ChatHost
     from kvchat.chat.session import AskOptions
     from kvchat.chat.store import SessionStore
+    from kvchat.chat.template_process import RenderingChild
     from kvchat.engine.engine import Engine
     from kvchat.model.source import ModelSource
 
@@ -95,11 +96,13 @@ def open_host(
     settings: Settings,
     on_load: Callable[[LoadEvent], None] | None = None,
     model_name: str | None = None,
+    child: "RenderingChild | None" = None,
 ) -> "ChatHost":
     """Find the model, read its text side, and start loading it on the engine's thread.
 
-    Raises what keeps the model from being found at once; what fails later comes as an event. A hub
-    download happens here, in the foreground.
+    `child` is a process for its chat template that was started ahead. Raises what keeps the model
+    from being found at once; what fails later comes as an event. A hub download happens here, in
+    the foreground.
     """
     from kvchat.chat.chat_model import read_chat_model
     from kvchat.chat.host import ChatHost
@@ -110,7 +113,8 @@ def open_host(
     draft = find_model(draft_name) if draft_name is not None else None
     store = None if settings["incognito"] else session_store(settings)
     build, ahead = _build(settings, source, draft), _read_ahead(settings)
-    return ChatHost(read_chat_model(source), build, store, on_load, ahead)
+    model = read_chat_model(source, limit_s=settings["timeout"], child=child)
+    return ChatHost(model, build, store, on_load, ahead)
 
 
 def _read_ahead(settings: Settings) -> "Callable[[list[int]], None] | None":

@@ -114,12 +114,15 @@ def _open_desk(
     What a script begins is hardly gone on with.
     What cannot be done is raised in this order, the cheapest to find out first.
     """
+    from kvchat.chat.template_process import RenderingChild
+
+    child = RenderingChild()  # starts while the rest is imported
     from kvchat.chat.attachment import read_attachment
     from kvchat.terminal.desk import Attached, Desk
 
     attached = tuple(Attached(path.name, read_attachment(path)) for path in request.files)
     session_id = _session_id(settings, request)
-    host = open_host(settings, on_load)
+    host = open_host(settings, on_load, child=child)
     session = _open_session(host, settings, request, session_id)
     options = ask_options(settings, host.model.sampling_defaults, request.num_samples)
     return Desk(

@@ -71,7 +71,7 @@ def _run() -> int:
         return interrupted.code
     except KeyboardInterrupt:
         return ExitCode.INTERRUPT
-    except Exception as error:
+    except BaseException as error:  # a panic of a Rust library is no Exception
         if is_debug:
             raise
         if isinstance(error, OSError) and error.filename is None and error.errno in _UNWRITTEN:

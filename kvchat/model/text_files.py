@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, TypeGuard
 
 from kvchat.core.bounded_files import read_bounded
 from kvchat.core.errors import ModelError, UsageError
@@ -39,6 +39,7 @@ _TOKENIZER_FILES = (
 )
 _MAX_INT = (1 << 31) - 1
 _SAMPLING_NAMES = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+_CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,8 @@ class TextFiles:
     stop_token_ids      ids its configuration says end a completion
     sampling_defaults   the author's sampling parameters, by SamplingParams' names
     adds_bos            whether its tokenizer configuration wants a BOS before a bare prompt
+    max_context         most tokens of a context, None where its configuration does not say
+    vocab_size          how many ids have an embedding, None where its configuration does not say
     """
 
     tokenizer_json: str
@@ -59,6 +62,8 @@ class TextFiles:
     stop_token_ids: tuple[int, ...] = ()
     sampling_defaults: dict[str, float] = field(default_factory=dict)
     adds_bos: bool = False
+    max_context: int | None = None
+    vocab_size: int | None = None
 
 
 def read_text_files(source: ModelSource) -> TextFiles:
@@ -74,6 +79,8 @@ def read_text_files(source: ModelSource) -> TextFiles:
         stop_token_ids=_stop_ids(generation, config),
         sampling_defaults=_sampling_defaults(generation),
         adds_bos=tokenizer_config.get("add_bos_token") is True,
+        max_context=_largest(config, *_CONTEXT_NAMES),
+        vocab_size=_largest(config, "vocab_size"),
     )
 
 
@@ -164,6 +171,17 @@ def _stop_ids(generation: dict[str, Any], config: dict[str, Any]) -> tuple[int, 
         if stop_ids:
             return stop_ids
     return ()
+
+
+def _largest(config: dict[str, Any], *names: str) -> int | None:
+    """Return a size that a configuration, or the part of it that is about text, states."""
+    places = [place for place in (config, config.get("text_config")) if _is_object(place)]
+    values = [place.get(name) for place in places for name in names]
+    return max((value for value in values if type(value) is int and value > 0), default=None)
+
+
+def _is_object(value: object) -> TypeGuard[dict[str, Any]]:
+    return isinstance(value, dict)
 
 
 def _sampling_defaults(generation: dict[str, Any]) -> dict[str, float]:

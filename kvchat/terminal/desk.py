@@ -137,7 +137,14 @@ class Desk:
     def attach(self, path: Path) -> int:
         """Put a file before the next message; return its tokens. Raises UsageError."""
         text = read_attachment(path)
-        num_tokens = len(self.host.model.tokenizer.encode([Segment(text, is_inert=True)]))
+        model = self.host.model
+        if model.tokenizer.exceeds(text, model.max_context):
+            raise UsageError(
+                f"{path} has {len(text):,} characters, which are more than twice the "
+                f"{model.max_context:,} tokens that the model's context holds.",
+                "Attach a part of it.",
+            )
+        num_tokens = len(model.tokenizer.encode([Segment(text, is_inert=True)]))
         limit = self.host.ready.context_limit if self.host.ready is not None else num_tokens
         if num_tokens > limit:
             raise UsageError(

@@ -212,7 +212,7 @@ def test_what_transformers_gives_templates_is_there() -> None:
         "{%- endfor -%}{{ enable_thinking is defined }}{{ tools is none }}"
     )
     files = text_files(byte_level(), source)
-    template = ChatTemplate(files, ChatTokenizer(files), {"enable_thinking": False})
+    template = turn_format(files, ChatTokenizer(files), {"enable_thinking": False})
 
     assert shown(template.opening(None, "hi", CLOCK)) == '{"a": "<é>"}hiTrueTrue'
 

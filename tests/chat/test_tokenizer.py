@@ -1,5 +1,6 @@
 """ChatTokenizer: what a user types never steers the model, whatever it spells."""
 
+import json
 import random
 
 import pytest
@@ -175,10 +176,19 @@ def test_the_digest_names_the_tokenizer() -> None:
     assert one.digest != other.digest
 
 
-@pytest.mark.parametrize("json", ["", "{}", "[1, 2]", '{"model": {"type": "Nonsense"}}'])
-def test_a_damaged_tokenizer_is_told_in_one_sentence(json: str) -> None:
+@pytest.mark.parametrize("content", ["", "{}", "[1, 2]", '{"model": {"type": "Nonsense"}}'])
+def test_a_damaged_tokenizer_is_told_in_one_sentence(content: str) -> None:
     with pytest.raises(ModelError, match="cannot be read"):
-        ChatTokenizer(TextFiles(json, None))
+        ChatTokenizer(TextFiles(content, None))
+
+
+def test_merges_without_the_prefix_of_their_pieces_are_told() -> None:
+    """The library ended the process at them, or went on with memory that was not its own."""
+    content = json.loads(ZOO["byte fallback"]().to_str())
+    content["model"]["continuing_subword_prefix"] = "##"
+
+    with pytest.raises(ModelError, match="without the prefix"):
+        ChatTokenizer(TextFiles(json.dumps(content), None))
 
 
 def test_decoding_leaves_special_tokens_out_but_keeps_marks_of_thinking() -> None:

@@ -1,0 +1,183 @@
+"""TemplateProcess: a chat template in a process of its own, bounded in time, memory and output.
+
+Knows processes and pipes. What a template is given and what its text becomes are `template.py`'s.
+"""
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
+from typing import IO, Any
+
+import kvchat
+from kvchat.core.errors import ModelError, TimedOut
+
+_CPU_LIMIT_S = 2.0  # a conversation takes a real template well under a millisecond
+_WALL_LIMIT_S = 60.0  # of a machine so busy that two seconds of work take that long
+_MEMORY_BYTES = 512 << 20
+_TEXT_BYTES = 1 << 20  # a system prompt that a template brings along, ten thousand times over
+_PROGRAM = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from kvchat.chat.template_child import main; main(*json.loads(sys.argv[2]))"
+)
+
+
+class RenderingFailed(Exception):
+    """The template refused or could not render a conversation; says why, without a full stop."""
+
+
+class TemplateProcess:
+    """Renders one template; compiles it beside whatever else is being done.
+
+    `limit_s` is the user's limit for one rendering, None where there is none; `child` is a process
+    that was started ahead. Safe to share between threads. A process that has ended, by itself or
+    for its limits, is started again when needed.
+    """
+
+    def __init__(
+        self, source: str, limit_s: float | None = None, child: "RenderingChild | None" = None
+    ) -> None:
+        self._source = source
+        self._limit_s = limit_s
+        self._lock = threading.Lock()
+        self._child = child or RenderingChild()
+        self._child.begin(source)
+
+    def compile(self) -> None:
+        """Wait until the template is compiled; raises ModelError where it cannot be."""
+        with self._lock:
+            try:
+                self._compiled()
+            except RenderingFailed as error:
+                raise ModelError(
+                    f"The checkpoint's chat template is not valid: {error}.",
+                    "Use a checkpoint with a working template.",
+                ) from error
+
+    def render(
+        self, messages: Sequence[dict[str, str]], variables: dict[str, object], clock: datetime
+    ) -> str:
+        """Render a conversation as of `clock`, up to the start of the next answer.
+
+        Raises RenderingFailed where the template refuses or exceeds its limits, and TimedOut where
+        the user's limit is the shorter one.
+        """
+        request = {
+            "messages": messages,
+            "variables": variables,
+            "clock": clock.isoformat(),
+            "limit_s": self._limit_s,
+        }
+        with self._lock:
+            child = self._compiled()
+            child.send(request)
+            return str(self._receive(child, self._limit_s)["text"])
+
+    def _compiled(self) -> "RenderingChild":
+        """Return a process that has compiled the template."""
+        if self._child.has_ended:
+            self._child = RenderingChild()
+            self._child.begin(self._source)
+        if not self._child.is_compiled:
+            self._receive(self._child, None)  # how long a process takes to start is not its fault
+            self._child.is_compiled = True
+        return self._child
+
+    def _receive(self, child: "RenderingChild", limit_s: float | None) -> dict[str, Any]:
+        """Wait for a reply within the limits; a process that owes one afterwards is ended."""
+        try:
+            reply = child.receive(time.monotonic() + _WALL_LIMIT_S)
+        except TimeoutError as error:
+            child.end()
+            if limit_s is not None and limit_s < _CPU_LIMIT_S:
+                raise TimedOut(
+                    f"The model's chat template took longer than {limit_s:g} s.",
+                    "Raise --timeout, or use a checkpoint with a working template.",
+                ) from error
+            raise RenderingFailed(f"it takes longer than {_CPU_LIMIT_S:g} s") from error
+        except BaseException:  # a signal, for example: the reply would be taken for the next one's
+            child.end()
+            raise
+        if "failed" in reply:
+            raise RenderingFailed(reply["failed"])
+        return reply
+
+
+class RenderingChild:
+    """The process and its two pipes, for one template. Ends with whoever started it, or when it is
+    forgotten. It takes a while to start: who will need one may start it ahead."""
+
+    def __init__(self) -> None:
+        path = [str(Path(kvchat.__file__).parents[1]), *sys.path]
+        limits = [_CPU_LIMIT_S, _MEMORY_BYTES, _TEXT_BYTES]
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", _PROGRAM, json.dumps(path), json.dumps(limits)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C is for kvchat
+        )
+        assert self._process.stdout is not None
+        self._reader: IO[bytes] = self._process.stdout
+        self._end = weakref.finalize(self, _end_process, self._process)
+        self.is_compiled = False
+
+    def begin(self, source: str) -> None:
+        """Send the template, and wait for nothing; the reply says whether it is valid."""
+        # A large one fills the pipe before the process reads.
+        threading.Thread(target=self.send, args=({"source": source},), daemon=True).start()
+
+    @property
+    def has_ended(self) -> bool:
+        return not self._end.alive or self._process.poll() is not None
+
+    def end(self) -> None:
+        """End the process, whatever it does. Idempotent."""
+        self._end()
+
+    def send(self, request: dict[str, Any]) -> None:
+        """Send a request; to a process that has ended it makes no difference."""
+        assert self._process.stdin is not None
+        with suppress(OSError, ValueError):
+            self._process.stdin.write(json.dumps(request).encode() + b"\n")
+            self._process.stdin.flush()
+
+    def receive(self, deadline_s: float) -> dict[str, Any]:
+        """Return the next reply.
+
+        Raises TimeoutError at the deadline of `time.monotonic`, or where the process was ended for
+        its work, and RenderingFailed where it has ended for another reason.
+        """
+        data = b""
+        waiting = select.poll()
+        waiting.register(self._reader, select.POLLIN)
+        while not data.endswith(b"\n"):
+            if not waiting.poll(max(0.0, deadline_s - time.monotonic()) * 1000.0):
+                raise TimeoutError
+            piece = os.read(self._reader.fileno(), 1 << 20)
+            if not piece:
+                if self._process.wait() == -signal.SIGPROF:
+                    raise TimeoutError
+                raise RenderingFailed("the process that renders it ended")
+            data += piece
+        reply = json.loads(data)
+        assert isinstance(reply, dict)
+        return reply
+
+
+def _end_process(process: "subprocess.Popen[bytes]") -> None:
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        with suppress(OSError, ValueError):
+            assert pipe is not None
+            pipe.close()
