@@ -5,6 +5,7 @@ Compares what their tokenizers write down. Tokenises nothing.
 
 import json
 
+from kvchat.core.errors import ModelError
 from kvchat.model.source import ModelSource
 from kvchat.model.text_files import read_text_files
 
@@ -21,11 +22,21 @@ def same_vocabulary(first: ModelSource, second: ModelSource) -> bool:
     second_text = read_text_files(second).tokenizer_json
     if first_text == second_text:
         return True
-    ours, theirs = _tokens(first_text), _tokens(second_text)
+    ours, theirs = _tokens_of(first, first_text), _tokens_of(second, second_text)
     shared = ours.keys() & theirs.keys()
     if any(ours[token_id] != theirs[token_id] for token_id in shared):
         return False
     return len(shared) >= _LEAST_SHARED * max(len(ours), len(theirs))
+
+
+def _tokens_of(source: ModelSource, tokenizer_json: str) -> dict[int, str]:
+    try:
+        return _tokens(tokenizer_json)
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise ModelError(
+            f"tokenizer.json of {source.name} has no vocabulary that can be compared.",
+            "Use another draft model, or none.",
+        ) from error
 
 
 def _tokens(tokenizer_json: str) -> dict[int, str]:
