@@ -21,6 +21,9 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
+# What typer raises for a command line that it cannot read. It exports the children of this class.
+UsageFault: type[Any] = typer.BadParameter.__bases__[0]
+
 
 def _show_version(value: bool) -> None:
     if value:

@@ -164,7 +164,7 @@ def _run_script(
     from kvchat.cli.script import Script, ScriptSetup
     from kvchat.cli.script_input import read_lines, read_requests
 
-    loading = LoadingLine(sys.stderr, settings["quiet"], notices.tell)
+    loading = LoadingLine(sys.stderr, settings["quiet"])
     desk = _open_desk(settings, request, loading.show, is_script=True)
     look = _stderr_look()
     setup = ScriptSetup(

@@ -63,6 +63,7 @@ class Script:
         self._desk = setup.desk
         self._interruption = interruption
         self._is_heard = True
+        self._has_told_notes = False
         self._shows_stats = setup.shows_stats
         self.exit_code = ExitCode.OK
 
@@ -147,16 +148,28 @@ class Script:
 
     @contextmanager
     def _listening(self, reply: Reply | None) -> Iterator[None]:
-        """Notice that nobody reads the output any more, and stop talking; answers are kept."""
+        """Stop talking where the output cannot be written any more; answers are kept."""
         try:
             yield
         except BrokenPipeError:
             self._is_heard = False
-            self.exit_code = ExitCode.BROKEN_PIPE
-            if reply is not None:
-                reply.cancel()
+            self.exit_code = self._interruption.code or ExitCode.BROKEN_PIPE
+        except OSError as error:
+            self._is_heard = False
+            self._fail(KvchatError(f"Cannot write: {error.strerror}."))
+        if not self._is_heard and reply is not None:
+            reply.cancel()
+
+    def _tell_load_notes(self) -> None:
+        """Say once what is odd about the model. Here, because the engine waits for no reader."""
+        ready = self._desk.host.ready
+        if ready is not None and not self._has_told_notes:
+            self._has_told_notes = True
+            for note in ready.notes:
+                self._setup.notices.tell(note)
 
     def _handle(self, exchange: Exchange, event: ChatEvent, reply: Reply) -> None:
+        self._tell_load_notes()
         read_again = self._desk.why_so_much(event) if isinstance(event, AnswerEnded) else ""
         with self._listening(reply):
             if self._is_heard:
