@@ -77,6 +77,7 @@ class Conversation:
         self.system = system
         self.title = ""
         self.tip_id = ROOT
+        self._last_id = ROOT
         self._turns: dict[int, Turn] = {}
         self._children: dict[int, list[int]] = {ROOT: []}
 
@@ -85,7 +86,7 @@ class Conversation:
 
     @property
     def next_turn_id(self) -> int:
-        return max(self._turns, default=ROOT) + 1
+        return self._last_id + 1
 
     def turn(self, turn_id: int) -> Turn:
         """Return a turn; raises KeyError for an id that is not there."""
@@ -127,6 +128,7 @@ class Conversation:
         assert turn.turn_id != ROOT
         assert turn.parent_id in self._children, f"turn {turn.parent_id} is not there"
         self._turns[turn.turn_id] = turn
+        self._last_id = max(self._last_id, turn.turn_id)
         self._children[turn.turn_id] = []
         self._children[turn.parent_id].append(turn.turn_id)
         self.tip_id = turn.turn_id
@@ -147,6 +149,7 @@ class Conversation:
         for current in gone:
             del self._turns[current], self._children[current]
         self._children[parent].remove(turn_id)
+        self._last_id = max(self._turns, default=ROOT)
         if self.tip_id in gone:
             self.tip_id = parent
         return gone

@@ -313,6 +313,9 @@ def _read_ahead(
         for request in requests:
             places.acquire()
             inbox.put(request)
+    except KvchatError as error:
+        places.acquire()
+        inbox.put(BadRequest(error))
     except Exception as error:
         places.acquire()
         inbox.put(BadRequest(KvchatError(f"The input cannot be read any further: {error}.")))
