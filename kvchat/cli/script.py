@@ -253,7 +253,8 @@ class Script:
         try:
             options = request.options(self._desk.options)
             system = request.system if request.has_system else self._desk.system
-            session = self._desk.host.new_session(system)
+            # Independent requests are no conversation: there is none to be found again.
+            session = self._desk.host.unsaved_session(system)
             request.recall_history(session)
             reply = session.ask(request.prompt, options, lambda: inbox.put(number))
         except KvchatError as error:
@@ -262,7 +263,7 @@ class Script:
             if session is not None:
                 session.close()
             return
-        exchange = Exchange(session.session_id, request.label, options.num_samples)
+        exchange = Exchange(None, request.label, options.num_samples)
         running[number] = _Running(session, reply, exchange)
         self._begin_timers(running)
 
