@@ -122,6 +122,15 @@ class Conversation:
         """Return the token ids of a turn's whole context, by default the tip's."""
         return [token for turn in self.path(turn_id) for token in turn.token_ids]
 
+    def last_token(self, turn_id: int) -> int | None:
+        """Return the last token id of a turn's context, None where that is empty."""
+        while turn_id != ROOT:
+            turn = self._turns[turn_id]
+            if turn.token_ids:
+                return turn.token_ids[-1]
+            turn_id = turn.parent_id
+        return None
+
     def add(self, turn: Turn) -> None:
         """Add a turn below its parent and make it the tip."""
         assert turn.turn_id not in self._turns
