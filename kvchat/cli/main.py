@@ -34,6 +34,7 @@ def run() -> NoReturn:
     if code in _NOT_WAITED_FOR:
         forget_streams()
     try:
+        sys.stderr.flush()
         sys.stdout.flush()
     except (BrokenPipeError, ValueError):
         code = ExitCode.BROKEN_PIPE

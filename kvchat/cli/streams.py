@@ -80,8 +80,8 @@ def _over(raw: _Output, before: TextIO) -> io.TextIOWrapper:
         encoding=before.encoding,
         errors=before.errors,
         newline="\n",
-        line_buffering=before.line_buffering,
-        write_through=before.write_through,
+        # Python's stderr, and its stdout where that is asked for, keep nothing back.
+        line_buffering=before.line_buffering or before.write_through,
     )
 
 
