@@ -151,7 +151,7 @@ class CaseMaker:
             ],
             ["sessions", "import", name],
             ["sessions", "rename", "2026", text],
-            ["cache", "status", "--cache-dir", name],
+            ["cache", "--cache-dir", name, "status"],
             ["cache", "tree"],
             [self._random.choice(_TEXTS), text],
             self._chat(name, text),
