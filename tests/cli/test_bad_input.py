@@ -21,7 +21,7 @@ from support.commands import Shell
         (("-p", "x", "--device-cache", "lots"), 2, "reads like 8G"),
         (("-p", "x", "--device", "tpu"), 2, "must be one of auto, cpu, cuda"),
         (("-p", "x", "--max-tokens", "0"), 2, "must be 1 or more"),
-        (("-p", "x", "-n", "0"), 2, "must be 1 or more"),
+        (("-p", "x", "-n", "0"), 2, "must be 1 to 1024"),
         (("-p", "x", "--output-format", "xml"), 2, "must be one of text, json, stream-json"),
         (("-p", "x", "--stop", ""), 2, "empty text"),
         (("-p", "x", "-c", "-r", "1"), 2, "exclude each other"),
