@@ -5,6 +5,7 @@ Knows encodings and sizes; knows no conversation.
 
 from pathlib import Path
 
+from kvchat.core.bounded_files import read_bounded
 from kvchat.core.errors import UsageError
 
 _MAX_BYTES = 16 * 2**20
@@ -16,12 +17,7 @@ def read_attachment(path: Path) -> str:
     Raises UsageError for what is not a readable text file of reasonable size.
     """
     try:
-        size = path.stat().st_size
-        if not path.is_file():
-            raise UsageError(f"{path} is not a file.")
-        if size > _MAX_BYTES:
-            raise UsageError(f"{path} has {size >> 20} MiB, too much to attach.")
-        data = path.read_bytes()
+        data = read_bounded(path, _MAX_BYTES)
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}.") from error
     if b"\0" in data:

@@ -48,10 +48,10 @@ class ChatModel:
         self.require_fit(text)
         self.require_fit(system or "")
         clock = datetime.fromtimestamp(conversation.created_s)
-        context = conversation.context_ids(parent_id)
-        if not context:
+        last = conversation.last_token(parent_id)
+        if last is None:
             return tuple(self.format.opening(system, text, clock))
-        return tuple(self.format.following(text, context[-1], clock))
+        return tuple(self.format.following(text, last, clock))
 
     def answer_ids(self, turn: Turn) -> tuple[int, ...]:
         """Return ids for an answer known by its text only, as another model's answers are.

@@ -77,6 +77,7 @@ class Conversation:
         self.system = system
         self.title = ""
         self.tip_id = ROOT
+        self._last_id = ROOT
         self._turns: dict[int, Turn] = {}
         self._children: dict[int, list[int]] = {ROOT: []}
 
@@ -85,7 +86,7 @@ class Conversation:
 
     @property
     def next_turn_id(self) -> int:
-        return max(self._turns, default=ROOT) + 1
+        return self._last_id + 1
 
     def turn(self, turn_id: int) -> Turn:
         """Return a turn; raises KeyError for an id that is not there."""
@@ -121,12 +122,22 @@ class Conversation:
         """Return the token ids of a turn's whole context, by default the tip's."""
         return [token for turn in self.path(turn_id) for token in turn.token_ids]
 
+    def last_token(self, turn_id: int) -> int | None:
+        """Return the last token id of a turn's context, None where that is empty."""
+        while turn_id != ROOT:
+            turn = self._turns[turn_id]
+            if turn.token_ids:
+                return turn.token_ids[-1]
+            turn_id = turn.parent_id
+        return None
+
     def add(self, turn: Turn) -> None:
         """Add a turn below its parent and make it the tip."""
         assert turn.turn_id not in self._turns
         assert turn.turn_id != ROOT
         assert turn.parent_id in self._children, f"turn {turn.parent_id} is not there"
         self._turns[turn.turn_id] = turn
+        self._last_id = max(self._last_id, turn.turn_id)
         self._children[turn.turn_id] = []
         self._children[turn.parent_id].append(turn.turn_id)
         self.tip_id = turn.turn_id
@@ -147,6 +158,7 @@ class Conversation:
         for current in gone:
             del self._turns[current], self._children[current]
         self._children[parent].remove(turn_id)
+        self._last_id = max(self._turns, default=ROOT)
         if self.tip_id in gone:
             self.tip_id = parent
         return gone

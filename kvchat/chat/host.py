@@ -96,6 +96,10 @@ class ChatHost:
         """Begin a conversation."""
         return ChatSession.new(self.model, self._engine, self.store, system, title)
 
+    def unsaved_session(self, system: str | None = None) -> ChatSession:
+        """Begin a conversation that is not to be gone on with: no file is made for it."""
+        return ChatSession.new(self.model, self._engine, None, system)
+
     def open_session(self, session_id: str) -> ChatSession:
         """Go on with a saved conversation; raises StoreError while another process has it."""
         assert self.store is not None, "there is nothing saved to open"

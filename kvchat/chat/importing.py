@@ -9,8 +9,9 @@ from pathlib import Path
 
 from kvchat.chat.conversation import NO_TOKENIZER, Conversation, Role, Turn
 from kvchat.chat.session_file import end_line, read_session, tip_line, title_line, turn_line
-from kvchat.chat.store import SessionStore, new_session_id
+from kvchat.chat.store import MAX_SESSION_BYTES, SessionStore, new_session_id
 from kvchat.chat.transcript import read_messages
+from kvchat.core.bounded_files import read_bounded
 from kvchat.core.errors import SessionNotFound, StoreError, UsageError
 from kvchat.core.types import FinishReason
 
@@ -22,7 +23,7 @@ def import_file(store: SessionStore, path: Path) -> str:
     `StoreError` if it is a session no version can read, or if the copy cannot be saved.
     """
     try:
-        data = path.read_bytes()
+        data = read_bounded(path, MAX_SESSION_BYTES)
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}.") from error
     conversation = _from_session(data, path.name)

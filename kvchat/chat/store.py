@@ -17,11 +17,13 @@ from datetime import datetime
 from pathlib import Path
 
 from kvchat.chat import session_file
-from kvchat.chat.conversation import ROOT, Conversation, Role
+from kvchat.chat.conversation import ROOT, Conversation
 from kvchat.core.errors import SessionNotFound, StoreError
 from kvchat.core.paths import open_private, private_directory
 
 _SUFFIX = ".jsonl"
+# Some millions of turns; no conversation gets there.
+MAX_SESSION_BYTES = 1 << 29
 # What is to take the place of a session's file, while it is written.
 NEW_SUFFIX = ".new"
 # Each time means that somebody put a new file in its place between opening and locking it.
@@ -185,7 +187,7 @@ class SessionStore:
         log = self._open(session_id, os.O_RDWR | os.O_APPEND)
         try:
             read = self.read(session_id)
-            data = path.read_bytes()
+            data = self.read_bytes(session_id)
             if not data.endswith(b"\n"):
                 os.truncate(path, data.rfind(b"\n") + 1)
         except OSError as error:
@@ -201,16 +203,21 @@ class SessionStore:
 
         The file's name is the session's id: a copied file is a conversation of its own.
         """
-        path = self._existing(session_id)
-        try:
-            descriptor = open_private(path, os.O_RDONLY)
-            with os.fdopen(descriptor, "rb") as file:
-                data = file.read()
-        except OSError as error:
-            raise StoreError(f"{path} cannot be read: {error.strerror}.") from error
-        read = session_file.read_session(data, path.name)
+        path = self._path(session_id)
+        read = session_file.read_session(self.read_bytes(session_id), path.name)
         read.conversation.session_id = session_id
         return read
+
+    def read_bytes(self, session_id: str) -> bytes:
+        """Return what is in a session's file, sound or not."""
+        path = self._existing(session_id)
+        try:
+            with os.fdopen(open_private(path, os.O_RDONLY), "rb") as file:
+                if os.fstat(file.fileno()).st_size > MAX_SESSION_BYTES:
+                    raise StoreError(f"{path} has more than {MAX_SESSION_BYTES >> 20} MiB.")
+                return file.read()
+        except OSError as error:
+            raise StoreError(f"{path} cannot be read: {error.strerror}.") from error
 
     def _open(self, session_id: str, flags: int) -> SessionLog:
         path = self._path(session_id)
@@ -262,11 +269,12 @@ class SessionStore:
 
     def _can_go_on(self, session_id: str) -> bool:
         try:
+            if self._read_summary(session_id).has_answer:
+                return True
             conversation = self.read(session_id).conversation
         except (StoreError, SessionNotFound):
             return True  # whoever opens it says what is wrong
-        is_answered = any(turn.role is Role.ASSISTANT for turn in conversation.turns())
-        return is_answered or conversation.tip_id != ROOT or not len(conversation)
+        return conversation.tip_id != ROOT or not len(conversation)
 
     def find(self, text: str) -> str:
         """Return the session id that `text` names: a full id or an unambiguous beginning."""
@@ -286,10 +294,13 @@ class SessionStore:
     def _summary(self, session_id: str) -> SessionSummary:
         modified_s = _modified_ns(self._path(session_id)) / 1e9
         try:
-            conversation = self.read(session_id).conversation
+            read = self._read_summary(session_id)
         except (StoreError, SessionNotFound):
             return SessionSummary(session_id, "(cannot be read)", 0, modified_s, False)
-        return SessionSummary(session_id, conversation.label, len(conversation), modified_s)
+        return SessionSummary(session_id, read.label, read.num_turns, modified_s)
+
+    def _read_summary(self, session_id: str) -> session_file.Summary:
+        return session_file.read_summary(self.read_bytes(session_id), f"{session_id}{_SUFFIX}")
 
     def remove(self, session_id: str) -> None:
         """Delete a session's file; raises StoreError while a process is writing to it."""

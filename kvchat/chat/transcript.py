@@ -8,6 +8,7 @@ from typing import Any
 
 from kvchat.chat.conversation import Conversation, Role
 from kvchat.chat.thinking import split_thinking
+from kvchat.core.config import shown
 from kvchat.core.errors import UsageError
 
 _NAMES = {Role.USER: "You", Role.ASSISTANT: "Assistant"}
@@ -72,7 +73,7 @@ def parse_messages(messages: list[Any]) -> tuple[str | None, list[tuple[Role, st
         elif role in (Role.USER.value, Role.ASSISTANT.value):
             turns.append((Role(role), text))
         else:
-            raise UsageError(f"Message {number} has the role {role!r}.")
+            raise UsageError(f"Message {number} has the role {shown(role)}.")
         if turns and turns[0][0] is Role.ASSISTANT:  # templates open a context with a question
             raise UsageError(
                 f"Message {number} is the assistant's, but the first has to be the user's."

@@ -4,6 +4,7 @@ Knows flags. Each command builds what it needs, calls it and exits with its code
 imported before a command runs.
 """
 
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,7 +12,7 @@ import typer
 
 from kvchat import __version__
 from kvchat.cli.config_commands import config_app
-from kvchat.cli.settings import BY_NAME
+from kvchat.cli.settings import BY_NAME, unknown_variables
 
 app = typer.Typer(
     name="kvchat",
@@ -20,6 +21,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     rich_markup_mode=None,
 )
+
+# What typer raises for a command line that it cannot read. It exports the children of this class.
+UsageFault: type[Any] = typer.BadParameter.__bases__[0]
 
 
 def _show_version(value: bool) -> None:
@@ -33,6 +37,12 @@ def _setting(name: str, *declarations: str, metavar: str | None = None) -> Any:
     setting = BY_NAME[name]
     flags = declarations or (setting.flag,)
     return typer.Option(*flags, help=setting.help, metavar=metavar, show_default=False)
+
+
+def _warn_of_unknown_variables(is_quiet: bool) -> None:
+    if not is_quiet:
+        for sentence in unknown_variables(os.environ):
+            typer.echo(f"kvchat: {sentence}", err=True)
 
 
 @app.callback(invoke_without_command=True)
@@ -110,6 +120,7 @@ def chat(
     On a terminal this starts an interactive chat. With -p, or with input from a pipe, it answers
     and leaves.
     """
+    _warn_of_unknown_variables(bool(quiet))
     if context.invoked_subcommand is not None:
         return
     from kvchat.cli.chat import ChatRequest, run_chat

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvchat.cli.settings import Settings
-from kvchat.core.config import Paths
+from kvchat.core.config import Paths, shown
 from kvchat.core.errors import UsageError
 from kvchat.core.events import LoadEvent, LoadProgress, ModelReady
 from kvchat.core.paths import user_path
@@ -23,6 +23,11 @@ if TYPE_CHECKING:
     from kvchat.chat.template_process import RenderingChild
     from kvchat.engine.engine import Engine
     from kvchat.model.source import ModelSource
+
+
+# Thirty years; what waits for a lock counts nanoseconds in 64 bits.
+_MAX_TIMEOUT_S = 1e9
+_MAX_SAMPLES = 1024
 
 
 def user_paths() -> Paths:
@@ -67,10 +72,12 @@ def ask_options(settings: Settings, model_defaults: dict[str, float], samples: i
     if max_tokens is not None and max_tokens < 1:
         raise UsageError(f"--max-tokens is {max_tokens}, but must be 1 or more.")
     timeout_s = settings["timeout"]
-    if timeout_s is not None and not timeout_s > 0:
-        raise UsageError(f"--timeout is {timeout_s}, but must be more than 0 seconds.")
-    if samples < 1:
-        raise UsageError(f"--samples is {samples}, but must be 1 or more.")
+    if timeout_s is not None and not 0 < timeout_s <= _MAX_TIMEOUT_S:
+        raise UsageError(
+            f"--timeout is {timeout_s:g}, but must be more than 0 seconds and at most 1e9."
+        )
+    if not 1 <= samples <= _MAX_SAMPLES:
+        raise UsageError(f"--samples is {shown(samples)}, but must be 1 to {_MAX_SAMPLES}.")
     chosen = {name: settings[name] for name in SAMPLING_NAMES if settings[name] is not None}
     options = AskOptions(
         sampling=SamplingParams(**chosen),

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvchat.cli.build import ask_options, caretaker, check, open_host, session_store, user_paths
 from kvchat.cli.settings import Settings, resolve
+from kvchat.core.config import shown
 from kvchat.core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ class ChatRequest:
 
 def _one_of(flag: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
-        raise UsageError(f"{flag} is {value!r}, but must be one of {', '.join(allowed)}.")
+        raise UsageError(f"{flag} is {shown(value)}, but must be one of {', '.join(allowed)}.")
 
 
 def run_chat(flags: dict[str, Any], request: ChatRequest) -> int:
@@ -167,7 +168,7 @@ def _run_script(
     from kvchat.cli.script import Script, ScriptSetup
     from kvchat.cli.script_input import read_lines, read_requests
 
-    loading = LoadingLine(sys.stderr, settings["quiet"], notices.tell)
+    loading = LoadingLine(sys.stderr, settings["quiet"])
     desk = _open_desk(settings, request, loading.show, is_script=True)
     look = _stderr_look()
     setup = ScriptSetup(

@@ -6,13 +6,20 @@ Knows TOML well enough to write the few kinds of values settings have.
 import json
 import os
 import sys
-import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
 from kvchat.cli.build import check, user_paths
-from kvchat.cli.settings import SETTINGS, Settings, known, parse_value, resolve
-from kvchat.core.errors import StoreError
+from kvchat.cli.settings import (
+    BY_NAME,
+    SETTINGS,
+    Settings,
+    known,
+    parse_value,
+    read_config,
+    resolve,
+)
+from kvchat.core.errors import StoreError, UsageError
 from kvchat.core.paths import open_private, private_directory, user_path
 
 # Read from a file they would depend on where kvchat happens to be started.
@@ -56,27 +63,40 @@ def unset(name: str) -> None:
 
 def _try_out(name: str, value: object) -> None:
     """Have everybody look at a value who would refuse it later."""
-    defaults = resolve({}, {}, Path(os.devnull)).values
+    defaults = {setting.name: setting.default for setting in SETTINGS}
     check(Settings({**defaults, name: value}))
 
 
 def _change(change: Callable[[dict[str, object]], dict[str, object]]) -> None:
     target = user_paths().config
-    try:
-        current = tomllib.loads(target.read_text(encoding="utf-8")) if target.is_file() else {}
-    except (OSError, tomllib.TOMLDecodeError) as error:
-        raise StoreError(f"{target} cannot be read: {error}.", "Mend or remove it.") from error
-    changed = sorted(change(current).items())
-    content = "".join(f"{key} = {_toml(item)}\n" for key, item in changed)
+    changed = sorted(change(read_config(target)).items())
+    content = _document(changed, target)
     private_directory(target.parent)
     temporary = target.with_suffix(".new")
     descriptor = open_private(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        with os.fdopen(descriptor, "wb") as file:
             file.write(content)
         temporary.replace(target)
     except OSError as error:
+        temporary.unlink(missing_ok=True)
         raise StoreError(f"{target} cannot be written: {error.strerror}.") from error
+
+
+def _document(values: list[tuple[str, object]], target: Path) -> bytes:
+    """Return a file that sets these values; raises UsageError for what none can be set to."""
+    try:
+        return "".join(f"{_key(key)} = {_toml(item)}\n" for key, item in values).encode()
+    except UnicodeEncodeError as error:
+        raise UsageError("The value is not valid UTF-8.") from error
+    except (TypeError, ValueError) as error:  # dates, tables, and numbers without an end
+        raise UsageError(
+            f"{target} sets what is no setting's value.", "Mend it by hand."
+        ) from error
+
+
+def _key(name: str) -> str:
+    return name if name in BY_NAME else json.dumps(name)
 
 
 def _toml(value: object) -> str:
@@ -85,4 +105,6 @@ def _toml(value: object) -> str:
     if isinstance(value, list | tuple):
         return "[" + ", ".join(_toml(item) for item in value) + "]"
     # JSON's strings and numbers are TOML's too, but for one character.
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if not isinstance(value, str | int | float):
+        raise TypeError
+    return json.dumps(value, ensure_ascii=False, allow_nan=False).replace("\x7f", "\\u007f")

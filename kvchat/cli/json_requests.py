@@ -9,6 +9,7 @@ from typing import Any
 from kvchat.chat.conversation import Role
 from kvchat.chat.session import AskOptions, ChatSession
 from kvchat.chat.transcript import parse_messages
+from kvchat.core.config import shown
 from kvchat.core.errors import KvchatError, UsageError
 
 _SAMPLING = {
@@ -18,6 +19,7 @@ _SAMPLING = {
     "top_k": int,
     "repetition_penalty": float,
 }
+_MOST = 2**63 - 1
 _OTHERS = ("id", "prompt", "messages", "system", "seed", "max_tokens", "stop")
 
 
@@ -62,7 +64,12 @@ class BadRequest:
 def label_of(content: object, line: int) -> dict[str, object]:
     """How results tell which request is theirs: by the id it came with, or by its line, from 1."""
     request_id = content.get("id") if isinstance(content, dict) else None
-    return {"line": line} if request_id is None else {"id": request_id}
+    return {"id": request_id} if _is_id(request_id) else {"line": line}
+
+
+def _is_id(value: object) -> bool:
+    """Whether a value can name a request: what is nested may be nested too deep to be written."""
+    return isinstance(value, str | int | float)
 
 
 def parse_request(content: object, line: int) -> JsonRequest:
@@ -71,7 +78,9 @@ def parse_request(content: object, line: int) -> JsonRequest:
         raise UsageError(f'Line {line} of the input is not a JSON object like {{"prompt": "..."}}.')
     for name in content:
         if name not in _OTHERS and name not in _SAMPLING:
-            raise UsageError(f"Line {line} of the input has an unknown field {name!r}.")
+            raise UsageError(f"Line {line} of the input has an unknown field {shown(name)}.")
+    if content.get("id") is not None and not _is_id(content["id"]):
+        raise UsageError(f"id of line {line} must be a text or a number.")
     has_prompt, has_messages = "prompt" in content, "messages" in content
     if has_prompt == has_messages:
         raise UsageError(f"Line {line} of the input needs either a prompt or messages.")
@@ -79,6 +88,8 @@ def parse_request(content: object, line: int) -> JsonRequest:
     system, history = _messages(messages, line)
     if not history or history[-1][0] is not Role.USER:
         raise UsageError(f"Line {line} of the input does not end with a user message.")
+    if not history[-1][1].strip():
+        raise UsageError(f"The prompt of line {line} is empty.")
     return JsonRequest(
         label=label_of(content, line),
         prompt=history[-1][1],
@@ -104,7 +115,7 @@ def _messages(messages: object, line: int) -> tuple[str | None, tuple[tuple[Role
 def _system(content: dict[str, Any], line: int) -> str | None:
     value = content["system"]
     if not isinstance(value, str | None):
-        raise UsageError(f"system of line {line} is {value!r}, but must be a text.")
+        raise UsageError(f"system of line {line} is {shown(value)}, but must be a text.")
     return value
 
 
@@ -114,19 +125,16 @@ def _sampling(content: dict[str, Any], line: int) -> dict[str, Any]:
         if name in content:
             value = content[name]
             if isinstance(value, bool) or not isinstance(value, int | float):
-                raise UsageError(f"{name} of line {line} is {value!r}, but must be a number.")
+                raise UsageError(f"{name} of line {line} is {shown(value)}, but must be a number.")
             values[name] = _as_kind(value, kind, name, line)
     return values
 
 
 def _as_kind(value: float, kind: type[int] | type[float], name: str, line: int) -> int | float:
-    try:
-        return kind(value)
-    except (ValueError, OverflowError) as error:
+    if abs(value) > _MOST or kind(value) != value:
         what = "a whole number" if kind is int else "a number that can be computed with"
-        raise UsageError(
-            f"{name} of line {line} is {str(value)[:20]}, but must be {what}."
-        ) from error
+        raise UsageError(f"{name} of line {line} is {shown(value)}, but must be {what}.")
+    return kind(value)
 
 
 def _others(content: dict[str, Any], line: int) -> dict[str, Any]:
@@ -134,8 +142,11 @@ def _others(content: dict[str, Any], line: int) -> dict[str, Any]:
     for name in ("seed", "max_tokens"):
         if name in content:
             value = content[name]
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise UsageError(f"{name} of line {line} is {value!r}, but must be a whole number.")
+            is_whole = isinstance(value, int) and not isinstance(value, bool)
+            if not is_whole or abs(value) > _MOST:
+                raise UsageError(
+                    f"{name} of line {line} is {shown(value)}, but must be a whole number."
+                )
             values[name] = value
     if values.get("max_tokens", 1) < 1:
         raise UsageError(f"max_tokens of line {line} must be 1 or more.")

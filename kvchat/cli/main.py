@@ -11,40 +11,54 @@ import threading
 import traceback
 from typing import NoReturn
 
-from kvchat.cli.streams import ensure_open, forget_stdout, forgive_encoding
-from kvchat.core.errors import ExitCode, KvchatError
-from kvchat.terminal.sanitize import sanitize
+from kvchat.cli.streams import forget_stdout, forget_streams, prepare_streams
+from kvchat.core.errors import ExitCode, KvchatError, UsageError
+from kvchat.terminal.sanitize import one_line, sanitize
 
 # What writing fails with. Our own files have errors of their own: what is left is stdout.
 _UNWRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
+# With these the reader of the output has gone, or is not waited for.
+_NOT_WAITED_FOR = (
+    ExitCode.BROKEN_PIPE,
+    ExitCode.HANGUP,
+    ExitCode.INTERRUPT,
+    ExitCode.TERMINATED,
+)
+_MAX_FAULT_CHARS = 200
 
 
 def run() -> NoReturn:
     """Run the command line and leave with its exit code."""
-    ensure_open()
-    forgive_encoding()
+    prepare_streams()
     code = _run()
+    if code in _NOT_WAITED_FOR:
+        forget_streams()
     try:
-        sys.stdout.flush()
         sys.stderr.flush()
+        sys.stdout.flush()
     except (BrokenPipeError, ValueError):
         code = ExitCode.BROKEN_PIPE
         forget_stdout()
     except OSError as error:
         code = code or _refused(error)
         forget_stdout()
-    if code == ExitCode.BROKEN_PIPE:
-        forget_stdout()
-    if any(thread.name == "kvchat-engine" for thread in threading.enumerate()):
-        # The engine may be inside a long forward pass or still importing torch; neither has
-        # anything to save, and waiting for it would keep the shell's prompt from coming back.
-        os._exit(code)
+    except KeyboardInterrupt:
+        code = ExitCode.INTERRUPT
+        forget_streams()
+    if code in _NOT_WAITED_FOR or _is_engine_busy():
+        os._exit(code)  # what is to be saved is saved; tearing torch down takes a second
     sys.exit(code)
 
 
+def _is_engine_busy() -> bool:
+    """Whether the engine is inside a long forward pass or still importing torch.
+
+    Neither has anything to save, and the shell's prompt would come back only after it.
+    """
+    return any(thread.name == "kvchat-engine" for thread in threading.enumerate())
+
+
 def _run() -> int:
-    from kvchat.cli.app import app
-    from kvchat.cli.interruption import Interrupted
     from kvchat.cli.surroundings import prepare
 
     prepare()
@@ -53,40 +67,61 @@ def _run() -> int:
         # Nobody configures logging here, and Python would print our warnings with their tracebacks.
         logging.getLogger("kvchat").addHandler(logging.NullHandler())
     try:
-        app(standalone_mode=True, prog_name="kvchat")
-    except SystemExit as leaving:
-        if isinstance(leaving.__context__, BrokenPipeError):  # of which typer makes an ordinary 1
-            forget_stdout()
-            return ExitCode.BROKEN_PIPE
-        return leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
-    except KvchatError as error:
-        if is_debug:
+        return _run_command()
+    except BaseException as error:
+        if is_debug and isinstance(error, Exception):
             traceback.print_exc()
-        print(f"kvchat: {sanitize(str(error))}", file=sys.stderr)  # noqa: T201
-        return error.exit_code
-    except BrokenPipeError:
-        forget_stdout()
-        return ExitCode.BROKEN_PIPE
-    except Interrupted as interrupted:
-        return interrupted.code
-    except KeyboardInterrupt:
+        return _told(error)
+
+
+def _run_command() -> int:
+    """Parse the command line and do what it says; return the exit code."""
+    from kvchat.cli.app import UsageFault, app
+
+    try:
+        code = app(standalone_mode=False, prog_name="kvchat")
+    except UsageFault as error:
+        place = error.ctx.command_path if error.ctx is not None else "kvchat"
+        said = one_line(error.format_message(), _MAX_FAULT_CHARS).rstrip(".")
+        raise UsageError(f"{said}.", f"See `{place} --help`.") from error
+    return code if isinstance(code, int) else ExitCode.OK
+
+
+def _told(error: BaseException) -> int:
+    """Say in a sentence what ended the command; return the exit code that stands for it."""
+    from kvchat.cli.interruption import Interrupted
+
+    if isinstance(error, KvchatError):
+        return _said(str(error), error.exit_code)
+    if isinstance(error, SystemExit):
+        # Of a closed pipe typer makes an ordinary 1.
+        is_pipe = isinstance(error.__context__, BrokenPipeError)
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        return ExitCode.BROKEN_PIPE if is_pipe else code
+    if isinstance(error, Interrupted):
+        return error.code
+    if isinstance(error, KeyboardInterrupt):
         return ExitCode.INTERRUPT
-    except BaseException as error:  # a panic of a Rust library is no Exception
-        if is_debug:
-            raise
-        if isinstance(error, OSError) and error.filename is None and error.errno in _UNWRITTEN:
-            forget_stdout()
-            return _refused(error)
-        print(  # noqa: T201
-            f"kvchat: unexpected {type(error).__name__}: {error}. "
-            "This is a bug; --debug shows where.",
-            file=sys.stderr,
-        )
-        return ExitCode.GENERATION
-    return ExitCode.OK
+    if isinstance(error, BrokenPipeError):
+        return ExitCode.BROKEN_PIPE
+    if isinstance(error, OSError):
+        return _refused(error)
+    if isinstance(error, MemoryError):
+        return _said("There is not enough memory for that.", ExitCode.GENERATION)
+    kind = type(error).__name__
+    sentence = f"unexpected {kind}: {one_line(str(error), _MAX_FAULT_CHARS)}."
+    return _said(f"{sentence} This is a bug; --debug shows where.", ExitCode.GENERATION)
 
 
 def _refused(error: OSError) -> int:
-    """Say that what was printed could not be written."""
-    print(f"kvchat: Cannot write: {error.strerror}.", file=sys.stderr)  # noqa: T201
-    return ExitCode.GENERATION
+    """Say what the system refused: what was printed could not be written, or a file not used."""
+    if error.filename is None and error.errno in _UNWRITTEN:
+        forget_stdout()
+        return _said(f"Cannot write: {error.strerror}.", ExitCode.GENERATION)
+    name = f"{one_line(os.fsdecode(error.filename))} cannot be used: " if error.filename else ""
+    return _said(f"{name}{error.strerror or error}.", ExitCode.STORE)
+
+
+def _said(sentence: str, code: int) -> int:
+    print(f"kvchat: {sanitize(sentence)}", file=sys.stderr)  # noqa: T201
+    return code

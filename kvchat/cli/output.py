@@ -21,9 +21,12 @@ Facts = Callable[[], ModelReady | None]
 
 @dataclass(slots=True, eq=False)
 class Exchange:
-    """What every object about one exchange says: its session, and of a batch which request."""
+    """What every object about one exchange says: its session, and of a batch which request.
 
-    session_id: str
+    A batch has no sessions.
+    """
+
+    session_id: str | None
     label: dict[str, object] = field(default_factory=dict)
     num_samples: int = 1
     has_started: bool = False

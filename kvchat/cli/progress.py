@@ -1,32 +1,34 @@
-"""What a script says while a model loads: one line on a terminal's stderr, and the model's notes.
+"""What a script shows while a model loads: one line on a terminal's stderr.
 
-Knows carriage returns. Called on the engine's thread.
+Knows carriage returns. Called on the engine's thread, which never waits for the terminal.
 """
 
 from collections.abc import Callable
 from typing import TextIO
 
-from kvchat.core.events import LoadEvent, LoadProgress, ModelReady
-from kvchat.terminal.sanitize import sanitize
+from kvchat.cli.streams import can_write_at_once
+from kvchat.core.events import LoadEvent, LoadProgress
 
 _ERASE_LINE = "\r\x1b[K"
 
 
 class LoadingLine:
-    """Shows the stage of loading and erases itself when loading ends; then `tell`s the notes."""
+    """Shows the stage of loading, and erases itself when loading ends."""
 
-    def __init__(self, stderr: TextIO, is_quiet: bool, tell: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        stderr: TextIO,
+        is_quiet: bool,
+        can_write: Callable[[TextIO], bool] = can_write_at_once,
+    ) -> None:
         self._stderr = stderr
-        self._tell = tell
+        self._can_write = can_write
         self._is_shown = not is_quiet and stderr.isatty()
 
     def show(self, event: LoadEvent) -> None:
         """Take a loading event."""
-        if self._is_shown:
+        if self._is_shown and self._can_write(self._stderr):
             self._draw(event)
-        if isinstance(event, ModelReady):
-            for note in event.notes:
-                self._tell(sanitize(note))
 
     def _draw(self, event: LoadEvent) -> None:
         line = _ERASE_LINE

@@ -64,6 +64,7 @@ class Script:
         self._interruption = interruption
         self._is_heard = True
         self._has_given_up = False
+        self._has_told_notes = False
         self._shows_stats = setup.shows_stats
         self._has_told_load = False
         self.exit_code = ExitCode.OK
@@ -160,16 +161,28 @@ class Script:
 
     @contextmanager
     def _listening(self, reply: Reply | None) -> Iterator[None]:
-        """Notice that nobody reads the output any more, and stop talking; answers are kept."""
+        """Stop talking where the output cannot be written any more; answers are kept."""
         try:
             yield
         except BrokenPipeError:
             self._is_heard = False
-            self.exit_code = ExitCode.BROKEN_PIPE
-            if reply is not None:
-                reply.cancel()
+            self.exit_code = self._interruption.code or ExitCode.BROKEN_PIPE
+        except OSError as error:
+            self._is_heard = False
+            self._fail(KvchatError(f"Cannot write: {error.strerror}."))
+        if not self._is_heard and reply is not None:
+            reply.cancel()
+
+    def _tell_load_notes(self) -> None:
+        """Say once what is odd about the model. Here, because the engine waits for no reader."""
+        ready = self._desk.host.ready
+        if ready is not None and not self._has_told_notes:
+            self._has_told_notes = True
+            for note in ready.notes:
+                self._setup.notices.tell(note)
 
     def _handle(self, exchange: Exchange, event: ChatEvent, reply: Reply) -> None:
+        self._tell_load_notes()
         read_again = self._desk.why_so_much(event) if isinstance(event, AnswerEnded) else ""
         with self._listening(reply):
             if self._is_heard:
@@ -269,7 +282,8 @@ class Script:
         try:
             options = request.options(self._desk.options)
             system = request.system if request.has_system else self._desk.system
-            session = self._desk.host.new_session(system)
+            # Independent requests are no conversation: there is none to be found again.
+            session = self._desk.host.unsaved_session(system)
             request.recall_history(session)
             reply = session.ask(request.prompt, options, lambda: inbox.put(number))
         except KvchatError as error:
@@ -278,7 +292,7 @@ class Script:
             if session is not None:
                 session.close()
             return
-        exchange = Exchange(session.session_id, request.label, options.num_samples)
+        exchange = Exchange(None, request.label, options.num_samples)
         running[number] = _Running(session, reply, exchange)
         self._begin_timers(running)
 
@@ -329,6 +343,9 @@ def _read_ahead(
         for request in requests:
             places.acquire()
             inbox.put(request)
+    except KvchatError as error:
+        places.acquire()
+        inbox.put(BadRequest(error))
     except Exception as error:
         places.acquire()
         inbox.put(BadRequest(KvchatError(f"The input cannot be read any further: {error}.")))

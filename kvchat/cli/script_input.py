@@ -1,25 +1,43 @@
 """Standard input of scripts: one message, a turn a line, or a JSON request a line.
 
-Knows bytes, encodings and lines; knows no conversation.
+Knows bytes, encodings and lines, and how much of each is too much; knows no conversation.
 """
 
 import json
+import math
 from collections.abc import Iterator
-from typing import BinaryIO
+from typing import BinaryIO, NoReturn
 
 from kvchat.cli.json_requests import BadRequest, JsonRequest, label_of, parse_request
 from kvchat.cli.output import Notices
-from kvchat.core.errors import KvchatError, UsageError
+from kvchat.core.errors import ContextTooLong, KvchatError, UsageError
+
+# Some four million tokens: more than any model's context holds.
+_MAX_MESSAGE_BYTES = 16 << 20
 
 
 def read_text(stdin: BinaryIO, notices: Notices) -> str:
-    """Return all of standard input as one message, without its last line ends."""
-    return _decode(stdin.read(), notices).rstrip("\r\n")
+    """Return all of standard input as one message, without its last line ends.
+
+    Raises ContextTooLong for more than any context holds.
+    """
+    try:
+        data = stdin.read(_MAX_MESSAGE_BYTES + 1)
+    except OSError as error:
+        raise _unreadable(error) from error
+    if len(data) > _MAX_MESSAGE_BYTES:
+        raise _too_long("The input")
+    return _decode(data, notices).rstrip("\r\n")
 
 
 def read_lines(stdin: BinaryIO, notices: Notices) -> Iterator[str]:
-    """Yield the lines of standard input as they come; empty ones are no turns."""
-    for line in stdin:
+    """Yield the lines of standard input as they come; empty ones are no turns.
+
+    Raises ContextTooLong for a line longer than any context holds.
+    """
+    for number, line in enumerate(_bounded_lines(stdin), start=1):
+        if line is None:
+            raise _too_long(f"Line {number} of the input")
         text = _decode(line, notices).rstrip("\r\n")
         if text.strip():
             yield text
@@ -27,18 +45,58 @@ def read_lines(stdin: BinaryIO, notices: Notices) -> Iterator[str]:
 
 def read_requests(stdin: BinaryIO, notices: Notices) -> Iterator[JsonRequest | BadRequest]:
     """Yield the requests of standard input, an error in place of each line that is none."""
-    for number, line in enumerate(stdin, start=1):
-        if not line.strip():
-            continue
-        content = None
-        try:
-            content = json.loads(line)
-            yield parse_request(content, number)
-        except (ValueError, RecursionError):
-            problem = UsageError(f"Line {number} of the input is not JSON.")
-            yield BadRequest(problem, label_of(content, number))
-        except KvchatError as error:
-            yield BadRequest(error, label_of(content, number))
+    for number, line in enumerate(_bounded_lines(stdin), start=1):
+        if line is None:
+            problem = _too_long(f"Line {number} of the input")
+            yield BadRequest(problem, label_of(None, number))
+        elif line.strip():
+            yield _request(line, number)
+
+
+def _request(line: bytes, number: int) -> JsonRequest | BadRequest:
+    content = None
+    try:
+        content = json.loads(line, parse_constant=_no_constant, parse_float=_finite)
+        return parse_request(content, number)
+    except (ValueError, RecursionError):
+        problem = UsageError(f"Line {number} of the input is not JSON.")
+        return BadRequest(problem, label_of(content, number))
+    except KvchatError as error:
+        return BadRequest(error, label_of(content, number))
+
+
+def _no_constant(name: str) -> NoReturn:
+    """Refuse NaN and Infinity: Python reads and writes them, JSON does not know them."""
+    raise ValueError(name)
+
+
+def _finite(text: str) -> float:
+    """Read a number; one that is too large would be written again as Infinity."""
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(text)
+    return number
+
+
+def _bounded_lines(stdin: BinaryIO) -> Iterator[bytes | None]:
+    """Yield line after line; None in place of one that is too long, which is not held in memory."""
+    try:
+        while line := stdin.readline(_MAX_MESSAGE_BYTES + 1):
+            is_whole = len(line) <= _MAX_MESSAGE_BYTES
+            while line and not is_whole and not line.endswith(b"\n"):
+                line = stdin.readline(_MAX_MESSAGE_BYTES)
+            yield line if is_whole else None
+    except OSError as error:
+        raise _unreadable(error) from error
+
+
+def _too_long(what: str) -> ContextTooLong:
+    size = _MAX_MESSAGE_BYTES >> 20
+    return ContextTooLong(f"{what} has more than {size} MiB, which no context holds.", "Cut it.")
+
+
+def _unreadable(error: OSError) -> UsageError:
+    return UsageError(f"Standard input cannot be read: {error.strerror}.", "Give a prompt with -p.")
 
 
 def _decode(data: bytes, notices: Notices) -> str:

@@ -15,6 +15,7 @@ from kvchat.chat.store import SessionStore
 from kvchat.chat.transcript import to_markdown
 from kvchat.cli.build import session_store, user_paths
 from kvchat.cli.settings import resolve
+from kvchat.core.config import shown
 from kvchat.core.errors import StoreError, UsageError
 from kvchat.terminal import exporting
 from kvchat.terminal.sanitize import one_line, sanitize
@@ -58,7 +59,7 @@ def export(store: SessionStore, text: str, path: Path | None, format_name: str |
     if format_name is None:
         format_name = exporting.kind_of(path) if path is not None else "md"
     if format_name not in exporting.KINDS:
-        raise UsageError(f"--format is {format_name!r}, but must be md, json or jsonl.")
+        raise UsageError(f"--format is {shown(format_name)}, but must be md, json or jsonl.")
     if format_name == "jsonl":
         content = exporting.saved_document(store, session_id)
     else:

@@ -4,6 +4,7 @@ Precedence: flags, `KVCHAT_*` environment, config.toml, defaults. Knows names an
 setting does is its user's business.
 """
 
+import difflib
 import math
 import tomllib
 from collections.abc import Mapping
@@ -11,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kvchat.core.bounded_files import read_bounded
 from kvchat.core.config import (
     CacheConfig,
     EngineConfig,
@@ -18,11 +20,18 @@ from kvchat.core.config import (
     Size,
     SpeculationConfig,
     parse_size,
+    shown,
 )
 from kvchat.core.errors import UsageError
 from kvchat.model.source import DEMO, DEMO_DRAFT
+from kvchat.terminal.sanitize import one_line
 
 ENVIRONMENT_PREFIX = "KVCHAT_"
+_MAX_CONFIG_BYTES = 1 << 20
+_MEND_IT = "Mend or remove it."
+_MAX_SHOWN_CHARS = 120
+# What a signed 64-bit number holds.
+_LEAST, _MOST = -(2**63), 2**63 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +184,7 @@ def resolve(
 
     `flags` holds None for what was not given.
     """
-    file_values = _read_config(config_path)
+    file_values = _known_values(config_path)
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     for setting in SETTINGS:
@@ -195,16 +204,40 @@ def resolve(
     return Settings(values, origins)
 
 
-def _read_config(path: Path) -> dict[str, object]:
+def unknown_variables(environment: Mapping[str, str]) -> list[str]:
+    """Return a sentence for each variable that looks like a setting of ours and is none."""
+    known_names = [setting.variable for setting in SETTINGS]
+    sentences = []
+    for name in sorted(environment):
+        if not name.startswith(ENVIRONMENT_PREFIX) or name in known_names:
+            continue
+        close = difflib.get_close_matches(name[:_MAX_SHOWN_CHARS], known_names, 1)
+        hint = f"Is {close[0]} meant?" if close else "See `kvchat config show`."
+        sentences.append(f"{one_line(name)} is no setting and is ignored. {hint}")
+    return sentences
+
+
+def read_config(path: Path) -> dict[str, object]:
+    """Return what a configuration file sets, nothing where there is none; raises UsageError."""
     try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
+        text = read_bounded(path, _MAX_CONFIG_BYTES).decode()
+        return tomllib.loads(text)
     except FileNotFoundError:
         return {}
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise UsageError(f"{path} cannot be read: {error}.", "Mend or remove it.") from error
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}.", _MEND_IT) from error
+    except (ValueError, RecursionError) as error:  # TOMLDecodeError is a ValueError, as others are
+        reason = one_line(str(error), _MAX_SHOWN_CHARS).rstrip(".")
+        raise UsageError(f"{path} cannot be read: {reason}.", _MEND_IT) from error
+
+
+def _known_values(path: Path) -> dict[str, object]:
+    values = read_config(path)
     for name in values:
         if name not in BY_NAME:
-            raise UsageError(f"{path} sets {name!r}, which is no setting.", "See `kvchat config`.")
+            raise UsageError(
+                f"{path} sets {shown(name)}, which is no setting.", "See `kvchat config`."
+            )
     return values
 
 
@@ -216,14 +249,14 @@ def _parsed(setting: Setting, text: str, origin: str) -> object:
             return True
         if lowered in ("0", "false", "no", "off"):
             return False
-        raise UsageError(f"{origin} is {text!r}, but must be true or false.")
+        raise UsageError(f"{origin} is {shown(text)}, but must be true or false.")
     if setting.kind is list:
         return _checked(setting, (text,), origin)
     try:
         return _checked(setting, setting.kind(text), origin)
     except ValueError as error:
         raise UsageError(
-            f"{origin} is {text!r}, but must be {_KIND_NAMES[setting.kind]}."
+            f"{origin} is {shown(text)}, but must be {_KIND_NAMES[setting.kind]}."
         ) from error
 
 
@@ -238,7 +271,7 @@ def parse_value(name: str, text: str) -> object:
 def known(name: str) -> Setting:
     """Return the setting of this name; raises UsageError where there is none."""
     if name not in BY_NAME:
-        raise UsageError(f"{name!r} is no setting.", "See `kvchat config show`.")
+        raise UsageError(f"{shown(name)} is no setting.", "See `kvchat config show`.")
     return BY_NAME[name]
 
 
@@ -249,6 +282,10 @@ def _is_of(kind: type, value: object) -> bool:
 
 
 def _checked(setting: Setting, value: object, origin: str) -> object:
+    if isinstance(value, int) and not _LEAST <= value <= _MOST:
+        raise UsageError(f"{origin} has more digits than any setting needs.")
+    if isinstance(value, str) and "\0" in value:
+        raise UsageError(f"{origin} has a NUL character, which no setting can hold.")
     if setting.kind is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
     if setting.kind is list and isinstance(value, list | tuple):
@@ -257,7 +294,9 @@ def _checked(setting: Setting, value: object, origin: str) -> object:
             raise UsageError(f"{origin} is an empty text, which would stop every answer.")
     elif not _is_of(setting.kind, value):
         kind = "true or false" if setting.kind is bool else _KIND_NAMES[setting.kind]
-        raise UsageError(f"{origin} is {value!r}, but must be {kind}.")
+        raise UsageError(f"{origin} is {shown(value)}, but must be {kind}.")
     if setting.choices and value not in setting.choices:
-        raise UsageError(f"{origin} is {value!r}, but must be one of {', '.join(setting.choices)}.")
+        raise UsageError(
+            f"{origin} is {shown(value)}, but must be one of {', '.join(setting.choices)}."
+        )
     return value

@@ -11,8 +11,11 @@ from pathlib import Path
 from kvchat.core.errors import UsageError
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-_SIZE = re.compile(r"(?i)^\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*$")
-_SHARE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*%\s*$")
+_SIZE = re.compile(r"(?ai)^\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*$")
+_SHARE = re.compile(r"(?a)^\s*(\d+(?:\.\d+)?)\s*%\s*$")
+_MAX_BYTES = 2**63 - 1
+# OpenMP starts as many as it is told, and ends the program where it cannot.
+_MAX_THREADS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +42,7 @@ class Size:
         return format_bytes(self.num_bytes)
 
 
+_MAX_QUOTED_CHARS = 60
 # A smaller number without a unit is a unit forgotten.
 _LEAST_PLAIN_BYTES = 1 << 20
 
@@ -51,10 +55,21 @@ def parse_size(text: str, name: str) -> Size:
             number = match[1]
             hint = f"Give a unit: {number}G, or {number}B if bytes are meant."
             raise UsageError(f"{name} is {number} bytes.", hint)
-        return Size(num_bytes=int(float(match[1]) * _UNITS[match[2].upper()]))
+        num_bytes = float(match[1]) * _UNITS[match[2].upper()]
+        if num_bytes > _MAX_BYTES:  # float's infinity too, which many digits make
+            raise UsageError(f"{name} is {shown(text)}, which is more than any machine has.")
+        return Size(num_bytes=int(num_bytes))
     if (match := _SHARE.match(text)) and 0 <= float(match[1]) <= 100:
         return Size(share=float(match[1]) / 100)
-    raise UsageError(f"{name} is {text!r}, but a size reads like 8G, 512M or 20%.")
+    raise UsageError(f"{name} is {shown(text)}, but a size reads like 8G, 512M or 20%.")
+
+
+def shown(value: object) -> str:
+    """Return a value as an error quotes it: as Python writes it, and not at any length."""
+    if isinstance(value, int) and abs(value) >= 10**_MAX_QUOTED_CHARS:
+        return "a number of too many digits"  # Python refuses to write thousands of them
+    text = repr(value)
+    return text if len(text) <= _MAX_QUOTED_CHARS else f"{text[:_MAX_QUOTED_CHARS]}..."
 
 
 def format_bytes(num_bytes: int) -> str:
@@ -84,8 +99,8 @@ class ModelConfig:
         _one_of("--weights", self.weights, ("auto", "int8", "int4"))
         _one_of("--device", self.device, ("auto", "cpu", "cuda"))
         _one_of("--dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
-        if self.threads is not None and self.threads < 1:
-            raise UsageError(f"--threads is {self.threads}, but must be 1 or more.")
+        if self.threads is not None and not 1 <= self.threads <= _MAX_THREADS:
+            raise UsageError(f"--threads is {self.threads}, but must be 1 to {_MAX_THREADS}.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,4 +176,4 @@ class Paths:
 
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
-        raise UsageError(f"{name} is {value!r}, but must be one of {', '.join(allowed)}.")
+        raise UsageError(f"{name} is {shown(value)}, but must be one of {', '.join(allowed)}.")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvchat.chat.conversation import Role
 from kvchat.chat.thinking import split_thinking
+from kvchat.core.bounded_files import read_bounded
 from kvchat.core.errors import UsageError
 from kvchat.core.paths import user_path
 from kvchat.terminal import answer_settings
@@ -19,6 +20,7 @@ from kvchat.terminal.status import plural
 if TYPE_CHECKING:
     from kvchat.terminal.command_context import CommandContext
 
+_MAX_PROMPT_BYTES = 16 << 20
 _NAME_AND_VALUE = re.compile(r"([^\s=]*)(?:\s*=\s*|\s+)?(.*)", re.DOTALL)
 _CODE_BLOCK = re.compile(r"^(`{3,}|~{3,})[^\n]*\n(.*?)^\1[ \t]*$", re.MULTILINE | re.DOTALL)
 
@@ -71,7 +73,7 @@ async def system(context: "CommandContext", arguments: str) -> None:
 
 def _read_text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8").strip()
+        return read_bounded(path, _MAX_PROMPT_BYTES).decode().strip()
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}.") from error
     except UnicodeDecodeError as error:

@@ -4,6 +4,7 @@ Every kind shows nothing that acts on a terminal; json and jsonl read back the s
 Knows no command line; `chat.importing` reads them again.
 """
 
+import os
 from pathlib import Path
 
 from kvchat.chat.conversation import Conversation
@@ -12,6 +13,7 @@ from kvchat.chat.transcript import to_json, to_markdown
 from kvchat.core.errors import StoreError, UsageError
 from kvchat.terminal.sanitize import sanitize, sanitize_json
 
+_PRIVATE = 0o600
 KINDS = ("md", "json", "jsonl")
 
 
@@ -33,20 +35,17 @@ def saved_document(store: SessionStore, session_id: str) -> str:
 
     A damaged one is given out as it is, but for bytes that are no text.
     """
-    path = store.directory / f"{session_id}.jsonl"
-    try:
-        return sanitize_json(path.read_text(encoding="utf-8", errors="replace"))
-    except OSError as error:
-        raise StoreError(f"{path} cannot be read: {error.strerror}.") from error
+    return sanitize_json(store.read_bytes(session_id).decode(errors="replace"))
 
 
 def write_new(path: Path, content: str) -> None:
-    """Write a file that must not exist yet. Raises UsageError if it does, StoreError if it cannot.
+    """Write a file that must not exist yet, and that only its user may read.
 
+    Raises UsageError if there is one, StoreError if it cannot be written.
     A file that could not be written whole is taken away again.
     """
     try:
-        file = path.open("x", encoding="utf-8")
+        file = open(path, "x", encoding="utf-8", opener=_open_private)  # noqa: SIM115
     except FileExistsError as error:
         raise UsageError(f"{path} exists already.", "Choose another name.") from error
     except OSError as error:
@@ -57,3 +56,7 @@ def write_new(path: Path, content: str) -> None:
     except OSError as error:
         path.unlink(missing_ok=True)
         raise StoreError(f"{path} cannot be written: {error.strerror}.") from error
+
+
+def _open_private(path: str, flags: int) -> int:
+    return os.open(path, flags, _PRIVATE)

@@ -101,6 +101,6 @@ def _is_part(entry: str | None, texts: Collection[str]) -> bool:
 def _entry(line: bytes) -> str | None:
     try:
         entry = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return entry if isinstance(entry, str) else None

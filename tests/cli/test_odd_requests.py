@@ -17,8 +17,12 @@ from kvchat.core.errors import UsageError
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [
-        ('{"prompt": "x", "top_k": 1e400}', "top_k of line 1 is inf, but must be a whole number."),
-        ('{"prompt": "x", "top_k": NaN}', "top_k of line 1 is nan, but must be a whole number."),
+        ('{"prompt": "x", "top_k": 1e400}', "Line 1 of the input is not JSON."),
+        ('{"prompt": "x", "top_k": NaN}', "Line 1 of the input is not JSON."),
+        ('{"prompt": "x", "top_k": 2.5}', "top_k of line 1 is 2.5, but must be a whole number."),
+        ('{"id": NaN, "prompt": "x"}', "Line 1 of the input is not JSON."),
+        ('{"id": [[1]], "prompt": "x"}', "id of line 1 must be a text or a number."),
+        ('{"prompt": " "}', "The prompt of line 1 is empty."),
         ('{"prompt": "x", "temperature": 1' + 400 * "0" + "}", "must be a number"),
         ('{"prompt": "x", "system": 5}', "system of line 1 is 5, but must be a text."),
     ],

@@ -1,0 +1,151 @@
+"""A reader that stops reading, and a stderr that takes nothing: neither decides what becomes of an
+answer or how soon the program ends.
+"""
+
+import fcntl
+import os
+import shlex
+import signal
+import struct
+import subprocess
+import termios
+import time
+from pathlib import Path
+
+import pytest
+
+from support.checkpoints import never_stopping, save_checkpoint, tiny_model
+from support.commands import TIMEOUT_S, Shell
+
+GREEDY = ("--temperature", "0")
+_PIPE_BYTES = 4096
+_NEARLY_FULL = 3700
+_FILLING = b"." * 3000
+# The program needs half a second; a busy machine more. Without an end it took for ever.
+_DEADLINE_S = 120
+
+
+@pytest.fixture(scope="module")
+def endless(tmp_path_factory: pytest.TempPathFactory) -> str:
+    model = never_stopping(tiny_model("llama", max_position_embeddings=1 << 17))
+    return str(save_checkpoint(tmp_path_factory.mktemp("endless"), model))
+
+
+def _num_unread(descriptor: int) -> int:
+    return int(struct.unpack("i", fcntl.ioctl(descriptor, termios.FIONREAD, b"\0" * 4))[0])
+
+
+def _ended_by_signal(
+    shell: Shell,
+    arguments: list[str],
+    stdin: bytes,
+    number: signal.Signals,
+    stream: str = "stdout",
+    filling: bytes = _FILLING,
+) -> int:
+    """Send a signal when one stream, a small pipe that is never read, is full; return the code."""
+    source, sink = os.pipe()
+    fcntl.fcntl(sink, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+    os.write(sink, filling)
+    streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, stream: sink}
+    process = subprocess.Popen(
+        shell.command(*arguments),
+        env=shell.environment,
+        stdin=subprocess.PIPE,
+        cwd=shell.home,
+        **streams,  # type: ignore[call-overload]
+    )
+    os.close(sink)
+    try:
+        assert process.stdin is not None
+        process.stdin.write(stdin)
+        process.stdin.close()
+        end_s = time.monotonic() + _DEADLINE_S
+        while _num_unread(source) < _NEARLY_FULL:
+            assert process.poll() is None
+            assert time.monotonic() < end_s
+        process.send_signal(number)
+        return process.wait(_DEADLINE_S)
+    finally:
+        process.kill()
+        process.wait()
+        os.close(source)
+
+
+@pytest.mark.parametrize(
+    ("flags", "stdin", "number", "code"),
+    [
+        ([], b"Hello", signal.SIGTERM, 143),
+        (["--output-format", "stream-json"], b"Hello", signal.SIGHUP, 129),
+        (["--input-format", "lines"], b"Hello\nmore\n", signal.SIGINT, 130),
+    ],
+)
+def test_a_signal_ends_an_answer_that_nobody_reads_and_keeps_it(
+    shell: Shell, endless: str, flags: list[str], stdin: bytes, number: signal.Signals, code: int
+) -> None:
+    """The first signal was ignored for as long as the reader stalled."""
+    assert _ended_by_signal(shell, ["-m", endless, *GREEDY, *flags], stdin, number) == code
+
+    [kept] = shell.sessions
+    assert kept.read_text().count('"finish":"cancelled"') == 1
+
+
+def test_a_signal_ends_a_batch_that_nobody_reads(shell: Shell, endless: str) -> None:
+    flags = ["-m", endless, *GREEDY, "--input-format", "jsonl", "--output-format", "stream-json"]
+
+    assert _ended_by_signal(shell, flags, b'{"prompt": "Hello"}\n', signal.SIGTERM) == 143
+
+
+def test_a_signal_ends_a_program_whose_stderr_nobody_reads(shell: Shell, tiny: str) -> None:
+    flags = ["-m", tiny, *GREEDY, "--input-format", "lines"]
+
+    assert _ended_by_signal(shell, flags, b"/help\n" * 9, signal.SIGINT, "stderr") == 130
+
+
+def test_an_interrupt_ends_an_export_that_nobody_reads(shell: Shell, tmp_path: Path) -> None:
+    long = tmp_path / "long.json"
+    long.write_text('[{"role": "user", "content": "' + "word " * 40_000 + '"}]')
+    imported = shell.run("sessions", "import", str(long)).stdout.decode().strip()
+
+    arguments = ["sessions", "export", imported]
+    assert _ended_by_signal(shell, arguments, b"", signal.SIGINT, filling=b"") == 130
+
+
+@pytest.mark.parametrize("redirection", ["2>/dev/full", "2>&-"])
+@pytest.mark.parametrize(
+    ("arguments", "code"), [(["-p", "Hi", "--stats", "--max-tokens", "4"], 0), (["-p", ""], 2)]
+)
+def test_an_unwritable_stderr_costs_no_answer_and_changes_no_code(
+    shell: Shell, tiny: str, redirection: str, arguments: list[str], code: int
+) -> None:
+    """What stderr refused was taken for a failed answer: exit code 1, or 141."""
+    command = shlex.join(shell.command("-m", tiny, *GREEDY, *arguments))
+    done = subprocess.run(
+        ["sh", "-c", f"exec {command} {redirection}"],
+        env={**shell.environment, "KVCHAT_NO_SUCH_THING": "1"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        timeout=TIMEOUT_S,
+        cwd=shell.home,
+    )
+
+    assert done.returncode == code
+    assert bool(done.stdout) == (code == 0)
+
+
+def test_a_stderr_that_is_closed_at_its_other_end_costs_no_answer(shell: Shell, tiny: str) -> None:
+    source, sink = os.pipe()
+    os.close(source)
+    done = subprocess.run(
+        shell.command("-m", tiny, *GREEDY, "--max-tokens", "4", "--stats", "-p", "Hi"),
+        env=shell.environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=sink,
+        timeout=TIMEOUT_S,
+        cwd=shell.home,
+    )
+    os.close(sink)
+
+    assert done.returncode == 0
+    assert done.stdout
