@@ -14,7 +14,8 @@ from pathlib import Path
 
 from kvchat.cache.block_key import root_key
 from kvchat.cache.codec import DamagedRecord, Layout, PackHead, decode_head, layout_of
-from kvchat.cache.generations import DATABASE, file_bytes, generations, last_used
+from kvchat.cache.generations import file_bytes, generations, last_used
+from kvchat.cache.own_directory import DATABASE
 from kvchat.cache.pin_record import Pin, decode_pin
 from kvchat.cache.raw_disk import RawDisk, is_busy
 from kvchat.core.errors import StoreError
@@ -82,7 +83,7 @@ def read_generation(path: Path) -> Generation:
         return Generation(path, any_layout, trouble="its table is no file")
     try:
         rows, pin_rows = _rows(table, _HEADS), _rows(table, _PINS)
-    except sqlite3.Error as error:
+    except (sqlite3.Error, OSError) as error:
         return Generation(path, any_layout, trouble=str(error), is_held=is_busy(error))
     heads, layouts = [], Counter[Layout]()
     for key, data, used_s in rows:
