@@ -166,6 +166,15 @@ def remove(path: Path) -> None:
             _mark(path, descriptor)
 
 
+def has_only_files(path: Path) -> bool:
+    """Whether nothing but files stands where a table of ours and its logs belong."""
+    for name in _TABLE_FILES:
+        with suppress(FileNotFoundError):
+            if not stat.S_ISREG((path / name).lstat().st_mode):
+                return False
+    return True
+
+
 def clear_the_way(path: Path) -> None:
     """Take away what stands where a table of ours, or its log, belongs, and cannot be one.
 
