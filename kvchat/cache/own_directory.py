@@ -167,10 +167,15 @@ def remove(path: Path) -> None:
 
 
 def has_only_files(path: Path) -> bool:
-    """Whether nothing but files stands where a table of ours and its logs belong."""
+    """Whether nothing but files stands where a table of ours and its logs belong, and none of them
+    has another name, which may be anywhere.
+
+    SQLite opens all of them by name: what is put there between this and that is not noticed.
+    """
     for name in _TABLE_FILES:
         with suppress(FileNotFoundError):
-            if not stat.S_ISREG((path / name).lstat().st_mode):
+            info = (path / name).lstat()
+            if not stat.S_ISREG(info.st_mode) or info.st_nlink > 1:
                 return False
     return True
 

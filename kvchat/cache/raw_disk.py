@@ -15,7 +15,7 @@ from typing import Any
 
 import diskcache
 
-from kvchat.cache.own_directory import PACK_FILE
+from kvchat.cache.own_directory import PACK_FILE, has_only_files
 from kvchat.core.errors import StoreError
 
 _RAW, FILE_MODE = 1, 2  # diskcache's numbers for a value in the table, and for one in a file
@@ -168,6 +168,8 @@ class RawCache(diskcache.Cache):
             held, named = os.fstat(disk.descriptor), os.lstat(self.directory)
             if not os.path.samestat(held, named):
                 raise StoreError(f"{self.directory} was exchanged.")
+            if not has_only_files(Path(self.directory)):  # SQLite would wait for a named pipe
+                raise StoreError(f"In {self.directory} no table can be opened.")
         connection: sqlite3.Connection = super()._con
         return connection
 
