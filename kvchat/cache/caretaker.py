@@ -4,7 +4,6 @@ Other processes may use the store meanwhile. Knows generations; what is in them 
 """
 
 import math
-import os
 import sqlite3
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,8 +15,16 @@ from kvchat.cache.block_key import chain_keys, root_key
 from kvchat.cache.codec import Layout
 from kvchat.cache.disk_budget import disk_budget
 from kvchat.cache.disk_tier import DiskTier
-from kvchat.cache.generations import DATABASE, drop, file_number, last_used, tree_bytes
+from kvchat.cache.generations import (
+    drop,
+    file_number,
+    last_used,
+    set_last_used,
+    strangers,
+    tree_bytes,
+)
 from kvchat.cache.inventory import Generation, pack_tree, read_generation, stored_generations
+from kvchat.cache.own_directory import DATABASE, mark_name, sizes
 from kvchat.cache.radix_node import pack
 from kvchat.cache.store_lock import LOCK_NAME, StoreBusy, StoreHeld, StoreLock
 from kvchat.core.config import Size
@@ -52,7 +59,9 @@ class Caretaker:
     def status(self) -> StoreStatus:
         """Return what the store holds. Reads all heads, changes nothing."""
         found = [_status_of(read_generation(path)) for path in stored_generations(self.directory)]
-        return StoreStatus(self.directory, self._limit_bytes, tuple(found))
+        return StoreStatus(
+            self.directory, self._limit_bytes, tuple(found), tuple(strangers(self.directory))
+        )
 
     def num_bytes(self) -> int:
         """Return what all of it takes at most: as `status` says, and sooner."""
@@ -201,8 +210,7 @@ class Caretaker:
             tier.close()
             # A log is left only where somebody else has the table open, and is using it.
             if used_s and not (path / f"{DATABASE}-wal").exists():
-                with suppress(OSError):
-                    os.utime(path / DATABASE, (used_s, used_s))
+                set_last_used(path, used_s)
 
 
 def _status_of(generation: Generation) -> GenerationStatus:
@@ -230,13 +238,15 @@ def _keys(layout: Layout, contexts: Iterable[bytes]) -> set[bytes]:
 
 
 def _files(directories: list[Path]) -> set[tuple[str, int, int, int]]:
-    """Return what tells each file below the directories from any other, of the same name too."""
+    """Return what tells each file of ours in the directories from any other, of the same name
+    too. Their marks are not among them: where others have put files, the directory stays ours.
+    """
     found = set()
-    for top, _, names in (entry for path in directories for entry in os.walk(path)):
-        for name in names:
+    for path in directories:
+        for name in sizes(path).keys() - {mark_name(path)}:
             with suppress(OSError):
-                info = os.lstat(os.path.join(top, name))
-                found.add((f"{top}/{name}", info.st_ino, info.st_size, info.st_mtime_ns))
+                info = (path / name).lstat()
+                found.add((f"{path}/{name}", info.st_ino, info.st_size, info.st_mtime_ns))
     return found
 
 

@@ -14,12 +14,12 @@ import xxhash
 from kvchat.cache.block_key import KEY_BYTES, chain_keys
 from kvchat.cache.radix_node import TOKEN_BYTES
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 _HEAD_MAGIC = b"KVhd"
 _PAYLOAD_MAGIC = b"KVpl"
 # magic, version, identity, parent key, blocks, tokens a block, bytes an image, payload checksum,
-# entries of the canary
-_HEAD = struct.Struct("<4sI16s16sIIQ16sI")
+# entries of the canary, whether the KV is a draft's
+_HEAD = struct.Struct("<4sI16s16sIIQ16sI?")
 # a token id and its logit
 _CANARY_ENTRY = struct.Struct("<if")
 _HEAD_CHECKSUM_BYTES = 8
@@ -74,12 +74,16 @@ class Canary:
 
 @dataclass(frozen=True, slots=True)
 class PackHead:
-    """The key of the block before the first, and the packed token ids of whole blocks."""
+    """The key of the block before the first, and the packed token ids of whole blocks.
+
+    `is_draft` where the KV was computed to draft for another model.
+    """
 
     parent: bytes
     ids: bytes
     checksum: bytes = bytes(16)
     canary: Canary | None = None
+    is_draft: bool = False
 
     def keys(self, layout: Layout) -> list[bytes]:
         """Return the chain key of each block."""
@@ -115,6 +119,7 @@ def encode_head(head: PackHead, layout: Layout) -> bytes:
         layout.block_bytes,
         head.checksum,
         len(head.canary.values) if head.canary is not None else 0,
+        head.is_draft,
     )
     data = fixed + head.ids + _encode_canary(head.canary)
     return data + _head_checksum(data)
@@ -148,9 +153,10 @@ def decode_head(data: bytes, layout: Layout) -> PackHead:
     """Return what `encode_head` was given; raises DamagedRecord for anything else."""
     if len(data) < _HEAD.size + _HEAD_CHECKSUM_BYTES:
         raise DamagedRecord("truncated")
-    magic, version, identity, parent, num_blocks, block_size, block_bytes, checksum, num_entries = (
+    (magic, version, identity, parent, num_blocks, block_size, block_bytes, *rest_of_head) = (
         _HEAD.unpack_from(data)
     )
+    checksum, num_entries, is_draft = rest_of_head
     _require_kind(magic, _HEAD_MAGIC, version, identity, layout)
     if data[-_HEAD_CHECKSUM_BYTES:] != _head_checksum(data[:-_HEAD_CHECKSUM_BYTES]):
         raise DamagedRecord("checksum of the head")
@@ -160,7 +166,7 @@ def decode_head(data: bytes, layout: Layout) -> PackHead:
     end = num_blocks * layout.ids_bytes
     if not num_blocks or len(rest) != end + num_entries * _CANARY_ENTRY.size:
         raise DamagedRecord("truncated")
-    return PackHead(parent, rest[:end], checksum, _decode_canary(rest[end:]))
+    return PackHead(parent, rest[:end], checksum, _decode_canary(rest[end:]), is_draft)
 
 
 def payload_checksum(image: bytes | bytearray | memoryview) -> bytes:

@@ -21,12 +21,18 @@ def disk_budget(size: Size | None, directory: Path) -> int:
     """
     if size is not None and size.num_bytes is not None:
         return size.num_bytes
-    existing = next(path for path in (directory, *directory.parents) if os.path.exists(path))
+    existing = nearest_existing(directory)
     kept = sum(tree_bytes(path) for path in generations(directory))
     available = shutil.disk_usage(existing).free + kept
     if size is not None:
         return size.resolve(available)
     return min(_DEFAULT_SHARE.resolve(available), _MAX_DEFAULT_BYTES)
+
+
+def nearest_existing(directory: Path) -> Path:
+    """Return a directory, or the nearest above it that exists."""
+    around = (directory, *directory.absolute().parents)
+    return next((path for path in around if os.path.exists(path)), Path("/"))
 
 
 def why_nothing_fits(size: Size | None, directory: Path) -> str:

@@ -12,33 +12,39 @@ from pathlib import Path
 from kvchat.cache.disk_budget import leaves_free
 from kvchat.cache.fates import FateLog
 from kvchat.cache.generations import (
-    DATABASE,
     FILE_OVERHEAD_BYTES,
-    PIN_MARK,
     Sizes,
+    beside_packs_bytes,
     drop,
     file_bytes,
-    flat_bytes,
     generations,
+    has_pins,
     last_used,
 )
+from kvchat.cache.own_directory import DATABASE
 from kvchat.cache.pack_table import PackTable
+from kvchat.cache.raw_disk import LOG_PAGES, PAGE_BYTES
 from kvchat.cache.retention import KnownPack, eviction_order, expired
 from kvchat.core.config import format_bytes
 from kvchat.core.types import Lack
 
 _GENERATION_TO_LIVE_S = 14 * 86400.0
 # What a full store makes room for beyond what is asked, so that not every pack pays for the search.
-_ROOM_SHARE = 0.05
-# SQLite's tables, its log, and the directories, before anything is in them.
-_FIXED_BYTES = 2 << 20
+_ROOM_SHARE = 0.01
+# What one change of the table writes at most, besides what is kept in it: the pages of its trees.
+_CHANGE_BYTES = 24 * (PAGE_BYTES + 24)
+_LOG_BYTES = LOG_PAGES * (PAGE_BYTES + 24) + _CHANGE_BYTES
+# A large store has long contexts, whose uses are noted in one change: more is set aside for it.
+_SPARE_SHARE, _MOST_SPARE_BYTES = 0.01, 2 << 20
+# An empty table, what SQLite shares between processes, and our small files.
+_EMPTY_BYTES = 160 << 10
 
 Packs = Mapping[bytes, KnownPack]
 
 
 def least_bytes(block_bytes: int) -> int:
     """Return the limit below which a store can never hold a block of so many bytes."""
-    return _FIXED_BYTES + block_bytes + FILE_OVERHEAD_BYTES
+    return _EMPTY_BYTES + _LOG_BYTES + _CHANGE_BYTES + block_bytes + FILE_OVERHEAD_BYTES
 
 
 @dataclass(slots=True)
@@ -58,17 +64,24 @@ class DiskRoom:
 
     def used_bytes(self, table: PackTable) -> int:
         """Return what the directory takes at most, this moment: what the limit holds for."""
-        files = int(table.reset("size")) + len(table) * FILE_OVERHEAD_BYTES
-        tables = sum(file_bytes(self.own / f"{DATABASE}{end}") for end in ("", "-wal", "-shm"))
-        others = sum(self._sizes.of(path) for path in self._others())
-        return _FIXED_BYTES + files + tables + others
+        the_store_itself = 2 * FILE_OVERHEAD_BYTES
+        return self.held_bytes(table) + self._growth_bytes(table) + the_store_itself
+
+    def _growth_bytes(self, table: PackTable) -> int:
+        """Return what the table and its log may grow by before somebody looks again, at most,
+        besides what is kept in them.
+        """
+        log, pages = (file_bytes(self.own / f"{DATABASE}{end}") for end in ("-wal", ""))
+        growth = max(0, _LOG_BYTES - log) + max(0, table.num_bytes() - pages) + _CHANGE_BYTES
+        return max(growth, min(_MOST_SPARE_BYTES, int(_SPARE_SHARE * self.limit_bytes)))
 
     def held_bytes(self, table: PackTable) -> int:
         """Return what is kept in the directory, counted as `tree_bytes` does but without a search:
         what `used_bytes` sets aside, for tables that are still to grow, is not in it.
         """
-        num_bytes = int(table.reset("size")) + table.num_files() * FILE_OVERHEAD_BYTES
-        return num_bytes + flat_bytes(self.own) + sum(map(self._sizes.of, self._others()))
+        packs = int(table.reset("size")) + table.num_files() * FILE_OVERHEAD_BYTES
+        others = sum(map(self._sizes.of, self._others()))
+        return packs + beside_packs_bytes(self.own) + others
 
     def make(
         self, table: PackTable, packs: Callable[[], Packs], num_bytes: int, parent: bytes
@@ -79,7 +92,7 @@ class DiskRoom:
         """
         if not leaves_free(self.own, num_bytes, self.min_free_bytes):
             return "the disk is nearly full."
-        if _FIXED_BYTES + num_bytes > self.limit_bytes:
+        if least_bytes(num_bytes) > self.limit_bytes:
             return f"--disk-cache allows only {format_bytes(self.limit_bytes)}."
         if self._shrink(table, packs, num_bytes, parent):
             return ""
@@ -100,8 +113,8 @@ class DiskRoom:
         self.fates.note(gone, Lack.EVICTED)
         table.drop_payloads()
         self._shrink(table, packs, 0, b"")
-        has_pins = any(self._pinned(table)) or any((p / PIN_MARK).exists() for p in self._others())
-        if not has_pins or self._excess(table, 0) <= 0:
+        is_any_pinned = any(self._pinned(table)) or any(map(has_pins, self._others()))
+        if not is_any_pinned or self._excess(table, 0) <= 0:
             return ""
         self._forget_pinned(table, packs())
         return (
@@ -184,7 +197,7 @@ class DiskRoom:
 
     def _loose(self) -> list[Path]:
         """Return the other generations that have no pins."""
-        return [path for path in self._others() if not (path / PIN_MARK).exists()]
+        return [path for path in self._others() if not has_pins(path)]
 
     def _others(self) -> list[Path]:
         """Return what other models, or other settings of this one, have left here."""

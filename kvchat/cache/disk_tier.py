@@ -4,6 +4,7 @@ Keeps, pins and forgets packs; finding and verifying them is `pack_reader.py`'s,
 others `disk_room.py`'s. Raw bytes only. Several processes may share a directory. Knows no device.
 """
 
+import os
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -29,12 +30,13 @@ from kvchat.cache.generations import FILE_OVERHEAD_BYTES
 from kvchat.cache.pack_reader import PackReader
 from kvchat.cache.pack_table import PackRow, PackTable
 from kvchat.cache.pin_record import Pin
-from kvchat.cache.raw_disk import Parts
+from kvchat.cache.raw_disk import MIN_FILE_BYTES, Parts
 from kvchat.cache.retention import Use, first_use
 from kvchat.cache.store_lock import LOCK_NAME, StoreLock
 from kvchat.cache.table_keeper import TableKeeper
 from kvchat.cache.tally import Tally
 from kvchat.cache.tier import Found
+from kvchat.core.errors import StoreError
 from kvchat.core.stats import TierStatus
 from kvchat.core.types import Lack
 
@@ -46,7 +48,8 @@ class DiskTier:
     """One identity's packs, in a directory that all identities share and together keep bounded.
 
     `limit_bytes` holds for the whole directory at every instant; `min_free_bytes` of the disk are
-    left alone. Raises StoreError where the directory cannot be used at all. One thread uses a tier.
+    left alone. `is_draft` where the KV is that of a model that only drafts for another. Raises
+    StoreError where the directory cannot be used at all. One thread uses a tier.
     """
 
     def __init__(
@@ -56,10 +59,13 @@ class DiskTier:
         limit_bytes: int,
         min_free_bytes: int | None = None,
         clock: Callable[[], float] = time.time,
+        is_draft: bool = False,
     ) -> None:
+        directory = _literal(directory.absolute())
         own = directory / layout.identity.hex()
         self._layout = layout
         self._clock = clock
+        self._is_draft = is_draft
         self._root = root_key(layout.identity)
         self._tally = Tally(limit_bytes)
         self._fates = FateLog(own)
@@ -104,7 +110,7 @@ class DiskTier:
         """Keep a pack; false, and why in the status, where the world did not let it."""
         num_blocks = head.num_blocks(self._layout)
         assert len(image) == num_blocks * self._layout.block_bytes
-        complete = replace(head, checksum=payload_checksum(image))
+        complete = replace(head, checksum=payload_checksum(image), is_draft=self._is_draft)
         self._had_no_room = False
         is_written = self._attempt(lambda: self._write(complete, image, is_one_shot), False)
         self._tally.count(num_failed_writes=not is_written, bytes_written=is_written * len(image))
@@ -120,6 +126,8 @@ class DiskTier:
             followed = self._last_of(head.parent)
             self._note_uses(table)  # what was found may be on its way up: it is not to go for this
             num_bytes = len(image) + 2 * len(head.ids) + FILE_OVERHEAD_BYTES
+            if len(image) < MIN_FILE_BYTES:  # it is in the log, and then in the table too
+                num_bytes += len(image)
             packs = partial(self._reader.known_packs, table)
             if trouble := self._room.make(table, packs, num_bytes, head.parent):
                 self._tally.say(trouble)
@@ -213,7 +221,8 @@ class DiskTier:
         if head is not None and image is not None and use is not None:
             image = image[: num_kept * self._layout.block_bytes]
             ids = head.ids[: num_kept * self._layout.ids_bytes]
-            self._keep(table, PackHead(head.parent, ids, payload_checksum(image)), image, use)
+            cut = replace(head, ids=ids, checksum=payload_checksum(image), canary=None)
+            self._keep(table, cut, image, use)
 
     def quarantine(self, keys: Sequence[bytes]) -> None:
         """Never give out again the packs that hold one of these blocks, nor what continues them."""
@@ -283,3 +292,12 @@ class DiskTier:
         if self._used:
             self._attempt(lambda: self._note_uses(self._keeper.table), None)
         self._keeper.table.close()
+
+
+def _literal(directory: Path) -> Path:
+    """Return a directory; raises StoreError for one that diskcache would take for another."""
+    if os.path.expandvars(directory) != str(directory):
+        raise StoreError(
+            f"{directory} has the name of a variable in it.", "Choose another with --cache-dir."
+        )
+    return directory

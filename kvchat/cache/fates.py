@@ -10,10 +10,10 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from kvchat.cache.block_key import KEY_BYTES
-from kvchat.cache.generations import FATES, generations
-from kvchat.cache.read_ahead import holds
+from kvchat.cache.generations import file_bytes, generations
+from kvchat.cache.own_directory import FATES, open_in
+from kvchat.cache.read_ahead import holds_answers
 from kvchat.core.errors import StoreError
-from kvchat.core.paths import open_private
 from kvchat.core.types import Lack
 
 _RECORD_BYTES = KEY_BYTES + 1
@@ -34,14 +34,13 @@ class FateLog:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._path = directory / FATES
 
     def note(self, keys: Iterable[bytes], lack: Lack) -> None:
         """Say why packs that begin with these blocks are not there."""
         if not (records := b"".join(key + _CODES[lack] for key in keys)):
             return
         try:
-            if self._num_bytes() + len(records) > _MAX_BYTES:
+            if file_bytes(self._directory / FATES) + len(records) > _MAX_BYTES:
                 self._write(
                     (self._read() + records)[-_MAX_BYTES // 2 // _RECORD_BYTES * _RECORD_BYTES :]
                 )
@@ -53,13 +52,13 @@ class FateLog:
     def why(self, key: bytes, packed: bytes, num_found: int, block_size: int) -> Lack:
         """Return why the block of `key` is not there, after `num_found` of a context that are.
 
-        Where nothing is there and nothing known, another model's KV of it may be.
+        Where nothing is there and nothing known, another model that answered may have KV of it.
         """
         if (fate := self.of(key)) is not None:
             return fate
         if not num_found:
-            others = generations(self._directory.parent)
-            if any(holds(o, packed, block_size) for o in others if o != self._directory):
+            others = [g for g in generations(self._directory.parent) if g != self._directory]
+            if any(holds_answers(other, packed, block_size) for other in others):
                 return Lack.OTHER_MODEL
         return Lack.NEVER_WRITTEN
 
@@ -85,15 +84,9 @@ class FateLog:
         except (StoreError, OSError) as error:
             _log.warning("a fate could not be forgotten: %s", error)
 
-    def _num_bytes(self) -> int:
-        try:
-            return self._path.lstat().st_size
-        except OSError:
-            return 0
-
     def _read(self) -> bytes:
         try:
-            descriptor = open_private(self._path, os.O_RDONLY)
+            descriptor = open_in(self._directory, FATES, os.O_RDONLY)
             with os.fdopen(descriptor, "rb") as file:
                 data = file.read(_MAX_BYTES)
         except (StoreError, OSError):
@@ -101,6 +94,6 @@ class FateLog:
         return data[: len(data) // _RECORD_BYTES * _RECORD_BYTES]
 
     def _write(self, records: bytes, how: int = os.O_TRUNC) -> None:
-        descriptor = open_private(self._path, os.O_WRONLY | os.O_CREAT | how)
+        descriptor = open_in(self._directory, FATES, os.O_WRONLY | os.O_CREAT | how)
         with os.fdopen(descriptor, "wb", buffering=0) as file:
             file.write(records)

@@ -4,45 +4,43 @@ Knows files and their times; knows no packs. What vanishes while it is looked at
 """
 
 import os
-import re
-import shutil
 import time
 from contextlib import suppress
 from pathlib import Path
 
-DATABASE = "cache.db"
+from kvchat.cache import own_directory
+from kvchat.cache.own_directory import DATABASE, IDENTITY_NAME, PIN_MARK
+from kvchat.core.errors import StoreError
+
 # A file's tail fills a page of the disk, and its name some of a directory.
-FILE_OVERHEAD_BYTES = 8192
+FILE_OVERHEAD_BYTES = 4096 + 256
 # No file system's times are coarser.
 _CLOCK_STEP_S = 2.0
-FATES = "fates"
-# A generation with this file in it has pins: nobody drops it without need.
-PIN_MARK = "pinned"
-# The directory may be any that the user names, and others call theirs by digests too: what is not
-# called like an identity, or holds what we never write, is not ours.
-_NAME = re.compile(r"[0-9a-f]{32}")
-_CONTENT = re.compile(rf"{re.escape(DATABASE)}(-[a-z]+)?|{FATES}|{PIN_MARK}|[0-9a-f]{{2}}")
 
 
 def generations(directory: Path) -> list[Path]:
     """Return the directories in a store that belong to it."""
     with suppress(OSError):
-        return [path for path in directory.iterdir() if _is_generation(path)]
+        return [path for path in directory.iterdir() if own_directory.is_ours(path)]
     return []
 
 
-def _is_generation(path: Path) -> bool:
-    is_ours = _NAME.fullmatch(path.name) is not None
-    return is_ours and path.is_dir() and not path.is_symlink() and _holds_ours_alone(path)
+def strangers(directory: Path) -> list[Path]:
+    """Return what looks like a generation and is not ours, as those of an earlier kvchat do."""
+    with suppress(OSError):
+        return [
+            path
+            for path in directory.iterdir()
+            if IDENTITY_NAME.fullmatch(path.name)
+            and os.path.lexists(path / DATABASE)
+            and not own_directory.is_ours(path)
+        ]
+    return []
 
 
-def _holds_ours_alone(path: Path) -> bool:
-    """Whether a directory has a table, or nothing that anybody but us would have put there."""
-    if (path / DATABASE).is_file():
-        return True
-    with suppress(OSError), os.scandir(path) as entries:
-        return all(_CONTENT.fullmatch(entry.name) for entry in entries)
-    return False
+def has_pins(generation: Path) -> bool:
+    """Whether a generation is not to be dropped without need."""
+    return os.path.lexists(generation / PIN_MARK)
 
 
 class Sizes:
@@ -77,17 +75,17 @@ def _stamp(generation: Path) -> object:
 
 def _times(path: Path) -> tuple[int, int, int] | None:
     try:
-        info = path.stat()
+        info = path.lstat()
     except OSError:
         return None
     return info.st_ino, info.st_size, info.st_mtime_ns
 
 
 def drop(generation: Path) -> int:
-    """Delete a generation; return how many bytes it took."""
-    num_bytes = tree_bytes(generation)
-    shutil.rmtree(generation, ignore_errors=True)
-    return num_bytes
+    """Delete what is ours of a generation; return how many bytes that took."""
+    before = tree_bytes(generation)
+    own_directory.remove(generation)
+    return before - tree_bytes(generation)
 
 
 def last_used(generation: Path) -> float:
@@ -95,22 +93,25 @@ def last_used(generation: Path) -> float:
     times = [0.0]
     for end in ("", "-wal"):
         with suppress(OSError):
-            times.append((generation / f"{DATABASE}{end}").stat().st_mtime)
+            times.append((generation / f"{DATABASE}{end}").lstat().st_mtime)
     return max(times)
 
 
-def tree_bytes(directory: Path) -> int:
-    """Return what the files below a directory take at most."""
-    paths = [Path(top) / name for top, _, names in os.walk(directory) for name in names]
-    return sum(file_bytes(path) + FILE_OVERHEAD_BYTES for path in paths)
+def set_last_used(generation: Path, used_s: float) -> None:
+    """Have a generation last used at a time, in seconds, where that can be."""
+    with suppress(OSError, StoreError), own_directory.held(generation) as descriptor:
+        os.utime(DATABASE, (used_s, used_s), dir_fd=descriptor, follow_symlinks=False)
 
 
-def flat_bytes(directory: Path) -> int:
-    """Return what the files of a directory take at most, without those in directories below."""
-    with suppress(OSError), os.scandir(directory) as entries:
-        names = [entry.path for entry in entries if not entry.is_dir(follow_symlinks=False)]
-        return sum(file_bytes(Path(name)) + FILE_OVERHEAD_BYTES for name in names)
-    return 0
+def tree_bytes(generation: Path) -> int:
+    """Return what the files of a generation take at most; what others put there does not count."""
+    return sum(size + FILE_OVERHEAD_BYTES for size in own_directory.sizes(generation).values())
+
+
+def beside_packs_bytes(generation: Path) -> int:
+    """Return what the files of a generation take at most that hold no pack, without a search."""
+    paths = [generation / name for name in own_directory.names_beside_packs(generation)]
+    return sum(file_bytes(p) + FILE_OVERHEAD_BYTES for p in paths if os.path.lexists(p))
 
 
 def file_bytes(path: Path) -> int:
@@ -124,7 +125,7 @@ def file_bytes(path: Path) -> int:
 def file_number(path: Path) -> tuple[int, int] | None:
     """Return what tells a file from another one of the same name, None where there is none."""
     try:
-        info = path.stat()
+        info = path.lstat()
     except OSError:
         return None
     return info.st_dev, info.st_ino

@@ -12,9 +12,11 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvchat.cache import own_directory
 from kvchat.cache.block_key import root_key
 from kvchat.cache.codec import DamagedRecord, Layout, PackHead, decode_head, layout_of
-from kvchat.cache.generations import DATABASE, file_bytes, generations, last_used
+from kvchat.cache.generations import file_bytes, generations, last_used
+from kvchat.cache.own_directory import DATABASE
 from kvchat.cache.pin_record import Pin, decode_pin
 from kvchat.cache.raw_disk import RawDisk, is_busy
 from kvchat.core.errors import StoreError
@@ -82,7 +84,7 @@ def read_generation(path: Path) -> Generation:
         return Generation(path, any_layout, trouble="its table is no file")
     try:
         rows, pin_rows = _rows(table, _HEADS), _rows(table, _PINS)
-    except sqlite3.Error as error:
+    except (sqlite3.Error, OSError, StoreError) as error:
         return Generation(path, any_layout, trouble=str(error), is_held=is_busy(error))
     heads, layouts = [], Counter[Layout]()
     for key, data, used_s in rows:
@@ -137,7 +139,13 @@ def connection_to(table: Path) -> sqlite3.Connection:
     log = table.with_name(f"{table.name}-wal")
     mode = "mode=ro" if file_bytes(log) else "immutable=1"
     uri = f"{table.absolute().as_uri()}?{mode}"
-    return sqlite3.connect(uri, uri=True, timeout=_PATIENCE_S)
+    connection = sqlite3.connect(uri, uri=True, timeout=_PATIENCE_S)
+    # SQLite opens them with the first statement, and would wait for a pipe's other end.
+    if not own_directory.has_only_files(table.parent):
+        connection.close()
+        raise StoreError(f"{table}, or its log, is no file.")
+    connection.execute("PRAGMA data_version")
+    return connection
 
 
 def pack_tree(generation: Generation) -> list[KeptPack]:

@@ -5,18 +5,20 @@ so that a head vouches for a payload. Columns that diskcache has no use for here
 used, without a word of what is in it. Knows rows; knows no bounds and no damage.
 """
 
+import os
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kvchat.cache.generations import PIN_MARK
+from kvchat.cache.own_directory import PIN_MARK
 from kvchat.cache.pin_record import Pin, decode_pin, encode_pin, pin_name
-from kvchat.cache.raw_disk import FILE_MODE, MAX_FILE_BYTES, Parts, RawCache
+from kvchat.cache.raw_disk import FILE_MODE, MAX_FILE_BYTES, PAGE_BYTES, Parts, RawCache
 from kvchat.cache.read_buffers import ReadBuffers
 from kvchat.cache.retention import Use, used_again
+from kvchat.core.paths import open_private
 
 HEAD, PAYLOAD, PIN = b"h", b"p", b"n"
 _HEADS = "WHERE key >= x'68' AND key < x'69'"
@@ -25,6 +27,7 @@ _HEAD_AND_FILE = (
     " LEFT JOIN Cache p ON p.key = ? AND p.raw = 1 WHERE h.key = ? AND h.raw = 1"
 )
 _ROW = "FROM Cache WHERE key = ? AND raw = 1"
+_MOST_REMOVED = 4
 _USE = "store_time, access_time, access_count, tag"
 
 
@@ -89,11 +92,12 @@ class PackTable(RawCache):
             self._set_use(key, use)
 
     def remove(self, *keys: bytes) -> None:
-        """Forget packs: all of them, or none.
+        """Forget packs, a few at a time: what one change adds to the log stays small."""
+        for start in range(0, len(keys), _MOST_REMOVED):
+            self._remove(keys[start : start + _MOST_REMOVED])
 
-        At once, since each change of a table adds to its log: made singly, a hundred of them take
-        more room there than small packs leave.
-        """
+    def _remove(self, keys: tuple[bytes, ...]) -> None:
+        """Forget packs: all of them, or none."""
         files: list[tuple[object]] = []
         with self.transact():
             for name in (kind + key for key in keys for kind in (HEAD, PAYLOAD)):
@@ -128,6 +132,11 @@ class PackTable(RawCache):
         query = "SELECT COUNT(*) FROM Cache WHERE filename IS NOT NULL"
         [(count,)] = self._sql(query).fetchall()
         return int(count)
+
+    def num_bytes(self) -> int:
+        """Return how long the table is once all that is in the log is in it."""
+        [(num_pages,)] = self._sql("PRAGMA page_count").fetchall()
+        return int(num_pages) * PAGE_BYTES
 
     def largest(self) -> int:
         """Return the size of the largest payload that can be one; a damaged table says anything."""
@@ -199,10 +208,11 @@ class PackTable(RawCache):
     def pin(self, pin: Pin) -> None:
         """Enter a pin, in place of one of the same label."""
         self.set(PIN + pin_name(pin.label), encode_pin(pin))
-        (Path(self.directory) / PIN_MARK).touch(0o600)
+        os.close(open_private(Path(PIN_MARK), os.O_WRONLY | os.O_CREAT, self.disk.descriptor))
 
     def unpin(self, label: str) -> None:
         """Remove the pin of a label."""
         self.delete(PIN + pin_name(label))
         if not self.pins():
-            (Path(self.directory) / PIN_MARK).unlink(missing_ok=True)
+            with suppress(FileNotFoundError):
+                os.unlink(PIN_MARK, dir_fd=self.disk.descriptor)

@@ -5,8 +5,8 @@ impossible. Knows files and modes; knows no packs.
 """
 
 import os
-import re
 import sqlite3
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,6 +15,7 @@ from typing import Any
 
 import diskcache
 
+from kvchat.cache.own_directory import PACK_FILE, has_only_files
 from kvchat.core.errors import StoreError
 
 _RAW, FILE_MODE = 1, 2  # diskcache's numbers for a value in the table, and for one in a file
@@ -22,8 +23,8 @@ _RAW, FILE_MODE = 1, 2  # diskcache's numbers for a value in the table, and for 
 MAX_FILE_BYTES = 1 << 28
 # What is smaller stays in the table.
 MIN_FILE_BYTES = 1 << 16
-_NAME = re.compile(r"[0-9a-f]{2}/[0-9a-f]{30}\.kv")
-
+# After so many pages of it the log's content goes into the table, and the log begins anew.
+LOG_PAGES, PAGE_BYTES = 32, 4096
 
 # What passes, or what emptying the store would not mend. Everything else is the table's fault.
 _PASSING = (OSError, diskcache.Timeout, StoreError, MemoryError, sqlite3.ProgrammingError)
@@ -53,7 +54,17 @@ class Parts:
 
 
 class RawDisk(diskcache.Disk):
-    """Keys and values are bytes; large values are files of mode 0600 in directories of 0700."""
+    """Keys and values are bytes; large values are files of mode 0600.
+
+    The directory is held by its descriptor as long as the disk lives: what is put in the place of
+    its name meanwhile is neither read nor written.
+    """
+
+    def __init__(self, directory: str, **settings: Any) -> None:
+        super().__init__(directory, **settings)
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+        self.descriptor = os.open(directory, flags)
+        weakref.finalize(self, os.close, self.descriptor)
 
     def put(self, key: object) -> tuple[Any, bool]:
         if not isinstance(key, bytes):
@@ -77,18 +88,15 @@ class RawDisk(diskcache.Disk):
         return len(parts), FILE_MODE, name, None
 
     def _new_file(self, parts: Parts) -> str:
-        random = os.urandom(16).hex()
-        name = f"{random[:2]}/{random[2:]}.kv"
-        path = Path(self._directory) / name
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        path.parent.chmod(0o700)
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        name = f"{os.urandom(16).hex()}.kv"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        descriptor = os.open(name, flags, 0o600, dir_fd=self.descriptor)
         try:
             with os.fdopen(descriptor, "wb", buffering=0) as file:
                 _write_all(file, parts.prefix)
                 _write_all(file, parts.rest)
         except OSError:
-            path.unlink(missing_ok=True)
+            self.remove(name)
             raise
         return name
 
@@ -108,10 +116,10 @@ class RawDisk(diskcache.Disk):
         mode, filename, value = row
         if mode == _RAW and isinstance(value, bytes):
             return value[:prefix_bytes], memoryview(value)[prefix_bytes:]
-        if mode != FILE_MODE or not isinstance(filename, str) or not _NAME.fullmatch(filename):
+        if mode != FILE_MODE or not is_pack_file(filename):
             return b"", memoryview(b"")
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-        descriptor = os.open(f"{self._directory}/{filename}", flags)
+        descriptor = os.open(str(filename), flags, dir_fd=self.descriptor)
         try:
             info = os.fstat(descriptor)
             size = info.st_size - prefix_bytes
@@ -124,8 +132,9 @@ class RawDisk(diskcache.Disk):
             os.close(descriptor)
 
     def remove(self, file_path: str) -> None:
-        if _NAME.fullmatch(file_path):
-            super().remove(file_path)
+        if is_pack_file(file_path):
+            with suppress(OSError):  # somebody else has removed it already
+                os.unlink(file_path, dir_fd=self.descriptor)
 
 
 class RawCache(diskcache.Cache):
@@ -146,8 +155,23 @@ class RawCache(diskcache.Cache):
             statistics=0,
             tag_index=0,
             sqlite_mmap_size=0,
-            sqlite_wal_autocheckpoint=256,
+            sqlite_wal_autocheckpoint=LOG_PAGES,
         )
+
+    @property
+    def _con(self) -> sqlite3.Connection:
+        """The thread's connection: where there is none yet, or none any more, one is opened, by
+        the table's name. What was put in the place of its directory is not opened.
+        """
+        disk: RawDisk | None = getattr(self, "_disk", None)
+        if disk is not None and getattr(self._local, "con", None) is None:
+            held, named = os.fstat(disk.descriptor), os.lstat(self.directory)
+            if not os.path.samestat(held, named):
+                raise StoreError(f"{self.directory} was exchanged.")
+            if not has_only_files(Path(self.directory)):  # SQLite would wait for a named pipe
+                raise StoreError(f"In {self.directory} no table can be opened.")
+        connection: sqlite3.Connection = super()._con
+        return connection
 
     def read_parts(
         self, row: tuple[Any, ...], prefix_bytes: int, take: Callable[[int], memoryview]
@@ -167,15 +191,17 @@ class RawCache(diskcache.Cache):
         known = dict(rows.fetchall())
         if sum(known.values()) != self.reset("size"):
             raise ValueError("the table has lost count of its files")
-        for path in Path(self.directory).glob("??/*"):
+        directory = self.disk.descriptor
+        for name in filter(is_pack_file, os.listdir(directory)):
             with suppress(OSError):  # what cannot be looked at is not thrown away for that
-                if path.lstat().st_size != known.get(f"{path.parent.name}/{path.name}"):
-                    path.unlink()
+                info = os.stat(name, dir_fd=directory, follow_symlinks=False)
+                if info.st_size != known.get(name):
+                    os.unlink(name, dir_fd=directory)
 
 
 def is_pack_file(name: object) -> bool:
     """Whether a table's file name is one that a RawDisk gives."""
-    return isinstance(name, str) and _NAME.fullmatch(name) is not None
+    return isinstance(name, str) and PACK_FILE.fullmatch(name) is not None
 
 
 def _write_all(file: Any, value: bytes | memoryview) -> None:

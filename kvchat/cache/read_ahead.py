@@ -15,8 +15,8 @@ from typing import Any
 
 from kvchat.cache.block_key import chain_keys, root_key
 from kvchat.cache.codec import DamagedRecord, Layout, PackHead, decode_head, layout_of
-from kvchat.cache.generations import DATABASE
 from kvchat.cache.inventory import connection_to, stored_generations
+from kvchat.cache.own_directory import DATABASE
 from kvchat.cache.pack_table import HEAD, PAYLOAD
 from kvchat.cache.radix_node import TOKEN_BYTES, pack
 from kvchat.cache.raw_disk import RawDisk, is_pack_file
@@ -38,26 +38,29 @@ def read_ahead(directory: Path, token_ids: TokenIds, block_size: int) -> int:
         for generation in stored_generations(directory):
             packs = list(_packs(generation, packed, block_size))
             if packs:
-                return sum(_read(file) for file in packs if file is not None)
+                return sum(_read(file) for _, file in packs if file is not None)
     except (StoreError, OSError, sqlite3.Error) as error:
         _log.info("nothing read ahead: %s", error)
     return 0
 
 
-def holds(generation: Path, packed: bytes, block_size: int) -> bool:
-    """Whether a generation has the beginning of a context of packed token ids.
+def holds_answers(generation: Path, packed: bytes, block_size: int) -> bool:
+    """Whether a generation has the beginning of a context of packed token ids, and that as of a
+    model that answered: what only drafted for another is nobody's answer.
 
     Never raises: one that cannot be looked into, as while another process makes it, has nothing.
     """
     try:
-        return any(True for _ in _packs(generation, packed, block_size))
+        return any(not head.is_draft for head, _ in _packs(generation, packed, block_size))
     except (StoreError, OSError, ValueError, sqlite3.Error) as error:
         _log.info("cannot look into %s: %s", generation.name, error)
         return False
 
 
-def _packs(generation: Path, packed: bytes, block_size: int) -> Iterator[Path | None]:
-    """Yield the packs that a generation has of a context, in order: the file of each, if any."""
+def _packs(
+    generation: Path, packed: bytes, block_size: int
+) -> Iterator[tuple[PackHead, Path | None]]:
+    """Yield the packs that a generation has of a context, in order: head and file, if any."""
     table = generation / DATABASE
     if not table.is_file() or table.is_symlink():
         return
@@ -67,13 +70,13 @@ def _packs(generation: Path, packed: bytes, block_size: int) -> Iterator[Path | 
     with closing(connection_to(table)) as connection:
         block = 0
         while block < len(keys):
-            head = _head(connection, disk, keys[block])
-            shared = head[0].num_shared(packed, block, head[1]) if head is not None else 0
-            if not shared:
+            found = _head(connection, disk, keys[block])
+            shared = found[0].num_shared(packed, block, found[1]) if found is not None else 0
+            if found is None or not shared:
                 return
             row = _row(connection, PAYLOAD + keys[block])
             is_file = row is not None and is_pack_file(row[1])
-            yield generation / str(row[1]) if row is not None and is_file else None
+            yield found[0], generation / str(row[1]) if row is not None and is_file else None
             block += shared
 
 

@@ -29,6 +29,8 @@ _LONGEST_REST_S = 300.0
 _MOST_DOUBLINGS = 9
 # A chat has one or two that it waits for.
 _MAX_BACKLOG = 16
+# Of how many blocks it is remembered that they are kept: about 16 MiB of keys.
+_MOST_KEPT = 1 << 17
 # What is kept where needs no identity as long as it is asked within one process.
 _LOCAL_ROOT = root_key(b"")
 
@@ -104,7 +106,16 @@ class Saver:
     def note_kept(self, ids: TokenIds, num_blocks: int) -> None:
         """Take in that the tier has the first blocks of a context."""
         size = self._manager.block_size
-        self._kept.update(self._memo.keys_of(pack(ids[: num_blocks * size])))
+        keys = self._memo.keys_of(pack(ids[: num_blocks * size]))
+        self._remember(keys, keys)
+
+    def _remember(self, keys: list[bytes], context: list[bytes]) -> None:
+        """Know that blocks of a context are kept. Where that is too much other contexts are no
+        longer known: they are offered once more, and what the tier has is not written again.
+        """
+        if len(self._kept) + len(keys) > _MOST_KEPT:
+            self._kept.intersection_update(context)
+        self._kept.update(keys)
 
     def note_gone(self, ids: TokenIds) -> None:
         """Take in that the tier has lost a context."""
@@ -189,7 +200,7 @@ class Saver:
             lambda tier: self._write(tier, own, first, image, keys), len(image)
         ):
             return False
-        self._kept.update(keys[first:])
+        self._remember(keys[first:], keys)
         self._num_unheard += 1
         return True
 

@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from kvchat.core.errors import StoreInUse
+from kvchat.core.errors import StoreError, StoreInUse
 from kvchat.core.paths import open_private
 
-LOCK_NAME = "lock"
+# The directory may be any that the user names: others have a file called `lock`.
+LOCK_NAME = "kvchat.lock"
 _RETRY_S = 0.005
 # How many times one holder's patience is had where holders take turns.
 _MOST_PATIENCES = 5
@@ -60,8 +61,9 @@ class StoreLock:
         if self._depth:
             yield
             return
-        descriptor = open_private(self._path, os.O_RDWR | os.O_CREAT)
+        descriptor = open_private(self._path, os.O_RDWR | os.O_CREAT, has_one_name=True)
         try:
+            self._require_ours(descriptor)
             self._wait_for(descriptor)
             self.has_leftovers |= os.fstat(descriptor).st_size > 0
             with suppress(OSError):  # a full disk has no room for the mark, and waits to be tidied
@@ -75,6 +77,16 @@ class StoreLock:
                     os.ftruncate(descriptor, 0)
         finally:
             os.close(descriptor)
+
+    def _require_ours(self, descriptor: int) -> None:
+        """Raise StoreError for a file that is something else than a lock: it would be emptied."""
+        info = os.fstat(descriptor)
+        is_a_mark = info.st_size <= _MARK_BYTES and os.pread(descriptor, 1, 0) in (b"", b"!")
+        if not is_a_mark:
+            raise StoreError(
+                f"{self._path} was not made by kvchat.",
+                "Move it, or choose another directory with --cache-dir.",
+            )
 
     def _wait_for(self, descriptor: int) -> None:
         began_s = since_s = self._clock()

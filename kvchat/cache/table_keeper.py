@@ -4,14 +4,16 @@ Others may delete the directory, make it anew, or spoil it. Knows what an error 
 knows no packs.
 """
 
-import shutil
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
-from kvchat.cache.generations import DATABASE, file_number
+from kvchat.cache import own_directory
+from kvchat.cache.generations import file_number
+from kvchat.cache.own_directory import DATABASE
 from kvchat.cache.pack_table import PackTable
 from kvchat.cache.raw_disk import is_busy, is_passing
 from kvchat.cache.store_lock import StoreHeld, StoreLock
@@ -93,14 +95,13 @@ class TableKeeper:
     def _begin_anew(self) -> None:
         with self._lock.held():
             if file_number(self._table_path) == self._file:
-                shutil.rmtree(self._own, ignore_errors=True)
+                own_directory.empty(self._own)
             self.follow()
 
     def _opened(self) -> PackTable:
         """Open the table; one that cannot be used is begun anew."""
-        for path in (self._directory, self._own):
-            if path.is_symlink():
-                raise StoreError(f"{path} is a symbolic link.", "Remove it.")
+        if self._directory.is_symlink():
+            raise StoreError(f"{self._directory} is a symbolic link.", "Remove it.")
         private_directory(self._directory)
         with self._alone():
             try:
@@ -110,7 +111,7 @@ class TableKeeper:
                 if is_passing(error):
                     raise
             with self._lock.held():
-                shutil.rmtree(self._own, ignore_errors=True)
+                own_directory.empty(self._own)
                 return self._open()
 
     @contextmanager
@@ -136,8 +137,13 @@ class TableKeeper:
         return self._open()
 
     def _open(self) -> PackTable:
-        private_directory(self._own).chmod(0o700)
+        own_directory.make(self._own)
+        own_directory.clear_the_way(self._own)
         # SQLite gives its log the mode of its file; both are the user's alone.
         private_file(self._table_path)
         self._file, self.thread = file_number(self._table_path), threading.get_ident()
-        return PackTable(self._own, self._patience_s)
+        table = PackTable(self._own, self._patience_s)
+        with own_directory.held(self._own) as descriptor:
+            if not os.path.sameopenfile(descriptor, table.disk.descriptor):
+                raise StoreError(f"{self._own} was exchanged while it was opened.")
+        return table

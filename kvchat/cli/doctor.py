@@ -3,10 +3,12 @@
 Knows how to ask; each check is a few lines and depends on nothing but its own part.
 """
 
+import errno
 import importlib.metadata
 import os
 import platform
 import shutil
+import sqlite3
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -14,10 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvchat import __version__
+from kvchat.cache.disk_budget import nearest_existing
 from kvchat.cli.build import caretaker, session_store, user_paths
 from kvchat.cli.settings import resolve
 from kvchat.core.config import format_bytes
-from kvchat.core.errors import ExitCode, KvchatError
+from kvchat.core.errors import ExitCode, KvchatError, StoreError
 from kvchat.core.paths import private_directory
 from kvchat.terminal.kept_kv import used_of_limit
 
@@ -51,8 +54,20 @@ def _run(check: Check) -> Iterator[Finding]:
         yield from check()
     except KvchatError as error:
         yield Finding(check.__name__.strip("_"), error.message, error.hint or "See above.")
+    except (OSError, sqlite3.Error) as error:
+        yield Finding(check.__name__.strip("_"), f"{error}", _disk_advice(error))
     except Exception as error:
         yield Finding(check.__name__.strip("_"), f"{type(error).__name__}: {error}", "Reinstall.")
+
+
+def _disk_advice(error: OSError | sqlite3.Error) -> str:
+    """Return what helps against an error that is the disk's: installing again does not."""
+    number = error.errno if isinstance(error, OSError) else None
+    if number in (errno.ENOSPC, errno.EDQUOT):
+        return "The disk is full: free some space."
+    if number in (errno.EROFS, errno.EACCES, errno.EPERM):
+        return "It cannot be written to: check its permissions, or choose another directory."
+    return "Check the disk."
 
 
 def _checks(sessions_dir: str | None) -> tuple[Check, ...]:
@@ -120,19 +135,29 @@ def _devices() -> Iterator[Finding]:
 def _directories() -> Iterator[Finding]:
     paths = user_paths()
     for subject, path in (("state", paths.state), ("cache", paths.cache)):
-        private_directory(path)
-        with tempfile.NamedTemporaryFile(dir=path) as file:
-            file.write(b"x")
-        space = shutil.disk_usage(path).free
-        advice = "Free some disk space." if space < _LOW_SPACE_BYTES else ""
-        yield Finding(subject, f"{path}, {format_bytes(space)} free", advice)
+        try:
+            yield _directory(subject, path)
+        except OSError as error:
+            yield Finding(subject, f"{path}: {error.strerror}", _disk_advice(error))
+        except StoreError as error:
+            yield Finding(subject, error.message, error.hint or "See above.")
+
+
+def _directory(subject: str, path: Path) -> Finding:
+    """Try to write to a directory of kvchat's."""
+    private_directory(path)
+    with tempfile.NamedTemporaryFile(dir=path, buffering=0) as file:
+        file.write(b"x")
+    space = shutil.disk_usage(path).free
+    advice = "Free some disk space." if space < _LOW_SPACE_BYTES else ""
+    return Finding(subject, f"{path}, {format_bytes(space)} free", advice)
 
 
 def _kv() -> Iterator[Finding]:
     """What is kept between runs, and whether more can be."""
     status = caretaker(resolve({}, os.environ, user_paths().config)).status()
     directory = status.directory
-    existing = next(path for path in (directory, *directory.parents) if os.path.exists(path))
+    existing = nearest_existing(directory)
     advice = ""
     if status.trouble:
         advice = f"{status.trouble} `kvchat cache verify` drops what is damaged."

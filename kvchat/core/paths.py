@@ -4,6 +4,7 @@ Knows permissions, ownership and what `~` means. Does not know what is stored, o
 directories are.
 """
 
+import errno
 import os
 import stat
 from pathlib import Path
@@ -37,30 +38,50 @@ def private_directory(path: Path) -> Path:
     except OSError as error:
         raise StoreError(
             f"Cannot use the directory {path}: {error.strerror}.",
-            "Check its permissions or choose another directory.",
+            "Free some space."
+            if error.errno in (errno.ENOSPC, errno.EDQUOT)
+            else "Check its permissions or choose another directory.",
         ) from error
     return path
 
 
-def open_private(path: Path, flags: int) -> int:
+def open_private(
+    path: Path, flags: int, dir_fd: int | None = None, has_one_name: bool = False
+) -> int:
     """Open a file of the user's own with mode 0600; return the descriptor.
 
-    `flags` are those of os.open. A symbolic link, or a file of another user, raises StoreError, as
-    does anything else that keeps the file from being opened.
+    `flags` are those of os.open. A relative path is one in the directory of `dir_fd`. A symbolic
+    link, or a file of another user, raises StoreError, as does anything else that keeps the file
+    from being opened; so does a file with another name too, which may be anywhere, where it is to
+    have one or is to be emptied.
     """
+    has_one_name |= bool(flags & os.O_TRUNC)
     # O_NONBLOCK matters to a named pipe only, whose opening would wait for its other end.
     flags |= os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
     try:
-        descriptor = os.open(path, flags, 0o600)
+        descriptor = os.open(path, flags & ~os.O_TRUNC, 0o600, dir_fd=dir_fd)
     except OSError as error:
         raise StoreError(f"Cannot open {path}: {error.strerror}.") from error
     info = os.fstat(descriptor)
     if info.st_uid != os.getuid() or not stat.S_ISREG(info.st_mode):
         os.close(descriptor)
         raise StoreError(f"{path} is not a regular file of this user.")
+    if has_one_name and info.st_nlink > 1:
+        os.close(descriptor)
+        raise StoreError(f"{path} is another file too.")
     if stat.S_IMODE(info.st_mode) != 0o600:
         os.fchmod(descriptor, 0o600)
+    if flags & os.O_TRUNC:  # not before it is known what it is
+        _truncate(descriptor, path)
     return descriptor
+
+
+def _truncate(descriptor: int, path: Path) -> None:
+    try:
+        os.ftruncate(descriptor, 0)
+    except OSError as error:
+        os.close(descriptor)
+        raise StoreError(f"Cannot empty {path}: {error.strerror}.") from error
 
 
 def private_file(path: Path) -> None:

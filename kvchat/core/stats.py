@@ -122,11 +122,15 @@ class KeptPin:
 
 @dataclass(frozen=True, slots=True)
 class StoreStatus:
-    """What a store holds, all identities together, the one used last first. 0 allowed is off."""
+    """What a store holds, all identities together, the one used last first. 0 allowed is off.
+
+    `strangers` are directories that look like generations and were not made by this kvchat.
+    """
 
     directory: Path
     limit_bytes: int
     generations: tuple[GenerationStatus, ...] = ()
+    strangers: tuple[Path, ...] = ()
 
     @property
     def num_bytes(self) -> int:

@@ -210,7 +210,11 @@ def new_rehearsal(model: PagedModel, cache: CacheManager) -> Rehearsal:
 
 
 def new_persistence(
-    loaded: LoadedModel, cache: CacheManager, config: CacheConfig, state_directory: Path | None
+    loaded: LoadedModel,
+    cache: CacheManager,
+    config: CacheConfig,
+    state_directory: Path | None,
+    is_draft: bool = False,
 ) -> Persistence | None:
     """Return what keeps KV in the configured directory; None where nothing is to be kept."""
     directory = config.directory
@@ -223,13 +227,15 @@ def new_persistence(
     geometry = cache.kv_pool.geometry
 
     def open_tier() -> DiskTier:
-        if limit < least_bytes(geometry.block_bytes):
+        least = least_bytes(geometry.block_bytes)
+        if limit < least:
             if config.disk_bytes is None or config.disk_bytes.num_bytes is None:
                 # A disk that is full for the moment is no reason to lose what is kept.
                 raise StoreError(why_nothing, "Free some, or choose another with --cache-dir.")
             Caretaker(directory).clear()  # the limit is one for what was kept before, too
             raise StoreError(
-                f"--disk-cache allows only {format_bytes(limit)}, too little for KV.", "Raise it."
+                f"--disk-cache allows only {format_bytes(limit)}, too little for KV.",
+                f"Raise it to {format_bytes(least)} at least.",
             )
         digest = content_digest(loaded.source, state_directory)
         if loaded.source.marks() != loaded.marks:
@@ -239,7 +245,7 @@ def new_persistence(
             )
         identity = kv_identity(loaded, geometry, digest)
         layout = Layout(identity, geometry.block_size, geometry.block_bytes)
-        return DiskTier(directory, layout, limit)
+        return DiskTier(directory, layout, limit, is_draft=is_draft)
 
     return Persistence(cache, open_tier, rates=rate_memory(loaded, state_directory))
 

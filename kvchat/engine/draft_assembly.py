@@ -125,7 +125,7 @@ class _DraftBuild:
             cache,
             loaded.spec.vocab_size,
             loaded.max_context,
-            new_persistence(loaded, cache, own_config, self.state_directory),
+            new_persistence(loaded, cache, own_config, self.state_directory, is_draft=True),
             graphs=new_graphs(model, cache, self.engine_config),
             threads=new_threads(loaded.device),
             rehearsal=new_rehearsal(model, cache),

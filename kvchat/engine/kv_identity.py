@@ -14,7 +14,7 @@ from kvchat.model.loader import LoadedModel
 
 # Raise it whenever what a slot holds for the same token changes: the layout of a block image, or
 # what the attention writes to it.
-_KV_VERSION = 2
+_KV_VERSION = 3
 
 
 def kv_identity(loaded: LoadedModel, geometry: KvGeometry, content_digest: str) -> bytes:

@@ -64,7 +64,14 @@ def status_lines(status: StoreStatus) -> list[str]:
     ]
     if not status.limit_bytes:
         lines.append("Chats keep nothing here: --disk-cache is 0.")
+    if status.strangers:
+        lines.append(_left_alone(status.strangers))
     return [*lines, one_line(status.trouble, _PATH_CHARS)] if status.trouble else lines
+
+
+def _left_alone(strangers: Sequence[Path]) -> str:
+    more = f" and {len(strangers) - 1:,} more" if strangers[1:] else ""
+    return f"Not made by this kvchat, and left alone: {strangers[0].name}{more}."
 
 
 def pin_lines(status: StoreStatus) -> list[str]:

@@ -20,7 +20,7 @@ from kvchat.cache.disk_budget import disk_budget
 from kvchat.cache.disk_tier import DiskTier
 from kvchat.cache.generations import generations, tree_bytes
 from kvchat.cache.inventory import Generation, read_generation
-from kvchat.cache.store_lock import StoreBusy
+from kvchat.cache.store_lock import LOCK_NAME, StoreBusy
 from kvchat.core.config import Size
 from kvchat.core.errors import StoreError, StoreInUse
 from kvchat.core.stats import Verified
@@ -269,7 +269,7 @@ def test_a_store_that_is_held_is_said_to_be(store: StoredPacks, caretaker: Caret
             "-c",
             "import fcntl, sys; f = open(sys.argv[1], 'a'); fcntl.flock(f, fcntl.LOCK_EX);"
             " print(flush=True); sys.stdin.read()",
-            str(store.directory / "lock"),
+            str(store.directory / LOCK_NAME),
         ],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

@@ -16,6 +16,7 @@ import pytest
 from kvchat.cache.caretaker import Caretaker
 from kvchat.cache.codec import DamagedRecord
 from kvchat.cache.disk_tier import DiskTier
+from kvchat.cache.store_lock import LOCK_NAME
 from support.pack_chains import (
     find,
     num_found,
@@ -228,7 +229,7 @@ def test_a_directory_that_another_process_deleted_and_made_again_is_noticed(
 def test_whoever_holds_the_lock_for_long_is_not_waited_for(tmp_path: Path) -> None:
     """A process stopped with Ctrl-Z may hold it for hours."""
     tier = open_tier(tmp_path)
-    descriptor = os.open(tmp_path / "lock", os.O_RDWR)
+    descriptor = os.open(tmp_path / LOCK_NAME, os.O_RDWR)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
 
     start_s = time.monotonic()

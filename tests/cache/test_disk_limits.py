@@ -11,9 +11,11 @@ import pytest
 
 from kvchat.cache.caretaker import Caretaker
 from kvchat.cache.codec import DamagedRecord, Layout
+from kvchat.cache.disk_room import least_bytes
 from kvchat.cache.disk_tier import DiskTier
 from kvchat.cache.radix_node import pack
 from kvchat.cache.raw_disk import RawDisk
+from kvchat.cache.store_lock import LOCK_NAME
 from support.pack_chains import (
     LAYOUT,
     find,
@@ -66,7 +68,7 @@ def test_files_are_the_users_alone_whatever_the_umask(tmp_path: Path) -> None:
     finally:
         os.umask(mask)
     names = {path.name for path in (tmp_path / "made").rglob("*")}
-    assert {"lock", "cache.db", "cache.db-wal", "cache.db-shm"} <= names
+    assert {LOCK_NAME, "cache.db", "cache.db-wal", "cache.db-shm"} <= names
     for path in (tmp_path / "made").rglob("*"):
         expected = 0o700 if path.is_dir() else 0o600
         assert stat.S_IMODE(path.stat().st_mode) == expected, path
@@ -98,7 +100,7 @@ def test_nothing_but_bytes_is_stored_and_nothing_pickled_is_read(tmp_path: Path)
     assert disk.fetch(4, None, pickled, False) == b""
     assert disk.fetch(4, "../../x", None, False) == b""
     assert disk.fetch(2, "../../x", None, False) == b""
-    assert disk.fetch(3, "ab/" + "0" * 30 + ".kv", None, False) == b""
+    assert disk.fetch(3, "0" * 32 + ".kv", None, False) == b""
 
 
 def test_a_read_pack_that_was_exchanged_meanwhile_is_never_another_contexts(
@@ -139,6 +141,19 @@ def test_the_limit_holds_while_ten_times_as_much_is_written(tmp_path: Path) -> N
         assert restored(tier, ids) == 6
         written = tier.status().bytes_written
     assert tier.status().num_evicted > 100
+
+
+@pytest.mark.parametrize("num_mib", [8, 24])
+def test_at_most_a_twentieth_of_a_limit_stays_unused(tmp_path: Path, num_mib: int) -> None:
+    """Of every limit 2 MiB were set aside for tables: of 8 MiB a quarter, of 4 MiB a half."""
+    limit = num_mib << 20
+    tier = open_tier(tmp_path, limit)
+    rng, most = random.Random(num_mib), 0
+    while tier.status().num_evicted < 100:
+        assert save(tier, [rng.randint(0, 99_999) for _ in range(2 * rng.randint(1, 4))])
+        most = max(most, used_bytes(tmp_path))
+
+    assert 0.95 * limit <= most <= limit
 
 
 def test_a_limit_below_one_pack_writes_nothing(tmp_path: Path) -> None:
@@ -183,7 +198,7 @@ def test_files_that_a_killed_process_left_count_and_go(tmp_path: Path) -> None:
     save(tier, [1, 2, 3, 4])
     tier.close()
     [payload] = payload_files(tmp_path)
-    orphan = payload.with_name("f" * 30 + ".kv")
+    orphan = payload.with_name("f" * 32 + ".kv")
     orphan.write_bytes(bytes(1 << 20))
 
     again = open_tier(tmp_path)
@@ -306,8 +321,8 @@ def test_pins_outlast_everything_and_yield_to_the_limit_alone(tmp_path: Path) ->
     other = open_tier(tmp_path, 5 << 20, replace(LAYOUT, identity=b"another model..."))
     other.gc()
     other.close()
-    small = open_tier(tmp_path, (2 << 20) + 1000)
-    assert used_bytes(tmp_path) <= (2 << 20) + 1000
+    small = open_tier(tmp_path, least_bytes(1000))
+    assert used_bytes(tmp_path) <= least_bytes(1000)
     assert "what is pinned was more than --disk-cache" in small.status().trouble
 
 

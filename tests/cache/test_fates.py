@@ -1,18 +1,21 @@
 """Why KV is not there: every fate, told also to the next process, and to nobody who forgot."""
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 
+from kvchat.cache import own_directory
 from kvchat.cache.codec import DamagedRecord, Layout
+from kvchat.cache.disk_room import least_bytes
 from kvchat.cache.disk_tier import DiskTier
 from kvchat.cache.fates import FateLog
-from kvchat.cache.generations import DATABASE
+from kvchat.cache.own_directory import DATABASE
 from kvchat.cache.radix_node import pack
 from kvchat.cache.raw_disk import RawDisk
 from kvchat.core.types import Lack
-from support.pack_chains import find, keys_of, open_tier, payload_files, restored, save
+from support.pack_chains import LAYOUT, find, keys_of, open_tier, payload_files, restored, save
 
 CONTEXT = list(range(1, 13))
 OTHER = Layout(identity=b"model of others.", block_size=2, block_bytes=40_000)
@@ -49,6 +52,23 @@ def test_what_another_model_has(tmp_path: Path) -> None:
     assert why(tmp_path, [7, 7, 7, 7]) is Lack.NEVER_WRITTEN
 
 
+def test_what_a_draft_has_is_no_other_models(tmp_path: Path) -> None:
+    """Where only the model's part of the store had been deleted, its own draft's was taken for
+    another model's: "model changed", said to somebody who had changed none.
+    """
+    tier, draft = open_tier(tmp_path), DiskTier(tmp_path, OTHER, 8 << 20, 0, is_draft=True)
+    assert save(tier, CONTEXT)
+    assert save(draft, CONTEXT, OTHER)
+    assert save(draft, [5, 5, *CONTEXT], OTHER)
+    draft.forget(keys_of(draft, [5, 5, *CONTEXT], OTHER)[2:])  # which writes the rest anew
+    tier.close()
+    draft.close()
+    shutil.rmtree(tmp_path / LAYOUT.identity.hex())
+
+    assert why(tmp_path, CONTEXT) is Lack.NEVER_WRITTEN
+    assert why(tmp_path, [5, 5, *CONTEXT]) is Lack.NEVER_WRITTEN
+
+
 def test_what_had_to_make_room(tmp_path: Path) -> None:
     tier = open_tier(tmp_path, 5 << 20)
     contexts = [[number] * 8 for number in range(20, 50)]
@@ -69,7 +89,7 @@ def test_what_another_model_has_cannot_be_looked_into(tmp_path: Path, content: b
     tier = open_tier(tmp_path)
     assert save(tier, CONTEXT)
     other = tmp_path / ("0b" * 16)
-    other.mkdir()
+    own_directory.make(other)
     (other / DATABASE).write_bytes(content)
     unknown = [90, 91, 92, 93]
 
@@ -81,7 +101,7 @@ def test_what_another_model_has_cannot_be_looked_into(tmp_path: Path, content: b
 
 
 def test_what_found_no_room(tmp_path: Path) -> None:
-    tier = open_tier(tmp_path, (2 << 20) + 1000)
+    tier = open_tier(tmp_path, least_bytes(1000))
     assert not save(tier, CONTEXT)
     tier.close()
 
@@ -90,7 +110,7 @@ def test_what_found_no_room(tmp_path: Path) -> None:
 
 def test_what_is_not_offered_while_there_is_no_room(tmp_path: Path) -> None:
     """After a refusal a tier is left alone for a while: what came then was called never written."""
-    tier = open_tier(tmp_path, (2 << 20) + 1000)
+    tier = open_tier(tmp_path, least_bytes(1000))
     decline(tier, CONTEXT)
     assert why(tmp_path, CONTEXT) is Lack.NEVER_WRITTEN, "nothing had been refused"
     assert not save(tier, [7, 7])
@@ -106,7 +126,7 @@ def test_what_is_not_offered_while_there_is_no_room(tmp_path: Path) -> None:
 
 def test_who_finds_no_room_either_deletes_no_others_for_it(tmp_path: Path) -> None:
     """A draft model's tier deleted the model's, with all it knew, for a pack that did not fit."""
-    limit = (2 << 20) + 6 * 40_000 + 10_000
+    limit = least_bytes(6 * 40_000 - 20_000)
     tier = open_tier(tmp_path, limit)
     assert not save(tier, CONTEXT)
     tier.close()
@@ -118,7 +138,7 @@ def test_who_finds_no_room_either_deletes_no_others_for_it(tmp_path: Path) -> No
 
 
 def test_what_is_there_is_not_declined_but_what_follows_it(tmp_path: Path) -> None:
-    tier = open_tier(tmp_path, (2 << 20) + 400_000)
+    tier = open_tier(tmp_path, least_bytes(400_000))
     assert save(tier, CONTEXT[:4])
     assert not save(tier, [7] * 60)
     decline(tier, CONTEXT)
@@ -177,14 +197,16 @@ def test_what_is_forgotten_leaves_no_trace(tmp_path: Path) -> None:
 
 
 def test_the_file_stays_small_and_private_and_may_be_broken(tmp_path: Path) -> None:
-    log = FateLog(tmp_path)
+    own = tmp_path / LAYOUT.identity.hex()
+    own_directory.make(own)
+    log = FateLog(own)
     before = os.umask(0)
     try:
         for number in range(5000):
             log.note([number.to_bytes(16)], Lack.EVICTED)
     finally:
         os.umask(before)
-    path = tmp_path / "fates"
+    path = own / "fates"
 
     assert path.stat().st_size <= 4096 * 17
     assert path.stat().st_mode & 0o777 == 0o600

@@ -22,7 +22,7 @@ from support.pack_chains import LAYOUT, keys_of, restored, save, used_bytes
 from support.soak_sizes import short_and_long
 
 SMALL = replace(LAYOUT, block_bytes=6400)
-LIMIT = 5 << 20
+LIMIT = 3 << 20
 NUM_DEEDS = 120
 TABLE = ("cache.db", "cache.db-wal")
 

@@ -7,6 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 
+from kvchat.cache import saving
 from kvchat.cache.block_key import chain_keys, root_key
 from kvchat.cache.chain_memo import ChainMemo
 from kvchat.cache.kv_pool import KvGeometry, KvPool, LayerGeometry
@@ -247,3 +248,20 @@ def test_a_memo_gives_the_keys_that_hashing_all_gives() -> None:
 
     for ids in [*contexts, *reversed(contexts)]:
         assert memo.keys_of(pack(ids)) == chain_keys(root, pack(ids), 8)
+
+
+def test_what_is_known_to_be_kept_stays_bounded(
+    house: Household, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The keys of every block ever written stayed in memory as long as the process lived."""
+    monkeypatch.setattr(saving, "_MOST_KEPT", 15)
+    other = [90 + token for token in STORY]
+    compute(house.manager, other)
+    assert house.save(STORY) == house.save(other) == 11
+    assert len(house.saver._kept) <= 15
+
+    assert not house.saver.lacks(other)
+    assert house.saver.lacks(STORY), "of that nothing is known any more"
+    assert house.save(STORY) > 0
+    assert not house.saver.lacks(STORY)
+    assert house.tier.num_written == 22, "what the tier has is not written again"

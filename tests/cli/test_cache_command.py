@@ -1,5 +1,6 @@
 """`kvchat cache`: what it prints, its exit codes, and that it never loads a model."""
 
+import errno
 import json
 import sqlite3
 import subprocess
@@ -8,7 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from kvchat.cli import doctor
 from support.commands import ROOT, Shell
+from support.failing_files import Faults
+from support.pack_chains import LAYOUT
 from support.pty_screen import PtyScreen
 from support.stored_packs import StoredPacks, stored_packs
 
@@ -74,7 +78,7 @@ def test_verifying_fails_once_where_something_was_damaged(shell: Shell, store: S
 
 def test_the_limit_is_kept_when_asked(shell: Shell, store: StoredPacks) -> None:
     assert shell.run("cache", "gc").stdout == b"There was nothing to free.\n"
-    assert b"KiB freed." in shell.run("cache", "--disk-cache", "1M", "gc").stdout
+    assert b"KiB freed." in shell.run("cache", "--disk-cache", "300K", "gc").stdout
     assert b"nothing is kept" in shell.run("cache").stdout
 
 
@@ -233,6 +237,47 @@ def test_the_doctor_looks_at_it(shell: Shell, store: StoredPacks) -> None:
     assert done.returncode == 1
     assert b"!!  KV " in done.stdout
     assert b"`kvchat cache verify` drops what is damaged." in done.stdout
+
+
+def test_what_an_earlier_kvchat_left_is_said_to_be_left_alone(
+    shell: Shell, store: StoredPacks
+) -> None:
+    older = store.directory / ("0b" * 16)
+    older.mkdir()
+    (older / "cache.db").write_bytes(b"of an earlier version")
+
+    told = shell.run("cache", "clear", "--yes"), shell.run("cache")
+
+    line = f"Not made by this kvchat, and left alone: {older.name}."
+    assert told[1].stdout.decode().splitlines()[-1] == line
+    assert (older / "cache.db").read_bytes() == b"of an earlier version"
+    assert not (store.directory / LAYOUT.identity.hex()).exists()
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO])
+def test_the_doctor_does_not_send_for_a_new_kvchat_where_the_disk_is_at_fault(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a full disk it said `Reinstall.`, which needs the disk too."""
+    for name in ("DATA", "STATE", "CACHE", "CONFIG"):
+        monkeypatch.setenv(f"XDG_{name}_HOME", str(tmp_path / name))
+    on_disk = [c for c in doctor._checks(None) if c.__name__ in ("_directories", "_kv", "sessions")]
+    faults = Faults()
+    faults.install(monkeypatch)
+
+    def found() -> list[doctor.Finding]:
+        return [finding for check in on_disk for finding in doctor._run(check)]
+
+    with faults.armed():
+        assert [finding.subject for finding in found()] == ["state", "cache", "KV", "sessions"]
+    advice: list[str] = []
+    for fail_at in range(faults.num_calls):
+        with faults.armed(fail_at, code, lasting=True):
+            advice += [finding.advice for finding in found()]
+
+    assert "Reinstall." not in advice
+    expected = {errno.ENOSPC: "free some space", errno.EDQUOT: "free some space", errno.EIO: "disk"}
+    assert any(expected.get(code, "cannot be written to") in each for each in advice)
 
 
 def test_the_doctor_says_when_nothing_can_be_kept(shell: Shell, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvchat.cache.caretaker import Caretaker
-from kvchat.cache.generations import tree_bytes
+from kvchat.cache.generations import generations
 from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig, Size
 from kvchat.core.events import LoadProgress, RequestFailed, TokensGenerated
 from kvchat.core.types import SamplingParams
@@ -24,6 +24,7 @@ from kvchat.engine.engine import Engine
 from kvchat.engine.request import RequestSpec
 from kvchat.model.source import find_model
 from support.checkpoints import save_checkpoint, tiny_model
+from support.pack_chains import used_bytes
 
 MEBIBYTE = 1 << 20
 
@@ -208,7 +209,7 @@ def test_where_not_even_a_block_may_be_kept_nothing_is_and_that_is_said(
     before = assemble(checkpoint, cache=kept).engine
     expected = generate(before, prompt, 5)
     before.close()
-    assert tree_bytes(directory) > 0
+    assert generations(directory)
 
     config = CacheConfig(device_bytes=some, directory=directory, disk_bytes=Size(num_bytes=50_000))
     engine = assemble(checkpoint, cache=config).engine
@@ -220,7 +221,7 @@ def test_where_not_even_a_block_may_be_kept_nothing_is_and_that_is_said(
     engine.close()
     assert status is not None
     assert "--disk-cache allows only 48.8 KiB, too little for KV" in status.trouble
-    assert tree_bytes(directory) < 50_000
+    assert used_bytes(directory) < 50_000
 
 
 def test_a_disk_that_is_full_for_the_moment_costs_nothing_that_is_kept(

@@ -10,6 +10,7 @@ import pytest
 
 from kvchat.cache.caretaker import Caretaker
 from kvchat.cache.radix_node import pack
+from kvchat.cache.store_lock import LOCK_NAME
 from kvchat.chat.conversation import Conversation
 from kvchat.chat.host import ChatHost
 from kvchat.chat.session import ChatSession
@@ -280,7 +281,7 @@ def test_the_words_stay_while_others_hold_the_kv(new_chat: NewChat, tmp_path: Pa
     chat.ask(SECRET)
     chat.do("/pin")  # waits until it is written
 
-    with (tmp_path / "kv" / "lock").open("ab") as lock:
+    with (tmp_path / "kv" / LOCK_NAME).open("ab") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(StoreInUse):
             chat.do("/forget yes")

@@ -1,0 +1,197 @@
+"""Directories that a store has made: how they are told from others, and what may be deleted there.
+
+The user may name any directory for the store, and other programs name theirs by 32 hexadecimal
+digits too. So a directory is ours only if it holds a mark that bears its own name, and only names
+that we give are ever deleted in it. A directory is held by its descriptor: whatever is put in the
+place of its name meanwhile, nothing outside is reached. Knows names and files; knows no packs.
+"""
+
+import os
+import re
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from kvchat.core.errors import StoreError
+from kvchat.core.paths import open_private
+
+DATABASE = "cache.db"
+FATES = "fates"
+# A directory with this file in it has pins: it is not dropped without need.
+PIN_MARK = "pinned"
+PACK_FILE = re.compile(r"[0-9a-f]{32}\.kv")
+IDENTITY_NAME = re.compile(r"[0-9a-f]{32}")
+
+_TABLE_FILES = tuple(f"{DATABASE}{end}" for end in ("", "-wal", "-shm", "-journal"))
+_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+def is_ours(path: Path) -> bool:
+    """Whether a directory is one that a store has made."""
+    return IDENTITY_NAME.fullmatch(path.name) is not None and _is_directory(path) and _is_mark(path)
+
+
+def _is_directory(path: Path) -> bool:
+    with suppress(OSError):
+        return stat.S_ISDIR(path.lstat().st_mode)
+    return False
+
+
+def _is_mark(path: Path, descriptor: int | None = None) -> bool:
+    """Whether the mark is in the directory `path`, or in the one held by `descriptor`."""
+    name = mark_name(path)
+    try:
+        info = os.stat(
+            name if descriptor is not None else path / name,
+            dir_fd=descriptor,
+            follow_symlinks=False,
+        )
+    except OSError:
+        return False
+    return stat.S_ISREG(info.st_mode) and info.st_uid == os.getuid()
+
+
+def mark_name(path: Path) -> str:
+    """Return the name of the mark: a copy of it in another directory marks nothing."""
+    return f"{path.name}.kvchat"
+
+
+def make(path: Path) -> None:
+    """Make a directory of ours where there is none, and mark it.
+
+    One that is empty is taken over: it is what a process leaves that is killed here. Raises
+    StoreError for what is not ours, OSError where the disk does not let it.
+    """
+    if path.is_symlink():
+        raise StoreError(f"{path} is a symbolic link.", "Remove it.")
+    with suppress(FileExistsError):
+        path.mkdir(0o700)
+    descriptor = os.open(path, _FLAGS)
+    try:
+        if not _is_mark(path, descriptor):
+            if os.fstat(descriptor).st_uid != os.getuid() or os.listdir(descriptor):
+                raise StoreError(
+                    f"{path} was not made by this kvchat, and is left alone.",
+                    "Move it, or choose another directory with --cache-dir.",
+                )
+            _mark(path, descriptor)
+        os.fchmod(descriptor, 0o700)
+    finally:
+        os.close(descriptor)
+
+
+def _mark(path: Path, descriptor: int) -> None:
+    name = mark_name(path)
+    os.close(open_private(Path(name), os.O_WRONLY | os.O_CREAT, dir_fd=descriptor))
+    os.fsync(descriptor)  # a power cut must not leave packs in a directory that is nobody's
+
+
+@contextmanager
+def held(path: Path) -> Iterator[int]:
+    """Yield a descriptor of a directory of ours, to look at and change what is in it.
+
+    Raises StoreError where it is not ours, OSError where it is none or cannot be opened.
+    """
+    descriptor = os.open(path, _FLAGS)
+    try:
+        if not _is_mark(path, descriptor):
+            raise StoreError(f"{path} was not made by this kvchat, and is left alone.")
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def open_in(path: Path, name: str, flags: int) -> int:
+    """Open a file in a directory of ours as `open_private` does.
+
+    A file that has another name too, which may be anywhere, loses ours first.
+    """
+    with held(path) as directory:
+        with suppress(FileNotFoundError):
+            if os.stat(name, dir_fd=directory, follow_symlinks=False).st_nlink > 1:
+                os.unlink(name, dir_fd=directory)
+        return open_private(Path(name), flags, dir_fd=directory)
+
+
+def sizes(path: Path) -> dict[str, int]:
+    """Return the files of ours in a directory of ours and their lengths; nothing elsewhere.
+
+    What others have put there does not count.
+    """
+    found = {}
+    with suppress(OSError, StoreError), held(path) as descriptor:
+        for name in os.listdir(descriptor):
+            if _is_our_name(name, path):
+                with suppress(OSError):
+                    info = os.stat(name, dir_fd=descriptor, follow_symlinks=False)
+                    if not stat.S_ISDIR(info.st_mode):
+                        found[name] = info.st_size
+    return found
+
+
+def names_beside_packs(path: Path) -> list[str]:
+    """Return the names of the files of ours in a directory that hold no pack."""
+    return [*_TABLE_FILES, FATES, PIN_MARK, mark_name(path)]
+
+
+def _is_our_name(name: str, path: Path) -> bool:
+    return PACK_FILE.fullmatch(name) is not None or name in names_beside_packs(path)
+
+
+def empty(path: Path) -> None:
+    """Delete the files of ours in a directory of ours, and the mark not; nothing elsewhere."""
+    with suppress(OSError, StoreError), held(path) as descriptor:
+        _empty(path, descriptor)
+
+
+def _empty(path: Path, descriptor: int) -> None:
+    for name in os.listdir(descriptor):
+        if _is_our_name(name, path) and name != mark_name(path):
+            with suppress(OSError):
+                os.unlink(name, dir_fd=descriptor)
+
+
+def remove(path: Path) -> None:
+    """Delete the files of ours in a directory of ours, and it too where it then is empty."""
+    with suppress(OSError, StoreError), held(path) as descriptor:
+        _empty(path, descriptor)
+        if os.listdir(descriptor) != [mark_name(path)]:
+            return
+        os.unlink(mark_name(path), dir_fd=descriptor)
+        try:
+            if os.path.samestat(os.fstat(descriptor), path.lstat()):
+                path.rmdir()
+        except OSError:  # a file of others has just come into it
+            _mark(path, descriptor)
+
+
+def has_only_files(path: Path) -> bool:
+    """Whether nothing but files stands where a table of ours and its logs belong, and none of them
+    has another name, which may be anywhere.
+
+    SQLite opens all of them by name: what is put there between this and that is not noticed.
+    """
+    for name in _TABLE_FILES:
+        with suppress(FileNotFoundError):
+            info = (path / name).lstat()
+            if not stat.S_ISREG(info.st_mode) or info.st_nlink > 1:
+                return False
+    return True
+
+
+def clear_the_way(path: Path) -> None:
+    """Take away what stands where a table of ours, or its log, belongs, and cannot be one.
+
+    A link, a pipe or a file with another name elsewhere is unlinked, a directory is given another
+    name. Raises as `held` does.
+    """
+    with held(path) as descriptor:
+        for name in _TABLE_FILES:
+            with suppress(FileNotFoundError):
+                info = os.stat(name, dir_fd=descriptor, follow_symlinks=False)
+                if stat.S_ISDIR(info.st_mode):
+                    aside = f"{name}.aside-{os.urandom(4).hex()}"
+                    os.rename(name, aside, src_dir_fd=descriptor, dst_dir_fd=descriptor)
+                elif not stat.S_ISREG(info.st_mode) or info.st_nlink > 1:
+                    os.unlink(name, dir_fd=descriptor)
