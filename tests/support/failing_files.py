@@ -19,6 +19,8 @@ from typing import Any
 import diskcache
 import pytest
 
+# What a table that cannot be opened raises.
+TABLE_ERRORS = (sqlite3.Error, diskcache.Timeout)
 CODES = (errno.ENOSPC, errno.EIO, errno.EROFS)
 _SQLITE = {
     errno.ENOSPC: (sqlite3.SQLITE_FULL, "database or disk is full"),
