@@ -69,7 +69,7 @@ class Desk:
 
     def _tidy(self) -> None:
         what = self._rng.choice(["clear", "gc", "verify"])
-        self._kill("cache " + what, "cache", what)
+        self._kill("cache " + what, "cache", what, *(["--yes"] if what == "clear" else []))
 
     def _remove(self) -> None:
         session = self._rng.choice(list(self.texts))

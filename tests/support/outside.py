@@ -7,7 +7,7 @@ from pathlib import Path
 # What is kvchat's own below a home directory.
 _OWN = (
     *(".cache/kvchat/kv", ".local/share/kvchat/sessions", ".local/state/kvchat"),
-    *(".config/kvchat", ".cache/torch", ".cache/huggingface"),
+    *(".config/kvchat", ".cache/torch", ".cache/huggingface", "small"),
 )
 _PLANTED = (
     *("Documents/letter.txt", "Documents/photos/one.kv", ".cache/kvchat/kv-of-mine/cache.db"),
