@@ -7,10 +7,11 @@ compare. Costs rows of a batch that has to run anyway; alone it is a step of thr
 block is free the last token is computed alone, in one that is set aside for that. Knows contexts
 and rows of logits; knows no request and no tier.
 
-What a proof finds in the demo model's KV of 420 tokens, and in one of random weights: see
-`tests/engine/test_canary_finds.py`. What it cannot find, for a hit is never to be slower than a
-miss: a few values that are wrong in a token that is not drawn, where what others find in it is less
-than rounding. Checksums find those that go wrong on a disk.
+`tests/engine/test_canary_finds.py` has a table of what is found. What cannot be, at a price that
+nobody feels: a few wrong values in a token that is not drawn, where what others find in it is less
+than rounding; in 16 bits also a change of some percent in weights that make neither keys nor values
+themselves (q_proj, o_proj, the MLP). Checksums find what goes wrong on a disk, and a digest of the
+weights keeps another model's KV apart: this is for what neither sees.
 """
 
 import logging
