@@ -234,7 +234,7 @@ class Load:
             self._check(chat)
 
 
-@short_and_long(1, 300)
+@short_and_long(1, 330)
 def test_no_kill_spoils_an_answer_or_the_kv_that_is_kept(
     shell: ForkedShell,
     model: Path,
