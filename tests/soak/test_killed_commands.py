@@ -125,6 +125,11 @@ class Desk:
         run = Victim(self._shell, self._model, session, [line], *_LIMITED, moment=moment).die()
         self._note(name, run.was_killed)
         for found in {*(set(self.store.ids()) - known), *([session] if session else [])}:
+            path = self.store.directory / f"{found}.jsonl"
+            if b"\n" not in path.read_bytes():  # its first line is torn: nothing was promised yet
+                assert not run.begun
+                path.unlink()
+                continue
             texts = user_texts(self.store.read(found).conversation)
             before = self.texts.get(found, [])
             assert texts in (before, [*before, line])
