@@ -3,7 +3,6 @@
 Knows geometry, bytes and devices. Does not know which block belongs to whom.
 """
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +10,7 @@ import torch
 from kvchat.cache.fresh_memory import fresh_memory
 from kvchat_kernels.block_copy import PoolTensors, copy_blocks, gather_blocks, scatter_blocks
 
-_SMALLEST_LENGTH = 1e-20
+_SMALLEST_SQUARE = 1e-30
 # Of images that are copied together to see whether they hold numbers.
 _LOOKED_AT_BYTES = 32 << 20
 
@@ -87,10 +86,11 @@ class KvPool:
         """Copy one block's KV in every layer, for copy-on-write."""
         copy_blocks(self._tensors, [source], [target])
 
-    def drift(self, block: int, other: int, slot: int) -> float:
-        """Return how far slot `slot` of block `other` lies from that of `block`: the Euclidean
-        distance over the usual length of a token's key or value in `block`, the largest over all
-        tensors. Infinite where something is no number.
+    def drift(self, block: int, other: int, slot: int) -> torch.Tensor:
+        """Return how slot `slot` of block `other` differs from that of `block`: float32
+        [num_tensors, 3] on the CPU, for each tensor the square of the distance, the product of the
+        difference and what `block` holds, and the square of that; all over the square of the usual
+        length of a token's key or value in `block`.
 
         The usual length, not the token's own: some tokens have values of next to nothing, whose
         rounding errors come of greater terms.
@@ -103,7 +103,9 @@ class KvPool:
         else:
             parts = images.view(2, -1).split([size * width for width in widths], dim=1)
             pairs = [p.view(2, 1, size, w) for p, w in zip(parts, widths, strict=True)]
-        return max(_drift(pair[0].float(), pair[1, :, slot].float(), slot) for pair in pairs)
+        return torch.cat(
+            [_drift(pair[0].float(), pair[1, :, slot].float(), slot) for pair in pairs]
+        )
 
     def wipe(self, block: int, first_slot: int) -> None:
         """Zero a block from a slot on, as it was at birth."""
@@ -175,9 +177,11 @@ class KvPool:
             staging.record_stream(torch.cuda.current_stream(staging.device))
 
 
-def _drift(known: torch.Tensor, token: torch.Tensor, slot: int) -> float:
-    """Return the largest drift: `known` is [num_tensors, block_size, width], `token` without the
-    middle."""
-    length = known.norm(dim=2).square().mean(dim=1).sqrt().clamp_min(_SMALLEST_LENGTH)
-    drift = (token - known[:, slot]).norm(dim=1) / length
-    return float(drift.max()) if drift.isfinite().all() else math.inf
+def _drift(known: torch.Tensor, token: torch.Tensor, slot: int) -> torch.Tensor:
+    """Return the drift of each tensor: `known` is [num_tensors, block_size, width], `token` without
+    the middle."""
+    usual = known.square().sum(dim=2).mean(dim=1, keepdim=True).clamp_min(_SMALLEST_SQUARE)
+    own = known[:, slot]
+    off = token - own
+    products = (off * off, off * own, own * own)
+    return torch.stack([product.sum(dim=1) for product in products], dim=1) / usual

@@ -7,6 +7,8 @@ their reference counts in step. Knows no request, sampling or layer.
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
+
 from kvchat.cache.block_pool import BlockPool
 from kvchat.cache.block_table import BlockTable
 from kvchat.cache.kv_pool import KvPool
@@ -305,14 +307,15 @@ class CacheManager:
         if self._sink is not None:
             self._sink.forget(packed, num_blocks)
 
-    def drift(self, table: BlockTable, token_ids: TokenIds) -> float:
-        """Return how far the KV of the last of `token_ids`, which a table has computed once more,
-        lies from what the tree has for it; 0 where it has nothing. See `KvPool.drift`.
+    def drift(self, table: BlockTable, token_ids: TokenIds, position: int) -> torch.Tensor | None:
+        """Return how the KV of the token at `position`, which a table has computed once more,
+        differs from what the tree has for it; None where it has nothing. `token_ids` reach to the
+        end of that token's block at least. See `KvPool.drift`.
         """
-        index, slot = divmod(len(token_ids) - 1, self.block_size)
+        index, slot = divmod(position, self.block_size)
         known = self._tree.blocks_of(pack(token_ids))
         if len(known) <= index:
-            return 0.0
+            return None
         return self.kv_pool.drift(known[index], table.blocks[index], slot)
 
     def wipe(self, table: BlockTable, num_tokens: int) -> None:

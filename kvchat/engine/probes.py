@@ -1,15 +1,24 @@
-"""Probes: one token of a kept context computed once more, beside whatever else a step computes.
+"""Probes: tokens of a kept context computed once more, beside whatever else a step computes.
 
-A context about to be kept gets its canary that way, and a context that came back is proven: while
-its last token is computed again, in a block of the probe's own, its KV is still there to compare.
-Costs a row of a batch that has to run anyway; alone it is a step of one token. Where no block is
-free it is computed alone, in one that is set aside for that. Knows contexts and rows of logits;
-knows no request and no tier.
+A context about to be kept gets its canary that way, of its last token. A context that came back is
+proven by three: its last, and two others, drawn anew for every restore. Each looks back at all that
+came before it, and is computed in a block of the probe's own, so that its KV is still there to
+compare. Costs rows of a batch that has to run anyway; alone it is a step of three tokens. Where no
+block is free the last token is computed alone, in one that is set aside for that. Knows contexts
+and rows of logits; knows no request and no tier.
+
+`tests/engine/test_canary_finds.py` has a table of what is found. What cannot be, at a price that
+nobody feels: a few wrong values in a token that is not drawn, where what others find in it is less
+than rounding; in 16 bits also a change of some percent in weights that make neither keys nor values
+themselves (q_proj, o_proj, the MLP). Checksums find what goes wrong on a disk, and a digest of the
+weights keeps another model's KV apart: this is for what neither sees.
 """
 
 import logging
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,7 +27,7 @@ from kvchat.cache.block_table import BlockTable
 from kvchat.cache.codec import Canary
 from kvchat.cache.manager import CacheManager
 from kvchat.cache.restore import Proof
-from kvchat.engine.canary import canary_of, deviation, tolerance
+from kvchat.engine.canary import canary_of, kv_deviation, logit_deviation, tolerance
 from kvchat.model.batch import SequencePiece
 
 if TYPE_CHECKING:
@@ -28,6 +37,8 @@ _log = logging.getLogger(__name__)
 
 # Follows no context.
 _NO_TOKEN = -1
+# Of what came back, beside its last token: so many others are computed again.
+_NUM_DRAWN = 2
 
 # Computes pieces, alone, and returns a row of logits for each.
 Run = Callable[[Sequence[SequencePiece]], torch.Tensor]
@@ -41,16 +52,36 @@ class _Kept:
     is_one_shot: bool
 
 
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """`ids` end with the token that is computed again, in the last block of `table`, which is the
+    row's own.
+    """
+
+    ids: list[int]
+    table: BlockTable
+
+    @property
+    def position(self) -> int:
+        return len(self.ids) - 1
+
+    @property
+    def piece(self) -> SequencePiece:
+        """What is to be computed; the logits of its one token are wanted."""
+        return SequencePiece(self.ids[-1:], self.position, self.table.blocks, num_logit_rows=1)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Probe:
-    """`ids` end with the token that is computed again. `table` is the probe's until it ends.
+    """Tokens of the context `ids` that are computed again: the last first. Their tables are the
+    probe's until it ends.
 
     `kept` is the context to be kept, None where `proof` says what is to be proven; of that `ids`
     are what is left.
     """
 
     ids: list[int]
-    table: BlockTable
+    rows: list[_Row]
     kept: _Kept | None = None
     proof: Proof | None = None
 
@@ -61,10 +92,8 @@ class Probe:
         return self.proof.canary if self.proof is not None and is_whole else None
 
     @property
-    def piece(self) -> SequencePiece:
-        """What is to be computed; the logits of its last token are wanted."""
-        start = len(self.ids) - 1
-        return SequencePiece(self.ids[start:], start, self.table.blocks, num_logit_rows=1)
+    def pieces(self) -> list[SequencePiece]:
+        return [row.piece for row in self.rows]
 
 
 class Probes:
@@ -80,6 +109,7 @@ class Probes:
         self._cache = cache
         self._persistence = persistence
         self._tolerance = tolerance(dtype, cache.kv_pool.geometry.dtype)
+        self._draws = random.Random(0)
         self._to_keep: list[_Kept] = []
         self._open: list[Probe] = []
         if persistence is not None:
@@ -122,19 +152,42 @@ class Probes:
         if isinstance(due, Proof):
             if not (ids := self._left_of(due)):
                 return []
-            probe = Probe(ids, self._held(ids), proof=due)
+            probe = Probe(ids, [], proof=due)
         else:
             ids = due.ids[: len(due.ids) // self._cache.block_size * self._cache.block_size]
-            probe = Probe(ids, self._held(ids), kept=due)
+            probe = Probe(ids, [], kept=due)
         try:
-            has_room = self._has_room(probe)
+            return self._begin_rows(probe, run)
         except Exception:
-            self._cache.release(probe.table, [])
+            self._release(probe)
             raise
-        if not has_room:
+
+    def _begin_rows(self, probe: Probe, run: Run) -> list[Proof]:
+        """Hold the rows of a probe that there is room for, or compute the last token at once."""
+        if not self._add_row(probe, len(probe.ids)):
             return self._compute_aside(probe, run)
+        for length in self._drawn(probe.proof, len(probe.ids)) if probe.proof is not None else ():
+            if not self._add_row(probe, length):
+                self._cache.release(probe.rows.pop().table, [])  # fewer will have to do
+                break
         self._open.append(probe)
         return []
+
+    def _add_row(self, probe: Probe, length: int) -> bool:
+        """Have a probe hold the first `length` tokens; whether the last of them can be written."""
+        ids = probe.ids[:length]
+        row = _Row(ids, self._held(ids))
+        probe.rows.append(row)
+        return self._is_there(row) and self._cache.reserve(row.table, length - 1, length)
+
+    def _drawn(self, proof: Proof, num_left: int) -> list[int]:
+        """Return how many tokens end with each that is drawn, one from each of equal parts of what
+        came up.
+        """
+        num_tokens = num_left - 1 - proof.num_trusted
+        edges = [proof.num_trusted + num_tokens * i // _NUM_DRAWN for i in range(_NUM_DRAWN + 1)]
+        parts = [range(*ends) for ends in pairwise(edges)]
+        return [1 + self._draws.choice(part) for part in parts if part]
 
     def _left_of(self, proof: Proof) -> list[int]:
         """Return what the device still has of what is to be proven, nothing where that is trusted.
@@ -152,13 +205,12 @@ class Probes:
         """
         return self._cache.match([*ids, _NO_TOKEN])
 
-    def _has_room(self, probe: Probe) -> bool:
-        """Whether the last token of a context that is there can be written: to a copy."""
-        end = len(probe.ids)
-        return self._is_there(probe) and self._cache.reserve(probe.table, end - 1, end)
+    def _is_there(self, row: _Row) -> bool:
+        return bool(row.ids) and row.table.cached_len == len(row.ids)
 
-    def _is_there(self, probe: Probe) -> bool:
-        return bool(probe.ids) and probe.table.cached_len == len(probe.ids)
+    def _release(self, probe: Probe) -> None:
+        for row in probe.rows:
+            self._cache.release(row.table, [])
 
     def _compute_aside(self, probe: Probe, run: Run) -> list[Proof]:
         """Compute a probe in the block set aside; return what has failed.
@@ -166,9 +218,10 @@ class Probes:
         A device tier of a single block has none: there contexts are kept without a canary, and
         nothing ever comes up. Of a context that is gone meanwhile nothing is kept either.
         """
-        if self._is_there(probe) and self._cache.lend(probe.table):
+        [row] = probe.rows
+        if self._is_there(row) and self._cache.lend(row.table):
             return self._end_alone([probe], run)
-        self._cache.release(probe.table, [])
+        self._release(probe)
         if probe.kept is not None:
             self._keep(probe.kept, None)
         return [probe.proof] if probe.proof is not None else []
@@ -176,7 +229,7 @@ class Probes:
     @property
     def pieces(self) -> list[SequencePiece]:
         """What the coming step is to compute beside its plan: a row of logits each, in order."""
-        return [probe.piece for probe in self._open]
+        return [piece for probe in self._open for piece in probe.pieces]
 
     def end(self, logits: torch.Tensor, run: Run) -> list[Proof]:
         """Take the rows of `pieces`, [num_pieces, vocab_size] float32; return what has failed.
@@ -196,24 +249,27 @@ class Probes:
         return self._end_alone(probes, run) if probes else []
 
     def _end_alone(self, probes: Sequence[Probe], run: Run) -> list[Proof]:
+        pieces = [piece for probe in probes for piece in probe.pieces]
         try:
-            rows: list[torch.Tensor | None] = list(run([probe.piece for probe in probes]))
+            logits: list[torch.Tensor | None] = list(run(pieces))
         except Exception:  # a model's own code can fail with anything
             _log.exception("probes failed contexts=%d", len(probes))
-            rows = [None] * len(probes)
-        return self._end(probes, rows, run)
+            logits = [None] * len(pieces)
+        return self._end(probes, logits, run)
 
     def _end(
-        self, probes: Sequence[Probe], rows: Sequence[torch.Tensor | None], run: Run
+        self, probes: Sequence[Probe], logits: Sequence[torch.Tensor | None], run: Run
     ) -> list[Proof]:
+        starts = accumulate((len(probe.rows) for probe in probes), initial=0)
+        of_last = [logits[start] for _, start in zip(probes, starts, strict=False)]
         failed = [
             probe.proof
-            for probe, row in zip(probes, rows, strict=True)
+            for probe, row in zip(probes, of_last, strict=True)
             if probe.proof is not None and not self._is_proven(probe, row, run)
         ]
         for probe in probes:
-            self._cache.release(probe.table, [])
-        for probe, row in zip(probes, rows, strict=True):
+            self._release(probe)
+        for probe, row in zip(probes, of_last, strict=True):
             if probe.kept is not None:
                 self._keep(probe.kept, row)
         return failed
@@ -229,18 +285,19 @@ class Probes:
         if row is None:
             return False
         canary = probe.canary
-        off = deviation(canary, row) if canary is not None else 0.0
-        drift = self._cache.drift(probe.table, probe.ids)
-        is_right = self._tolerance.allows(off, drift)
+        off = logit_deviation(canary, row) if canary is not None else 0.0
+        drifts = [self._cache.drift(row.table, probe.ids, row.position) for row in probe.rows]
+        kv = kv_deviation([drift for drift in drifts if drift is not None])
+        is_right = self._tolerance.allows(off, kv)
         level = logging.DEBUG if is_right else logging.WARNING
-        _log.log(level, "proof logits=%.2e kv=%.2e tokens=%d", off, drift, len(probe.ids))
+        _log.log(level, "proof logits=%.2e kv=%s tokens=%d", off, kv, len(probe.ids))
         return is_right
 
     def _is_proven(self, probe: Probe, row: torch.Tensor | None, run: Run) -> bool:
         """Whether a proof holds, at the first look or at the second; what cannot be looked at, for
         want of memory mostly, does not.
         """
-        for look in (lambda: row, lambda: run([probe.piece])[0]):
+        for look in (lambda: row, lambda: run(probe.pieces)[0]):
             try:
                 if self._holds(probe, look()):
                     return True

@@ -1,6 +1,5 @@
 """Block images: what was gathered and scattered is bit for bit what was there."""
 
-import math
 from typing import Any
 
 import pytest
@@ -76,7 +75,7 @@ def test_an_image_is_the_callers_own() -> None:
 
 
 @pytest.mark.parametrize("dims", [(8, 8), (8, 6)])
-def test_a_drift_is_the_distance_of_one_token_over_the_usual_length(dims: tuple[int, int]) -> None:
+def test_a_drift_is_what_differs_in_one_token_over_the_usual_length(dims: tuple[int, int]) -> None:
     """Against the definition, tensor by tensor; with dims alike they are all done at once."""
     torch.manual_seed(0)
     geometry = KvGeometry((LayerGeometry(2, *dims),) * 3, torch.float32, 4)
@@ -85,15 +84,26 @@ def test_a_drift_is_the_distance_of_one_token_over_the_usual_length(dims: tuple[
         for tensor in pair:
             tensor.normal_()
             tensor[3] = tensor[1]
-    assert pool.drift(1, 3, 2) == 0.0
+    assert not pool.drift(1, 3, 2)[:, :2].any()
     pool.layers[1][1][3, 2, 0, 1] += 0.5
+    pool.layers[2][0][3, 2] *= 1.25
     pool.layers[2][0][3, 1] += 100.0  # another token's
-    known = pool.layers[1][1][1].flatten(1)
 
-    naive = 0.5 / float(known.norm(dim=1).square().mean().sqrt())
-    assert pool.drift(1, 3, 2) == pytest.approx(naive)
+    found = pool.drift(1, 3, 2)
+
+    naive = []
+    for tensor in (tensor for pair in pool.layers for tensor in pair):
+        known, off = tensor[1].flatten(1), (tensor[3, 2] - tensor[1, 2]).flatten()
+        usual = float(known.norm(dim=1).square().mean())
+        naive.append([float(part @ other) / usual for part, other in both(off, known[2])])
+    assert torch.allclose(found, torch.tensor(naive))
+    assert found[4, 1] / found[4, 2] == pytest.approx(0.25)
     pool.layers[0][0][3, 2] = float("nan")
-    assert pool.drift(1, 3, 2) == math.inf
+    assert not pool.drift(1, 3, 2).isfinite().all()
+
+
+def both(off: torch.Tensor, own: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return [(off, off), (off, own), (own, own)]
 
 
 @pytest.mark.parametrize("name", GEOMETRIES)

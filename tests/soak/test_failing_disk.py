@@ -7,6 +7,7 @@ the disk; the errors are those of a full disk, a broken one and one turned read-
 import errno
 import os
 import random
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -159,7 +160,7 @@ def test_a_session_whose_torn_line_cannot_be_cut_off_is_refused_and_let_go(
 
 @short_and_long(60, 2500)
 def test_random_faults_of_the_disk_cost_no_word_and_no_second_complaint(
-    host: ChatHost, disk: FailingDisk, rng: random.Random, size: int
+    host: ChatHost, disk: FailingDisk, rng: random.Random, totals: Counter[str], size: int
 ) -> None:
     assert host.store is not None
     session = host.new_session()
@@ -181,6 +182,7 @@ def test_random_faults_of_the_disk_cost_no_word_and_no_second_complaint(
             is_well = True
     assert num_spells > size // 20
     assert disk.num_faults > size // 4
+    totals["faults: a session's write or sync"] += disk.num_faults
 
 
 def reopened(host: ChatHost, disk: FailingDisk, session: ChatSession) -> ChatSession:

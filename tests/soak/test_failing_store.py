@@ -7,6 +7,7 @@ same directory works as if nothing had been.
 
 import errno
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from kvchat.cache import raw_disk
 from kvchat.cache.codec import DamagedRecord, Layout
 from kvchat.cache.disk_tier import DiskTier
 from kvchat.core.errors import StoreError
-from support.failing_files import CODES, Faults
+from support.failing_files import CODES, TABLE_ERRORS, Faults
 from support.pack_chains import open_tier, restored, save, used_bytes
 from support.restarts import HISTORY, Processes, alone, spec
 from support.soak_sizes import short_and_long
@@ -66,7 +67,7 @@ def use_tier(directory: Path, numbers: Iterable[int]) -> None:
     """Save, restore, evict and collect, as the transfer thread does."""
     try:
         tier = open_tier(directory, LIMIT)
-    except (OSError, StoreError, *raw_disk_errors()):
+    except (OSError, StoreError, *TABLE_ERRORS):
         return  # the transfer thread goes on without a tier
     for number in numbers:
         save(tier, [number, 1, 2, 3, 4, 5, 6, 7])
@@ -80,20 +81,17 @@ def use_tier(directory: Path, numbers: Iterable[int]) -> None:
     tier.close()
 
 
-def report(counts: tuple[int, int], faults: Faults, at_least: int) -> None:
+def report(counts: tuple[int, int], faults: Faults, at_least: int, totals: Counter[str]) -> None:
     num_lives, num_failed = counts
+    totals.update({f"faults: {kind}": count for kind, count in faults.kinds.items()})
     kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(faults.kinds.items()))
     print(f"\n{num_lives} lives, {num_failed} calls failed: {kinds}")  # noqa: T201
     assert num_lives >= at_least
 
 
-def raw_disk_errors() -> tuple[type[Exception], ...]:
-    return raw_disk.sqlite3.Error, raw_disk.diskcache.Timeout
-
-
 @short_and_long(Walk(41, has_all_codes=False), Walk(1, has_all_codes=True))
 def test_no_failing_call_of_a_tier_raises_or_gives_wrong_kv(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: Walk
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, totals: Counter[str], size: Walk
 ) -> None:
     original, directory = tmp_path / "original", tmp_path / "kv"
     use_tier(original, range(14))
@@ -115,12 +113,12 @@ def test_no_failing_call_of_a_tier_raises_or_gives_wrong_kv(
         assert used_bytes(directory) <= LIMIT
         tier.close()
 
-    report(walk(size, faults, live, check), faults, 1000 if size.stride == 1 else 10)
+    report(walk(size, faults, live, check), faults, 1000 if size.stride == 1 else 10, totals)
 
 
 @short_and_long(Walk(71, has_all_codes=False), Walk(1, has_all_codes=False))
 def test_an_engine_on_a_failing_store_answers_as_one_without_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: Walk
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, totals: Counter[str], size: Walk
 ) -> None:
     monkeypatch.setattr(raw_disk, "MIN_FILE_BYTES", 64)
     directory = tmp_path / "kv"
@@ -150,4 +148,4 @@ def test_an_engine_on_a_failing_store_answers_as_one_without_it(
             assert answer == expected[-1]
         assert finished.usage.cached.disk == (len(branches[-1]) - 1) // 4 * 4
 
-    report(walk(size, faults, live, check), faults, 300 if size.stride == 1 else 5)
+    report(walk(size, faults, live, check), faults, 300 if size.stride == 1 else 5, totals)

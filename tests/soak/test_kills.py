@@ -1,25 +1,28 @@
 """kill -9 at random moments, again and again: not a word is ever lost, and no KV is ever wrong.
 
 The real command answers turns from its standard input and is killed while it loads, reads, answers
-or writes KV behind. What its output had promised by then must be in the session's file, every token
-of every answer in it must be the model's own, and the next kvchat must be able to go on from there.
+or writes KV behind: at a moment by the clock, or at an operation on a file or a table, half of a
+write done. What its output had promised by then must be in the session's file, every token of every
+answer in it must be the model's own, and the next kvchat must be able to go on from there.
 """
 
 import random
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import pytest
 from transformers import PreTrainedModel
 
 from kvchat.cache.caretaker import Caretaker
+from kvchat.chat.conversation import Conversation
 from kvchat.chat.store import SessionStore
-from support.checkpoints import never_stopping, save_checkpoint, tiny_model
-from support.commands import Shell
+from support.fork_server import ForkedShell
+from support.outside import Outside
 from support.pack_chains import used_bytes
 from support.soak_sizes import short_and_long
 from support.victim import (
+    Moment,
     Run,
     Victim,
     assert_every_token_is_the_models,
@@ -31,45 +34,69 @@ CONTEXT = 8192
 NUM_LINES = 3
 LIMIT_MIB = 24
 _LIMITED = ("--disk-cache", f"{LIMIT_MIB}M")
+# A life of a few turns does up to a thousand operations on files and tables.
+_LOG_OPERATIONS = 10.0
 
 
-@pytest.fixture
-def shell(tmp_path: Path) -> Shell:
-    return Shell(tmp_path)
+def at_an_operation(rng: random.Random) -> Moment:
+    """Return a moment that is as likely among operations 1 to 32 as 32 to 1,024."""
+    return Moment(operation=int(2 ** rng.uniform(0.0, _LOG_OPERATIONS)))
 
 
-@pytest.fixture(scope="module")
-def reference() -> PreTrainedModel:
-    """A model whose KV takes 4 KiB a token, so that packs are files."""
-    sizes = {"num_key_value_heads": 4, "head_dim": 64}
-    return never_stopping(tiny_model("llama", max_position_embeddings=CONTEXT, **sizes))
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory, reference: PreTrainedModel) -> Path:
-    return save_checkpoint(tmp_path_factory.mktemp("model"), reference)
-
-
-def moments(rng: random.Random, count: int) -> Iterator[tuple[int, float]]:
-    """Yield after how many events, and how many seconds more, each process is killed."""
+def moments(rng: random.Random, count: int) -> Iterator[Moment]:
+    """Yield when each process is killed: most within an answer, or after it; the others while they
+    load, or at an operation.
+    """
     for number in range(count):
-        in_answer = (rng.randint(1, 120), rng.uniform(0.0, 0.2))
-        yield in_answer if number % 4 < 3 else (0, rng.uniform(0.0, 4.0))
+        if number % 4 < 2:
+            yield Moment(rng.randint(1, 120), rng.uniform(0.0, 0.2))
+        elif number % 4 == 2:
+            yield Moment(0, rng.uniform(0.0, 2.0))
+        else:
+            yield at_an_operation(rng)
 
 
-@short_and_long(1, 30)
+def note(totals: Counter[str], run: Run) -> None:
+    """Count a life's end."""
+    if run.was_killed:
+        totals[f"kills: {run.phase}"] += 1
+    else:
+        totals["lives that ended before they were killed"] += 1
+
+
+@short_and_long((1, 1), (10, 30))
 def test_no_kill_loses_a_word(
-    shell: Shell, model: Path, reference: PreTrainedModel, size: int
+    shell: ForkedShell,
+    model: Path,
+    reference: PreTrainedModel,
+    totals: Counter[str],
+    size: tuple[int, int],
 ) -> None:
+    num_chats, num_lives = size
+    for number in range(num_chats):
+        home = shell.home / str(number)
+        home.mkdir()
+        rng = random.Random(1000 * num_chats + number)
+        chat = kill_one_chat(replace(shell, home=home), model, moments(rng, num_lives), totals)
+        totals["tokens of answers held against the model"] += assert_every_token_is_the_models(
+            reference, chat
+        )
+
+
+def kill_one_chat(
+    shell: ForkedShell, model: Path, when: Iterator[Moment], totals: Counter[str]
+) -> Conversation:
+    """Have processes go on with one conversation, each until its moment, and one to its end."""
     store = SessionStore(shell.home / ".local/share/kvchat/sessions")
+    outside = Outside(shell.home)
     runs: list[Run] = []
     session: str | None = None
-    for number, (num_events, seconds) in enumerate(moments(random.Random(size), size)):
+    for number, moment in enumerate(when):
         lines = [f"{number}.{turn}" for turn in range(NUM_LINES)]
-        victim = Victim(shell, model, session, lines)
-        victim.watch(num_events, seconds)
-        runs.append(victim.kill())
-        session = session or runs[0].session
+        runs.append(Victim(shell, model, session, lines, moment=moment).die())
+        note(totals, runs[-1])
+        outside.assert_untouched()
+        session = session or runs[-1].session
         assert runs[-1].session in (session, None)
         if session is not None:
             assert_nothing_was_lost(store.read(session).conversation, runs)
@@ -77,12 +104,12 @@ def test_no_kill_loses_a_word(
     runs.append(Victim(shell, model, session, ["and on", "and on and on"]).finish())
 
     assert [has_ended for _, has_ended in runs[-1].answers] == [True, True]
-    assert len(store.ids()) == 1
+    outside.assert_untouched()
     conversation = store.read(store.latest()).conversation
     assert_nothing_was_lost(conversation, runs)
     assert user_texts(conversation)[-2:] == ["and on", "and on and on"]
     assert len(conversation.context_ids()) < CONTEXT - 200, "the context was full before the end"
-    assert_every_token_is_the_models(reference, conversation)
+    return conversation
 
 
 @dataclass
@@ -98,10 +125,8 @@ class Chat:
 class Tally:
     """What was seen. A wrong answer, a lost word, a crash or damage fails the test at once."""
 
-    num_kills: int = 0
     num_restored: int = 0
     num_troubles: int = 0
-    num_tokens: int = 0
     num_sound: int = 0
     most_bytes: int = 0
 
@@ -112,8 +137,17 @@ class Load:
     Some are asked once and left; now and then somebody tidies the store, or empties it.
     """
 
-    def __init__(self, shell: Shell, model: Path, reference: PreTrainedModel, seed: int) -> None:
+    def __init__(
+        self,
+        shell: ForkedShell,
+        model: Path,
+        reference: PreTrainedModel,
+        totals: Counter[str],
+        seed: int,
+    ) -> None:
         self.tally = Tally()
+        self._totals = totals
+        self._outside = Outside(shell.home)
         self._shell, self._model, self._reference = shell, model, reference
         self._rng = random.Random(seed)
         self._store = SessionStore(shell.home / ".local/share/kvchat/sessions")
@@ -126,9 +160,8 @@ class Load:
         victims = [(chat, self._victim(chat)) for chat in self._chats]
         self._rng.shuffle(victims)
         for chat, victim in victims:
-            victim.watch(self._rng.choice([0, 1, 43, 43, 86, 86, 129]), self._rng.uniform(0, 0.3))
-            self._note(chat, victim.kill())
-            self.tally.num_kills += 1
+            self._note(chat, victim.die())
+            note(self._totals, chat.runs[-1])
         if self._rng.random() < 0.1:
             self._tidy()
         self._chats = [self._next(chat) for chat in self._chats]
@@ -138,7 +171,14 @@ class Load:
         flags = [*_LIMITED]
         flags += ["--max-tokens", "40"] if chosen < 0.8 else []
         flags += ["--block-size", "8"] if chosen < 0.1 else []
-        return Victim(self._shell, self._model, chat.session, self._lines(chat), *flags)
+        lines, moment = self._lines(chat), self._moment()
+        return Victim(self._shell, self._model, chat.session, lines, *flags, moment=moment)
+
+    def _moment(self) -> Moment:
+        if self._rng.random() < 0.4:
+            return at_an_operation(self._rng)
+        num_events = self._rng.choice([0, 1, 43, 43, 86, 86, 129])
+        return Moment(num_events, self._rng.uniform(0.0, 0.3 if num_events else 1.0))
 
     def _lines(self, chat: Chat) -> list[str]:
         """Return messages nobody has sent before, short ones and longer ones."""
@@ -152,6 +192,8 @@ class Load:
         self.tally.num_restored += run.num_restored > 0
         self.tally.num_troubles += "disk cache" in run.complaint
         self.tally.most_bytes = max(self.tally.most_bytes, used_bytes(self.directory))
+        assert self.tally.most_bytes <= LIMIT_MIB << 20
+        self._outside.assert_untouched()
         if chat.session is not None:
             assert_nothing_was_lost(self._store.read(chat.session).conversation, chat.runs)
 
@@ -166,7 +208,8 @@ class Load:
     def _check(self, chat: Chat) -> None:
         if chat.session is not None:
             conversation = self._store.read(chat.session).conversation
-            self.tally.num_tokens += assert_every_token_is_the_models(self._reference, conversation)
+            num_tokens = assert_every_token_is_the_models(self._reference, conversation)
+            self._totals["tokens of answers held against the model"] += num_tokens
 
     def _tidy(self) -> None:
         kept = Caretaker(self.directory)
@@ -191,18 +234,20 @@ class Load:
             self._check(chat)
 
 
-@short_and_long(1, 100)
+@short_and_long(1, 330)
 def test_no_kill_spoils_an_answer_or_the_kv_that_is_kept(
-    shell: Shell, model: Path, reference: PreTrainedModel, size: int
+    shell: ForkedShell,
+    model: Path,
+    reference: PreTrainedModel,
+    totals: Counter[str],
+    size: int,
 ) -> None:
     """Each pair of processes works on the store that the pair before it was killed over."""
-    load = Load(shell.patient, model, reference, seed=size)
+    load = Load(shell.patient, model, reference, totals, seed=size)
     for _ in range(size):
         load.kill_two()
     load.finish()
 
-    assert load.tally.num_kills == 2 * size
     assert load.tally.num_sound > 0
     assert load.tally.num_restored > 0
-    assert load.tally.most_bytes <= LIMIT_MIB << 20
     print(f"\n{load.tally}; wrong answers, crashes, lost words, damaged packs: 0")  # noqa: T201

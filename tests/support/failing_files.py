@@ -19,6 +19,8 @@ from typing import Any
 import diskcache
 import pytest
 
+# What a table that cannot be opened raises.
+TABLE_ERRORS = (sqlite3.Error, diskcache.Timeout)
 CODES = (errno.ENOSPC, errno.EIO, errno.EROFS)
 _SQLITE = {
     errno.ENOSPC: (sqlite3.SQLITE_FULL, "database or disk is full"),
@@ -30,20 +32,24 @@ _FUNCTIONS = (
     *("mkdir", "rmdir", "unlink", "chmod", "fchmod", "pwrite", "ftruncate", "utime"),
     *("read", "readv", "pread"),
 )
+# What the session files need beside these.
+_CHAT_FUNCTIONS = ("write", "fsync", "replace", "rename", "truncate")
 
 
 class Faults:
     """Counts calls while it is `armed`, and lets the one numbered `fail_at` fail with `code`.
 
     `lasting` lets those after it fail too, as a disk does that has become full. Only threads whose
-    name begins with `thread` count; the empty name is every thread's.
+    name begins with `thread` count; the empty name is every thread's. `chats_too` counts what
+    session files need as well.
     """
 
-    def __init__(self, thread: str = "") -> None:
+    def __init__(self, thread: str = "", chats_too: bool = False) -> None:
         self.num_calls = 0
         self.num_failed = 0
         self.kinds: Counter[str] = Counter()
         self._thread = thread
+        self._functions = (*_FUNCTIONS, *(_CHAT_FUNCTIONS if chats_too else ()))
         self._fail_at: int | None = None
         self._code = errno.EIO
         self._is_lasting = False
@@ -93,7 +99,7 @@ class Faults:
         return error
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
-        for name in _FUNCTIONS:
+        for name in self._functions:
             patch.setattr(os, name, partial(self._call, name, getattr(os, name)))
         patch.setattr(fcntl, "flock", partial(self._call, "flock", fcntl.flock))
         fdopen = os.fdopen
@@ -102,6 +108,9 @@ class Faults:
 
     def _call(self, kind: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.strikes(kind):
+            if kind == "write":
+                descriptor, data = args
+                function(descriptor, data[: len(data) // 2])
             raise self.os_error()
         return function(*args, **kwargs)
 

@@ -5,6 +5,7 @@ import queue
 import signal
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,27 @@ import torch
 from transformers import PreTrainedModel
 
 from kvchat.chat.conversation import Conversation, Role
-from support.commands import Shell
+from support.fork_server import ForkedShell
 
 WAIT_S = 240.0
 TIE = 1e-3  # greedy choices may differ where two logits are equal within rounding
+_ALL = 1 << 30
+# By the last event that was seen: what a process was doing.
+_PHASES = {None: "loading", "start": "prefill", "prefill": "decode", "delta": "decode"}
+
+
+@dataclass(frozen=True)
+class Moment:
+    """When a process is killed: so many seconds after so many events, or at an operation on a file
+    or a table, which only a forked one can count.
+    """
+
+    num_events: int = _ALL
+    seconds: float = 0.0
+    operation: int | None = None
+
+
+NEVER = Moment()
 
 
 @dataclass
@@ -26,6 +44,13 @@ class Run:
     sent: list[str]
     events: list[dict[str, Any]] = field(default_factory=list)
     complaint: str = ""
+    was_killed: bool = False
+
+    @property
+    def phase(self) -> str:
+        """What it was doing at its end, as far as its output says."""
+        last = self.events[-1]["event"] if self.events else None
+        return _PHASES.get(last, "write-behind")
 
     @property
     def session(self) -> str | None:
@@ -60,32 +85,43 @@ class Victim:
     """A kvchat that answers lines, and is killed."""
 
     def __init__(
-        self, shell: Shell, model: Path, session: str | None, lines: list[str], *flags: str
+        self,
+        shell: ForkedShell,
+        model: Path,
+        session: str | None,
+        lines: list[str],
+        *flags: str,
+        moment: Moment = NEVER,
     ) -> None:
         resume = ["-r", session] if session is not None else []
+        self._moment = moment
         self._process = shell.start(
             *("--model", str(model), "--input-format", "lines", "--output-format", "stream-json"),
             *("--temperature", "0", "--max-tokens", "150", *resume, *flags),
+            kill_at=moment.operation,
         )
         self._lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         threading.Thread(target=self._read, daemon=True).start()
         self.run = Run(lines)
-        assert self._process.stdin is not None
-        self._process.stdin.write("".join(f"{line}\n" for line in lines).encode())
-        self._process.stdin.close()
+        with suppress(BrokenPipeError), self._process.stdin as stdin:  # it may be dead by now
+            stdin.write("".join(f"{line}\n" for line in lines).encode())
 
     def _read(self) -> None:
-        assert self._process.stdout is not None
         for line in self._process.stdout:
             self._lines.put(line)
         self._lines.put(b"")
 
-    def watch(self, num_events: int, seconds: float) -> None:
-        """Read so many events, then those of so many seconds more."""
-        for _ in range(num_events):
+    def die(self) -> Run:
+        """Read until its moment has come, and kill it."""
+        self.watch()
+        return self.kill()
+
+    def watch(self) -> None:
+        """Read until its moment has come."""
+        for _ in range(self._moment.num_events):
             if not self._take(WAIT_S):
                 return
-        end_s = time.monotonic() + seconds
+        end_s = time.monotonic() + self._moment.seconds
         while (left_s := end_s - time.monotonic()) > 0 and self._take(left_s):
             pass
 
@@ -107,24 +143,23 @@ class Victim:
         while self._take(WAIT_S):
             pass
         assert self._process.returncode in (0, -signal.SIGKILL), self.complaint()
+        self.run.was_killed = self._process.returncode != 0
         return self._close()
 
     def complaint(self) -> str:
         """Return what was written to its standard error, once it has ended."""
-        assert self._process.stderr is not None
         return self._process.stderr.read().decode(errors="replace")
 
     def finish(self) -> Run:
         while self._take(WAIT_S):
             pass
-        assert self._process.wait(WAIT_S) == 0
+        assert self._process.wait(WAIT_S) == 0, self.complaint()
         return self._close()
 
     def _close(self) -> Run:
         self.run.complaint = self.complaint()
         assert "Traceback" not in self.run.complaint, self.run.complaint
         for pipe in (self._process.stdout, self._process.stderr):
-            assert pipe is not None
             pipe.close()
         return self.run
 

@@ -1,0 +1,188 @@
+"""Processes of kvchat that cost a fork: one process imports everything, and forks for every life.
+
+What is forked is a process of its own, with its own memory, files and locks; SIGKILL ends it as it
+ends any other. What it does not do again is import torch, which takes most of a short life. The
+server itself computes nothing, and has no thread that could hold a lock while it forks.
+
+`python -m support.fork_server` serves the socket that is its standard input.
+"""
+
+import importlib
+import json
+import os
+import pkgutil
+import signal
+import socket
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import pytest
+
+import kvchat
+from kvchat.cli.main import run
+from kvchat.cli.surroundings import prepare
+from support.commands import Shell
+from support.failing_files import Faults
+from support.patient_kvchat import be_patient
+
+# Beside kvchat's own modules: what a life imports only once it loads a model.
+_IMPORTED = (
+    *("torch", "pydantic", "platformdirs.unix"),
+    *("transformers.models.llama.modeling_llama", "transformers.models.auto.modeling_auto"),
+)
+_LEFT_OUT = ("kvchat.bench", "kvchat.demo", "kvchat.__main__", "kvchat.cli.bench")
+_MOST_BYTES = 1 << 20
+
+
+class ForkedLife:
+    """A kvchat that runs, as `subprocess.Popen` shows one: pipes at all three ends."""
+
+    def __init__(self, pid: int, pipes: Sequence[int], server: "ForkServer") -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._server = server
+        self.stdin: IO[bytes] = open(pipes[0], "wb")  # noqa: SIM115
+        self.stdout: IO[bytes] = open(pipes[1], "rb")  # noqa: SIM115
+        self.stderr: IO[bytes] = open(pipes[2], "rb")  # noqa: SIM115
+
+    def kill(self) -> None:
+        if self.returncode is None:  # until it is waited for, its number is nobody else's
+            os.kill(self.pid, signal.SIGKILL)
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end; -9 where a signal 9 ended it, as `Popen` says."""
+        if self.returncode is None:
+            self.returncode = self._server.wait(self.pid, timeout)
+        return self.returncode
+
+
+class ForkServer:
+    """Runs one server; lives are forked from it by `start`, and end with it at the latest."""
+
+    def __init__(self, home: Path) -> None:
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with closing(theirs):
+            command = [sys.executable, "-m", "support.fork_server"]
+            environment = Shell(home).environment
+            self._process = subprocess.Popen(command, stdin=theirs, env=environment, cwd=home)
+
+    def start(self, shell: Shell, *arguments: str, kill_at: int | None = None) -> ForkedLife:
+        """Fork a kvchat, as `ForkedShell.start` says."""
+        (stdin, ours_in), (ours_out, stdout), (ours_err, stderr) = os.pipe(), os.pipe(), os.pipe()
+        asked = {
+            "arguments": arguments,
+            "environment": shell.environment,
+            "home": str(shell.home),
+            "is_patient": shell.module != "kvchat",
+            "kill_at": kill_at,
+        }
+        theirs = [stdin, stdout, stderr]
+        socket.send_fds(self._socket, [json.dumps(asked).encode()], theirs)
+        for end in theirs:
+            os.close(end)
+        return ForkedLife(int(self._answer(None)), [ours_in, ours_out, ours_err], self)
+
+    def wait(self, pid: int, timeout_s: float | None) -> int:
+        self._socket.send(json.dumps({"wait": pid}).encode())
+        return int(self._answer(timeout_s))
+
+    def _answer(self, timeout_s: float | None) -> bytes:
+        self._socket.settimeout(timeout_s)
+        answer = self._socket.recv(_MOST_BYTES)
+        assert answer, "the fork server is gone"
+        return answer
+
+    def close(self) -> None:
+        self._socket.close()
+        assert self._process.wait(60.0) == 0
+
+
+@dataclass(frozen=True)
+class ForkedShell(Shell):
+    """A shell whose `start` forks."""
+
+    server: ForkServer | None = None
+
+    def start(self, *arguments: str, kill_at: int | None = None) -> ForkedLife:  # type: ignore[override]
+        """Start kvchat; it kills itself where it does operation `kill_at` on files or tables."""
+        assert self.server is not None
+        return self.server.start(self, *arguments, kill_at=kill_at)
+
+
+class Deaths(Faults):
+    """Ends this process by SIGKILL where a call is to fail, half of a write done."""
+
+    def os_error(self) -> OSError:
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError
+
+    def table_error(self) -> sqlite3.OperationalError:
+        raise self.os_error()
+
+
+def _live(asked: dict[str, Any], ends: Sequence[int]) -> None:
+    """Become the kvchat that was asked for; leaves by SystemExit, as `python -m kvchat` does."""
+    for number, end in enumerate(ends):
+        os.dup2(end, number)
+        os.close(end)
+    os.environ.clear()
+    os.environ.update(asked["environment"])
+    os.chdir(asked["home"])
+    sys.argv = ["kvchat", *asked["arguments"]]
+    if asked["is_patient"]:
+        be_patient(pytest.MonkeyPatch())
+    if (kill_at := asked["kill_at"]) is None:
+        run()
+    deaths = Deaths(chats_too=True)
+    deaths.install(pytest.MonkeyPatch())
+    with deaths.armed(kill_at):
+        run()
+
+
+def _import_everything() -> None:
+    own = [module.name for module in pkgutil.walk_packages(kvchat.__path__, "kvchat.", _ignore)]
+    for name in (*_IMPORTED, *own):
+        if not name.startswith(_LEFT_OUT):
+            importlib.import_module(name)
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    get_checkpoint_conversion_mapping("llama")  # compiles a thousand regular expressions, once
+
+
+def _ignore(name: str) -> None:
+    raise ImportError(name)
+
+
+def serve() -> None:
+    """Fork and wait as the socket asks, until the other end is closed."""
+    prepare()
+    ours = socket.socket(fileno=os.dup(0))
+    os.close(0)
+    os.open(os.devnull, os.O_RDONLY)  # takes number 0
+    _import_everything()
+    while True:
+        message, ends, _, _ = socket.recv_fds(ours, _MOST_BYTES, 3)
+        if not message:
+            return None
+        asked = json.loads(message)
+        if "wait" in asked:
+            _, status = os.waitpid(asked["wait"], 0)
+            ours.send(str(os.waitstatus_to_exitcode(status)).encode())
+            continue
+        pid = os.fork()
+        if not pid:
+            ours.close()
+            return _live(asked, ends)
+        for end in ends:
+            os.close(end)
+        ours.send(str(pid).encode())
+
+
+if __name__ == "__main__":
+    serve()
