@@ -21,9 +21,10 @@ _BLOCK_SIZE = 4
 _NUM_EARLIER = 6
 _NUM_ROWS = 3
 # Relative, over all outputs. In float32 only the order of additions differs. In low precision a
-# right replacement rounds where the module does, and mostly agrees to the bit; one that rounds
-# elsewhere was at 0.003 in bfloat16, one with a wrong norm, rotation or mask is at 0.1 and beyond.
-_TOLERANCE = {torch.float32: 3e-5, torch.float16: 0.004, torch.bfloat16: 0.015}
+# replacement that rounds where the module does agrees mostly to the bit. Over packed weights one
+# computes in float32, and was never further from the module than 0.008 in bfloat16; a wrong norm,
+# rotation or mask makes 0.1 and more.
+_TOLERANCE = {torch.float32: 3e-5, torch.float16: 0.01, torch.bfloat16: 0.03}
 
 _TINY = torch.finfo(torch.float32).tiny
 
