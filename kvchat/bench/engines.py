@@ -56,10 +56,13 @@ def complete_all(
     engine: Engine, prompts: Sequence[Sequence[int]], max_tokens: int
 ) -> list[Completion]:
     """Run greedy requests together to their end, in the order given."""
-    ids = [
-        engine.submit(RequestSpec(tuple(prompt), GREEDY, max_tokens=max_tokens))
-        for prompt in prompts
-    ]
+    specs = [RequestSpec(tuple(prompt), GREEDY, max_tokens=max_tokens) for prompt in prompts]
+    return complete_requests(engine, specs)
+
+
+def complete_requests(engine: Engine, specs: Sequence[RequestSpec]) -> list[Completion]:
+    """Run requests together to their end, in the order given."""
+    ids = [engine.submit(spec) for spec in specs]
     generated: dict[int, list[int]] = {request_id: [] for request_id in ids}
     finished: dict[int, SampleFinished] = {}
     while engine.has_work:

@@ -44,6 +44,7 @@ def scenario(name: str) -> Scenario:
     from kvchat.bench import (
         cold,
         decode,
+        equality,
         kernels,
         memory,
         prefill,
@@ -71,10 +72,12 @@ def scenario(name: str) -> Scenario:
         "prefill": prefill.run,
         "weights": weights.run,
         "spec": spec.run,
+        "equality": equality.run,
     }[name]
 
 
-# What measures without being asked for: `replay` and `weights` need recordings, `kernels` a GPU.
+# What measures without being asked for: `replay` and `weights` need recordings, `kernels` a GPU,
+# and `equality` takes its time.
 DEFAULT_NAMES = (
     "turns",
     "resume",
@@ -87,4 +90,4 @@ DEFAULT_NAMES = (
     "startup",
     "cold",
 )
-NAMES = (*DEFAULT_NAMES, "replay", "weights", "kernels")
+NAMES = (*DEFAULT_NAMES, "replay", "weights", "kernels", "equality")

@@ -149,7 +149,7 @@ def bench(
         list[str] | None,
         typer.Argument(
             help="turns resume cold decode spec prefill tiers radix memory startup kernels "
-            "weights replay"
+            "weights replay equality"
         ),
     ] = None,
     model: Annotated[str | None, _setting("model", "-m", "--model", metavar="NAME")] = None,

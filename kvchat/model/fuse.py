@@ -19,12 +19,12 @@ from kvchat.model.device import free_bytes
 from kvchat.model.fuse_install import Installer
 from kvchat.model.fuse_layer import with_scripts
 from kvchat.model.fuse_linear import (
-    MAX_PACKED_ROWS,
     PACKABLE,
     HalfProduct,
     MergedProduct,
     Product,
     has_half_products,
+    most_packed_rows,
 )
 from kvchat.model.fuse_parts import RmsNorm
 from kvchat.model.fuse_search import FoundParts, LayerSearch, MakeProduct, find_norm
@@ -82,7 +82,7 @@ def choose_scheme(module: Any, weights: str = "auto") -> Scheme:
         and has_half_products()
         and num_bytes < _MOST_OF_FREE * free_bytes(device)
     ):
-        return Scheme(_HALF, HalfProduct, torch.float32, MAX_PACKED_ROWS)
+        return Scheme(_HALF, HalfProduct, dtype, most_packed_rows(dtype))
     return Scheme(_OWN, MergedProduct, dtype, _NO_LIMIT)
 
 
@@ -318,7 +318,8 @@ class _Fuser:
         if type(head) is not nn.Linear:
             return
         try:
-            product = self._scheme.make([head])
+            is_half = self._scheme.make is HalfProduct
+            product = HalfProduct([head], True) if is_half else self._scheme.make([head])
         except ValueError as error:
             _log.info("the head runs its own code: %s", error)
             return
@@ -334,7 +335,8 @@ class _Fuser:
     def _install_final_norm(self) -> RmsNorm | None:
         """Replace the norm that follows the last layer, where it is found beside the layers."""
         norm = getattr(self._owner_of_layers(), "norm", None)
-        found = find_norm(norm, Trial(self._module.dtype, self._module.device))
+        trial = Trial(self._module.dtype, self._module.device)
+        found = find_norm(norm, trial, self._scheme.compute_dtype)
         if found is None:
             return None
         self._installer.norm(norm, found[1])

@@ -176,6 +176,8 @@ def joined_head_norm(
     """Return one norm for the heads of Q and of K, if the two differ in their weights only."""
     if query_norm.width != key_norm.width or query_norm.epsilon != key_norm.epsilon:
         return None
+    if query_norm.rounded_to != key_norm.rounded_to:
+        return None
     if query_norm.weight is None or key_norm.weight is None:
         return None
     weight = torch.cat(
@@ -184,4 +186,4 @@ def joined_head_norm(
             key_norm.weight.expand(num_kv_heads, -1),
         ]
     )
-    return RmsNorm(weight, query_norm.width, query_norm.epsilon)
+    return RmsNorm(weight, query_norm.width, query_norm.epsilon, query_norm.rounded_to)

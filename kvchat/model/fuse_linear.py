@@ -12,16 +12,26 @@ from torch.nn.functional import linear
 
 from kvchat.model.fuse_kernels import few_rows_linear
 from kvchat.model.linear_race import Operands
+from kvchat_kernels.few_sizes import linear_of_few_sizes
+from kvchat_kernels.processor import multiplies_in
 
-# Above this many rows bfloat16's own product is the faster one (measured on AVX-512 with bf16: even
-# at 12 to 16 rows, 1.3x ahead at 8, 3x ahead at one).
+# Above this many rows bfloat16's own product is the faster one where processors have instructions
+# for it (measured on AVX-512 with bf16: even at 12 to 16 rows, 1.3x ahead at 8, 3x ahead at one).
 MAX_PACKED_ROWS = 12
 # float16 keeps 11 bits down to 2^-14 and an absolute 2^-25 below. Where a row's largest weight is
 # at least this, none of its weights moves by more than 2^-13 of it, a 32nd of a bfloat16's step.
 _SMALLEST_ROW_MAX = 2.0**-12
 _LARGEST_WEIGHT = 65504.0
 _SLICE_ELEMENTS = 1 << 26
+_NO_LIMIT = 1 << 30
 PACKABLE = (torch.bfloat16, torch.float16)
+
+
+def most_packed_rows(dtype: torch.dtype) -> int:
+    """Return up to how many rows the packed product is the faster one: all, on a processor that
+    does not multiply in `dtype` itself.
+    """
+    return MAX_PACKED_ROWS if multiplies_in(dtype) else _NO_LIMIT
 
 
 class Product(Protocol):
@@ -31,18 +41,22 @@ class Product(Protocol):
 
 
 class HalfProduct:
-    """Products of few float32 rows with weights held in float16, by torch's packed kernel (FBGEMM).
+    """Products of few rows with weights held in float16, by torch's packed kernel (FBGEMM).
 
     It multiplies and adds in float32 and reads the weights at the speed of memory: a bfloat16
-    product of one row takes two to three times as long. Holds a copy of the weights, 2 bytes each.
+    product of one row takes two to three times as long. Rows come and go in the model's own dtype,
+    so that a product rounds where the layer itself does, and differs from it in the order of
+    additions only; one that `keeps_float` returns float32. Holds a copy of the weights, 2 bytes
+    each.
     """
 
-    def __init__(self, layers: Sequence[nn.Linear]) -> None:
+    def __init__(self, layers: Sequence[nn.Linear], keeps_float: bool = False) -> None:
         """Raises ValueError where the weights would not survive float16."""
         if not all(_survives_half(layer.weight.detach()) for layer in layers):
             raise ValueError("weights beyond float16")
         # The overload by its name: choosing one at every call takes as long as a small product.
         self._multiply = torch.ops.quantized.linear_dynamic_fp16.default
+        self._keeps_float = keeps_float
         bias = _joined_bias(layers)
         self.packs = [
             torch.ops.quantized.linear_prepack_fp16(
@@ -52,8 +66,10 @@ class HalfProduct:
         ]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        outputs = [self._multiply(x, pack) for pack in self.packs]
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
+        rows = x.float()
+        outputs = [self._multiply(rows, pack) for pack in self.packs]
+        out = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
+        return out if self._keeps_float else out.to(x.dtype)
 
 
 def _float_slices(layers: Sequence[nn.Linear]) -> Iterator[tuple[int, torch.Tensor]]:
@@ -121,7 +137,9 @@ class MergedProduct:
         # By the shape alone, which is the same at every replay of a captured step.
         if x.numel() // x.shape[-1] in self._kernel_rows:
             return few_rows_linear(x, self._weight, self._bias)
-        return linear(x, self._weight, self._bias)
+        if x.is_cuda:
+            return linear(x, self._weight, self._bias)
+        return linear_of_few_sizes(x, self._weight, self._bias)
 
 
 def _survives_half(weight: torch.Tensor) -> bool:

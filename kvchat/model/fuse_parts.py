@@ -21,25 +21,37 @@ _EPSILON_NAMES = ("variance_epsilon", "eps", "norm_eps")
 class RmsNorm:
     """x / rms(x) * weight, over the last dimension, in the dtype of x.
 
-    `scale` and `floor` are what `normed` takes.
+    Models of low precision round before the weights as well, as Llama's do, or after them only, as
+    Gemma's: `rounded_to` is what the former round to, None for the latter. `scale`, `floor` and
+    `last` are what `rounded_norm` takes.
     """
 
-    def __init__(self, weight: torch.Tensor | None, width: int, epsilon: float) -> None:
-        """`weight` is [width], or [rows, width] to give rows of x weights of their own."""
+    def __init__(
+        self,
+        weight: torch.Tensor | None,
+        width: int,
+        epsilon: float,
+        rounded_to: torch.dtype | None = None,
+    ) -> None:
+        """`weight` is float32, [width], or [rows, width] to give rows of x weights of their own."""
         device = weight.device if weight is not None else None
         self.width = width
         self.epsilon = epsilon
         self.weight = weight
-        scale = torch.ones(width, device=device) if weight is None else weight.float()
+        self.rounded_to = rounded_to
+        self.last: torch.Tensor | None = None
+        scale = torch.ones(width, device=device)
+        if weight is not None and rounded_to is not None:
+            self.last = weight.to(rounded_to)
+        elif weight is not None:
+            scale = weight
         self.scale = scale * width**0.5
         self.floor = torch.tensor((epsilon * width) ** 0.5, device=device)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if takes_kernels(x) and self.weight is not None and self.weight.dim() == 1:
             return rms_norm(x, self.weight, self.epsilon)
-        rows = x if x.dtype == torch.float32 else x.float()
-        out = normed(rows, self.scale, self.floor)
-        return out if x.dtype == torch.float32 else out.to(x.dtype)
+        return rounded_norm(x, self.scale, self.floor, self.last)
 
     def of_sum(self, x: torch.Tensor, stream: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the normed sum of both, and the sum, for which `x` is given up."""
@@ -49,7 +61,15 @@ class RmsNorm:
         return self(total), total
 
 
-# TorchScript compiles these two as well: types are written out, and nothing is left to guess.
+# TorchScript compiles these as well: types are written out, and nothing is left to guess.
+
+
+def rounded_norm(
+    x: torch.Tensor, scale: torch.Tensor, floor: torch.Tensor, last: torch.Tensor | None
+) -> torch.Tensor:
+    """Return `normed` in the dtype of x, multiplied by `last` after that where there is one."""
+    out = normed(x.float(), scale, floor).to(x.dtype)
+    return out if last is None else out.mul_(last)
 
 
 def normed(x: torch.Tensor, scale: torch.Tensor, floor: torch.Tensor) -> torch.Tensor:
@@ -70,7 +90,8 @@ def rotated(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.
     """
     width = cos.shape[-1]
     turning = heads[..., :width] if width < heads.shape[-1] else heads
-    turned = torch.addcmul(turning * cos, turning.roll([width // 2], [-1]), sin)
+    # Not by one operation for both: low precision rounds the products, as models do, then the sum.
+    turned = (turning * cos).add_(turning.roll([width // 2], [-1]).mul_(sin))
     if width < heads.shape[-1]:
         turned = torch.cat((turned, heads[..., width:]), dim=-1)
     return turned
@@ -93,22 +114,32 @@ class GatedMlp:
         return self.down(self.act(gate).mul_(up) if gated is None else gated(gate, up))
 
 
-def rms_norms(module: nn.Module, width: int) -> list[RmsNorm]:
-    """Return what a module that looks like an RMS norm may be; empty for any other.
+def rms_norms(
+    module: nn.Module, width: int, dtype: torch.dtype = torch.float32
+) -> list[tuple[str, RmsNorm]]:
+    """Return what a module that looks like an RMS norm may be, by how its weight is read; empty for
+    any other module.
 
-    Gemma's weights are offsets from one: both readings are candidates.
+    Gemma's weights are offsets from one: both readings are candidates. For rows in a `dtype` of low
+    precision so are both places to round at.
     """
     epsilon = next((getattr(module, n) for n in _EPSILON_NAMES if hasattr(module, n)), None)
     parameters = dict(module.named_parameters())
     if not type(module).__name__.endswith("Norm") or not isinstance(epsilon, float):
         return []
     if not parameters:
-        return [RmsNorm(None, width, epsilon)]
+        return [("none", RmsNorm(None, width, epsilon))]
     weight = parameters.get("weight")
     if len(parameters) > 1 or weight is None or weight.shape != (width,):
         return []
     plain = weight.detach().float()
-    return [RmsNorm(plain, width, epsilon), RmsNorm(1.0 + plain, width, epsilon)]
+    found = [
+        ("weight", RmsNorm(plain, width, epsilon)),
+        ("1 + weight", RmsNorm(1.0 + plain, width, epsilon)),
+    ]
+    if dtype != torch.float32:
+        found.insert(0, ("weight", RmsNorm(plain, width, epsilon, rounded_to=dtype)))
+    return found
 
 
 def mlp_linears(module: Any) -> tuple[list[nn.Linear], list[nn.Linear]] | None:

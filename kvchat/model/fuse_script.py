@@ -20,7 +20,8 @@ import torch
 from torch import nn
 
 from kvchat.model.fuse_linear import HalfProduct, MergedProduct, Product
-from kvchat.model.fuse_parts import RmsNorm, normed, rotated
+from kvchat.model.fuse_parts import RmsNorm, rotated, rounded_norm
+from kvchat_kernels.few_sizes import linear_of_few_sizes
 from kvchat_kernels.paged_attention.cpu_gathered import attend_gathered
 from kvchat_kernels.paged_attention.torch_cpu import attend_fused
 
@@ -145,8 +146,8 @@ class _Halves(nn.Module):
         self.packs = [product.packs[0] for product in products]
 
     def forward(self, x: torch.Tensor, index: int) -> torch.Tensor:
-        out: torch.Tensor = torch.ops.quantized.linear_dynamic_fp16(x, self.packs[index])
-        return out
+        out: torch.Tensor = torch.ops.quantized.linear_dynamic_fp16(x.float(), self.packs[index])
+        return out.to(x.dtype)
 
 
 class _Plain(nn.Module):
@@ -161,7 +162,7 @@ class _Plain(nn.Module):
         self.biases = [product.operands.bias for product in products]
 
     def forward(self, x: torch.Tensor, index: int) -> torch.Tensor:
-        return nn.functional.linear(x, self.weights[index], self.biases[index])
+        return linear_of_few_sizes(x, self.weights[index], self.biases[index])
 
 
 class _Norms(nn.Module):
@@ -169,14 +170,16 @@ class _Norms(nn.Module):
 
     scales: list[torch.Tensor]
     floors: list[torch.Tensor]
+    lasts: list[torch.Tensor | None]
 
     def __init__(self, norms: Sequence[RmsNorm | None]) -> None:
         super().__init__()
         self.scales = [norm.scale for norm in norms if norm is not None]
         self.floors = [norm.floor for norm in norms if norm is not None]
+        self.lasts = [norm.last for norm in norms if norm is not None]
 
     def forward(self, x: torch.Tensor, index: int) -> torch.Tensor:
-        return normed(x.float(), self.scales[index], self.floors[index]).to(x.dtype)
+        return rounded_norm(x, self.scales[index], self.floors[index], self.lasts[index])
 
 
 class _Layers(nn.Module):

@@ -101,7 +101,7 @@ class LayerSearch:
         """Return the layer's own norms by name, and which reading of each was right."""
         norms, recipe = {}, []
         for name, module in self._module.named_children():
-            found = find_norm(module, self._trial)
+            found = find_norm(module, self._trial, self._compute_dtype)
             if found is not None:
                 norms[name] = found[1]
                 recipe.append(f"{name} {found[0]}")
@@ -154,8 +154,10 @@ class LayerSearch:
 
     def _head_norm(self) -> RmsNorm | None:
         layer, module = self._layer, self._attention
-        query = find_norm(getattr(module, "q_norm", None), self._trial)
-        key = find_norm(getattr(module, "k_norm", None), self._trial)
+        query, key = (
+            find_norm(getattr(module, name, None), self._trial, self._compute_dtype)
+            for name in ("q_norm", "k_norm")
+        )
         if query is None or key is None or query[1].width != layer.key_dim:
             return None
         return joined_head_norm(query[1], key[1], layer.num_heads, layer.num_kv_heads)
@@ -188,17 +190,18 @@ def _twin(module: Any, attention_name: str) -> tuple[Any, Any]:
     return layer, attention
 
 
-def find_norm(module: Any, trial: Trial) -> tuple[int, RmsNorm] | None:
-    """Return a module as an RMS norm, and which reading of its weight was right; None if it is
-    something else."""
+def find_norm(module: Any, trial: Trial, dtype: torch.dtype) -> tuple[str, RmsNorm] | None:
+    """Return a module as an RMS norm of rows in `dtype`, and which reading of its weight was right;
+    None if it is something else.
+
+    Where several forms agree, which places to round at make them, it is the nearest.
+    """
     weight = getattr(module, "weight", None)
     if not isinstance(weight, torch.Tensor) or weight.dim() != 1:
         return None
     width = weight.shape[0]
-    for index, candidate in enumerate(rms_norms(module, width)):
-        if trial.same(module, candidate, width):
-            return index, candidate
-    return None
+    forms = [form for form in rms_norms(module, width, dtype) if trial.same(module, form[1], width)]
+    return min(forms, key=lambda form: trial.error(module, form[1], width), default=None)
 
 
 def _name(attention: FusedAttention | None) -> str:

@@ -3,6 +3,7 @@
 Knows tolerances and how an attention module is run on its own. Decides nothing.
 """
 
+import math
 from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
@@ -19,10 +20,13 @@ _BLOCK_SIZE = 4
 # Tokens already in the cache, and new ones: more than one of each, within and across blocks.
 _NUM_EARLIER = 6
 _NUM_ROWS = 3
-# Relative, over all outputs. In float32 only the order of additions differs. In bfloat16 the module
-# itself rounds every intermediate to 8 bits: a right replacement, which computes in float32, was
-# never further from it than 0.008; one with a wrong norm, rotation or mask is at 0.1 and beyond.
+# Relative, over all outputs. In float32 only the order of additions differs. In low precision a
+# replacement that rounds where the module does agrees mostly to the bit. Over packed weights one
+# computes in float32, and was never further from the module than 0.008 in bfloat16; a wrong norm,
+# rotation or mask makes 0.1 and more.
 _TOLERANCE = {torch.float32: 3e-5, torch.float16: 0.01, torch.bfloat16: 0.03}
+
+_TINY = torch.finfo(torch.float32).tiny
 
 # So much further from float32 than the module itself a replacement may be.
 _AS_EXACT = 1.5
@@ -54,19 +58,22 @@ class Trial:
 
     def agree(self, own: torch.Tensor, fused: torch.Tensor) -> bool:
         """Tell whether the replacement's output is the module's, within the dtype's tolerance."""
-        if own.shape != fused.shape:
-            return False
-        error = torch.linalg.vector_norm(own.float() - fused.float())
-        return bool(error <= self._tolerance * torch.linalg.vector_norm(own.float()))
+        return _error(own, fused) <= self._tolerance
 
     def same(self, module: Tensors, fused: Tensors, width: int) -> bool:
         """Compare two functions of rows of `width`; one that cannot be run does not agree."""
+        return self.error(module, fused, width) <= self._tolerance
+
+    def error(self, module: Tensors, fused: Tensors, width: int) -> float:
+        """Return how far `fused` is from `module` on rows of `width`, relative to all outputs;
+        infinity where one cannot be run.
+        """
         self._generator.manual_seed(_SEED)
         x = self._random(1, _NUM_ROWS, width)
         try:
-            return self.agree(module(x), fused(x))
+            return _error(module(x), fused(x))
         except _FAILURES:
-            return False
+            return math.inf
 
     def same_attention(
         self, layer: LayerSpec, attention: nn.Module, own: nn.Module, fused: Attend, width: int
@@ -175,6 +182,14 @@ class Trial:
 
     def _as_input(self, values: torch.Tensor) -> torch.Tensor:
         return values.to(self._rounded_to).to(self._dtype)
+
+
+def _error(own: torch.Tensor, fused: torch.Tensor) -> float:
+    """Return the distance relative to `own`; infinity where shapes differ or it is no number."""
+    if own.shape != fused.shape:
+        return math.inf
+    error = _distance(own, fused) / max(_distance(own, torch.zeros_like(own)), _TINY)
+    return error if math.isfinite(error) else math.inf
 
 
 def _distance(one: torch.Tensor, other: torch.Tensor) -> float:

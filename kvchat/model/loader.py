@@ -22,6 +22,7 @@ from kvchat.core.errors import ModelError, ModelUnsupported
 from kvchat.core.events import LoadProgress
 from kvchat.model.attention import OWN_ATTENTION, PAGED, StepContext, register_attention
 from kvchat.model.device import choose_device, dtype_of, free_bytes, set_threads
+from kvchat.model.few_shapes import limit_kept_shapes, take_few_shapes
 from kvchat.model.fuse import Fusing, choose_scheme
 from kvchat.model.identity import sample_digest
 from kvchat.model.probe import PROBE, ProbeInconclusive, probe, probe_loaded, register_probe
@@ -115,6 +116,7 @@ def load_model(
     start_s = time.perf_counter()
     progress(LoadProgress("reading the model's configuration"))
     set_threads(config)
+    limit_kept_shapes()
     device = choose_device(config)
     with _LOADING:
         marks = source.marks()
@@ -129,6 +131,8 @@ def load_model(
     _move(module, device, progress)
     if config.weights != "auto":
         notes += quantise(module, spec, config.weights, _telling(progress))
+    else:
+        take_few_shapes(module)
     step = StepContext()
     fusing = Fusing(module, spec, step, choose_scheme(module, config.weights))
     identity = sample_digest(source)

@@ -69,6 +69,18 @@ def test_a_scenario_reports_figures(name: str, checkpoint: Path) -> None:
     assert_readable(result)
 
 
+def test_in_float32_no_answer_depends_on_where_its_context_came_from(checkpoint: Path) -> None:
+    result = scenario("equality")(quick(checkpoint))
+
+    assert [figure.name.partition(":")[0] for figure in result.figures] == [
+        "cached",
+        "restarted",
+        "drafts",
+    ]
+    assert {figure.value for figure in result.figures} == {0}
+    assert_readable(result)
+
+
 def test_a_resumed_turn_computes_only_its_own_tokens(checkpoint: Path) -> None:
     result = scenario("resume")(quick(checkpoint))
 

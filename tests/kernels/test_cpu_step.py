@@ -10,7 +10,7 @@ from kvchat_kernels.paged_attention.cpu_gathered import attend_gathered
 from kvchat_kernels.paged_attention.cpu_step import FusedStep, fused_step
 from kvchat_kernels.paged_attention.cpu_tokens import MOST_RUNS, WORTH_COPYING
 from kvchat_kernels.paged_attention.span import FULL
-from kvchat_kernels.paged_attention.torch_cpu import Load, attend_fused
+from kvchat_kernels.paged_attention.torch_cpu import KernelChoice, attend_fused
 
 BLOCK_SIZE = 8
 NUM_HEADS, NUM_KV_HEADS = 6, 2
@@ -156,6 +156,9 @@ GATHERED = {
 @pytest.fixture
 def long_from_the_first_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvchat_kernels.paged_attention.torch_cpu._FEW_KEY_BYTES", 0)
+    monkeypatch.setattr(
+        "kvchat_kernels.paged_attention.torch_cpu.multiplies_in", lambda dtype: True
+    )
 
 
 @pytest.mark.usefixtures("long_from_the_first_key")
@@ -194,19 +197,28 @@ def test_gathered_keys_are_those_that_paged_attention_attends(name: str) -> None
 
 
 @pytest.mark.usefixtures("long_from_the_first_key")
-@pytest.mark.parametrize(
-    "case",
-    [Case(5, [7, 8, 1, 2]), Case(1, [1, 2, 3], dtype=torch.float32)],
-    ids=["a verify", "float32"],
-)
-def test_what_gathering_does_not_pay_for_goes_to_the_kernel(case: Case) -> None:
+def test_what_gathering_does_not_pay_for_goes_to_the_kernel() -> None:
+    case = Case(1, [1, 2, 3], dtype=torch.float32)
     step = decide(case, case.sequences)
     assert step is not None
     assert step.places is None
 
 
-def test_single_rows_of_heads_that_share_no_keys_are_soon_long() -> None:
-    shared = Load(1, 300, 32, 8, 300 * 8 * 128, torch.bfloat16)
-    single = Load(1, 300, 8, 8, 300 * 8 * 128, torch.bfloat16)
-    assert shared.prefers_fused
-    assert not single.prefers_fused
+@pytest.mark.usefixtures("long_from_the_first_key")
+def test_a_verify_over_many_keys_goes_the_way_of_the_single_rows_it_stands_for() -> None:
+    """By two products, which no script runs."""
+    case = Case(5, [7, 8, 1, 2])
+    assert decide(case, case.sequences) is None
+
+
+def test_single_rows_of_heads_that_share_no_keys_are_soon_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        "kvchat_kernels.paged_attention.torch_cpu.multiplies_in", lambda dtype: True
+    )
+    one_row = PagedSequences((1,), (300,), torch.arange(1, 20, dtype=torch.int32)[None], 16)
+    shared = KernelChoice(32, 8, 64, torch.bfloat16, FULL)
+    single = KernelChoice(8, 8, 64, torch.bfloat16, FULL)
+    assert shared.prefers_fused(one_row, 0)
+    assert not single.prefers_fused(one_row, 0)

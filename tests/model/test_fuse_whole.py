@@ -144,6 +144,9 @@ def test_many_keys_are_gathered(
     step = (1, 299, (*range(20, 39), *range(1, 20)), 1)
     by_kernel = case.plain_results(batch_of(*step), monkeypatch)
     monkeypatch.setattr("kvchat_kernels.paged_attention.torch_cpu._FEW_KEY_BYTES", 0)
+    monkeypatch.setattr(
+        "kvchat_kernels.paged_attention.torch_cpu.multiplies_in", lambda dtype: True
+    )
     batch = batch_of(*step)  # how it is attended was decided once for the other
     plain = case.plain_results(batch, monkeypatch)
     runs.by_layers = runs.as_a_whole = 0
@@ -226,6 +229,7 @@ def test_a_step_of_more_rows_than_run_fused_refutes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runs: Runs
 ) -> None:
     """Its layers ran their own code, and the whole did not: the two differ."""
+    monkeypatch.setattr("kvchat.model.fuse_linear.multiplies_in", lambda dtype: True)
     case = Case(load(saved(tmp_path, "llama")))
     batch = batch_of(*THIRTEEN)
     for _ in range(2):

@@ -15,7 +15,7 @@ from kvchat_kernels.paged_attention.cpu_gathered import gathering
 from kvchat_kernels.paged_attention.cpu_tokens import MOST_RUNS, WORTH_COPYING, scratch
 from kvchat_kernels.paged_attention.sequences import PagedSequences, Sequences
 from kvchat_kernels.paged_attention.span import AttentionSpan
-from kvchat_kernels.paged_attention.torch_cpu import Load, additive_mask
+from kvchat_kernels.paged_attention.torch_cpu import FEW_ROWS, KernelChoice, additive_mask
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,12 +91,15 @@ def _decide(
     (num_rows,), (end,) = sequences.query_lens, sequences.context_lens
     first = span.first_visible(end - num_rows)
     count, heads = end - first, key_pool.shape[2]
-    load = Load.of(sequences, 0, first, num_heads, key_pool.shape, dtype)
-    if num_rows == 1 and not load.prefers_fused:
+    choice = KernelChoice(num_heads, heads, key_pool.shape[3], dtype, span)
+    prefers_fused = choice.prefers_fused(sequences, 0)
+    if num_rows == 1 and not prefers_fused:
         found = gathering(sequences, 0, first, key_pool, value_pool)
         return FusedStep([], None, found.keys, found.values, found.places, found.num_keys)
+    if num_rows > FEW_ROWS or not prefers_fused or choice.split(sequences) is not sequences:
+        return None
     runs = list(sequences.runs(0, first))
-    if len(runs) > MOST_RUNS or not load.prefers_fused:
+    if len(runs) > MOST_RUNS:
         return None
     is_copied = len(runs) > 1 or count >= WORTH_COPYING
     keys, values = (

@@ -46,16 +46,19 @@ class Tokens:
         out = scratch(sequences.scratch, name, (self.count, *first.shape[1:]), first.dtype)
         return torch.cat(self.runs, out=out)
 
-    def by_head(self, sequences: PagedSequences, name: str) -> torch.Tensor:
-        """Return a copy [num_heads, num_tokens, head_dim], in the step's scratch memory `name`."""
+    def by_head(self, sequences: PagedSequences, name: str, size: int) -> torch.Tensor:
+        """Return a copy [num_heads, size, head_dim], in the step's scratch memory `name`; zeros
+        behind the last token.
+        """
         first = self.runs[0]
-        shape = (first.shape[1], self.count, first.shape[2])
+        shape = (first.shape[1], size, first.shape[2])
         out = scratch(sequences.scratch, name, shape, first.dtype)
         start = 0
         for run in self.runs:
             end = start + run.shape[0]
             out[:, start:end].copy_(run.transpose(0, 1))
             start = end
+        out[:, start:].zero_()
         return out
 
 

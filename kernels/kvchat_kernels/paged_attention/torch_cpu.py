@@ -5,13 +5,17 @@ Knows torch's CPU kernels and their speeds. Equal to `reference.py` within round
 
 from collections.abc import Hashable
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
+from torch.nn.functional import pad
 
+from kvchat_kernels.few_sizes import few_sizes
 from kvchat_kernels.paged_attention.cpu_gathered import Gathering, attend_gathered, gathering
 from kvchat_kernels.paged_attention.cpu_tokens import scratch, tokens_from
 from kvchat_kernels.paged_attention.sequences import PagedSequences
 from kvchat_kernels.paged_attention.span import AttentionSpan
+from kvchat_kernels.processor import multiplies_in
 
 # Rows are taken in slabs with at most this many bytes of scores, so that they stay in the caches
 # between the two products and the softmax: larger slabs took up to twice as long per score.
@@ -19,8 +23,8 @@ _SLAB_BYTES = 1 << 22
 # The fused kernel starts sooner than two products and a softmax, which for several rows are the
 # faster from about this many keys on. It is meant for few rows.
 _SHORT_CONTEXT = 1024
-_FEW_ROWS = 16
-# A single row keeps to it while it has few keys in one layer.
+FEW_ROWS = 16
+# In low precision it attends every row that has few keys in one layer.
 _FEW_KEY_BYTES = 5 << 16
 # Where no two query heads share a KV head, the fused kernel multiplies a single row by each head's
 # keys, which it does several times slower than rows: it is left from so many keys of all heads on.
@@ -40,27 +44,32 @@ def paged_attention_cpu(
     """Attend every row of `query` to its own sequence; see `paged_attention` for the shapes."""
     compute_dtype = _compute_dtype(query.dtype)
     whole = query if query.dtype == compute_dtype else query.to(compute_dtype)
+    num_kv_heads, key_dim = key_pool.shape[2:]
+    choice = KernelChoice(query.shape[1], num_kv_heads, key_dim, compute_dtype, span)
+    sequences = choice.split(sequences)
     outputs = []
     start = 0
     for index, query_len in enumerate(sequences.query_lens):
         rows = whole[start : start + query_len]
         first = span.first_visible(sequences.context_lens[index] - query_len)
-        load = Load.of(sequences, index, first, query.shape[1], key_pool.shape, compute_dtype)
-        if softcap is None and query_len == 1 and not load.prefers_fused:
+        prefers_fused = softcap is None and choice.prefers_fused(sequences, index)
+        if softcap is None and query_len == 1 and not prefers_fused:
             found = gathering(sequences, index, first, key_pool, value_pool)
             outputs.append(_attend_long(rows, key_pool, value_pool, found, scale, sinks))
             start += query_len
             continue
         key = tokens_from(key_pool, sequences, index, first, compute_dtype)
         value = tokens_from(value_pool, sequences, index, first, compute_dtype)
-        if softcap is None and load.prefers_fused:
+        if prefers_fused:
             group = query.shape[1] // key_pool.shape[2]
             mask = additive_mask(sequences, index, span, first, group, compute_dtype)
             joined = key.joined(sequences, "keys"), value.joined(sequences, "values")
             outputs.append(attend_fused(rows, *joined, mask, scale, sinks))
         else:
-            by_head = key.by_head(sequences, "keys"), value.by_head(sequences, "values")
-            slabs = Slabs(span, first, scale, softcap, sinks, sequences.scratch)
+            size = _size_of(key.count, compute_dtype)
+            by_head = key.by_head(sequences, "keys", size), value.by_head(sequences, "values", size)
+            end = sequences.context_lens[index]
+            slabs = Slabs(span, first, end, scale, softcap, sinks, sequences.scratch)
             outputs.append(slabs.attend(rows, *by_head))
         start += query_len
     out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
@@ -86,45 +95,60 @@ def _attend_long(
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
-    """What a sequence asks of attention.
+class KernelChoice:
+    """Which rows of layers of one kind torch's fused kernel attends, softcaps aside.
 
-    num_keys  tokens its rows may see; key_bytes: of those in one layer
+    In low precision it hangs on the row's own position alone: the kernel and the products round
+    differently, and a token's numbers must not depend on how many others are computed beside it.
     """
 
-    num_rows: int
-    num_keys: int
     num_heads: int
     num_kv_heads: int
-    key_bytes: int
+    key_dim: int
     dtype: torch.dtype
+    span: AttentionSpan
 
-    @classmethod
-    def of(
-        cls,
-        sequences: PagedSequences,
-        index: int,
-        first: int,
-        num_heads: int,
-        key_pool_shape: torch.Size,
-        dtype: torch.dtype,
-    ) -> "Load":
-        """Return what a sequence asks that sees positions from `first` on, computing in `dtype`."""
-        num_keys, num_kv_heads = sequences.context_lens[index] - first, key_pool_shape[2]
-        key_bytes = num_keys * num_kv_heads * key_pool_shape[3] * dtype.itemsize
-        num_rows = sequences.query_lens[index]
-        return cls(num_rows, num_keys, num_heads, num_kv_heads, key_bytes, dtype)
+    def prefers_fused(self, sequences: PagedSequences, index: int) -> bool:
+        """Tell whether a sequence's rows are attended by the kernel; of `split` ones all alike."""
+        num_rows, end = sequences.query_lens[index], sequences.context_lens[index]
+        if self.dtype != torch.float32:
+            return self._is_short(end - 1)
+        num_keys = end - self.span.first_visible(end - num_rows)
+        return num_rows == 1 or (num_rows <= FEW_ROWS and num_keys < _SHORT_CONTEXT)
 
-    @property
-    def prefers_fused(self) -> bool:
-        """Whether its rows are attended by torch's fused kernel, softcaps aside."""
-        if self.num_rows > 1:
-            return self.num_rows <= _FEW_ROWS and self.num_keys < _SHORT_CONTEXT
-        if self.dtype == torch.float32:
-            return True
+    def split(self, sequences: PagedSequences) -> PagedSequences:
+        """Return sequences whose rows all go one way: one that does not becomes several, which
+        follow each other. Found once a step.
+        """
+        if self.dtype == torch.float32 or sequences.num_tokens == len(sequences.query_lens):
+            return sequences
+        found = sequences.plans.get(self)
+        if found is None:
+            found = sequences.plans[self] = self._split(sequences)
+        assert isinstance(found, PagedSequences)
+        return found
+
+    def _split(self, sequences: PagedSequences) -> PagedSequences:
+        parts: list[tuple[int, int, int]] = []  # index, rows, end
+        lengths = zip(sequences.query_lens, sequences.context_lens, strict=True)
+        for index, (num_rows, end) in enumerate(lengths):
+            for _, group in groupby(range(end - num_rows, end), self._is_short):
+                rows = list(group)
+                parts.append((index, len(rows), rows[-1] + 1))
+        if len(parts) == len(sequences.query_lens):
+            return sequences
+        indices, query_lens, ends = zip(*parts, strict=True)
+        tables = sequences.block_tables[list(indices)]
+        return PagedSequences(query_lens, ends, tables, sequences.block_size)
+
+    def _is_short(self, position: int) -> bool:
+        """Tell whether a row has so few keys that the kernel is the faster one."""
+        if not multiplies_in(self.dtype):
+            return True  # products convert their operands, number by number
+        num_keys = position + 1 - self.span.first_visible(position)
         if self.num_heads == self.num_kv_heads:
-            return self.num_keys * self.num_kv_heads <= _FEW_KEYS_OF_ALL_HEADS
-        return self.key_bytes <= _FEW_KEY_BYTES
+            return num_keys * self.num_kv_heads <= _FEW_KEYS_OF_ALL_HEADS
+        return num_keys * self.num_kv_heads * self.key_dim * self.dtype.itemsize <= _FEW_KEY_BYTES
 
 
 def attend_fused(
@@ -220,13 +244,14 @@ def _equal_head_dims(
 
 @dataclass(frozen=True, slots=True)
 class Slabs:
-    """Attention of many rows, a slab of them at a time, over keys from position `first` on.
+    """Attention of many rows, a slab of them at a time, over keys from position `first` to `end`.
 
     The memory of scores and weights is kept in `room` from slab to slab and layer to layer.
     """
 
     span: AttentionSpan
     first: int
+    end: int
     scale: float
     softcap: float | None
     sinks: torch.Tensor | None
@@ -235,28 +260,35 @@ class Slabs:
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Attend the rows at the end of `key`'s positions: [num_rows, num_heads, value_dim].
 
-        `key` and `value` are [num_kv_heads, num_keys, dim]. Each slab sees the keys up to its own
-        last row, from the first one any of its rows may see.
+        `key` and `value` are [num_kv_heads, num_keys, dim], zeros behind the last. Each slab sees
+        the keys up to its own last row, from the first one any of its rows may see.
         """
         num_rows, num_heads, _ = query.shape
-        start = self.first + key.shape[1] - num_rows
-        most_rows = max(1, _SLAB_BYTES // (num_heads * key.shape[1] * key.itemsize))
-        num_slabs = -(-num_rows // most_rows)
-        slab_rows = -(-num_rows // num_slabs)
+        start = self.end - num_rows
+        slab_rows = _slab_rows(num_rows, num_heads * key.shape[1] * key.itemsize, key.dtype)
         outputs = []
         for row in range(0, num_rows, slab_rows):
             rows = query[row : row + slab_rows]
             begin = self.span.first_visible(start + row)
             end = start + row + len(rows)
-            visible = slice(begin - self.first, end - self.first)
+            size = _size_of(end - begin, key.dtype)
+            visible = slice(begin - self.first, begin - self.first + size)
             hidden = _hidden(self.span, begin, end, len(rows))
-            outputs.append(self._attend_slab(rows, key[:, visible], value[:, visible], hidden))
+            part = key[:, visible], value[:, visible]
+            outputs.append(self._attend_slab(rows, *part, hidden, end - begin))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _attend_slab(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, hidden: torch.Tensor
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        hidden: torch.Tensor,
+        end: int,
     ) -> torch.Tensor:
-        """Two products with a softmax between them."""
+        """Two products with a softmax between them, over `end` keys and zeros behind them."""
+        count = query.shape[0]
+        query = pad(query, [0, 0, 0, 0, 0, _size_of(count, query.dtype) - count])
         num_rows, num_heads, head_dim = query.shape
         num_kv_heads, num_keys, value_dim = value.shape
         rows = query.view(num_rows, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)
@@ -268,11 +300,12 @@ class Slabs:
         scores = scores.view(num_heads, num_rows, num_keys)
         if self.softcap is not None:
             scores = scores.float().div_(self.softcap).tanh_().mul_(self.softcap)
-        scores[..., num_keys - hidden.shape[1] :].masked_fill_(hidden, float("-inf"))
+        scores[:, :count, end - hidden.shape[1] : end].masked_fill_(hidden, float("-inf"))
+        scores[..., end:].fill_(float("-inf"))
         weights = self._weights(scores).to(value.dtype)
         out = torch.bmm(weights.reshape(num_kv_heads, -1, num_keys), value)
         out = out.view(num_kv_heads, -1, num_rows, value_dim).permute(2, 0, 1, 3)
-        return out.reshape(num_rows, num_heads, value_dim)
+        return out[:count].reshape(count, num_heads, value_dim)
 
     def _weights(self, scores: torch.Tensor) -> torch.Tensor:
         """Return the softmax of scores [num_heads, num_rows, num_keys] over keys and sink."""
@@ -282,6 +315,20 @@ class Slabs:
         num_heads, num_rows, num_keys = scores.shape
         column = self.sinks.to(scores.dtype).view(num_heads, 1, 1).expand(-1, num_rows, 1)
         return torch.softmax(torch.cat([scores, column], dim=-1), dim=-1)[..., :num_keys]
+
+
+def _size_of(count: int, dtype: torch.dtype) -> int:
+    """Return how many rows or keys products are given for `count`."""
+    return count if dtype == torch.float32 else few_sizes(count)
+
+
+def _slab_rows(num_rows: int, row_bytes: int, dtype: torch.dtype) -> int:
+    """Return how many rows to take at a time: in low precision a power of two, for few sizes."""
+    most_rows = max(1, _SLAB_BYTES // row_bytes)
+    if dtype != torch.float32:
+        return 1 << (most_rows.bit_length() - 1)
+    num_slabs = -(-num_rows // most_rows)
+    return -(-num_rows // num_slabs)
 
 
 def _hidden(span: AttentionSpan, begin: int, end: int, num_rows: int) -> torch.Tensor:
