@@ -40,8 +40,8 @@ def test_what_cannot_be_attached_is_named(tmp_path: Path) -> None:
         file.truncate(17 * 2**20)
     for name, message in (
         ("binary", "is not a text file"),
-        ("huge", "has 17 MiB, too much to attach"),
-        (".", "is not a file"),
+        ("huge", "has more than 16,777,216 bytes"),
+        (".", "is a directory"),
         ("missing", "cannot be read"),
     ):
         with pytest.raises(UsageError, match=message):

@@ -21,7 +21,7 @@ from support.tiny_host import ask, tiny_host
 
 TEXT = "Of the twelve ships in the harbour of Grimstad three are red and nine are blue. " * 2
 # Beside what tables take there is room for some conversations, or for less than one.
-FEW, NONE = Size(num_bytes=4 << 20), Size(num_bytes=(2 << 20) + (60 << 10))
+FEW, NONE = Size(num_bytes=1 << 20), Size(num_bytes=(1 << 19) + (60 << 10))
 
 
 @pytest.fixture

@@ -124,7 +124,7 @@ def test_who_gives_way_comes_back_from_host_memory_each_time(
 
     def counted(ids: TokenIds) -> Promotion | None:
         promotion = begin(ids)
-        if promotion is not None and ids[:17] == list(OTHER[:17]):
+        if promotion is not None and list(ids[:17]) == list(OTHER[:17]):
             promoted.append(len(ids))
         return promotion
 
