@@ -59,9 +59,11 @@ class TableKeeper:
     def follow(self) -> PackTable:
         """Return the table, opened again where its file is not the one it was.
 
-        So it is on another thread: SQLite's connections are each thread's own.
+        So it is on another thread: SQLite's connections are each thread's own. So it is where a
+        pipe or a link stands in the place of a log, which SQLite opens when it first needs it.
         """
         is_the_same = file_number(self._table_path) == self._file
+        is_the_same = is_the_same and own_directory.has_only_files(self._own)
         if not is_the_same or threading.get_ident() != self.thread:
             self.table.close()
             self.table = self._opened()
