@@ -68,7 +68,7 @@ class DiskRoom:
         return self.held_bytes(table) + self._growth_bytes(table) + the_store_itself
 
     def _growth_bytes(self, table: PackTable) -> int:
-        """Return what the table and its log may grow by before somebody looks again, at most,
+        """Return the most bytes that the table and its log may grow by before the next check,
         besides what is kept in them.
         """
         log, pages = (file_bytes(self.own / f"{DATABASE}{end}") for end in ("-wal", ""))

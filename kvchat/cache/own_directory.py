@@ -84,7 +84,7 @@ def make(path: Path) -> None:
 def _mark(path: Path, descriptor: int) -> None:
     name = mark_name(path)
     os.close(open_private(Path(name), os.O_WRONLY | os.O_CREAT, dir_fd=descriptor))
-    os.fsync(descriptor)  # a power cut must not leave packs in a directory that is nobody's
+    os.fsync(descriptor)  # after a power cut, packs without a mark would never be deleted
 
 
 @contextmanager

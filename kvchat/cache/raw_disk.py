@@ -133,7 +133,7 @@ class RawDisk(diskcache.Disk):
 
     def remove(self, file_path: str) -> None:
         if is_pack_file(file_path):
-            with suppress(OSError):  # somebody else has removed it already
+            with suppress(OSError):  # another process has removed it already
                 os.unlink(file_path, dir_fd=self.descriptor)
 
 

@@ -45,8 +45,8 @@ def read_ahead(directory: Path, token_ids: TokenIds, block_size: int) -> int:
 
 
 def holds_answers(generation: Path, packed: bytes, block_size: int) -> bool:
-    """Whether a generation has the beginning of a context of packed token ids, and that as of a
-    model that answered: what only drafted for another is nobody's answer.
+    """Whether a generation has the beginning of a context of packed token ids, stored by a model
+    that answered. KV of a draft model does not count.
 
     Never raises: one that cannot be looked into, as while another process makes it, has nothing.
     """

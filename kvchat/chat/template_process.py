@@ -113,8 +113,11 @@ class TemplateProcess:
 
 
 class RenderingChild:
-    """The process and its two pipes, for one template. Ends with whoever started it, or when it is
-    forgotten. It takes a while to start: who will need one may start it ahead."""
+    """The process and its two pipes, for one template.
+
+    The process ends with its parent process, or when this object is deleted. Starting takes about
+    0.1 s or more, so a caller may start one before it has the template.
+    """
 
     def __init__(self) -> None:
         path = [str(Path(kvchat.__file__).parents[1]), *sys.path]

@@ -16,7 +16,7 @@ _CODES = {
     signal.SIGTERM: ExitCode.TERMINATED,
     signal.SIGHUP: ExitCode.HANGUP,
 }
-# Once a signal has come, what nobody reads for so long is not written.
+# After a signal, a write that has waited for its reader this long is given up.
 _PATIENCE_S = 0.4
 _LOOK_AGAIN_S = 0.1
 
