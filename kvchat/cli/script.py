@@ -196,7 +196,8 @@ class Script:
             self._fail(event.error)
         elif isinstance(event, AnswerEnded):
             self._tell_statistics(event, read_again)
-            notice = ending_notice(event.reason, self._desk.options.max_tokens is not None)
+            ready = self._desk.host.ready
+            notice = ending_notice(event, ready.context_limit) if ready is not None else None
             if notice is not None:
                 self._setup.notices.tell(notice)
             if event.reason is FinishReason.TIMEOUT:
