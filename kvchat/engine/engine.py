@@ -202,7 +202,8 @@ class Engine:
     def step(self) -> list[RequestEvent]:
         """Run one forward pass over whatever is due; return what happened."""
         events = self._step()
-        self.speculation.tend(self._scheduler.requests())
+        if self.speculation.is_on:
+            self.speculation.tend(self._scheduler.requests())
         return events
 
     def prepare(self) -> None:
@@ -211,7 +212,8 @@ class Engine:
         What is done is not done again.
         """
         self._runner.prepare()
-        self.speculation.prepare()
+        if self.speculation.is_on:
+            self.speculation.prepare()
 
     def _keep_backlog(self) -> None:
         """Have written what there was no room for; with nothing else to do, wait for room."""
@@ -229,7 +231,7 @@ class Engine:
         is_met = any(not request.is_restoring for request in requests)
         self._recall(self._probes.begin(self._run_alone, of_all=is_met))
         try:
-            plan = self.speculation.draft(self._scheduler.schedule(), self.cache, self._limits)
+            plan = self._plan()
         except Exception as error:  # one request too odd to plan must not end all that follow
             _log.exception("no step could be planned")
             self._recall(self._probes.end_alone(self._run_alone))
@@ -244,6 +246,13 @@ class Engine:
         is_restoring |= any(request.is_restoring for request in self._scheduler.requests())
         is_restoring |= self._restores.is_under_way
         return events if is_restoring else events + self._samples.end_stuck()
+
+    def _plan(self) -> list[Work]:
+        """Choose the next step's work, with drafts where speculation is on."""
+        plan = self._scheduler.schedule()
+        if self.speculation.is_on:
+            plan = self.speculation.draft(plan, self.cache, self._limits)
+        return plan
 
     def close(self) -> None:
         """Keep what unfinished requests have computed, and finish writing, within bounds."""
@@ -340,7 +349,8 @@ class Engine:
         num_rows = sum(work.num_rows for work in plan)
         self._num_steps += 1
         self._num_tokens += num_rows
-        self.speculation.note(plan, tokens, seconds)
+        if self.speculation.is_on:
+            self.speculation.note(plan, tokens, seconds)
         if self._persistence is not None:
             self._persistence.planner.note_prefill(num_rows, seconds)
         if self._swap is not None:

@@ -60,7 +60,7 @@ class Speculation:
     """Drafts for one engine. `drafters` stand in the order of preference; `clock` returns seconds.
 
     A step is a `draft`, and either a `note` of what was drawn or nothing where it failed, and a
-    `tend`.
+    `tend`. While `is_on` is false, in mode OFF, the engine calls none of these.
     """
 
     def __init__(
@@ -72,6 +72,7 @@ class Speculation:
     ) -> None:
         self.total = Drafting()
         self._mode = mode
+        self.is_on = mode is not Mode.OFF
         self._drafters = list(drafters)
         self._pace: Pace = pace if pace is not None else AdaptivePace()
         self._clock = clock
@@ -92,6 +93,9 @@ class Speculation:
             reason = f"failed: {failure!r}" if failure else "is not loaded"
             raise UsageError(f"The draft model {reason}.", "Start kvchat with --draft NAME.")
         self._mode = mode
+        self.is_on = mode is not Mode.OFF
+        if not self.is_on:
+            self.tend(())  # nothing keeps up with the unfinished requests any more
 
     def status(self) -> SpeculationStatus:
         """Return counts for people; changes nothing."""
@@ -228,7 +232,7 @@ class Speculation:
     ) -> None:
         """Hold what a step of decoding alone has cost against plain steps for the same tokens."""
         plain_s = self._pace.plain_s(len(plan))
-        if plain_s is None or self._mode is Mode.OFF:
+        if plain_s is None:
             return
         plain_s = min(plain_s, seconds)  # or the machine was busier when plain steps were measured
         for work in plan:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -250,6 +251,27 @@ def test_a_mode_asks_its_own_drafters() -> None:
         used[mode] = engine.ending(number).usage.drafted_tokens > 0
 
     assert used == {Mode.OFF: False, Mode.AUTO: True, Mode.NGRAM: False, Mode.DRAFT: True}
+
+
+class _Untouched:
+    """Stands for drafters and pace that must not be asked for anything."""
+
+    name = "untouched"
+
+    def __getattr__(self, name: str) -> object:
+        raise AssertionError(f"{name} was asked for with speculation off")
+
+
+def test_speculation_that_is_off_runs_none_of_its_code() -> None:
+    """Steps with drafts off once cost about two hundred calls an answer into what drafts."""
+    untouched: Any = _Untouched()
+    speculation = Speculation([untouched], Mode.OFF, pace=untouched, clock=untouched)
+    engine = EngineHarness(speculation=speculation)
+
+    number = _run(engine, RequestSpec((1, 2, 3), GREEDY, max_tokens=20))
+
+    engine.assert_complete(number)
+    assert not speculation.failures
 
 
 def test_switching_in_the_middle_of_an_answer_changes_nothing() -> None:
