@@ -60,6 +60,9 @@ class Others:
         self.num_struck: Counter[str] = Counter()
         self.kept: dict[Path, bytes] = {}  # files of others, and what is in them
         self._rng, self._store, self._outside = rng, store, outside
+        # A few names only: the more entries a store has, the more calls look at them, and the more
+        # often a deed comes between two calls. With new names for ever nothing was restored at last.
+        self._names = [rng.randbytes(16).hex() for _ in range(12)]
         self._chance, self._is_between_calls = 0.0, False
         self._deeds = (
             self.plant_a_file,
@@ -110,7 +113,7 @@ class Others:
 
     def _place(self) -> Path:
         """Return where something is planted: under a name of ours, or of others."""
-        random_name = self._rng.randbytes(16).hex()
+        random_name = self._rng.choice(self._names)
         name = self._rng.choice([*OUR_NAMES, f"{random_name}.kv", random_name, "notes.txt", "ab"])
         return self._rng.choice([self._inside(), self._inside(), self._store]) / name
 
