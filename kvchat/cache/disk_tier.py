@@ -76,9 +76,13 @@ class DiskTier:
         self._keeper = TableKeeper(directory, own, self._lock, _PATIENCE_S, self._tally.note_error)
         self._attempt = self._keeper.attempt
         self._reader = PackReader(layout, self._keeper, self._fates, self._tally)
-        self.gc()
-        self._attempt(self._reader.warm_up, None)
-        self._look()
+        try:
+            self.gc()
+            self._attempt(self._reader.warm_up, None)
+            self._look()
+        except BaseException:  # Ctrl-C too
+            self._keeper.table.abandon()
+            raise
 
     @property
     def root(self) -> bytes:
@@ -119,7 +123,7 @@ class DiskTier:
 
     def _write(self, head: PackHead, image: memoryview, is_one_shot: bool) -> bool:
         with self._keeper.changing() as table:
-            if self._lock.has_leftovers:
+            if self._lock.has_leftovers or table.disk.has_leftovers:
                 self._collect(table)
             if self._reader.head(table, head.keys(self._layout)[0]) is not None:
                 return True
@@ -277,6 +281,7 @@ class DiskTier:
             with self._keeper.changing() as table:
                 self._collect(table)
 
+        self._lock.has_leftovers = True  # where this fails, the next write does it first
         self._attempt(collect, None)
 
     def _collect(self, table: PackTable) -> None:
@@ -291,7 +296,7 @@ class DiskTier:
         """Let go of the store. Idempotent."""
         if self._used:
             self._attempt(lambda: self._note_uses(self._keeper.table), None)
-        self._keeper.table.close()
+        self._keeper.table.close_all()
 
 
 def _literal(directory: Path) -> Path:

@@ -140,11 +140,14 @@ def connection_to(table: Path) -> sqlite3.Connection:
     mode = "mode=ro" if file_bytes(log) else "immutable=1"
     uri = f"{table.absolute().as_uri()}?{mode}"
     connection = sqlite3.connect(uri, uri=True, timeout=_PATIENCE_S)
-    # SQLite opens them with the first statement, and would wait for a pipe's other end.
-    if not own_directory.has_only_files(table.parent):
+    try:
+        # SQLite opens them with the first statement, and would wait for a pipe's other end.
+        if not own_directory.has_only_files(table.parent):
+            raise StoreError(f"{table}, or its log, is no file.")
+        connection.execute("PRAGMA data_version")
+    except BaseException:
         connection.close()
-        raise StoreError(f"{table}, or its log, is no file.")
-    connection.execute("PRAGMA data_version")
+        raise
     return connection
 
 

@@ -9,7 +9,7 @@ place of its name meanwhile, nothing outside is reached. Knows names and files; 
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -146,10 +146,23 @@ def empty(path: Path) -> None:
 
 
 def _empty(path: Path, descriptor: int) -> None:
-    for name in os.listdir(descriptor):
-        if _is_our_name(name, path) and name != mark_name(path):
-            with suppress(OSError):
-                os.unlink(name, dir_fd=descriptor)
+    """Delete the table before its logs, and not these where it stays: others who have it open go
+    on with logs that have no name any more, and who opens it next to them begins other ones.
+    """
+    names = {n for n in os.listdir(descriptor) if _is_our_name(n, path) and n != mark_name(path)}
+    if DATABASE in names:
+        names.remove(DATABASE)
+        try:
+            os.unlink(DATABASE, dir_fd=descriptor)
+        except OSError:
+            names.difference_update(_TABLE_FILES)
+    _unlink(names, descriptor)
+
+
+def _unlink(names: Iterable[str], descriptor: int) -> None:
+    for name in names:
+        with suppress(OSError):
+            os.unlink(name, dir_fd=descriptor)
 
 
 def remove(path: Path) -> None:
@@ -184,9 +197,12 @@ def clear_the_way(path: Path) -> None:
     """Take away what stands where a table of ours, or its log, belongs, and cannot be one.
 
     A link, a pipe or a file with another name elsewhere is unlinked, a directory is given another
-    name. Raises as `held` does.
+    name. Logs without a table, which a new one would take for its own, are unlinked too. Raises as
+    `held` does.
     """
     with held(path) as descriptor:
+        if DATABASE not in os.listdir(descriptor):
+            _unlink(_TABLE_FILES, descriptor)
         for name in _TABLE_FILES:
             with suppress(FileNotFoundError):
                 info = os.stat(name, dir_fd=descriptor, follow_symlinks=False)

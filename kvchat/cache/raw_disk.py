@@ -4,18 +4,20 @@ diskcache pickles what it does not know and creates files everybody may read; he
 impossible. Knows files and modes; knows no packs.
 """
 
+import errno
 import os
 import sqlite3
+import stat
+import threading
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import diskcache
 
-from kvchat.cache.own_directory import PACK_FILE, has_only_files
+from kvchat.cache.own_directory import DATABASE, PACK_FILE, has_only_files
 from kvchat.core.errors import StoreError
 
 _RAW, FILE_MODE = 1, 2  # diskcache's numbers for a value in the table, and for one in a file
@@ -57,14 +59,17 @@ class RawDisk(diskcache.Disk):
     """Keys and values are bytes; large values are files of mode 0600.
 
     The directory is held by its descriptor as long as the disk lives: what is put in the place of
-    its name meanwhile is neither read nor written.
+    its name meanwhile is neither read nor written. `has_leftovers` says that a file could not be
+    removed: the table no longer counts it, and it takes room until a sweep removes it.
     """
 
     def __init__(self, directory: str, **settings: Any) -> None:
         super().__init__(directory, **settings)
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
         self.descriptor = os.open(directory, flags)
-        weakref.finalize(self, os.close, self.descriptor)
+        # Closes the descriptor: when it is called, or else when the disk is no longer referenced.
+        self.has_leftovers = False
+        self.release = weakref.finalize(self, os.close, self.descriptor)
 
     def put(self, key: object) -> tuple[Any, bool]:
         if not isinstance(key, bytes):
@@ -133,17 +138,31 @@ class RawDisk(diskcache.Disk):
 
     def remove(self, file_path: str) -> None:
         if is_pack_file(file_path):
-            with suppress(OSError):  # another process has removed it already
+            try:
                 os.unlink(file_path, dir_fd=self.descriptor)
+            except FileNotFoundError:  # another process has removed it already
+                pass
+            except OSError:
+                self.has_leftovers = True
 
 
 class RawCache(diskcache.Cache):
     """diskcache's table over a RawDisk: it evicts nothing by itself and maps no file.
 
-    A mapped table that somebody cuts short would kill the process that reads it.
+    A mapped table that somebody cuts short would kill the process that reads it. One that cannot
+    be opened leaves nothing open: the error, and with it the table, may be kept for long.
     """
 
     def __init__(self, directory: Path, patience_s: float) -> None:
+        self._local = threading.local()
+        self._connections: list[sqlite3.Connection] = []  # of all threads
+        try:
+            self._open(directory, patience_s)
+        except BaseException:
+            self.abandon()
+            raise
+
+    def _open(self, directory: Path, patience_s: float) -> None:
         super().__init__(
             str(directory),
             timeout=patience_s,
@@ -158,6 +177,21 @@ class RawCache(diskcache.Cache):
             sqlite_wal_autocheckpoint=LOG_PAGES,
         )
 
+    def close_all(self) -> None:
+        """Close the connections of all threads; none may be using its own. What is done with the
+        table afterwards opens one again.
+        """
+        connections, self._connections = self._connections, []
+        self._local = threading.local()
+        for connection in connections:
+            connection.close()
+
+    def abandon(self) -> None:
+        """Close all there is, for good: after this the table cannot be used."""
+        self.close_all()
+        if hasattr(self, "_disk"):
+            self._disk.release()
+
     @property
     def _con(self) -> sqlite3.Connection:
         """The thread's connection: where there is none yet, or none any more, one is opened, by
@@ -170,8 +204,29 @@ class RawCache(diskcache.Cache):
                 raise StoreError(f"{self.directory} was exchanged.")
             if not has_only_files(Path(self.directory)):  # SQLite would wait for a named pipe
                 raise StoreError(f"In {self.directory} no table can be opened.")
+        if getattr(self._local, "con", None) is None:
+            self._connect()
         connection: sqlite3.Connection = super()._con
         return connection
+
+    def _connect(self) -> None:
+        """Open the thread's connection as diskcache does, but so that every thread can close it.
+
+        One that is only forgotten stays open: it is part of a reference cycle.
+        """
+        path = os.path.join(self.directory, DATABASE)
+        self._local.pid = os.getpid()
+        connection = self._local.con = sqlite3.connect(
+            path, timeout=self._timeout, isolation_level=None, check_same_thread=False
+        )
+        self._connections.append(connection)
+        try:
+            settings = connection.execute("SELECT key, value FROM Settings").fetchall()
+        except sqlite3.OperationalError:  # the table is only about to be made
+            return
+        for key, value in settings:
+            if key.startswith("sqlite_"):
+                self.reset(key, value, update=False)
 
     def read_parts(
         self, row: tuple[Any, ...], prefix_bytes: int, take: Callable[[int], memoryview]
@@ -186,17 +241,32 @@ class RawCache(diskcache.Cache):
             self._con.rollback()
 
     def sweep(self) -> None:
-        """Remove files that the table does not know as they are, while nobody else is writing."""
+        """Remove files that the table does not know as they are, while nobody else is writing.
+
+        Raises OSError, after all others are gone, where one cannot be removed: what is in the
+        directory then is more than the table says.
+        """
         rows = self._sql("SELECT filename, size FROM Cache WHERE filename IS NOT NULL")
         known = dict(rows.fetchall())
         if sum(known.values()) != self.reset("size"):
             raise ValueError("the table has lost count of its files")
+        failure: int | None = None  # no exception: kept in a frame of its own, it would live on
+        for name in filter(is_pack_file, os.listdir(self.disk.descriptor)):
+            try:
+                self._sweep_file(name, known.get(name))
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                failure = error.errno or errno.EIO
+        if failure is not None:
+            raise OSError(failure, os.strerror(failure))
+        self.disk.has_leftovers = False
+
+    def _sweep_file(self, name: str, known_bytes: int | None) -> None:
         directory = self.disk.descriptor
-        for name in filter(is_pack_file, os.listdir(directory)):
-            with suppress(OSError):  # what cannot be looked at is not thrown away for that
-                info = os.stat(name, dir_fd=directory, follow_symlinks=False)
-                if info.st_size != known.get(name):
-                    os.unlink(name, dir_fd=directory)
+        info = os.stat(name, dir_fd=directory, follow_symlinks=False)
+        if info.st_size != known_bytes and not stat.S_ISDIR(info.st_mode):  # that is not ours
+            os.unlink(name, dir_fd=directory)
 
 
 def is_pack_file(name: object) -> bool:

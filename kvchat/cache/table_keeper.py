@@ -65,7 +65,7 @@ class TableKeeper:
         is_the_same = file_number(self._table_path) == self._file
         is_the_same = is_the_same and own_directory.has_only_files(self._own)
         if not is_the_same or threading.get_ident() != self.thread:
-            self.table.close()
+            self.table.close_all()
             self.table = self._opened()
         return self.table
 
@@ -143,9 +143,15 @@ class TableKeeper:
         own_directory.clear_the_way(self._own)
         # SQLite gives its log the mode of its file; both are the user's alone.
         private_file(self._table_path)
-        self._file, self.thread = file_number(self._table_path), threading.get_ident()
+        file = file_number(self._table_path)
         table = PackTable(self._own, self._patience_s)
-        with own_directory.held(self._own) as descriptor:
-            if not os.path.sameopenfile(descriptor, table.disk.descriptor):
-                raise StoreError(f"{self._own} was exchanged while it was opened.")
+        try:
+            with own_directory.held(self._own) as descriptor:
+                if not os.path.sameopenfile(descriptor, table.disk.descriptor):
+                    raise StoreError(f"{self._own} was exchanged while it was opened.")
+        except BaseException:
+            table.abandon()
+            raise
+        # Not before it is open: where that fails, the next one to ask opens it again.
+        self._file, self.thread = file, threading.get_ident()
         return table
