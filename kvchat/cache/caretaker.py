@@ -17,7 +17,6 @@ from kvchat.cache.disk_budget import disk_budget
 from kvchat.cache.disk_tier import DiskTier
 from kvchat.cache.generations import (
     drop,
-    file_number,
     last_used,
     set_last_used,
     strangers,
@@ -84,15 +83,13 @@ class Caretaker:
     def _verify_in(self, path: Path, goes_on: Callable[[], bool]) -> Verified:
         if not goes_on():
             return Verified()
-        table = file_number(path / DATABASE)
         # Nothing is too old or too much: who wants to know what is sound throws nothing away.
         with self._opened(path, _NO_LIMIT, lambda: -math.inf) as (tier, _):
             sound, damaged = tier.verify(goes_on)
             trouble = tier.status().trouble
-        is_anew = table is not None and file_number(path / DATABASE) != table
-        if not (sound or damaged or is_anew):
+        if not (sound or damaged or tier.is_begun_anew):
             _require_no(trouble)
-        return Verified(sound, damaged, int(is_anew))
+        return Verified(sound, damaged, int(tier.is_begun_anew))
 
     def gc(self) -> int:
         """Remove what is out of date and what nothing leads to, and keep the limit.
@@ -106,11 +103,10 @@ class Caretaker:
     def _collect_in(self, path: Path) -> None:
         if not path.is_dir():  # it was too old, and went when the first was opened
             return
-        table = file_number(path / DATABASE)
         with self._opened(path, self._limit_bytes, time.time) as (tier, _):
             tier.gc()
             status = tier.status()
-        if file_number(path / DATABASE) == table and not status.num_damaged:
+        if not tier.is_begun_anew and not status.num_damaged:
             _require_no(status.trouble)
 
     def unpin(self, label: str) -> int:
@@ -135,7 +131,6 @@ class Caretaker:
 
     def _forget_in(self, path: Path, packed: list[bytes], others: list[bytes], label: str) -> int:
         """Forget contexts of one identity, except what `others` share; return how many blocks."""
-        table = file_number(path / DATABASE)
         with self._opened(path, _NO_LIMIT, lambda: -math.inf) as (tier, generation):
             stays = _keys(generation.layout, others)
             stays.update(key for p in generation.pins if p.label != label for key in p.keys)
@@ -143,7 +138,7 @@ class Caretaker:
                 tier.unpin(label)
             num_blocks = tier.forget(_keys(generation.layout, packed) - stays)
             left = read_generation(path)
-        if generation.trouble and file_number(path / DATABASE) == table:
+        if generation.trouble and not tier.is_begun_anew:
             error = StoreHeld if generation.is_held else StoreError
             raise error(f"{path} cannot be read: {generation.trouble}.")
         if left.heads and left.layout != generation.layout:

@@ -85,6 +85,11 @@ class DiskTier:
             raise
 
     @property
+    def is_begun_anew(self) -> bool:
+        """Whether a table that was there could not be used, and an empty one took its place."""
+        return self._keeper.is_begun_anew
+
+    @property
     def root(self) -> bytes:
         """The key of the empty context under the tier's identity."""
         return self._root

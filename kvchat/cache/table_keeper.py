@@ -52,6 +52,7 @@ class TableKeeper:
         self._patience_s = patience_s
         self._note_trouble = note_trouble
         self._may_begin_anew = True
+        self.is_begun_anew = False  # a table that was there could not be used, and another is there
         self._file: tuple[int, int] | None = None
         self.thread = threading.get_ident()
         self.table = self._opened()
@@ -97,8 +98,12 @@ class TableKeeper:
     def _begin_anew(self) -> None:
         with self._lock.held():
             if file_number(self._table_path) == self._file:
-                own_directory.empty(self._own)
+                self._empty()
             self.follow()
+
+    def _empty(self) -> None:
+        self.is_begun_anew = True
+        own_directory.empty(self._own)
 
     def _opened(self) -> PackTable:
         """Open the table; one that cannot be used is begun anew."""
@@ -113,7 +118,7 @@ class TableKeeper:
                 if is_passing(error):
                     raise
             with self._lock.held():
-                own_directory.empty(self._own)
+                self._empty()
                 return self._open()
 
     @contextmanager

@@ -61,7 +61,7 @@ class Others:
         self.kept: dict[Path, bytes] = {}  # files of others, and what is in them
         self._rng, self._store, self._outside = rng, store, outside
         # A few names only: the more entries a store has, the more calls look at them, and the more
-        # often a deed comes between two calls. With new names for ever nothing was restored at last.
+        # often a deed comes between two calls. New names for ever: nothing restored at last.
         self._names = [rng.randbytes(16).hex() for _ in range(12)]
         self._chance, self._is_between_calls = 0.0, False
         self._deeds = (
