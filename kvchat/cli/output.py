@@ -30,6 +30,7 @@ class Exchange:
     label: dict[str, object] = field(default_factory=dict)
     num_samples: int = 1
     has_started: bool = False
+    told: set[str] = field(default_factory=set)  # what stderr got about its answers
 
     def fields(self, sample: int | None = None) -> dict[str, object]:
         fields: dict[str, object] = {"session": self.session_id, **self.label}

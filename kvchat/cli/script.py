@@ -198,7 +198,8 @@ class Script:
             self._tell_statistics(event, read_again)
             ready = self._desk.host.ready
             notice = ending_notice(event, ready.context_limit) if ready is not None else None
-            if notice is not None:
+            if notice is not None and notice not in exchange.told:  # of many samples, once
+                exchange.told.add(notice)
                 self._setup.notices.tell(notice)
             if event.reason is FinishReason.TIMEOUT:
                 self._setup.notices.tell(f"the answer took longer than {self._setup.timeout_s} s.")
