@@ -118,7 +118,7 @@ def test_a_model_that_reads_values_is_told_with_the_place(monkeypatch: pytest.Mo
 
     assert reason is not None
     assert reason.startswith("the host reads values")
-    assert "test_graph_trial.py:" in reason
+    assert f"{Path(__file__).name}:" in reason
 
 
 # The trap. `x` is [4, 3] float, on a device with values and on one without.
