@@ -11,8 +11,6 @@ import triton
 import triton.language as tl
 from triton.errors import TritonError
 
-from kvchat_kernels.launch import Launch
-
 _SIZE = 100
 _FAILURES = (TritonError, RuntimeError, OSError, ImportError, subprocess.SubprocessError)
 
@@ -28,9 +26,8 @@ def twice_kernel(number_ptr, size, BLOCK: tl.constexpr):
 def trial_error(device: torch.device) -> str | None:
     """Return why kernels do not run on `device`, as the end of a sentence; None where they do."""
     numbers = torch.arange(float(_SIZE), device=device)
-    values = {"number_ptr": numbers, "size": _SIZE, "BLOCK": 64}
     try:
-        Launch(twice_kernel, (triton.cdiv(_SIZE, 64),), values).run()
+        twice_kernel[(triton.cdiv(_SIZE, 64),)](numbers, _SIZE, BLOCK=64)
         is_right = torch.equal(numbers.cpu(), 2.0 * torch.arange(float(_SIZE)))
     except _FAILURES as error:
         lines = str(error).strip().splitlines()

@@ -19,7 +19,6 @@ from kvchat_kernels.paged_attention.cpu_step import columns_of
 
 _LLAMA_NORMS = ("input_layernorm", "post_attention_layernorm")
 _GEMMA_NORMS = (*_LLAMA_NORMS, "pre_feedforward_layernorm", "post_feedforward_layernorm")
-LAYER_NORMS = (_LLAMA_NORMS, _GEMMA_NORMS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,6 @@ them.
 
 from dataclasses import dataclass
 
-import torch
-
 from kvchat_kernels.paged_attention import AttentionSpan
 
 
@@ -46,10 +44,3 @@ class ModelSpec:
     def storing_layers(self) -> tuple[LayerSpec, ...]:
         """The layers that own a KV pool, by pool index."""
         return tuple(layer for layer in self.layers if layer.stores_kv)
-
-    def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
-        """Return the bytes one token's KV takes in all layers."""
-        elements = sum(
-            layer.num_kv_heads * (layer.key_dim + layer.value_dim) for layer in self.storing_layers
-        )
-        return elements * dtype.itemsize

@@ -20,15 +20,13 @@ from kvchat.core.config import ModelConfig
 from kvchat.model import fuse
 from kvchat.model.batch import SequencePiece, build_batch
 from kvchat.model.fuse_linear import HalfProduct, MergedProduct
-from kvchat.model.fuse_outlook import fusion_in_words
 from kvchat.model.fuse_search import LayerSearch
 from kvchat.model.fuse_trial import Trial
 from kvchat.model.loader import LoadedModel, load_model
 from kvchat.model.paged_model import PagedModel
-from kvchat.model.probe import probe
 from kvchat.model.source import find_model
 from support.architectures import SUPPORTED
-from support.checkpoints import save_checkpoint, tiny_config, tiny_model
+from support.checkpoints import save_checkpoint, tiny_model
 from support.specimens import Specimen, random_ids
 
 GetSpecimen = Callable[[str], Specimen]
@@ -114,17 +112,6 @@ def test_layers_of_known_forms_are_fused_and_others_part_by_part(
     assert (fusion.num_layers, len(loaded.spec.layers)) == WHOLE[name]
     assert fusion.num_parts >= 2
     assert fusion.weights == ("own" if dtype == "float32" else "float16")
-
-
-@pytest.mark.parametrize("name", WHOLE)
-def test_the_outlook_says_what_is_then_proven(name: str) -> None:
-    model_type, settings = SUPPORTED[name]
-    config = tiny_config(model_type, **settings)
-    whole, total = WHOLE[name]
-
-    words = fusion_in_words(config, probe(config))
-
-    assert words.startswith(f"fused in {whole} of {total} layers" if whole else "transformers' own")
 
 
 @pytest.mark.parametrize("name", WHOLE)
