@@ -10,7 +10,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -215,5 +214,7 @@ def _do(job: Callable[[], object]) -> None:
 
 def _close(tier: Tier | None) -> None:
     if tier is not None:
-        with suppress(Exception):
+        try:
             tier.close()
+        except Exception:
+            _log.exception("the tier did not close in order")

@@ -110,7 +110,7 @@ def chat(
     sessions_dir: Annotated[str | None, _setting("sessions_dir", metavar="DIR")] = None,
     color: Annotated[str | None, _setting("color", metavar="WHEN")] = None,
     accessible: Annotated[bool | None, _setting("accessible", "--accessible")] = None,
-    debug: Annotated[bool, typer.Option("--debug", help="show tracebacks")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="log more, on stderr too")] = False,
     version: Annotated[
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="the version")
     ] = False,

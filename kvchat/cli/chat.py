@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvchat.cli.build import ask_options, caretaker, check, open_host, session_store, user_paths
+from kvchat.cli.log_file import close_log
 from kvchat.cli.settings import Settings, resolve
 from kvchat.core.config import shown
 from kvchat.core.errors import UsageError
@@ -73,6 +74,8 @@ def run_chat(flags: dict[str, Any], request: ChatRequest) -> int:
     """Chat as asked; return the exit code."""
     settings = resolve(flags, os.environ, user_paths().config)
     check(settings, request.num_samples)
+    if settings["incognito"]:
+        close_log()
     is_interactive = request.prompt is None and _is_terminal(sys.stdin) and _is_terminal(sys.stdout)
     if is_interactive and request.input_format == "text" and request.output_format == "text":
         return _chat_interactively(settings, request)

@@ -18,6 +18,7 @@ from pathlib import Path
 from kvchat import __version__
 from kvchat.cache.disk_budget import nearest_existing
 from kvchat.cli.build import caretaker, session_store, user_paths
+from kvchat.cli.log_file import LOG_NAME
 from kvchat.cli.settings import resolve
 from kvchat.core.config import format_bytes
 from kvchat.core.errors import ExitCode, KvchatError, StoreError
@@ -79,7 +80,7 @@ def _checks(sessions_dir: str | None) -> tuple[Check, ...]:
         advice = f"Cannot be read: {', '.join(damaged[:3])}." if damaged else ""
         yield Finding("sessions", f"{len(summaries)} in {store.directory}", advice)
 
-    return (_versions, _terminal, _devices, _directories, _kv, sessions, _demo)
+    return (_versions, _terminal, _devices, _directories, _log_file, _kv, sessions, _demo)
 
 
 def _versions() -> Iterator[Finding]:
@@ -151,6 +152,12 @@ def _directory(subject: str, path: Path) -> Finding:
     space = shutil.disk_usage(path).free
     advice = "Free some disk space." if space < _LOW_SPACE_BYTES else ""
     return Finding(subject, f"{path}, {format_bytes(space)} free", advice)
+
+
+def _log_file() -> Iterator[Finding]:
+    """Say where the log is."""
+    path = user_paths().state / LOG_NAME
+    yield Finding("log", f"{path}" if path.exists() else f"{path} (nothing went wrong so far)")
 
 
 def _kv() -> Iterator[Finding]:

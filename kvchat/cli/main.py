@@ -15,6 +15,8 @@ from kvchat.cli.streams import forget_stdout, forget_streams, prepare_streams
 from kvchat.core.errors import ExitCode, KvchatError, UsageError
 from kvchat.terminal.sanitize import one_line, sanitize
 
+_log = logging.getLogger(__name__)
+
 # What writing fails with. Our own files have errors of their own: what is left is stdout.
 _UNWRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 # With these the reader of the output has gone, or is not waited for.
@@ -59,13 +61,13 @@ def _is_engine_busy() -> bool:
 
 
 def _run() -> int:
+    from kvchat.cli.build import user_paths
+    from kvchat.cli.log_file import open_log
     from kvchat.cli.surroundings import prepare
 
     prepare()
     is_debug = "--debug" in sys.argv
-    if not is_debug:
-        # Nobody configures logging here, and Python would print our warnings with their tracebacks.
-        logging.getLogger("kvchat").addHandler(logging.NullHandler())
+    open_log(user_paths().state, is_debug)
     try:
         return _run_command()
     except BaseException as error:
@@ -109,6 +111,7 @@ def _told(error: BaseException) -> int:
     if isinstance(error, MemoryError):
         return _said("There is not enough memory for that.", ExitCode.GENERATION)
     kind = type(error).__name__
+    _log.error("unexpected error", exc_info=error)
     sentence = f"unexpected {kind}: {one_line(str(error), _MAX_FAULT_CHARS)}."
     return _said(f"{sentence} This is a bug; --debug shows where.", ExitCode.GENERATION)
 

@@ -222,9 +222,13 @@ class Notices:
         self._stderr.flush()
 
 
-def ending_notice(reason: FinishReason, is_limited: bool) -> str | None:
-    """Return what a reader of the answer should know about its end."""
-    if reason is FinishReason.LENGTH:
-        limit = "--max-tokens" if is_limited else "the end of the context"
+def ending_notice(ended: AnswerEnded, context_limit: int) -> str | None:
+    """Return what a reader of the answer should know about its end.
+
+    An answer is cut off at the end of the context, `context_limit` tokens, or at its own limit.
+    """
+    if ended.reason is FinishReason.LENGTH:
+        length = ended.usage.prompt_tokens + ended.usage.completion_tokens
+        limit = "the end of the context" if length >= context_limit else "--max-tokens"
         return f"the answer was cut off at {limit}."
     return None

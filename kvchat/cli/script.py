@@ -5,6 +5,7 @@ answer comes about.
 """
 
 import asyncio
+import logging
 import queue
 import threading
 from collections.abc import Iterator
@@ -29,6 +30,8 @@ from kvchat.terminal.wrap import NO_BREAK
 
 if TYPE_CHECKING:
     from kvchat.terminal.script_commands import ScriptCommands
+
+_log = logging.getLogger(__name__)
 
 # JSON requests in flight at once: enough to fill any batch, few enough to keep files open.
 _MAX_IN_FLIGHT = 128
@@ -193,7 +196,8 @@ class Script:
             self._fail(event.error)
         elif isinstance(event, AnswerEnded):
             self._tell_statistics(event, read_again)
-            notice = ending_notice(event.reason, self._desk.options.max_tokens is not None)
+            ready = self._desk.host.ready
+            notice = ending_notice(event, ready.context_limit) if ready is not None else None
             if notice is not None:
                 self._setup.notices.tell(notice)
             if event.reason is FinishReason.TIMEOUT:
@@ -347,6 +351,7 @@ def _read_ahead(
         places.acquire()
         inbox.put(BadRequest(error))
     except Exception as error:
+        _log.error("the input cannot be read", exc_info=error)
         places.acquire()
         inbox.put(BadRequest(KvchatError(f"The input cannot be read any further: {error}.")))
     finally:

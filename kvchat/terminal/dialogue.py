@@ -341,7 +341,9 @@ class Dialogue(CommandContext):
         _log.error("unexpected error", exc_info=error)
         name = type(error).__name__
         self.say(
-            f"Something went wrong inside kvchat ({name}). The conversation is kept.", Role.ERROR
+            f"Something went wrong inside kvchat ({name}). The conversation is kept. "
+            "`kvchat doctor` says where the log is.",
+            Role.ERROR,
         )
 
     # The view

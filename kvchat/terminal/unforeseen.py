@@ -30,7 +30,8 @@ def unforeseen_errors_told(tell: Callable[[BaseException], None]) -> Iterator[No
 
     def in_callback(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         tell_soon(context.get("exception"))
-        _log.error("event loop: %s", context.get("message"), exc_info=context.get("exception"))
+        # Its message is left out: it names a callback with its arguments, which may be text.
+        _log.error("in a callback of the event loop", exc_info=context.get("exception"))
 
     def in_thread(arguments: threading.ExceptHookArgs) -> None:
         tell_soon(arguments.exc_value)

@@ -160,6 +160,23 @@ def test_an_answer_cut_off_by_its_limit_is_no_failure(shell: Shell, tiny: str) -
     assert b"cut off at --max-tokens" in done.stderr
 
 
+def test_a_request_with_a_limit_of_its_own_is_not_at_the_end_of_the_context(
+    shell: Shell, tiny: str
+) -> None:
+    """Only the command line's limit was asked for, so a request's was taken for the context's."""
+    request = json.dumps({"prompt": "Hello", "max_tokens": 2}).encode() + b"\n"
+
+    done = shell.run("-m", tiny, *GREEDY, "--input-format", "jsonl", stdin=request)
+
+    assert b"cut off at --max-tokens" in done.stderr
+
+
+def test_an_answer_that_fills_the_context_says_so(shell: Shell, tiny: str) -> None:
+    done = shell.run("-m", tiny, *GREEDY, "--max-context", "32", "-p", "Hello", "--stop", "@@@")
+
+    assert b"cut off at the end of the context" in done.stderr
+
+
 def test_running_out_of_time_ends_with_124_and_keeps_the_answer(shell: Shell, endless: str) -> None:
     for limit in ("4", "20", "100"):  # a busy machine takes longer to load
         asked = ("--json", "--temperature", "0", "--timeout", limit, "-p", "Hello")
