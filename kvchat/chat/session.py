@@ -23,7 +23,15 @@ from kvchat.core.types import FinishReason, SamplingParams
 from kvchat.engine.request import RequestSpec
 from kvchat.engine.thread import EngineThread
 
-SAMPLING_NAMES = frozenset(("temperature", "top_k", "top_p", "min_p", "repetition_penalty"))
+# The sampling parameters that a user may choose, and the type of each.
+SAMPLING_KINDS: dict[str, type[int] | type[float]] = {
+    "temperature": float,
+    "top_p": float,
+    "top_k": int,
+    "min_p": float,
+    "repetition_penalty": float,
+}
+SAMPLING_NAMES = frozenset(SAMPLING_KINDS)
 
 
 @dataclass(frozen=True, slots=True)

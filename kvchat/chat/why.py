@@ -64,7 +64,7 @@ def common_len(one: Sequence[int], other: Sequence[int]) -> int:
     length = min(len(one), len(other))
     if one[:length] == other[:length]:
         return length
-    return next(n for n in range(length) if one[n] != other[n])
+    return next((n for n in range(length) if one[n] != other[n]), length)
 
 
 def reuse_of(

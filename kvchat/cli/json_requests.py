@@ -7,18 +7,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvchat.chat.conversation import Role
-from kvchat.chat.session import AskOptions, ChatSession
+from kvchat.chat.session import SAMPLING_KINDS, AskOptions, ChatSession
 from kvchat.chat.transcript import parse_messages
 from kvchat.core.config import shown
 from kvchat.core.errors import KvchatError, UsageError
 
-_SAMPLING = {
-    "temperature": float,
-    "top_p": float,
-    "min_p": float,
-    "top_k": int,
-    "repetition_penalty": float,
-}
 _MOST = 2**63 - 1
 _OTHERS = ("id", "prompt", "messages", "system", "seed", "max_tokens", "stop")
 
@@ -77,7 +70,7 @@ def parse_request(content: object, line: int) -> JsonRequest:
     if not isinstance(content, dict):
         raise UsageError(f'Line {line} of the input is not a JSON object like {{"prompt": "..."}}.')
     for name in content:
-        if name not in _OTHERS and name not in _SAMPLING:
+        if name not in _OTHERS and name not in SAMPLING_KINDS:
             raise UsageError(f"Line {line} of the input has an unknown field {shown(name)}.")
     if content.get("id") is not None and not _is_id(content["id"]):
         raise UsageError(f"id of line {line} must be a text or a number.")
@@ -121,7 +114,7 @@ def _system(content: dict[str, Any], line: int) -> str | None:
 
 def _sampling(content: dict[str, Any], line: int) -> dict[str, Any]:
     values = {}
-    for name, kind in _SAMPLING.items():
+    for name, kind in SAMPLING_KINDS.items():
         if name in content:
             value = content[name]
             if isinstance(value, bool) or not isinstance(value, int | float):

@@ -6,17 +6,11 @@ Pure: options in, options out. Knows names and how values read; checks are Sampl
 from collections.abc import Callable
 from dataclasses import replace
 
-from kvchat.chat.session import AskOptions
+from kvchat.chat.session import SAMPLING_KINDS, AskOptions
 from kvchat.core.errors import UsageError
 
-_SAMPLING: dict[str, Callable[[str], object]] = {
-    "temperature": float,
-    "top-p": float,
-    "top-k": int,
-    "min-p": float,
-    "repetition-penalty": float,
-}
-_OTHERS: dict[str, Callable[[str], object]] = {"seed": int, "max-tokens": int, "stop": str}
+_SAMPLING = {name.replace("_", "-"): kind for name, kind in SAMPLING_KINDS.items()}
+_OTHERS = ("seed", "max-tokens", "stop")
 NAMES = (*_SAMPLING, *_OTHERS)
 _UNSET = ("none", "off", "default", "random")
 

@@ -10,7 +10,7 @@ from kvchat.chat.session import AskOptions
 from kvchat.terminal.commands import Registry
 from kvchat.terminal.desk import Desk
 from kvchat.terminal.face import Choice, Page, tell
-from kvchat.terminal.status import Price
+from kvchat.terminal.status import Price, price_line
 from kvchat.terminal.theme import Role
 
 
@@ -49,7 +49,7 @@ class CommandContext(ABC):
         """Say what an action costs where that is a lot, and ask where it is very much."""
         if price is None or price.is_cheap:
             return True
-        self.say(f"{action} {price}.")
+        self.say(f"{action} {price_line(price)}.")
         return not price.is_dear or await self.confirm("Do it all the same?")
 
     # Having something done

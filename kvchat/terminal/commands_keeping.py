@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from kvchat.chat.attachment import read_attachment
 from kvchat.chat.conversation import ROOT, Conversation, Role
+from kvchat.chat.why import common_len
 from kvchat.core.errors import KvchatError, StoreError, StoreInUse, UsageError
 from kvchat.core.paths import user_path
 from kvchat.terminal import kept_kv
@@ -106,7 +107,7 @@ def _file_context(desk: "Desk", paths: Iterable[Path], created_s: float) -> list
     text = "".join(f"{read_attachment(path)}\n" for path in paths)
     empty = Conversation("", created_s, desk.system)
     one, other = (desk.host.model.user_ids(empty, ROOT, text + end, desk.system) for end in _PROBES)
-    return list(one[: _common(one, other)])
+    return list(one[: common_len(one, other)])
 
 
 async def unpin(context: "CommandContext", arguments: str) -> None:
@@ -217,7 +218,9 @@ async def _forget_kv(
     """Remove the KV of contexts, as far as it is not shared. Raises StoreInUse where others are at
     the store: that passes, and the words stay to do it again by. What does not pass keeps no words.
     """
-    kept_lengths = [max((_common(ids, other) for other in shared), default=0) for ids in contexts]
+    kept_lengths = [
+        max((common_len(ids, other) for other in shared), default=0) for ids in contexts
+    ]
     if desk.host.ready is not None:
         asked = desk.host.forget(list(zip(contexts, kept_lengths, strict=True)))
         try:
@@ -247,12 +250,6 @@ def _others(desk: "Desk", session_id: str) -> list[list[int]]:
         except KvchatError:  # a damaged one says nothing of what it shares
             continue
     return contexts
-
-
-def _common(one: "list[int] | tuple[int, ...]", other: "list[int] | tuple[int, ...]") -> int:
-    """Return how many leading token ids two contexts share."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((n for n, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def _kept(context: "CommandContext") -> KeptKv:

@@ -14,7 +14,6 @@ from kvchat.chat.host import ChatHost
 from kvchat.core.errors import KvchatError
 from kvchat.core.stats import EngineStatus
 from kvchat.core.types import rate
-from kvchat.terminal.kept_kv import trouble_notice
 from kvchat.terminal.sanitize import one_line
 from kvchat.terminal.status import Price
 
@@ -24,6 +23,8 @@ T = TypeVar("T")
 _MIN_MEASURED_TOKENS = 64
 _NOT_WORTH_MENTIONING_TOKENS = 64
 _ENGINE_PATIENCE_S = 2.0
+_DISK_CACHE_FAILED = "the disk cache failed"
+_MAX_TROUBLE_CHARS = 4096
 
 
 class EngineQuestions:
@@ -91,3 +92,11 @@ class EngineQuestions:
                 return await asyncio.wrap_future(ask())
         except (TimeoutError, KvchatError):
             return None
+
+
+def trouble_notice(trouble: str) -> str:
+    """Return what the user is told, once, when a chat's own store has got into trouble."""
+    told = one_line(trouble, _MAX_TROUBLE_CHARS).rstrip(".")
+    if told.startswith(_DISK_CACHE_FAILED):
+        return f"{told}; the chat goes on without it."
+    return f"the disk cache: {told}; the chat goes on."

@@ -14,7 +14,6 @@ from kvchat.terminal.sanitize import one_line
 from kvchat.terminal.status import plural
 from kvchat.terminal.theme import Glyphs
 
-_FAILED = "the disk cache failed"
 _IDENTITY_CHARS = 8
 _PATH_CHARS = 4096
 _LABEL_CHARS = 64
@@ -145,14 +144,6 @@ def clearing_question(status: StoreStatus) -> str:
 def cleared_line(num_bytes: int) -> str:
     """Return what clearing has deleted."""
     return f"{format_bytes(num_bytes)} deleted." if num_bytes else "There was nothing to delete."
-
-
-def trouble_notice(trouble: str) -> str:
-    """Return what is said, once, when a chat's own store has got into trouble."""
-    told = one_line(trouble, _PATH_CHARS).rstrip(".")
-    if told.startswith(_FAILED):
-        return f"{told}; the chat goes on without it."
-    return f"the disk cache: {told}; the chat goes on."
 
 
 def disk_lines(disk: TierStatus) -> list[str]:

@@ -15,7 +15,7 @@ from kvchat.terminal.command_context import CommandContext
 from kvchat.terminal.commands import Invocation, Registry
 from kvchat.terminal.desk import Desk
 from kvchat.terminal.face import Page
-from kvchat.terminal.status import Price
+from kvchat.terminal.status import Price, price_line
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class ScriptCommands(CommandContext):
     async def afford(self, price: Price | None, action: str) -> bool:
         """Say the price, and pay it: a script asks for what it wants."""
         if price is not None and not price.is_cheap:
-            self.say(f"{action} {price}.")
+            self.say(f"{action} {price_line(price)}.")
         return True
 
     def answer_again(self, options: AskOptions) -> None:

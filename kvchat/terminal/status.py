@@ -71,7 +71,7 @@ def stats_line(
         _ending(reason),
         f"loaded in {format_seconds(load_s)}" if load_s is not None else "",
         _cached(usage, glyphs),
-        f"read {usage.prefilled_tokens:,}" if usage.prefilled_tokens else "",
+        f"prefill {usage.prefilled_tokens:,}" if usage.prefilled_tokens else "",
         f"read again: {read_again}" if read_again else "",
         f"first token {format_seconds(timing.ttft_s)}" if usage.completion_tokens else "",
         _generated(usage, timing),
@@ -294,6 +294,8 @@ class Price:
         """Worth a question."""
         return self.num_read > 8192 if self.seconds is None else self.seconds > 10.0
 
-    def __str__(self) -> str:
-        seconds = f", about {format_seconds(self.seconds)}" if self.seconds is not None else ""
-        return f"re-reads {self.num_read:,} of {self.num_tokens:,} tokens{seconds}"
+
+def price_line(price: Price) -> str:
+    """Return what an action costs, in words that follow the action's name."""
+    seconds = f", about {format_seconds(price.seconds)}" if price.seconds is not None else ""
+    return f"re-reads {price.num_read:,} of {price.num_tokens:,} tokens{seconds}"

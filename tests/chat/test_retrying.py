@@ -14,13 +14,8 @@ from kvchat.chat.store import SessionStore
 from kvchat.core.errors import ModelError
 from kvchat.core.events import LoadProgress
 from support.saved_sessions import assert_saved
-from support.scripted_engine import Script, scripted_build, text_model, write_text_checkpoint
+from support.scripted_engine import Script, scripted_build
 from support.tiny_host import answer_options, finish
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> ChatModel:
-    return text_model(write_text_checkpoint(tmp_path_factory.mktemp("model") / "scripted"))
 
 
 class SlowHost:

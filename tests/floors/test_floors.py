@@ -40,9 +40,9 @@ OWNERS = {
     "jinja2": {"chat"},
     "diskcache": {"cache/disk_tier.py", "cache/raw_disk.py"},
     "xxhash": {"cache"},
-    "rich": {"terminal", "cli"},
+    "rich": {"terminal"},
     "pygments": {"terminal"},
-    "prompt_toolkit": {"terminal", "cli"},
+    "prompt_toolkit": {"terminal"},
     "typer": {"cli"},
     "platformdirs": {"cli"},
 }
@@ -152,3 +152,20 @@ def test_what_must_start_fast_loads_neither_torch_nor_transformers(statement: st
         check=True,
     )
     assert done.stdout.split() == ["False", "False"]
+
+
+def test_a_chat_needs_no_terminal() -> None:
+    """A server is one more front end: all of the chat floor loads without the floors above it."""
+    modules = sorted(path.stem for path in (ROOT / "kvchat" / "chat").glob("[a-z]*.py"))
+    above = {"kvchat.terminal", "kvchat.cli", "rich", "pygments", "prompt_toolkit", "typer"}
+    imports = ", ".join(f"kvchat.chat.{name}" for name in modules)
+    path = [str(ROOT), str(ROOT / "kernels")]
+    script = (
+        f"import sys; sys.path[:0] = {path}; import {imports}; "
+        f"print(sorted({above} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+
+    assert done.stdout.split() == ["[]"]

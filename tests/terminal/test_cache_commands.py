@@ -7,6 +7,7 @@ import pytest
 
 from kvchat.core.stats import KeptPack, StoreStatus, TierStatus, Verified
 from kvchat.terminal import kept_kv
+from kvchat.terminal.engine_questions import trouble_notice
 from kvchat.terminal.theme import ASCII_GLYPHS
 from support.pty_screen import PtyScreen
 from support.stored_packs import stored_packs
@@ -110,7 +111,7 @@ def test_a_long_conversation_goes_straight_down() -> None:
 def test_what_a_broken_table_says_cannot_act_on_a_terminal() -> None:
     evil = TierStatus(trouble="the disk cache failed: \x1b]0;owned\x07.")
 
-    assert "\x1b" not in kept_kv.trouble_notice(evil.trouble)
+    assert "\x1b" not in trouble_notice(evil.trouble)
     assert "\x1b" not in "".join(kept_kv.disk_lines(evil))
 
 

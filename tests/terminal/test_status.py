@@ -15,6 +15,7 @@ from kvchat.terminal.status import (
     format_seconds,
     model_label,
     plural,
+    price_line,
     stats_line,
     toolbar,
 )
@@ -32,7 +33,7 @@ def test_the_line_after_an_answer_tells_all_there_is_to_tell() -> None:
     timing = Timing(ttft_s=0.084, decode_s=211 / 61)
 
     assert _line(usage, timing) == (
-        "cached 3,812/3,904 (3,200 device · 612 disk) · read 92 · first token 84 ms · "
+        "cached 3,812/3,904 (3,200 device · 612 disk) · prefill 92 · first token 84 ms · "
         "212 tokens at 61/s · draft 74% accepted, 4.7 a step, 2.3x plain · context 4.1k/32k"
     )
 
@@ -41,21 +42,26 @@ def test_what_was_read_again_has_its_reason_beside_the_count() -> None:
     usage = Usage(40, CachedTokens(device=16), 1)
     line = stats_line(usage, Timing(), FinishReason.STOP, None, _GLYPHS, "evicted")
 
-    assert line.replace("\u00a0", " ").startswith("cached 16/40 · read 24 · read again: evicted · ")
+    assert line.replace("\u00a0", " ").startswith(
+        "cached 16/40 · prefill 24 · read again: evicted · "
+    )
 
 
 def test_what_loading_took_is_told_where_it_belongs_to_the_answer() -> None:
     usage, timing = Usage(prompt_tokens=40, completion_tokens=1), Timing(ttft_s=1.5)
     line = stats_line(usage, timing, FinishReason.STOP, None, _GLYPHS, load_s=2.04)
 
-    assert line.replace("\u00a0", " ").startswith("loaded in 2.0 s · read 40 · first token 1.5 s")
+    assert line.replace("\u00a0", " ").startswith(
+        "loaded in 2.0 s · prefill 40 · first token 1.5 s"
+    )
 
 
 def test_what_is_zero_is_left_out() -> None:
     usage = Usage(prompt_tokens=40, completion_tokens=1)
 
     assert (
-        _line(usage, Timing(ttft_s=1.5)) == "read 40 · first token 1.5 s · 1 token · context 41/32k"
+        _line(usage, Timing(ttft_s=1.5))
+        == "prefill 40 · first token 1.5 s · 1 token · context 41/32k"
     )
 
 
@@ -79,9 +85,9 @@ def test_a_wholly_cached_prompt_on_the_device_needs_no_places() -> None:
 @pytest.mark.parametrize(
     ("reason", "begins"),
     [
-        (FinishReason.CANCELLED, "stopped · read 10"),
-        (FinishReason.LENGTH, "cut off at the limit · read 10"),
-        (FinishReason.TIMEOUT, "out of time · read 10"),
+        (FinishReason.CANCELLED, "stopped · prefill 10"),
+        (FinishReason.LENGTH, "cut off at the limit · prefill 10"),
+        (FinishReason.TIMEOUT, "out of time · prefill 10"),
     ],
 )
 def test_an_answer_that_did_not_end_by_itself_says_so(reason: FinishReason, begins: str) -> None:
@@ -194,8 +200,8 @@ def test_warmth_is_told_in_words(warmth: float | None, word: str) -> None:
 
 
 def test_a_price_is_told_in_tokens_and_once_measured_in_seconds() -> None:
-    assert str(Price(9812, 8572)) == "re-reads 1,240 of 9,812 tokens"
-    assert str(Price(9812, 8572, 1378.0)) == "re-reads 1,240 of 9,812 tokens, about 900 ms"
+    assert price_line(Price(9812, 8572)) == "re-reads 1,240 of 9,812 tokens"
+    assert price_line(Price(9812, 8572, 1378.0)) == "re-reads 1,240 of 9,812 tokens, about 900 ms"
 
 
 @pytest.mark.parametrize(
