@@ -25,8 +25,7 @@ from kvchat.chat.conversation import Role
 from kvchat.chat.session_file import read_session
 from kvchat.core.config import CacheConfig, EngineConfig, SpeculationConfig
 from kvchat.core.errors import KvchatError
-from kvchat.engine.assembly import AssembledEngine
-from kvchat.engine.draft_assembly import build_speculating_engine
+from kvchat.engine.assembly import AssembledEngine, build_speculating_engine
 from kvchat.engine.request import RequestSpec
 from kvchat.model.source import DEMO, DEMO_DRAFT, find_model
 

@@ -11,10 +11,10 @@ import torch
 from kvchat.bench.engines import random_ids
 from kvchat.bench.measure import Sample, alternated, wait_for_device
 from kvchat.bench.report import Figure
-from kvchat.cache.host_swap import HostSwap
+from kvchat.cache.block_manager import CacheManager
+from kvchat.cache.host_offload import HostSwap
 from kvchat.cache.host_tier import HostTier
 from kvchat.cache.kv_pool import KvGeometry, KvPool
-from kvchat.cache.manager import CacheManager
 from kvchat.cache.transfer import TransferThread
 
 _BYTES = 64 << 20

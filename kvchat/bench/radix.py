@@ -7,7 +7,7 @@ from kvchat.bench.engines import random_ids
 from kvchat.bench.measure import timed
 from kvchat.bench.report import Figure, Result
 from kvchat.bench.scenarios import BenchSetup
-from kvchat.cache.radix_node import pack
+from kvchat.cache.keys import pack
 from kvchat.cache.radix_tree import RadixTree
 
 _NUM_BLOCKS = 100_000

@@ -19,7 +19,7 @@ from kvchat.bench.measure import Sample
 from kvchat.bench.report import Figure, Result
 from kvchat.bench.resume_peers import beside_llama_cpp, beside_transformers
 from kvchat.bench.scenarios import BenchSetup
-from kvchat.cache.fresh_memory import fresh_memory
+from kvchat.cache.page_memory import fresh_memory
 from kvchat.core.config import CacheConfig, EngineConfig, Size
 from kvchat.engine.assembly import AssembledEngine, engine_around
 

@@ -24,8 +24,7 @@ from kvchat.core.config import EngineConfig, SpeculationConfig
 from kvchat.core.errors import GenerationError, KvchatError
 from kvchat.core.events import RequestFailed, SampleFinished, TokensGenerated
 from kvchat.core.types import SamplingParams
-from kvchat.engine.assembly import AssembledEngine
-from kvchat.engine.draft_assembly import build_speculating_engine
+from kvchat.engine.assembly import AssembledEngine, build_speculating_engine
 from kvchat.engine.engine import Engine
 from kvchat.engine.request import RequestSpec
 from kvchat.engine.speculation import Mode, Speculation

@@ -19,10 +19,9 @@ from kvchat.bench.host_copies import host_figures
 from kvchat.bench.measure import Sample, alternated
 from kvchat.bench.report import Figure, Result
 from kvchat.bench.scenarios import BenchSetup
-from kvchat.cache.codec import Layout, PackHead
-from kvchat.cache.disk_tier import DiskTier
-from kvchat.cache.radix_node import pack
-from kvchat.cache.tier import Found
+from kvchat.cache.disk.tier import DiskTier
+from kvchat.cache.keys import pack
+from kvchat.cache.tier import Found, Layout, PackHead
 from kvchat.core.config import CacheConfig, EngineConfig, Size
 from kvchat.engine.assembly import AssembledEngine, engine_around
 

@@ -1,7 +1,8 @@
-"""HostTier: blocks of KV in host RAM, by chain key: what sank from the device, and may rise again.
+"""HostTier: blocks of KV in host memory, by chain key: demoted from the device, promoted later.
 
-A block goes before the block it continues, never after; what is being copied stays. Found blocks
-are compared with the token ids asked for. Knows keys, ids and bytes; knows no device and no thread.
+HostMemory takes slots for block images from the system, the tier says which block is in which slot.
+A block is evicted before the block it continues, never after, and a block that is being copied
+stays. Found blocks are compared with the token ids asked for. No device and no thread in here.
 """
 
 from collections import Counter, OrderedDict
@@ -10,13 +11,86 @@ from dataclasses import dataclass
 
 import torch
 
-from kvchat.cache.block_key import chain_keys, root_key
-from kvchat.cache.codec import DamagedRecord, PackHead
-from kvchat.cache.host_memory import HostMemory
-from kvchat.cache.radix_node import TOKEN_BYTES
-from kvchat.cache.tier import Found
+from kvchat.cache.keys import TOKEN_BYTES, chain_keys, root_key
+from kvchat.cache.tier import DamagedRecord, Found, PackHead
 from kvchat.core.stats import TierStatus
 from kvchat.core.types import Lack
+
+# Pinned memory comes in powers of two; a segment of another size would take more than it says.
+_SEGMENT_BYTES = 64 << 20
+_MIN_SEGMENTS = 8
+
+
+class HostMemory:
+    """Up to `limit_bytes` of images of `block_bytes` each. One thread takes and gives back slots.
+
+    `num_bytes` is what was taken from the system; it never exceeds `limit_bytes`.
+    """
+
+    def __init__(self, block_bytes: int, limit_bytes: int, is_pinned: bool) -> None:
+        self.block_bytes = block_bytes
+        self._is_pinned = is_pinned
+        self._segment_bytes = _segment_bytes(block_bytes, limit_bytes)
+        self._max_segments = limit_bytes // self._segment_bytes
+        self._segments: list[torch.Tensor] = []
+        self._free: list[int] = []
+
+    @property
+    def num_slots(self) -> int:
+        """Slots there can be at most."""
+        return self._max_segments * self._segment_slots
+
+    @property
+    def num_free(self) -> int:
+        """Slots that could be taken now."""
+        return len(self._free) + (self._max_segments - len(self._segments)) * self._segment_slots
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self._segments) * self._segment_bytes
+
+    @property
+    def _segment_slots(self) -> int:
+        return self._segment_bytes // self.block_bytes
+
+    def take(self) -> int | None:
+        """Take a slot; None where none is free."""
+        if not self._free:
+            self._grow()
+        return self._free.pop() if self._free else None
+
+    def give_back(self, slot: int) -> None:
+        """Take back a slot that was taken; its bytes are the next taker's."""
+        self._free.append(slot)
+
+    def row(self, slot: int) -> torch.Tensor:
+        """Return a slot's memory: [block_bytes] bytes, owned by the HostMemory."""
+        segment, place = divmod(slot, self._segment_slots)
+        start = place * self.block_bytes
+        return self._segments[segment][start : start + self.block_bytes]
+
+    def _grow(self) -> None:
+        """Take one more segment; where the system has none left, be content with what there is."""
+        if len(self._segments) >= self._max_segments:
+            return
+        try:
+            segment = torch.empty(
+                self._segment_bytes, dtype=torch.uint8, pin_memory=self._is_pinned
+            )
+        except (RuntimeError, MemoryError):
+            self._max_segments = len(self._segments)
+            return
+        first = len(self._segments) * self._segment_slots
+        self._segments.append(segment)
+        self._free.extend(reversed(range(first, first + self._segment_slots)))
+
+
+def _segment_bytes(block_bytes: int, limit_bytes: int) -> int:
+    """Return a power of two that holds a block and, if it can, fits the limit several times."""
+    largest = 1 << max(0, (limit_bytes // _MIN_SEGMENTS).bit_length() - 1)
+    smallest = 1 << (block_bytes - 1).bit_length()
+    return max(smallest, min(_SEGMENT_BYTES, largest))
+
 
 # What one process keeps in its memory needs no identity.
 _ROOT = root_key(b"host")

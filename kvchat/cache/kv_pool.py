@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvchat.cache.fresh_memory import fresh_memory
+from kvchat.cache.page_memory import fresh_memory
 from kvchat_kernels.block_copy import PoolTensors, copy_blocks, gather_blocks, scatter_blocks
 
 _SMALLEST_SQUARE = 1e-30

@@ -1,7 +1,7 @@
 """RadixTree: which runs of token ids have their KV in which blocks.
 
-A compressed trie over token ids, cut at block boundaries. Integers and bytes only: knows no
-tensors, no reference counts and no requests. The naive twin in the tests is a dict of prefixes.
+A compressed trie over token ids, cut at block boundaries. It holds integers and bytes only: no
+tensors, no reference counts. The naive twin in the tests is a dict of prefixes.
 
 Source of the idea: RadixAttention, Zheng et al., SGLang, 2024. What differs: a leaf may hold a
 partly filled block (a *tail*), and a match may end inside a block, whose head can then be copied.
@@ -12,7 +12,43 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import count
 
-from kvchat.cache.radix_node import TOKEN_BYTES, Node, common_tokens, path_to_root
+from kvchat.cache.keys import TOKEN_BYTES, common_tokens
+
+
+class Node:
+    """An edge of the tree: `key` holds the packed token ids of `blocks`, in order.
+
+    A tail is a leaf of one block whose key is shorter than a block. `lock_count` counts locks taken
+    at this node or below it.
+    """
+
+    __slots__ = ("blocks", "children", "key", "last_used", "lock_count", "parent", "tails")
+
+    def __init__(self, parent: "Node | None", key: bytes, blocks: list[int], now: int) -> None:
+        self.parent = parent
+        self.key = key
+        self.blocks = blocks
+        self.children: dict[bytes, Node] = {}
+        self.tails: list[Node] = []
+        self.lock_count = 0
+        self.last_used = now
+
+    @property
+    def is_leaf(self) -> bool:
+        return not self.children and not self.tails
+
+    @property
+    def is_root(self) -> bool:
+        return self.parent is None
+
+
+def path_to_root(node: Node) -> Iterator[Node]:
+    """Yield `node` and its ancestors, the root included."""
+    current: Node | None = node
+    while current is not None:
+        yield current
+        current = current.parent
+
 
 # Beyond this many children, looking for one that shares the head of a block costs more than the few
 # tokens it could save.

@@ -7,9 +7,82 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from kvchat.cache.codec import Canary, PackHead
+from kvchat.cache.keys import TOKEN_BYTES, chain_keys
 from kvchat.core.stats import TierStatus
 from kvchat.core.types import Lack
+
+
+class DamagedRecord(Exception):
+    """A record that is not what it should be; `str()` of it says how, in a few words."""
+
+
+class GoneRecord(DamagedRecord):
+    """A record that was there a moment ago, and is not any more: others may have removed it."""
+
+
+class HeldRecord(DamagedRecord):
+    """A record that could not be looked at as long as others held the store; it may be sound."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What all packs of a store share: whose KV it is (16 bytes), and the shape of a block.
+
+    `block_size` counts tokens, `block_bytes` the bytes of a block's image.
+    """
+
+    identity: bytes
+    block_size: int
+    block_bytes: int
+
+    @property
+    def ids_bytes(self) -> int:
+        """Bytes of a block's packed token ids."""
+        return self.block_size * TOKEN_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Canary:
+    """The largest logits of the forward of a pack's last token: token ids, and their values."""
+
+    token_ids: tuple[int, ...]
+    values: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        assert len(self.token_ids) == len(self.values)
+
+
+@dataclass(frozen=True, slots=True)
+class PackHead:
+    """The key of the block before the first, and the packed token ids of whole blocks.
+
+    `is_draft` where the KV was computed to draft for another model.
+    """
+
+    parent: bytes
+    ids: bytes
+    checksum: bytes = bytes(16)
+    canary: Canary | None = None
+    is_draft: bool = False
+
+    def keys(self, layout: Layout) -> list[bytes]:
+        """Return the chain key of each block."""
+        return chain_keys(self.parent, self.ids, layout.ids_bytes)
+
+    def num_blocks(self, layout: Layout) -> int:
+        return len(self.ids) // layout.ids_bytes
+
+    def num_shared(self, packed: bytes, block: int, layout: Layout) -> int:
+        """Return how many of the blocks stand in `packed` token ids from `block` on."""
+        size, count, num_blocks = layout.ids_bytes, 0, self.num_blocks(layout)
+        if packed.startswith(self.ids, block * size):
+            return num_blocks
+        while count < num_blocks:
+            own = self.ids[count * size : (count + 1) * size]
+            if not packed.startswith(own, (block + count) * size):
+                break
+            count += 1
+        return count
 
 
 @dataclass(frozen=True, slots=True)

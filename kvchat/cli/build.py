@@ -16,7 +16,7 @@ from kvchat.core.paths import user_path
 from kvchat.core.types import SamplingParams
 
 if TYPE_CHECKING:
-    from kvchat.cache.caretaker import Caretaker
+    from kvchat.cache.disk.admin import Caretaker
     from kvchat.chat.host import ChatHost
     from kvchat.chat.session import AskOptions
     from kvchat.chat.store import SessionStore
@@ -59,7 +59,7 @@ def cache_directory(settings: Settings) -> Path:
 
 def caretaker(settings: Settings) -> "Caretaker":
     """Return what looks after the KV kept between runs."""
-    from kvchat.cache.caretaker import Caretaker
+    from kvchat.cache.disk.admin import Caretaker
 
     return Caretaker(cache_directory(settings), settings.cache_config().disk_bytes)
 
@@ -133,7 +133,7 @@ def _read_ahead(settings: Settings) -> "Callable[[list[int]], None] | None":
 
     def begin(token_ids: list[int]) -> None:
         def read() -> None:
-            from kvchat.cache.read_ahead import read_ahead
+            from kvchat.cache.disk.inventory import read_ahead
 
             read_ahead(directory, token_ids, block_size)
 
@@ -149,7 +149,7 @@ def _build(
     kept = None if settings["incognito"] else cache_directory(settings)
 
     def build(progress: Callable[[LoadProgress], None]) -> "tuple[Engine, ModelReady]":
-        from kvchat.engine.draft_assembly import build_speculating_engine
+        from kvchat.engine.assembly import build_speculating_engine
 
         assembled = build_speculating_engine(
             source,

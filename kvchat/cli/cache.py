@@ -8,7 +8,7 @@ import os
 import sys
 from typing import Any
 
-from kvchat.cache.caretaker import Caretaker
+from kvchat.cache.disk.admin import Caretaker
 from kvchat.cli.build import caretaker, user_paths
 from kvchat.cli.settings import resolve
 from kvchat.core.errors import ExitCode, UsageError

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvchat import __version__
-from kvchat.cache.disk_budget import nearest_existing
+from kvchat.cache.disk.quota import nearest_existing
 from kvchat.cli.build import caretaker, session_store, user_paths
 from kvchat.cli.log_file import LOG_NAME
 from kvchat.cli.settings import resolve

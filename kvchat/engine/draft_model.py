@@ -12,14 +12,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvchat.cache.block_table import BlockTable
-from kvchat.cache.manager import CacheManager
-from kvchat.engine.draft_length import MAX_DRAFTED
+from kvchat.cache.block_manager import BlockTable, CacheManager
+from kvchat.engine.draft_policy import MAX_DRAFTED
 from kvchat.engine.drafters import Offer, Wanted, WhenWritten
-from kvchat.engine.drawing import sampling_row
-from kvchat.engine.rehearsal import Rehearsal
 from kvchat.engine.request import Request, State
-from kvchat.engine.runner import Runner
+from kvchat.engine.runner import Rehearsal, Runner, sampling_row
 from kvchat.engine.sampler import as_tokens, row_draw, sample
 from kvchat.engine.step_threads import StepThreads
 from kvchat.model.batch import SequencePiece
@@ -27,7 +24,7 @@ from kvchat.model.graphs import GraphRunner
 from kvchat.model.paged_model import PagedModel
 
 if TYPE_CHECKING:
-    from kvchat.cache.persistence import Persistence
+    from kvchat.cache.connector import Persistence
     from kvchat.cache.restore import Restore
 
 # So many missing tokens are computed at once before a draft; more take their time.

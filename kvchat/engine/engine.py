@@ -13,23 +13,22 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvchat.cache.manager import CacheManager
+from kvchat.cache.block_manager import CacheManager
 from kvchat.core.errors import ContextTooLong, GenerationError, KvchatError
 from kvchat.core.events import RequestEvent
 from kvchat.core.stats import EngineStatus
 from kvchat.core.types import CachedTokens, FinishReason
-from kvchat.engine.drawing import draw, draws_of, tokens_of
-from kvchat.engine.probes import Probes
+from kvchat.engine.fetch import Restores
+from kvchat.engine.kv_verifier import Probes
+from kvchat.engine.output_processor import Samples
 from kvchat.engine.request import Request, RequestSpec, State
-from kvchat.engine.restores import Restores
-from kvchat.engine.runner import Runner
-from kvchat.engine.samples import Samples
+from kvchat.engine.runner import Runner, draw, draws_of, tokens_of
 from kvchat.engine.scheduler import Scheduler, Work
 from kvchat.engine.speculation import Limits, Mode, Speculation
 
 if TYPE_CHECKING:
-    from kvchat.cache.host_swap import HostSwap
-    from kvchat.cache.persistence import Persistence
+    from kvchat.cache.connector import Persistence
+    from kvchat.cache.host_offload import HostSwap
     from kvchat.cache.restore import Proof
     from kvchat.model.batch import SequencePiece
 

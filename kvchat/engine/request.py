@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
-from kvchat.cache.block_table import BlockTable
 from kvchat.core.types import (
     CachedTokens,
     DraftUse,
@@ -22,9 +21,10 @@ from kvchat.core.types import (
 )
 
 if TYPE_CHECKING:
-    from kvchat.cache.promotion import Promotion
+    from kvchat.cache.block_manager import BlockTable
+    from kvchat.cache.host_offload import Promotion
     from kvchat.cache.restore import Restore
-    from kvchat.engine.sent_ids import SentIds
+    from kvchat.engine.sampler import SentIds
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ class Request:
     ids: "array[int]"
     clock: Clock
     state: State = State.WAITING
-    table: BlockTable | None = None
+    table: "BlockTable | None" = None
     num_computed: int = 0
     cached: CachedTokens | None = None
     promotion: "Promotion | None" = None
@@ -150,7 +150,7 @@ class Request:
             num_siblings_to_fork=spec.num_samples - 1,
         )
 
-    def sibling(self, sample: int, table: BlockTable) -> "Request":
+    def sibling(self, sample: int, table: "BlockTable") -> "Request":
         """Return another sample of the same prompt, computed as far as this one, on `table`."""
         maker = self.spec.new_stop_watcher
         return Request(

@@ -1,21 +1,83 @@
-"""Runner: a step's work -> one ForwardBatch -> logits, or the tokens a graph has drawn from them.
+"""Runner: a step's plan -> one ForwardBatch -> logits -> the tokens drawn from them.
 
-The place where blocks from the cache meet the model. Knows neither why work was chosen nor what
-becomes of the logits.
+Here blocks from the cache meet the model, and rows of logits meet the requests and drafts they
+belong to. Nothing is appended to a request here, and no ending is decided.
 """
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
+from kvchat.cache.block_manager import SCRATCH_BLOCK
 from kvchat.core.stats import GraphStatus
-from kvchat.engine.rehearsal import Rehearsal
+from kvchat.engine.request import Request
+from kvchat.engine.sampler import SamplingRow, SentIds, as_tokens, row_draw, sample, sample_seed
 from kvchat.engine.scheduler import Work
 from kvchat.engine.step_threads import StepThreads
-from kvchat.model.batch import SequencePiece, build_batch
+from kvchat.model.batch import ForwardBatch, SequencePiece, build_batch
 from kvchat.model.graphs import GraphRunner
 from kvchat.model.paged_model import PagedModel
 from kvchat_kernels.sampler import RowDraw
+from kvchat_kernels.sending import on_device
+
+_log = logging.getLogger(__name__)
+
+_NUM_ROWS = (8, 1)  # a verify and a plain step, which reads what the verify has written
+_NUM_TOKENS = sum(_NUM_ROWS)
+
+
+class Rehearsed(Protocol):
+    """A model, as far as a rehearsal knows it."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where its batches lie."""
+
+    @property
+    def is_proven(self) -> bool:
+        """Whether its steps are computed once, as they always will be from now on."""
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        """Run a step."""
+
+
+class Rehearsal:
+    """The first steps of one model: tokens below `vocab_size` in blocks of `block_size` tokens.
+
+    They write to the scratch block, which nobody else reads. Where it has not room for them all,
+    the first real steps prove what there is to prove.
+    """
+
+    def __init__(self, model: Rehearsed, vocab_size: int, block_size: int) -> None:
+        self._model = model
+        self._vocab_size = vocab_size
+        self._block_size = block_size
+        self._is_over = block_size < _NUM_TOKENS
+
+    def hold(self) -> None:
+        """Run the steps, once. A model that fails in them will say so where it is asked."""
+        if self._is_over:
+            return
+        self._is_over = True
+        try:
+            if not self._model.is_proven:
+                self._run()
+        except Exception as error:
+            _log.warning("a rehearsal failed", exc_info=error)
+
+    def _run(self) -> None:
+        # Each token is another: equal ones would have equal values, and whatever attention does to
+        # those gives the same.
+        ids = [(2 * i + 1) * self._vocab_size // (2 * _NUM_TOKENS) for i in range(_NUM_TOKENS)]
+        start = 0
+        for num_rows in _NUM_ROWS:
+            tokens = ids[start : start + num_rows]
+            piece = SequencePiece(tokens, start, [SCRATCH_BLOCK], num_logit_rows=num_rows)
+            self._model.forward(build_batch([piece], self._block_size, self._model.device))
+            start += num_rows
 
 
 class Runner:
@@ -131,4 +193,97 @@ def _piece(work: Work) -> SequencePiece:
         start=start,
         blocks=request.table.blocks,
         num_logit_rows=1 + len(work.drafts) if work.completes else 0,
+    )
+
+
+_HOST = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class _Owner:
+    """Whose draw it is: row `row` of a work, for the request or a sibling about to fork."""
+
+    work: Work
+    row: int
+    sibling: int
+
+
+def draw(plan: Sequence[Work], logits: torch.Tensor) -> dict[Work, list[int]]:
+    """Draw the next token of each completing request, and of the siblings about to fork.
+
+    logits   [num_rows, vocab_size] float32, as a Runner returns them
+
+    For a work with drafts the tokens are those of consecutive positions, one for each of its rows.
+    """
+    owners: list[_Owner] = []
+    rows_of_logits: list[int] = []
+    start = 0
+    tokens: dict[Work, list[int]] = {}
+    for work in plan:
+        if not work.completes:
+            continue
+        tokens[work] = []
+        for owner in _owners(work):
+            owners.append(owner)
+            rows_of_logits.append(start + owner.row)
+        start += 1 + len(work.drafts)
+    if len(owners) > start:
+        logits = logits[on_device(rows_of_logits, torch.int64, logits.device)]
+    rows = [
+        sampling_row(o.work.request, o.work.drafts[: o.row], logits.device, o.sibling)
+        for o in owners
+    ]
+    drawn = sample(logits, rows) if rows else []
+    for owner, token in zip(owners, drawn, strict=True):
+        tokens[owner.work].append(token)
+    return tokens
+
+
+def draws_of(plan: Sequence[Work]) -> list[RowDraw | None] | None:
+    """Return how each completing work's rows draw without the host, None for the others; None at
+    all where one of them cannot: a penalty sees its context, and siblings draw from one row.
+    """
+    draws: list[RowDraw | None] = []
+    for work in plan:
+        request = work.request
+        if not work.completes:
+            draws.append(None)
+        elif request.spec.sampling.repetition_penalty != 1.0 or request.num_siblings_to_fork:
+            return None
+        else:
+            draws.append(row_draw(sampling_row(request, (), _HOST)))
+    return draws
+
+
+def tokens_of(plan: Sequence[Work], drawn: torch.Tensor) -> dict[Work, list[int]]:
+    """Return the tokens of each completing work, as `draw` does: `drawn` has one for each row.
+
+    Raises ValueError where a logit is not a number.
+    """
+    tokens = iter(as_tokens(drawn))
+    return {w: [next(tokens) for _ in range(1 + len(w.drafts))] for w in plan if w.completes}
+
+
+def _owners(work: Work) -> Iterator[_Owner]:
+    num_siblings = work.request.num_siblings_to_fork
+    assert not (work.drafts and num_siblings)
+    for row in range(1 + len(work.drafts)):
+        for sibling in range(1 + num_siblings):
+            yield _Owner(work, row, sibling)
+
+
+def sampling_row(
+    request: Request, drafts: Sequence[int], device: torch.device, sibling: int = 0
+) -> SamplingRow:
+    """Say how to draw what follows a request's ids and `drafts`; a penalty sees both."""
+    params = request.spec.sampling
+    context_ids = None
+    if params.repetition_penalty != 1.0:
+        request.sent_ids = request.sent_ids or SentIds(device)
+        context_ids = request.sent_ids.of(request.ids, drafts)
+    return SamplingRow(
+        params=params,
+        seed=sample_seed(params.seed, request.sample + sibling),
+        position=len(request.ids) + len(drafts),
+        context_ids=context_ids,
     )

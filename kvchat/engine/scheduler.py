@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from kvchat.cache.manager import CacheManager
-from kvchat.cache.radix_node import common_tokens, pack
+from kvchat.cache.block_manager import CacheManager
+from kvchat.cache.keys import common_tokens, pack
 from kvchat.core.types import CachedTokens, Lack, TokenIds
 from kvchat.engine.request import Request, State
 

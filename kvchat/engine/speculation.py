@@ -10,15 +10,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from kvchat.cache.manager import CacheManager
+from kvchat.cache.block_manager import CacheManager
 from kvchat.core.errors import UsageError
 from kvchat.core.stats import SpeculationStatus
-from kvchat.engine.draft_length import MAX_DRAFTED
+from kvchat.engine.draft_policy import MAX_DRAFTED, AdaptivePace, Asking, Pace
 from kvchat.engine.drafters import Drafter, Offer, Wanted, WhenWritten
-from kvchat.engine.pace import AdaptivePace, Asking, Pace
 from kvchat.engine.request import Drafting, Request
 from kvchat.engine.scheduler import Work
-from kvchat.engine.verify import accepted_len
 
 _log = logging.getLogger(__name__)
 
@@ -315,3 +313,16 @@ def _leading(token_ids: Iterable[int], vocab_size: int) -> Iterable[int]:
         if not 0 <= token < vocab_size:
             return
         yield int(token)
+
+
+def accepted_len(drafts: Sequence[int], drawn: Sequence[int]) -> int:
+    """Return how many leading drafts are right.
+
+    drawn   one token per row of the step, and so one more than there are drafts: the last that
+            counts, at index `accepted_len`, was drawn after accepted tokens only
+    """
+    assert len(drawn) == len(drafts) + 1
+    for index, (draft, token) in enumerate(zip(drafts, drawn, strict=False)):
+        if draft != token:
+            return index
+    return len(drafts)

@@ -12,15 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from kvchat.cache import caretaker as caretaker_module
-from kvchat.cache.block_key import root_key
-from kvchat.cache.caretaker import Caretaker
-from kvchat.cache.codec import Layout
-from kvchat.cache.disk_budget import disk_budget
-from kvchat.cache.disk_tier import DiskTier
-from kvchat.cache.generations import generations, tree_bytes
-from kvchat.cache.inventory import Generation, read_generation
-from kvchat.cache.store_lock import LOCK_NAME, StoreBusy
+from kvchat.cache.disk import admin as caretaker_module
+from kvchat.cache.disk.admin import Caretaker
+from kvchat.cache.disk.db import LOCK_NAME, StoreBusy
+from kvchat.cache.disk.inventory import Generation, read_generation
+from kvchat.cache.disk.model_dirs import generations, tree_bytes
+from kvchat.cache.disk.quota import disk_budget
+from kvchat.cache.disk.tier import DiskTier
+from kvchat.cache.keys import root_key
+from kvchat.cache.tier import Layout
 from kvchat.core.config import Size
 from kvchat.core.errors import StoreError, StoreInUse
 from kvchat.core.stats import Verified

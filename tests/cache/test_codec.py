@@ -4,19 +4,15 @@ import random
 
 import pytest
 
-from kvchat.cache.block_key import chain_keys, root_key
-from kvchat.cache.codec import (
-    Canary,
-    DamagedRecord,
-    Layout,
-    PackHead,
+from kvchat.cache.disk.format import (
     decode_head,
     decode_payload,
     encode_head,
     payload_checksum,
     payload_prefix,
 )
-from kvchat.cache.radix_node import pack
+from kvchat.cache.keys import chain_keys, pack, root_key
+from kvchat.cache.tier import Canary, DamagedRecord, Layout, PackHead
 
 LAYOUT = Layout(identity=b"i" * 16, block_size=4, block_bytes=64)
 IMAGE = bytes(range(128))

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from kvchat.cache.copy_rates import CopyRates
 from kvchat.cache.kv_pool import LayerGeometry
-from kvchat.cache.rate_memory import RateMemory
+from kvchat.cache.rates import CopyRates, RateMemory
 from support.cached_contexts import compute
 from support.host_machine import Machine
 

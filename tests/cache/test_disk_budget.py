@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from kvchat.cache import disk_budget
-from kvchat.cache.disk_budget import leaves_free
+from kvchat.cache.disk import quota
+from kvchat.cache.disk.quota import leaves_free
 
 GIB = 1 << 30
 Disk = namedtuple("Disk", "total used free")
@@ -32,7 +32,7 @@ def test_a_gigabyte_is_left_alone_or_a_part_of_a_small_disk(
         looked_at.append(path)
         return disk
 
-    monkeypatch.setattr(disk_budget.shutil, "disk_usage", usage)
+    monkeypatch.setattr(quota.shutil, "disk_usage", usage)
 
     assert leaves_free(Path("/somewhere/kv"), num_bytes, None) is is_allowed
     assert leaves_free(Path("/somewhere/kv"), num_bytes, 0) is (num_bytes <= disk.free)

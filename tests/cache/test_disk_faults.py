@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from kvchat.cache.caretaker import Caretaker
-from kvchat.cache.codec import DamagedRecord
-from kvchat.cache.disk_tier import DiskTier
-from kvchat.cache.store_lock import LOCK_NAME
+from kvchat.cache.disk.admin import Caretaker
+from kvchat.cache.disk.db import LOCK_NAME
+from kvchat.cache.disk.tier import DiskTier
+from kvchat.cache.tier import DamagedRecord
 from support.pack_chains import (
     find,
     num_found,

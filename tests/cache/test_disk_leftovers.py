@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from kvchat.cache import generations, raw_disk, store_lock
-from kvchat.cache.caretaker import Caretaker
-from kvchat.cache.codec import GoneRecord
-from kvchat.cache.disk_tier import DiskTier
-from kvchat.cache.generations import Sizes, tree_bytes
+from kvchat.cache.disk import db, model_dirs, table
+from kvchat.cache.disk.admin import Caretaker
+from kvchat.cache.disk.model_dirs import Sizes, tree_bytes
+from kvchat.cache.disk.tier import DiskTier
+from kvchat.cache.tier import GoneRecord
 from support.pack_chains import (
     LAYOUT,
     find,
@@ -149,7 +149,7 @@ def test_a_full_disk_can_be_tidied(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     payload_only(tmp_path, IDS)
-    monkeypatch.setattr(store_lock, "os", FullDisk())
+    monkeypatch.setattr(db, "os", FullDisk())
 
     tier = open_tier(tmp_path)
     tier.gc()
@@ -164,7 +164,7 @@ def test_another_generation_is_measured_once_until_it_changes(
     """Every write of a pack once walked all files of all other models."""
     writer = open_tier(tmp_path)
     save(writer, IDS)
-    [generation] = generations.generations(tmp_path)
+    [generation] = model_dirs.generations(tmp_path)
     age(generation)
     sizes, walked = Sizes(), []
 
@@ -172,8 +172,8 @@ def test_another_generation_is_measured_once_until_it_changes(
         walked.append(path)
         return tree_bytes(path)
 
-    monkeypatch.setattr(generations, "tree_bytes", counted)
-    monkeypatch.setattr(generations, "_CLOCK_STEP_S", 3600.0)  # what is aged here is of 2001
+    monkeypatch.setattr(model_dirs, "tree_bytes", counted)
+    monkeypatch.setattr(model_dirs, "_CLOCK_STEP_S", 3600.0)  # what is aged here is of 2001
     first = sizes.of(generation)
     assert sizes.of(generation) == first == tree_bytes(generation)
     assert len(walked) == 1
@@ -251,7 +251,7 @@ def test_a_head_whose_file_is_gone_can_be_written_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The heads of long packs are files too; the row alone kept them from being written."""
-    monkeypatch.setattr(raw_disk, "MIN_FILE_BYTES", 64)
+    monkeypatch.setattr(table, "MIN_FILE_BYTES", 64)
     tier = open_tier(tmp_path)
     save(tier, IDS)
     for path in payload_files(tmp_path):

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from kvchat.cache.caretaker import Caretaker
-from kvchat.cache.codec import DamagedRecord, Layout
-from kvchat.cache.disk_room import least_bytes
-from kvchat.cache.disk_tier import DiskTier
-from kvchat.cache.radix_node import pack
-from kvchat.cache.raw_disk import RawDisk
-from kvchat.cache.store_lock import LOCK_NAME
+from kvchat.cache.disk.admin import Caretaker
+from kvchat.cache.disk.db import LOCK_NAME
+from kvchat.cache.disk.quota import least_bytes
+from kvchat.cache.disk.table import RawDisk
+from kvchat.cache.disk.tier import DiskTier
+from kvchat.cache.keys import pack
+from kvchat.cache.tier import DamagedRecord, Layout
 from support.pack_chains import (
     LAYOUT,
     find,

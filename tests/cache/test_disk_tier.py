@@ -13,10 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from kvchat.cache.block_key import chain_keys
-from kvchat.cache.codec import DamagedRecord, Layout, PackHead
-from kvchat.cache.disk_tier import DiskTier
-from kvchat.cache.radix_node import pack
+from kvchat.cache.disk.tier import DiskTier
+from kvchat.cache.keys import chain_keys, pack
+from kvchat.cache.tier import DamagedRecord, Layout, PackHead
 from kvchat.core.errors import StoreError
 
 LAYOUT = Layout(identity=bytes(range(16)), block_size=4, block_bytes=512)
@@ -367,7 +366,7 @@ _OTHER_PROCESS = """
 import sys, random
 from pathlib import Path
 from test_disk_tier import Writer, LONG
-from kvchat.cache.disk_tier import DiskTier
+from kvchat.cache.disk.tier import DiskTier
 writer = Writer(DiskTier(Path(sys.argv[1]), LONG, 8 << 20, min_free_bytes=0), LONG)
 rng = random.Random(int(sys.argv[2]))
 for _ in range(60):

@@ -8,8 +8,8 @@ import random
 from dataclasses import replace
 from pathlib import Path
 
-from kvchat.cache.disk_tier import DiskTier
-from kvchat.cache.radix_node import pack
+from kvchat.cache.disk.tier import DiskTier
+from kvchat.cache.keys import pack
 from support.pack_chains import LAYOUT, keys_of, restored, save, used_bytes
 
 SMALL = replace(LAYOUT, block_bytes=3200)

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from kvchat.cache import own_directory
-from kvchat.cache.codec import DamagedRecord, Layout
-from kvchat.cache.disk_room import least_bytes
-from kvchat.cache.disk_tier import DiskTier
-from kvchat.cache.fates import FateLog
-from kvchat.cache.own_directory import DATABASE
-from kvchat.cache.radix_node import pack
-from kvchat.cache.raw_disk import RawDisk
+from kvchat.cache.disk import model_dirs
+from kvchat.cache.disk.miss_log import FateLog
+from kvchat.cache.disk.model_dirs import DATABASE
+from kvchat.cache.disk.quota import least_bytes
+from kvchat.cache.disk.table import RawDisk
+from kvchat.cache.disk.tier import DiskTier
+from kvchat.cache.keys import pack
+from kvchat.cache.tier import DamagedRecord, Layout
 from kvchat.core.types import Lack
 from support.pack_chains import LAYOUT, find, keys_of, open_tier, payload_files, restored, save
 
@@ -89,7 +89,7 @@ def test_what_another_model_has_cannot_be_looked_into(tmp_path: Path, content: b
     tier = open_tier(tmp_path)
     assert save(tier, CONTEXT)
     other = tmp_path / ("0b" * 16)
-    own_directory.make(other)
+    model_dirs.make(other)
     (other / DATABASE).write_bytes(content)
     unknown = [90, 91, 92, 93]
 
@@ -198,7 +198,7 @@ def test_what_is_forgotten_leaves_no_trace(tmp_path: Path) -> None:
 
 def test_the_file_stays_small_and_private_and_may_be_broken(tmp_path: Path) -> None:
     own = tmp_path / LAYOUT.identity.hex()
-    own_directory.make(own)
+    model_dirs.make(own)
     log = FateLog(own)
     before = os.umask(0)
     try:

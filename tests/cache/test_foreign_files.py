@@ -13,14 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from kvchat.cache import own_directory
-from kvchat.cache.caretaker import Caretaker
-from kvchat.cache.disk_budget import disk_budget
-from kvchat.cache.disk_tier import DiskTier
-from kvchat.cache.generations import drop, generations, tree_bytes
-from kvchat.cache.own_directory import DATABASE
-from kvchat.cache.radix_node import pack
-from kvchat.cache.store_lock import LOCK_NAME
+from kvchat.cache.disk import model_dirs
+from kvchat.cache.disk.admin import Caretaker
+from kvchat.cache.disk.db import LOCK_NAME
+from kvchat.cache.disk.model_dirs import DATABASE, drop, generations, tree_bytes
+from kvchat.cache.disk.quota import disk_budget
+from kvchat.cache.disk.tier import DiskTier
+from kvchat.cache.keys import pack
 from kvchat.core.config import Size
 from kvchat.core.errors import StoreError
 from support.canary_tree import PACK_NAME, CanaryTree, digest, plant
@@ -144,7 +143,7 @@ def swapped(path: Path, target: Path) -> None:
 
 def marked_copy(tree: CanaryTree) -> Path:
     """Have `outside` look like the generation in all that is looked at by name."""
-    own_directory.make(tree.outside / OWN)
+    model_dirs.make(tree.outside / OWN)
     for path in tree.outside.iterdir():
         if path.name != OWN and path.is_file():
             shutil.copy(path, tree.outside / OWN / path.name)
@@ -206,7 +205,7 @@ def do(tier: DiskTier, deed: str) -> None:
 def test_a_lock_of_others_is_not_emptied(tmp_path: Path) -> None:
     (tmp_path / "letter.txt").write_text("dear")
     os.link(tmp_path / "letter.txt", tmp_path / LOCK_NAME)
-    own_directory.make(tmp_path / OWN)
+    model_dirs.make(tmp_path / OWN)
     with pytest.raises(StoreError, match="another file too"):
         Caretaker(tmp_path).clear()
     (tmp_path / LOCK_NAME).unlink()

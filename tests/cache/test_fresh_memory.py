@@ -4,7 +4,7 @@ import resource
 
 import pytest
 
-from kvchat.cache.fresh_memory import fresh_memory
+from kvchat.cache.page_memory import fresh_memory
 
 
 @pytest.mark.parametrize("num_bytes", [1, 4096, 5000, 1 << 22, (1 << 22) + 17])

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from kvchat.cache import host_swap
-from kvchat.cache.host_swap import HostSwap
+from kvchat.cache import host_offload
+from kvchat.cache.host_offload import HostSwap
 from kvchat.cache.kv_pool import LayerGeometry
 from kvchat.cache.transfer import TransferThread
 from support.cached_contexts import compute
@@ -224,7 +224,7 @@ def test_no_more_is_staged_than_may_be_and_a_thread_that_hangs_is_waited_for_onc
 ) -> None:
     machine = Machine(num_blocks=40, num_slots=100)
     image_bytes = machine.manager.kv_pool.geometry.block_bytes
-    monkeypatch.setattr(host_swap, "_MAX_STAGED_BYTES", 4 * image_bytes)
+    monkeypatch.setattr(host_offload, "_MAX_STAGED_BYTES", 4 * image_bytes)
     monkeypatch.setattr(machine.swap, "_piece_blocks", 2)
     waits: list[float] = []
     take_done = machine.swap._take_done
@@ -234,7 +234,7 @@ def test_no_more_is_staged_than_may_be_and_a_thread_that_hangs_is_waited_for_onc
         take_done(min(timeout_s, 0.001))
 
     monkeypatch.setattr(machine.swap, "_take_done", counted)
-    monkeypatch.setattr(host_swap, "_SINK_PATIENCE_S", 0.01)
+    monkeypatch.setattr(host_offload, "_SINK_PATIENCE_S", 0.01)
     compute(machine.manager, list(range(100)))
 
     machine.manager.sink(20)

@@ -3,8 +3,8 @@
 import random
 from dataclasses import dataclass
 
-from kvchat.cache.block_table import BlockTable
-from kvchat.cache.promotion import Promotion
+from kvchat.cache.block_manager import BlockTable
+from kvchat.cache.host_offload import Promotion
 from support.cached_contexts import assert_kv_is_right, write_kv
 from support.host_machine import GEOMETRIES, Machine
 from support.soak_sizes import short_and_long

@@ -7,13 +7,10 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from kvchat.cache.block_key import chain_keys
-from kvchat.cache.codec import PackHead
-from kvchat.cache.disk_tier import DiskTier
-from kvchat.cache.host_memory import HostMemory
-from kvchat.cache.host_tier import HostTier, Loan
-from kvchat.cache.radix_node import pack
-from kvchat.cache.tier import Tier
+from kvchat.cache.disk.tier import DiskTier
+from kvchat.cache.host_tier import HostMemory, HostTier, Loan
+from kvchat.cache.keys import chain_keys, pack
+from kvchat.cache.tier import PackHead, Tier
 from kvchat.core.types import Lack
 from support.memory_tier import MemoryTier
 from support.soak_sizes import short_and_long
@@ -214,7 +211,7 @@ def test_where_the_system_has_no_more_memory_the_tier_is_smaller(
     def refuse(*_: object, **__: object) -> None:
         raise RuntimeError("CUDA error: out of memory")
 
-    monkeypatch.setattr("kvchat.cache.host_memory.torch.empty", refuse)
+    monkeypatch.setattr("kvchat.cache.host_tier.torch.empty", refuse)
     for start in range(0, 40, 4):
         write(tier, list(range(100 + start, 104 + start)))
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from kvchat.cache.disk_tier import DiskTier
-from kvchat.cache.retention import HALF_LIFE_S
+from kvchat.cache.disk.eviction import HALF_LIFE_S
+from kvchat.cache.disk.tier import DiskTier
 from support.pack_chains import LAYOUT, ROOM, keys_of, num_found, save
 
 ONCE = 2.0**-6

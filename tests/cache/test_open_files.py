@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from kvchat.cache import own_directory
-from kvchat.cache.disk_tier import DiskTier
+from kvchat.cache.disk import model_dirs
+from kvchat.cache.disk.tier import DiskTier
 from kvchat.cache.transfer import TransferThread
 from kvchat.core.errors import StoreError
 from kvchat.core.paths import open_private
@@ -124,7 +124,7 @@ def test_a_table_that_cannot_be_deleted_keeps_its_log(
     [table] = tmp_path.glob("*/cache.db")
     stuck = StuckFiles(monkeypatch)
     stuck.endings = ("cache.db",)
-    own_directory.empty(table.parent)
+    model_dirs.empty(table.parent)
 
     assert (table.parent / "cache.db-wal").exists()
     other = open_tier(tmp_path)

@@ -4,8 +4,7 @@ import random
 
 import pytest
 
-from kvchat.cache.copy_rates import CopyRates
-from kvchat.cache.planner import RestorePlanner
+from kvchat.cache.rates import CopyRates, RestorePlanner
 
 MIB = 1 << 20
 

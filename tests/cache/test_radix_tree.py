@@ -3,8 +3,8 @@
 import random
 from array import array
 
-from kvchat.cache.radix_node import Node, common_tokens, pack
-from kvchat.cache.radix_tree import RadixTree
+from kvchat.cache.keys import common_tokens, pack
+from kvchat.cache.radix_tree import Node, RadixTree
 from support.naive_cache import NaivePrefixCache
 from support.soak_sizes import short_and_long
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from kvchat.cache.codec import Layout
-from kvchat.cache.read_ahead import read_ahead
+from kvchat.cache.disk.inventory import read_ahead
+from kvchat.cache.tier import Layout
 from support.pack_chains import LAYOUT, open_tier, payload_files, save
 
 CONTEXT = list(range(1, 21))

@@ -4,8 +4,8 @@ import mmap
 
 import pytest
 
-from kvchat.cache import read_buffers
-from kvchat.cache.read_buffers import ReadBuffers
+from kvchat.cache import page_memory
+from kvchat.cache.page_memory import ReadBuffers
 
 
 class Rigid(mmap.mmap):
@@ -30,7 +30,7 @@ def test_what_nobody_holds_is_lent_again_and_what_somebody_holds_is_not() -> Non
 def test_where_nobody_can_tell_all_memory_is_fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every read but the first was refused as unreadable."""
     monkeypatch.setattr(
-        read_buffers, "fresh_memory", lambda num_bytes, is_for_all: Rigid(-1, num_bytes)
+        page_memory, "fresh_memory", lambda num_bytes, is_for_all: Rigid(-1, num_bytes)
     )
     buffers = ReadBuffers(max_kept=2)
     buffers.warm(1000, 1)

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from kvchat.cache.planner import RestorePlanner
-from kvchat.cache.restoring import Restoring
+from kvchat.cache.rates import RestorePlanner
+from kvchat.cache.restore import Restoring
 from support.remembering_model import new_cache
 
 PROMPT = tuple(i % 31 + 1 for i in range(401))

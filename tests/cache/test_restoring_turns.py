@@ -6,13 +6,10 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from kvchat.cache.block_key import chain_keys
-from kvchat.cache.codec import DamagedRecord, GoneRecord, HeldRecord
-from kvchat.cache.planner import RestorePlanner
-from kvchat.cache.radix_node import pack
-from kvchat.cache.restore import Piece, Restore
-from kvchat.cache.restoring import Restoring
-from kvchat.cache.tier import Tier
+from kvchat.cache.keys import chain_keys, pack
+from kvchat.cache.rates import RestorePlanner
+from kvchat.cache.restore import Piece, Restore, Restoring
+from kvchat.cache.tier import DamagedRecord, GoneRecord, HeldRecord, Tier
 from kvchat.cache.transfer import TransferThread
 from kvchat.core.types import Lack
 from support.memory_tier import MemoryTier

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from kvchat.cache.retention import (
+from kvchat.cache.disk.eviction import (
     HALF_LIFE_S,
     TIME_TO_LIVE_S,
     KnownPack,

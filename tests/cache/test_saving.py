@@ -7,15 +7,13 @@ from itertools import pairwise
 import pytest
 import torch
 
-from kvchat.cache import saving
-from kvchat.cache.block_key import chain_keys, root_key
-from kvchat.cache.chain_memo import ChainMemo
+from kvchat.cache import write_behind
+from kvchat.cache.block_manager import CacheManager
+from kvchat.cache.connector import Persistence
+from kvchat.cache.keys import ChainMemo, chain_keys, pack, root_key
 from kvchat.cache.kv_pool import KvGeometry, KvPool, LayerGeometry
-from kvchat.cache.manager import CacheManager
-from kvchat.cache.persistence import Persistence
-from kvchat.cache.radix_node import pack
-from kvchat.cache.saving import Saver
 from kvchat.cache.transfer import TransferThread
+from kvchat.cache.write_behind import Saver
 from support.cached_contexts import CPU, compute
 from support.memory_tier import MemoryTier
 
@@ -254,7 +252,7 @@ def test_what_is_known_to_be_kept_stays_bounded(
     house: Household, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The keys of every block ever written stayed in memory as long as the process lived."""
-    monkeypatch.setattr(saving, "_MOST_KEPT", 15)
+    monkeypatch.setattr(write_behind, "_MOST_KEPT", 15)
     other = [90 + token for token in STORY]
     compute(house.manager, other)
     assert house.save(STORY) == house.save(other) == 11

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from kvchat.cache.inventory import connection_to
-from kvchat.cache.read_ahead import read_ahead
+from kvchat.cache.disk.inventory import connection_to, read_ahead
 from support.pack_chains import open_tier, save
 
 CONTEXT = list(range(1, 21))

@@ -5,10 +5,9 @@ as much as any other's where somebody went on with it.
 import sqlite3
 from pathlib import Path
 
-from kvchat.cache.block_key import chain_keys, root_key
-from kvchat.cache.generations import DATABASE
-from kvchat.cache.inventory import read_generation, stored_generations
-from kvchat.cache.radix_node import pack
+from kvchat.cache.disk.inventory import read_generation, stored_generations
+from kvchat.cache.disk.model_dirs import DATABASE
+from kvchat.cache.keys import chain_keys, pack, root_key
 from kvchat.chat.conversation import Conversation
 from kvchat.chat.session import ChatSession
 from support.tiny_host import answer_options, finish, tiny_host

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvchat.cache.caretaker import Caretaker
+from kvchat.cache.disk.admin import Caretaker
 from kvchat.chat.session import ChatSession
 from kvchat.chat.store import SessionStore
 from kvchat.chat.why import Reuse, cause, explain, reuse_of

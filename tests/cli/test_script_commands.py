@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from kvchat.cache.caretaker import Caretaker
+from kvchat.cache.disk.admin import Caretaker
 from kvchat.chat.chat_model import ChatModel
 from kvchat.chat.host import ChatHost
 from kvchat.chat.session import AskOptions

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvchat.cache.caretaker import Caretaker
-from kvchat.cache.generations import generations
+from kvchat.cache.disk.admin import Caretaker
+from kvchat.cache.disk.model_dirs import generations
 from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig, Size
 from kvchat.core.events import LoadProgress, RequestFailed, TokensGenerated
 from kvchat.core.types import SamplingParams

@@ -11,10 +11,9 @@ from kvchat.chat.chat_model import read_chat_model
 from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig, Size, SpeculationConfig
 from kvchat.core.events import RequestFailed, SampleFinished, TokensGenerated
 from kvchat.core.types import SamplingParams
-from kvchat.engine.assembly import AssembledEngine
-from kvchat.engine.draft_assembly import build_speculating_engine
+from kvchat.engine.assembly import AssembledEngine, build_speculating_engine
 from kvchat.engine.draft_model import ModelDrafter
-from kvchat.engine.pace import FixedPace
+from kvchat.engine.draft_policy import FixedPace
 from kvchat.engine.request import RequestSpec
 from kvchat.engine.speculation import Mode
 from kvchat.model.source import DEMO, DEMO_DRAFT, ModelSource, find_model

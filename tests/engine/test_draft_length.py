@@ -7,9 +7,16 @@ from itertools import pairwise, product
 import pytest
 
 from kvchat.core.types import SamplingParams
-from kvchat.engine.draft_length import MAX_DRAFTED, Acceptance, Chance, CostCurve, choose_lengths
+from kvchat.engine.draft_policy import (
+    MAX_DRAFTED,
+    Acceptance,
+    AdaptivePace,
+    Asking,
+    Chance,
+    CostCurve,
+    choose_lengths,
+)
 from kvchat.engine.drafters import Offer
-from kvchat.engine.pace import AdaptivePace, Asking
 from kvchat.engine.request import Request, RequestSpec
 
 

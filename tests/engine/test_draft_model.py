@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from kvchat.cache.persistence import Persistence
+from kvchat.cache.connector import Persistence
 from kvchat.core.types import SamplingParams
 from kvchat.engine.draft_model import ModelDrafter
-from kvchat.engine.pace import FixedPace
+from kvchat.engine.draft_policy import FixedPace
 from kvchat.engine.request import Request, RequestSpec
 from kvchat.engine.speculation import Speculation
 from support.engine_harness import EngineHarness

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvchat.core.errors import GenerationError
-from kvchat.engine import drawing
+from kvchat.engine import runner
 from kvchat.engine.request import RequestSpec
 from kvchat.model.batch import ForwardBatch
 from support.engine_harness import EngineHarness
@@ -257,7 +257,7 @@ def test_a_sampler_that_fails_is_a_failed_step(monkeypatch: pytest.MonkeyPatch) 
         raise ValueError("no such distribution")
 
     with monkeypatch.context() as patch:
-        patch.setattr(drawing, "sample", broken)
+        patch.setattr(runner, "sample", broken)
         engine.run()
 
     assert "no such distribution" in engine.failures(request_id)[0].error.message

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from kvchat.cache.persistence import Persistence
+from kvchat.cache.connector import Persistence
 from kvchat.cache.tier import Tier
 from kvchat.core.events import SampleFinished, TokensGenerated
 from kvchat.core.types import CachedTokens

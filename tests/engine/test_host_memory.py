@@ -5,9 +5,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvchat.cache import host_swap
-from kvchat.cache.persistence import Persistence
-from kvchat.cache.promotion import Promotion
+from kvchat.cache import host_offload
+from kvchat.cache.connector import Persistence
+from kvchat.cache.host_offload import Promotion
 from kvchat.core.types import CachedTokens, TokenIds
 from kvchat.engine.request import RequestSpec
 from support.engine_harness import EngineHarness
@@ -24,8 +24,8 @@ SMALL = 17
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without end: what a test sees must not hang on when the copying thread has its turn."""
-    monkeypatch.setattr(host_swap, "_NEWS_PATIENCE_S", 20.0)
-    monkeypatch.setattr(host_swap.HostSwap, "_patience_s", lambda self, num_tokens: 60.0)
+    monkeypatch.setattr(host_offload, "_NEWS_PATIENCE_S", 20.0)
+    monkeypatch.setattr(host_offload.HostSwap, "_patience_s", lambda self, num_tokens: 60.0)
 
 
 @pytest.fixture

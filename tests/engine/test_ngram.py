@@ -8,8 +8,7 @@ import pytest
 
 from kvchat.core.types import SamplingParams
 from kvchat.engine.drafters import Wanted
-from kvchat.engine.ngram import NgramDrafter
-from kvchat.engine.ngram_index import NgramIndex, Text
+from kvchat.engine.ngram import NgramDrafter, NgramIndex, Text
 from kvchat.engine.request import Clock, Request, RequestSpec
 
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from kvchat.cache.block_table import BlockTable
-from kvchat.cache.codec import Canary
+from kvchat.cache.block_manager import BlockTable
+from kvchat.cache.tier import Canary
 from kvchat.core.types import CachedTokens
 from support.memory_tier import MemoryTier
 from support.restarts import HISTORY, Processes, alone, spec

@@ -11,8 +11,8 @@ import torch
 from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig, Size
 from kvchat.core.types import SamplingParams
 from kvchat.engine.assembly import build_engine
-from kvchat.engine.rehearsal import Rehearsal
 from kvchat.engine.request import RequestSpec
+from kvchat.engine.runner import Rehearsal
 from kvchat.model.fuse import Fusing, Fusion, _Fuser
 from kvchat.model.fuse_whole import Angles, WholeModel
 from kvchat.model.loader import LoadedModel, load_model

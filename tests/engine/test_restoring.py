@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvchat.cache.persistence import Persistence
+from kvchat.cache.connector import Persistence
 from kvchat.core.types import FinishReason
 from support.engine_harness import EngineHarness
 from support.memory_tier import MemoryTier

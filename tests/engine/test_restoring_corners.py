@@ -9,8 +9,8 @@ from math import inf
 
 import pytest
 
-from kvchat.cache import planner
-from kvchat.cache.persistence import Persistence
+from kvchat.cache import rates
+from kvchat.cache.connector import Persistence
 from kvchat.cache.transfer import TransferThread
 from support.engine_harness import EngineHarness
 from support.memory_tier import MemoryTier
@@ -86,7 +86,7 @@ def test_who_meets_a_front_that_another_computed_still_waits_for_what_is_read(
     earlier.engine.close()
     may_read, reads = threading.Event(), count()
     tier.before_read = lambda: next(reads) and may_read.wait(60) and None
-    monkeypatch.setattr(planner, "_MIN_TOKENS", 8)
+    monkeypatch.setattr(rates, "_MIN_TOKENS", 8)
     harness = EngineHarness(persist=lambda cache: Persistence(cache, lambda: tier))
     persistence = harness.engine._persistence
     assert persistence is not None

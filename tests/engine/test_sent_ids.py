@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from kvchat.engine import sent_ids
-from kvchat.engine.sent_ids import SentIds
+from kvchat.engine import sampler
+from kvchat.engine.sampler import SentIds
 from kvchat_kernels.sending import on_device
 
 CPU = torch.device("cpu")
@@ -36,7 +36,7 @@ def test_a_step_sends_what_is_new_and_not_the_context(monkeypatch: pytest.Monkey
         num_sent += len(numbers)
         return on_device(numbers, dtype, device)
 
-    monkeypatch.setattr(sent_ids, "on_device", counted)
+    monkeypatch.setattr(sampler, "on_device", counted)
     ids, sent = list(range(5000)), SentIds(CPU)
     for token in range(100):
         ids.append(token)

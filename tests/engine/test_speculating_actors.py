@@ -6,14 +6,14 @@ from collections import Counter
 import pytest
 import torch
 
-from kvchat.cache.manager import CacheManager
+from kvchat.cache.block_manager import CacheManager
 from kvchat.core.events import TokensGenerated
 from kvchat.core.types import FinishReason, SamplingParams
 from kvchat.engine.draft_model import ModelDrafter
+from kvchat.engine.draft_policy import AdaptivePace, FixedPace, Pace
 from kvchat.engine.drafters import Drafter
 from kvchat.engine.engine import Engine
 from kvchat.engine.ngram import NgramDrafter
-from kvchat.engine.pace import AdaptivePace, FixedPace, Pace
 from kvchat.engine.request import RequestSpec
 from kvchat.engine.runner import Runner
 from kvchat.engine.speculation import Mode, Speculation

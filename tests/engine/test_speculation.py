@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 
 from kvchat.core.types import FinishReason, SamplingParams
+from kvchat.engine.draft_policy import AdaptivePace, FixedPace
 from kvchat.engine.drafters import Drafter, Wanted
 from kvchat.engine.ngram import NgramDrafter
-from kvchat.engine.pace import AdaptivePace, FixedPace
 from kvchat.engine.request import RequestSpec
-from kvchat.engine.speculation import Mode, Speculation
-from kvchat.engine.verify import accepted_len
+from kvchat.engine.speculation import Mode, Speculation, accepted_len
 from support.engine_harness import EngineHarness
 from support.remembering_model import GREEDY, VOCAB_SIZE, WatchFor, complete_without_cache
 from support.trial_drafters import (

@@ -38,7 +38,7 @@ OWNERS = {
     "safetensors": {"model", "bench/resume_peers.py"},
     "tokenizers": {"chat"},
     "jinja2": {"chat"},
-    "diskcache": {"cache/disk_tier.py", "cache/raw_disk.py"},
+    "diskcache": {"cache/disk/table.py"},
     "xxhash": {"cache"},
     "rich": {"terminal"},
     "pygments": {"terminal"},

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from kvchat.bench.engines import complete, random_ids
-from kvchat.cache.host_swap import HostSwap
+from kvchat.cache.block_manager import CacheManager
+from kvchat.cache.host_offload import HostSwap
 from kvchat.cache.host_tier import HostTier
 from kvchat.cache.kv_pool import KvGeometry, KvPool, LayerGeometry
-from kvchat.cache.manager import CacheManager
 from kvchat.cache.transfer import TransferThread
 from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig, Size
 from kvchat.engine.assembly import build_engine

@@ -8,8 +8,7 @@ from torch import nn
 
 from kvchat.core.config import CacheConfig, ModelConfig
 from kvchat.core.errors import ModelError, UsageError
-from kvchat.engine.assembly import kv_geometry
-from kvchat.engine.kv_identity import kv_identity
+from kvchat.engine.assembly import kv_geometry, kv_identity
 from kvchat.model import weight_only
 from kvchat.model.fuse_linear import HalfProduct, MergedProduct
 from kvchat.model.loader import LoadedModel, load_model

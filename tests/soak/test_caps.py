@@ -10,7 +10,7 @@ from dataclasses import replace
 from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
 
-from kvchat.cache.radix_node import pack
+from kvchat.cache.keys import pack
 from support.pack_chains import LAYOUT, keys_of, open_tier, save, used_bytes
 from support.soak_sizes import short_and_long
 

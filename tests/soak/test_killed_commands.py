@@ -14,7 +14,7 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from kvchat.cache.caretaker import Caretaker
+from kvchat.cache.disk.admin import Caretaker
 from kvchat.chat.store import SessionStore
 from support.fork_server import ForkedShell
 from support.outside import Outside

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from kvchat.cache.codec import DamagedRecord
-from kvchat.cache.disk_tier import DiskTier
-from kvchat.cache.radix_node import pack
+from kvchat.cache.disk.tier import DiskTier
+from kvchat.cache.keys import pack
+from kvchat.cache.tier import DamagedRecord
 from kvchat.core.errors import StoreError
 from support.failing_files import CODES, TABLE_ERRORS, Faults
 from support.outside import Outside

@@ -21,12 +21,11 @@ from typing import Any
 
 import pytest
 
-from kvchat.cache.caretaker import Caretaker
-from kvchat.cache.codec import DamagedRecord
-from kvchat.cache.disk_tier import DiskTier
-from kvchat.cache.generations import generations
-from kvchat.cache.own_directory import DATABASE, PACK_FILE, sizes
-from kvchat.cache.radix_node import pack
+from kvchat.cache.disk.admin import Caretaker
+from kvchat.cache.disk.model_dirs import DATABASE, PACK_FILE, generations, sizes
+from kvchat.cache.disk.tier import DiskTier
+from kvchat.cache.keys import pack
+from kvchat.cache.tier import DamagedRecord
 from kvchat.core.config import Size
 from kvchat.core.errors import StoreError
 from kvchat.core.types import Lack

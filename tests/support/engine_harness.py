@@ -8,8 +8,8 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from itertools import count
 
-from kvchat.cache.manager import CacheManager
-from kvchat.cache.persistence import Persistence
+from kvchat.cache.block_manager import CacheManager
+from kvchat.cache.connector import Persistence
 from kvchat.core.events import (
     PrefillProgress,
     RequestEvent,

@@ -5,13 +5,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from kvchat.cache.block_table import BlockTable
-from kvchat.cache.host_swap import HostSwap
+from kvchat.cache.block_manager import BlockTable, CacheManager
+from kvchat.cache.connector import Persistence
+from kvchat.cache.host_offload import HostSwap
 from kvchat.cache.host_tier import HostTier
 from kvchat.cache.kv_pool import KvGeometry, KvPool, LayerGeometry
-from kvchat.cache.manager import CacheManager
-from kvchat.cache.persistence import Persistence
-from kvchat.cache.rate_memory import RateMemory
+from kvchat.cache.rates import RateMemory
 from kvchat.cache.transfer import TransferThread
 from support.cached_contexts import CPU, assert_kv_is_right
 

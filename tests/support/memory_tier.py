@@ -7,9 +7,8 @@ tier has to find. Tests can spoil what it keeps, make it fail, or make it wait.
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
-from kvchat.cache.block_key import chain_keys, root_key
-from kvchat.cache.codec import Canary, GoneRecord, PackHead
-from kvchat.cache.tier import Found
+from kvchat.cache.keys import chain_keys, root_key
+from kvchat.cache.tier import Canary, Found, GoneRecord, PackHead
 from kvchat.core.stats import TierStatus
 from kvchat.core.types import Lack
 

@@ -7,11 +7,9 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvchat.cache.block_key import chain_keys
-from kvchat.cache.codec import Layout, PackHead
-from kvchat.cache.disk_tier import DiskTier
-from kvchat.cache.radix_node import pack
-from kvchat.cache.tier import Found
+from kvchat.cache.disk.tier import DiskTier
+from kvchat.cache.keys import chain_keys, pack
+from kvchat.cache.tier import Found, Layout, PackHead
 
 LAYOUT = Layout(identity=b"model of a test.", block_size=2, block_bytes=40_000)
 # What the tier sets aside for its tables is more than most tests keep.

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvchat.cache.persistence import Persistence
+from kvchat.cache.connector import Persistence
 from kvchat.cache.tier import Tier
 from kvchat.core.events import SampleFinished
 from kvchat.core.types import SamplingParams

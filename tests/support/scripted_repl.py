@@ -16,7 +16,7 @@ import sys
 import time
 from pathlib import Path
 
-from kvchat.cache.caretaker import Caretaker
+from kvchat.cache.disk.admin import Caretaker
 from kvchat.chat.host import ChatHost
 from kvchat.chat.session import AskOptions
 from kvchat.chat.store import SessionStore

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from kvchat.cache.block_manager import CacheManager
 from kvchat.cache.kv_pool import KvPool
-from kvchat.cache.manager import CacheManager
 from kvchat.core.config import CacheConfig, ModelConfig
 from kvchat.core.events import RequestFailed, TokensGenerated
 from kvchat.core.types import SamplingParams

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 import torch
 
-from kvchat.cache.codec import Canary
 from kvchat.cache.restore import Proof
-from kvchat.engine.canary import canary_of
+from kvchat.cache.tier import Canary
 from kvchat.engine.engine import Engine
-from kvchat.engine.probes import Probes
+from kvchat.engine.kv_verifier import Probes
+from kvchat.engine.logit_fingerprint import canary_of
 from kvchat.model.batch import SequencePiece
 from support.greedy_answer import greedy_answer
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from kvchat.cache.caretaker import Caretaker
-from kvchat.cache.radix_node import pack
-from kvchat.cache.store_lock import LOCK_NAME
+from kvchat.cache.disk.admin import Caretaker
+from kvchat.cache.disk.db import LOCK_NAME
+from kvchat.cache.keys import pack
 from kvchat.chat.conversation import Conversation
 from kvchat.chat.host import ChatHost
 from kvchat.chat.session import ChatSession

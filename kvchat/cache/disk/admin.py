@@ -1,0 +1,264 @@
+"""Caretaker: looks after a whole store, all identities in it, without loading a model.
+
+Other processes may use the store meanwhile. Knows generations; what is in them is a DiskTier's.
+"""
+
+import math
+import sqlite3
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TypeVar
+
+from kvchat.cache.disk.db import LOCK_NAME, StoreBusy, StoreHeld, StoreLock
+from kvchat.cache.disk.inventory import Generation, pack_tree, read_generation, stored_generations
+from kvchat.cache.disk.model_dirs import (
+    DATABASE,
+    drop,
+    last_used,
+    mark_name,
+    set_last_used,
+    sizes,
+    strangers,
+    tree_bytes,
+)
+from kvchat.cache.disk.quota import disk_budget
+from kvchat.cache.disk.tier import DiskTier
+from kvchat.cache.keys import chain_keys, pack, root_key
+from kvchat.cache.tier import Layout
+from kvchat.core.config import Size
+from kvchat.core.errors import StoreError
+from kvchat.core.stats import (
+    GenerationStatus,
+    KeptPack,
+    KeptPin,
+    StoreStatus,
+    TierStatus,
+    Verified,
+)
+
+T = TypeVar("T")
+
+_NO_LIMIT = 1 << 62
+_LOCK_PATIENCE_S = 5.0
+
+
+class Caretaker:
+    """Looks after the store in `directory`, which need not exist and is never made.
+
+    `size` is what the user allows it to hold, None the default. Everything raises StoreError where
+    the directory cannot be used, and where an identity's part of it cannot once all others are
+    done. May be used from any thread.
+    """
+
+    def __init__(self, directory: Path, size: Size | None = None) -> None:
+        self.directory = directory
+        self._size = size
+
+    def status(self) -> StoreStatus:
+        """Return what the store holds. Reads all heads, changes nothing."""
+        found = [_status_of(read_generation(path)) for path in stored_generations(self.directory)]
+        return StoreStatus(
+            self.directory, self._limit_bytes, tuple(found), tuple(strangers(self.directory))
+        )
+
+    def num_bytes(self) -> int:
+        """Return what all of it takes at most: as `status` says, and sooner."""
+        return sum(tree_bytes(path) for path in stored_generations(self.directory))
+
+    def tree(self) -> list[tuple[GenerationStatus, list[KeptPack]]]:
+        """Return every generation and its packs, each after the one it continues."""
+        found = [read_generation(path) for path in stored_generations(self.directory)]
+        return [(_status_of(generation), pack_tree(generation)) for generation in found]
+
+    def verify(self, goes_on: Callable[[], bool] = lambda: True) -> Verified:
+        """Read every pack; what is damaged is gone then. Ends early where `goes_on` says so."""
+        found = self._in_each(lambda path: self._verify_in(path, goes_on))
+        return Verified(
+            num_sound=sum(each.num_sound for each in found),
+            num_damaged=sum(each.num_damaged for each in found),
+            num_tables=sum(each.num_tables for each in found),
+        )
+
+    def _verify_in(self, path: Path, goes_on: Callable[[], bool]) -> Verified:
+        if not goes_on():
+            return Verified()
+        # Nothing is too old or too much: who wants to know what is sound throws nothing away.
+        with self._opened(path, _NO_LIMIT, lambda: -math.inf) as (tier, _):
+            sound, damaged = tier.verify(goes_on)
+            trouble = tier.status().trouble
+        if not (sound or damaged or tier.is_begun_anew):
+            _require_no(trouble)
+        return Verified(sound, damaged, int(tier.is_begun_anew))
+
+    def gc(self) -> int:
+        """Remove what is out of date and what nothing leads to, and keep the limit.
+
+        Returns the bytes that are free now.
+        """
+        before = self.num_bytes()
+        self._in_each(self._collect_in)
+        return max(0, before - self.num_bytes())
+
+    def _collect_in(self, path: Path) -> None:
+        if not path.is_dir():  # it was too old, and went when the first was opened
+            return
+        with self._opened(path, self._limit_bytes, time.time) as (tier, _):
+            tier.gc()
+            status = tier.status()
+        if not tier.is_begun_anew and not status.num_damaged:
+            _require_no(status.trouble)
+
+    def unpin(self, label: str) -> int:
+        """Remove the pins of a label; return how many there were, one for each identity."""
+        return sum(self._in_each(lambda path: self._unpin_in(path, label)))
+
+    def _unpin_in(self, path: Path, label: str) -> int:
+        with self._opened(path, _NO_LIMIT, lambda: -math.inf) as (tier, found):
+            tier.unpin(label)
+        return sum(pin.label == label for pin in found.pins)
+
+    def forget(
+        self, contexts: Iterable[Sequence[int]], shared: Iterable[Sequence[int]], label: str = ""
+    ) -> int:
+        """Remove the KV of contexts, given by their token ids, except what is `shared` with others.
+
+        Of all identities. A pin called `label` goes first; what other pins hold stays. Returns how
+        many blocks went.
+        """
+        packed, others = [pack(ids) for ids in contexts], [pack(ids) for ids in shared]
+        return sum(self._in_each(lambda path: self._forget_in(path, packed, others, label)))
+
+    def _forget_in(self, path: Path, packed: list[bytes], others: list[bytes], label: str) -> int:
+        """Forget contexts of one identity, except what `others` share; return how many blocks."""
+        with self._opened(path, _NO_LIMIT, lambda: -math.inf) as (tier, generation):
+            stays = _keys(generation.layout, others)
+            stays.update(key for p in generation.pins if p.label != label for key in p.keys)
+            if label:
+                tier.unpin(label)
+            num_blocks = tier.forget(_keys(generation.layout, packed) - stays)
+            left = read_generation(path)
+        if generation.trouble and not tier.is_begun_anew:
+            error = StoreHeld if generation.is_held else StoreError
+            raise error(f"{path} cannot be read: {generation.trouble}.")
+        if left.heads and left.layout != generation.layout:
+            raise _busy()  # it was empty when its packs' shape was looked for
+        return num_blocks
+
+    def clear(self) -> int:
+        """Delete all packs of all identities; return the bytes that are free now."""
+        found = stored_generations(self.directory)
+        if not found:
+            return 0
+        with StoreLock(self.directory / LOCK_NAME, _LOCK_PATIENCE_S).held():
+            before = _files(found)
+            num_bytes = sum(drop(path) for path in found)
+        # What others made anew meanwhile is no file that was to be deleted.
+        if before & _files(found):
+            raise StoreError(f"Not all of {self.directory} can be deleted.", "Check who owns it.")
+        return num_bytes
+
+    def _in_each(self, deed: Callable[[Path], T]) -> list[T]:
+        """Do something in every generation; return what came of it.
+
+        One that cannot be used, as others hold it, keeps nothing from being done in those behind
+        it: of that is told once all are done.
+        """
+        outcomes, failure = [], None
+        for path in stored_generations(self.directory):
+            try:
+                outcomes.append(deed(path))
+            except StoreError as error:
+                failure = error
+        if failure is not None:
+            raise failure
+        return outcomes
+
+    @property
+    def _limit_bytes(self) -> int:
+        try:
+            return disk_budget(self._size, self.directory)
+        except OSError as error:
+            raise StoreError(
+                f"Cannot use the directory {self.directory}: {error.strerror}."
+            ) from error
+
+    @contextmanager
+    def _opened(
+        self, path: Path, limit_bytes: int, clock: Callable[[], float]
+    ) -> Iterator[tuple[DiskTier, Generation]]:
+        """Open a generation as it was read, without that counting as a use of it; yields both.
+
+        Raises StoreError where something was not done because others held the store.
+        """
+        used_s = last_used(path)
+        found = read_generation(path)
+        try:
+            tier = DiskTier(self.directory, found.layout, limit_bytes, clock=clock)
+        except (OSError, sqlite3.Error) as error:
+            raise StoreError(f"Cannot use {path}: {error}.") from error
+        held_up = tier.status().num_held_up
+        try:
+            yield tier, found
+            _require_done(tier.status(), held_up)
+        finally:
+            tier.close()
+            # A log is left only where somebody else has the table open, and is using it.
+            if used_s and not (path / f"{DATABASE}-wal").exists():
+                set_last_used(path, used_s)
+
+
+def _status_of(generation: Generation) -> GenerationStatus:
+    layout = generation.layout
+    return GenerationStatus(
+        identity=generation.path.name,
+        num_packs=len(generation.heads),
+        num_tokens=sum(
+            stored.head.num_blocks(layout) * layout.block_size for stored in generation.heads
+        ),
+        num_bytes=tree_bytes(generation.path),
+        last_used_s=last_used(generation.path),
+        trouble=generation.trouble,
+        pins=tuple(
+            KeptPin(pin.label, len(pin.keys) * layout.block_size, pin.made_s)
+            for pin in generation.pins
+        ),
+    )
+
+
+def _keys(layout: Layout, contexts: Iterable[bytes]) -> set[bytes]:
+    """Return the chain keys of all full blocks of contexts."""
+    root = root_key(layout.identity)
+    return {key for packed in contexts for key in chain_keys(root, packed, layout.ids_bytes)}
+
+
+def _files(directories: list[Path]) -> set[tuple[str, int, int, int]]:
+    """Return what tells each file of ours in the directories from any other, of the same name
+    too. Their marks are not among them: where others have put files, the directory stays ours.
+    """
+    found = set()
+    for path in directories:
+        for name in sizes(path).keys() - {mark_name(path)}:
+            with suppress(OSError):
+                info = (path / name).lstat()
+                found.add((f"{path}/{name}", info.st_ino, info.st_size, info.st_mtime_ns))
+    return found
+
+
+def _require_done(status: TierStatus, num_held_up_before: int) -> None:
+    if status.num_held_up > num_held_up_before:
+        raise StoreHeld(_sentence(status.trouble)) if status.trouble else _busy()
+
+
+def _busy() -> StoreBusy:
+    return StoreBusy("Other processes are busy with the disk cache.", "Try again in a moment.")
+
+
+def _require_no(trouble: str) -> None:
+    if trouble:
+        raise StoreError(_sentence(trouble))
+
+
+def _sentence(trouble: str) -> str:
+    return trouble[:1].upper() + trouble[1:]
