@@ -1,4 +1,5 @@
-"""How fast KV sinks into host memory and rises again, beside one plain copy of the same bytes.
+"""How fast KV is demoted to host memory and promoted again, beside one plain copy of the same
+bytes.
 
 The device is whatever the model's pools lie on; on a CPU both ends are the same memory. Knows a
 geometry; no model takes part.
@@ -12,7 +13,7 @@ from kvchat.bench.engines import random_ids
 from kvchat.bench.measure import Sample, alternated, wait_for_device
 from kvchat.bench.report import Figure
 from kvchat.cache.block_manager import CacheManager
-from kvchat.cache.host_offload import HostSwap
+from kvchat.cache.host_offload import HostOffload
 from kvchat.cache.host_tier import HostTier
 from kvchat.cache.kv_pool import KvGeometry, KvPool
 from kvchat.cache.transfer import TransferThread
@@ -27,10 +28,10 @@ def host_figures(
 ) -> list[Figure]:
     """Measure both ways, and the plain copies beside them in turn."""
     num_blocks = max(2, (_QUICK_BYTES if is_quick else _BYTES) // geometry.block_bytes)
-    swap, plain = _Swap(geometry, device, num_blocks), _Plain(geometry, device, num_blocks)
-    down, plain_down = alternated(swap.down, plain.down, repeats)
-    up, plain_up = alternated(swap.up, plain.up, repeats)
-    swap.close()
+    offload, plain = _Offload(geometry, device, num_blocks), _Plain(geometry, device, num_blocks)
+    down, plain_down = alternated(offload.down, plain.down, repeats)
+    up, plain_up = alternated(offload.up, plain.up, repeats)
+    offload.close()
     num_bytes = num_blocks * geometry.block_bytes
     return [
         _rate("device to host memory", num_bytes, down, plain_down),
@@ -52,8 +53,8 @@ def _rate(name: str, num_bytes: int, ours: Sample, plain: Sample) -> Figure:
     )
 
 
-class _Swap:
-    """One context that fills the device, sinks whole and rises whole."""
+class _Offload:
+    """One context that fills the device, is demoted whole and promoted whole."""
 
     def __init__(self, geometry: KvGeometry, device: torch.device, num_blocks: int) -> None:
         self._manager = CacheManager(KvPool(geometry, num_blocks + 1, device))
@@ -61,7 +62,7 @@ class _Swap:
         is_pinned = device.type == "cuda"
         self._host = HostTier(geometry.block_size, geometry.block_bytes, limit, is_pinned)
         self._transfer = TransferThread(lambda: None, 0)
-        self._swap = HostSwap(self._manager, self._host, self._transfer)
+        self._offload = HostOffload(self._manager, self._host, self._transfer)
         self._num_blocks = num_blocks
         self._ids = random_ids(num_blocks * geometry.block_size, 1000, seed=0)
 
@@ -73,24 +74,24 @@ class _Swap:
         self._manager.release(table, self._ids)
         wait_for_device()
         start_s = time.perf_counter()
-        self._manager.sink(self._num_blocks)
-        assert self._swap.flush(_PATIENCE_S)
+        self._manager.evict_cold(self._num_blocks)
+        assert self._offload.flush(_PATIENCE_S)
         seconds = time.perf_counter() - start_s
-        self._swap.settle(may_sink=False)
+        self._offload.settle(may_demote=False)
         assert self._host.status().num_packs == self._num_blocks
         return seconds
 
     def up(self) -> float:
         """Return the seconds it takes until all of it is on the device again."""
-        self._manager.sink(self._num_blocks)
-        assert self._swap.flush(_PATIENCE_S)
+        self._manager.evict_cold(self._num_blocks)
+        assert self._offload.flush(_PATIENCE_S)
         wait_for_device()
         start_s = time.perf_counter()
-        promotion = self._swap.begin([*self._ids, 0])
+        promotion = self._offload.begin([*self._ids, 0])
         assert promotion is not None
         while not promotion.is_over:
-            self._swap.wait_for_news()
-            self._swap.settle(may_sink=False)
+            self._offload.wait_for_news()
+            self._offload.settle(may_demote=False)
         wait_for_device()
         seconds = time.perf_counter() - start_s
         assert promotion.num_tokens == len(self._ids)

@@ -39,7 +39,7 @@ class OracleDrafter:
         starts = [want.request.num_generated for want in wanted]
         return [self._ids[s : s + w.num_tokens] for s, w in zip(starts, wanted, strict=True)]
 
-    def tend(self, requests: Sequence[Request], seconds: float) -> None:
+    def update(self, requests: Sequence[Request], seconds: float) -> None:
         """It knows everything already."""
 
     def learn(self, contexts: Sequence[Sequence[int]]) -> None:

@@ -1,8 +1,8 @@
 """Scenario `tiers`: what the disk tier costs, and how fast it and host memory are.
 
-Packs are written and read beside plain files of the same bytes, KV sinks into host memory and rises
-beside plain copies, and a chat of several turns is held with the disk on and off: nobody who has a
-disk tier should feel it.
+Packs are written and read beside plain files of the same bytes, KV is demoted to host memory and
+promoted beside plain copies, and a chat of several turns is held with the disk on and off: nobody
+who has a disk tier should feel it.
 """
 
 import os
@@ -20,7 +20,7 @@ from kvchat.bench.measure import Sample, alternated
 from kvchat.bench.report import Figure, Result
 from kvchat.bench.scenarios import BenchSetup
 from kvchat.cache.disk.tier import DiskTier
-from kvchat.cache.keys import pack
+from kvchat.cache.keys import encode_ids
 from kvchat.cache.tier import Found, Layout, PackHead
 from kvchat.core.config import CacheConfig, EngineConfig, Size
 from kvchat.engine.assembly import AssembledEngine, engine_around
@@ -113,7 +113,7 @@ class _Packs:
         self._directory, self._images = directory, images
         self._tier = self._opened()
         ids = [random_ids(256, 1000, seed=number) for number in range(len(images))]
-        self._heads = [PackHead(self._tier.root, pack(chat)) for chat in ids]
+        self._heads = [PackHead(self._tier.root, encode_ids(chat)) for chat in ids]
 
     def _opened(self) -> DiskTier:
         return DiskTier(self._directory, _LAYOUT, 1 << 40, min_free_bytes=0)

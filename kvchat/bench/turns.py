@@ -115,7 +115,7 @@ class _Ours:
 
     def first_token_s(self, history: int) -> float:
         context = random_ids(history, self._vocab_size, seed=history)
-        if self._engine.cache.measure(context) < history - self._engine.cache.block_size:
+        if self._engine.cache.num_cached_tokens(context) < history - self._engine.cache.block_size:
             complete(self._engine, context, 1)
         self._num_asked += 1
         new = random_ids(_USER_TOKENS, self._vocab_size, seed=10_000 + self._num_asked)

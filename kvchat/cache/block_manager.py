@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from kvchat.cache.keys import pack
+from kvchat.cache.keys import encode_ids
 from kvchat.cache.kv_pool import KvPool
 from kvchat.cache.radix_tree import Node, RadixTree, TreeInsert
 from kvchat.core.errors import GenerationError
@@ -148,17 +148,17 @@ class CacheStatus:
     num_copied: int
 
 
-class Sink(Protocol):
+class LowerTier(Protocol):
     """Where KV goes that has to leave the device."""
 
-    def demote(self, packed: bytes, blocks: list[int]) -> None:
+    def demote(self, encoded: bytes, blocks: list[int]) -> None:
         """Take the last full blocks of a context, which are given to others on return."""
 
-    def forget(self, packed: bytes, num_kept: int) -> None:
+    def forget(self, encoded: bytes, num_kept: int) -> None:
         """Never give out again the blocks of a context behind its first `num_kept`."""
 
     def clear(self) -> None:
-        """Forget everything that nobody is waiting for."""
+        """Forget everything that is not on its way."""
 
 
 class CacheManager:
@@ -176,23 +176,23 @@ class CacheManager:
         self._tree = RadixTree(self.block_size)
         self._num_evicted = 0
         self._num_copied = 0
-        self._sink: Sink | None = None
-        self._block_aside: int | None = None
+        self._lower_tier: LowerTier | None = None
+        self._spare_block: int | None = None
 
-    def attach(self, sink: Sink) -> None:
-        """Let what is evicted from now on sink instead of being forgotten."""
-        self._sink = sink
+    def attach(self, lower_tier: LowerTier) -> None:
+        """Have what is evicted from now on demoted instead of forgotten."""
+        self._lower_tier = lower_tier
 
-    def set_aside_a_block(self) -> None:
-        """Keep a block back for `lend`, however full the device tier gets. One that holds a single
-        block has none to spare.
+    def reserve_spare_block(self) -> None:
+        """Keep a block back for `use_spare_block`, however full the device tier gets. One that
+        holds a single block has none to spare.
         """
-        if self._block_aside is None and self._num_usable > 1 and self._make_room(1):
-            [self._block_aside] = self._pool.allocate(1)
+        if self._spare_block is None and self._num_usable > 1 and self._make_room(1):
+            [self._spare_block] = self._pool.allocate(1)
 
     @property
     def _num_usable(self) -> int:
-        return self._pool.num_blocks - 1 - (self._block_aside is not None)
+        return self._pool.num_blocks - 1 - (self._spare_block is not None)
 
     @property
     def max_tokens(self) -> int:
@@ -213,9 +213,9 @@ class CacheManager:
         """Blocks that are free or could be made free by forgetting what nobody uses."""
         return self._pool.num_free + self._tree.num_blocks - self._tree.num_locked_blocks
 
-    def measure(self, token_ids: TokenIds) -> int:
+    def num_cached_tokens(self, token_ids: TokenIds) -> int:
         """Return how many leading tokens are cached in full blocks; changes nothing."""
-        return self._tree.measure(pack(token_ids)) if self._reuse else 0
+        return self._tree.num_cached_tokens(encode_ids(token_ids)) if self._reuse else 0
 
     def match(self, token_ids: TokenIds) -> BlockTable:
         """Find the longest cached prefix and hold it; the caller must `release` the table.
@@ -225,7 +225,7 @@ class CacheManager:
         """
         if not self._reuse:
             return self._hold(self._tree.root, [], 0, 0)
-        found = self._tree.match(pack(token_ids[:-1]))
+        found = self._tree.match(encode_ids(token_ids[:-1]))
         num_full = len(found.blocks)
         table = self._hold(found.node, list(found.blocks), num_full * self.block_size, num_full)
         if found.head is not None:
@@ -273,21 +273,21 @@ class CacheManager:
         table.blocks.extend(self._pool.allocate(num_new, after=last))
         return True
 
-    def lend(self, table: BlockTable) -> bool:
-        """Have a table end in a copy of its last block, which is then writable, in the block set
-        aside; false where there is none.
+    def use_spare_block(self, table: BlockTable) -> bool:
+        """Have a table end in a copy of its last block, which is then writable, in the spare
+        block; false where there is none.
 
         One table at a time, and of that nothing is kept.
         """
-        aside = self._block_aside
-        if aside is None:
+        spare = self._spare_block
+        if spare is None:
             return False
-        assert self._pool.references(aside) == 1, "it is lent already"
+        assert self._pool.references(spare) == 1, "it is in use already"
         source = table.blocks.pop()
-        self.kv_pool.copy_block(source, aside)
+        self.kv_pool.copy_block(source, spare)
         self._pool.release([source])
-        self._pool.acquire([aside])
-        table.blocks.append(aside)
+        self._pool.acquire([spare])
+        table.blocks.append(spare)
         return True
 
     def rewind(self, table: BlockTable, num_tokens: int) -> None:
@@ -306,21 +306,23 @@ class CacheManager:
             self._evict(missing)
         return num_blocks <= self._pool.num_free
 
-    def sink(self, num_blocks: int) -> None:
+    def evict_cold(self, num_blocks: int) -> None:
         """Evict up to `num_blocks` blocks before they are needed, the coldest first."""
         self._evict(num_blocks)
 
     def _evict(self, num_blocks: int) -> None:
         leaving: list[tuple[bytes, list[int]]] = []
 
-        def told(packed: bytes, blocks: list[int]) -> None:
-            leaving.append((packed, blocks))
+        def told(encoded: bytes, blocks: list[int]) -> None:
+            leaving.append((encoded, blocks))
 
         is_shared = self._is_shared
-        evicted = self._tree.evict(num_blocks, is_shared, told if self._sink is not None else None)
-        for packed, blocks in leaving:
-            assert self._sink is not None
-            self._sink.demote(packed, blocks)
+        evicted = self._tree.evict(
+            num_blocks, is_shared, told if self._lower_tier is not None else None
+        )
+        for encoded, blocks in leaving:
+            assert self._lower_tier is not None
+            self._lower_tier.demote(encoded, blocks)
         self._num_evicted += len(evicted)
         num_freed = self._pool.release(evicted)
         assert num_freed == len(evicted)
@@ -345,7 +347,7 @@ class CacheManager:
         size = self.block_size
         offered = table.blocks[table.num_committed : num_full]
         ids = token_ids[table.num_committed * size : num_full * size]
-        result = self._tree.insert(table.node, pack(ids), offered)
+        result = self._tree.insert(table.node, encode_ids(ids), offered)
         self._settle(table, offered, result)
         table.num_committed = num_full
 
@@ -380,7 +382,7 @@ class CacheManager:
         tail = token_ids[table.num_committed * self.block_size :]
         if self._reuse and tail:
             block = table.blocks[table.num_committed]
-            is_kept, displaced = self._tree.insert_tail(table.node, pack(tail), block)
+            is_kept, displaced = self._tree.insert_tail(table.node, encode_ids(tail), block)
             if is_kept:
                 self._pool.acquire([block])
             self._pool.release(displaced)
@@ -392,8 +394,8 @@ class CacheManager:
 
     def export(self, token_ids: TokenIds, first: int, last: int) -> memoryview | None:
         """Return the images of a context's blocks `first` to `last - 1`; None where one is gone."""
-        packed = pack(token_ids[: last * self.block_size])
-        blocks = self._tree.blocks_of(packed) if self._reuse else []
+        encoded = encode_ids(token_ids[: last * self.block_size])
+        blocks = self._tree.blocks_of(encoded) if self._reuse else []
         return self.kv_pool.gather(blocks[first:last]) if len(blocks) == last else None
 
     def adopt(self, token_ids: TokenIds, first: int, image: bytearray | memoryview) -> int:
@@ -422,46 +424,48 @@ class CacheManager:
         """Forget the KV of a context behind its first `num_kept` tokens, and of all that goes on
         from there. What others are using stays.
         """
-        num_blocks, packed = num_kept // self.block_size, pack(token_ids)
-        self._pool.release(self._tree.cut(packed, num_blocks))
-        if self._sink is not None:
-            self._sink.forget(packed, num_blocks)
+        num_blocks, encoded = num_kept // self.block_size, encode_ids(token_ids)
+        self._pool.release(self._tree.cut(encoded, num_blocks))
+        if self._lower_tier is not None:
+            self._lower_tier.forget(encoded, num_blocks)
 
-    def drift(self, table: BlockTable, token_ids: TokenIds, position: int) -> torch.Tensor | None:
+    def kv_error(
+        self, table: BlockTable, token_ids: TokenIds, position: int
+    ) -> torch.Tensor | None:
         """Return how the KV of the token at `position`, which a table has computed once more,
         differs from what the tree has for it; None where it has nothing. `token_ids` reach to the
-        end of that token's block at least. See `KvPool.drift`.
+        end of that token's block at least. See `KvPool.kv_error`.
         """
         index, slot = divmod(position, self.block_size)
-        known = self._tree.blocks_of(pack(token_ids))
+        known = self._tree.blocks_of(encode_ids(token_ids))
         if len(known) <= index:
             return None
-        return self.kv_pool.drift(known[index], table.blocks[index], slot)
+        return self.kv_pool.kv_error(known[index], table.blocks[index], slot)
 
-    def wipe(self, table: BlockTable, num_tokens: int) -> None:
+    def zero(self, table: BlockTable, num_tokens: int) -> None:
         """Zero what was written behind the first tokens of a table: nobody may ever read it."""
         for index in range(num_tokens // self.block_size, len(table.blocks)):
             if self._pool.references(table.blocks[index]) == 1:
                 first_slot = max(0, num_tokens - index * self.block_size)
-                self.kv_pool.wipe(table.blocks[index], first_slot)
+                self.kv_pool.zero(table.blocks[index], first_slot)
 
-    def num_sound(self, table: BlockTable, num_tokens: int) -> int:
+    def num_finite(self, table: BlockTable, num_tokens: int) -> int:
         """Return how many leading tokens of a table lie before the first KV that is no number."""
         num_full, rest = divmod(num_tokens, self.block_size)
-        num_sound = self.kv_pool.num_finite(table.blocks[:num_full])
-        if num_sound < num_full or not rest:
-            return num_sound * self.block_size
-        is_sound = self.kv_pool.is_finite(table.blocks[num_full], rest)
-        return num_tokens if is_sound else num_full * self.block_size
+        num_finite = self.kv_pool.num_finite(table.blocks[:num_full])
+        if num_finite < num_full or not rest:
+            return num_finite * self.block_size
+        is_finite = self.kv_pool.is_finite(table.blocks[num_full], rest)
+        return num_tokens if is_finite else num_full * self.block_size
 
     def clear(self) -> int:
         """Forget everything nobody uses; return how many blocks became free."""
         before = self._pool.num_free
-        sink, self._sink = self._sink, None
+        lower_tier, self._lower_tier = self._lower_tier, None
         self._evict(self._tree.num_blocks)
-        self._sink = sink
-        if sink is not None:
-            sink.clear()
+        self._lower_tier = lower_tier
+        if lower_tier is not None:
+            lower_tier.clear()
         return self._pool.num_free - before
 
     def check(self, tables: list[BlockTable] | None = None) -> None:
@@ -473,8 +477,8 @@ class CacheManager:
             for block in node.blocks:
                 expected[block] += 1
                 assert self._pool.references(block) > 0, f"the tree holds free block {block}"
-        if self._block_aside is not None:
-            expected[self._block_aside] += 1
+        if self._spare_block is not None:
+            expected[self._spare_block] += 1
         if tables is None:
             return
         for table in tables:

@@ -1,19 +1,19 @@
-"""Persistence: prompts find their KV on a slower tier, and finished contexts are kept there.
+"""KvConnector: prompts find their KV on a slower tier, and finished contexts are kept there.
 
-The door to both for the engine: joins restoring and saving with the transfer thread, which has the
-time. Knows token ids; knows no request and no model.
+What the engine uses of that tier: joins restoring and writing behind with the transfer thread,
+which does the waiting. Knows token ids; knows no request and no model.
 """
 
 import time
 from collections.abc import Callable
 
 from kvchat.cache.block_manager import CacheManager
-from kvchat.cache.keys import TOKEN_BYTES, chain_keys, pack
+from kvchat.cache.keys import TOKEN_BYTES, chain_keys, encode_ids
 from kvchat.cache.rates import RateMemory, RestorePlanner
-from kvchat.cache.restore import Proof, Restore, Restoring
-from kvchat.cache.tier import Canary, Pinning, Tier, trouble_of
+from kvchat.cache.restore import Restore, RestoredContext, Restorer
+from kvchat.cache.tier import LogitFingerprint, Pinning, Tier, trouble_of
 from kvchat.cache.transfer import OpenTier, TransferThread
-from kvchat.cache.write_behind import Saver
+from kvchat.cache.write_behind import WriteBehind
 from kvchat.core.stats import TierStatus
 from kvchat.core.types import TokenIds
 
@@ -21,7 +21,7 @@ _MAX_PENDING_BYTES = 256 << 20
 _CLOSE_PATIENCE_S = 5.0
 
 
-class Persistence:
+class KvConnector:
     """Restores into and saves from one manager. `clock` returns seconds; `rates` remembers how fast
     this machine is.
 
@@ -40,40 +40,40 @@ class Persistence:
         if rates is not None:
             self.planner.begin_with(rates.read())
         self.transfer = TransferThread(open_tier, _MAX_PENDING_BYTES)
-        self.saver = Saver(manager, self.transfer, clock)
-        self.restoring = Restoring(
-            manager, self.transfer, self.planner, self.saver.note_kept, clock
+        self.write_behind = WriteBehind(manager, self.transfer, clock)
+        self.restorer = Restorer(
+            manager, self.transfer, self.planner, self.write_behind.note_kept, clock
         )
         self._manager = manager
 
     # Restoring
 
     def begin(
-        self, ids: TokenIds, is_foreseen: bool = False, is_one_shot: bool = False
+        self, ids: TokenIds, is_prefetch: bool = False, is_one_shot: bool = False
     ) -> Restore | None:
         """Ask for the KV of a prompt that the device has not; None where it has all full blocks.
 
-        `is_foreseen` where nobody waits for it yet, `is_one_shot` where whoever does will hardly go
-        on.
+        `is_prefetch` where no request waits for it yet, `is_one_shot` where the context will hardly
+        be continued.
         """
-        return self.restoring.begin(ids, is_foreseen, is_one_shot)
+        return self.restorer.begin(ids, is_prefetch, is_one_shot)
 
     def wait_for_news(self) -> None:
         """Wait for the next delivery, for a moment at most."""
-        self.restoring.wait_for_news()
+        self.restorer.wait_for_news()
 
     def settle(self, restore: Restore) -> bool:
         """Take what has come of a restore onto the device; whether more may come."""
-        return self.restoring.settle(restore)
+        return self.restorer.settle(restore)
 
-    def quarantine(self, proof: Proof) -> None:
+    def quarantine(self, restored: RestoredContext) -> None:
         """Never give out again what has been found to be wrong, nor what continues it."""
-        self._manager.forget(proof.ids, proof.num_trusted)
-        self.saver.note_gone(proof.ids)
-        packed = pack(proof.ids)
+        self._manager.forget(restored.ids, restored.num_trusted)
+        self.write_behind.note_gone(restored.ids)
+        encoded = encode_ids(restored.ids)
         block_bytes = self._manager.block_size * TOKEN_BYTES
         self.transfer.quarantine(
-            lambda tier: tier.quarantine(chain_keys(tier.root, packed, block_bytes))
+            lambda tier: tier.quarantine(chain_keys(tier.root, encoded, block_bytes))
         )
 
     # Saving and telling
@@ -85,12 +85,14 @@ class Persistence:
             return TierStatus(trouble=trouble_of(failure))
         return tier.status() if tier is not None else None
 
-    def save(self, ids: TokenIds, canary: Canary | None = None, is_one_shot: bool = False) -> None:
+    def save(
+        self, ids: TokenIds, fingerprint: LogitFingerprint | None = None, is_one_shot: bool = False
+    ) -> None:
         """Have the full blocks of a context written behind, as far as they are not kept yet.
 
-        `canary` is that of the last block's last token; `is_one_shot` as in `begin`.
+        `fingerprint` is that of the last block's last token; `is_one_shot` as in `begin`.
         """
-        self.saver.save(ids, canary, is_one_shot)
+        self.write_behind.save(ids, fingerprint, is_one_shot)
         self._keep_rates()
 
     def pin(self, ids: TokenIds, label: str, done: Callable[[int], None]) -> None:
@@ -98,24 +100,24 @@ class Persistence:
 
         `done` hears how many tokens that are, on the transfer thread or at once.
         """
-        packed = pack(ids)
+        encoded = encode_ids(ids)
         size = self._manager.block_size
 
         def pin(tier: Tier | None) -> None:
             num_blocks = 0
             try:
                 if tier is not None and isinstance(tier, Pinning):
-                    keys = chain_keys(tier.root, packed, size * TOKEN_BYTES)
-                    num_blocks = tier.pin(keys, packed, label)
+                    keys = chain_keys(tier.root, encoded, size * TOKEN_BYTES)
+                    num_blocks = tier.pin(keys, encoded, label)
             finally:
                 done(num_blocks * size)
 
-        self.saver.go_on(0.0)
+        self.write_behind.go_on(0.0)
         self.transfer.afterwards(pin)
 
     def forget(self, ids: TokenIds) -> None:
-        """Take in that somebody is about to remove a context from the tier."""
-        self.saver.note_gone(ids)
+        """Take in that the caller is about to remove a context from the tier."""
+        self.write_behind.note_gone(ids)
 
     def when_written(self, done: Callable[[], None]) -> None:
         """Call `done` once all that was to be written is, or can never be.
@@ -135,11 +137,11 @@ class Persistence:
         self._keep_rates()
         deadline_s = time.monotonic() + _CLOSE_PATIENCE_S
         self._offer_backlog(deadline_s)
-        if self.saver.is_unheard:  # only a write shows what others have deleted
+        if self.write_behind.is_unheard:  # only a write shows what others have deleted
             self.transfer.flush(max(0.0, deadline_s - time.monotonic()))
             self._offer_backlog(deadline_s)
         self.transfer.close(max(0.0, deadline_s - time.monotonic()))
 
     def _offer_backlog(self, deadline_s: float) -> None:
-        while self.saver.has_backlog and time.monotonic() < deadline_s:
-            self.saver.go_on(deadline_s - time.monotonic())
+        while self.write_behind.has_backlog and time.monotonic() < deadline_s:
+            self.write_behind.go_on(deadline_s - time.monotonic())

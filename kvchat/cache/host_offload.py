@@ -16,8 +16,8 @@ from queue import Empty, SimpleQueue
 import torch
 
 from kvchat.cache.block_manager import BlockTable, CacheManager
-from kvchat.cache.host_tier import HostTier, Loan
-from kvchat.cache.keys import TOKEN_BYTES, ChainMemo, pack
+from kvchat.cache.host_tier import HostTier, Lease
+from kvchat.cache.keys import TOKEN_BYTES, ChainMemo, encode_ids
 from kvchat.cache.rates import CopyRates, RateMemory
 from kvchat.cache.transfer import TransferThread
 from kvchat.core.stats import TierStatus
@@ -113,12 +113,12 @@ class Promotion:
     # [0, num_known)                            tokens that the device had
     # [num_known, num_known + num_tokens)       tokens that came up so far; `table` holds all of it
 
-    `num_sent` counts the rows of the loan that were given to the transfer thread.
+    `num_sent` counts the rows of the lease that were given to the transfer thread.
     """
 
     ids: TokenIds
     num_known: int
-    loan: Loan
+    lease: Lease
     table: BlockTable
     deadline_s: float
     num_sent: int = 0
@@ -137,17 +137,17 @@ class Promotion:
 
 
 @dataclass(frozen=True, slots=True)
-class Sunk:
+class Demoted:
     """A piece that went down, or did not."""
 
-    loan: Loan
+    lease: Lease
     num_bytes: int
     seconds: float
     is_there: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Risen:
+class Promoted:
     """A piece that came up, or did not: then there are no images."""
 
     promotion: Promotion
@@ -162,19 +162,19 @@ _PIECE_BYTES = 4 << 20
 # Images staged on the device at the same time, on their way down.
 _MAX_STAGED_BYTES = 64 << 20
 _MAX_PIECES_IN_FLIGHT = 2
-# Cold blocks sink once fewer than the first share of all is free, until the second is, and no more
-# than so many bytes before each step.
+# Cold blocks are demoted once fewer than the first share of all is free, until the second is, and
+# no more than so many bytes before each step.
 _LOW_MARK, _HIGH_MARK = 1 / 32, 1 / 16
-_MAX_SINKING_BYTES = 16 << 20
+_MAX_DEMOTING_BYTES = 16 << 20
 # How long a step waits for staged images to reach host memory before what leaves is forgotten.
-_SINK_PATIENCE_S = 0.2
+_DEMOTE_PATIENCE_S = 0.2
 _NEWS_PATIENCE_S = 0.02
 # How often a refusal is doubted: a path three times too slow is tried again within a minute.
 _DOUBTS_EVERY_S = 5.0
 _CLOSE_PATIENCE_S = 5.0
 
 
-class HostSwap:
+class HostOffload:
     """Joins one manager with a host tier. `clock` returns seconds; `memory` remembers how fast this
     machine copies. The engine's thread owns it.
     """
@@ -202,12 +202,12 @@ class HostSwap:
         self._piece_blocks = max(1, _PIECE_BYTES // self._image_bytes)
         device = manager.kv_pool.device
         self._copies = HostCopies(device, self._image_bytes, self._piece_blocks)
-        self._done: SimpleQueue[Sunk | Risen] = SimpleQueue()
-        self._sinking: list[Loan] = []
+        self._done: SimpleQueue[Demoted | Promoted] = SimpleQueue()
+        self._demoting: list[Lease] = []
         self._num_staged_bytes = 0
         self._is_stuck = False
         self._doubted_s = clock()
-        self._arrived: deque[Risen] = deque()
+        self._arrived: deque[Promoted] = deque()
         self._promotions: list[Promotion] = []
         manager.attach(self)
 
@@ -219,9 +219,9 @@ class HostSwap:
     def is_promoting(self) -> bool:
         return bool(self._promotions)
 
-    # Down
+    # Demoting
 
-    def demote(self, packed: bytes, blocks: list[int]) -> None:
+    def demote(self, encoded: bytes, blocks: list[int]) -> None:
         """Copy the last full blocks of a context, which the device is about to give away.
 
         On return they may be given away. Where there is no room for the copy, or where computing
@@ -229,22 +229,22 @@ class HostSwap:
         """
         if not self._is_worth_keeping():
             return
-        keys = self._memo.keys_of(packed)
+        keys = self._memo.keys_of(encoded)
         first = len(keys) - len(blocks)
         try:
             while first < len(keys):
-                loan = self._offered(packed, keys, first)
-                self._send_down(loan, blocks[first + loan.first - len(keys) :])
-                if not loan.keys:
+                lease = self._acquired(encoded, keys, first)
+                self._start_demotion(lease, blocks[first + lease.first - len(keys) :])
+                if not lease.keys:
                     return
-                first += loan.first + len(loan.keys)
-        except Exception:  # of memory, mostly: what does not sink is computed again
+                first += lease.first + len(lease.keys)
+        except Exception:  # of memory, mostly: what is not demoted is computed again
             _log.exception("blocks could not be demoted")
 
-    def _offered(self, packed: bytes, keys: list[bytes], first: int) -> Loan:
+    def _acquired(self, encoded: bytes, keys: list[bytes], first: int) -> Lease:
         """Return room for the next blocks from `first` on that host memory lacks."""
         parent = keys[first - 1] if first else self.host.root
-        return self.host.offer(parent, keys[first:], packed[first * self._block_bytes :])
+        return self.host.acquire_write(parent, keys[first:], encoded[first * self._block_bytes :])
 
     def _is_worth_keeping(self) -> bool:
         if not self.host.num_slots:
@@ -256,11 +256,13 @@ class HostSwap:
             self.rates.doubt()
         return False
 
-    def _send_down(self, loan: Loan, blocks: list[int]) -> None:
-        """Stage blocks, which begin with the loan's first, piece by piece, and have them copied."""
+    def _start_demotion(self, lease: Lease, blocks: list[int]) -> None:
+        """Stage blocks, which begin with the lease's first, piece by piece, and have them
+        copied.
+        """
         size = self._piece_blocks
-        pieces = [loan.part(start, start + size) for start in range(0, len(loan.keys), size)]
-        self._sinking.extend(pieces)
+        pieces = [lease.part(start, start + size) for start in range(0, len(lease.keys), size)]
+        self._demoting.extend(pieces)
         for number, piece in enumerate(pieces):
             num_bytes = len(piece.keys) * self._image_bytes
             is_staged = self._has_stage_for(num_bytes) and self._stage(
@@ -268,15 +270,15 @@ class HostSwap:
             )
             if not is_staged:  # nor is what continues it: without this it could not be found
                 for lost in pieces[number:]:
-                    self._sinking.remove(lost)
-                    self.host.settle(lost, is_filled=False)
+                    self._demoting.remove(lost)
+                    self.host.complete(lost, is_filled=False)
                 return
 
-    def _stage(self, piece: Loan, blocks: list[int], num_bytes: int) -> bool:
+    def _stage(self, piece: Lease, blocks: list[int], num_bytes: int) -> bool:
         try:
             staging = self._pool.stage(blocks, self._copies.staging(len(blocks)))
             mark = self._copies.mark()
-        except Exception:  # of memory, mostly: what does not sink is computed again
+        except Exception:  # of memory, mostly: what is not demoted is computed again
             _log.exception("blocks could not be staged")
             return False
         self._num_staged_bytes += num_bytes
@@ -288,7 +290,7 @@ class HostSwap:
                 self._copies.give_back(staging)
                 is_there = True
             finally:
-                self._done.put(Sunk(piece, num_bytes, self._clock() - start_s, is_there))
+                self._done.put(Demoted(piece, num_bytes, self._clock() - start_s, is_there))
 
         self._transfer.copy(copy)
         return True
@@ -299,7 +301,7 @@ class HostSwap:
         False if it still is then.
         """
         self._take_done(0.0)
-        deadline_s = time.monotonic() + _SINK_PATIENCE_S
+        deadline_s = time.monotonic() + _DEMOTE_PATIENCE_S
         while self._num_staged_bytes and self._num_staged_bytes + num_bytes > _MAX_STAGED_BYTES:
             left_s = deadline_s - time.monotonic()
             if left_s <= 0 or self._is_stuck:
@@ -308,56 +310,56 @@ class HostSwap:
             self._take_done(left_s)
         return True
 
-    def forget(self, packed: bytes, num_kept: int) -> None:
+    def forget(self, encoded: bytes, num_kept: int) -> None:
         """Never give out again the blocks of a context behind its first `num_kept`."""
         self._take_done(0.0)
-        self.host.quarantine(self._memo.keys_of(packed)[num_kept:])
+        self.host.quarantine(self._memo.keys_of(encoded)[num_kept:])
 
     def clear(self) -> None:
         """Forget everything that is not on its way."""
         self._take_done(0.0)
         self.host.clear()
 
-    # Up
+    # Promoting
 
     def begin(self, ids: TokenIds) -> Promotion | None:
         """Bring up what host memory has of a prompt and the device has not; None for nothing."""
         self._take_done(0.0)
         size = self._manager.block_size
-        packed = pack(ids[:-1])
-        first = self._manager.measure(ids[:-1]) // size
-        keys = self._memo.keys_of(packed)[first:]
-        rest = packed[first * self._block_bytes :]
+        encoded = encode_ids(ids[:-1])
+        first = self._manager.num_cached_tokens(ids[:-1]) // size
+        keys = self._memo.keys_of(encoded)[first:]
+        rest = encoded[first * self._block_bytes :]
         count = min(self._count(keys, rest), self._manager.num_available)
         if not count or not self.rates.is_worth_fetching(count * size, count * self._image_bytes):
             return None
         promotion = Promotion(
             ids=ids,
             num_known=first * size,
-            loan=self.host.borrow(keys[:count], rest),
+            lease=self.host.acquire_read(keys[:count], rest),
             table=self._manager.match([*ids[: first * size], -1]),
             deadline_s=self._clock() + self._patience_s(count * size),
         )
         self._promotions.append(promotion)
-        self._send_up(promotion)
+        self._start_copies(promotion)
         return promotion
 
-    def measure(self, ids: TokenIds, num_known: int) -> int:
+    def num_cached_tokens(self, ids: TokenIds, num_known: int) -> int:
         """Return how many tokens host memory has behind the first `num_known`, in full blocks."""
         first = num_known // self._manager.block_size
-        packed = pack(ids)
-        keys = self._memo.keys_of(packed)[first:]
-        count = self.host.count(keys, packed[first * self._block_bytes :])
+        encoded = encode_ids(ids)
+        keys = self._memo.keys_of(encoded)[first:]
+        count = self.host.count(keys, encoded[first * self._block_bytes :])
         return count * self._manager.block_size
 
-    def _count(self, keys: list[bytes], packed: bytes) -> int:
+    def _count(self, keys: list[bytes], encoded: bytes) -> int:
         """Return how many blocks are in host memory, those included that are just arriving there.
 
         What has been pushed out a moment ago is worth the moment it takes.
         """
         deadline_s = time.monotonic() + _NEWS_PATIENCE_S
         while True:
-            count = self.host.count(keys, packed)
+            count = self.host.count(keys, encoded)
             left_s = deadline_s - time.monotonic()
             if left_s <= 0 or not self.host.is_filling(keys[count : count + 1]):
                 return count
@@ -365,37 +367,39 @@ class HostSwap:
 
     def _patience_s(self, num_tokens: int) -> float:
         rate = self.rates.prefill_tokens_per_s
-        return max(_SINK_PATIENCE_S, num_tokens / rate) if rate else 1.0
+        return max(_DEMOTE_PATIENCE_S, num_tokens / rate) if rate else 1.0
 
-    def _send_up(self, promotion: Promotion) -> None:
-        rows = promotion.loan.rows
+    def _start_copies(self, promotion: Promotion) -> None:
+        rows = promotion.lease.rows
         while promotion.num_in_flight < _MAX_PIECES_IN_FLIGHT and promotion.num_sent < len(rows):
             end = min(promotion.num_sent + self._piece_blocks, len(rows))
-            self._transfer.copy(self._rising(promotion, rows[promotion.num_sent : end]))
+            self._transfer.copy(self._promote_job(promotion, rows[promotion.num_sent : end]))
             promotion.num_sent = end
             promotion.num_in_flight += 1
 
-    def _rising(self, promotion: Promotion, rows: Sequence[torch.Tensor]) -> Callable[[], None]:
+    def _promote_job(
+        self, promotion: Promotion, rows: Sequence[torch.Tensor]
+    ) -> Callable[[], None]:
         def copy() -> None:
             images, start_s = None, self._clock()
             try:
                 images = self._copies.up(rows)
             finally:
                 seconds = self._clock() - start_s
-                self._done.put(Risen(promotion, images, len(rows), seconds))
+                self._done.put(Promoted(promotion, images, len(rows), seconds))
 
         return copy
 
-    def _take_up(self, risen: Risen) -> None:
-        promotion = risen.promotion
+    def _take_promoted(self, promoted: Promoted) -> None:
+        promotion = promoted.promotion
         promotion.num_in_flight -= 1
-        if risen.images is not None:
-            self.rates.note_up(risen.num_blocks * self._image_bytes, risen.seconds)
+        if promoted.images is not None:
+            self.rates.note_up(promoted.num_blocks * self._image_bytes, promoted.seconds)
         is_wanted = not promotion.is_given_up
-        if is_wanted and (risen.images is None or not self._enter(promotion, risen.images)):
+        if is_wanted and (promoted.images is None or not self._enter(promotion, promoted.images)):
             promotion.give_up()
-        if risen.images is not None:
-            self._copies.give_back(risen.images)
+        if promoted.images is not None:
+            self._copies.give_back(promoted.images)
 
     def _enter(self, promotion: Promotion, images: torch.Tensor) -> bool:
         """Enter images behind what has come up so far; false where the device has no room."""
@@ -415,18 +419,19 @@ class HostSwap:
 
     # Between steps
 
-    def settle(self, may_sink: bool) -> None:
-        """Take in what was copied, go on with what comes up, and let cold blocks sink in time.
+    def settle(self, may_demote: bool) -> None:
+        """Take in what was copied, go on with what comes up, and demote cold blocks in time.
 
-        Nothing sinks before it must where `may_sink` is false: somebody waits for what is there.
+        Without `may_demote` nothing is demoted before it must be: a request waits for what is
+        there.
         """
         self._take_done(0.0)
         while self._arrived:
-            self._take_up(self._arrived.popleft())
+            self._take_promoted(self._arrived.popleft())
         for promotion in list(self._promotions):
             self._advance(promotion)
-        if may_sink and not self._promotions:
-            self._sink_cold()
+        if may_demote and not self._promotions:
+            self._demote_cold()
 
     def wait_for_news(self) -> None:
         """Wait for the next copy to be done, for a moment at most."""
@@ -441,31 +446,31 @@ class HostSwap:
         with suppress(Empty):
             done = self._done.get(timeout=timeout_s) if timeout_s else self._done.get_nowait()
             while True:
-                if isinstance(done, Sunk):
-                    self._note_sunk(done)
+                if isinstance(done, Demoted):
+                    self._note_demoted(done)
                 else:
                     self._arrived.append(done)
                 done = self._done.get_nowait()
 
-    def _note_sunk(self, sunk: Sunk) -> None:
+    def _note_demoted(self, demoted: Demoted) -> None:
         self._is_stuck = False
-        self._num_staged_bytes -= sunk.num_bytes
-        self._sinking.remove(sunk.loan)
-        self.host.settle(sunk.loan, sunk.is_there)
-        if sunk.is_there:
-            self.rates.note_down(sunk.num_bytes, sunk.seconds)
-        if not self._sinking:
+        self._num_staged_bytes -= demoted.num_bytes
+        self._demoting.remove(demoted.lease)
+        self.host.complete(demoted.lease, demoted.is_there)
+        if demoted.is_there:
+            self.rates.note_down(demoted.num_bytes, demoted.seconds)
+        if not self._demoting:
             self._keep_rates()
 
     def _advance(self, promotion: Promotion) -> None:
         if self._clock() > promotion.deadline_s:
             promotion.give_up()
         if not promotion.is_given_up:
-            self._send_up(promotion)
+            self._start_copies(promotion)
         if promotion.num_in_flight == 0:
             end = promotion.num_known + promotion.num_tokens
             self._manager.release(promotion.table, promotion.ids[:end])
-            self.host.end(promotion.loan)
+            self.host.release(promotion.lease)
             self._promotions.remove(promotion)
             promotion.is_ended = True
             self._keep_rates()
@@ -476,14 +481,14 @@ class HostSwap:
             known = self.rates.rates()
             self._transfer.copy(lambda: memory.write(known))
 
-    def _sink_cold(self) -> None:
+    def _demote_cold(self) -> None:
         """Demote what was used longest ago, so that free blocks are there when they are needed."""
         status = self._manager.status()
         if status.num_free >= max(1, int(status.num_blocks * _LOW_MARK)):
             return
         if self._is_worth_keeping():
             wanted = max(2, int(status.num_blocks * _HIGH_MARK)) - status.num_free
-            self._manager.sink(min(wanted, max(1, _MAX_SINKING_BYTES // self._image_bytes)))
+            self._manager.evict_cold(min(wanted, max(1, _MAX_DEMOTING_BYTES // self._image_bytes)))
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until every copy under way is done; false if that took too long."""
@@ -505,7 +510,7 @@ class HostSwap:
 
     def check(self) -> None:
         """Re-derive every invariant of the host tier and of what is under way."""
-        self.host.check([*self._sinking, *(promotion.loan for promotion in self._promotions)])
-        num_blocks = sum(len(loan.rows) for loan in self._sinking)
+        self.host.check([*self._demoting, *(promotion.lease for promotion in self._promotions)])
+        num_blocks = sum(len(lease.rows) for lease in self._demoting)
         assert num_blocks * self._image_bytes == self._num_staged_bytes
-        assert len(self._sinking) <= 1 or self._num_staged_bytes <= _MAX_STAGED_BYTES
+        assert len(self._demoting) <= 1 or self._num_staged_bytes <= _MAX_STAGED_BYTES

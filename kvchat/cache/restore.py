@@ -1,4 +1,4 @@
-"""Restoring prompts' KV from a slower tier, piece by piece between two threads.
+"""Restorer prompts' KV from a slower tier, piece by piece between two threads.
 
 The transfer thread reads packs, the engine's thread takes them into the device tier. A forward pass
 verifies what was restored before anything relies on it.
@@ -13,11 +13,11 @@ from queue import Empty, SimpleQueue
 from threading import BoundedSemaphore, Event
 
 from kvchat.cache.block_manager import CacheManager
-from kvchat.cache.keys import TOKEN_BYTES, chain_keys, pack
+from kvchat.cache.keys import TOKEN_BYTES, chain_keys, encode_ids
 from kvchat.cache.rates import RestorePlanner
-from kvchat.cache.tier import Canary, DamagedRecord, Found, GoneRecord, HeldRecord, Tier
+from kvchat.cache.tier import DamagedRecord, Found, GoneRecord, HeldRecord, LogitFingerprint, Tier
 from kvchat.cache.transfer import TransferThread
-from kvchat.core.types import Lack, TokenIds
+from kvchat.core.types import MissReason, TokenIds
 
 # What is read before the front is computed waits in memory: 256 MiB of packs at most.
 _MAX_PIECES_IN_FLIGHT = 64
@@ -34,25 +34,25 @@ _TAKING_PATIENCE_S = 0.02
 class Piece:
     """`num_blocks` block images that belong at `start_block` of the prompt being restored.
 
-    `canary` is that of its last token, where there is one.
+    `fingerprint` is that of its last token, where there is one.
     """
 
     start_block: int
     num_blocks: int
     image: bytearray | memoryview
-    canary: Canary | None = None
+    fingerprint: LogitFingerprint | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Proof:
-    """A context that came up, from its token `num_trusted` on, and is to be proven.
+class RestoredContext:
+    """A context restored from its token `num_trusted` on, to be verified.
 
-    Its last token is to be computed once more, and held against its KV and the canary, if any.
+    Its last token is to be computed once more, and held against its KV and the fingerprint, if any.
     """
 
     ids: list[int]
     num_trusted: int
-    canary: Canary | None
+    fingerprint: LogitFingerprint | None
 
 
 @dataclass(slots=True, eq=False)
@@ -60,12 +60,12 @@ class Restore:
     """One prompt on its way back. Made and read by the engine's thread, fed by the transfer thread.
 
     `num_known` counts the leading tokens that the device had, `num_tokens` those restored so far.
-    `give_up` ends it; what is on the device stays. `lack` says why no more is.
+    `give_up` ends it; what is on the device stays. `miss_reason` says why no more is.
 
     # [0, num_known)                the device had it
     # [num_known, num_front)        to be computed while the rest is read, as far as it is not
     #                               there; `num_front` is 0 where it is quicker to wait
-    # [num_trusted, num_arrived)    tokens that came up and are still to be proven; `canary` is that
+    # [num_trusted, num_arrived)    tokens restored and still to be verified; `fingerprint` is that
     #                               of the last
 
     `num_planned` is the front that the reader leaves to be computed, for the engine to take over.
@@ -74,14 +74,14 @@ class Restore:
     never be; as many as `num_awaited` were when the engine was last waited for in vain.
 
     `since_s` is when the last piece of use came, or the first was asked for; `piece_bytes` are
-    those of a large piece, as far as they are known. A prefetch `is_foreseen`: nobody waits for it,
-    and nobody would compute a front of it. `is_one_shot` where whoever asks will hardly go on.
+    those of a large piece, as far as they are known. For a prefetch, `is_prefetch`, no front is
+    computed: no request waits for it. `is_one_shot` where whoever asks will hardly go on.
     """
 
     ids: TokenIds
     num_known: int
     since_s: float
-    is_foreseen: bool
+    is_prefetch: bool
     is_one_shot: bool = False
     num_front: int = 0
     num_planned: int = 0
@@ -99,11 +99,11 @@ class Restore:
     has_taken: Event = field(default_factory=Event)
     has_all: Event = field(default_factory=Event)
     is_given_up: Event = field(default_factory=Event)
-    lack: Lack | None = None
+    miss_reason: MissReason | None = None
     num_tokens: int = 0
     num_trusted: int = 0
     num_arrived: int = 0
-    canary: Canary | None = None
+    fingerprint: LogitFingerprint | None = None
 
     @property
     def is_over(self) -> bool:
@@ -170,7 +170,7 @@ _NEWS_PATIENCE_S = 0.02
 _HURRY_TOKENS = 64
 
 
-class Restoring:
+class Restorer:
     """The restores of one manager. `clock` returns seconds; `note_kept` hears what a tier has.
 
     The engine's thread owns it.
@@ -192,30 +192,30 @@ class Restoring:
         self._block_bytes = manager.block_size * TOKEN_BYTES
         self._image_bytes = manager.kv_pool.geometry.block_bytes
         self._news = Event()
-        self._unproven: list[Restore] = []
+        self._unverified: list[Restore] = []
 
-    def begin(self, ids: TokenIds, is_foreseen: bool, is_one_shot: bool = False) -> Restore | None:
+    def begin(self, ids: TokenIds, is_prefetch: bool, is_one_shot: bool = False) -> Restore | None:
         """Ask for the KV of a prompt that the device has not; None where it has all full blocks.
 
         One that is over already says why nobody was asked.
         """
-        num_known = self._manager.measure(ids[:-1])
+        num_known = self._manager.num_cached_tokens(ids[:-1])
         size = self._manager.block_size
         num_blocks = (len(ids) - 1 - num_known) // size
         if num_blocks < 1:
             return None
         if self._transfer.is_without_tier:
-            return self._refused(ids, num_known, Lack.NO_TIER)
+            return self._refused(ids, num_known, MissReason.NO_TIER)
         num_tokens, num_bytes = num_blocks * size, num_blocks * self._image_bytes
         if not self._planner.is_worth(num_tokens, num_bytes):
             self._planner.note_refused()
-            return self._refused(ids, num_known, Lack.SLOWER)
-        restore = Restore(ids, num_known, self._clock(), is_foreseen, is_one_shot)
+            return self._refused(ids, num_known, MissReason.SLOWER)
+        restore = Restore(ids, num_known, self._clock(), is_prefetch, is_one_shot)
         self._transfer.restore(lambda tier: self._read(tier, restore, num_known // size))
         return restore
 
-    def _refused(self, ids: TokenIds, num_known: int, lack: Lack) -> Restore:
-        refused = Restore(ids, num_known, self._clock(), is_foreseen=True, lack=lack)
+    def _refused(self, ids: TokenIds, num_known: int, miss_reason: MissReason) -> Restore:
+        refused = Restore(ids, num_known, self._clock(), is_prefetch=True, miss_reason=miss_reason)
         refused.give_up()
         return refused
 
@@ -246,7 +246,7 @@ class Restoring:
         piece = restore.held.popleft()
         restore.places.release()
         if self._take(restore, piece) < piece.num_blocks:
-            restore.lack = Lack.NO_ROOM
+            restore.miss_reason = MissReason.NO_ROOM
             restore.give_up()
         restore.num_taken += 1
         del piece  # or its memory would not be free for the next one
@@ -259,23 +259,23 @@ class Restoring:
             restore.since_s = self._clock()
         restore.is_opening = is_opening
         patience_s = self._planner.patience_s(num_tokens, restore.piece_bytes, is_opening)
-        if restore.is_foreseen:
+        if restore.is_prefetch:
             patience_s += self._planner.compute_s(num_tokens)
         return self._clock() > restore.since_s + patience_s
 
     def hand_over(self, restore: Restore) -> None:
-        """Somebody has asked for what was only foreseen, and waits for it."""
-        restore.is_foreseen = False
+        """A request claimed this prefetch: restart its deadline."""
+        restore.is_prefetch = False
         restore.since_s = self._clock()
 
     def _hurry(self, restore: Restore) -> None:
         """Have the next tokens computed while waiting on; the more, the longer nothing comes."""
-        num_there = self._manager.measure(restore.ids[:-1])
+        num_there = self._manager.num_cached_tokens(restore.ids[:-1])
         num_more = max(_HURRY_TOKENS << restore.num_hurries, self._manager.block_size)
         restore.num_hurries += 1
         num_front = (num_there + num_more) // self._manager.block_size * self._manager.block_size
-        restore.lack = Lack.LATE
-        if restore.is_foreseen or num_front >= len(restore.ids) - 1:
+        restore.miss_reason = MissReason.LATE
+        if restore.is_prefetch or num_front >= len(restore.ids) - 1:
             restore.give_up()
         else:
             restore.num_front = num_front
@@ -284,13 +284,15 @@ class Restoring:
         """Whether all that is to be computed before what comes up is there."""
         if not restore.num_front:
             return True
-        return self._manager.measure(restore.ids[: restore.num_front]) == restore.num_front
+        return (
+            self._manager.num_cached_tokens(restore.ids[: restore.num_front]) == restore.num_front
+        )
 
     def _take(self, restore: Restore, piece: Piece) -> int:
         """Enter a piece in the device tier; return how many of its blocks are there now."""
         size = self._manager.block_size
         end = (piece.start_block + piece.num_blocks) * size
-        if self._manager.measure(restore.ids[:end]) == end:
+        if self._manager.num_cached_tokens(restore.ids[:end]) == end:
             return piece.num_blocks  # another request has computed it meanwhile
         try:
             num_adopted = self._manager.adopt(restore.ids, piece.start_block, piece.image)
@@ -305,34 +307,34 @@ class Restoring:
         size = self._manager.block_size
         if restore.num_arrived <= restore.num_trusted:
             restore.num_trusted = piece.start_block * size
-            self._unproven.append(restore)
+            self._unverified.append(restore)
         restore.num_arrived = (piece.start_block + num_adopted) * size
         restore.since_s, restore.num_hurries = self._clock(), 0
-        restore.canary = piece.canary if num_adopted == piece.num_blocks else None
+        restore.fingerprint = piece.fingerprint if num_adopted == piece.num_blocks else None
         restore.num_tokens += num_adopted * size
         self._note_kept(restore.ids, piece.start_block + num_adopted)
 
-    # Proving
+    # Verifying
 
-    def proofs(self, of_all: bool) -> list[Proof]:
-        """Return what has come up and is to be proven now: by whole restores, unless `of_all`.
+    def take_unverified(self, of_all: bool) -> list[RestoredContext]:
+        """Return what was restored and is to be verified now: by whole restores, unless `of_all`.
 
-        Each is returned once; from then on it is taken to be proven.
+        Each is returned once; from then on it is taken to be verified.
         """
-        due = [restore for restore in self._unproven if of_all or restore.is_over]
-        self._unproven = [restore for restore in self._unproven if restore not in due]
-        return [self._proof(restore) for restore in due]
+        due = [restore for restore in self._unverified if of_all or restore.is_over]
+        self._unverified = [restore for restore in self._unverified if restore not in due]
+        return [self._restored_context(restore) for restore in due]
 
     @property
-    def has_proofs(self) -> bool:
-        """Whether something that came up whole is to be proven."""
-        return any(restore.is_over for restore in self._unproven)
+    def has_unverified(self) -> bool:
+        """Whether a restore that is over is to be verified."""
+        return any(restore.is_over for restore in self._unverified)
 
-    def _proof(self, restore: Restore) -> Proof:
+    def _restored_context(self, restore: Restore) -> RestoredContext:
         ids = list(restore.ids[: restore.num_arrived])
-        proof = Proof(ids, restore.num_trusted, restore.canary)
+        restored = RestoredContext(ids, restore.num_trusted, restore.fingerprint)
         restore.num_trusted = restore.num_arrived
-        return proof
+        return restored
 
     # On the transfer thread
 
@@ -340,14 +342,14 @@ class Restoring:
         """Find a prompt's packs, and read them, or those behind a front to be computed."""
         if restore.is_given_up.is_set():
             return
-        packed = pack(restore.ids[:-1])
+        encoded = encode_ids(restore.ids[:-1])
         wanted: deque[Found] = deque()
         try:
-            keys = chain_keys(tier.root, packed, self._block_bytes)
-            runs = tier.find(keys, packed, restore.is_one_shot)
+            keys = chain_keys(tier.root, encoded, self._block_bytes)
+            runs = tier.find(keys, encoded, restore.is_one_shot)
             num_found = sum(found.num_blocks for found in runs)
             if num_found < len(keys):
-                restore.lack = tier.why(keys[num_found], packed, num_found)
+                restore.miss_reason = tier.why(keys[num_found], encoded, num_found)
             start_block = self._planned_start(restore, runs, start_block)
             wanted.extend(run for run in runs if run.start_block + run.num_blocks > start_block)
         finally:
@@ -366,7 +368,7 @@ class Restoring:
             while wanted and (has_place := restore.has_place()):
                 self._read_pack(tier, restore, wanted.popleft(), start_block)
         except DamagedRecord as damage:  # the tier counts it; what lies behind it is computed
-            restore.lack = _lack_of(damage)
+            restore.miss_reason = _miss_reason_of(damage)
         finally:
             if has_place or restore.is_given_up.is_set():
                 restore.has_all.set()
@@ -394,7 +396,7 @@ class Restoring:
         if not wanted:
             return start_block
         restore.piece_bytes = max(found.num_blocks for found in wanted) * self._image_bytes
-        if restore.is_foreseen:
+        if restore.is_prefetch:
             return start_block
         size = self._manager.block_size
         first = self._planner.first_worth(
@@ -408,7 +410,7 @@ class Restoring:
             ]
         )
         if first:
-            restore.lack = Lack.SLOWER
+            restore.miss_reason = MissReason.SLOWER
         if first == len(wanted):
             return wanted[-1].start_block + wanted[-1].num_blocks
         if first:
@@ -422,10 +424,10 @@ class Restoring:
         rest = memoryview(image)[num_known * self._image_bytes :]
         writable = bytearray(rest) if rest.readonly else rest
         first = found.start_block + num_known
-        return Piece(first, found.num_blocks - num_known, writable, found.canary)
+        return Piece(first, found.num_blocks - num_known, writable, found.fingerprint)
 
 
-def _lack_of(damage: DamagedRecord) -> Lack:
+def _miss_reason_of(damage: DamagedRecord) -> MissReason:
     """Return what a record that could not be read is told as."""
-    told = {GoneRecord: Lack.EVICTED, HeldRecord: Lack.LATE}
-    return told.get(type(damage), Lack.CORRUPT)
+    told = {GoneRecord: MissReason.EVICTED, HeldRecord: MissReason.LATE}
+    return told.get(type(damage), MissReason.CORRUPT)

@@ -1,4 +1,4 @@
-"""Saver: which blocks of the contexts a slower tier still lacks, and how they get there.
+"""WriteBehind: which blocks of the contexts a slower tier still lacks, and how they get there.
 
 The engine's thread asks and hands over images; the transfer thread writes. A tier that refuses is
 asked again ever more rarely, with one pack at a time. Knows token ids, blocks and packs; knows no
@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 
 from kvchat.cache.block_manager import CacheManager
-from kvchat.cache.keys import TOKEN_BYTES, ChainMemo, pack, root_key
-from kvchat.cache.tier import Canary, PackHead, Tier
+from kvchat.cache.keys import TOKEN_BYTES, ChainMemo, encode_ids, root_key
+from kvchat.cache.tier import LogitFingerprint, PackHead, Tier
 from kvchat.cache.transfer import TransferThread
 from kvchat.core.types import TokenIds
 
@@ -34,10 +34,12 @@ _LOCAL_ROOT = root_key(b"")
 
 @dataclass(frozen=True, slots=True)
 class _Offer:
-    """A context to be kept: the canary of its last block's last token, and who has asked for it."""
+    """A context to be kept: the fingerprint of its last block's last token, and who has asked
+    for it.
+    """
 
     ids: TokenIds
-    canary: Canary | None = None
+    fingerprint: LogitFingerprint | None = None
     is_one_shot: bool = False
 
 
@@ -55,7 +57,7 @@ class _Outcome:
     lost: _Offer | None
 
 
-class Saver:
+class WriteBehind:
     """Has the full blocks of one manager's contexts written behind. `clock` returns seconds.
 
     The engine's thread owns it. Whatever goes wrong costs the next process time, and this one's
@@ -103,7 +105,7 @@ class Saver:
     def note_kept(self, ids: TokenIds, num_blocks: int) -> None:
         """Take in that the tier has the first blocks of a context."""
         size = self._manager.block_size
-        keys = self._memo.keys_of(pack(ids[: num_blocks * size]))
+        keys = self._memo.keys_of(encode_ids(ids[: num_blocks * size]))
         self._remember(keys, keys)
 
     def _remember(self, keys: list[bytes], context: list[bytes]) -> None:
@@ -116,7 +118,7 @@ class Saver:
 
     def note_gone(self, ids: TokenIds) -> None:
         """Take in that the tier has lost a context."""
-        self._kept.difference_update(self._memo.keys_of(pack(ids)))
+        self._kept.difference_update(self._memo.keys_of(encode_ids(ids)))
 
     def lacks(self, ids: TokenIds) -> bool:
         """Whether a context has full blocks that are not known to be kept, and may be offered.
@@ -124,23 +126,25 @@ class Saver:
         Where it may not, as the tier rests after it refused something, the tier hears of it.
         """
         self._learn()
-        if self._transfer.is_without_tier or not self._lacks_some(pack(ids)):
+        if self._transfer.is_without_tier or not self._lacks_some(encode_ids(ids)):
             return False
         if not self._may_offer():
-            self._decline(pack(ids))
+            self._decline(encode_ids(ids))
             return False
         return True
 
-    def _lacks_some(self, packed: bytes) -> bool:
-        return any(key not in self._kept for key in self._memo.keys_of(packed))
+    def _lacks_some(self, encoded: bytes) -> bool:
+        return any(key not in self._kept for key in self._memo.keys_of(encoded))
 
-    def save(self, ids: TokenIds, canary: Canary | None = None, is_one_shot: bool = False) -> None:
+    def save(
+        self, ids: TokenIds, fingerprint: LogitFingerprint | None = None, is_one_shot: bool = False
+    ) -> None:
         """Have the full blocks of a context written, as far as they are not kept yet.
 
-        `canary` is that of the last block's last token; `is_one_shot` where whoever asked will
+        `fingerprint` is that of the last block's last token; `is_one_shot` where whoever asked will
         hardly go on.
         """
-        self._offer(_Offer(ids, canary, is_one_shot), whole_packs=False)
+        self._offer(_Offer(ids, fingerprint, is_one_shot), whole_packs=False)
 
     def go_on(self, timeout_s: float) -> None:
         """Offer some of the backlog; wait so long for room."""
@@ -159,20 +163,20 @@ class Saver:
                 return
             if self._may_offer():
                 self._offer_packs(offer, whole_packs)
-            elif not whole_packs and self._lacks_some(pack(offer.ids)):
-                self._decline(pack(offer.ids))
+            elif not whole_packs and self._lacks_some(encode_ids(offer.ids)):
+                self._decline(encode_ids(offer.ids))
         except Exception:
             _log.exception("a context could not be kept")
 
     def _offer_packs(self, offer: _Offer, whole_packs: bool) -> None:
-        keys = self._memo.keys_of(pack(offer.ids))
+        keys = self._memo.keys_of(encode_ids(offer.ids))
         start = next((n for n, key in enumerate(keys) if key not in self._kept), len(keys))
         for first in range(start, len(keys), self._blocks_a_pack):
             last = min(first + self._blocks_a_pack, len(keys))
             is_short = last - first < self._blocks_a_pack
             if is_short and whole_packs:
                 return
-            own = offer if last == len(keys) else replace(offer, canary=None)
+            own = offer if last == len(keys) else replace(offer, fingerprint=None)
             if not self._transfer.has_room((last - first) * self._image_bytes, 0.0):
                 if not whole_packs:
                     self._backlog.append(offer)
@@ -182,10 +186,10 @@ class Saver:
             if self._num_refusals:
                 return  # one pack, to see whether the tier takes anything again
 
-    def _decline(self, packed: bytes) -> None:
+    def _decline(self, encoded: bytes) -> None:
         """Have the tier know what it would be offered, if it had not refused: it costs no image."""
-        num_blocks = len(packed) // self._block_bytes
-        whole = packed[: num_blocks * self._block_bytes]
+        num_blocks = len(encoded) // self._block_bytes
+        whole = encoded[: num_blocks * self._block_bytes]
         self._transfer.save(lambda tier: tier.note_declined(self._tier_keys(tier, whole), whole), 0)
 
     def _offer_pack(self, offer: _Offer, first: int, keys: list[bytes]) -> bool:
@@ -243,16 +247,16 @@ class Saver:
 
         A pack whose parents are missing could never be found, and is not written by itself.
         """
-        num_there, is_written, packed = 0, False, pack(offer.ids)
+        num_there, is_written, encoded = 0, False, encode_ids(offer.ids)
         try:
-            tier_keys = self._tier_keys(tier, packed)
-            found = tier.find(tier_keys, packed, offer.is_one_shot)
+            tier_keys = self._tier_keys(tier, encoded)
+            found = tier.find(tier_keys, encoded, offer.is_one_shot)
             num_there = sum(run.num_blocks for run in found)
             is_wanted = first <= num_there < len(keys)
             if is_wanted:
                 parent = tier_keys[num_there - 1] if num_there else tier.root
-                rest = packed[num_there * self._block_bytes :]
-                head = PackHead(parent, rest, canary=offer.canary)
+                rest = encoded[num_there * self._block_bytes :]
+                head = PackHead(parent, rest, fingerprint=offer.fingerprint)
                 missing = image[(num_there - first) * self._image_bytes :]
                 is_written = tier.write(head, missing, offer.is_one_shot)
         finally:
@@ -261,7 +265,7 @@ class Saver:
             num_there = len(keys) if is_written else num_there
             self._outcomes.put(_Outcome(keys, num_there, is_refused, self._clock(), lost))
 
-    def _tier_keys(self, tier: Tier, packed: bytes) -> list[bytes]:
+    def _tier_keys(self, tier: Tier, encoded: bytes) -> list[bytes]:
         if self._tier_memo is None:
             self._tier_memo = ChainMemo(tier.root, self._block_bytes)
-        return self._tier_memo.keys_of(packed)
+        return self._tier_memo.keys_of(encoded)

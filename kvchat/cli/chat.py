@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvchat.cli.build import ask_options, caretaker, check, open_host, session_store, user_paths
+from kvchat.cli.build import ask_options, check, open_host, session_store, store_admin, user_paths
 from kvchat.cli.log_file import close_log
 from kvchat.cli.settings import Settings, resolve
 from kvchat.core.config import shown
@@ -137,7 +137,7 @@ def _open_desk(
         settings["system"],
         request.title,
         attached,
-        caretaker(settings) if host.store is not None and settings["cache"] else None,
+        store_admin(settings) if host.store is not None and settings["cache"] else None,
     )
 
 

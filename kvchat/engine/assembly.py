@@ -15,12 +15,12 @@ from pathlib import Path
 import torch
 
 from kvchat.cache.block_manager import SCRATCH_BLOCK, CacheManager
-from kvchat.cache.connector import Persistence
-from kvchat.cache.disk.admin import Caretaker
+from kvchat.cache.connector import KvConnector
+from kvchat.cache.disk.admin import StoreAdmin
 from kvchat.cache.disk.format import FORMAT_VERSION
 from kvchat.cache.disk.quota import disk_budget, least_bytes, why_nothing_fits
 from kvchat.cache.disk.tier import DiskTier
-from kvchat.cache.host_offload import HostSwap
+from kvchat.cache.host_offload import HostOffload
 from kvchat.cache.host_tier import HostTier
 from kvchat.cache.kv_pool import KvGeometry, KvPool, LayerGeometry
 from kvchat.cache.rates import RateMemory
@@ -40,7 +40,7 @@ from kvchat.engine.draft_model import ModelDrafter
 from kvchat.engine.drafters import Drafter
 from kvchat.engine.engine import Engine
 from kvchat.engine.ngram import NgramDrafter
-from kvchat.engine.runner import Rehearsal, Runner
+from kvchat.engine.runner import Runner, Warmup
 from kvchat.engine.speculation import Mode, Speculation
 from kvchat.engine.step_threads import StepThreads
 from kvchat.model.content_digest import content_digest
@@ -79,7 +79,7 @@ def kv_identity(loaded: LoadedModel, geometry: KvGeometry, content_digest: str) 
 _log = logging.getLogger(__name__)
 
 _DEFAULT_SHARE = {"cpu": Size(share=0.25), "cuda": Size(share=0.80)}
-# Beside a CPU's memory there is no other that KV could sink into.
+# Beside a CPU's memory there is no other that KV could be demoted to.
 _DEFAULT_HOST_SHARE = {"cpu": Size(num_bytes=0), "cuda": Size(share=0.10)}
 _MAX_DEFAULT_HOST_BYTES = 16 << 30
 # Prefill work per step on a CPU, in multiply-adds: about a tenth of a second on two cores, so that
@@ -145,19 +145,19 @@ def engine_around(
     geometry = kv_geometry(loaded.spec, cache_config, loaded.dtype)
     kv_pool = new_kv_pool(geometry, cache_config, loaded.device)
     cache = CacheManager(kv_pool, cache_config.reuse)
-    persistence = new_persistence(loaded, cache, cache_config, state_directory)
+    connector = new_connector(loaded, cache, cache_config, state_directory)
     model = PagedModel(loaded, kv_pool.layers)
     graphs, threads = new_graphs(model, cache, engine_config), new_threads(loaded.device)
     return Engine(
-        runner=Runner(model, cache.block_size, graphs, threads, new_rehearsal(model, cache)),
+        runner=Runner(model, cache.block_size, graphs, threads, new_warmup(model, cache)),
         cache=cache,
         max_context=loaded.max_context,
         max_step_tokens=engine_config.max_step_tokens or step_tokens(loaded.spec, loaded.device),
         max_running=engine_config.max_running,
         vocab_size=loaded.spec.vocab_size,
-        persistence=persistence,
+        connector=connector,
         speculation=speculation,
-        swap=_swap(cache, cache_config, persistence, rate_memory(loaded, state_directory)),
+        offload=new_offload(cache, cache_config, connector, rate_memory(loaded, state_directory)),
     )
 
 
@@ -212,7 +212,7 @@ def new_kv_pool(geometry: KvGeometry, config: CacheConfig, device: torch.device)
             f"--device-cache allows {format_bytes(budget)}, more than there is.", "Lower it."
         ) from error
     if device.type != "cpu":
-        kv_pool.rehearse()
+        kv_pool.warm_up()
     return kv_pool
 
 
@@ -238,18 +238,18 @@ def new_threads(device: torch.device) -> StepThreads | None:
     return StepThreads(torch.get_num_threads())
 
 
-def new_rehearsal(model: PagedModel, cache: CacheManager) -> Rehearsal:
+def new_warmup(model: PagedModel, cache: CacheManager) -> Warmup:
     """Return what lets `model` prove itself over `cache` before its steps are timed."""
-    return Rehearsal(model, model.loaded.spec.vocab_size, cache.block_size)
+    return Warmup(model, model.loaded.spec.vocab_size, cache.block_size)
 
 
-def new_persistence(
+def new_connector(
     loaded: LoadedModel,
     cache: CacheManager,
     config: CacheConfig,
     state_directory: Path | None,
     is_draft: bool = False,
-) -> Persistence | None:
+) -> KvConnector | None:
     """Return what keeps KV in the configured directory; None where nothing is to be kept."""
     directory = config.directory
     if directory is None or not config.reuse:
@@ -266,7 +266,7 @@ def new_persistence(
             if config.disk_bytes is None or config.disk_bytes.num_bytes is None:
                 # A disk that is full for the moment is no reason to lose what is kept.
                 raise StoreError(why_nothing, "Free some, or choose another with --cache-dir.")
-            Caretaker(directory).clear()  # the limit is one for what was kept before, too
+            StoreAdmin(directory).clear()  # the limit is one for what was kept before, too
             raise StoreError(
                 f"--disk-cache allows only {format_bytes(limit)}, too little for KV.",
                 f"Raise it to {format_bytes(least)} at least.",
@@ -281,7 +281,7 @@ def new_persistence(
         layout = Layout(identity, geometry.block_size, geometry.block_bytes)
         return DiskTier(directory, layout, limit, is_draft=is_draft)
 
-    return Persistence(cache, open_tier, rates=rate_memory(loaded, state_directory))
+    return KvConnector(cache, open_tier, rates=rate_memory(loaded, state_directory))
 
 
 def rate_memory(loaded: LoadedModel, state_directory: Path | None) -> RateMemory:
@@ -290,18 +290,18 @@ def rate_memory(loaded: LoadedModel, state_directory: Path | None) -> RateMemory
     return RateMemory(state_directory, subject)
 
 
-def _swap(
-    cache: CacheManager, config: CacheConfig, persistence: Persistence | None, memory: RateMemory
-) -> HostSwap | None:
-    """Return what lets KV sink into host memory; None where nothing may."""
+def new_offload(
+    cache: CacheManager, config: CacheConfig, connector: KvConnector | None, memory: RateMemory
+) -> HostOffload | None:
+    """Return what demotes KV to host memory; None where nothing may."""
     pool = cache.kv_pool
     limit = host_budget(config, pool.device)
     if not config.reuse or limit < pool.geometry.block_bytes:
         return None
     geometry, is_pinned = pool.geometry, pool.device.type == "cuda"
     host = HostTier(geometry.block_size, geometry.block_bytes, limit, is_pinned)
-    transfer = persistence.transfer if persistence is not None else TransferThread(lambda: None, 0)
-    return HostSwap(cache, host, transfer, memory=memory)
+    transfer = connector.transfer if connector is not None else TransferThread(lambda: None, 0)
+    return HostOffload(cache, host, transfer, memory=memory)
 
 
 def model_ready(loaded: LoadedModel, engine: Engine, began_s: float) -> ModelReady:
@@ -396,10 +396,10 @@ class _DraftBuild:
             cache,
             loaded.spec.vocab_size,
             loaded.max_context,
-            new_persistence(loaded, cache, own_config, self.state_directory, is_draft=True),
+            new_connector(loaded, cache, own_config, self.state_directory, is_draft=True),
             graphs=new_graphs(model, cache, self.engine_config),
             threads=new_threads(loaded.device),
-            rehearsal=new_rehearsal(model, cache),
+            warmup=new_warmup(model, cache),
             piece_rows=_piece_rows(loaded),
         )
         return _Draft(drafter, self._limited(num_blocks * target_geometry.block_bytes))

@@ -224,13 +224,13 @@ _NUM_DRAFTED_FIRST = 3
 # Drafts are measured against plain steps, which are therefore taken now and then.
 _STEPS_BETWEEN_PLAIN = 64
 _FIRST_WAIT, _LONGEST_WAIT = 32, 512
-_MOST_PROBES = 5
+_MOST_TRIALS = 5
 # Asking costs time as well, a twentieth of a small model's step: whoever was refused so often in a
 # row is asked again only after so many steps.
 _REFUSALS_BEFORE_REST, _STEPS_OF_REST = 16, 3
-# While drafting costs time, a probe asks for little; what it costs is not known without one.
-_FREE_PROBE, _PROBE = 3, 1
-_UNKNOWN_COST_PROBE = 2
+# While drafting costs time, a trial asks for little; what it costs is not known without one.
+_FREE_TRIAL, _TRIAL = 3, 1
+_UNKNOWN_COST_TRIAL = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,7 +249,7 @@ class Taken:
     num_tokens: int
 
 
-class Pace(Protocol):
+class DraftPolicy(Protocol):
     """What decides how much is drafted."""
 
     def is_to_ask(self, request: Request) -> bool:
@@ -282,7 +282,7 @@ class Pace(Protocol):
         """Forget what belongs to requests that have left."""
 
 
-class FixedPace:
+class FixedDraftPolicy:
     """Takes the first offer, for up to `num_tokens` tokens, whatever it costs."""
 
     def __init__(self, num_tokens: int) -> None:
@@ -322,12 +322,12 @@ class _Habit:
 
     acceptance: Acceptance
     num_refused: int = 0
-    num_probes: int = 0
+    num_trials: int = 0
 
     @property
     def wait(self) -> int:
-        """How many refused offers are between two probes."""
-        return min(_LONGEST_WAIT, _FIRST_WAIT << self.num_probes)
+        """How many refused offers are between two trials."""
+        return min(_LONGEST_WAIT, _FIRST_WAIT << self.num_trials)
 
 
 @dataclass(slots=True)
@@ -363,7 +363,7 @@ class _Costs:
         return self.draft.num_noted >= _NUM_DRAFTED_FIRST
 
 
-class AdaptivePace:
+class AdaptiveDraftPolicy:
     """Takes what promises the most tokens per second, and nothing where plain decoding does."""
 
     def __init__(self) -> None:
@@ -419,23 +419,23 @@ class AdaptivePace:
     def _chance(self, request: Request, offer: Offer, costs: _Costs) -> Chance:
         acceptance = self._habit(request, offer.source).acceptance
         is_unknown = not costs.knows_drafting and not offer.is_free
-        most = min(offer.most, _UNKNOWN_COST_PROBE) if is_unknown else offer.most
+        most = min(offer.most, _UNKNOWN_COST_TRIAL) if is_unknown else offer.most
         return Chance(acceptance.survival(most), offer.is_free)
 
     def _take(self, request: Request, offer: Offer, length: int) -> Taken | None:
-        """Take an offer up, or refuse it but for a probe after a while."""
+        """Take an offer up, or refuse it but for a trial after a while."""
         record, habit = self._record(request), self._habit(request, offer.source)
         if length:
             record.why_plain = ""
-            record.num_refused = habit.num_refused = habit.num_probes = 0
+            record.num_refused = habit.num_refused = habit.num_trials = 0
             return Taken(offer, length)
         likely = habit.acceptance.survival(1)[0]
         record.note_refusal(habit, f"too dear for guesses {likely:.0%} likely")
-        if habit.num_refused < habit.wait or habit.num_probes >= _MOST_PROBES:
+        if habit.num_refused < habit.wait or habit.num_trials >= _MOST_TRIALS:
             return None
         habit.num_refused = 0
-        habit.num_probes += 1
-        return Taken(offer, min(_FREE_PROBE if offer.is_free else _PROBE, offer.most))
+        habit.num_trials += 1
+        return Taken(offer, min(_FREE_TRIAL if offer.is_free else _TRIAL, offer.most))
 
     def note_drafting(self, num_requests: int, longest: int, seconds: float) -> None:
         self._costs_of(num_requests).draft.note(longest, seconds)

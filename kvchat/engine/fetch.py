@@ -1,7 +1,7 @@
-"""Restores: what slower tiers have of the prompts, on its way up before they run.
+"""Fetcher: KV that slower tiers have of the prompts, brought to the device before they run.
 
-Joins requests with host memory and the persistence, where there are such. What lies in host memory
-comes first, and what only the disk has behind it. Knows prompts and deliveries; computes nothing.
+Host memory comes first (a promotion), and what only the disk has behind it (a restore). A prefetch
+is the same for a context that no request has asked for yet. Computes nothing.
 """
 
 from collections.abc import Sequence
@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 from kvchat.engine.request import Request, State
 
 if TYPE_CHECKING:
-    from kvchat.cache.connector import Persistence
-    from kvchat.cache.host_offload import HostSwap, Promotion
+    from kvchat.cache.connector import KvConnector
+    from kvchat.cache.host_offload import HostOffload, Promotion
     from kvchat.cache.restore import Restore
 
 
 @dataclass(slots=True, eq=False)
-class _Foreseen:
+class _Prefetch:
     """A context that no request has asked for yet; `restore` follows the promotion."""
 
     ids: tuple[int, ...]
@@ -39,93 +39,94 @@ class _Foreseen:
             self.restore.give_up()
 
 
-class Restores:
-    """Begins, foresees and settles what comes up for one engine, from `swap` and `persistence`.
+class Fetcher:
+    """Begins and settles the promotions and restores of one engine, from `offload` and `connector`.
 
-    A prefetch is a context that no request has asked for yet. One at a time: the newest is the
-    likeliest.
+    One prefetch at a time: the newest is the likeliest.
     """
 
-    def __init__(self, persistence: "Persistence | None", swap: "HostSwap | None" = None) -> None:
-        self._persistence = persistence
-        self._swap = swap
-        self._foreseen: _Foreseen | None = None
-        # Whose promotion the disk's part is to follow.
-        self._climbing: list[Request | _Foreseen] = []
+    def __init__(
+        self, connector: "KvConnector | None", offload: "HostOffload | None" = None
+    ) -> None:
+        self._connector = connector
+        self._offload = offload
+        self._prefetch: _Prefetch | None = None
+        # Their restore follows their promotion.
+        self._promoting: list[Request | _Prefetch] = []
 
     @property
     def is_prefetching(self) -> bool:
-        return self._foreseen is not None and not self._foreseen.is_over
+        return self._prefetch is not None and not self._prefetch.is_over
 
     @property
     def is_under_way(self) -> bool:
-        """Whether copies from host memory are, even such as nobody wants any more.
+        """Whether copies from host memory are, given up or not.
 
         They hold blocks until they are done.
         """
-        return self._swap is not None and self._swap.is_promoting
+        return self._offload is not None and self._offload.is_promoting
 
     def prefetch(self, token_ids: Sequence[int]) -> None:
         """Bring a context's KV up for a request that will probably follow."""
         self.give_up_prefetch()
-        self._foreseen = _Foreseen((*token_ids, 0), None, None)
-        self._begin(self._foreseen)
+        self._prefetch = _Prefetch((*token_ids, 0), None, None)
+        self._begin(self._prefetch)
 
     def begin(self, request: Request) -> None:
-        """Begin to bring a prompt's KV up, or go on with the prefetch that foresaw it."""
-        foreseen = self._foreseen
-        if foreseen is not None:
-            context = foreseen.ids[:-1]
+        """Begin to bring a prompt's KV up, or go on with the prefetch of it."""
+        prefetch = self._prefetch
+        if prefetch is not None:
+            context = prefetch.ids[:-1]
             if list(context) == list(request.ids[: len(context)]):
-                self._foreseen = None
-                request.promotion, request.restore = foreseen.promotion, foreseen.restore
-                if foreseen.restore is not None and self._persistence is not None:
-                    self._persistence.restoring.hand_over(foreseen.restore)
-                if foreseen in self._climbing:
-                    self._climbing.remove(foreseen)
-                    self._climbing.append(request)
+                self._prefetch = None
+                request.promotion, request.restore = prefetch.promotion, prefetch.restore
+                if prefetch.restore is not None and self._connector is not None:
+                    self._connector.restorer.hand_over(prefetch.restore)
+                if prefetch in self._promoting:
+                    self._promoting.remove(prefetch)
+                    self._promoting.append(request)
                 if request.promotion is not None or request.restore is not None:
                     return
         self.give_up_prefetch()
         self._begin(request)
 
-    def _begin(self, climber: "Request | _Foreseen") -> None:
-        if self._swap is not None:
-            climber.promotion = self._swap.begin(climber.ids)
-        if climber.promotion is not None:
-            self._climbing.append(climber)
+    def _begin(self, waiter: "Request | _Prefetch") -> None:
+        if self._offload is not None:
+            waiter.promotion = self._offload.begin(waiter.ids)
+        if waiter.promotion is not None:
+            self._promoting.append(waiter)
         else:
-            self._restore(climber)
+            self._restore(waiter)
 
-    def _restore(self, climber: "Request | _Foreseen") -> None:
+    def _restore(self, waiter: "Request | _Prefetch") -> None:
         """Ask the disk; for what no request has asked for yet nobody would compute a front."""
-        if self._persistence is None:
+        if self._connector is None:
             return
-        if isinstance(climber, _Foreseen):
-            climber.restore = self._persistence.begin(climber.ids, is_foreseen=True)
+        if isinstance(waiter, _Prefetch):
+            waiter.restore = self._connector.begin(waiter.ids, is_prefetch=True)
         else:
-            is_one_shot = climber.spec.is_one_shot
-            climber.restore = self._persistence.begin(climber.ids, is_one_shot=is_one_shot)
+            is_one_shot = waiter.spec.is_one_shot
+            waiter.restore = self._connector.begin(waiter.ids, is_one_shot=is_one_shot)
 
     def promote(self, request: Request) -> bool:
         """Whether some of a request that is about to run comes up from host memory first.
 
         Asked once each time it begins to wait: it may have waited long, or been sent back.
         """
-        if self._swap is None or request.promotion is not None:
+        if self._offload is None or request.promotion is not None:
             return False
-        request.promotion = self._swap.begin(request.ids)
+        request.promotion = self._offload.begin(request.ids)
         return request.promotion is not None
 
     def give_up_prefetch(self) -> None:
-        if self._foreseen is not None:
-            self._foreseen.give_up()
-        self._foreseen = None
+        if self._prefetch is not None:
+            self._prefetch.give_up()
+        self._prefetch = None
 
     def give_up(self, requests: Sequence[Request]) -> None:
         """End everything, or the disk's reader would wait for a place to put a piece."""
         self.give_up_prefetch()
-        self._climbing.clear()
+        self._promoting.clear()
         for request in requests:
             if request.promotion is not None:
                 request.promotion.give_up()
@@ -133,7 +134,7 @@ class Restores:
                 request.restore.give_up()
 
     def settle(self, requests: Sequence[Request]) -> bool:
-        """Take in what slower tiers have delivered; whether somebody still waits for more.
+        """Take in what slower tiers have delivered; whether a request still waits for more.
 
         Where all requests wait it waits with them, for the next delivery or a moment.
         """
@@ -141,32 +142,32 @@ class Restores:
         is_idle = not any(request.state is State.RUNNING for request in requests)
         if (num_waiting and num_waiting >= len(requests)) or (is_idle and self.is_under_way):
             self._wait_for_news()
-        if self._swap is not None:
-            self._swap.settle(may_sink=not (num_waiting or self._live_restores(requests)))
-        self._climb()
+        if self._offload is not None:
+            self._offload.settle(may_demote=not (num_waiting or self._live_restores(requests)))
+        self._follow_promotions()
         for restore in self._live_restores(requests):
-            assert self._persistence is not None
-            self._persistence.settle(restore)
+            assert self._connector is not None
+            self._connector.settle(restore)
         return any(request.awaits_kv for request in requests) or self.is_prefetching
 
     def _wait_for_news(self) -> None:
-        if self._swap is not None and self.is_under_way:
-            self._swap.wait_for_news()
-        elif self._persistence is not None:
-            self._persistence.wait_for_news()
+        if self._offload is not None and self.is_under_way:
+            self._offload.wait_for_news()
+        elif self._connector is not None:
+            self._connector.wait_for_news()
 
-    def _climb(self) -> None:
+    def _follow_promotions(self) -> None:
         """Where a promotion is over, go on with what the disk has behind it."""
-        for climber in list(self._climbing):
-            if climber.promotion is not None and not climber.promotion.is_over:
+        for waiter in list(self._promoting):
+            if waiter.promotion is not None and not waiter.promotion.is_over:
                 continue
-            self._climbing.remove(climber)
-            is_wanted = isinstance(climber, _Foreseen) or climber.state is State.WAITING
+            self._promoting.remove(waiter)
+            is_wanted = isinstance(waiter, _Prefetch) or waiter.state is State.WAITING
             if is_wanted:
-                self._restore(climber)
+                self._restore(waiter)
 
     def _live_restores(self, requests: Sequence[Request]) -> "list[Restore]":
         restores = [request.restore for request in requests]
-        if self._foreseen is not None:
-            restores.append(self._foreseen.restore)
+        if self._prefetch is not None:
+            restores.append(self._prefetch.restore)
         return [restore for restore in restores if restore is not None and not restore.is_over]

@@ -1,10 +1,12 @@
-"""Canaries: whether what a forward pass computes again is what was kept of a context.
+"""Logit fingerprints, and KV errors: whether what a forward pass computes again is what was kept of
+a context.
 
 A checksum proves that KV came back as it was written. What it cannot prove is that it was right
 then, and that it is this model's: that is what computing a few of its tokens once more is for.
 Three things are compared:
 
-- The top logits of the last token, with those that were kept: its *canary*. They are blind to much
+- The top logits of the last token, with those that were kept: its *fingerprint*. They are blind to
+much
   of a model: that a middle layer makes other keys hardly changes what one token finds among a
   thousand.
 - The keys and values of each of these tokens, with those that came back: how far they lie apart.
@@ -29,7 +31,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvchat.cache.tier import Canary
+from kvchat.cache.tier import LogitFingerprint
 
 _NUM_LOGITS = 8
 # Of fewer tokens the middle one may be the one that rounding has hit hardest.
@@ -78,38 +80,40 @@ def tolerance(*dtypes: torch.dtype) -> Tolerance:
     return max(found, key=lambda each: each.kv.most)
 
 
-def canary_of(logits: torch.Tensor) -> Canary | None:
-    """Return the canary of a token's logits, [vocab_size] float32; None where one is no number."""
+def fingerprint_of(logits: torch.Tensor) -> LogitFingerprint | None:
+    """Return the fingerprint of a token's logits, [vocab_size] float32; None where one is no
+    number.
+    """
     values, token_ids = logits.topk(min(_NUM_LOGITS, len(logits)))
     found = [float(value) for value in values.tolist()]
     if not all(math.isfinite(value) for value in found):
         return None
-    return Canary(tuple(token_ids.tolist()), tuple(found))
+    return LogitFingerprint(tuple(token_ids.tolist()), tuple(found))
 
 
-def logit_deviation(canary: Canary, logits: torch.Tensor) -> float:
-    """Return how far logits, [vocab_size] float32, lie from a canary: the largest distance, over
-    the canary's largest logit. Infinity where something is no number.
+def logit_deviation(fingerprint: LogitFingerprint, logits: torch.Tensor) -> float:
+    """Return how far logits, [vocab_size] float32, lie from a fingerprint: the largest distance,
+    over the fingerprint's largest logit. Infinity where something is no number.
     """
-    if max(canary.token_ids) >= len(logits):
+    if max(fingerprint.token_ids) >= len(logits):
         return math.inf
-    found = logits[list(canary.token_ids)].tolist()
-    distances = [abs(new - old) for new, old in zip(found, canary.values, strict=True)]
+    found = logits[list(fingerprint.token_ids)].tolist()
+    distances = [abs(new - old) for new, old in zip(found, fingerprint.values, strict=True)]
     if not all(math.isfinite(distance) for distance in distances):
         return math.inf
-    largest = max(abs(value) for value in canary.values)
+    largest = max(abs(value) for value in fingerprint.values)
     return max(distances) / max(largest, 1e-6)
 
 
-def kv_deviation(drifts: Sequence[torch.Tensor]) -> Deviation:
-    """Return how far tokens are off, of which `CacheManager.drift` has told one each."""
-    if not drifts:
+def kv_deviation(kv_errors: Sequence[torch.Tensor]) -> Deviation:
+    """Return how far tokens are off, of which `CacheManager.kv_error` has told one each."""
+    if not kv_errors:
         return Deviation()
-    squares, products, own = torch.stack(list(drifts)).unbind(dim=2)  # [num_tokens, num_tensors]
+    squares, products, own = torch.stack(list(kv_errors)).unbind(dim=2)  # [num_tokens, num_tensors]
     distances = squares.sqrt()
     if not bool(distances.isfinite().all() and products.isfinite().all()):
         return Deviation(math.inf, math.inf, math.inf)
-    is_enough = len(drifts) >= _FEWEST_FOR_A_MIDDLE
+    is_enough = len(kv_errors) >= _FEWEST_FOR_A_MIDDLE
     # Where a token has values of next to nothing rounding would be taken for an error of scale.
     scales = products / own.clamp_min(0.5)
     return Deviation(

@@ -175,7 +175,7 @@ class NgramDrafter:
     def _match(self, request: Request) -> Match | None:
         return self._index.longest_match(self._enter(request).text)
 
-    def tend(self, requests: Sequence[Request], seconds: float) -> None:
+    def update(self, requests: Sequence[Request], seconds: float) -> None:
         unfinished = set(requests)
         for request in [r for r in self._entered if r not in unfinished]:
             self._enter(request)  # what it ended with is worth remembering too

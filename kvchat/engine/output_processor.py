@@ -1,4 +1,4 @@
-"""Samples: what becomes of drawn tokens. Requests grow, fork and end here, and say so in events.
+"""OutputProcessor: drawn tokens make requests grow, fork and end, and become events.
 
 Knows when a request is done. Knows no logits, no text and no plans.
 """
@@ -17,57 +17,59 @@ from kvchat.core.events import (
     TokensGenerated,
 )
 from kvchat.core.types import CachedTokens, FinishReason
-from kvchat.engine.kv_verifier import Probes
+from kvchat.engine.kv_verifier import KvVerifier
 from kvchat.engine.request import Request, State
-from kvchat.engine.scheduler import Scheduler, Work
+from kvchat.engine.scheduler import ScheduledRequest, Scheduler
 from kvchat.engine.speculation import accepted_len
 
 _log = logging.getLogger(__name__)
 
 
-class Samples:
+class OutputProcessor:
     """Appends to the requests of one scheduler, and ends them.
 
     `max_context` bounds prompt and completion together; `clock` returns seconds. Finished contexts
-    are left to `probes` to be kept.
+    are left to `kv_verifier` to be kept.
     """
 
     def __init__(
         self,
         scheduler: Scheduler,
         cache: CacheManager,
-        probes: Probes,
+        kv_verifier: KvVerifier,
         max_context: int,
         clock: Callable[[], float],
     ) -> None:
         self._scheduler = scheduler
         self._cache = cache
-        self._probes = probes
+        self._kv_verifier = kv_verifier
         self._max_context = max_context
         self._clock = clock
 
-    def mark_started(self, plan: Sequence[Work]) -> None:
+    def mark_started(self, plan: Sequence[ScheduledRequest]) -> None:
         now_s = self._clock()
-        for work in plan:
-            if work.request.clock.started_s is None:
-                work.request.clock.started_s = now_s
+        for scheduled in plan:
+            if scheduled.request.clock.started_s is None:
+                scheduled.request.clock.started_s = now_s
 
-    def advance(self, plan: Sequence[Work], tokens: dict[Work, list[int]]) -> list[RequestEvent]:
+    def advance(
+        self, plan: Sequence[ScheduledRequest], tokens: dict[ScheduledRequest, list[int]]
+    ) -> list[RequestEvent]:
         """Count what was computed, enter full blocks in the tree, and append what was drawn."""
         events: list[RequestEvent] = []
-        for work in plan:
-            request = work.request
+        for scheduled in plan:
+            request = scheduled.request
             if request.state is State.FINISHED:
                 continue  # it has failed with another of its samples
             assert request.table is not None
-            request.num_computed += work.num_tokens
+            request.num_computed += scheduled.num_tokens
             self._cache.commit(request.table, request.ids, request.num_computed)
             if request.num_generated == 0:
                 events.append(_progress(request))
-            if work.drafts:
-                events.extend(self._append_verified(request, work.drafts, tokens[work]))
-            elif work in tokens:
-                events.extend(self._append_drawn(request, tokens[work]))
+            if scheduled.drafts:
+                events.extend(self._append_verified(request, scheduled.drafts, tokens[scheduled]))
+            elif scheduled in tokens:
+                events.extend(self._append_drawn(request, tokens[scheduled]))
             if request.table is not None:
                 self._cache.rewind(request.table, len(request.ids))
         return events
@@ -145,7 +147,7 @@ class Samples:
     def _finish(self, request: Request, reason: FinishReason) -> SampleFinished:
         computed = request.ids[: request.num_computed]
         self._scheduler.finish(request)
-        self._probes.save(computed, request.spec.is_one_shot)
+        self._kv_verifier.save(computed, request.spec.is_one_shot)
         timing = request.clock.timing(self._clock())
         return SampleFinished(
             request.request_id,
@@ -154,7 +156,7 @@ class Samples:
             request.usage(),
             timing,
             request.stop_token,
-            request.lack,
+            request.miss_reason,
         )
 
     def end_cancelled(self) -> list[RequestEvent]:
@@ -163,7 +165,7 @@ class Samples:
         for request in self._scheduler.requests():
             if request.cancelled_for is not None:
                 ending = self._finish(request, request.cancelled_for)
-                # Samples that were still to fork end with it: every sample has an end.
+                # OutputProcessor that were still to fork end with it: every sample has an end.
                 samples = range(request.sample, request.sample + 1 + request.num_siblings_to_fork)
                 events.extend(replace(ending, sample=sample) for sample in samples)
         return events
@@ -195,25 +197,25 @@ class Samples:
 
         A chunk whose keys or values are none fails no step by itself, but all that look back at it.
         """
-        unsound = []
+        with_nan = []
         for request in self._scheduler.requests():
             if request.request_id != failed.request_id:
                 continue
             if request.table is not None:
-                num_sound = self._num_sound(request.table, request.num_computed)
-                if num_sound < request.num_computed:
-                    unsound.append((request.ids[: request.num_computed], num_sound))
-                    request.num_computed = num_sound
+                num_finite = self._num_finite(request.table, request.num_computed)
+                if num_finite < request.num_computed:
+                    with_nan.append((request.ids[: request.num_computed], num_finite))
+                    request.num_computed = num_finite
             self._scheduler.finish(request)
-        for token_ids, num_sound in unsound:
-            self._cache.forget(token_ids, num_sound)
+        for token_ids, num_finite in with_nan:
+            self._cache.forget(token_ids, num_finite)
         return [RequestFailed(failed.request_id, error)]
 
-    def _num_sound(self, table: BlockTable, num_computed: int) -> int:
+    def _num_finite(self, table: BlockTable, num_computed: int) -> int:
         """Return how many tokens' KV can stay: none, where there is no memory to look at it."""
         try:
-            self._cache.wipe(table, num_computed)
-            return self._cache.num_sound(table, num_computed)
+            self._cache.zero(table, num_computed)
+            return self._cache.num_finite(table, num_computed)
         except (RuntimeError, MemoryError):  # of which torch's own out of memory is one
             _log.warning("KV of a failed request could not be looked at, and goes")
             return 0

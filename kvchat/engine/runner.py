@@ -14,8 +14,15 @@ import torch
 from kvchat.cache.block_manager import SCRATCH_BLOCK
 from kvchat.core.stats import GraphStatus
 from kvchat.engine.request import Request
-from kvchat.engine.sampler import SamplingRow, SentIds, as_tokens, row_draw, sample, sample_seed
-from kvchat.engine.scheduler import Work
+from kvchat.engine.sampler import (
+    DeviceTokenIds,
+    SamplingRow,
+    as_tokens,
+    row_draw,
+    sample,
+    sample_seed,
+)
+from kvchat.engine.scheduler import ScheduledRequest
 from kvchat.engine.step_threads import StepThreads
 from kvchat.model.batch import ForwardBatch, SequencePiece, build_batch
 from kvchat.model.graphs import GraphRunner
@@ -29,8 +36,8 @@ _NUM_ROWS = (8, 1)  # a verify and a plain step, which reads what the verify has
 _NUM_TOKENS = sum(_NUM_ROWS)
 
 
-class Rehearsed(Protocol):
-    """A model, as far as a rehearsal knows it."""
+class WarmupModel(Protocol):
+    """A model, as far as the warm-up knows it."""
 
     @property
     def device(self) -> torch.device:
@@ -44,20 +51,22 @@ class Rehearsed(Protocol):
         """Run a step."""
 
 
-class Rehearsal:
-    """The first steps of one model: tokens below `vocab_size` in blocks of `block_size` tokens.
+class Warmup:
+    """Warm-up: two dummy decode steps of one model, run before steps are timed.
 
-    They write to the scratch block, which nobody else reads. Where it has not room for them all,
-    the first real steps prove what there is to prove.
+    A model that has yet to prove that it may run as a whole computes its first steps twice: that
+    time would be taken for the cost of a step, and drafts be held to be too dear. Tokens are below
+    `vocab_size`, in blocks of `block_size`. The steps write to the scratch block, which nobody else
+    reads. Where it has not room for them all, the first real steps prove what there is to prove.
     """
 
-    def __init__(self, model: Rehearsed, vocab_size: int, block_size: int) -> None:
+    def __init__(self, model: WarmupModel, vocab_size: int, block_size: int) -> None:
         self._model = model
         self._vocab_size = vocab_size
         self._block_size = block_size
         self._is_over = block_size < _NUM_TOKENS
 
-    def hold(self) -> None:
+    def run(self) -> None:
         """Run the steps, once. A model that fails in them will say so where it is asked."""
         if self._is_over:
             return
@@ -66,7 +75,7 @@ class Rehearsal:
             if not self._model.is_proven:
                 self._run()
         except Exception as error:
-            _log.warning("a rehearsal failed", exc_info=error)
+            _log.warning("the warm-up failed", exc_info=error)
 
     def _run(self) -> None:
         # Each token is another: equal ones would have equal values, and whatever attention does to
@@ -84,7 +93,7 @@ class Runner:
     """Runs steps on one model whose pools have blocks of `block_size` tokens.
 
     By `graphs` where there are some and one fits, otherwise eagerly; on a CPU on as many threads as
-    `threads` finds best, on those there are where it is None. `rehearsal` is of the same model.
+    `threads` finds best, on those there are where it is None. `warmup` is of the same model.
     """
 
     def __init__(
@@ -93,13 +102,13 @@ class Runner:
         block_size: int,
         graphs: GraphRunner | None = None,
         threads: StepThreads | None = None,
-        rehearsal: Rehearsal | None = None,
+        warmup: Warmup | None = None,
     ) -> None:
         self._model = model
         self._block_size = block_size
         self._graphs = graphs
         self._threads = threads
-        self._rehearsal = rehearsal
+        self._warmup = warmup
 
     @property
     def dtype(self) -> torch.dtype:
@@ -115,14 +124,17 @@ class Runner:
         """Whether `draw` can ever return tokens."""
         return self._graphs is not None
 
-    def run(self, plan: Sequence[Work], probes: Sequence[SequencePiece] = ()) -> torch.Tensor:
-        """Compute the plan's tokens; return rows of logits for each work that completes, in order.
+    def run(
+        self, plan: Sequence[ScheduledRequest], checks: Sequence[SequencePiece] = ()
+    ) -> torch.Tensor:
+        """Compute the plan's tokens; return rows of logits for each scheduled request that
+        completes, in order.
 
-        A work has one row, and one more for each of its drafts: what follows where they are right.
-        Whatever `probes` ask for is computed beside it, and their rows come last. Returns
-        [num_rows + num_probe_rows, vocab_size] float32.
+        Each has one row, and one more for each of its drafts: what follows where they are right.
+        Whatever `checks` ask for is computed beside it, and their rows come last. Returns
+        [num_rows + num_check_rows, vocab_size] float32.
         """
-        pieces = [*(_piece(work) for work in plan), *probes]
+        pieces = [*(_piece(scheduled) for scheduled in plan), *checks]
         return self.run_pieces(pieces)
 
     def run_pieces(self, pieces: Sequence[SequencePiece]) -> torch.Tensor:
@@ -138,13 +150,15 @@ class Runner:
             self.wait()
         return logits
 
-    def draw(self, plan: Sequence[Work], draws: Sequence[RowDraw | None]) -> torch.Tensor | None:
+    def draw(
+        self, plan: Sequence[ScheduledRequest], draws: Sequence[RowDraw | None]
+    ) -> torch.Tensor | None:
         """Compute the plan's tokens and draw from their rows at once, where a graph does both.
 
-        `draws` say how, work by work. Returns one token for each row that `run` would return,
+        `draws` say how, request by request. Returns one token for each row that `run` would return,
         [num_rows] int64, -1 where a logit is not a number; None where nothing was computed.
         """
-        return self.draw_pieces([_piece(work) for work in plan], draws)
+        return self.draw_pieces([_piece(scheduled) for scheduled in plan], draws)
 
     def draw_pieces(
         self, pieces: Sequence[SequencePiece], draws: Sequence[RowDraw | None]
@@ -171,8 +185,8 @@ class Runner:
         """Spend the time of a few steps on making others faster, where that pays."""
         if self._graphs is not None:
             self._graphs.capture_wanted()
-        if self._rehearsal is not None:
-            self._rehearsal.hold()
+        if self._warmup is not None:
+            self._warmup.run()
 
     def graph_status(self) -> GraphStatus | None:
         """Return counts for people; None where steps are never captured."""
@@ -184,15 +198,15 @@ class Runner:
         return (threads.num_threads(), threads.most) if threads is not None else None
 
 
-def _piece(work: Work) -> SequencePiece:
-    request = work.request
+def _piece(scheduled: ScheduledRequest) -> SequencePiece:
+    request = scheduled.request
     assert request.table is not None
     start = request.num_computed
     return SequencePiece(
-        token_ids=[*request.ids[start : start + work.num_tokens], *work.drafts],
+        token_ids=[*request.ids[start : start + scheduled.num_tokens], *scheduled.drafts],
         start=start,
         blocks=request.table.blocks,
-        num_logit_rows=1 + len(work.drafts) if work.completes else 0,
+        num_logit_rows=1 + len(scheduled.drafts) if scheduled.completes else 0,
     )
 
 
@@ -201,52 +215,58 @@ _HOST = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class _Owner:
-    """Whose draw it is: row `row` of a work, for the request or a sibling about to fork."""
+    """Whose draw it is: row `row` of a scheduled request, for the request or a sibling about to
+    fork.
+    """
 
-    work: Work
+    scheduled: ScheduledRequest
     row: int
     sibling: int
 
 
-def draw(plan: Sequence[Work], logits: torch.Tensor) -> dict[Work, list[int]]:
+def draw(
+    plan: Sequence[ScheduledRequest], logits: torch.Tensor
+) -> dict[ScheduledRequest, list[int]]:
     """Draw the next token of each completing request, and of the siblings about to fork.
 
     logits   [num_rows, vocab_size] float32, as a Runner returns them
 
-    For a work with drafts the tokens are those of consecutive positions, one for each of its rows.
+    For a request with drafts the tokens are those of consecutive positions, one for each of its
+    rows.
     """
     owners: list[_Owner] = []
     rows_of_logits: list[int] = []
     start = 0
-    tokens: dict[Work, list[int]] = {}
-    for work in plan:
-        if not work.completes:
+    tokens: dict[ScheduledRequest, list[int]] = {}
+    for scheduled in plan:
+        if not scheduled.completes:
             continue
-        tokens[work] = []
-        for owner in _owners(work):
+        tokens[scheduled] = []
+        for owner in _owners(scheduled):
             owners.append(owner)
             rows_of_logits.append(start + owner.row)
-        start += 1 + len(work.drafts)
+        start += 1 + len(scheduled.drafts)
     if len(owners) > start:
         logits = logits[on_device(rows_of_logits, torch.int64, logits.device)]
     rows = [
-        sampling_row(o.work.request, o.work.drafts[: o.row], logits.device, o.sibling)
+        sampling_row(o.scheduled.request, o.scheduled.drafts[: o.row], logits.device, o.sibling)
         for o in owners
     ]
     drawn = sample(logits, rows) if rows else []
     for owner, token in zip(owners, drawn, strict=True):
-        tokens[owner.work].append(token)
+        tokens[owner.scheduled].append(token)
     return tokens
 
 
-def draws_of(plan: Sequence[Work]) -> list[RowDraw | None] | None:
-    """Return how each completing work's rows draw without the host, None for the others; None at
-    all where one of them cannot: a penalty sees its context, and siblings draw from one row.
+def draws_of(plan: Sequence[ScheduledRequest]) -> list[RowDraw | None] | None:
+    """Return how the rows of each completing request draw without the host, None for the others;
+    None at all where one of them cannot: a penalty sees its context, and siblings draw from one
+    row.
     """
     draws: list[RowDraw | None] = []
-    for work in plan:
-        request = work.request
-        if not work.completes:
+    for scheduled in plan:
+        request = scheduled.request
+        if not scheduled.completes:
             draws.append(None)
         elif request.spec.sampling.repetition_penalty != 1.0 or request.num_siblings_to_fork:
             return None
@@ -255,8 +275,10 @@ def draws_of(plan: Sequence[Work]) -> list[RowDraw | None] | None:
     return draws
 
 
-def tokens_of(plan: Sequence[Work], drawn: torch.Tensor) -> dict[Work, list[int]]:
-    """Return the tokens of each completing work, as `draw` does: `drawn` has one for each row.
+def tokens_of(
+    plan: Sequence[ScheduledRequest], drawn: torch.Tensor
+) -> dict[ScheduledRequest, list[int]]:
+    """Return the tokens of each completing request, as `draw` does: `drawn` has one for each row.
 
     Raises ValueError where a logit is not a number.
     """
@@ -264,12 +286,12 @@ def tokens_of(plan: Sequence[Work], drawn: torch.Tensor) -> dict[Work, list[int]
     return {w: [next(tokens) for _ in range(1 + len(w.drafts))] for w in plan if w.completes}
 
 
-def _owners(work: Work) -> Iterator[_Owner]:
-    num_siblings = work.request.num_siblings_to_fork
-    assert not (work.drafts and num_siblings)
-    for row in range(1 + len(work.drafts)):
+def _owners(scheduled: ScheduledRequest) -> Iterator[_Owner]:
+    num_siblings = scheduled.request.num_siblings_to_fork
+    assert not (scheduled.drafts and num_siblings)
+    for row in range(1 + len(scheduled.drafts)):
         for sibling in range(1 + num_siblings):
-            yield _Owner(work, row, sibling)
+            yield _Owner(scheduled, row, sibling)
 
 
 def sampling_row(
@@ -279,8 +301,8 @@ def sampling_row(
     params = request.spec.sampling
     context_ids = None
     if params.repetition_penalty != 1.0:
-        request.sent_ids = request.sent_ids or SentIds(device)
-        context_ids = request.sent_ids.of(request.ids, drafts)
+        request.device_ids = request.device_ids or DeviceTokenIds(device)
+        context_ids = request.device_ids.of(request.ids, drafts)
     return SamplingRow(
         params=params,
         seed=sample_seed(params.seed, request.sample + sibling),

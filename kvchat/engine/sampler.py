@@ -71,7 +71,7 @@ def _mix(bits: torch.Tensor) -> torch.Tensor:
 _SMALLEST = 256
 
 
-class SentIds:
+class DeviceTokenIds:
     """The ids of one context, which only ever grows, and of drafts that may follow it."""
 
     def __init__(self, device: torch.device) -> None:

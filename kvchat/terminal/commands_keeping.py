@@ -113,7 +113,7 @@ def _file_context(desk: "Desk", paths: Iterable[Path], created_s: float) -> list
 async def unpin(context: "CommandContext", arguments: str) -> None:
     kept = _kept(context)
     status = await asyncio.to_thread(kept.status)
-    labels = {pin.label for generation in status.generations for pin in generation.pins}
+    labels = {pin.label for model_dir in status.model_dirs for pin in model_dir.pins}
     if arguments == "all":
         wanted = labels
     elif arguments:

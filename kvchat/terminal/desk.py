@@ -217,7 +217,7 @@ class Desk:
         if conversation is None or conversation.session_id != self._last_session_id:
             return None
         with suppress(KeyError):  # as above
-            return reuse_of(conversation, ended.turn_id, ended.usage.cached, ended.lack)
+            return reuse_of(conversation, ended.turn_id, ended.usage.cached, ended.miss_reason)
         return None
 
     def _name(self, session: ChatSession, text: str) -> None:

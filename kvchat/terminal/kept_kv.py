@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from kvchat.core.config import format_bytes
-from kvchat.core.stats import GenerationStatus, KeptPack, StoreStatus, TierStatus, Verified
+from kvchat.core.stats import KeptPack, ModelDirStatus, StoreStatus, TierStatus, Verified
 from kvchat.terminal.sanitize import one_line
 from kvchat.terminal.status import plural
 from kvchat.terminal.theme import Glyphs
@@ -32,7 +32,7 @@ class KeptKv(Protocol):
     def num_bytes(self) -> int:
         """Return how many bytes it takes: as `status` says, and sooner."""
 
-    def tree(self) -> list[tuple[GenerationStatus, list[KeptPack]]]:
+    def tree(self) -> list[tuple[ModelDirStatus, list[KeptPack]]]:
         """Return every pack."""
 
     def verify(self, goes_on: Callable[[], bool]) -> Verified:
@@ -58,7 +58,7 @@ def status_lines(status: StoreStatus) -> list[str]:
     lines = [
         one_line(str(status.directory), _PATH_CHARS),
         f"{used_of_limit(status)}: {_packs(status)}",
-        *(f"  {_generation(generation)}" for generation in status.generations),
+        *(f"  {_model_dir(model_dir)}" for model_dir in status.model_dirs),
         *pin_lines(status),
     ]
     if not status.limit_bytes:
@@ -78,26 +78,24 @@ def pin_lines(status: StoreStatus) -> list[str]:
     return [
         f"pinned: {one_line(pin.label, _LABEL_CHARS)}, {plural(pin.num_tokens, 'token')}, "
         f"since {_when(pin.made_s)}"
-        for generation in status.generations
-        for pin in generation.pins
+        for model_dir in status.model_dirs
+        for pin in model_dir.pins
     ]
 
 
-def tree_lines(
-    trees: Sequence[tuple[GenerationStatus, list[KeptPack]]], glyphs: Glyphs
-) -> list[str]:
+def tree_lines(trees: Sequence[tuple[ModelDirStatus, list[KeptPack]]], glyphs: Glyphs) -> list[str]:
     """Return a line per pack, below the one it continues; only branches are indented."""
     if not trees:
         return ["Nothing is kept."]
     return [
         line
-        for generation, packs in trees
-        for line in (_generation(generation), *branch_lines(packs, glyphs))
+        for model_dir, packs in trees
+        for line in (_model_dir(model_dir), *branch_lines(packs, glyphs))
     ]
 
 
 def branch_lines(packs: list[KeptPack], glyphs: Glyphs) -> Iterator[str]:
-    """Yield a line per pack of one generation."""
+    """Yield a line per pack of one model directory."""
     children: dict[int | None, list[int]] = {}
     for number, pack in enumerate(packs):
         children.setdefault(pack.parent, []).append(number)
@@ -182,10 +180,10 @@ def _packs(status: StoreStatus) -> str:
     return f"{plural(status.num_packs, 'pack')}, {plural(status.num_tokens, 'token')}"
 
 
-def _generation(generation: GenerationStatus) -> str:
-    size = f"{plural(generation.num_packs, 'pack')}, {plural(generation.num_tokens, 'token')}"
-    used = f"{format_bytes(generation.num_bytes)}, last used {_when(generation.last_used_s)}"
-    return f"{generation.identity[:_IDENTITY_CHARS]}: {size}, {used}"
+def _model_dir(model_dir: ModelDirStatus) -> str:
+    size = f"{plural(model_dir.num_packs, 'pack')}, {plural(model_dir.num_tokens, 'token')}"
+    used = f"{format_bytes(model_dir.num_bytes)}, last used {_when(model_dir.last_used_s)}"
+    return f"{model_dir.identity[:_IDENTITY_CHARS]}: {size}, {used}"
 
 
 def _when(time_s: float) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from kvchat.cache.disk.admin import Caretaker
+from kvchat.cache.disk.admin import StoreAdmin
 from kvchat.cache.disk.db import LOCK_NAME
 from kvchat.cache.disk.tier import DiskTier
 from kvchat.cache.tier import DamagedRecord
@@ -269,7 +269,7 @@ def _write_at_random(directory: Path, seed: int, until_s: float) -> None:
         if rng.random() < 0.02:
             tier.gc()
         if rng.random() < 0.002:
-            Caretaker(directory).clear()
+            StoreAdmin(directory).clear()
     status = tier.status()
     assert status.num_damaged == 0, status.trouble
     assert num_restored > 0

@@ -16,7 +16,7 @@ import pytest
 
 from kvchat.cache.disk import table
 from kvchat.cache.disk.tier import DiskTier
-from kvchat.cache.keys import pack
+from kvchat.cache.keys import encode_ids
 from kvchat.cache.tier import DamagedRecord
 from support.pack_chains import LAYOUT, keys_of, restored, save, used_bytes
 from support.soak_sizes import short_and_long
@@ -56,7 +56,7 @@ def lived(directory: Path, rng: random.Random) -> Life:
         save(tier, ids, SMALL)
         life.contexts.append(ids)
         if rng.random() < 0.1:
-            tier.pin(keys_of(tier, ids, SMALL), pack(ids), rng.choice("ab"))
+            tier.pin(keys_of(tier, ids, SMALL), encode_ids(ids), rng.choice("ab"))
         if rng.random() < 0.1:
             tier.forget(keys_of(tier, ids, SMALL)[-1:])
         if rng.random() < 0.1:

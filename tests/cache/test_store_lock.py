@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvchat.cache.disk import db, tier
-from kvchat.cache.disk.admin import Caretaker
+from kvchat.cache.disk.admin import StoreAdmin
 from kvchat.cache.disk.db import LOCK_NAME, StoreBusy, StoreHeld, StoreLock
 from kvchat.cache.tier import HeldRecord
 from support.pack_chains import find, num_found, open_tier, payload_files, restored, save
@@ -171,7 +171,7 @@ def test_what_a_user_asked_for_is_done_or_said_not_to_be(
     with held_by(tmp_path / LOCK_NAME, turn_s=0.4, num_turns=1 << 20) as holders:
         waits(holders)
         with pytest.raises(StoreBusy, match="busy"):
-            getattr(Caretaker(tmp_path), deed)(*arguments)
+            getattr(StoreAdmin(tmp_path), deed)(*arguments)
     assert num_found(open_tier(tmp_path), IDS) == 3
 
 

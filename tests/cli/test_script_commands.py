@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from kvchat.cache.disk.admin import Caretaker
+from kvchat.cache.disk.admin import StoreAdmin
 from kvchat.chat.chat_model import ChatModel
 from kvchat.chat.host import ChatHost
 from kvchat.chat.session import AskOptions
@@ -287,7 +287,7 @@ def test_trouble_with_the_disk_is_told_once_on_stderr_unless_quiet(run_lines: Ru
 def test_a_script_looks_after_the_store_as_a_person_does(
     run_lines: RunLines, tmp_path: Path
 ) -> None:
-    kept = Caretaker(stored_packs(tmp_path / "kv").directory)
+    kept = StoreAdmin(stored_packs(tmp_path / "kv").directory)
 
     deeds = ("/cache", "/cache verify", "/cache gc", "/cache path", "/cache clear")
 

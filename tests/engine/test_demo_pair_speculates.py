@@ -13,7 +13,7 @@ from kvchat.core.events import RequestFailed, SampleFinished, TokensGenerated
 from kvchat.core.types import SamplingParams
 from kvchat.engine.assembly import AssembledEngine, build_speculating_engine
 from kvchat.engine.draft_model import ModelDrafter
-from kvchat.engine.draft_policy import FixedPace
+from kvchat.engine.draft_policy import FixedDraftPolicy
 from kvchat.engine.request import RequestSpec
 from kvchat.engine.speculation import Mode
 from kvchat.model.source import DEMO, DEMO_DRAFT, ModelSource, find_model
@@ -82,11 +82,11 @@ class Chat:
         requests = engine._scheduler.requests()
         for drafter in engine.speculation._drafters:
             if isinstance(drafter, ModelDrafter):
-                drafter.tend(requests, 0.0)
+                drafter.update(requests, 0.0)
                 while any(
                     restore and not restore.is_over for restore in drafter._restores.values()
                 ):
-                    drafter.tend(requests, 0.0)
+                    drafter.update(requests, 0.0)
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +118,7 @@ def test_a_restored_conversation_is_drafted_for_as_one_that_never_left(tmp_path:
         return sum(taken for _, taken in chat.drafts) / sum(drafted for drafted, _ in chat.drafts)
 
     stayed = Chat(build(tmp_path), Mode.DRAFT)
-    stayed.assembled.engine.speculation._pace = FixedPace(4)
+    stayed.assembled.engine.speculation._policy = FixedDraftPolicy(4)
     stayed.ask(QUESTIONS[0])
     before = list(stayed.context)
     stayed.drafts.clear()
@@ -126,7 +126,7 @@ def test_a_restored_conversation_is_drafted_for_as_one_that_never_left(tmp_path:
     stayed.assembled.engine.close()
 
     back = Chat(build(tmp_path), Mode.DRAFT)
-    back.assembled.engine.speculation._pace = FixedPace(4)
+    back.assembled.engine.speculation._policy = FixedDraftPolicy(4)
     back.context = before
     assert [back.ask(question) for question in QUESTIONS[1:]] == answers
     back.assembled.engine.close()

@@ -17,7 +17,7 @@ from kvchat.core.stats import GraphStatus
 from kvchat.core.types import SamplingParams
 from kvchat.engine.assembly import kv_geometry, new_graphs
 from kvchat.engine.draft_model import ModelDrafter
-from kvchat.engine.draft_policy import FixedPace
+from kvchat.engine.draft_policy import FixedDraftPolicy
 from kvchat.engine.drafters import Drafter
 from kvchat.engine.engine import Engine
 from kvchat.engine.ngram import NgramDrafter
@@ -188,7 +188,7 @@ def test_drafts_are_verified_by_graphs_and_the_text_stays(
     }
     for make in drafters.values():
         drafter, recorder = make()
-        engine = build(loaded, Recorder(), Speculation([drafter], pace=FixedPace(4)))
+        engine = build(loaded, Recorder(), Speculation([drafter], policy=FixedDraftPolicy(4)))
 
         assert run(engine, pair) == expected
 

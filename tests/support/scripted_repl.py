@@ -16,7 +16,7 @@ import sys
 import time
 from pathlib import Path
 
-from kvchat.cache.disk.admin import Caretaker
+from kvchat.cache.disk.admin import StoreAdmin
 from kvchat.chat.host import ChatHost
 from kvchat.chat.session import AskOptions
 from kvchat.chat.store import SessionStore
@@ -140,7 +140,7 @@ def _setup(arguments: argparse.Namespace) -> ReplSetup:
             new_host,
             session,
             options,
-            kept=Caretaker(arguments.kept) if arguments.kept else None,
+            kept=StoreAdmin(arguments.kept) if arguments.kept else None,
         ),
         relay=relay,
         history_path=arguments.history,

@@ -51,9 +51,9 @@ def tiny_host(
         )
         run = assembled.engine._runner.run
 
-        def paced(plan, probes=()):  # type: ignore[no-untyped-def]
+        def paced(plan, checks=()):  # type: ignore[no-untyped-def]
             before_step()
-            return run(plan, probes)
+            return run(plan, checks)
 
         assembled.engine._runner.run = paced  # type: ignore[method-assign]
         return assembled.engine, assembled.ready

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from kvchat.cache.disk.admin import Caretaker
+from kvchat.cache.disk.admin import StoreAdmin
 from kvchat.cache.disk.db import LOCK_NAME
-from kvchat.cache.keys import pack
+from kvchat.cache.keys import encode_ids
 from kvchat.chat.conversation import Conversation
 from kvchat.chat.host import ChatHost
 from kvchat.chat.session import ChatSession
@@ -44,7 +44,7 @@ class Chat:
     """A process's life with one desk; what commands say is collected."""
 
     desk: Desk
-    kept: Caretaker
+    kept: StoreAdmin
     said: list[str]
 
     def ask(self, text: str) -> Usage:
@@ -63,7 +63,7 @@ class Chat:
 
     def pins(self) -> dict[str, int]:
         status = self.kept.status()
-        return {pin.label: pin.num_tokens for g in status.generations for pin in g.pins}
+        return {pin.label: pin.num_tokens for g in status.model_dirs for pin in g.pins}
 
 
 NewChat = Callable[..., Chat]
@@ -82,7 +82,7 @@ def new_chat(tiny: Path, tmp_path: Path) -> Iterator[NewChat]:
         hosts.append(host)
         host.wait_until_ready()
         session = host.open_session(session_id) if session_id is not None else None
-        kept = Caretaker(directory)
+        kept = StoreAdmin(directory)
         desk = Desk(host, lambda *_: host, session, answer_options(), SYSTEM, kept=kept)
         return Chat(desk, kept, [])
 
@@ -236,7 +236,7 @@ def test_a_forgotten_conversation_is_nowhere_and_what_others_share_stays(
     chat.ask("And on Mondays?")
     chat.do("/pin")
     ids = chat.desk.context_ids
-    needle = pack(ids[len(ids) // 2 :][:BLOCK_SIZE])
+    needle = encode_ids(ids[len(ids) // 2 :][:BLOCK_SIZE])
     assert is_anywhere(tmp_path, needle)
     with pytest.raises(UsageError, match="/forget yes"):
         chat.do("/forget")
@@ -299,7 +299,9 @@ def test_forgetting_the_last_turn_leaves_the_turns_before(
     chat.ask(SECRET)
     session = chat.desk.require_session()
     before = session.conversation.path()
-    needle = pack([token for turn in before[2:] for token in turn.token_ids][8 : 8 + BLOCK_SIZE])
+    needle = encode_ids(
+        [token for turn in before[2:] for token in turn.token_ids][8 : 8 + BLOCK_SIZE]
+    )
     chat.do("/undo")
     chat.do("/redo")
 

@@ -1,6 +1,7 @@
-"""Caretaker: looks after a whole store, all identities in it, without loading a model.
+"""StoreAdmin: status, verify, gc, unpin, forget and clear of a store, without loading a model.
 
-Other processes may use the store meanwhile. Knows generations; what is in them is a DiskTier's.
+All identities in it; other processes may use the store meanwhile. What is in a model directory is
+a DiskTier's to read and change.
 """
 
 import math
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from kvchat.cache.disk.db import LOCK_NAME, StoreBusy, StoreHeld, StoreLock
-from kvchat.cache.disk.inventory import Generation, pack_tree, read_generation, stored_generations
+from kvchat.cache.disk.inventory import ModelDir, pack_tree, read_model_dir, stored_model_dirs
 from kvchat.cache.disk.model_dirs import (
     DATABASE,
     drop,
@@ -25,14 +26,14 @@ from kvchat.cache.disk.model_dirs import (
 )
 from kvchat.cache.disk.quota import disk_budget
 from kvchat.cache.disk.tier import DiskTier
-from kvchat.cache.keys import chain_keys, pack, root_key
+from kvchat.cache.keys import chain_keys, encode_ids, root_key
 from kvchat.cache.tier import Layout
 from kvchat.core.config import Size
 from kvchat.core.errors import StoreError
 from kvchat.core.stats import (
-    GenerationStatus,
     KeptPack,
     KeptPin,
+    ModelDirStatus,
     StoreStatus,
     TierStatus,
     Verified,
@@ -44,8 +45,8 @@ _NO_LIMIT = 1 << 62
 _LOCK_PATIENCE_S = 5.0
 
 
-class Caretaker:
-    """Looks after the store in `directory`, which need not exist and is never made.
+class StoreAdmin:
+    """Administers the store in `directory`, which need not exist and is never made.
 
     `size` is what the user allows it to hold, None the default. Everything raises StoreError where
     the directory cannot be used, and where an identity's part of it cannot once all others are
@@ -58,19 +59,19 @@ class Caretaker:
 
     def status(self) -> StoreStatus:
         """Return what the store holds. Reads all heads, changes nothing."""
-        found = [_status_of(read_generation(path)) for path in stored_generations(self.directory)]
+        found = [_status_of(read_model_dir(path)) for path in stored_model_dirs(self.directory)]
         return StoreStatus(
             self.directory, self._limit_bytes, tuple(found), tuple(strangers(self.directory))
         )
 
     def num_bytes(self) -> int:
         """Return what all of it takes at most: as `status` says, and sooner."""
-        return sum(tree_bytes(path) for path in stored_generations(self.directory))
+        return sum(tree_bytes(path) for path in stored_model_dirs(self.directory))
 
-    def tree(self) -> list[tuple[GenerationStatus, list[KeptPack]]]:
-        """Return every generation and its packs, each after the one it continues."""
-        found = [read_generation(path) for path in stored_generations(self.directory)]
-        return [(_status_of(generation), pack_tree(generation)) for generation in found]
+    def tree(self) -> list[tuple[ModelDirStatus, list[KeptPack]]]:
+        """Return every model directory and its packs, each after the one it continues."""
+        found = [read_model_dir(path) for path in stored_model_dirs(self.directory)]
+        return [(_status_of(model_dir), pack_tree(model_dir)) for model_dir in found]
 
     def verify(self, goes_on: Callable[[], bool] = lambda: True) -> Verified:
         """Read every pack; what is damaged is gone then. Ends early where `goes_on` says so."""
@@ -127,28 +128,28 @@ class Caretaker:
         Of all identities. A pin called `label` goes first; what other pins hold stays. Returns how
         many blocks went.
         """
-        packed, others = [pack(ids) for ids in contexts], [pack(ids) for ids in shared]
-        return sum(self._in_each(lambda path: self._forget_in(path, packed, others, label)))
+        encoded, others = [encode_ids(ids) for ids in contexts], [encode_ids(ids) for ids in shared]
+        return sum(self._in_each(lambda path: self._forget_in(path, encoded, others, label)))
 
-    def _forget_in(self, path: Path, packed: list[bytes], others: list[bytes], label: str) -> int:
+    def _forget_in(self, path: Path, encoded: list[bytes], others: list[bytes], label: str) -> int:
         """Forget contexts of one identity, except what `others` share; return how many blocks."""
-        with self._opened(path, _NO_LIMIT, lambda: -math.inf) as (tier, generation):
-            stays = _keys(generation.layout, others)
-            stays.update(key for p in generation.pins if p.label != label for key in p.keys)
+        with self._opened(path, _NO_LIMIT, lambda: -math.inf) as (tier, model_dir):
+            stays = _keys(model_dir.layout, others)
+            stays.update(key for p in model_dir.pins if p.label != label for key in p.keys)
             if label:
                 tier.unpin(label)
-            num_blocks = tier.forget(_keys(generation.layout, packed) - stays)
-            left = read_generation(path)
-        if generation.trouble and not tier.is_begun_anew:
-            error = StoreHeld if generation.is_held else StoreError
-            raise error(f"{path} cannot be read: {generation.trouble}.")
-        if left.heads and left.layout != generation.layout:
+            num_blocks = tier.forget(_keys(model_dir.layout, encoded) - stays)
+            left = read_model_dir(path)
+        if model_dir.trouble and not tier.is_begun_anew:
+            error = StoreHeld if model_dir.is_held else StoreError
+            raise error(f"{path} cannot be read: {model_dir.trouble}.")
+        if left.heads and left.layout != model_dir.layout:
             raise _busy()  # it was empty when its packs' shape was looked for
         return num_blocks
 
     def clear(self) -> int:
         """Delete all packs of all identities; return the bytes that are free now."""
-        found = stored_generations(self.directory)
+        found = stored_model_dirs(self.directory)
         if not found:
             return 0
         with StoreLock(self.directory / LOCK_NAME, _LOCK_PATIENCE_S).held():
@@ -160,13 +161,13 @@ class Caretaker:
         return num_bytes
 
     def _in_each(self, deed: Callable[[Path], T]) -> list[T]:
-        """Do something in every generation; return what came of it.
+        """Do something in every model directory; return what came of it.
 
         One that cannot be used, as others hold it, keeps nothing from being done in those behind
         it: of that is told once all are done.
         """
         outcomes, failure = [], None
-        for path in stored_generations(self.directory):
+        for path in stored_model_dirs(self.directory):
             try:
                 outcomes.append(deed(path))
             except StoreError as error:
@@ -187,13 +188,13 @@ class Caretaker:
     @contextmanager
     def _opened(
         self, path: Path, limit_bytes: int, clock: Callable[[], float]
-    ) -> Iterator[tuple[DiskTier, Generation]]:
-        """Open a generation as it was read, without that counting as a use of it; yields both.
+    ) -> Iterator[tuple[DiskTier, ModelDir]]:
+        """Open a model directory as it was read, without that counting as a use of it; yields both.
 
         Raises StoreError where something was not done because others held the store.
         """
         used_s = last_used(path)
-        found = read_generation(path)
+        found = read_model_dir(path)
         try:
             tier = DiskTier(self.directory, found.layout, limit_bytes, clock=clock)
         except (OSError, sqlite3.Error) as error:
@@ -209,20 +210,20 @@ class Caretaker:
                 set_last_used(path, used_s)
 
 
-def _status_of(generation: Generation) -> GenerationStatus:
-    layout = generation.layout
-    return GenerationStatus(
-        identity=generation.path.name,
-        num_packs=len(generation.heads),
+def _status_of(model_dir: ModelDir) -> ModelDirStatus:
+    layout = model_dir.layout
+    return ModelDirStatus(
+        identity=model_dir.path.name,
+        num_packs=len(model_dir.heads),
         num_tokens=sum(
-            stored.head.num_blocks(layout) * layout.block_size for stored in generation.heads
+            stored.head.num_blocks(layout) * layout.block_size for stored in model_dir.heads
         ),
-        num_bytes=tree_bytes(generation.path),
-        last_used_s=last_used(generation.path),
-        trouble=generation.trouble,
+        num_bytes=tree_bytes(model_dir.path),
+        last_used_s=last_used(model_dir.path),
+        trouble=model_dir.trouble,
         pins=tuple(
             KeptPin(pin.label, len(pin.keys) * layout.block_size, pin.made_s)
-            for pin in generation.pins
+            for pin in model_dir.pins
         ),
     )
 
@@ -230,7 +231,7 @@ def _status_of(generation: Generation) -> GenerationStatus:
 def _keys(layout: Layout, contexts: Iterable[bytes]) -> set[bytes]:
     """Return the chain keys of all full blocks of contexts."""
     root = root_key(layout.identity)
-    return {key for packed in contexts for key in chain_keys(root, packed, layout.ids_bytes)}
+    return {key for encoded in contexts for key in chain_keys(root, encoded, layout.ids_bytes)}
 
 
 def _files(directories: list[Path]) -> set[tuple[str, int, int, int]]:

@@ -122,9 +122,9 @@ def is_held(error: Exception) -> bool:
     return is_busy(error) or isinstance(error, StoreHeld)
 
 
-class TableKeeper:
-    """Owns the table in `own`, a generation of the store in `directory`; one thread at a time uses
-    it, and `thread` is the one that did last.
+class PackDb:
+    """Owns the table in `own`, a model directory of the store in `directory`; one thread at a time
+    uses it, and `thread` is the one that did last.
 
     `note_trouble` hears of every error. A table waits `patience_s` for whoever else writes to it.
     """

@@ -2,7 +2,7 @@
 
 A pack is consecutive blocks of one chain, stored together, in two records. The *head* says which
 token ids after which block; the *payload* holds the block images. Either can be damaged in any way
-and is then refused, never believed. A head may carry a *canary*: what the model said after the
+and is then refused, never believed. A head may carry a *fingerprint*: what the model said after the
 pack's last token, for whoever reads the pack to compare. A pin names the blocks of a context that
 is not to be forgotten; a damaged pin holds nothing. Nothing here is ever unpickled.
 """
@@ -13,16 +13,16 @@ from dataclasses import dataclass
 import xxhash
 
 from kvchat.cache.keys import KEY_BYTES
-from kvchat.cache.tier import Canary, DamagedRecord, Layout, PackHead
+from kvchat.cache.tier import DamagedRecord, Layout, LogitFingerprint, PackHead
 
 FORMAT_VERSION = 3
 _HEAD_MAGIC = b"KVhd"
 _PAYLOAD_MAGIC = b"KVpl"
 # magic, version, identity, parent key, blocks, tokens a block, bytes an image, payload checksum,
-# entries of the canary, whether the KV is a draft's
+# entries of the fingerprint, whether the KV is a draft's
 _HEAD = struct.Struct("<4sI16s16sIIQ16sI?")
 # a token id and its logit
-_CANARY_ENTRY = struct.Struct("<if")
+_FINGERPRINT_ENTRY = struct.Struct("<if")
 _HEAD_CHECKSUM_BYTES = 8
 # magic, version, identity, key of the first block, length, checksum
 _PAYLOAD = struct.Struct("<4sI16s16sQ16s")
@@ -46,25 +46,25 @@ def encode_head(head: PackHead, layout: Layout) -> bytes:
         layout.block_size,
         layout.block_bytes,
         head.checksum,
-        len(head.canary.values) if head.canary is not None else 0,
+        len(head.fingerprint.values) if head.fingerprint is not None else 0,
         head.is_draft,
     )
-    data = fixed + head.ids + _encode_canary(head.canary)
+    data = fixed + head.ids + _encode_fingerprint(head.fingerprint)
     return data + _head_checksum(data)
 
 
-def _encode_canary(canary: Canary | None) -> bytes:
-    if canary is None:
+def _encode_fingerprint(fingerprint: LogitFingerprint | None) -> bytes:
+    if fingerprint is None:
         return b""
-    entries = zip(canary.token_ids, canary.values, strict=True)
-    return b"".join(_CANARY_ENTRY.pack(token, value) for token, value in entries)
+    entries = zip(fingerprint.token_ids, fingerprint.values, strict=True)
+    return b"".join(_FINGERPRINT_ENTRY.pack(token, value) for token, value in entries)
 
 
-def _decode_canary(data: bytes) -> Canary | None:
+def _decode_fingerprint(data: bytes) -> LogitFingerprint | None:
     if not data:
         return None
-    token_ids, values = zip(*_CANARY_ENTRY.iter_unpack(data), strict=True)
-    return Canary(token_ids, values)
+    token_ids, values = zip(*_FINGERPRINT_ENTRY.iter_unpack(data), strict=True)
+    return LogitFingerprint(token_ids, values)
 
 
 def layout_of(data: bytes) -> Layout:
@@ -92,9 +92,9 @@ def decode_head(data: bytes, layout: Layout) -> PackHead:
         raise OtherGeometry("other geometry")
     rest = data[_HEAD.size : -_HEAD_CHECKSUM_BYTES]
     end = num_blocks * layout.ids_bytes
-    if not num_blocks or len(rest) != end + num_entries * _CANARY_ENTRY.size:
+    if not num_blocks or len(rest) != end + num_entries * _FINGERPRINT_ENTRY.size:
         raise DamagedRecord("truncated")
-    return PackHead(parent, rest[:end], checksum, _decode_canary(rest[end:]), is_draft)
+    return PackHead(parent, rest[:end], checksum, _decode_fingerprint(rest[end:]), is_draft)
 
 
 def payload_checksum(image: bytes | bytearray | memoryview) -> bytes:

@@ -3,7 +3,7 @@
 The packs' heads say what shape they have. Even looking must leave no trace: a table's time of
 change is how a directory is told that nothing uses any more.
 
-While the weights still load, a conversation's packs are read ahead into the page cache. Whose KV
+While the weights still load, a conversation's packs are prefetched into the page cache. Whose KV
 will be wanted is only known for certain when the model is there; of the identities that have the
 context, the one used last is the likeliest, and a wrong guess costs reading.
 """
@@ -20,9 +20,9 @@ from typing import Any
 
 from kvchat.cache.disk import model_dirs
 from kvchat.cache.disk.format import Pin, decode_head, decode_pin, layout_of
-from kvchat.cache.disk.model_dirs import DATABASE, file_bytes, generations, last_used
+from kvchat.cache.disk.model_dirs import DATABASE, file_bytes, find_model_dirs, last_used
 from kvchat.cache.disk.table import HEAD, PAYLOAD, RawDisk, is_busy, is_pack_file
-from kvchat.cache.keys import TOKEN_BYTES, chain_keys, pack, root_key
+from kvchat.cache.keys import TOKEN_BYTES, chain_keys, encode_ids, root_key
 from kvchat.cache.tier import DamagedRecord, Layout, PackHead
 from kvchat.core.errors import StoreError
 from kvchat.core.stats import KeptPack
@@ -46,7 +46,7 @@ class StoredHead:
 
 
 @dataclass(frozen=True, slots=True)
-class Generation:
+class ModelDir:
     """The packs of one identity. `trouble` says in a few words why they cannot be read; where
     somebody else has the table all to himself, `is_held`, that passes.
 
@@ -61,8 +61,9 @@ class Generation:
     is_held: bool = False
 
 
-def stored_generations(directory: Path) -> list[Path]:
-    """Return the generations of a store, the one used last first; none where there is no store.
+def stored_model_dirs(directory: Path) -> list[Path]:
+    """Return the model directories of a store, the one used last first; none where there is no
+    store.
 
     Raises StoreError where the directory cannot be read.
     """
@@ -70,7 +71,7 @@ def stored_generations(directory: Path) -> list[Path]:
         if directory.is_symlink():
             raise StoreError(f"{directory} is a symbolic link.", "Remove it.")
         with os.scandir(directory):
-            return sorted(generations(directory), key=last_used, reverse=True)
+            return sorted(find_model_dirs(directory), key=last_used, reverse=True)
     except FileNotFoundError:
         return []
     except OSError as error:
@@ -80,18 +81,18 @@ def stored_generations(directory: Path) -> list[Path]:
         ) from error
 
 
-def read_generation(path: Path) -> Generation:
-    """Read the heads of a generation; never raises, whatever is in its place."""
+def read_model_dir(path: Path) -> ModelDir:
+    """Read the heads of a model directory; never raises, whatever is in its place."""
     any_layout = Layout(bytes.fromhex(path.name), 1, 1)
     table = path / DATABASE
     if not table.exists() and not table.is_symlink():
-        return Generation(path, any_layout)
+        return ModelDir(path, any_layout)
     if not table.is_file() or table.is_symlink():  # to open a pipe would wait for its other end
-        return Generation(path, any_layout, trouble="its table is no file")
+        return ModelDir(path, any_layout, trouble="its table is no file")
     try:
         rows, pin_rows = _rows(table, _HEADS), _rows(table, _PINS)
     except (sqlite3.Error, OSError, StoreError) as error:
-        return Generation(path, any_layout, trouble=str(error), is_held=is_busy(error))
+        return ModelDir(path, any_layout, trouble=str(error), is_held=is_busy(error))
     heads, layouts = [], Counter[Layout]()
     for key, data, used_s in rows:
         try:
@@ -101,10 +102,10 @@ def read_generation(path: Path) -> Generation:
         except DamagedRecord:
             continue
     if not layouts:
-        return Generation(path, any_layout)
+        return ModelDir(path, any_layout)
     [(common, _)] = layouts.most_common(1)
     pins = (decode_pin(data) for _, data, _ in pin_rows)
-    return Generation(
+    return ModelDir(
         path,
         common,
         tuple(head for layout, head in heads if layout == common),
@@ -157,26 +158,26 @@ def connection_to(table: Path) -> sqlite3.Connection:
     return connection
 
 
-def pack_tree(generation: Generation) -> list[KeptPack]:
-    """Return the packs of a generation, each after the one it continues, depth first."""
-    layout = generation.layout
+def pack_tree(model_dir: ModelDir) -> list[KeptPack]:
+    """Return the packs of a model directory, each after the one it continues, depth first."""
+    layout = model_dir.layout
     owners = {
         key: number
-        for number, stored in enumerate(generation.heads)
+        for number, stored in enumerate(model_dir.heads)
         for key in stored.head.keys(layout)
     }
     children: dict[int | None, list[int]] = {}
-    for number, stored in enumerate(generation.heads):
+    for number, stored in enumerate(model_dir.heads):
         children.setdefault(owners.get(stored.head.parent), []).append(number)
     root = root_key(layout.identity)
-    pinned = {key for pin in generation.pins for key in pin.keys}
+    pinned = {key for pin in model_dir.pins for key in pin.keys}
     packs: list[KeptPack] = []
     pending: list[tuple[int | None, int]] = [
         (None, number) for number in _last_first(children, None)
     ]
     while pending:
         parent, number = pending.pop()
-        stored = generation.heads[number]
+        stored = model_dir.heads[number]
         num_blocks = stored.head.num_blocks(layout)
         is_orphan = parent is None and stored.head.parent != root
         pending += [(len(packs), child) for child in _last_first(children, number)]
@@ -202,55 +203,55 @@ _CHUNK_BYTES = 1 << 20
 _log = logging.getLogger(__name__)
 
 
-def read_ahead(directory: Path, token_ids: TokenIds, block_size: int) -> int:
+def prefetch_pages(directory: Path, token_ids: TokenIds, block_size: int) -> int:
     """Bring what a store has of a context into the page cache; return how many bytes that are.
 
     Never raises: what cannot be read now is read later, or is a miss.
     """
-    packed = pack(token_ids)
+    encoded = encode_ids(token_ids)
     try:
-        for generation in stored_generations(directory):
-            packs = list(_packs(generation, packed, block_size))
+        for model_dir in stored_model_dirs(directory):
+            packs = list(_packs(model_dir, encoded, block_size))
             if packs:
                 return sum(_read(file) for _, file in packs if file is not None)
     except (StoreError, OSError, sqlite3.Error) as error:
-        _log.info("nothing read ahead: %s", error)
+        _log.info("nothing prefetched: %s", error)
     return 0
 
 
-def holds_answers(generation: Path, packed: bytes, block_size: int) -> bool:
-    """Whether a generation has the beginning of a context of packed token ids, stored by a model
-    that answered. KV of a draft model does not count.
+def holds_answers(model_dir: Path, encoded: bytes, block_size: int) -> bool:
+    """Whether a model directory has the beginning of a context of encoded token ids, stored by a
+    model that answered. KV of a draft model does not count.
 
     Never raises: one that cannot be looked into, as while another process makes it, has nothing.
     """
     try:
-        return any(not head.is_draft for head, _ in _packs(generation, packed, block_size))
+        return any(not head.is_draft for head, _ in _packs(model_dir, encoded, block_size))
     except (StoreError, OSError, ValueError, sqlite3.Error) as error:
-        _log.info("cannot look into %s: %s", generation.name, error)
+        _log.info("cannot look into %s: %s", model_dir.name, error)
         return False
 
 
 def _packs(
-    generation: Path, packed: bytes, block_size: int
+    model_dir: Path, encoded: bytes, block_size: int
 ) -> Iterator[tuple[PackHead, Path | None]]:
-    """Yield the packs that a generation has of a context, in order: head and file, if any."""
-    table = generation / DATABASE
+    """Yield the packs that a model directory has of a context, in order: head and file, if any."""
+    table = model_dir / DATABASE
     if not table.is_file() or table.is_symlink():
         return
-    root = root_key(bytes.fromhex(generation.name))
-    keys = chain_keys(root, packed, block_size * TOKEN_BYTES)
-    disk = RawDisk(str(generation))
+    root = root_key(bytes.fromhex(model_dir.name))
+    keys = chain_keys(root, encoded, block_size * TOKEN_BYTES)
+    disk = RawDisk(str(model_dir))
     with closing(connection_to(table)) as connection:
         block = 0
         while block < len(keys):
             found = _head(connection, disk, keys[block])
-            shared = found[0].num_shared(packed, block, found[1]) if found is not None else 0
+            shared = found[0].num_shared(encoded, block, found[1]) if found is not None else 0
             if found is None or not shared:
                 return
             row = _row(connection, PAYLOAD + keys[block])
             is_file = row is not None and is_pack_file(row[1])
-            yield found[0], generation / str(row[1]) if row is not None and is_file else None
+            yield found[0], model_dir / str(row[1]) if row is not None and is_file else None
             block += shared
 
 

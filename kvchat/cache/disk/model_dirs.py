@@ -19,7 +19,7 @@ from kvchat.core.errors import StoreError
 from kvchat.core.paths import open_private
 
 DATABASE = "cache.db"
-FATES = "fates"
+MISS_LOG = "fates"
 # A directory with this file in it has pins: it is not dropped without need.
 PIN_MARK = "pinned"
 PACK_FILE = re.compile(r"[0-9a-f]{32}\.kv")
@@ -134,7 +134,7 @@ def sizes(path: Path) -> dict[str, int]:
 
 def names_beside_packs(path: Path) -> list[str]:
     """Return the names of the files of ours in a directory that hold no pack."""
-    return [*_TABLE_FILES, FATES, PIN_MARK, mark_name(path)]
+    return [*_TABLE_FILES, MISS_LOG, PIN_MARK, mark_name(path)]
 
 
 def _is_our_name(name: str, path: Path) -> bool:
@@ -221,7 +221,7 @@ FILE_OVERHEAD_BYTES = 4096 + 256
 _CLOCK_STEP_S = 2.0
 
 
-def generations(directory: Path) -> list[Path]:
+def find_model_dirs(directory: Path) -> list[Path]:
     """Return the directories in a store that belong to it."""
     with suppress(OSError):
         return [path for path in directory.iterdir() if is_ours(path)]
@@ -229,7 +229,9 @@ def generations(directory: Path) -> list[Path]:
 
 
 def strangers(directory: Path) -> list[Path]:
-    """Return what looks like a generation and is not ours, as those of an earlier kvchat do."""
+    """Return what looks like a model directory and is not ours, as those of an earlier kvchat
+    do.
+    """
     with suppress(OSError):
         return [
             path
@@ -241,13 +243,14 @@ def strangers(directory: Path) -> list[Path]:
     return []
 
 
-def has_pins(generation: Path) -> bool:
-    """Whether a generation is not to be dropped without need."""
-    return os.path.lexists(generation / PIN_MARK)
+def has_pins(model_dir: Path) -> bool:
+    """Whether a model directory is not to be dropped without need."""
+    return os.path.lexists(model_dir / PIN_MARK)
 
 
 class Sizes:
-    """How large generations are; one is looked through again only where its table has changed.
+    """How large model directories are; one is looked through again only where its table has
+    changed.
 
     A file that a killed process left in it is not in the table: who learns of one calls `forget`.
     """
@@ -255,25 +258,25 @@ class Sizes:
     def __init__(self) -> None:
         self._known: dict[Path, tuple[object, int]] = {}
 
-    def of(self, generation: Path) -> int:
-        """Return what the files of a generation take at most."""
-        stamp = _stamp(generation)
-        known = self._known.get(generation)
+    def of(self, model_dir: Path) -> int:
+        """Return what the files of a model directory take at most."""
+        stamp = _stamp(model_dir)
+        known = self._known.get(model_dir)
         if known is not None and known[0] == stamp:
             return known[1]
-        num_bytes = tree_bytes(generation)
+        num_bytes = tree_bytes(model_dir)
         # A table changed this moment could change again at what the clock calls the same time.
-        if time.time() - last_used(generation) > _CLOCK_STEP_S:
-            self._known[generation] = stamp, num_bytes
+        if time.time() - last_used(model_dir) > _CLOCK_STEP_S:
+            self._known[model_dir] = stamp, num_bytes
         return num_bytes
 
     def forget(self) -> None:
         self._known.clear()
 
 
-def _stamp(generation: Path) -> object:
-    """Return what changes whenever something is written to a generation's table."""
-    return tuple(_times(generation / f"{DATABASE}{end}") for end in ("", "-wal"))
+def _stamp(model_dir: Path) -> object:
+    """Return what changes whenever something is written to a model directory's table."""
+    return tuple(_times(model_dir / f"{DATABASE}{end}") for end in ("", "-wal"))
 
 
 def _times(path: Path) -> tuple[int, int, int] | None:
@@ -284,36 +287,40 @@ def _times(path: Path) -> tuple[int, int, int] | None:
     return info.st_ino, info.st_size, info.st_mtime_ns
 
 
-def drop(generation: Path) -> int:
-    """Delete what is ours of a generation; return how many bytes that took."""
-    before = tree_bytes(generation)
-    remove(generation)
-    return before - tree_bytes(generation)
+def drop(model_dir: Path) -> int:
+    """Delete what is ours of a model directory; return how many bytes that took."""
+    before = tree_bytes(model_dir)
+    remove(model_dir)
+    return before - tree_bytes(model_dir)
 
 
-def last_used(generation: Path) -> float:
-    """Return when a generation's table last changed, in seconds; 0 where it has none."""
+def last_used(model_dir: Path) -> float:
+    """Return when a model directory's table last changed, in seconds; 0 where it has none."""
     times = [0.0]
     for end in ("", "-wal"):
         with suppress(OSError):
-            times.append((generation / f"{DATABASE}{end}").lstat().st_mtime)
+            times.append((model_dir / f"{DATABASE}{end}").lstat().st_mtime)
     return max(times)
 
 
-def set_last_used(generation: Path, used_s: float) -> None:
-    """Have a generation last used at a time, in seconds, where that can be."""
-    with suppress(OSError, StoreError), held(generation) as descriptor:
+def set_last_used(model_dir: Path, used_s: float) -> None:
+    """Have a model directory last used at a time, in seconds, where that can be."""
+    with suppress(OSError, StoreError), held(model_dir) as descriptor:
         os.utime(DATABASE, (used_s, used_s), dir_fd=descriptor, follow_symlinks=False)
 
 
-def tree_bytes(generation: Path) -> int:
-    """Return what the files of a generation take at most; what others put there does not count."""
-    return sum(size + FILE_OVERHEAD_BYTES for size in sizes(generation).values())
+def tree_bytes(model_dir: Path) -> int:
+    """Return what the files of a model directory take at most; what others put there does not
+    count.
+    """
+    return sum(size + FILE_OVERHEAD_BYTES for size in sizes(model_dir).values())
 
 
-def beside_packs_bytes(generation: Path) -> int:
-    """Return what the files of a generation take at most that hold no pack, without a search."""
-    paths = [generation / name for name in names_beside_packs(generation)]
+def beside_packs_bytes(model_dir: Path) -> int:
+    """Return what the files of a model directory take at most that hold no pack, without a
+    search.
+    """
+    paths = [model_dir / name for name in names_beside_packs(model_dir)]
     return sum(file_bytes(p) + FILE_OVERHEAD_BYTES for p in paths if os.path.lexists(p))
 
 

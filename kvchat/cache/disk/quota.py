@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvchat.cache.disk.eviction import KnownPack, eviction_order, expired
-from kvchat.cache.disk.miss_log import FateLog
+from kvchat.cache.disk.miss_log import MissReasonLog
 from kvchat.cache.disk.model_dirs import (
     DATABASE,
     FILE_OVERHEAD_BYTES,
@@ -20,14 +20,14 @@ from kvchat.cache.disk.model_dirs import (
     beside_packs_bytes,
     drop,
     file_bytes,
-    generations,
+    find_model_dirs,
     has_pins,
     last_used,
     tree_bytes,
 )
 from kvchat.cache.disk.table import LOG_PAGES, PAGE_BYTES, PackTable
 from kvchat.core.config import Size, format_bytes
-from kvchat.core.types import Lack
+from kvchat.core.types import MissReason
 
 _DEFAULT_SHARE = Size(share=0.10)
 _MAX_DEFAULT_BYTES = 20 << 30
@@ -44,7 +44,7 @@ def disk_budget(size: Size | None, directory: Path) -> int:
     if size is not None and size.num_bytes is not None:
         return size.num_bytes
     existing = nearest_existing(directory)
-    kept = sum(tree_bytes(path) for path in generations(directory))
+    kept = sum(tree_bytes(path) for path in find_model_dirs(directory))
     available = shutil.disk_usage(existing).free + kept
     if size is not None:
         return size.resolve(available)
@@ -73,7 +73,7 @@ def leaves_free(directory: Path, num_bytes: int, min_free_bytes: int | None) -> 
     return disk.free - num_bytes >= floor
 
 
-_GENERATION_TO_LIVE_S = 14 * 86400.0
+_MODEL_DIR_TIME_TO_LIVE_S = 14 * 86400.0
 # What a full store makes room for beyond what is asked, so that not every pack pays for the search.
 _ROOM_SHARE = 0.01
 # What one change of the table writes at most, besides what is kept in it: the pages of its trees.
@@ -93,7 +93,7 @@ def least_bytes(block_bytes: int) -> int:
 
 
 @dataclass(slots=True)
-class DiskRoom:
+class DiskQuota:
     """The bounds of the store in `directory`, seen from the identity in `own`.
 
     Whoever makes room or collects holds the store's lock. `num_evicted` counts packs.
@@ -103,7 +103,7 @@ class DiskRoom:
     own: Path
     limit_bytes: int
     min_free_bytes: int | None
-    fates: FateLog
+    miss_log: MissReasonLog
     num_evicted: int = 0
     _sizes: Sizes = field(default_factory=Sizes)
 
@@ -128,7 +128,7 @@ class DiskRoom:
         others = sum(map(self._sizes.of, self._others()))
         return packs + beside_packs_bytes(self.own) + others
 
-    def make(
+    def make_room(
         self, table: PackTable, packs: Callable[[], Packs], num_bytes: int, parent: bytes
     ) -> str:
         """Forget packs until `num_bytes` more fit; return why they do not, "" where they do.
@@ -151,11 +151,11 @@ class DiskRoom:
         The limit holds even where pins alone exceed it.
         """
         self._sizes.forget()
-        self._drop_older(now_s - _GENERATION_TO_LIVE_S)
+        self._drop_older(now_s - _MODEL_DIR_TIME_TO_LIVE_S)
         table.expire(now_s)
         gone = expired(packs(), now_s, self._pinned(table))
         table.remove(*gone)
-        self.fates.note(gone, Lack.EVICTED)
+        self.miss_log.note(gone, MissReason.EVICTED)
         table.drop_payloads()
         self._shrink(table, packs, 0, b"")
         is_any_pinned = any(self._pinned(table)) or any(map(has_pins, self._others()))
@@ -172,7 +172,7 @@ class DiskRoom:
     ) -> bool:
         """Forget what is worth least until `num_bytes` more fit; false where they never will.
 
-        Another generation goes as a whole, when its turn comes.
+        Another model directory goes as a whole, when its turn comes.
         """
         # Once something has to go, more goes than is needed: not every pack pays for the search.
         extra = int(_ROOM_SHARE * self.limit_bytes)
@@ -193,7 +193,7 @@ class DiskRoom:
     ) -> tuple[list[bytes], int]:
         """Return who has to go so that `to_free` bytes are free, and how many then still are not.
 
-        Whole generations that are worth less are gone already.
+        Whole model directories that are worth less are gone already.
         """
         keys: list[bytes] = []
         for key in eviction_order(known, parent, self._pinned(table)):
@@ -221,7 +221,7 @@ class DiskRoom:
 
     def _evict(self, table: PackTable, keys: list[bytes]) -> None:
         table.remove(*keys)
-        self.fates.note(keys, Lack.EVICTED)
+        self.miss_log.note(keys, MissReason.EVICTED)
         self.num_evicted += len(keys)
 
     def _excess(self, table: PackTable, num_bytes: int) -> int:
@@ -231,7 +231,7 @@ class DiskRoom:
         return {key for pin in table.pins() for key in pin.keys}
 
     def _drop_older(self, used_s: float) -> int:
-        """Drop the generations last used before `used_s`; return how many bytes they had.
+        """Drop the model directories last used before `used_s`; return how many bytes they had.
 
         One with pins stays.
         """
@@ -241,9 +241,9 @@ class DiskRoom:
         return sum(self._sizes.of(path) for path in self._loose())
 
     def _loose(self) -> list[Path]:
-        """Return the other generations that have no pins."""
+        """Return the other model directories that have no pins."""
         return [path for path in self._others() if not has_pins(path)]
 
     def _others(self) -> list[Path]:
         """Return what other models, or other settings of this one, have left here."""
-        return [path for path in generations(self.directory) if path != self.own]
+        return [path for path in find_model_dirs(self.directory) if path != self.own]

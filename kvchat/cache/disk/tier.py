@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from kvchat.cache.disk.db import LOCK_NAME, StoreBusy, StoreLock, TableKeeper, is_held
+from kvchat.cache.disk.db import LOCK_NAME, PackDb, StoreBusy, StoreLock, is_held
 from kvchat.cache.disk.eviction import KnownPack, Use, cuts, first_use, known_pack
 from kvchat.cache.disk.format import (
     PREFIX_BYTES,
@@ -28,9 +28,9 @@ from kvchat.cache.disk.format import (
     payload_checksum,
     payload_prefix,
 )
-from kvchat.cache.disk.miss_log import FateLog
+from kvchat.cache.disk.miss_log import MissReasonLog
 from kvchat.cache.disk.model_dirs import FILE_OVERHEAD_BYTES
-from kvchat.cache.disk.quota import DiskRoom
+from kvchat.cache.disk.quota import DiskQuota
 from kvchat.cache.disk.table import MIN_FILE_BYTES, PackRow, PackTable, Parts, is_busy
 from kvchat.cache.keys import root_key
 from kvchat.cache.page_memory import ReadBuffers
@@ -45,12 +45,12 @@ from kvchat.cache.tier import (
 )
 from kvchat.core.errors import StoreError
 from kvchat.core.stats import TierStatus
-from kvchat.core.types import Lack
+from kvchat.core.types import MissReason
 
 _log = logging.getLogger(__name__)
 
 
-class Tally:
+class TierStats:
     """The status of one tier, in the making. The tier's thread adds to it, any thread reads it."""
 
     def __init__(self, limit_bytes: int) -> None:
@@ -84,34 +84,36 @@ _MAX_BUFFERS, _WARM_BUFFERS = 8, 4
 
 
 class PackReader:
-    """Reads the packs of the table that `keeper` keeps open. One thread uses it."""
+    """Reads the packs of the table that `db` keeps open. One thread uses it."""
 
-    def __init__(self, layout: Layout, keeper: TableKeeper, fates: FateLog, tally: Tally) -> None:
+    def __init__(
+        self, layout: Layout, db: PackDb, miss_log: MissReasonLog, stats: TierStats
+    ) -> None:
         self._layout = layout
-        self._keeper = keeper
-        self._fates = fates
-        self._tally = tally
+        self._db = db
+        self._miss_log = miss_log
+        self._stats = stats
         self._buffers = ReadBuffers(_MAX_BUFFERS)
         self._files: dict[bytes, str | None] = {}  # of the packs found last
 
     def warm_up(self) -> None:
         """Have memory ready for the packs that will be read first."""
-        if largest := self._keeper.table.largest():
+        if largest := self._db.table.largest():
             self._buffers.warm(largest, _WARM_BUFFERS)
 
-    def walk(self, keys: Sequence[bytes], packed: bytes) -> Iterator[Found]:
+    def walk(self, keys: Sequence[bytes], encoded: bytes) -> Iterator[Found]:
         """Yield the packs that hold a prompt's leading blocks, in order and without a hole."""
-        table = self._keeper.follow()
+        table = self._db.follow()
         self._files.clear()
         block = 0
         while block < len(keys):
             head = self.head(table, keys[block])
-            shared = head.num_shared(packed, block, self._layout) if head is not None else 0
+            shared = head.num_shared(encoded, block, self._layout) if head is not None else 0
             if head is None or not shared:
                 return
             is_whole = shared == head.num_blocks(self._layout)
-            canary = head.canary if is_whole else None
-            yield Found(keys[block], block, shared, head.checksum, canary)
+            fingerprint = head.fingerprint if is_whole else None
+            yield Found(keys[block], block, shared, head.checksum, fingerprint)
             block += shared
 
     def head(self, table: PackTable, key: bytes) -> PackHead | None:
@@ -133,7 +135,7 @@ class PackReader:
         except DamagedRecord:
             raise
         except Exception as error:
-            self._tally.note_error(error)
+            self._stats.note_error(error)
             raise (HeldRecord if is_held(error) else DamagedRecord)("unreadable") from error
         if image is None:
             raise GoneRecord("gone")
@@ -145,8 +147,8 @@ class PackReader:
         What is damaged still is forgotten.
         """
         with suppress(DamagedRecord, OSError):
-            return self.images(self._keeper.table, found.key, found.checksum)
-        with self._keeper.changing() as table:
+            return self.images(self._db.table, found.key, found.checksum)
+        with self._db.changing() as table:
             head = self.head(table, found.key)
             if head is None or found.checksum not in (b"", head.checksum):
                 return None
@@ -196,13 +198,13 @@ class PackReader:
         if isinstance(damage, OtherGeometry):
             return
         _log.warning("damaged pack key=%s: %s", key.hex(), damage)
-        self._tally.count(num_damaged=1)
-        self._fates.note([key], Lack.CORRUPT)
-        self._tally.say(f"a stored block was damaged ({damage}).")
-        self._keeper.attempt(lambda: self._remove(key), None)
+        self._stats.count(num_damaged=1)
+        self._miss_log.note([key], MissReason.CORRUPT)
+        self._stats.say(f"a stored block was damaged ({damage}).")
+        self._db.attempt(lambda: self._remove(key), None)
 
     def _remove(self, key: bytes) -> None:
-        with self._keeper.changing() as table:
+        with self._db.changing() as table:
             table.remove(key)
 
 
@@ -233,27 +235,27 @@ class DiskTier:
         self._clock = clock
         self._is_draft = is_draft
         self._root = root_key(layout.identity)
-        self._tally = Tally(limit_bytes)
-        self._fates = FateLog(own)
-        self._room = DiskRoom(directory, own, limit_bytes, min_free_bytes, self._fates)
+        self._stats = TierStats(limit_bytes)
+        self._miss_log = MissReasonLog(own)
+        self._quota = DiskQuota(directory, own, limit_bytes, min_free_bytes, self._miss_log)
         self._lock = StoreLock(directory / LOCK_NAME, _PATIENCE_S)
         self._used: dict[bytes, bool] = {}  # whether only by those who ask once
         self._had_no_room = False  # for what was written last
-        self._keeper = TableKeeper(directory, own, self._lock, _PATIENCE_S, self._tally.note_error)
-        self._attempt = self._keeper.attempt
-        self._reader = PackReader(layout, self._keeper, self._fates, self._tally)
+        self._db = PackDb(directory, own, self._lock, _PATIENCE_S, self._stats.note_error)
+        self._attempt = self._db.attempt
+        self._reader = PackReader(layout, self._db, self._miss_log, self._stats)
         try:
             self.gc()
             self._attempt(self._reader.warm_up, None)
             self._look()
         except BaseException:  # Ctrl-C too
-            self._keeper.table.abandon()
+            self._db.table.abandon()
             raise
 
     @property
     def is_begun_anew(self) -> bool:
         """Whether a table that was there could not be used, and an empty one took its place."""
-        return self._keeper.is_begun_anew
+        return self._db.is_begun_anew
 
     @property
     def root(self) -> bytes:
@@ -262,9 +264,9 @@ class DiskTier:
 
     # Finding and reading
 
-    def find(self, keys: Sequence[bytes], packed: bytes, is_one_shot: bool = False) -> list[Found]:
+    def find(self, keys: Sequence[bytes], encoded: bytes, is_one_shot: bool = False) -> list[Found]:
         """Return the packs that hold a prompt's leading blocks, in order and without a hole."""
-        found: list[Found] = self._attempt(lambda: list(self._reader.walk(keys, packed)), [])
+        found: list[Found] = self._attempt(lambda: list(self._reader.walk(keys, encoded)), [])
         for run in found:  # the last one found is to stand last
             self._used[run.key] = self._used.pop(run.key, True) and is_one_shot
         return found
@@ -276,7 +278,7 @@ class DiskTier:
         The memory is the caller's while it holds a view of it.
         """
         image = self._reader.read(found)
-        self._tally.count(bytes_read=len(image))
+        self._stats.count(bytes_read=len(image))
         return image[: found.num_blocks * self._layout.block_bytes]
 
     # Writing
@@ -288,12 +290,12 @@ class DiskTier:
         complete = replace(head, checksum=payload_checksum(image), is_draft=self._is_draft)
         self._had_no_room = False
         is_written = self._attempt(lambda: self._write(complete, image, is_one_shot), False)
-        self._tally.count(num_failed_writes=not is_written, bytes_written=is_written * len(image))
+        self._stats.count(num_failed_writes=not is_written, bytes_written=is_written * len(image))
         self._look()
         return is_written
 
     def _write(self, head: PackHead, image: memoryview, is_one_shot: bool) -> bool:
-        with self._keeper.changing() as table:
+        with self._db.changing() as table:
             if self._lock.has_leftovers or table.disk.has_leftovers:
                 self._collect(table)
             if self._reader.head(table, head.keys(self._layout)[0]) is not None:
@@ -304,26 +306,27 @@ class DiskTier:
             if len(image) < MIN_FILE_BYTES:  # it is in the log, and then in the table too
                 num_bytes += len(image)
             packs = partial(self._reader.known_packs, table)
-            if trouble := self._room.make(table, packs, num_bytes, head.parent):
-                self._tally.say(trouble)
+            if trouble := self._quota.make_room(table, packs, num_bytes, head.parent):
+                self._stats.say(trouble)
                 self._had_no_room = True
-                self._fates.note(head.keys(self._layout)[:1], Lack.OVER_BUDGET)
+                self._miss_log.note(head.keys(self._layout)[:1], MissReason.OVER_BUDGET)
                 return False
             self._keep(table, head, image, first_use(self._clock(), is_one_shot))
             table.note_followed(followed)
         return True
 
-    def note_declined(self, keys: Sequence[bytes], packed: bytes) -> None:
+    def note_declined(self, keys: Sequence[bytes], encoded: bytes) -> None:
         """Take in that a context is not offered, as there was no room for what was offered last.
 
         Where that was refused for another reason, nobody knows what would become of this.
         """
         if not self._had_no_room:
             return
-        found: list[Found] = self._attempt(lambda: list(self._reader.walk(keys, packed)), [])
+        found: list[Found] = self._attempt(lambda: list(self._reader.walk(keys, encoded)), [])
         missing = keys[sum(run.num_blocks for run in found) :][:1]
-        self._fates.note(
-            [k for k in missing if self._fates.of(k) is not Lack.OVER_BUDGET], Lack.OVER_BUDGET
+        self._miss_log.note(
+            [k for k in missing if self._miss_log.of(k) is not MissReason.OVER_BUDGET],
+            MissReason.OVER_BUDGET,
         )
 
     def _keep(self, table: PackTable, head: PackHead, image: memoryview, use: Use) -> None:
@@ -347,16 +350,16 @@ class DiskTier:
 
     # What the user says of contexts
 
-    def pin(self, keys: Sequence[bytes], packed: bytes, label: str) -> int:
+    def pin(self, keys: Sequence[bytes], encoded: bytes, label: str) -> int:
         """Never forget what is kept of a context; return how many of its blocks that is.
 
-        `keys` are those of the full blocks of `packed` token ids. A pin of the same label goes.
+        `keys` are those of the full blocks of `encoded` token ids. A pin of the same label goes.
         """
-        return self._attempt(lambda: self._pin(keys, packed, label), 0)
+        return self._attempt(lambda: self._pin(keys, encoded, label), 0)
 
-    def _pin(self, keys: Sequence[bytes], packed: bytes, label: str) -> int:
-        with self._keeper.changing() as table:
-            num_blocks = sum(found.num_blocks for found in self._reader.walk(keys, packed))
+    def _pin(self, keys: Sequence[bytes], encoded: bytes, label: str) -> int:
+        with self._db.changing() as table:
+            num_blocks = sum(found.num_blocks for found in self._reader.walk(keys, encoded))
             if num_blocks:
                 table.pin(Pin(label, tuple(keys[:num_blocks]), self._clock()))
             return num_blocks
@@ -365,7 +368,7 @@ class DiskTier:
         """Remove the pin of a label; what it held is forgotten when its turn comes."""
 
         def unpin() -> None:
-            with self._keeper.changing() as table:
+            with self._db.changing() as table:
                 table.unpin(label)
 
         self._attempt(unpin, None)
@@ -375,12 +378,12 @@ class DiskTier:
 
         A pack that holds others too is cut before the first of them.
         """
-        self._fates.forget(keys)
+        self._miss_log.forget(keys)
         return self._attempt(lambda: self._forget(frozenset(keys)), 0)
 
     def _forget(self, keys: frozenset[bytes]) -> int:
         num_blocks = 0
-        with self._keeper.changing() as table, table.leaving_no_trace():
+        with self._db.changing() as table, table.leaving_no_trace():
             packs = self._reader.known_packs(table)
             for name, num_kept in cuts(packs, keys):
                 num_blocks += len(packs[name].keys) - num_kept
@@ -396,43 +399,43 @@ class DiskTier:
         if head is not None and image is not None and use is not None:
             image = image[: num_kept * self._layout.block_bytes]
             ids = head.ids[: num_kept * self._layout.ids_bytes]
-            cut = replace(head, ids=ids, checksum=payload_checksum(image), canary=None)
+            cut = replace(head, ids=ids, checksum=payload_checksum(image), fingerprint=None)
             self._keep(table, cut, image, use)
 
     def quarantine(self, keys: Sequence[bytes]) -> None:
         """Never give out again the packs that hold one of these blocks, nor what continues them."""
         if num_blocks := self.forget(keys):
-            self._tally.count(num_quarantined=num_blocks)
-            self._fates.note(keys, Lack.QUARANTINED)
+            self._stats.count(num_quarantined=num_blocks)
+            self._miss_log.note(keys, MissReason.QUARANTINED)
             trouble = "what was kept of a conversation is not this model's; it was read again."
-            self._tally.say(trouble)
+            self._stats.say(trouble)
 
-    def why(self, key: bytes, packed: bytes, num_found: int) -> Lack:
+    def why(self, key: bytes, encoded: bytes, num_found: int) -> MissReason:
         """Return why the block of `key` is not there, after `num_found` of a context that are."""
-        return self._fates.why(key, packed, num_found, self._layout.block_size)
+        return self._miss_log.why(key, encoded, num_found, self._layout.block_size)
 
     # Housekeeping
 
     def status(self) -> TierStatus:
         """Return totals, and what the store holds: now, or when its own thread last looked."""
-        if threading.get_ident() == self._keeper.thread:
+        if threading.get_ident() == self._db.thread:
             self._look()
-        return self._tally.status
+        return self._stats.status
 
     def _look(self) -> None:
-        table = self._keeper.table
-        num_bytes = self._attempt(lambda: self._room.held_bytes(table), 0)
+        table = self._db.table
+        num_bytes = self._attempt(lambda: self._quota.held_bytes(table), 0)
         num_packs = self._attempt(table.num_packs, 0)
-        self._tally.note_held(num_bytes, num_packs, self._room.num_evicted)
+        self._stats.note_held(num_bytes, num_packs, self._quota.num_evicted)
 
     def verify(self, goes_on: Callable[[], bool] = lambda: True) -> tuple[int, int]:
         """Read every pack; return how many are sound, and how many were not and are gone.
 
         That is no use of them: what is forgotten first stays the same. `goes_on` false ends it.
         """
-        before = self._tally.status.num_damaged
+        before = self._stats.status.num_damaged
         num_sound = 0
-        table = self._keeper.table
+        table = self._db.table
         rows: list[PackRow] = self._attempt(lambda: list(table.rows()), [])
         for row in rows:
             if not goes_on():
@@ -440,16 +443,16 @@ class DiskTier:
             with suppress(DamagedRecord):
                 self._reader.read(Found(row.key, 0, 0, checksum_of(row.head, self._layout)))
                 num_sound += 1
-        return num_sound, self._tally.status.num_damaged - before
+        return num_sound, self._stats.status.num_damaged - before
 
     def gc(self) -> None:
-        """Remove what is out of date, what nothing leads to, and dead generations.
+        """Remove what is out of date, what nothing leads to, and dead model directories.
 
         Every opening does, and every first write after a process was cut off.
         """
 
         def collect() -> None:
-            with self._keeper.changing() as table:
+            with self._db.changing() as table:
                 self._collect(table)
 
         self._lock.has_leftovers = True  # where this fails, the next write does it first
@@ -458,16 +461,16 @@ class DiskTier:
     def _collect(self, table: PackTable) -> None:
         self._note_uses(table)
         table.sweep()
-        trouble = self._room.collect(table, lambda: self._reader.known_packs(table), self._clock())
+        trouble = self._quota.collect(table, lambda: self._reader.known_packs(table), self._clock())
         if trouble:
-            self._tally.say(trouble)
+            self._stats.say(trouble)
         self._lock.has_leftovers = False
 
     def close(self) -> None:
         """Let go of the store. Idempotent."""
         if self._used:
-            self._attempt(lambda: self._note_uses(self._keeper.table), None)
-        self._keeper.table.close_all()
+            self._attempt(lambda: self._note_uses(self._db.table), None)
+        self._db.table.close_all()
 
 
 def _literal(directory: Path) -> Path:

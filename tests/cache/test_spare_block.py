@@ -15,13 +15,13 @@ BLOCK = 4
 def new_manager(num_blocks: int) -> CacheManager:
     geometry = KvGeometry((LayerGeometry(1, 2, 2),), torch.float32, BLOCK)
     manager = CacheManager(KvPool(geometry, num_blocks, CPU))
-    manager.set_aside_a_block()
+    manager.reserve_spare_block()
     return manager
 
 
-def test_a_block_set_aside_counts_for_nobody() -> None:
+def test_a_spare_block_is_no_cached_block() -> None:
     manager = new_manager(num_blocks=6)
-    manager.set_aside_a_block()
+    manager.reserve_spare_block()
 
     assert manager.status().num_blocks == manager.status().num_free == 4
     assert manager.max_tokens == 16
@@ -34,26 +34,26 @@ def test_a_pool_of_one_block_has_none_to_spare() -> None:
     table = manager.match([1, 2])
     assert manager.reserve(table, 0, 2)
 
-    assert not manager.lend(table)
+    assert not manager.use_spare_block(table)
     assert manager.max_tokens == BLOCK
 
 
 def squared_distance(manager: CacheManager, table: BlockTable) -> float:
-    drift = manager.drift(table, STORY, len(STORY) - 1)
-    assert drift is not None
-    return float(drift[:, 0].max())
+    kv_error = manager.kv_error(table, STORY, len(STORY) - 1)
+    assert kv_error is not None
+    return float(kv_error[:, 0].max())
 
 
-def test_a_copy_of_the_last_block_is_lent_where_nothing_is_free() -> None:
+def test_the_spare_block_is_a_copy_of_the_last_where_nothing_is_free() -> None:
     manager = new_manager(num_blocks=6)
     compute(manager, STORY)
     table = manager.match([*STORY, -1])
     assert manager.status().num_free == 0
     assert not manager.reserve(table, 15, 16)
 
-    assert manager.lend(table)
+    assert manager.use_spare_block(table)
     assert_kv_is_right(manager, table, STORY)
-    manager.kv_pool.wipe(table.blocks[-1], 3)
+    manager.kv_pool.zero(table.blocks[-1], 3)
     assert squared_distance(manager, table) > 0.25
     write_kv(manager, table, STORY, 15)
     assert squared_distance(manager, table) == 0.0
@@ -66,7 +66,7 @@ def test_a_copy_of_the_last_block_is_lent_where_nothing_is_free() -> None:
     manager.release(again, STORY)
 
 
-def test_actors_never_meet_the_block_that_is_set_aside() -> None:
+def test_actors_never_meet_the_spare_block() -> None:
     """Beside the same actors on a plain pool of as many blocks that sets none aside."""
     rng = random.Random(5)
     geometry = KvGeometry((LayerGeometry(1, 2, 2),), torch.float32, BLOCK)
@@ -91,8 +91,8 @@ def test_actors_never_meet_the_block_that_is_set_aside() -> None:
         probed = [0, *rng.choices(range(2), k=7)]
         table = manager.match([*probed, -1])
         if table.cached_len == len(probed):
-            assert manager.lend(table)
-            manager.kv_pool.wipe(table.blocks[-1], 0)
+            assert manager.use_spare_block(table)
+            manager.kv_pool.zero(table.blocks[-1], 0)
         manager.check([table, *(one for one, _, _ in held)])
         manager.release(table, [])
         plain.release(plain.match([*probed, -1]), [])

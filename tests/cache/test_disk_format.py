@@ -11,13 +11,15 @@ from kvchat.cache.disk.format import (
     payload_checksum,
     payload_prefix,
 )
-from kvchat.cache.keys import chain_keys, pack, root_key
-from kvchat.cache.tier import Canary, DamagedRecord, Layout, PackHead
+from kvchat.cache.keys import chain_keys, encode_ids, root_key
+from kvchat.cache.tier import DamagedRecord, Layout, LogitFingerprint, PackHead
 
 LAYOUT = Layout(identity=b"i" * 16, block_size=4, block_bytes=64)
 IMAGE = bytes(range(128))
-CANARY = Canary((7, 3, 39), (12.5, 0.25, -3.0))
-HEAD = PackHead(root_key(LAYOUT.identity), pack(range(8)), payload_checksum(IMAGE), CANARY)
+FINGERPRINT = LogitFingerprint((7, 3, 39), (12.5, 0.25, -3.0))
+HEAD = PackHead(
+    root_key(LAYOUT.identity), encode_ids(range(8)), payload_checksum(IMAGE), FINGERPRINT
+)
 KEY = HEAD.keys(LAYOUT)[0]
 HEAD_DATA = encode_head(HEAD, LAYOUT)
 PAYLOAD_DATA = payload_prefix(KEY, HEAD, len(IMAGE), LAYOUT) + IMAGE
@@ -28,7 +30,7 @@ def test_a_round_trip_changes_nothing() -> None:
     assert decode_payload(PAYLOAD_DATA, KEY, HEAD, LAYOUT) == IMAGE
 
 
-def test_a_head_needs_no_canary() -> None:
+def test_a_head_needs_no_fingerprint() -> None:
     silent = PackHead(HEAD.parent, HEAD.ids, HEAD.checksum)
 
     assert decode_head(encode_head(silent, LAYOUT), LAYOUT) == silent
@@ -84,14 +86,14 @@ def test_another_layouts_records_are_refused(layout: Layout, reason: str) -> Non
 
 
 def test_a_payload_under_another_packs_name_is_refused() -> None:
-    other = PackHead(HEAD.parent, pack(range(1, 9)), HEAD.checksum)
+    other = PackHead(HEAD.parent, encode_ids(range(1, 9)), HEAD.checksum)
 
     with pytest.raises(DamagedRecord, match="another pack"):
         decode_payload(PAYLOAD_DATA, other.keys(LAYOUT)[0], other, LAYOUT)
 
 
 def test_a_key_says_all_that_came_before() -> None:
-    ids = pack([1, 2, 3, 4, 5, 6, 7, 8])
+    ids = encode_ids([1, 2, 3, 4, 5, 6, 7, 8])
     keys = chain_keys(b"r" * 16, ids, 16)
 
     assert len({*keys, *chain_keys(b"s" * 16, ids, 16), *chain_keys(b"r" * 16, ids[16:], 16)}) == 5

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kvchat.cache.disk.inventory import read_ahead
+from kvchat.cache.disk.inventory import prefetch_pages
 from kvchat.cache.tier import Layout
 from support.pack_chains import LAYOUT, open_tier, payload_files, save
 
@@ -36,35 +36,35 @@ def test_a_contexts_packs_are_read_and_no_others(store: Path) -> None:
     sizes = sorted(path.stat().st_size for path in payload_files(store))
     of_context = 10 * LAYOUT.block_bytes
 
-    assert of_context < read_ahead(store, CONTEXT, 2) < of_context + 1000
-    assert read_ahead(store, [*CONTEXT[:14], 7, 7], 2) < 7 * LAYOUT.block_bytes + 1000
-    assert read_ahead(store, [5, 5, 5, 5], 2) == 0
+    assert of_context < prefetch_pages(store, CONTEXT, 2) < of_context + 1000
+    assert prefetch_pages(store, [*CONTEXT[:14], 7, 7], 2) < 7 * LAYOUT.block_bytes + 1000
+    assert prefetch_pages(store, [5, 5, 5, 5], 2) == 0
     assert sum(sizes) > of_context + 1000
     assert state_of(store) == before
 
 
-def test_the_generation_used_last_is_the_likeliest(store: Path) -> None:
+def test_the_model_dir_used_last_is_the_likeliest(store: Path) -> None:
     tier = open_tier(store, layout=OTHER)
     assert save(tier, CONTEXT[:4], OTHER)
     tier.close()
     [table] = store.glob(f"{OTHER.identity.hex()}/*.db")
 
     os.utime(table, (1e9, 1e9))
-    assert read_ahead(store, CONTEXT, 2) > 9 * LAYOUT.block_bytes
+    assert prefetch_pages(store, CONTEXT, 2) > 9 * LAYOUT.block_bytes
     os.utime(table, (4e9, 4e9))
-    assert read_ahead(store, CONTEXT, 2) < 3 * LAYOUT.block_bytes
+    assert prefetch_pages(store, CONTEXT, 2) < 3 * LAYOUT.block_bytes
 
 
 @pytest.mark.parametrize("block_size", [1, 16])
 def test_another_block_size_finds_nothing(store: Path, block_size: int) -> None:
-    assert read_ahead(store, CONTEXT, block_size) == 0
+    assert prefetch_pages(store, CONTEXT, block_size) == 0
 
 
 def test_what_is_broken_is_no_reason_to_fail(store: Path, tmp_path: Path) -> None:
-    assert read_ahead(tmp_path / "nowhere", CONTEXT, 2) == 0
+    assert prefetch_pages(tmp_path / "nowhere", CONTEXT, 2) == 0
     for path in payload_files(store):
         path.unlink()
-    assert read_ahead(store, CONTEXT, 2) == 0
+    assert prefetch_pages(store, CONTEXT, 2) == 0
     for table in store.glob("*/*.db"):
         table.write_bytes(b"not a table at all" * 400)
-    assert read_ahead(store, CONTEXT, 2) == 0
+    assert prefetch_pages(store, CONTEXT, 2) == 0

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from kvchat.cache.rates import RestorePlanner
-from kvchat.cache.restore import Restoring
+from kvchat.cache.restore import Restorer
 from support.remembering_model import new_cache
 
 PROMPT = tuple(i % 31 + 1 for i in range(401))
@@ -28,7 +28,7 @@ class Waiting:
         self.now_s = 0.0
         self.transfer = IdleTransfer()
         self.planner = RestorePlanner(prefill_tokens_per_s=400.0, read_bytes_per_s=1e9)
-        self.restoring = Restoring(
+        self.restorer = Restorer(
             new_cache(200),
             self.transfer,  # type: ignore[arg-type]
             self.planner,
@@ -36,14 +36,14 @@ class Waiting:
             lambda: self.now_s,
         )
 
-    def begin(self, is_foreseen: bool = False) -> None:
-        restore = self.restoring.begin(PROMPT, is_foreseen)
+    def begin(self, is_prefetch: bool = False) -> None:
+        restore = self.restorer.begin(PROMPT, is_prefetch)
         assert restore is not None
         self.restore = restore
 
     def front_at(self, now_s: float) -> int:
         self.now_s = now_s
-        self.restoring.settle(self.restore)
+        self.restorer.settle(self.restore)
         return self.restore.num_front
 
 
@@ -82,14 +82,14 @@ def test_the_longer_nothing_comes_the_more_is_computed_until_it_is_given_up() ->
     assert waiting.restore.is_over
 
 
-def test_what_is_only_foreseen_has_time_and_no_front() -> None:
+def test_what_is_only_prefetched_has_time_and_no_front() -> None:
     waiting = Waiting()
     waiting.transfer.tier = "open"
-    waiting.begin(is_foreseen=True)
+    waiting.begin(is_prefetch=True)
 
     assert waiting.front_at(1.0) == 0
     assert not waiting.restore.is_over
-    waiting.restoring.hand_over(waiting.restore)
+    waiting.restorer.hand_over(waiting.restore)
     assert waiting.front_at(1.05) == 0
     assert waiting.front_at(1.2) == 64
 
@@ -100,5 +100,5 @@ def test_what_is_not_worth_it_says_so_at_once() -> None:
     waiting.begin()
 
     assert waiting.restore.is_over
-    assert str(waiting.restore.lack) == "slower to read than to compute"
+    assert str(waiting.restore.miss_reason) == "slower to read than to compute"
     assert not waiting.transfer.jobs

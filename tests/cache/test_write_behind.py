@@ -1,4 +1,6 @@
-"""Saver: everything gets written once, as it fills, and a tier that refuses is not pestered."""
+"""WriteBehind: everything gets written once, as it fills, and a tier that refuses is not
+pestered.
+"""
 
 import threading
 from collections.abc import Iterator
@@ -9,11 +11,11 @@ import torch
 
 from kvchat.cache import write_behind
 from kvchat.cache.block_manager import CacheManager
-from kvchat.cache.connector import Persistence
-from kvchat.cache.keys import ChainMemo, chain_keys, pack, root_key
+from kvchat.cache.connector import KvConnector
+from kvchat.cache.keys import ChainMemo, chain_keys, encode_ids, root_key
 from kvchat.cache.kv_pool import KvGeometry, KvPool, LayerGeometry
 from kvchat.cache.transfer import TransferThread
-from kvchat.cache.write_behind import Saver
+from kvchat.cache.write_behind import WriteBehind
 from support.cached_contexts import CPU, compute
 from support.memory_tier import MemoryTier
 
@@ -31,7 +33,7 @@ class Household:
         self.tier = MemoryTier(GEOMETRY.block_size, GEOMETRY.block_bytes)
         self.manager = CacheManager(KvPool(GEOMETRY, 40, CPU))
         self.transfer = TransferThread(lambda: self.tier, 64 << 20)
-        self.saver = Saver(self.manager, self.transfer, lambda: self.now_s)
+        self.write_behind = WriteBehind(self.manager, self.transfer, lambda: self.now_s)
         self.num_exported = 0
         self._export = self.manager.export
         self.manager.export = self._counted  # type: ignore[method-assign]
@@ -44,13 +46,13 @@ class Household:
     def save(self, ids: list[int]) -> int:
         """Save a context; return how many blocks were handed over."""
         before = self.num_exported
-        self.saver.save(ids)
+        self.write_behind.save(ids)
         assert self.transfer.flush(60.0)
         return self.num_exported - before
 
     def grow(self, ids: list[int]) -> int:
         before = self.num_exported
-        self.saver.save_packs(ids)
+        self.write_behind.save_packs(ids)
         assert self.transfer.flush(60.0)
         return self.num_exported - before
 
@@ -108,25 +110,25 @@ def test_a_tier_that_rests_hears_of_what_it_is_not_offered(house: Household) -> 
     house.break_down()
     house.save(STORY)
 
-    assert not house.saver.lacks(other)
+    assert not house.write_behind.lacks(other)
     assert house.save(other) == 0
-    assert not house.saver.lacks(STORY[:16]), "that is there"
-    assert not house.saver.lacks(other[:1]), "no whole block"
+    assert not house.write_behind.lacks(STORY[:16]), "that is there"
+    assert not house.write_behind.lacks(other[:1]), "no whole block"
     assert house.transfer.flush(60.0)
 
-    first = chain_keys(house.tier.root, pack(other), 8)[0]
+    first = chain_keys(house.tier.root, encode_ids(other), 8)[0]
     assert house.tier.declined == [first, first]
     house.now_s = 2.0
-    assert house.saver.lacks(other)
+    assert house.write_behind.lacks(other)
     assert house.tier.declined == [first, first]
 
 
 def test_a_tier_that_goes_on_refusing_is_asked_ever_more_rarely(house: Household) -> None:
     """The whole context was once gathered again at every turn for a disk that stayed full."""
     house.break_down()
-    assert house.saver.lacks(STORY)
+    assert house.write_behind.lacks(STORY)
     house.save(STORY)
-    assert not house.saver.lacks(STORY), "nothing is to be prepared for it meanwhile"
+    assert not house.write_behind.lacks(STORY), "nothing is to be prepared for it meanwhile"
     asked_at = []
     for second in range(1, 2000):
         house.now_s = float(second)
@@ -144,13 +146,13 @@ def test_a_tier_that_goes_on_refusing_is_asked_ever_more_rarely(house: Household
 def test_a_tier_that_has_refused_for_days_is_still_asked(house: Household) -> None:
     """The rest doubled with each refusal: after a thousand no float held it, and a step failed."""
     house.break_down()
-    house.saver._num_refusals = 1100
+    house.write_behind._num_refusals = 1100
     house.save(STORY)
 
-    assert not house.saver.lacks(STORY)
+    assert not house.write_behind.lacks(STORY)
     house.now_s = 400.0
     house.mend()
-    assert house.saver.lacks(STORY)
+    assert house.write_behind.lacks(STORY)
     assert house.save(STORY) == PACK_BLOCKS
 
 
@@ -160,15 +162,15 @@ def test_what_there_was_no_room_for_is_written_once_there_is(house: Household) -
     house.tier.before_write = lambda: may_write.wait(60.0) and None
     house.transfer._max_pending_bytes = PACK_BLOCKS * GEOMETRY.block_bytes
 
-    house.saver.save(STORY)
-    assert house.saver.has_backlog
-    house.saver.go_on(0.0)
-    assert house.saver.has_backlog
+    house.write_behind.save(STORY)
+    assert house.write_behind.has_backlog
+    house.write_behind.go_on(0.0)
+    assert house.write_behind.has_backlog
     may_write.set()
     for _ in range(3):
-        house.saver.go_on(5.0)
+        house.write_behind.go_on(5.0)
 
-    assert not house.saver.has_backlog
+    assert not house.write_behind.has_backlog
     assert house.transfer.flush(60.0)
     assert house.tier.num_written == len(house.tier.blocks) == 11
 
@@ -176,13 +178,13 @@ def test_what_there_was_no_room_for_is_written_once_there_is(house: Household) -
 def test_a_tier_that_refuses_has_no_backlog(house: Household) -> None:
     house.break_down()
     house.transfer._max_pending_bytes = PACK_BLOCKS * GEOMETRY.block_bytes
-    house.saver.save(STORY)
+    house.write_behind.save(STORY)
     assert house.transfer.flush(60.0)
 
     for _ in range(3):
-        house.saver.go_on(0.0)
+        house.write_behind.go_on(0.0)
 
-    assert not house.saver.has_backlog
+    assert not house.write_behind.has_backlog
 
 
 def test_what_the_tier_lost_is_written_again(house: Household) -> None:
@@ -195,12 +197,12 @@ def test_what_the_tier_lost_is_written_again(house: Household) -> None:
 
     house.save(STORY)
     assert not house.tier.blocks, "a pack without its parents could never be found"
-    assert house.saver.has_backlog
-    house.saver.go_on(0.0)
+    assert house.write_behind.has_backlog
+    house.write_behind.go_on(0.0)
 
     assert house.transfer.flush(60.0)
     assert len(house.tier.blocks) == house.tier.num_written - 8 == 11
-    assert not house.saver.has_backlog
+    assert not house.write_behind.has_backlog
 
 
 def test_of_many_packs_whose_beginning_is_gone_the_whole_is_offered_once(house: Household) -> None:
@@ -209,29 +211,29 @@ def test_of_many_packs_whose_beginning_is_gone_the_whole_is_offered_once(house: 
 
     house.save(STORY)
 
-    assert house.saver.has_backlog
-    assert len(house.saver._backlog) == 1
-    house.saver.go_on(0.0)
+    assert house.write_behind.has_backlog
+    assert len(house.write_behind._backlog) == 1
+    house.write_behind.go_on(0.0)
     assert house.transfer.flush(60.0)
     assert len(house.tier.blocks) == 11
 
 
 def test_what_the_last_write_shows_to_be_lost_is_written_before_the_end(house: Household) -> None:
     """Nobody had heard of it when the thread was ended: the next process computed all of it."""
-    persistence = Persistence(house.manager, lambda: house.tier)
-    persistence.save(STORY[:16])
-    assert persistence.transfer.flush(60.0)
+    connector = KvConnector(house.manager, lambda: house.tier)
+    connector.save(STORY[:16])
+    assert connector.transfer.flush(60.0)
     house.tier.blocks.clear()
 
-    persistence.save(STORY)
-    persistence.close()
+    connector.save(STORY)
+    connector.close()
 
     assert len(house.tier.blocks) == 11
 
 
 def test_only_what_is_missing_is_handed_over_again(house: Household) -> None:
     house.save(STORY[:16])
-    for key in chain_keys(house.tier.root, pack(STORY), 8)[6:]:
+    for key in chain_keys(house.tier.root, encode_ids(STORY), 8)[6:]:
         house.tier.blocks.pop(key, None)
 
     house.save(STORY)
@@ -245,7 +247,7 @@ def test_a_memo_gives_the_keys_that_hashing_all_gives() -> None:
     contexts = [[*range(cut), *range(50, 50 + more)] for cut in range(20) for more in (0, 1, 7)]
 
     for ids in [*contexts, *reversed(contexts)]:
-        assert memo.keys_of(pack(ids)) == chain_keys(root, pack(ids), 8)
+        assert memo.keys_of(encode_ids(ids)) == chain_keys(root, encode_ids(ids), 8)
 
 
 def test_what_is_known_to_be_kept_stays_bounded(
@@ -256,10 +258,10 @@ def test_what_is_known_to_be_kept_stays_bounded(
     other = [90 + token for token in STORY]
     compute(house.manager, other)
     assert house.save(STORY) == house.save(other) == 11
-    assert len(house.saver._kept) <= 15
+    assert len(house.write_behind._kept) <= 15
 
-    assert not house.saver.lacks(other)
-    assert house.saver.lacks(STORY), "of that nothing is known any more"
+    assert not house.write_behind.lacks(other)
+    assert house.write_behind.lacks(STORY), "of that nothing is known any more"
     assert house.save(STORY) > 0
-    assert not house.saver.lacks(STORY)
+    assert not house.write_behind.lacks(STORY)
     assert house.tier.num_written == 22, "what the tier has is not written again"

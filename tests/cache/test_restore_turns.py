@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from kvchat.cache.keys import chain_keys, pack
+from kvchat.cache.keys import chain_keys, encode_ids
 from kvchat.cache.rates import RestorePlanner
-from kvchat.cache.restore import Piece, Restore, Restoring
+from kvchat.cache.restore import Piece, Restore, Restorer
 from kvchat.cache.tier import DamagedRecord, GoneRecord, HeldRecord, Tier
 from kvchat.cache.transfer import TransferThread
-from kvchat.core.types import Lack
+from kvchat.core.types import MissReason
 from support.memory_tier import MemoryTier
 from support.remembering_model import new_cache
 
@@ -24,7 +24,7 @@ PROMPT = tuple(i % 31 + 1 for i in range(NUM_BLOCKS * BLOCK_SIZE + 1))
 def full_tier() -> MemoryTier:
     """Return a tier that has the whole prompt, each block in a pack of its own."""
     tier = MemoryTier(BLOCK_SIZE, IMAGE_BYTES)
-    for key in chain_keys(tier.root, pack(PROMPT), BLOCK_SIZE * 4):
+    for key in chain_keys(tier.root, encode_ids(PROMPT), BLOCK_SIZE * 4):
         tier.blocks[key] = bytes(IMAGE_BYTES)
     tier.max_found = 1
     return tier
@@ -36,18 +36,18 @@ class Reading:
     def __init__(self, tier: Tier, num_blocks: int = 200) -> None:
         self.planner = RestorePlanner()
         self.transfer = TransferThread(lambda: tier, 1 << 20)
-        self.restoring = Restoring(
+        self.restorer = Restorer(
             new_cache(num_blocks), self.transfer, self.planner, lambda ids, count: None, lambda: 0.0
         )
 
     def begin(self) -> Restore:
-        restore = self.restoring.begin(PROMPT, is_foreseen=False)
+        restore = self.restorer.begin(PROMPT, is_prefetch=False)
         assert restore is not None
         return restore
 
     def settle(self, restore: Restore) -> None:
-        while self.restoring.settle(restore):
-            self.restoring.wait_for_news()
+        while self.restorer.settle(restore):
+            self.restorer.wait_for_news()
 
 
 @dataclass
@@ -86,7 +86,7 @@ def test_copies_have_their_turn_while_nobody_takes_what_was_read(
     try:
         is_copied = threading.Event()
         while restore.num_put < 64:
-            own.restoring.wait_for_news()
+            own.restorer.wait_for_news()
         own.transfer.copy(is_copied.set)
 
         assert is_copied.wait(PATIENCE_S)
@@ -138,7 +138,7 @@ def test_an_engine_that_takes_nothing_is_waited_for_once() -> None:
             waits.append(timeout or 0.0)
             return False
 
-    restore = Restore(PROMPT, 0, 0.0, is_foreseen=False, has_taken=Waited())
+    restore = Restore(PROMPT, 0, 0.0, is_prefetch=False, has_taken=Waited())
     for number in range(8):
         restore.let_engine_take()
         restore.deliver(Piece(number, 1, bytearray(IMAGE_BYTES)))
@@ -156,16 +156,16 @@ def test_a_front_found_by_the_reader_is_not_lost_to_the_engines_haste() -> None:
     transfer = KeptJobs()
     planner = RestorePlanner(prefill_tokens_per_s=400.0, read_bytes_per_s=3200.0)
     now_s = [0.0]
-    restoring = Restoring(
+    restorer = Restorer(
         new_cache(200),
         transfer,
         planner,
         lambda ids, count: None,
         lambda: now_s[0],  # type: ignore[arg-type]
     )
-    restore = restoring.begin(PROMPT, is_foreseen=False)
+    restore = restorer.begin(PROMPT, is_prefetch=False)
     assert restore is not None
-    is_late, planned = restoring._is_late, []
+    is_late, planned = restorer._is_late, []
 
     def read_meanwhile(late: Restore) -> bool:
         """The reader finds the packs just after the engine has looked for what it has found."""
@@ -175,10 +175,10 @@ def test_a_front_found_by_the_reader_is_not_lost_to_the_engines_haste() -> None:
         planned.append(restore.num_planned)
         return is_late(late)
 
-    restoring._is_late = read_meanwhile  # type: ignore[method-assign]
-    restoring.settle(restore)
-    restoring._is_late = is_late  # type: ignore[method-assign]
-    restoring.settle(restore)
+    restorer._is_late = read_meanwhile  # type: ignore[method-assign]
+    restorer.settle(restore)
+    restorer._is_late = is_late  # type: ignore[method-assign]
+    restorer.settle(restore)
 
     assert planned[0] > 64
     assert restore.num_front == planned[0]
@@ -186,15 +186,15 @@ def test_a_front_found_by_the_reader_is_not_lost_to_the_engines_haste() -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "lack"),
+    ("error", "miss_reason"),
     [
-        (GoneRecord("gone"), Lack.EVICTED),
-        (HeldRecord("unreadable"), Lack.LATE),
-        (DamagedRecord("checksum"), Lack.CORRUPT),
+        (GoneRecord("gone"), MissReason.EVICTED),
+        (HeldRecord("unreadable"), MissReason.LATE),
+        (DamagedRecord("checksum"), MissReason.CORRUPT),
     ],
 )
 def test_what_another_process_removed_meanwhile_is_not_called_corrupt(
-    reading: Callable[..., Reading], error: Exception, lack: Lack
+    reading: Callable[..., Reading], error: Exception, miss_reason: MissReason
 ) -> None:
     tier = full_tier()
 
@@ -206,4 +206,4 @@ def test_what_another_process_removed_meanwhile_is_not_called_corrupt(
     restore = own.begin()
     own.settle(restore)
 
-    assert restore.lack is lack
+    assert restore.miss_reason is miss_reason

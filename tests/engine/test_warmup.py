@@ -1,4 +1,4 @@
-"""The rehearsal: what a model has to prove is proven before a step's time is taken."""
+"""The warm-up: what a model has to prove is proven before a step's time is taken."""
 
 from pathlib import Path
 from threading import Event
@@ -12,7 +12,7 @@ from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig, Size
 from kvchat.core.types import SamplingParams
 from kvchat.engine.assembly import build_engine
 from kvchat.engine.request import RequestSpec
-from kvchat.engine.runner import Rehearsal
+from kvchat.engine.runner import Warmup
 from kvchat.model.fuse import Fusing, Fusion, _Fuser
 from kvchat.model.fuse_whole import Angles, WholeModel
 from kvchat.model.loader import LoadedModel, load_model
@@ -88,22 +88,22 @@ def test_what_is_still_being_fused_is_waited_for(
     assert not PagedModel(loaded, pools_of(loaded)).is_proven
 
 
-def test_it_is_held_once_and_only_where_something_is_to_be_proven() -> None:
+def test_it_runs_once_and_only_where_something_is_to_be_proven() -> None:
     steps: list[list[int]] = []
     model: Any = SimpleNamespace(
         device=torch.device("cpu"),
         is_proven=False,
         forward=lambda batch: steps.append(batch.token_ids.tolist()),
     )
-    rehearsal = Rehearsal(model, 100, BLOCK_SIZE)
-    rehearsal.hold()
-    rehearsal.hold()
+    warmup = Warmup(model, 100, BLOCK_SIZE)
+    warmup.run()
+    warmup.run()
     assert [len(step) for step in steps] == [8, 1]
     assert len({token for step in steps for token in step}) == 9, "equal tokens prove nothing"
 
-    Rehearsal(model, 100, 8).hold()  # too small a block for all of them
+    Warmup(model, 100, 8).run()  # too small a block for all of them
     model.is_proven = True
-    Rehearsal(model, 100, BLOCK_SIZE).hold()
+    Warmup(model, 100, BLOCK_SIZE).run()
     assert len(steps) == 2
 
 
@@ -113,7 +113,7 @@ def test_a_model_that_fails_in_it_is_left_to_fail_where_it_is_asked() -> None:
 
     model: Any = SimpleNamespace(device=torch.device("cpu"), is_proven=False, forward=fail)
 
-    Rehearsal(model, 100, BLOCK_SIZE).hold()
+    Warmup(model, 100, BLOCK_SIZE).run()
 
 
 @pytest.mark.parametrize("wrong", ["nothing", "angles", "embedding"])
@@ -136,7 +136,7 @@ def test_it_refutes_a_whole_that_is_wrong(
         monkeypatch.setattr(whole, "_embedding", lambda ids: 12 * embedding(ids))
         embedding = loaded.module.get_input_embeddings()
 
-    Rehearsal(PagedModel(loaded, pools_of(loaded)), loaded.spec.vocab_size, BLOCK_SIZE).hold()
+    Warmup(PagedModel(loaded, pools_of(loaded)), loaded.spec.vocab_size, BLOCK_SIZE).run()
 
     assert whole.is_proven
     assert whole._is_refuted == (wrong != "nothing")

@@ -58,10 +58,10 @@ class Life:
         return greedy_answer(self.engine, prompt, count)
 
     def disk(self) -> TierStatus:
-        persistence = self.engine._persistence
-        assert persistence is not None
-        assert persistence.transfer.flush(60.0)
-        status = persistence.status()
+        connector = self.engine._connector
+        assert connector is not None
+        assert connector.transfer.flush(60.0)
+        status = connector.status()
         assert status is not None
         return status
 

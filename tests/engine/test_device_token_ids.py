@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kvchat.engine import sampler
-from kvchat.engine.sampler import SentIds
+from kvchat.engine.sampler import DeviceTokenIds
 from kvchat_kernels.sending import on_device
 
 CPU = torch.device("cpu")
@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("seed", range(5))
 def test_whatever_is_drafted_the_context_is_whole(seed: int) -> None:
     rng = random.Random(seed)
-    sent = SentIds(CPU)
+    sent = DeviceTokenIds(CPU)
     ids = [rng.randrange(1000) for _ in range(rng.choice((1, 300)))]
     for _ in range(200):
         drafts = [rng.randrange(1000) for _ in range(rng.randrange(6))]
@@ -37,7 +37,7 @@ def test_a_step_sends_what_is_new_and_not_the_context(monkeypatch: pytest.Monkey
         return on_device(numbers, dtype, device)
 
     monkeypatch.setattr(sampler, "on_device", counted)
-    ids, sent = list(range(5000)), SentIds(CPU)
+    ids, sent = list(range(5000)), DeviceTokenIds(CPU)
     for token in range(100):
         ids.append(token)
         sent.of(ids, [1, 2])

@@ -44,15 +44,15 @@ class Household:
         elif action < 0.65 and self.running:
             self.end(self.running.pop(rng.randrange(len(self.running))))
         elif action < 0.8 and len(self.promotions) < 2:
-            promotion = machine.swap.begin(rng.choice(self.stories))
+            promotion = machine.offload.begin(rng.choice(self.stories))
             self.promotions += [promotion] if promotion is not None else []
         elif action < 0.83 and self.promotions:
             rng.choice(self.promotions).give_up()
         elif action < 0.86:
-            machine.manager.sink(rng.randint(1, 5))
+            machine.manager.evict_cold(rng.randint(1, 5))
         elif action < 0.95:
             machine.thread.work(rng.randint(1, 3))
-        machine.swap.settle(may_sink=rng.random() < 0.5)
+        machine.offload.settle(may_demote=rng.random() < 0.5)
         self.num_promoted += sum(p.num_tokens for p in self.promotions if p.is_ended)
         self.promotions = [p for p in self.promotions if not p.is_ended]
         machine.check([runner.table for runner in self.running])

@@ -1,4 +1,4 @@
-"""Why KV is not there: every fate, told also to the next process, and to nobody who forgot."""
+"""Why KV is not there: every reason, told also to the next process, and to nobody who forgot."""
 
 import os
 import shutil
@@ -7,32 +7,32 @@ from pathlib import Path
 import pytest
 
 from kvchat.cache.disk import model_dirs
-from kvchat.cache.disk.miss_log import FateLog
+from kvchat.cache.disk.miss_log import MissReasonLog
 from kvchat.cache.disk.model_dirs import DATABASE
 from kvchat.cache.disk.quota import least_bytes
 from kvchat.cache.disk.table import RawDisk
 from kvchat.cache.disk.tier import DiskTier
-from kvchat.cache.keys import pack
+from kvchat.cache.keys import encode_ids
 from kvchat.cache.tier import DamagedRecord, Layout
-from kvchat.core.types import Lack
+from kvchat.core.types import MissReason
 from support.pack_chains import LAYOUT, find, keys_of, open_tier, payload_files, restored, save
 
 CONTEXT = list(range(1, 13))
 OTHER = Layout(identity=b"model of others.", block_size=2, block_bytes=40_000)
 
 
-def why(directory: Path, ids: list[int], layout: Layout | None = None) -> Lack:
+def why(directory: Path, ids: list[int], layout: Layout | None = None) -> MissReason:
     tier = open_tier(directory) if layout is None else open_tier(directory, layout=layout)
     try:
         num_found = sum(found.num_blocks for found in find(tier, ids))
         keys = keys_of(tier, ids)
-        return tier.why(keys[num_found], pack(ids), num_found)
+        return tier.why(keys[num_found], encode_ids(ids), num_found)
     finally:
         tier.close()
 
 
 def decline(tier: DiskTier, ids: list[int]) -> None:
-    tier.note_declined(keys_of(tier, ids), pack(ids))
+    tier.note_declined(keys_of(tier, ids), encode_ids(ids))
 
 
 def failing(*_: object, **__: object) -> None:
@@ -40,7 +40,7 @@ def failing(*_: object, **__: object) -> None:
 
 
 def test_what_was_never_there(tmp_path: Path) -> None:
-    assert why(tmp_path, CONTEXT) is Lack.NEVER_WRITTEN
+    assert why(tmp_path, CONTEXT) is MissReason.NEVER_WRITTEN
 
 
 def test_what_another_model_has(tmp_path: Path) -> None:
@@ -48,8 +48,8 @@ def test_what_another_model_has(tmp_path: Path) -> None:
     assert save(tier, CONTEXT, OTHER)
     tier.close()
 
-    assert why(tmp_path, CONTEXT) is Lack.OTHER_MODEL
-    assert why(tmp_path, [7, 7, 7, 7]) is Lack.NEVER_WRITTEN
+    assert why(tmp_path, CONTEXT) is MissReason.OTHER_MODEL
+    assert why(tmp_path, [7, 7, 7, 7]) is MissReason.NEVER_WRITTEN
 
 
 def test_what_a_draft_has_is_no_other_models(tmp_path: Path) -> None:
@@ -65,8 +65,8 @@ def test_what_a_draft_has_is_no_other_models(tmp_path: Path) -> None:
     draft.close()
     shutil.rmtree(tmp_path / LAYOUT.identity.hex())
 
-    assert why(tmp_path, CONTEXT) is Lack.NEVER_WRITTEN
-    assert why(tmp_path, [5, 5, *CONTEXT]) is Lack.NEVER_WRITTEN
+    assert why(tmp_path, CONTEXT) is MissReason.NEVER_WRITTEN
+    assert why(tmp_path, [5, 5, *CONTEXT]) is MissReason.NEVER_WRITTEN
 
 
 def test_what_had_to_make_room(tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_what_had_to_make_room(tmp_path: Path) -> None:
     tier.close()
 
     assert gone
-    assert all(why(tmp_path, context) is Lack.EVICTED for context in gone)
+    assert all(why(tmp_path, context) is MissReason.EVICTED for context in gone)
 
 
 @pytest.mark.parametrize("content", [b"", b"no table at all" * 400], ids=["empty", "garbage"])
@@ -93,7 +93,7 @@ def test_what_another_model_has_cannot_be_looked_into(tmp_path: Path, content: b
     (other / DATABASE).write_bytes(content)
     unknown = [90, 91, 92, 93]
 
-    assert tier.why(keys_of(tier, unknown)[0], pack(unknown), 0) is Lack.NEVER_WRITTEN
+    assert tier.why(keys_of(tier, unknown)[0], encode_ids(unknown), 0) is MissReason.NEVER_WRITTEN
 
     assert find(tier, CONTEXT)
     assert tier.status().trouble == ""
@@ -105,23 +105,23 @@ def test_what_found_no_room(tmp_path: Path) -> None:
     assert not save(tier, CONTEXT)
     tier.close()
 
-    assert why(tmp_path, CONTEXT) is Lack.OVER_BUDGET
+    assert why(tmp_path, CONTEXT) is MissReason.OVER_BUDGET
 
 
 def test_what_is_not_offered_while_there_is_no_room(tmp_path: Path) -> None:
     """After a refusal a tier is left alone for a while: what came then was called never written."""
     tier = open_tier(tmp_path, least_bytes(1000))
     decline(tier, CONTEXT)
-    assert why(tmp_path, CONTEXT) is Lack.NEVER_WRITTEN, "nothing had been refused"
+    assert why(tmp_path, CONTEXT) is MissReason.NEVER_WRITTEN, "nothing had been refused"
     assert not save(tier, [7, 7])
     for _ in range(3):
         decline(tier, CONTEXT)
     tier.close()
 
-    assert why(tmp_path, CONTEXT) is Lack.OVER_BUDGET
-    assert why(tmp_path, CONTEXT[:2]) is Lack.OVER_BUDGET
-    [fates] = tmp_path.glob("*/fates")
-    assert fates.read_bytes().count(keys_of(tier, CONTEXT)[0]) == 1, "once is enough"
+    assert why(tmp_path, CONTEXT) is MissReason.OVER_BUDGET
+    assert why(tmp_path, CONTEXT[:2]) is MissReason.OVER_BUDGET
+    [miss_log] = tmp_path.glob("*/fates")
+    assert miss_log.read_bytes().count(keys_of(tier, CONTEXT)[0]) == 1, "once is enough"
 
 
 def test_who_finds_no_room_either_deletes_no_others_for_it(tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ def test_who_finds_no_room_either_deletes_no_others_for_it(tmp_path: Path) -> No
     assert not save(other, CONTEXT, OTHER)
     other.close()
 
-    assert why(tmp_path, CONTEXT) is Lack.OVER_BUDGET
+    assert why(tmp_path, CONTEXT) is MissReason.OVER_BUDGET
 
 
 def test_what_is_there_is_not_declined_but_what_follows_it(tmp_path: Path) -> None:
@@ -145,7 +145,7 @@ def test_what_is_there_is_not_declined_but_what_follows_it(tmp_path: Path) -> No
     decline(tier, CONTEXT[:4])
 
     assert find(tier, CONTEXT)
-    assert tier.why(keys_of(tier, CONTEXT)[2], pack(CONTEXT), 2) is Lack.OVER_BUDGET
+    assert tier.why(keys_of(tier, CONTEXT)[2], encode_ids(CONTEXT), 2) is MissReason.OVER_BUDGET
     tier.close()
 
 
@@ -158,7 +158,7 @@ def test_what_a_disk_refused_for_another_reason_says_nothing_of_others(
     decline(tier, CONTEXT)
     tier.close()
 
-    assert why(tmp_path, CONTEXT) is Lack.NEVER_WRITTEN
+    assert why(tmp_path, CONTEXT) is MissReason.NEVER_WRITTEN
 
 
 def test_what_was_damaged(tmp_path: Path) -> None:
@@ -170,7 +170,7 @@ def test_what_was_damaged(tmp_path: Path) -> None:
         restored(tier, CONTEXT)
     tier.close()
 
-    assert why(tmp_path, CONTEXT) is Lack.CORRUPT
+    assert why(tmp_path, CONTEXT) is MissReason.CORRUPT
 
 
 def test_what_was_wrong(tmp_path: Path) -> None:
@@ -180,7 +180,7 @@ def test_what_was_wrong(tmp_path: Path) -> None:
     assert tier.status().num_quarantined == 6
     tier.close()
 
-    assert why(tmp_path, CONTEXT) is Lack.QUARANTINED
+    assert why(tmp_path, CONTEXT) is MissReason.QUARANTINED
 
 
 def test_what_is_forgotten_leaves_no_trace(tmp_path: Path) -> None:
@@ -191,30 +191,30 @@ def test_what_is_forgotten_leaves_no_trace(tmp_path: Path) -> None:
     tier.forget(keys)
     tier.close()
 
-    assert why(tmp_path, CONTEXT) is Lack.NEVER_WRITTEN
-    [fates] = tmp_path.glob("*/fates")
-    assert not any(key in fates.read_bytes() for key in keys)
+    assert why(tmp_path, CONTEXT) is MissReason.NEVER_WRITTEN
+    [miss_log] = tmp_path.glob("*/fates")
+    assert not any(key in miss_log.read_bytes() for key in keys)
 
 
 def test_the_file_stays_small_and_private_and_may_be_broken(tmp_path: Path) -> None:
     own = tmp_path / LAYOUT.identity.hex()
     model_dirs.make(own)
-    log = FateLog(own)
+    log = MissReasonLog(own)
     before = os.umask(0)
     try:
         for number in range(5000):
-            log.note([number.to_bytes(16)], Lack.EVICTED)
+            log.note([number.to_bytes(16)], MissReason.EVICTED)
     finally:
         os.umask(before)
     path = own / "fates"
 
     assert path.stat().st_size <= 4096 * 17
     assert path.stat().st_mode & 0o777 == 0o600
-    assert log.of((4999).to_bytes(16)) is Lack.EVICTED
+    assert log.of((4999).to_bytes(16)) is MissReason.EVICTED
     assert log.of((1).to_bytes(16)) is None
     path.write_bytes(b"\xff" * 1000)
     assert log.of((4999).to_bytes(16)) is None
     path.unlink()
     path.mkdir()
-    log.note([bytes(16)], Lack.CORRUPT)
+    log.note([bytes(16)], MissReason.CORRUPT)
     assert log.of(bytes(16)) is None

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvchat.cache.connector import Persistence
+from kvchat.cache.connector import KvConnector
 from kvchat.core.types import FinishReason
 from support.engine_harness import EngineHarness
 from support.memory_tier import MemoryTier
@@ -112,7 +112,7 @@ def test_a_tier_that_cannot_be_opened_is_none(processes: Processes) -> None:
     def refuse() -> MemoryTier:
         raise OSError("no such disk")
 
-    harness = EngineHarness(persist=lambda cache: Persistence(cache, refuse))
+    harness = EngineHarness(persist=lambda cache: KvConnector(cache, refuse))
     number = harness.submit(spec(HISTORY))
     harness.run()
 
@@ -168,7 +168,7 @@ def test_a_restore_that_takes_too_long_is_not_waited_for(
     may_read = threading.Event()
     tier.before_read = lambda: may_read.wait(60.0) and None
     process = processes.start()
-    process.persistence.planner.prefill_tokens_per_s = 1e6
+    process.connector.planner.prefill_tokens_per_s = 1e6
 
     resumed, finished = process.answer(spec(HISTORY))
 

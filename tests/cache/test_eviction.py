@@ -23,7 +23,7 @@ DAY_S = 86400.0
 Packs = dict[bytes, KnownPack]
 
 
-def pack(parent: str, keys: str, day: float) -> KnownPack:
+def encode_ids(parent: str, keys: str, day: float) -> KnownPack:
     blocks = tuple(bytes([k]) for k in keys.encode())
     use = first_use(day * DAY_S, False)
     return KnownPack(parent.encode(), blocks, len(blocks), len(blocks), use)
@@ -53,24 +53,32 @@ def assert_parents_stay_until_children_go(packs: Packs, order: list[bytes]) -> N
 
 def test_leaves_go_oldest_first_and_then_what_they_continued() -> None:
     packs = {
-        b"a": pack("", "ab", 1.0),
-        b"c": pack("b", "c", 9.0),
-        b"d": pack("a", "d", 5.0),
-        b"x": pack("", "x", 7.0),
+        b"a": encode_ids("", "ab", 1.0),
+        b"c": encode_ids("b", "c", 9.0),
+        b"d": encode_ids("a", "d", 5.0),
+        b"x": encode_ids("", "x", 7.0),
     }
 
     assert list(eviction_order(packs, b"")) == [b"d", b"x", b"c", b"a"]
 
 
 def test_what_a_newcomer_continues_stays_to_the_root() -> None:
-    packs = {b"a": pack("", "ab", 1.0), b"c": pack("b", "c", 2.0), b"d": pack("c", "d", 3.0)}
+    packs = {
+        b"a": encode_ids("", "ab", 1.0),
+        b"c": encode_ids("b", "c", 2.0),
+        b"d": encode_ids("c", "d", 3.0),
+    }
 
     assert list(eviction_order(packs, b"c")) == [b"d"]
     assert list(eviction_order(packs, b"d")) == []
 
 
 def test_what_is_pinned_stays_and_what_that_continues() -> None:
-    packs = {b"a": pack("", "ab", 1.0), b"c": pack("b", "cd", 2.0), b"e": pack("d", "e", 9.0)}
+    packs = {
+        b"a": encode_ids("", "ab", 1.0),
+        b"c": encode_ids("b", "cd", 2.0),
+        b"e": encode_ids("d", "e", 9.0),
+    }
 
     assert list(eviction_order(packs, b"", {b"d"})) == [b"e"]
     assert list(eviction_order(packs, b"", {b"?"})) == [b"e", b"c", b"a"]
@@ -93,7 +101,11 @@ def test_no_pack_ever_goes_before_one_that_continues_it(seed: int) -> None:
 
 
 def test_a_table_that_says_packs_continue_each_other_in_a_circle_ends_nothing() -> None:
-    packs = {b"a": pack("b", "a", 1.0), b"b": pack("a", "b", 1.0), b"c": pack("", "c", 2.0)}
+    packs = {
+        b"a": encode_ids("b", "a", 1.0),
+        b"b": encode_ids("a", "b", 1.0),
+        b"c": encode_ids("", "c", 2.0),
+    }
 
     assert list(eviction_order(packs, b"")) == [b"c"]
 

@@ -1,5 +1,5 @@
-"""Restored KV is proven by the next forward pass: what is wrong is forgotten, here and on the tier,
-and computed again.
+"""Restored KV is verified by the next forward pass: what is wrong is forgotten, here and on the
+tier, and computed again.
 
 The model answers from what it reads back from its KV, so that an answer from wrong KV is a wrong
 answer; reference counts are re-derived after every step.
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvchat.cache.block_manager import BlockTable
-from kvchat.cache.tier import Canary
+from kvchat.cache.tier import LogitFingerprint
 from kvchat.core.types import CachedTokens
 from support.memory_tier import MemoryTier
 from support.restarts import HISTORY, Processes, alone, spec
@@ -43,9 +43,9 @@ def context(processes: Processes) -> tuple[int, ...]:
     return (*HISTORY, *answer, 7, 8, 9)
 
 
-def spoil_canary(tier: MemoryTier) -> None:
-    [(key, canary)] = tier.canaries.items()
-    tier.canaries[key] = replace(canary, values=tuple(v + 0.5 for v in canary.values))
+def spoil_fingerprint(tier: MemoryTier) -> None:
+    [(key, fingerprint)] = tier.fingerprints.items()
+    tier.fingerprints[key] = replace(fingerprint, values=tuple(v + 0.5 for v in fingerprint.values))
 
 
 def spoil_kv(tier: MemoryTier) -> None:
@@ -54,15 +54,15 @@ def spoil_kv(tier: MemoryTier) -> None:
     tier.blocks[key] = b"\x00\x00\x00\x3f" * BLOCK + tier.blocks[key][BLOCK * 4 :]
 
 
-def test_a_turn_leaves_a_canary_with_its_last_block(
+def test_a_turn_leaves_a_fingerprint_with_its_last_block(
     context: tuple[int, ...], tier: MemoryTier
 ) -> None:
-    [canary] = tier.canaries.values()
+    [fingerprint] = tier.fingerprints.values()
 
-    assert isinstance(canary, Canary)
-    assert list(tier.canaries) == [list(tier.blocks)[-1]]
-    assert len(canary.values) == 8
-    assert list(canary.values) == sorted(canary.values, reverse=True)
+    assert isinstance(fingerprint, LogitFingerprint)
+    assert list(tier.fingerprints) == [list(tier.blocks)[-1]]
+    assert len(fingerprint.values) == 8
+    assert list(fingerprint.values) == sorted(fingerprint.values, reverse=True)
 
 
 def test_what_is_right_stays(
@@ -74,11 +74,11 @@ def test_what_is_right_stays(
     assert resumed == alone(spec(context))
     assert finished.usage.cached == CachedTokens(disk=NUM_KEPT * BLOCK)
     assert tier.num_quarantined == 0
-    # The proof rode along with the prompt's own first step.
+    # The check rode along with the prompt's own first step.
     assert process.harness.steps[0][0][1] == len(context) - NUM_KEPT * BLOCK
 
 
-@pytest.mark.parametrize("spoil", [spoil_canary, spoil_kv])
+@pytest.mark.parametrize("spoil", [spoil_fingerprint, spoil_kv])
 def test_what_is_wrong_is_computed_again_and_never_given_out(
     spoil, context: tuple[int, ...], processes: Processes, tier: MemoryTier
 ) -> None:  # type: ignore[no-untyped-def]
@@ -89,7 +89,7 @@ def test_what_is_wrong_is_computed_again_and_never_given_out(
     assert resumed == alone(spec(context))
     assert finished.usage.cached == CachedTokens()
     assert finished.usage.prefilled_tokens == len(context)
-    assert process.persistence.transfer.flush(60.0)
+    assert process.connector.transfer.flush(60.0)
     assert tier.num_quarantined == NUM_KEPT
     process.end()
     again = processes.start()
@@ -103,12 +103,12 @@ def test_what_continues_the_wrong_goes_with_it(
     longer = processes.start()
     longer.answer(spec((*context, *HISTORY[:20])))
     longer.end()
-    key = next(iter(tier.canaries))
-    tier.canaries[key] = replace(tier.canaries[key], values=(9.0,) * 8)
+    key = next(iter(tier.fingerprints))
+    tier.fingerprints[key] = replace(tier.fingerprints[key], values=(9.0,) * 8)
 
     process = processes.start()
     resumed, _ = process.answer(spec(context[:-3], max_tokens=1))
-    assert process.persistence.transfer.flush(60.0)
+    assert process.connector.transfer.flush(60.0)
 
     assert resumed == alone(spec(context[:-3], max_tokens=1))
     assert tier.num_quarantined > NUM_KEPT
@@ -131,17 +131,17 @@ def test_nobody_else_is_answered_from_it(
     assert harness.ending(numbers[0]).usage.cached.disk == 0
 
 
-def test_a_prefetch_is_proven_while_nobody_waits(
+def test_a_prefetch_is_verified_while_no_request_waits(
     context: tuple[int, ...], processes: Processes, tier: MemoryTier
 ) -> None:
     spoil_kv(tier)
     process = processes.start()
     process.harness.engine.prefetch(context)
     process.harness.run()
-    assert process.persistence.transfer.flush(60.0)
+    assert process.connector.transfer.flush(60.0)
 
     assert tier.num_quarantined == NUM_KEPT
-    assert process.harness.cache.measure(context) == 0
+    assert process.harness.cache.num_cached_tokens(context) == 0
     assert process.answer(spec(context))[0] == alone(spec(context))
 
 
@@ -160,11 +160,11 @@ def test_what_the_device_had_itself_is_not_forgotten(
     assert finished.usage.cached.device == 20
 
 
-# Blocks for a context of 57 tokens and the scratch block: a request on it leaves none for a probe.
+# Blocks for a context of 57 tokens and the scratch block: a request on it leaves none for a check.
 FULL = 1 + 15
 
 
-def test_a_device_without_a_free_block_proves_in_the_one_set_aside(
+def test_a_device_without_a_free_block_verifies_in_the_spare_block(
     context: tuple[int, ...], processes: Processes, tier: MemoryTier
 ) -> None:
     process = processes.start(num_blocks=FULL + 1)
@@ -176,8 +176,8 @@ def test_a_device_without_a_free_block_proves_in_the_one_set_aside(
     process.harness.cache.check([])
 
 
-@pytest.mark.parametrize("spoil", [spoil_canary, spoil_kv])
-def test_on_a_full_device_too_nobody_runs_on_what_is_not_proven(
+@pytest.mark.parametrize("spoil", [spoil_fingerprint, spoil_kv])
+def test_on_a_full_device_too_no_request_runs_on_what_is_not_verified(
     spoil, context: tuple[int, ...], processes: Processes, tier: MemoryTier
 ) -> None:  # type: ignore[no-untyped-def]
     """Where a running request held the last free block what came up was once believed for good, or
@@ -194,48 +194,52 @@ def test_on_a_full_device_too_nobody_runs_on_what_is_not_proven(
     assert restore is not None
     assert restore.has_all.wait(60.0)
     harness.step()
-    assert harness.cache.measure(context) == 0, "it came up, was found to be wrong, and went"
+    assert harness.cache.num_cached_tokens(context) == 0, (
+        "it came up, was found to be wrong, and went"
+    )
     harness.run()
 
     harness.assert_complete(busy)
     harness.assert_complete(number)
-    assert process.persistence.transfer.flush(60.0)
+    assert process.connector.transfer.flush(60.0)
     assert tier.num_quarantined == NUM_KEPT
 
 
-def test_what_is_left_of_what_came_up_is_proven(
+def test_what_is_left_of_what_came_up_is_verified(
     context: tuple[int, ...], processes: Processes, tier: MemoryTier
 ) -> None:
     """The end of it was evicted before there was a step; the rest was believed."""
     for key in list(tier.blocks)[:-2]:
         tier.blocks[key] = b"\x00\x00\x00\x3f" * BLOCK + tier.blocks[key][BLOCK * 4 :]
     process = processes.start()
-    harness, persistence = process.harness, process.persistence
-    restore = persistence.begin(list(context))
+    harness, connector = process.harness, process.connector
+    restore = connector.begin(list(context))
     assert restore is not None
     while not restore.is_over:
-        persistence.wait_for_news()
-        persistence.settle(restore)
-    harness.cache.sink(2)
+        connector.wait_for_news()
+        connector.settle(restore)
+    harness.cache.evict_cold(2)
     tier.max_found = 0  # nor does it come again
 
     assert process.answer(spec(context))[0] == alone(spec(context))
-    assert persistence.transfer.flush(60.0)
+    assert connector.transfer.flush(60.0)
     assert tier.num_quarantined == NUM_KEPT
 
 
-def test_what_comes_up_last_is_proven_before_the_end(
+def test_what_comes_up_last_is_verified_before_the_end(
     context: tuple[int, ...], processes: Processes, tier: MemoryTier
 ) -> None:
-    """What nobody had time to ask for was proven at the end, and whether that failed forgotten."""
+    """What nobody had time to ask for was verified at the end, and whether that failed
+    forgotten.
+    """
     spoil_kv(tier)
     process = processes.start()
-    persistence = process.persistence
-    restore = persistence.begin(list(context))
+    connector = process.connector
+    restore = connector.begin(list(context))
     assert restore is not None
     while not restore.is_over:
-        persistence.wait_for_news()
-        persistence.settle(restore)
+        connector.wait_for_news()
+        connector.settle(restore)
 
     process.end()
 
@@ -243,19 +247,19 @@ def test_what_comes_up_last_is_proven_before_the_end(
     assert not tier.blocks
 
 
-def is_held_for_a_probe(ids: Sequence[int]) -> bool:
+def is_held_for_a_check(ids: Sequence[int]) -> bool:
     return ids[-1] < 0 and len(ids) > NUM_KEPT * BLOCK
 
 
-def is_a_copy_for_a_probe(table: BlockTable, start: int, end: int) -> bool:
+def is_a_copy_for_a_check(table: BlockTable, start: int, end: int) -> bool:
     return end - start == 1
 
 
 @pytest.mark.parametrize(
     ("name", "is_for_a_probe"),
-    [("match", is_held_for_a_probe), ("reserve", is_a_copy_for_a_probe)],
+    [("match", is_held_for_a_check), ("reserve", is_a_copy_for_a_check)],
 )
-def test_a_proof_that_cannot_be_begun_is_none_and_holds_nothing(
+def test_a_check_that_cannot_be_begun_fails_and_holds_nothing(
     context: tuple[int, ...],
     processes: Processes,
     tier: MemoryTier,
@@ -275,35 +279,35 @@ def test_a_proof_that_cannot_be_begun_is_none_and_holds_nothing(
 
     monkeypatch.setattr(process.harness.cache, name, fail_once)
     resumed, _ = process.answer(spec(context))
-    assert process.persistence.transfer.flush(60.0)
+    assert process.connector.transfer.flush(60.0)
 
     assert not failures
     assert resumed == alone(spec(context))
     assert tier.num_quarantined == NUM_KEPT
 
 
-def test_a_probe_that_fails_costs_nothing(
+def test_a_check_that_fails_costs_nothing(
     context: tuple[int, ...], processes: Processes, tier: MemoryTier
 ) -> None:
     process = processes.start()
     run = process.harness.engine._runner.run
 
-    def fail_beside_probes(plan, probes=()):  # type: ignore[no-untyped-def]
-        if probes:
+    def fail_beside_checks(plan, checks=()):  # type: ignore[no-untyped-def]
+        if checks:
             raise RuntimeError("boom")
         return run(plan)
 
-    process.harness.engine._runner.run = fail_beside_probes  # type: ignore[method-assign]
+    process.harness.engine._runner.run = fail_beside_checks  # type: ignore[method-assign]
     resumed, _ = process.answer(spec(context))
-    assert process.persistence.transfer.flush(60.0)
+    assert process.connector.transfer.flush(60.0)
 
     assert resumed == alone(spec(context))
-    assert len(tier.canaries) == 0  # not believed, so quarantined; and kept anew without one
+    assert len(tier.fingerprints) == 0  # not believed, so quarantined; and kept anew without one
     assert len(tier.blocks) == (len(context) + 5) // BLOCK
 
 
 @pytest.mark.parametrize("num_failures", [1, 2])
-def test_a_proof_that_cannot_be_looked_at_is_not_taken_for_one(
+def test_a_check_that_cannot_be_looked_at_fails(
     context: tuple[int, ...],
     processes: Processes,
     tier: MemoryTier,
@@ -314,14 +318,14 @@ def test_a_proof_that_cannot_be_looked_at_is_not_taken_for_one(
     spoil_kv(tier)
     process = processes.start()
     cache = process.harness.cache
-    drift, failures = cache.drift, [MemoryError()] * num_failures
+    kv_error, failures = cache.kv_error, [MemoryError()] * num_failures
 
     def fail_first(*arguments: Any) -> float:
         if failures:
             raise failures.pop()
-        return drift(*arguments)
+        return kv_error(*arguments)
 
-    monkeypatch.setattr(cache, "drift", fail_first)
+    monkeypatch.setattr(cache, "kv_error", fail_first)
     resumed, _ = process.answer(spec(context))
 
     assert not failures

@@ -10,7 +10,7 @@ from kvchat.core.types import SamplingParams
 from kvchat.engine.draft_policy import (
     MAX_DRAFTED,
     Acceptance,
-    AdaptivePace,
+    AdaptiveDraftPolicy,
     Asking,
     Chance,
     CostCurve,
@@ -177,7 +177,7 @@ def new_request() -> Request:
 
 
 def run_text(
-    pace: AdaptivePace,
+    policy: AdaptiveDraftPolicy,
     request: Request,
     likely: Callable[[int], float],
     row: float,
@@ -189,8 +189,8 @@ def run_text(
     rng, tokens, seconds, lengths = random.Random(seed), 0, 0.0, []
     for step in range(steps):
         taken = None
-        if pace.is_to_ask(request):
-            [taken] = pace.choose([asking(request, "draft", is_free=draft == 0.0)], 1, 0)
+        if policy.is_to_ask(request):
+            [taken] = policy.choose([asking(request, "draft", is_free=draft == 0.0)], 1, 0)
         length = taken.num_tokens if taken is not None else 0
         lengths.append(length)
         accepted = 0
@@ -199,26 +199,26 @@ def run_text(
         if length:
             seconds += draft * length
             if draft:
-                pace.note_drafting(1, length, draft * length)
-            pace.note_verified(request, "draft", length, accepted)
-        pace.note_step(1, 1 + length, 1 + row * length)
+                policy.note_drafting(1, length, draft * length)
+            policy.note_verified(request, "draft", length, accepted)
+        policy.note_step(1, 1 + length, 1 + row * length)
         seconds += 1 + row * length
         tokens += 1 + accepted
     return tokens / seconds, lengths
 
 
 def test_guessable_text_is_drafted_nearly_as_well_as_can_be() -> None:
-    gain, _ = run_text(AdaptivePace(), new_request(), lambda step: 0.8, 0.03, 0.15, 400)
+    gain, _ = run_text(AdaptiveDraftPolicy(), new_request(), lambda step: 0.8, 0.03, 0.15, 400)
 
     assert gain > 0.9 * max(gain_of(0.8, length, 0.03, 0.15) for length in range(9))
 
 
 @pytest.mark.parametrize("draft", [0.0, 0.2, 0.5])
 def test_text_nobody_can_guess_costs_next_to_nothing(draft: float) -> None:
-    pace = AdaptivePace()
-    run_text(pace, new_request(), lambda step: 0.05, 0.05, draft, 100)
+    policy = AdaptiveDraftPolicy()
+    run_text(policy, new_request(), lambda step: 0.05, 0.05, draft, 100)
 
-    gain, lengths = run_text(pace, new_request(), lambda step: 0.05, 0.05, draft, 400, seed=1)
+    gain, lengths = run_text(policy, new_request(), lambda step: 0.05, 0.05, draft, 400, seed=1)
 
     assert gain > 0.98
     assert lengths.count(0) > 380
@@ -227,63 +227,63 @@ def test_text_nobody_can_guess_costs_next_to_nothing(draft: float) -> None:
 
 def test_whoever_is_refused_again_and_again_is_asked_less_often() -> None:
     """Asking took a twentieth of a step of the demo model, at every token of an answer."""
-    pace, request = AdaptivePace(), new_request()
-    run_text(pace, request, lambda step: 0.0, 0.05, 0.5, 60)
+    policy, request = AdaptiveDraftPolicy(), new_request()
+    run_text(policy, request, lambda step: 0.0, 0.05, 0.5, 60)
 
     asked = []
     for _ in range(40):
-        asked.append(pace.is_to_ask(request))
+        asked.append(policy.is_to_ask(request))
         if asked[-1]:
-            pace.choose([asking(request, "draft", is_free=False)], 1, 0)
-        pace.note_step(1, 1, 1.0)
+            policy.choose([asking(request, "draft", is_free=False)], 1, 0)
+        policy.note_step(1, 1, 1.0)
 
     assert asked.count(True) == 10
-    assert pace.is_to_ask(new_request()), "another request has its own chances"
+    assert policy.is_to_ask(new_request()), "another request has its own chances"
 
 
 def test_whoever_is_given_drafts_is_asked_in_every_step() -> None:
-    pace, request = AdaptivePace(), new_request()
+    policy, request = AdaptiveDraftPolicy(), new_request()
     for _ in range(2 * 64):
-        assert pace.is_to_ask(request)
-        [taken] = pace.choose([asking(request, "draft", is_free=True)], 1, 0)
+        assert policy.is_to_ask(request)
+        [taken] = policy.choose([asking(request, "draft", is_free=True)], 1, 0)
         if taken is not None:
-            pace.note_verified(request, "draft", taken.num_tokens, taken.num_tokens)
-        pace.note_step(1, 1 + (taken.num_tokens if taken is not None else 0), 1.0)
+            policy.note_verified(request, "draft", taken.num_tokens, taken.num_tokens)
+        policy.note_step(1, 1 + (taken.num_tokens if taken is not None else 0), 1.0)
 
 
 def test_a_text_that_becomes_guessable_is_noticed() -> None:
-    pace, request = AdaptivePace(), new_request()
-    run_text(pace, request, lambda step: 0.0, 0.05, 0.1, 60)
-    assert "too dear for guesses" in pace.why_plain(request)
+    policy, request = AdaptiveDraftPolicy(), new_request()
+    run_text(policy, request, lambda step: 0.0, 0.05, 0.1, 60)
+    assert "too dear for guesses" in policy.why_plain(request)
 
-    gain, _ = run_text(pace, request, lambda step: 0.95, 0.05, 0.1, 400)
+    gain, _ = run_text(policy, request, lambda step: 0.95, 0.05, 0.1, 400)
 
     assert gain > 1.8
-    assert pace.why_plain(request) == ""
+    assert policy.why_plain(request) == ""
 
 
 def test_the_first_drafts_of_a_process_are_not_what_drafting_costs() -> None:
     """The first took three times as long as all later ones; it was too dear for 32 tokens more."""
-    pace, request = AdaptivePace(), new_request()
+    policy, request = AdaptiveDraftPolicy(), new_request()
     for _ in range(2):
-        assert pace.choose([asking(request, "draft", is_free=False)], 1, 0) == [None]
-        pace.note_step(1, 1, 1.0)
+        assert policy.choose([asking(request, "draft", is_free=False)], 1, 0) == [None]
+        policy.note_step(1, 1, 1.0)
 
     lengths = []
     for drafting_s in (3.0, 1.5, 0.4, 0.4, 0.4, 0.4):
-        [taken] = pace.choose([asking(request, "draft", is_free=False)], 1, 0)
+        [taken] = policy.choose([asking(request, "draft", is_free=False)], 1, 0)
         assert taken is not None
         lengths.append(taken.num_tokens)
-        pace.note_drafting(1, taken.num_tokens, drafting_s * taken.num_tokens / 2)
-        pace.note_verified(request, "draft", taken.num_tokens, taken.num_tokens)
-        pace.note_step(1, 1 + taken.num_tokens, 1.1)
+        policy.note_drafting(1, taken.num_tokens, drafting_s * taken.num_tokens / 2)
+        policy.note_verified(request, "draft", taken.num_tokens, taken.num_tokens)
+        policy.note_step(1, 1 + taken.num_tokens, 1.1)
 
     assert lengths[:3] == [2, 2, 2], "little is asked for while the cost is not known"
     assert all(lengths)
 
 
 def test_plain_steps_are_taken_now_and_then_to_compare_with() -> None:
-    _, lengths = run_text(AdaptivePace(), new_request(), lambda step: 0.99, 0.01, 0.0, 400)
+    _, lengths = run_text(AdaptiveDraftPolicy(), new_request(), lambda step: 0.99, 0.01, 0.0, 400)
 
     plain = [step for step, length in enumerate(lengths) if length == 0]
     assert plain[:2] == [0, 1]
@@ -291,16 +291,16 @@ def test_plain_steps_are_taken_now_and_then_to_compare_with() -> None:
 
 
 def test_the_better_of_two_offers_is_taken() -> None:
-    pace, request = AdaptivePace(), new_request()
+    policy, request = AdaptiveDraftPolicy(), new_request()
     offers = (Offer("ngram 3", 8, is_free=True), Offer("draft", 8, is_free=False))
     for _ in range(3):
-        pace.note_step(1, 1, 1.0)
-    pace.note_drafting(1, 2, 0.2)
+        policy.note_step(1, 1, 1.0)
+    policy.note_drafting(1, 2, 0.2)
     for _ in range(30):
-        pace.note_verified(request, "ngram 3", 4, 0)
-        pace.note_verified(request, "draft", 4, 4)
+        policy.note_verified(request, "ngram 3", 4, 0)
+        policy.note_verified(request, "draft", 4, 4)
 
-    [taken] = pace.choose([Asking(request, offers)], 1, 0)
+    [taken] = policy.choose([Asking(request, offers)], 1, 0)
 
     assert taken is not None
     assert taken.offer.source == "draft"
@@ -308,21 +308,21 @@ def test_the_better_of_two_offers_is_taken() -> None:
 
 def test_drafts_yield_where_a_batch_is_bound_by_arithmetic() -> None:
     """Eight requests whose rows each cost as much as the first: nothing is to be gained."""
-    pace, requests = AdaptivePace(), [new_request() for _ in range(8)]
+    policy, requests = AdaptiveDraftPolicy(), [new_request() for _ in range(8)]
     for _ in range(4):
-        pace.note_step(8, 8, 8.0)
-        pace.note_step(8, 24, 24.0)
+        policy.note_step(8, 8, 8.0)
+        policy.note_step(8, 24, 24.0)
     asked = [asking(request, "ngram 3", is_free=True) for request in requests]
 
-    assert pace.choose(asked, 8, 0) == [None] * 8
+    assert policy.choose(asked, 8, 0) == [None] * 8
 
 
 def test_requests_that_have_left_are_forgotten() -> None:
-    pace, request = AdaptivePace(), new_request()
-    run_text(pace, request, lambda step: 0.5, 0.05, 0.1, 20)
-    pace.settle([])
+    policy, request = AdaptiveDraftPolicy(), new_request()
+    run_text(policy, request, lambda step: 0.5, 0.05, 0.1, 20)
+    policy.settle([])
 
-    assert not pace._records
+    assert not policy._records
 
 
 def test_a_first_step_with_other_things_to_do_is_no_measure_of_its_cost() -> None:
