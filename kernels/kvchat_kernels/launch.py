@@ -61,7 +61,7 @@ def kernel_refusal(device: torch.device) -> str | None:
         return "the GPU is older than Ampere"
     if find_spec("triton") is None:
         return "Triton is not installed"
-    from kvchat_kernels.trial import trial_error
+    from kvchat_kernels.smoke_test import trial_error
 
     return trial_error(device)
 

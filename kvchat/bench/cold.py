@@ -16,7 +16,7 @@ from pathlib import Path
 from kvchat.bench.measure import Sample
 from kvchat.bench.processes import Answered, ProcessFailed, answer, private_home
 from kvchat.bench.report import Figure, Result
-from kvchat.bench.scenarios import BenchSetup
+from kvchat.bench.setup import BenchSetup
 from kvchat.chat.chat_model import ChatModel, read_chat_model
 from kvchat.chat.tokenizer import Segment
 from kvchat.core.config import Size

@@ -10,13 +10,17 @@ from dataclasses import dataclass
 import torch
 from transformers import AutoConfig
 
-from kvchat.bench.attention_cases import few_rows, has_flashinfer
-from kvchat.bench.ceilings import Bandwidth, measure_bandwidth, measure_products
-from kvchat.bench.kernel_case import KernelCase, KernelShape, Place
-from kvchat.bench.kernel_cases import kernel_cases
-from kvchat.bench.measure import Sample
+from kvchat.bench.kernel_cases import (
+    KernelCase,
+    KernelShape,
+    Place,
+    few_rows,
+    has_flashinfer,
+    kernel_cases,
+)
+from kvchat.bench.measure import Bandwidth, Sample, measure_bandwidth, measure_products
 from kvchat.bench.report import Figure, Result
-from kvchat.bench.scenarios import BenchSetup
+from kvchat.bench.setup import BenchSetup
 from kvchat.model.device import choose_device
 
 _CONTEXTS = (1024, 8192, 32768)

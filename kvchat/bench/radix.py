@@ -6,7 +6,7 @@ Works on the tree alone; tokens and blocks are numbers.
 from kvchat.bench.engines import random_ids
 from kvchat.bench.measure import timed
 from kvchat.bench.report import Figure, Result
-from kvchat.bench.scenarios import BenchSetup
+from kvchat.bench.setup import BenchSetup
 from kvchat.cache.keys import encode_ids
 from kvchat.cache.radix_tree import RadixTree
 

@@ -16,9 +16,9 @@ from pathlib import Path
 
 from kvchat.bench.engines import Completion, complete, new_engine, random_ids
 from kvchat.bench.measure import Sample
+from kvchat.bench.peers import beside_llama_cpp, beside_transformers
 from kvchat.bench.report import Figure, Result
-from kvchat.bench.resume_peers import beside_llama_cpp, beside_transformers
-from kvchat.bench.scenarios import BenchSetup
+from kvchat.bench.setup import BenchSetup
 from kvchat.cache.page_memory import fresh_memory
 from kvchat.core.config import CacheConfig, EngineConfig, Size
 from kvchat.engine.assembly import AssembledEngine, engine_around

@@ -10,7 +10,7 @@ from kvchat.bench.engines import complete, new_engine, random_ids
 from kvchat.bench.measure import Sample, alternated
 from kvchat.bench.peers import Transformers
 from kvchat.bench.report import Figure, Result
-from kvchat.bench.scenarios import BenchSetup
+from kvchat.bench.setup import BenchSetup
 from kvchat.engine.assembly import AssembledEngine
 
 _NUM_TURNS = 20

@@ -76,8 +76,8 @@ def _size_facts(source: ModelSource, spec: Any, config: Any, device: str) -> dic
     import torch
 
     from kvchat.engine.assembly import device_budget, kv_geometry
-    from kvchat.model.attention_choice import attention_in_words
     from kvchat.model.device import choose_device, dtype_name
+    from kvchat.model.spec import attention_in_words
 
     where = choose_device(ModelConfig(device=device))
     dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32

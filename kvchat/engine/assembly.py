@@ -43,17 +43,17 @@ from kvchat.engine.ngram import NgramDrafter
 from kvchat.engine.runner import Runner, Warmup
 from kvchat.engine.speculation import Mode, Speculation
 from kvchat.engine.step_threads import StepThreads
-from kvchat.model.content_digest import content_digest
 from kvchat.model.cuda_graph import CudaGraphs
 from kvchat.model.device import can_change_threads, device_name, dtype_name, dtype_of, free_bytes
-from kvchat.model.fuse_linear import MAX_PACKED_ROWS
+from kvchat.model.fused_parts import MAX_PACKED_ROWS
 from kvchat.model.graphs import GraphRunner
+from kvchat.model.identity import content_digest
 from kvchat.model.loader import LoadedModel, Progress, load_model
 from kvchat.model.paged_model import PagedModel
 from kvchat.model.self_test import ensure_trusted
 from kvchat.model.source import ModelSource
 from kvchat.model.spec import ModelSpec
-from kvchat.model.vocabulary import same_vocabulary
+from kvchat.model.text_files import same_vocabulary
 
 # Raise it whenever what a slot holds for the same token changes: the layout of a block image, or
 # what the attention writes to it.

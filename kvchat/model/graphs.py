@@ -18,7 +18,7 @@ import torch
 
 from kvchat.core.stats import GraphStatus
 from kvchat.model.batch import SequencePiece
-from kvchat.model.graph_trial import NotGraphable, trapping_host_reads
+from kvchat.model.cuda_graph import NotGraphable, trapping_host_reads
 from kvchat.model.paged_model import PagedModel
 from kvchat.model.step_buffers import StepBuffers, StepShape
 from kvchat_kernels.sampler import RowDraw, sample_tokens

@@ -20,19 +20,23 @@ from transformers.utils import logging as transformers_logging
 from kvchat.core.config import ModelConfig
 from kvchat.core.errors import ModelError, ModelUnsupported
 from kvchat.core.events import LoadProgress
-from kvchat.model.attention import OWN_ATTENTION, PAGED, StepContext, register_attention
+from kvchat.model.checkpoint_files import read_header, read_json
+from kvchat.model.config_limits import check_counts, room_in
 from kvchat.model.device import choose_device, dtype_of, free_bytes, set_threads
-from kvchat.model.few_shapes import limit_kept_shapes, take_few_shapes
 from kvchat.model.fuse import Fusing, choose_scheme
+from kvchat.model.fused_parts import limit_kept_shapes, take_few_shapes
+from kvchat.model.hf_adapter import (
+    OWN_ATTENTION,
+    PAGED,
+    StepContext,
+    freeze_rope,
+    register_attention,
+)
 from kvchat.model.identity import sample_digest
 from kvchat.model.probe import PROBE, ProbeInconclusive, probe, probe_loaded, register_probe
-from kvchat.model.promises import check_counts, room_in
-from kvchat.model.rope import freeze_rope
-from kvchat.model.small_files import read_json
+from kvchat.model.quantise import quantise
 from kvchat.model.source import ModelSource
 from kvchat.model.spec import ModelSpec
-from kvchat.model.weight_files import read_header
-from kvchat.model.weight_only import quantise
 
 Progress = Callable[[LoadProgress], None]
 

@@ -9,14 +9,14 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from kvchat.model.attention import (
+from kvchat.model.batch import ForwardBatch
+from kvchat.model.hf_adapter import (
     OWN_ATTENTION,
     LayerBinding,
     bind,
     paged_attention_function,
     replace_own_attention,
 )
-from kvchat.model.batch import ForwardBatch
 from kvchat.model.loader import LoadedModel
 
 _PADDING_WARNING = "warn_if_padding_and_no_attention_mask"

@@ -18,11 +18,11 @@ import transformers
 
 from kvchat.core.errors import ModelError, ModelUnsupported, StoreError
 from kvchat.core.paths import open_private, private_directory
-from kvchat.model.attention import own_attention
 from kvchat.model.batch import SequencePiece, build_batch
 from kvchat.model.device import dtype_name
 from kvchat.model.fuse import Fusing
-from kvchat.model.linear_race_at_load import machine_name, settle_products
+from kvchat.model.gemm_autotune import machine_name, settle_products
+from kvchat.model.hf_adapter import own_attention
 from kvchat.model.loader import LoadedModel
 from kvchat.model.paged_model import PagedModel
 

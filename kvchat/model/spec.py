@@ -1,12 +1,16 @@
-"""ModelSpec: the facts about a model that the other floors plan with.
+"""ModelSpec: the facts about a model that other packages plan with.
 
-Knows numbers. Does not know modules or tensors; the probe reads the facts, the cache is shaped by
-them.
+The probe fills it in, the cache is shaped by it. Holds numbers, no modules and no tensors. Also
+says in words which paged attention its layers run with on a device.
 """
 
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvchat_kernels.paged_attention import AttentionSpan
+import torch
+
+from kvchat_kernels.paged_attention import AttentionSpan, Implementation, implementation_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,3 +48,27 @@ class ModelSpec:
     def storing_layers(self) -> tuple[LayerSpec, ...]:
         """The layers that own a KV pool, by pool index."""
         return tuple(layer for layer in self.layers if layer.stores_kv)
+
+
+_NAMES = {"triton": "Triton kernels", "cpu": "torch, as is fastest on a CPU", "reference": "torch"}
+
+
+def attention_in_words(
+    spec: ModelSpec,
+    device: torch.device,
+    dtype: torch.dtype,
+    choose: Callable[..., Implementation] = implementation_for,
+) -> str:
+    """Return one phrase: `Triton kernels`, or which layers run otherwise and why."""
+    counts = Counter(choose(device, layer.key_dim, layer.value_dim, dtype) for layer in spec.layers)
+    if len(counts) == 1:
+        return _in_words(next(iter(counts)))
+    return "; ".join(
+        f"{number} layer{'s' if number > 1 else ''}: {_in_words(chosen)}"
+        for chosen, number in counts.items()
+    )
+
+
+def _in_words(chosen: Implementation) -> str:
+    name = _NAMES[chosen.name]
+    return name if chosen.refusal is None else f"{name} ({chosen.refusal})"

@@ -14,7 +14,7 @@ from kvchat.engine.assembly import build_engine
 from kvchat.engine.request import RequestSpec
 from kvchat.engine.runner import Warmup
 from kvchat.model.fuse import Fusing, Fusion, _Fuser
-from kvchat.model.fuse_whole import Angles, WholeModel
+from kvchat.model.fused_layers import Angles, WholeModel
 from kvchat.model.loader import LoadedModel, load_model
 from kvchat.model.paged_model import PagedModel
 from kvchat.model.source import find_model

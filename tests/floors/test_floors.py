@@ -35,7 +35,7 @@ OWNERS = {
     "triton": {"kvchat_kernels"},
     "transformers": {"model", "bench"},
     "huggingface_hub": {"model", "cli/models.py"},
-    "safetensors": {"model", "bench/resume_peers.py"},
+    "safetensors": {"model", "bench/peers.py"},
     "tokenizers": {"chat"},
     "jinja2": {"chat"},
     "diskcache": {"cache/disk/table.py"},

@@ -14,7 +14,7 @@ from kvchat_kernels.launch import (
     row_stride,
     uses_triton,
 )
-from kvchat_kernels.trial import trial_error
+from kvchat_kernels.smoke_test import trial_error
 
 CPU = torch.device("cpu")
 
@@ -58,7 +58,8 @@ def test_a_gpu_on_which_the_trial_fails_gets_torch(
     """A machine without a C compiler may have a GPU and Triton: kvchat must run there, too."""
     trials = []
     monkeypatch.setattr(
-        "kvchat_kernels.trial.trial_error", lambda device: trials.append(device) or "no compiler"
+        "kvchat_kernels.smoke_test.trial_error",
+        lambda device: trials.append(device) or "no compiler",
     )
 
     assert not uses_triton(gpu, "auto")
@@ -69,7 +70,7 @@ def test_a_gpu_on_which_the_trial_fails_gets_torch(
 def test_a_gpu_on_which_the_trial_succeeds_gets_kernels(
     monkeypatch: pytest.MonkeyPatch, gpu: torch.device
 ) -> None:
-    monkeypatch.setattr("kvchat_kernels.trial.trial_error", lambda device: None)
+    monkeypatch.setattr("kvchat_kernels.smoke_test.trial_error", lambda device: None)
 
     assert uses_triton(gpu, "auto")
     assert not uses_triton(gpu, "reference")

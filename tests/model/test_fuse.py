@@ -19,9 +19,8 @@ from torch import nn
 from kvchat.core.config import ModelConfig
 from kvchat.model import fuse
 from kvchat.model.batch import SequencePiece, build_batch
-from kvchat.model.fuse_linear import HalfProduct, MergedProduct
-from kvchat.model.fuse_search import LayerSearch
-from kvchat.model.fuse_trial import Trial
+from kvchat.model.fuse_search import LayerSearch, Trial
+from kvchat.model.fused_parts import HalfProduct, MergedProduct
 from kvchat.model.loader import LoadedModel, load_model
 from kvchat.model.paged_model import PagedModel
 from kvchat.model.source import find_model
@@ -154,7 +153,7 @@ def test_in_low_precision_few_rows_are_as_near_to_float32_as_the_unfused_pass(
 def test_steps_of_many_rows_run_the_models_own_code_where_processors_multiply_in_its_dtype(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvchat.model.fuse_linear.multiplies_in", lambda dtype: True)
+    monkeypatch.setattr("kvchat.model.fused_parts.multiplies_in", lambda dtype: True)
     loaded = load(tmp_path, "llama", "bfloat16")
     fusion_of(loaded)
     many, _ = run_step(loaded, STEPS["a chunk"])
@@ -307,7 +306,7 @@ def test_large_weights_are_packed_slice_by_slice(monkeypatch: pytest.MonkeyPatch
     x = torch.randn(3, 16)
     whole = HalfProduct(layers)(x)
 
-    monkeypatch.setattr("kvchat.model.fuse_linear._SLICE_ELEMENTS", 16 * 7)
+    monkeypatch.setattr("kvchat.model.fused_parts._SLICE_ELEMENTS", 16 * 7)
 
     assert torch.allclose(HalfProduct(layers)(x), whole, atol=1e-6)
 

@@ -12,12 +12,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from kvchat.model.attention import OWN_ATTENTION, PAGED, register_attention
-from kvchat.model.graph_trial import NotGraphable, trapping_host_reads
+from kvchat.model.cuda_graph import NotGraphable, trapping_host_reads
+from kvchat.model.hf_adapter import OWN_ATTENTION, PAGED, freeze_rope, register_attention
 from kvchat.model.loader import LoadedModel
 from kvchat.model.paged_model import PagedModel
 from kvchat.model.probe import ProbeInconclusive, probe
-from kvchat.model.rope import freeze_rope
 from kvchat.model.source import ModelSource
 from kvchat.model.spec import ModelSpec
 from kvchat.model.step_buffers import StepBuffers, StepShape

@@ -9,18 +9,18 @@ from torch import nn
 from kvchat.core.config import CacheConfig, ModelConfig
 from kvchat.core.errors import ModelError, UsageError
 from kvchat.engine.assembly import kv_geometry, kv_identity
-from kvchat.model import weight_only
-from kvchat.model.fuse_linear import HalfProduct, MergedProduct
+from kvchat.model import quantise
+from kvchat.model.fused_parts import HalfProduct, MergedProduct
 from kvchat.model.loader import LoadedModel, load_model
-from kvchat.model.self_test import compare_with_own
-from kvchat.model.source import find_model
-from kvchat.model.weight_only import (
+from kvchat.model.quantise import (
     Int4Weight,
     Int8Weight,
     SharedInputProducts,
     exact_levels,
     pack_of,
 )
+from kvchat.model.self_test import compare_with_own
+from kvchat.model.source import find_model
 from support.architectures import SUPPORTED
 from support.checkpoints import save_checkpoint, tiny_model
 from support.specimens import CPU, complete, engine_on, random_ids
@@ -72,7 +72,7 @@ def test_activations_of_either_width_are_exact(
     levels: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Processors without VNNI take 7 bits; here both do."""
-    monkeypatch.setattr(weight_only, "exact_levels", lambda: levels)
+    monkeypatch.setattr(quantise, "exact_levels", lambda: levels)
     weight, x = weight_of((16, 64)), outlying(4, 64)
     pack = Int8Weight(weight)
 
@@ -184,7 +184,7 @@ def test_a_product_of_any_number_of_rows_has_its_shape(make: type, shape: tuple[
     """Of no rows it once had none: a step in the middle of a prompt asks the head for no row."""
     layers = [nn.Linear(64, width) for width in (16, 48)]
     for layer in layers:
-        layer.__dict__[weight_only._PACK] = make(layer.weight.detach())
+        layer.__dict__[quantise._PACK] = make(layer.weight.detach())
 
     assert SharedInputProducts(layers)(torch.randn(*shape)).shape == (*shape[:-1], 64)
 
@@ -206,7 +206,7 @@ def test_layers_that_are_not_packed_make_no_packed_product() -> None:
 def test_a_torch_without_the_kernels_is_told_of_in_a_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weight_only, "_has_kernels", lambda: False)
+    monkeypatch.setattr(quantise, "_has_kernels", lambda: False)
 
     with pytest.raises(ModelError, match="no int8 kernels"):
         load(tmp_path, "llama", "int8")

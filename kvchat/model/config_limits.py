@@ -1,8 +1,8 @@
-"""What config.json promises, held against what the weight files can hold.
+"""Limits on what config.json may ask for, taken from what the weight files can hold.
 
 A configuration may ask for a million layers: building them takes hours, and filling what the files
-lack takes all memory. Counts are looked at before transformers reads them, and a model that grows
-beyond its files is given up while it is built.
+lack takes all memory. Counts are checked before transformers reads them, and building stops when a
+model grows beyond its files.
 """
 
 import re
@@ -15,7 +15,7 @@ import torch
 from torch.nn.modules import module as hooks
 
 from kvchat.core.errors import ModelError
-from kvchat.model.weight_files import WeightHeader
+from kvchat.model.checkpoint_files import WeightHeader
 
 # Configuration classes make lists as long as their counts of layers; no model has that many.
 _LAYER_COUNT = re.compile(r"(layers?|depths?)$")

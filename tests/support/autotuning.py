@@ -6,14 +6,8 @@ from dataclasses import dataclass, field
 import torch
 from torch.nn.functional import linear
 
-from kvchat.model.linear_race import (
-    ROW_BUCKETS,
-    LinearFunction,
-    LinearRace,
-    LinearShape,
-    Operands,
-    Pass,
-)
+from kvchat.model.fused_parts import LinearShape, Operands
+from kvchat.model.gemm_autotune import ROW_BUCKETS, LinearFunction, LinearRace, Pass
 from kvchat_kernels.skinny_linear import skinny_linear
 
 Cost = Callable[[int, torch.Tensor], float]

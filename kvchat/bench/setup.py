@@ -1,13 +1,13 @@
-"""What is measured: a checkpoint, or random weights in a real model's shape.
+"""What a run of the bench measures: its settings, and the checkpoint, given or of random weights.
 
-Random weights run exactly as fast as trained ones, and need no download. Knows shapes and how a
-checkpoint is made of one; knows no scenario.
+Random weights in a real model's shape run exactly as fast as trained ones, and need no download.
 """
 
 import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,31 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
+from kvchat.core.config import CacheConfig, ModelConfig
 from kvchat.core.errors import UsageError
 from kvchat.model.source import ModelSource, find_model
+
+
+@dataclass(frozen=True, slots=True)
+class BenchSetup:
+    """What every scenario works with. `is_quick` shrinks it to a check that it runs at all.
+
+    `sessions` is a directory of recorded conversations, for those that replay some; `gguf` is the
+    same model for llama.cpp.
+    """
+
+    source: ModelSource
+    model: ModelConfig
+    cache: CacheConfig
+    repeats: int
+    is_quick: bool
+    sessions: Path | None = None
+    gguf: Path | None = None
+
+    def scaled(self, length: int) -> int:
+        """Return a length in tokens, or a small one in a quick run."""
+        return max(32, length // 32) if self.is_quick else length
+
 
 _LLAMA = {"model_type": "llama", "rms_norm_eps": 1e-5, "tie_word_embeddings": False}
 SHAPES: dict[str, dict[str, Any]] = {

@@ -13,10 +13,9 @@ from torch import nn
 from transformers.activations import ACT2FN
 
 from kvchat.core.config import ModelConfig
-from kvchat.model import fuse_attention, fuse_layer, fuse_parts
+from kvchat.model import fused_layers, fused_parts
 from kvchat.model.batch import SequencePiece, build_batch
-from kvchat.model.fuse_kernels import gate_of
-from kvchat.model.fuse_parts import RmsNorm
+from kvchat.model.fused_parts import RmsNorm, gate_of
 from kvchat.model.loader import LoadedModel, load_model
 from kvchat.model.paged_model import PagedModel
 from kvchat.model.source import find_model
@@ -42,7 +41,7 @@ STEP = [(1, 9), (4, 33), (2, 2)]
 @pytest.fixture
 def with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let fused parts take kernels on a CPU; those choose their twins there."""
-    for module in (fuse_attention, fuse_layer, fuse_parts):
+    for module in (fused_parts, fused_layers, fused_parts):
         monkeypatch.setattr(module, "takes_kernels", lambda x: True)
 
 
@@ -111,11 +110,11 @@ def test_a_layer_takes_the_kernels_and_nothing_beside_them(
     loaded = load(tmp_path, "llama")
     assert loaded.fusing is not None
     loaded.fusing.wait()
-    spy(fuse_attention, "rope_kv_write")
-    spy(fuse_attention, "kv_write")
-    spy(fuse_parts, "rms_norm")
-    spy(fuse_parts, "add_rms_norm")
-    spy(fuse_parts, "gate_of")
+    spy(fused_parts, "rope_kv_write")
+    spy(fused_parts, "kv_write")
+    spy(fused_parts, "rms_norm")
+    spy(fused_parts, "add_rms_norm")
+    spy(fused_parts, "gate_of")
 
     run_step(loaded)
 

@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvchat.model.attention_choice import attention_in_words
-from kvchat.model.spec import LayerSpec, ModelSpec
+from kvchat.model.spec import LayerSpec, ModelSpec, attention_in_words
 from kvchat_kernels.paged_attention import FULL, Implementation, implementation_for
 from kvchat_kernels.paged_attention.tiles import unsupported
 

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from kvchat.core.config import ModelConfig
-from kvchat.model import fuse_attention, fuse_layer
+from kvchat.model import fused_layers, fused_parts
 from kvchat.model.batch import ForwardBatch, SequencePiece, build_batch
-from kvchat.model.fuse_script import LayerParts, LayerScript, script_of
+from kvchat.model.fused_layers import LayerParts, LayerScript, script_of
 from kvchat.model.loader import LoadedModel, load_model
 from kvchat.model.paged_model import PagedModel
 from kvchat.model.source import find_model
@@ -63,13 +63,13 @@ class Decisions:
 
 @pytest.fixture
 def decisions(monkeypatch: pytest.MonkeyPatch) -> Decisions:
-    seen, decide = Decisions(), fuse_attention.fused_step
+    seen, decide = Decisions(), fused_parts.fused_step
 
     def noting(*args: Any) -> FusedStep | None:
         seen.made.append(decide(*args))
         return seen.made[-1]
 
-    monkeypatch.setattr(fuse_attention, "fused_step", noting)
+    monkeypatch.setattr(fused_parts, "fused_step", noting)
     return seen
 
 
@@ -83,7 +83,7 @@ def load(directory: Path, dtype: str = "bfloat16") -> LoadedModel:
 def plain(directory: Path, monkeypatch: pytest.MonkeyPatch, dtype: str = "bfloat16") -> LoadedModel:
     """Return the model of `directory` with its layers run by Python."""
     with monkeypatch.context() as patch:
-        patch.setattr(fuse_layer, "script_of", lambda _: None)
+        patch.setattr(fused_layers, "script_of", lambda _: None)
         return load(directory, dtype)
 
 
@@ -171,7 +171,7 @@ def test_other_activations_and_weights_of_several_packs_are_left_to_python(
     model_type, settings = SUPPORTED["llama"]
     other = tiny_model(model_type, **settings, hidden_act="tanh")
     loaded = [load(save_checkpoint(tmp_path / "tanh", other))]
-    monkeypatch.setattr("kvchat.model.fuse_linear._SLICE_ELEMENTS", 64 * 7)
+    monkeypatch.setattr("kvchat.model.fused_parts._SLICE_ELEMENTS", 64 * 7)
     loaded.append(load(saved(tmp_path / "slices", "llama")))
     decisions.made.clear()  # proofs in float32 have products of other kinds
 
@@ -236,7 +236,7 @@ def test_queries_and_keys_of_a_prefill_are_let_go_before_its_mlp(
 
         return replace(script, before=before, after=after)
 
-    monkeypatch.setattr(fuse_layer, "script_of", watched)
+    monkeypatch.setattr(fused_layers, "script_of", watched)
     loaded = load(saved(tmp_path, "llama"), "float32")
     results(loaded, batch_of([(30, 30, range(1, 5))]))
 
@@ -253,7 +253,7 @@ def test_layers_that_are_built_alike_are_scripted_once(
         made.append(len(layers))
         return script_of(layers)
 
-    monkeypatch.setattr(fuse_layer, "script_of", counted)
+    monkeypatch.setattr(fused_layers, "script_of", counted)
     loaded = load(saved(tmp_path, "gemma3, mixed windows"))
 
     assert made == [len(loaded.spec.layers)]
@@ -270,7 +270,7 @@ def test_a_script_that_does_something_else_is_not_run(
 
     directory = saved(tmp_path, "llama")
     written = plain(directory, monkeypatch)
-    monkeypatch.setattr(fuse_layer, "script_of", wrong)
+    monkeypatch.setattr(fused_layers, "script_of", wrong)
     loaded = load(directory)
     decisions.made.clear()
     ours = results(loaded, batch_of(IN_PLACE))

@@ -9,13 +9,18 @@ import torch
 from torch.nn.functional import linear
 
 from kvchat.model.cuda_graph import CudaGraphs
-from kvchat.model.fuse_kernels import few_rows_linear
-from kvchat.model.linear_race import ROW_BUCKETS, LinearRace, Operands, Outcome
-from kvchat.model.linear_race_at_load import machine_name, settle_products
-from kvchat.model.linear_race_clock import CudaStopwatch
-from kvchat.model.linear_race_memory import RaceMemory
+from kvchat.model.fused_parts import Operands, few_rows_linear
+from kvchat.model.gemm_autotune import (
+    ROW_BUCKETS,
+    CudaStopwatch,
+    LinearRace,
+    Outcome,
+    RaceMemory,
+    machine_name,
+    settle_products,
+)
 from kvchat.model.self_test import compare_with_own
-from support.linear_races import layers_of
+from support.autotuning import layers_of
 from support.paged_scene import Scene, load_tiny
 
 pytestmark = [
@@ -124,7 +129,7 @@ def test_a_kernel_that_lost_is_not_used_and_one_that_won_is(
         runs.append(len(x))
         return few_rows_linear(x, weight, bias)
 
-    monkeypatch.setattr("kvchat.model.fuse_linear.few_rows_linear", counted)
+    monkeypatch.setattr("kvchat.model.fused_parts.few_rows_linear", counted)
     settle_products(loaded, tmp_path)
     scene = Scene(loaded, CudaGraphs(loaded.device), 16, 200)
 

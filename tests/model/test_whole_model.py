@@ -9,7 +9,7 @@ import torch
 
 from kvchat.core.config import ModelConfig
 from kvchat.model.batch import ForwardBatch, SequencePiece, build_batch
-from kvchat.model.fuse_whole import Angles, WholeModel
+from kvchat.model.fused_layers import Angles, WholeModel
 from kvchat.model.loader import LoadedModel, load_model
 from kvchat.model.paged_model import PagedModel
 from kvchat.model.source import find_model
@@ -229,7 +229,7 @@ def test_a_step_of_more_rows_than_run_fused_refutes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runs: Runs
 ) -> None:
     """Its layers ran their own code, and the whole did not: the two differ."""
-    monkeypatch.setattr("kvchat.model.fuse_linear.multiplies_in", lambda dtype: True)
+    monkeypatch.setattr("kvchat.model.fused_parts.multiplies_in", lambda dtype: True)
     case = Case(load(saved(tmp_path, "llama")))
     batch = batch_of(*THIRTEEN)
     for _ in range(2):

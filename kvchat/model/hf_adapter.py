@@ -1,8 +1,9 @@
-"""The attention function transformers' models call instead of their own.
+"""What is changed in a transformers model so that it runs paged.
 
-Registered under one name; each attention module carries a binding that says which layer it is and
-which step is running. Knows slots and block tables; no policy, and no architecture beyond the few
-whose attention predates transformers' interface.
+Its attention calls ours: a function registered under one name, and on each attention module a
+binding that says which layer it is and which step is running. Position encodings whose frequencies
+depend on the longest position of a batch (longrope, dynamic NTK) are fixed to the longest context,
+so that a cached key means the same in every batch.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AttentionInterface
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from kvchat.model.batch import ForwardBatch
 from kvchat.model.spec import LayerSpec
@@ -200,3 +202,37 @@ def _routed(
         return out.transpose(1, 2), None
 
     return attend
+
+
+_FLOATING = frozenset({"longrope", "dynamic"})
+
+
+def freeze_rope(model: nn.Module, max_context: int) -> tuple[str, ...]:
+    """Fix floating frequencies to `max_context` positions, in place; return the kinds frozen."""
+    frozen = set()
+    for module in model.modules():
+        rope_type = getattr(module, "rope_type", None)
+        if isinstance(rope_type, str) and rope_type in _FLOATING:
+            _freeze(module, rope_type, max_context, None)
+            module.rope_type = "default"  # type: ignore[assignment]
+            frozen.add(rope_type)
+        elif isinstance(rope_type, dict):
+            for layer_type, kind in rope_type.items():
+                if kind in _FLOATING:
+                    _freeze(module, kind, max_context, layer_type)
+                    rope_type[layer_type] = "default"
+                    frozen.add(kind)
+    return tuple(sorted(frozen))
+
+
+def _freeze(module: Any, kind: str, max_context: int, layer_type: str | None) -> None:
+    prefix = f"{layer_type}_" if layer_type is not None else ""
+    buffer = getattr(module, f"{prefix}inv_freq")
+    arguments = {} if layer_type is None else {"layer_type": layer_type}
+    frequencies, scaling = ROPE_INIT_FUNCTIONS[kind](
+        module.config, buffer.device, seq_len=max_context, **arguments
+    )
+    # A new tensor, not a copy into the old one: the probe's forward pass may have put a tensor of
+    # inference mode there, which nothing may write to.
+    module.register_buffer(f"{prefix}inv_freq", frequencies.to(buffer.dtype), persistent=False)
+    setattr(module, f"{prefix}attention_scaling", scaling)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from interpreter import Interpreter
 
-from support.linear_races import check_triton_kernel_in_race
+from support.autotuning import check_triton_kernel_in_race
 
 
 @pytest.mark.parametrize("has_bias", [False, True], ids=["", "bias"])

@@ -1,6 +1,7 @@
-"""Which files hold a checkpoint's weights, and what their headers say of the tensors in them.
+"""Reads a checkpoint's files: bounded text files, and the headers of its safetensors files.
 
-Only these files are mapped, hashed and counted: regular safetensors files, the header checked.
+Anyone may have written them. Text files are regular files up to a bound, and each fault is a
+ModelError of one sentence. Only the weight files named here are mapped, hashed and counted:
 transformers is given their tensors and looks for no file itself, so it cannot be led to a pickle.
 Imports neither torch nor transformers.
 """
@@ -15,9 +16,50 @@ from math import prod
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from kvchat.core.bounded_files import open_regular
+from kvchat.core.bounded_files import open_regular, read_bounded
 from kvchat.core.errors import ModelError
-from kvchat.model.small_files import MAX_INDEX_BYTES, read_json, unreadable
+
+# The largest known are a tenth of these: 12 MB of index, 40 MB of tokenizer.json.
+MAX_CONFIG_BYTES = 8 << 20
+MAX_INDEX_BYTES = 64 << 20
+MAX_TOKENIZER_BYTES = 256 << 20
+
+
+def read_text(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> str | None:
+    """Return a UTF-8 file's text, None where there is no file; raises ModelError."""
+    try:
+        return read_bounded(path, max_bytes).decode()
+    except FileNotFoundError:
+        if path.is_symlink():
+            raise unreadable(path, "it is a link to nothing") from None
+        return None
+    except UnicodeDecodeError as error:
+        raise unreadable(path, "it is not UTF-8 text") from error
+    except OSError as error:
+        raise unreadable(path, error.strerror) from error
+
+
+def read_json(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any] | None:
+    """Return the object in a JSON file, None where there is no file; raises ModelError."""
+    text = read_text(path, max_bytes)
+    return None if text is None else parse_json(path, text)
+
+
+def parse_json(path: Path, text: str) -> dict[str, Any]:
+    """Return the object that `text`, the content of `path`, describes; raises ModelError."""
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise unreadable(path, "it is not JSON") from error
+    if not isinstance(content, dict):
+        raise unreadable(path, "it is not a JSON object")
+    return content
+
+
+def unreadable(path: Path, reason: str | None) -> ModelError:
+    """Return the error that says why a file of a checkpoint cannot be used."""
+    return ModelError(f"{path} cannot be read: {reason}.", "Is the download complete?")
+
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
