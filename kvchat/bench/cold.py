@@ -81,7 +81,7 @@ class Chats:
     """The processes that are compared. Each is new; what `begin` and `go_on` say is kept.
 
     `ask` starts one. Those that have nothing to bring back keep their words in `elsewhere`, where
-    nobody goes on with them. They are not incognito: then nothing is remembered of the model
+    no chat goes on with them. They are not incognito: then nothing is remembered of the model
     either, and loading it takes longer.
     """
 

@@ -68,7 +68,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Somebody else's kernel for the same, which `run` runs on the i-th set of data.
+    """Another library's kernel for the same, which `run` runs on the i-th set of data.
 
     Where `is_same` is false it leaves something out, a mask say, and is compared by time alone.
     """

@@ -80,7 +80,7 @@ def case_figures(
                 missing.append(f"{case.name}: {peer.name} computes something else")
                 continue
             theirs = measure(_every_set(case, peer.run))
-        except Exception as error:  # somebody else's code may fail with anything
+        except Exception as error:  # a peer's code may fail with anything
             missing.append(f"{case.name}: {peer.name} failed, {type(error).__name__}")
             continue
         figures.append(_beside_peer(case, ours, theirs, peer.name))

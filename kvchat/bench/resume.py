@@ -155,8 +155,8 @@ def _first_tokens(turns: list[_Turn]) -> Sample:
 
 
 def _chill() -> None:
-    """Drive everything else out of the processor's caches: whoever reads files then finds them in
-    the system's page cache, and no nearer.
+    """Drive everything else out of the processor's caches: a process that reads files then finds
+    them in the system's page cache, and no nearer.
     """
     memory = fresh_memory(_CHILL_BYTES, is_for_all=True)
     memory[:] = bytes(len(memory))

@@ -44,7 +44,7 @@ class WarmupModel(Protocol):
         """Where its batches lie."""
 
     @property
-    def is_proven(self) -> bool:
+    def is_checked(self) -> bool:
         """Whether its steps are computed once, as they always will be from now on."""
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
@@ -72,7 +72,7 @@ class Warmup:
             return
         self._is_over = True
         try:
-            if not self._model.is_proven:
+            if not self._model.is_checked:
                 self._run()
         except Exception as error:
             _log.warning("the warm-up failed", exc_info=error)

@@ -40,7 +40,7 @@ class TooLarge(ModelError):
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class ParameterLimit:
     """The most parameters that a model may have, by their number and by their elements."""
 
     num_tensors: int
@@ -78,7 +78,7 @@ class Room:
                 handle.remove()
 
 
-def room_in(headers: Sequence[WeightHeader], config: dict[str, Any]) -> Room:
+def parameter_limit(headers: Sequence[WeightHeader], config: dict[str, Any]) -> ParameterLimit:
     """Return how large a model the files with these headers may belong to."""
     num_tensors = sum(len(header.tensors) for header in headers)
     if config.get("quantization_config"):
@@ -88,7 +88,9 @@ def room_in(headers: Sequence[WeightHeader], config: dict[str, Any]) -> Room:
             min(_SHARE * header.file_bytes, sum(t.num_elements for t in header.tensors))
             for header in headers
         )
-    return Room(_SPLIT * num_tensors + _SPARE_TENSORS, _SHARE * num_elements + _SPARE_ELEMENTS)
+    return ParameterLimit(
+        _SPLIT * num_tensors + _SPARE_TENSORS, _SHARE * num_elements + _SPARE_ELEMENTS
+    )
 
 
 def check_counts(content: Any) -> None:

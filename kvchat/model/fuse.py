@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from kvchat.model.device import free_bytes
-from kvchat.model.fuse_search import FoundParts, LayerSearch, MakeProduct, Trial, find_norm
+from kvchat.model.fuse_search import Comparison, FoundParts, LayerSearch, MakeProduct, find_norm
 from kvchat.model.fused_layers import FusedLayer, WholeModel, join_model, with_scripts
 from kvchat.model.fused_parts import (
     PACKABLE,
@@ -193,7 +193,7 @@ def choose_scheme(module: Any, weights: str = "auto") -> Scheme:
 class Fusing:
     """A model's fusion under way, or done.
 
-    Copies of weights take seconds to lay out, which need not keep anybody from loading and
+    Copies of weights take seconds to lay out, which need not delay loading and
     prefilling: they are made on threads of their own, and `wait` is called before the first step
     they are for. Replacements run while `context` is inside a step.
     """
@@ -238,7 +238,7 @@ class Fusing:
     def abandon(self) -> None:
         """Let every module run its own code again, where the parts together do not do as it does.
 
-        Each was proven alone; what a whole model hands them may still be something else.
+        Each was checked alone; what a whole model hands them may still be something else.
         """
         assert self.can_abandon
         self.wait()
@@ -257,7 +257,7 @@ class Fusing:
 
 
 def _give_up(fuser: "_Fuser", threads: list[Thread]) -> None:
-    """Leave undone what nobody waits for any more, at exit at the latest."""
+    """Leave undone what no caller waits for any more, at exit at the latest."""
     fuser.drop_work()
     for thread in threads:
         if thread is not current_thread():
@@ -265,14 +265,14 @@ def _give_up(fuser: "_Fuser", threads: list[Thread]) -> None:
 
 
 class _Fuser:
-    """Proves and installs replacements, on any number of threads at once."""
+    """Checks and installs replacements, on any number of threads at once."""
 
     def __init__(self, module: Any, spec: ModelSpec, context: StepContext, scheme: Scheme) -> None:
         self._module = module
         self._spec = spec
         self._scheme = scheme
         self._installer = Installer(context, scheme.compute_dtype, scheme.max_rows)
-        self._proven: dict[tuple[str, ...], bool] = {}
+        self._agreed: dict[tuple[str, ...], bool] = {}
         self._lock = Lock()
         # Taken from the end: the head, which is the largest, comes first.
         self._to_do: list[LayerSpec | None] = [*reversed(spec.layers), None]
@@ -296,8 +296,8 @@ class _Fuser:
                 else:
                     self._install(layer, self._search(layer))
             except Exception as error:
-                # A model's own code may raise anything when tried; nothing is lost but speed, for
-                # the module goes on running that code.
+                # A model's own code may raise anything when it is run; nothing is lost but speed,
+                # for the module goes on running that code.
                 _log.warning("not fused: %s", error)
             with self._lock:
                 self._num_left -= 1
@@ -306,7 +306,7 @@ class _Fuser:
                 self._finish_early()
 
     def _finish_early(self) -> None:
-        """Finish before somebody waits for it, who is told what goes wrong."""
+        """Finish before a caller waits for it; a failure is logged, and raised to that caller."""
         try:
             self.finish()
         except Exception as error:
@@ -340,9 +340,9 @@ class _Fuser:
             if attention in self._installer.layers
         ]
         scripted = with_scripts([fused for _, _, fused in found])
-        trial = Trial(self._scheme.compute_dtype, self._module.device)
+        comparison = Comparison(self._scheme.compute_dtype, self._module.device)
         for (layer, attention, fused), other in zip(found, scripted, strict=True):
-            if other.script is not None and trial.is_identical(
+            if other.script is not None and comparison.is_identical(
                 layer, fused, other, fused.before_attention.width
             ):
                 self._installer.layers[attention] = other
@@ -376,10 +376,10 @@ class _Fuser:
             return None
         if self._is_low_precision:
             kind = (*(type(module).__name__ for module in parent.modules()), *found.recipe)
-            if kind not in self._proven:
-                self._proven[kind] = search.is_proven_in_float32(found)
-            if not self._proven[kind]:
-                _log.info("%s runs its own code: not proven in float32", layer.module_name)
+            if kind not in self._agreed:
+                self._agreed[kind] = search.agrees_in_float32(found)
+            if not self._agreed[kind]:
+                _log.info("%s runs its own code: float32 does not agree", layer.module_name)
                 return None
         return found
 
@@ -427,9 +427,9 @@ class _Fuser:
         except ValueError as error:
             _log.info("the head runs its own code: %s", error)
             return
-        trial = Trial(head.weight.dtype, head.weight.device)
+        comparison = Comparison(head.weight.dtype, head.weight.device)
         dtype = self._scheme.compute_dtype
-        if trial.same(head, lambda x: product(x.to(dtype)), head.in_features):
+        if comparison.same(head, lambda x: product(x.to(dtype)), head.in_features):
             with self._lock:
                 self._installer.head(head, product)
                 self._num_parts += 1
@@ -439,8 +439,8 @@ class _Fuser:
     def _install_final_norm(self) -> RmsNorm | None:
         """Replace the norm that follows the last layer, where it is found beside the layers."""
         norm = getattr(self._owner_of_layers(), "norm", None)
-        trial = Trial(self._module.dtype, self._module.device)
-        found = find_norm(norm, trial, self._scheme.compute_dtype)
+        comparison = Comparison(self._module.dtype, self._module.device)
+        found = find_norm(norm, comparison, self._scheme.compute_dtype)
         if found is None:
             return None
         self._installer.norm(norm, found[1])

@@ -54,8 +54,8 @@ Tensors = Callable[[torch.Tensor], torch.Tensor]
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, LayerBinding], torch.Tensor]
 
 
-class Trial:
-    """One random input, the same for everybody who asks, in `dtype`; its values are those that
+class Comparison:
+    """One random input, the same for every comparison, in `dtype`; its values are those that
     `rounded_to` has, where that is less precise. `noise` is how far two right results may be apart
     for reasons other than the dtype, as a share of either.
     """
@@ -121,7 +121,7 @@ class Trial:
         Attention that has learnt to look at one token is all or nothing: what low precision makes
         of it on random input may be far from what anything else makes of it, and still right.
         """
-        exact = Trial(torch.float32, self._device, self._dtype)
+        exact = Comparison(torch.float32, self._device, self._dtype)
         twin = deepcopy(own).float()
         inner = next(
             b for a, b in zip(own.modules(), twin.modules(), strict=True) if a is attention
@@ -218,7 +218,7 @@ MakeProduct = Callable[[list[nn.Linear]], Product]
 
 @dataclass(frozen=True, slots=True)
 class FoundParts:
-    """What was proven of one decoder layer: the whole of it, or some of its parts.
+    """What was found of one decoder layer: the whole of it, or some of its parts.
 
     `recipe` names the choices made; layers that are built alike have the same.
     """
@@ -259,7 +259,7 @@ class LayerSearch:
         self._compute_dtype = compute_dtype
         weight = next(module.parameters())
         noise = PACKED_NOISE if make is SharedInputProducts else 0.0
-        self._trial = Trial(weight.dtype, weight.device, noise=noise)
+        self._comparison = Comparison(weight.dtype, weight.device, noise=noise)
 
     def run(self) -> FoundParts:
         """Try the layer as a whole, and its parts one by one only where that fails.
@@ -280,7 +280,7 @@ class LayerSearch:
         linears = self._linears(attention is not None, mlp is not None)
         return FoundParts(None, attention, mlp, norms, linears, (*recipe, *parts))
 
-    def is_proven_in_float32(self, found: FoundParts) -> bool:
+    def agrees_in_float32(self, found: FoundParts) -> bool:
         """Tell whether a float32 copy of the layer leads to the same choices.
 
         What low precision cannot tell apart, a wrong epsilon for one, float32 can.
@@ -294,7 +294,7 @@ class LayerSearch:
         """Return the layer's own norms by name, and which reading of each was right."""
         norms, recipe = {}, []
         for name, module in self._module.named_children():
-            found = find_norm(module, self._trial, self._compute_dtype)
+            found = find_norm(module, self._comparison, self._compute_dtype)
             if found is not None:
                 norms[name] = found[1]
                 recipe.append(f"{name} {found[0]}")
@@ -348,7 +348,7 @@ class LayerSearch:
     def _head_norm(self) -> RmsNorm | None:
         layer, module = self._layer, self._attention
         query, key = (
-            find_norm(getattr(module, name, None), self._trial, self._compute_dtype)
+            find_norm(getattr(module, name, None), self._comparison, self._compute_dtype)
             for name in ("q_norm", "k_norm")
         )
         if query is None or key is None or query[1].width != layer.key_dim:
@@ -356,12 +356,12 @@ class LayerSearch:
         return joined_head_norm(query[1], key[1], layer.num_heads, layer.num_kv_heads)
 
     def _same(self, module: Any, fused: Any, width: int) -> bool:
-        return self._trial.same(module, lambda x: fused(x.to(self._compute_dtype)), width)
+        return self._comparison.same(module, lambda x: fused(x.to(self._compute_dtype)), width)
 
     def _agrees(self, own: nn.Module, fused: FusedLayer | FusedAttention) -> bool:
         width = self._attention.q_proj.in_features
         asked = self._layer, self._attention, own, self._cast(fused), width
-        return self._trial.same_attention(*asked) or self._trial.is_as_exact(*asked)
+        return self._comparison.same_attention(*asked) or self._comparison.is_as_exact(*asked)
 
     def _cast(self, fused: FusedLayer | FusedAttention) -> Attend:
         def run(
@@ -383,7 +383,9 @@ def _twin(module: Any, attention_name: str) -> tuple[Any, Any]:
     return layer, attention
 
 
-def find_norm(module: Any, trial: Trial, dtype: torch.dtype) -> tuple[str, RmsNorm] | None:
+def find_norm(
+    module: Any, comparison: Comparison, dtype: torch.dtype
+) -> tuple[str, RmsNorm] | None:
     """Return a module as an RMS norm of rows in `dtype`, and which reading of its weight was right;
     None if it is something else.
 
@@ -393,8 +395,10 @@ def find_norm(module: Any, trial: Trial, dtype: torch.dtype) -> tuple[str, RmsNo
     if not isinstance(weight, torch.Tensor) or weight.dim() != 1:
         return None
     width = weight.shape[0]
-    forms = [form for form in rms_norms(module, width, dtype) if trial.same(module, form[1], width)]
-    return min(forms, key=lambda form: trial.error(module, form[1], width), default=None)
+    forms = [
+        form for form in rms_norms(module, width, dtype) if comparison.same(module, form[1], width)
+    ]
+    return min(forms, key=lambda form: comparison.error(module, form[1], width), default=None)
 
 
 def _name(attention: FusedAttention | None) -> str:

@@ -441,7 +441,7 @@ Forward = Callable[[ForwardBatch], torch.Tensor]
 
 # In each form that TorchScript gives a script: as it is run first, and from then on. That a model
 # is more than its parts does not hang on the number of rows.
-_NUM_PROOFS = 2
+_NUM_CHECKS = 2
 _FIRST_ANGLES = 1024
 _MOST_ANGLES = 1 << 14
 
@@ -484,7 +484,7 @@ class BoundLayer:
 
 
 class WholeModel:
-    """Runs steps of one sequence whose layers all are scripts, once it has proven that it may.
+    """Runs steps of one sequence whose layers all are scripts, once its first steps were checked.
 
     What it is made of belongs to the model.
     """
@@ -510,28 +510,30 @@ class WholeModel:
         self._head = head
         self._compute_dtype = compute_dtype
         self._max_rows = max_rows
-        self._num_proofs = 0
+        self._num_checks = 0
         self._is_refuted = False
 
     @property
-    def is_proven(self) -> bool:
+    def is_checked(self) -> bool:
         """Whether no step runs both ways any more."""
-        return self._is_refuted or self._num_proofs >= _NUM_PROOFS
+        return self._is_refuted or self._num_checks >= _NUM_CHECKS
 
     def logits(self, batch: ForwardBatch, own: Forward) -> torch.Tensor:
-        """Run a step as `own` does, which is asked where this cannot, or has not proven itself.
+        """Run a step as `own` does, which runs where this cannot, or is not checked yet.
 
         Returns [num_rows, vocab_size] float32, owned by the caller.
         """
         num_rows = batch.token_ids.shape[0]
         if self._is_refuted or num_rows > self._max_rows:
             return own(batch)
-        if not self.is_proven and not batch.logit_rows.shape[0]:
+        if not self.is_checked and not batch.logit_rows.shape[0]:
             return own(batch)
         steps = self._steps(batch)
         if steps is None:
             return own(batch)
-        return self._run(batch, steps) if self.is_proven else self._proving(batch, steps, own)
+        return (
+            self._run(batch, steps) if self.is_checked else self._run_both_ways(batch, steps, own)
+        )
 
     def _steps(self, batch: ForwardBatch) -> list[FusedStep] | None:
         """Return how each layer reaches the step's tokens; None where one takes another way."""
@@ -563,12 +565,12 @@ class WholeModel:
             x = x.index_select(0, batch.logit_rows)
         return self._head(self._norm(x)).float()
 
-    def _proving(
+    def _run_both_ways(
         self, batch: ForwardBatch, steps: Sequence[FusedStep], own: Forward
     ) -> torch.Tensor:
         """Run a step both ways and compare; `own` goes last, so that the KV is its own.
 
-        Nothing may differ, for the operations are the same. What is no number proves nothing, and
+        Nothing may differ, for the operations are the same. What is no number shows nothing, and
         no more do logits that are all alike.
         """
         try:
@@ -578,7 +580,7 @@ class WholeModel:
             logits = None
         expected = own(batch)
         if logits is not None and torch.equal(logits, expected):
-            self._num_proofs += bool((expected != expected[:, :1]).any())
+            self._num_checks += bool((expected != expected[:, :1]).any())
         elif logits is None or bool(expected.isfinite().all()):
             self._is_refuted = True
             _log.info("not run as a whole: it is more than its parts")

@@ -44,7 +44,7 @@ ROW_BUCKETS = (1, 2, 4, 8, 16)
 _MIN_GAIN = 1.03
 _NUM_REPEATS = 25
 _BUDGET_S = 2.0
-# Compiling has a budget of its own: it is done once, and would leave no time to race in.
+# Compiling has a budget of its own: it is done once, and would leave no time to measure in.
 _LIMIT_S = 10.0
 # A pass reads as much, where a model has as much: more than any GPU's cache holds twice over.
 _PASS_BYTES = 256 << 20
@@ -81,21 +81,21 @@ class Outcome:
     refusal: str = ""
 
     @property
-    def is_won(self) -> bool:
+    def is_faster(self) -> bool:
         """Whether the kernel is to be used."""
         return not self.refusal and self.kernel_s * _MIN_GAIN <= self.torch_s
 
 
-# By shape and bucket of rows; what is missing has not been raced.
+# By shape and bucket of rows; what is missing has not been timed.
 Outcomes = Mapping[tuple[LinearShape, int], Outcome]
 
 
-def rows_won(outcomes: Outcomes, shape: LinearShape) -> frozenset[int]:
+def rows_for_kernel(outcomes: Outcomes, shape: LinearShape) -> frozenset[int]:
     """Return for which numbers of rows layers of a shape are to take the kernel."""
     return frozenset(
         num_rows
         for num_rows in range(1, ROW_BUCKETS[-1] + 1)
-        if (found := outcomes.get((shape, bucket_of(num_rows)))) is not None and found.is_won
+        if (found := outcomes.get((shape, bucket_of(num_rows)))) is not None and found.is_faster
     )
 
 
@@ -104,10 +104,10 @@ def bucket_of(num_rows: int) -> int:
     return next(bucket for bucket in ROW_BUCKETS if num_rows <= bucket)
 
 
-class LinearRace:
-    """Races `kernel` against `own`, torch's product, for about `budget_s` seconds at the most.
+class GemmAutotuner:
+    """Times `kernel` and `own`, torch's product, for about `budget_s` seconds at the most.
 
-    Proving that both compute the same, which compiles what was never run before, is not counted,
+    Checking that both compute the same, which compiles what was never run before, is not counted,
     but with it no more than `limit_s` go by. No shape is begun once either is over; what was begun
     is ended.
     """
@@ -125,18 +125,18 @@ class LinearRace:
         self._own = own
         self._budget_s = budget_s
         self._limit_s = limit_s
-        self._proving_s = 0.0
+        self._checking_s = 0.0
 
     @torch.inference_mode()
     def run(
         self, layers: Mapping[LinearShape, Sequence[Operands]], known: Outcomes
     ) -> dict[tuple[LinearShape, int], Outcome]:
-        """Return what is known, and the outcome of whatever there was time to race beside.
+        """Return what is known, and the outcome of whatever there was time to measure beside.
 
         A single row and the largest shapes come first: that is where a decode spends its time.
         Never raises for what a product does.
         """
-        began_s, self._proving_s = self._stopwatch.now_s(), 0.0
+        began_s, self._checking_s = self._stopwatch.now_s(), 0.0
         outcomes, refusals = dict(known), list[str]()
         shapes = sorted(layers, key=lambda s: s.out_features * s.in_features, reverse=True)
         for num_rows in ROW_BUCKETS:
@@ -144,7 +144,7 @@ class LinearRace:
                 if (shape, num_rows) in outcomes:
                     continue
                 if self._is_over(began_s):
-                    _log.info("no time was left to race %s of %d rows", shape, num_rows)
+                    _log.info("no time was left to time %s of %d rows", shape, num_rows)
                     return _telling(outcomes, refusals)
                 outcome = self._outcome(layers[shape], num_rows)
                 if outcome is None:
@@ -156,7 +156,7 @@ class LinearRace:
 
     def _is_over(self, began_s: float) -> bool:
         seconds = self._stopwatch.now_s() - began_s
-        return seconds >= self._limit_s or seconds - self._proving_s >= self._budget_s
+        return seconds >= self._limit_s or seconds - self._checking_s >= self._budget_s
 
     def _outcome(self, layers: Sequence[Operands], num_rows: int) -> Outcome | None:
         """Return one outcome; None where there was no memory to find it out in."""
@@ -179,7 +179,7 @@ class LinearRace:
         try:
             return all(self._agree(rows, layer) for layer in _distinct(layers))
         finally:
-            self._proving_s += self._stopwatch.now_s() - began_s
+            self._checking_s += self._stopwatch.now_s() - began_s
 
     def _agree(self, rows: torch.Tensor, layer: Operands) -> bool:
         """Tell whether both give the same numbers, every single one of them."""
@@ -264,10 +264,10 @@ _MAX_BYTES = 4 << 20
 _SHAPE = re.compile(r"(\d{1,9})x(\d{1,9}) (\w+)( with bias)?, (\d{1,2}) rows")
 
 
-class RaceMemory:
+class AutotuneCache:
     """The outcomes on one `machine`, a device and what runs on it, in `directory`; None keeps none.
 
-    The last to write wins where two processes do: what is lost is raced again.
+    The last to write wins where two processes do: what is lost is timed again.
     """
 
     def __init__(self, directory: Path | None, machine: str) -> None:
@@ -279,7 +279,7 @@ class RaceMemory:
         return _parsed(self._read_all().get(self._machine))
 
     def write(self, outcomes: Outcomes) -> None:
-        """Keep outcomes beside those kept already. What cannot be written is raced again."""
+        """Keep outcomes beside those kept already. What cannot be written is timed again."""
         if self._path is None:
             return
         machines = self._read_all()
@@ -298,7 +298,7 @@ class RaceMemory:
                 json.dump({"version": _VERSION, "machines": kept}, file)
             fresh.replace(self._path)
         except (StoreError, OSError) as error:
-            _log.warning("outcomes of the race not kept: %s", error)
+            _log.warning("outcomes of autotuning not kept: %s", error)
             with suppress(OSError):
                 fresh.unlink(missing_ok=True)
 
@@ -336,29 +336,29 @@ def _outcome(value: object) -> Outcome | None:
     return Outcome(float(value[0]), float(value[1]))
 
 
-def settle_products(
-    loaded: LoadedModel, directory: Path | None, race: LinearRace | None = None
+def autotune_products(
+    loaded: LoadedModel, directory: Path | None, tuner: GemmAutotuner | None = None
 ) -> tuple[str, ...]:
     """Let products take the kernel where it has won; return where it has, sorted, in words.
 
-    Races what was not raced yet on this machine, which takes seconds at the most, and keeps the
-    outcomes in `directory`; None keeps none. Without a `race` of the caller's there is one on CUDA
+    Times what was not timed yet on this machine, which takes seconds at the most, and keeps the
+    outcomes in `directory`; None keeps none. Without a `tuner` of the caller's there is one on CUDA
     devices only. Nothing that goes wrong costs more than speed.
     """
     if loaded.fusing is None:
         return ()
-    if race is None:
+    if tuner is None:
         if loaded.device.type != "cuda" or kernel_refusal(loaded.device) is not None:
             return ()
-        race = LinearRace(CudaStopwatch(loaded.device), few_rows_linear)
+        tuner = GemmAutotuner(CudaStopwatch(loaded.device), few_rows_linear)
     products = loaded.fusing.merged_products()
     layers: dict[LinearShape, list[Operands]] = defaultdict(list)
     for product in products:
         if product.operands.weight.is_contiguous():
             layers[product.operands.shape].append(product.operands)
-    memory = RaceMemory(directory, machine_name(loaded.device))
+    memory = AutotuneCache(directory, machine_name(loaded.device))
     known = memory.read()
-    outcomes = race.run(layers, known)
+    outcomes = tuner.run(layers, known)
     if outcomes.keys() != known.keys():
         memory.write(outcomes)
     return _install(products, layers, outcomes)
@@ -381,8 +381,8 @@ def _install(
 ) -> tuple[str, ...]:
     for product in products:
         if product.operands.shape in layers and product.operands.weight.is_contiguous():
-            product.take_kernel(rows_won(outcomes, product.operands.shape))
+            product.take_kernel(rows_for_kernel(outcomes, product.operands.shape))
     own = {key: found for key, found in outcomes.items() if key[0] in layers}
-    won = sorted(f"{shape}, {rows} rows" for (shape, rows), found in own.items() if found.is_won)
+    won = sorted(f"{shape}, {rows} rows" for (shape, rows), found in own.items() if found.is_faster)
     _log.info("kvchat's product is faster for %d of %d sizes", len(won), len(own))
     return tuple(won)

@@ -17,7 +17,7 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
 
 from kvchat.core.errors import ModelUnsupported
-from kvchat.model.config_limits import Room, TooLarge
+from kvchat.model.config_limits import ParameterLimit, TooLarge
 from kvchat.model.hf_adapter import OWN_ATTENTION, find_sinks, replace_own_attention
 from kvchat.model.spec import LayerSpec, ModelSpec
 from kvchat_kernels.paged_attention import FULL, AttentionSpan
@@ -25,7 +25,7 @@ from kvchat_kernels.paged_attention import FULL, AttentionSpan
 MaskFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 # Positions far enough apart that any window or chunk a model could have shows at one of them.
-_PROBED_QUERIES = (0, 1, 5, 63, 1_000, 4_095, 65_537, 1_048_575, 4_194_303)
+_QUERY_POSITIONS = (0, 1, 5, 63, 1_000, 4_095, 65_537, 1_048_575, 4_194_303)
 
 
 class UnknownMask(Exception):
@@ -35,7 +35,7 @@ class UnknownMask(Exception):
 def read_span(mask_function: MaskFunction) -> AttentionSpan:
     """Return the span `mask_function` describes; raises UnknownMask for any other shape."""
     sees = _evaluator(mask_function)
-    last = _PROBED_QUERIES[-1]
+    last = _QUERY_POSITIONS[-1]
     first = _first_visible(sees, last)
     candidates = [
         FULL,
@@ -43,7 +43,7 @@ def read_span(mask_function: MaskFunction) -> AttentionSpan:
         AttentionSpan(chunk=_chunk_size(sees, first)),
     ]
     for candidate in candidates:
-        if all(_agrees(sees, candidate, query) for query in _PROBED_QUERIES):
+        if all(_agrees(sees, candidate, query) for query in _QUERY_POSITIONS):
             return candidate
     raise UnknownMask
 
@@ -73,7 +73,7 @@ def _first_visible(sees: Callable[[int, int], bool], query: int) -> int:
 
 def _chunk_size(sees: Callable[[int, int], bool], first: int) -> int:
     """Return how many queries see the key `first`, by bisection: the chunk's size if it is one."""
-    low, high = first, first + _PROBED_QUERIES[-1]
+    low, high = first, first + _QUERY_POSITIONS[-1]
     while low < high:
         middle = (low + high + 1) // 2
         if sees(middle, first):
@@ -195,17 +195,17 @@ def _refuse_strange_calls(module: nn.Module, key: torch.Tensor, kwargs: dict[str
             raise Refusal(f"passes {name}, which a paged cache does not know, to its attention")
 
 
-def probe(config: Any, room: Room | None = None) -> ModelSpec:
+def probe(config: Any, limit: ParameterLimit | None = None) -> ModelSpec:
     """Return the facts of a transformers config's model, without its weights.
 
-    A model that does not fit in `room` raises TooLarge. Raises ModelUnsupported, naming the
+    A model that does not fit in `limit` raises TooLarge. Raises ModelUnsupported, naming the
     architecture and the reason, where KV cannot be paged, and ProbeInconclusive where the model's
     code needs real values.
     """
     with _refusing(config):
         _refuse_layer_types(config)
         _refuse_own_positions(config)
-        return _record(_build(config, room), config)
+        return _record(_build(config, limit), config)
 
 
 def probe_loaded(model: Any) -> ModelSpec:
@@ -308,13 +308,13 @@ def _spec(recorder: _Recorder, model: Any, config: Any) -> ModelSpec:
     )
 
 
-def _build(config: Any, room: Room | None) -> Any:
+def _build(config: Any, limit: ParameterLimit | None) -> Any:
     """Build the model without memory, its attention wired to the probe."""
     own = OWN_ATTENTION.get(config.model_type)
     config = deepcopy(config)  # transformers writes the attention's name and the dtype into it
     register_probe()
     try:
-        with torch.device("meta"), room.guarded() if room is not None else nullcontext():
+        with torch.device("meta"), limit.guarded() if limit is not None else nullcontext():
             model = AutoModelForCausalLM.from_config(
                 config,
                 attn_implementation="eager" if own else PROBE,

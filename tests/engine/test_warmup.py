@@ -39,13 +39,13 @@ def test_no_step_of_an_answer_proves_anything(
 ) -> None:
     """The first steps of a process were computed twice and their time taken: what they cost was
     believed, and drafts stayed off through its first answers."""
-    proving, slots = WholeModel._proving, []
+    proving, slots = WholeModel._run_both_ways, []
 
     def noted(self: WholeModel, batch: Any, *args: Any) -> torch.Tensor:
         slots.append(batch.slot_mapping.tolist())
         return proving(self, batch, *args)
 
-    monkeypatch.setattr(WholeModel, "_proving", noted)
+    monkeypatch.setattr(WholeModel, "_run_both_ways", noted)
     engine = build_engine(
         find_model(str(save_checkpoint(tmp_path, tiny_model("llama")))),
         ModelConfig(dtype="bfloat16"),
@@ -85,14 +85,14 @@ def test_what_is_still_being_fused_is_waited_for(
     loaded = load_model(source, ModelConfig(dtype="bfloat16"), 320, lambda _: None)
     assert not may_go_on.is_set()
 
-    assert not PagedModel(loaded, pools_of(loaded)).is_proven
+    assert not PagedModel(loaded, pools_of(loaded)).is_checked
 
 
 def test_it_runs_once_and_only_where_something_is_to_be_proven() -> None:
     steps: list[list[int]] = []
     model: Any = SimpleNamespace(
         device=torch.device("cpu"),
-        is_proven=False,
+        is_checked=False,
         forward=lambda batch: steps.append(batch.token_ids.tolist()),
     )
     warmup = Warmup(model, 100, BLOCK_SIZE)
@@ -102,7 +102,7 @@ def test_it_runs_once_and_only_where_something_is_to_be_proven() -> None:
     assert len({token for step in steps for token in step}) == 9, "equal tokens prove nothing"
 
     Warmup(model, 100, 8).run()  # too small a block for all of them
-    model.is_proven = True
+    model.is_checked = True
     Warmup(model, 100, BLOCK_SIZE).run()
     assert len(steps) == 2
 
@@ -111,7 +111,7 @@ def test_a_model_that_fails_in_it_is_left_to_fail_where_it_is_asked() -> None:
     def fail(batch: object) -> None:
         raise RuntimeError("no")
 
-    model: Any = SimpleNamespace(device=torch.device("cpu"), is_proven=False, forward=fail)
+    model: Any = SimpleNamespace(device=torch.device("cpu"), is_checked=False, forward=fail)
 
     Warmup(model, 100, BLOCK_SIZE).run()
 
@@ -138,5 +138,5 @@ def test_it_refutes_a_whole_that_is_wrong(
 
     Warmup(PagedModel(loaded, pools_of(loaded)), loaded.spec.vocab_size, BLOCK_SIZE).run()
 
-    assert whole.is_proven
+    assert whole.is_checked
     assert whole._is_refuted == (wrong != "nothing")

@@ -1,4 +1,4 @@
-"""The race on a CUDA device: times are the device's, outcomes are kept, and the winner is right."""
+"""Autotuning on a CUDA device: times are the device's, outcomes are kept, the choice is right."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -12,12 +12,12 @@ from kvchat.model.cuda_graph import CudaGraphs
 from kvchat.model.fused_parts import Operands, few_rows_linear
 from kvchat.model.gemm_autotune import (
     ROW_BUCKETS,
+    AutotuneCache,
     CudaStopwatch,
-    LinearRace,
+    GemmAutotuner,
     Outcome,
-    RaceMemory,
+    autotune_products,
     machine_name,
-    settle_products,
 )
 from kvchat.model.self_test import compare_with_own
 from support.autotuning import layers_of
@@ -64,9 +64,9 @@ def test_every_bucket_has_times_and_no_refusal(dtype: torch.dtype, has_bias: boo
     sizes = ((4096, 1024), (1152, 896), (1001, 300))
     found = layers_of(*sizes, num_layers=4, dtype=dtype, has_bias=has_bias)
     layers = {shape: on_device(those) for shape, those in found.items()}
-    race = LinearRace(CudaStopwatch(device()), few_rows_linear, budget_s=120)
+    tuner = GemmAutotuner(CudaStopwatch(device()), few_rows_linear, budget_s=120)
 
-    outcomes = race.run(layers, {})
+    outcomes = tuner.run(layers, {})
 
     assert len(outcomes) == len(sizes) * len(ROW_BUCKETS)
     for (shape, num_rows), outcome in outcomes.items():
@@ -99,18 +99,18 @@ def test_a_model_with_the_kernel_everywhere_computes_the_same_eagerly_and_captur
     assert compare_with_own(loaded) > 0.9999  # binds the model to other pools: the scene is over
 
 
-def test_a_loaded_models_outcomes_are_kept_and_not_raced_for_again(tmp_path: Path) -> None:
+def test_a_loaded_models_outcomes_are_kept_and_not_timed_again(tmp_path: Path) -> None:
     loaded = load_tiny("llama", tmp_path / "model", "cuda")
     state = tmp_path / "state"
-    # As many loads as it takes: each has two seconds to race in, and ten with compiling.
+    # As many loads as it takes: each has two seconds to measure in, and ten with compiling.
     for _ in range(20):
-        won = settle_products(loaded, state)
-    kept = RaceMemory(state, machine_name(loaded.device)).read()
+        won = autotune_products(loaded, state)
+    kept = AutotuneCache(state, machine_name(loaded.device)).read()
     shapes = {shape for shape, _ in kept}
     assert set(kept) == {(shape, rows) for shape in shapes for rows in ROW_BUCKETS}
 
-    assert settle_products(loaded, state) == won
-    assert RaceMemory(state, machine_name(loaded.device)).read() == kept
+    assert autotune_products(loaded, state) == won
+    assert AutotuneCache(state, machine_name(loaded.device)).read() == kept
 
 
 def test_a_kernel_that_lost_is_not_used_and_one_that_won_is(
@@ -118,7 +118,7 @@ def test_a_kernel_that_lost_is_not_used_and_one_that_won_is(
 ) -> None:
     loaded = load_tiny("llama", tmp_path / "model", "cuda")
     assert loaded.fusing is not None
-    memory = RaceMemory(tmp_path, machine_name(loaded.device))
+    memory = AutotuneCache(tmp_path, machine_name(loaded.device))
     shapes = {product.operands.shape for product in loaded.fusing.merged_products()}
     won = Outcome(2.0, 1.0)
     lost = replace(won, kernel_s=1.99)
@@ -130,7 +130,7 @@ def test_a_kernel_that_lost_is_not_used_and_one_that_won_is(
         return few_rows_linear(x, weight, bias)
 
     monkeypatch.setattr("kvchat.model.fused_parts.few_rows_linear", counted)
-    settle_products(loaded, tmp_path)
+    autotune_products(loaded, tmp_path)
     scene = Scene(loaded, CudaGraphs(loaded.device), 16, 200)
 
     three, one = scene.read(5, [1, 2, 3]), scene.read(5, [1])

@@ -1,7 +1,8 @@
-"""Fused forwards: what is recognised, that it is proven, and that it changes nothing but the speed.
+"""Fused forwards: what is recognised, that it is checked, and that it changes nothing but the
+speed.
 
 Greedy ids of fused models in float32 are held to transformers' own in `test_parity`, for every
-architecture; here they are held to the unfused pass row by row, and the proofs are shown to refuse.
+architecture; here they are held to the unfused pass row by row, and the checks are shown to refuse.
 """
 
 import gc
@@ -19,7 +20,7 @@ from torch import nn
 from kvchat.core.config import ModelConfig
 from kvchat.model import fuse
 from kvchat.model.batch import SequencePiece, build_batch
-from kvchat.model.fuse_search import LayerSearch, Trial
+from kvchat.model.fuse_search import Comparison, LayerSearch
 from kvchat.model.fused_parts import HalfProduct, MergedProduct
 from kvchat.model.loader import LoadedModel, load_model
 from kvchat.model.paged_model import PagedModel
@@ -188,7 +189,7 @@ def test_merged_parameters_are_views_and_hold_no_memory_twice(tmp_path: Path) ->
     assert sum(held.values()) == wanted
 
 
-# What a proof must refuse. Each change is one that a wrong guess from names alone would overlook.
+# What a check must refuse. Each change is one that a wrong guess from names alone would overlook.
 
 
 def break_epsilon(layer: nn.Module) -> None:
@@ -262,11 +263,11 @@ def test_a_layer_that_rounds_beyond_the_tolerance_is_fused_if_it_is_as_exact(
     if breakage is not None:
         breakage(loaded.module.model.layers[1])
 
-    same = Trial.same_attention
+    same = Comparison.same_attention
     monkeypatch.setattr(
-        Trial,
+        Comparison,
         "same_attention",
-        lambda trial, *args: trial._dtype == torch.float32 and same(trial, *args),
+        lambda comparison, *args: comparison._dtype == torch.float32 and same(comparison, *args),
     )
     scheme = fuse.choose_scheme(loaded.module)
     fusion = own_fusing(loaded.module, loaded.spec, loaded.step, scheme).wait()

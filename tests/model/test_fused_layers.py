@@ -1,7 +1,7 @@
 """Layers run as scripts: the same operations in the same order, so the same bits, or Python's.
 
-The plain twin is the layer as `fuse_layer.py` writes it, on the same weights. Models are not run as
-a whole here: see `test_fuse_whole.py`.
+The plain twin is the layer as `FusedLayer` runs it without a script, on the same weights. Models
+are not run as a whole here: see `test_fuse_whole.py`.
 """
 
 import weakref
@@ -121,7 +121,7 @@ def test_a_script_gives_what_python_gives_to_the_bit(
     written = plain(directory, monkeypatch, dtype)
     decisions.made.clear()
     scripted = load(directory, dtype)
-    assert decisions.made  # the trials at load ran what will run
+    assert decisions.made  # the comparisons at load ran what will run
     for step, is_one_script in STEPS.values():
         for _ in range(3):  # a script is made anew for what its first runs have met
             decisions.made.clear()
@@ -173,7 +173,7 @@ def test_other_activations_and_weights_of_several_packs_are_left_to_python(
     loaded = [load(save_checkpoint(tmp_path / "tanh", other))]
     monkeypatch.setattr("kvchat.model.fused_parts._SLICE_ELEMENTS", 64 * 7)
     loaded.append(load(saved(tmp_path / "slices", "llama")))
-    decisions.made.clear()  # proofs in float32 have products of other kinds
+    decisions.made.clear()  # checks in float32 have products of other kinds
 
     for one in loaded:
         results(one, batch_of(IN_PLACE))

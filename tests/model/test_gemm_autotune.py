@@ -22,13 +22,13 @@ from kvchat.model.batch import SequencePiece
 from kvchat.model.fused_parts import LinearShape, few_rows_linear
 from kvchat.model.gemm_autotune import (
     ROW_BUCKETS,
+    AutotuneCache,
+    GemmAutotuner,
     LinearFunction,
-    LinearRace,
     Outcome,
-    RaceMemory,
+    autotune_products,
     bucket_of,
-    rows_won,
-    settle_products,
+    rows_for_kernel,
 )
 from kvchat.model.loader import LoadedModel, load_model
 from kvchat.model.self_test import ensure_trusted
@@ -41,34 +41,37 @@ from support.paged_scene import Scene
 SHAPE = LinearShape(24, 16, "float32", False)
 
 
-def raced(
+def tuned(
     kernel: LinearFunction,
     dtype: torch.dtype = torch.float32,
     has_bias: bool = False,
     num_layers: int = 2,
 ) -> dict[tuple[LinearShape, int], Outcome]:
-    """Race a product that costs nothing beside torch's, which does."""
+    """Tune a product that costs nothing beside torch's, which does."""
     watch = VirtualStopwatch()
     layers = layers_of((24, 16), num_layers=num_layers, dtype=dtype, has_bias=has_bias)
     own = TimedProduct(watch, lambda *_: 1e-6)
-    return LinearRace(watch, TimedProduct(watch, lambda *_: 1e-9, kernel), own).run(layers, {})
+    return GemmAutotuner(watch, TimedProduct(watch, lambda *_: 1e-9, kernel), own).run(layers, {})
 
 
 @pytest.mark.parametrize(
-    ("kernel_us", "is_won"), [(5.0, True), (9.6, True), (9.8, False), (10.0, False), (30.0, False)]
+    ("kernel_us", "is_faster"),
+    [(5.0, True), (9.6, True), (9.8, False), (10.0, False), (30.0, False)],
 )
-def test_the_kernel_is_taken_where_it_is_faster_by_a_margin(kernel_us: float, is_won: bool) -> None:
+def test_the_kernel_is_taken_where_it_is_faster_by_a_margin(
+    kernel_us: float, is_faster: bool
+) -> None:
     watch = VirtualStopwatch()
-    race = LinearRace(
+    tuner = GemmAutotuner(
         watch,
         TimedProduct(watch, lambda *_: kernel_us * 1e-6),
         TimedProduct(watch, lambda *_: 10e-6),
     )
 
-    outcomes = race.run(layers_of((24, 16)), {})
+    outcomes = tuner.run(layers_of((24, 16)), {})
 
     assert set(outcomes) == {(SHAPE, num_rows) for num_rows in ROW_BUCKETS}
-    assert all(outcome.is_won == is_won for outcome in outcomes.values())
+    assert all(outcome.is_faster == is_faster for outcome in outcomes.values())
     assert outcomes[SHAPE, 4].torch_s == pytest.approx(10e-6)
     assert outcomes[SHAPE, 4].kernel_s == pytest.approx(kernel_us * 1e-6)
 
@@ -79,9 +82,11 @@ def test_each_shape_and_bucket_has_an_outcome_of_its_own() -> None:
     kernel = TimedProduct(watch, lambda rows, weight: len(weight) * 1e-8)
     own = TimedProduct(watch, lambda rows, weight: rows * 24 * 1e-8 / 4)
 
-    outcomes = LinearRace(watch, kernel, own).run(layers_of((24, 16), (12, 16)), {})
+    outcomes = GemmAutotuner(watch, kernel, own).run(layers_of((24, 16), (12, 16)), {})
 
-    won = {(shape.out_features, rows) for (shape, rows), found in outcomes.items() if found.is_won}
+    won = {
+        (shape.out_features, rows) for (shape, rows), found in outcomes.items() if found.is_faster
+    }
     assert won == {(24, 8), (24, 16), (12, 4), (12, 8), (12, 16)}
 
 
@@ -92,9 +97,9 @@ def test_a_few_times_out_of_line_decide_nothing() -> None:
     own = TimedProduct(watch, lambda *_: 1e-3 if next(calls) % 97 == 0 else 10e-6)
     kernel = TimedProduct(watch, lambda *_: 10.1e-6)
 
-    outcomes = LinearRace(watch, kernel, own).run(layers_of((24, 16)), {})
+    outcomes = GemmAutotuner(watch, kernel, own).run(layers_of((24, 16)), {})
 
-    assert not any(outcome.is_won for outcome in outcomes.values())
+    assert not any(outcome.is_faster for outcome in outcomes.values())
 
 
 def test_passes_rotate_through_all_layers_of_a_shape() -> None:
@@ -102,7 +107,7 @@ def test_passes_rotate_through_all_layers_of_a_shape() -> None:
     layers = layers_of((24, 16), num_layers=7)
     kernel = TimedProduct(watch, lambda *_: 1e-6)
 
-    LinearRace(watch, kernel, TimedProduct(watch, lambda *_: 1e-6)).run(layers, {})
+    GemmAutotuner(watch, kernel, TimedProduct(watch, lambda *_: 1e-6)).run(layers, {})
 
     runs = [weight for num_rows, weight in kernel.seen if num_rows == 16]
     assert set(runs) == {layer.weight.data_ptr() for layer in layers[SHAPE]}
@@ -151,12 +156,12 @@ def has_no_memory(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -
 def test_a_kernel_of_other_numbers_never_wins(
     kernel: LinearFunction, dtype: torch.dtype, caplog: pytest.LogCaptureFixture
 ) -> None:
-    outcomes = raced(kernel, dtype, has_bias=True)
+    outcomes = tuned(kernel, dtype, has_bias=True)
 
     assert len(outcomes) == len(ROW_BUCKETS)
     for outcome in outcomes.values():
         assert outcome.refusal == "it computes other numbers than torch"
-        assert not outcome.is_won
+        assert not outcome.is_faster
     warnings = [record for record in caplog.records if record.levelno == logging.WARNING]
     assert len(warnings) == 1
     assert "24x16" in warnings[0].getMessage()
@@ -169,9 +174,9 @@ def test_other_orders_of_addition_are_no_other_numbers(dtype: torch.dtype) -> No
         out = x.flip(1).float() @ w.flip(1).float().T
         return (out if bias is None else out + bias.float()).to(x.dtype)
 
-    outcomes = raced(backwards, dtype, has_bias=True)
+    outcomes = tuned(backwards, dtype, has_bias=True)
 
-    assert all(outcome.is_won for outcome in outcomes.values())
+    assert all(outcome.is_faster for outcome in outcomes.values())
 
 
 def test_one_layer_it_is_wrong_for_is_enough() -> None:
@@ -181,18 +186,18 @@ def test_one_layer_it_is_wrong_for_is_enough() -> None:
         weights.append(w.data_ptr())
         return linear(x, w) * (1.0 if w.data_ptr() == weights[0] else 1.01)
 
-    assert not any(outcome.is_won for outcome in raced(only_the_first, num_layers=5).values())
+    assert not any(outcome.is_faster for outcome in tuned(only_the_first, num_layers=5).values())
 
 
 def test_a_kernel_that_fails_never_wins_and_says_why_in_a_line() -> None:
-    outcomes = raced(raises)
+    outcomes = tuned(raises)
 
     assert {o.refusal for o in outcomes.values()} == {"RuntimeError: PassManager::run failed"}
-    assert not rows_won(outcomes, SHAPE)
+    assert not rows_for_kernel(outcomes, SHAPE)
 
 
-def test_no_memory_to_race_in_is_no_outcome() -> None:
-    assert raced(has_no_memory) == {}
+def test_no_memory_to_measure_in_is_no_outcome() -> None:
+    assert tuned(has_no_memory) == {}
 
 
 # Time
@@ -207,11 +212,11 @@ def test_no_shape_is_begun_once_time_is_over_and_the_next_run_goes_on() -> None:
         kernel = TimedProduct(watch, lambda *_: 5e-4)
         own = TimedProduct(watch, lambda *_: 5e-4)
         before = set(known)
-        known = LinearRace(watch, kernel, own, budget_s=2.0).run(layers, known)
+        known = GemmAutotuner(watch, kernel, own, budget_s=2.0).run(layers, known)
         num_runs += 1
 
-        one_race_s = 2 * 25 * 32 * 5e-4 + 2 * 2 * 5e-4
-        assert watch.spent_s < 2.0 + 1.01 * one_race_s
+        one_shape_s = 2 * 25 * 32 * 5e-4 + 2 * 2 * 5e-4
+        assert watch.spent_s < 2.0 + 1.01 * one_shape_s
         assert set(known) > before, "no progress"
         if num_runs == 1:
             assert [shape.out_features for shape, _ in known] == [48, 24, 12]
@@ -219,14 +224,14 @@ def test_no_shape_is_begun_once_time_is_over_and_the_next_run_goes_on() -> None:
     assert num_runs == 5
 
 
-def test_compiling_leaves_time_to_race_in() -> None:
+def test_compiling_leaves_time_to_measure_in() -> None:
     """Two seconds were over with the second kernel that was compiled: a new GPU's products were
     torch's for a dozen loads, whichever was faster."""
     layers = layers_of((24, 16), (48, 16), (12, 16))
     watch = VirtualStopwatch()
     kernel = TimedProduct(watch, compiling(1.2))
 
-    outcomes = LinearRace(watch, kernel, TimedProduct(watch, lambda *_: 1e-5)).run(layers, {})
+    outcomes = GemmAutotuner(watch, kernel, TimedProduct(watch, lambda *_: 1e-5)).run(layers, {})
 
     assert len(outcomes) == 3 * len(ROW_BUCKETS)
     assert watch.spent_s > 6 * 1.2
@@ -237,7 +242,7 @@ def test_no_shape_is_begun_once_compiling_has_taken_too_long() -> None:
     watch = VirtualStopwatch()
     kernel = TimedProduct(watch, compiling(3.0))
 
-    outcomes = LinearRace(watch, kernel, linear, limit_s=10.0).run(layers, {})
+    outcomes = GemmAutotuner(watch, kernel, linear, limit_s=10.0).run(layers, {})
 
     assert len(outcomes) == 4
     assert 12.0 < watch.spent_s < 13.0
@@ -256,17 +261,17 @@ def compiling(seconds: float) -> Cost:
     return cost
 
 
-def test_what_is_known_is_not_raced_again() -> None:
+def test_what_is_known_is_not_timed_again() -> None:
     watch = VirtualStopwatch()
     product = TimedProduct(watch, lambda *_: 1e-6)
-    race = LinearRace(watch, product, product)
+    tuner = GemmAutotuner(watch, product, product)
     known = {
         (SHAPE, 1): Outcome(2.0, 1.0),
         (SHAPE, 2): Outcome(refusal="it was wrong"),
         (LinearShape(5, 5, "float32", False), 1): Outcome(1.0, 1.0),
     }
 
-    outcomes = race.run(layers_of((24, 16)), known)
+    outcomes = tuner.run(layers_of((24, 16)), known)
 
     assert watch.num_timed == len(ROW_BUCKETS) - 2
     assert {key: outcomes[key] for key in known} == known
@@ -288,14 +293,14 @@ def test_rows_have_the_outcome_of_the_next_larger_bucket(won: int) -> None:
         (SHAPE, bucket): Outcome(1.0, 0.5 if bucket in winners else 1.0) for bucket in ROW_BUCKETS
     }
 
-    assert rows_won(outcomes, SHAPE) == naive_rows(winners.__contains__)
+    assert rows_for_kernel(outcomes, SHAPE) == naive_rows(winners.__contains__)
 
 
-def test_what_was_not_raced_is_torchs() -> None:
+def test_what_was_not_timed_is_torchs() -> None:
     outcomes = {(SHAPE, 4): Outcome(2.0, 1.0)}
 
-    assert rows_won(outcomes, SHAPE) == {3, 4}
-    assert not rows_won(outcomes, LinearShape(24, 16, "float32", True))
+    assert rows_for_kernel(outcomes, SHAPE) == {3, 4}
+    assert not rows_for_kernel(outcomes, LinearShape(24, 16, "float32", True))
     assert [bucket_of(n) for n in (1, 2, 3, 5, 9, 16)] == [1, 2, 4, 8, 16, 16]
 
 
@@ -309,27 +314,27 @@ FILE = "linear_race.json"
 
 
 def test_outcomes_are_those_that_were_kept(tmp_path: Path) -> None:
-    RaceMemory(tmp_path / "state", "H200").write(SOME)
+    AutotuneCache(tmp_path / "state", "H200").write(SOME)
 
-    assert RaceMemory(tmp_path / "state", "H200").read() == SOME
+    assert AutotuneCache(tmp_path / "state", "H200").read() == SOME
     assert stat.S_IMODE((tmp_path / "state" / FILE).stat().st_mode) == 0o600
     assert [path.name for path in (tmp_path / "state").iterdir()] == [FILE]
 
 
 def test_machines_do_not_share_outcomes(tmp_path: Path) -> None:
-    RaceMemory(tmp_path, "H200, torch 2.11").write(SOME)
-    other = RaceMemory(tmp_path, "H200, torch 2.13")
+    AutotuneCache(tmp_path, "H200, torch 2.11").write(SOME)
+    other = AutotuneCache(tmp_path, "H200, torch 2.13")
 
     assert other.read() == {}
     other.write({(KEPT_SHAPE, 1): Outcome(1.0, 3.0)})
-    assert RaceMemory(tmp_path, "H200, torch 2.11").read() == SOME
+    assert AutotuneCache(tmp_path, "H200, torch 2.11").read() == SOME
 
 
 def test_models_of_one_machine_add_up(tmp_path: Path) -> None:
-    RaceMemory(tmp_path, "H200").write(SOME)
-    RaceMemory(tmp_path, "H200").write({(KEPT_SHAPE, 2): Outcome(1.0, 3.0)})
+    AutotuneCache(tmp_path, "H200").write(SOME)
+    AutotuneCache(tmp_path, "H200").write({(KEPT_SHAPE, 2): Outcome(1.0, 3.0)})
 
-    assert RaceMemory(tmp_path, "H200").read() == {**SOME, (KEPT_SHAPE, 2): Outcome(1.0, 3.0)}
+    assert AutotuneCache(tmp_path, "H200").read() == {**SOME, (KEPT_SHAPE, 2): Outcome(1.0, 3.0)}
 
 
 def test_any_outcomes_come_back_as_they_were(tmp_path: Path) -> None:
@@ -342,9 +347,9 @@ def test_any_outcomes_come_back_as_they_were(tmp_path: Path) -> None:
         times = choose.uniform(1e-9, 1.0), choose.uniform(1e-9, 1.0)
         outcome = Outcome(*times) if choose.random() < 0.8 else Outcome(refusal='"\n\u2028é')
         outcomes[shape, choose.choice(ROW_BUCKETS)] = outcome
-    RaceMemory(tmp_path, "H200").write(outcomes)
+    AutotuneCache(tmp_path, "H200").write(outcomes)
 
-    assert RaceMemory(tmp_path, "H200").read() == outcomes
+    assert AutotuneCache(tmp_path, "H200").read() == outcomes
 
 
 def test_a_file_of_as_much_as_is_kept_can_be_read(tmp_path: Path) -> None:
@@ -354,11 +359,11 @@ def test_a_file_of_as_much_as_is_kept_can_be_read(tmp_path: Path) -> None:
             (LinearShape(100_000_000 + i, 100_000_000, "bfloat16", True), 16): refused
             for i in range(1100)
         }
-        RaceMemory(tmp_path, f"GPU {machine}").write(outcomes)
+        AutotuneCache(tmp_path, f"GPU {machine}").write(outcomes)
 
-    assert len(RaceMemory(tmp_path, "GPU 19").read()) == 1000
-    assert len(RaceMemory(tmp_path, "GPU 4").read()) == 1000
-    assert RaceMemory(tmp_path, "GPU 3").read() == {}
+    assert len(AutotuneCache(tmp_path, "GPU 19").read()) == 1000
+    assert len(AutotuneCache(tmp_path, "GPU 4").read()) == 1000
+    assert AutotuneCache(tmp_path, "GPU 3").read() == {}
 
 
 NAME = "4096x12288 bfloat16, 1 rows"
@@ -383,7 +388,7 @@ NAME = "4096x12288 bfloat16, 1 rows"
 )
 def test_what_no_outcome_can_be_is_left_out(outcomes: Any, tmp_path: Path) -> None:
     (tmp_path / FILE).write_text(json.dumps({"version": 1, "machines": {"H200": outcomes}}))
-    memory = RaceMemory(tmp_path, "H200")
+    memory = AutotuneCache(tmp_path, "H200")
 
     assert memory.read() == {}
     memory.write(SOME)
@@ -401,7 +406,7 @@ def test_what_no_outcome_can_be_is_left_out(outcomes: Any, tmp_path: Path) -> No
 )  # fmt: skip
 def test_a_file_that_cannot_be_read_is_as_good_as_none(content: str, tmp_path: Path) -> None:
     (tmp_path / FILE).write_bytes(content.encode("utf-8", "surrogatepass"))
-    memory = RaceMemory(tmp_path, "H200")
+    memory = AutotuneCache(tmp_path, "H200")
 
     assert memory.read() == {}
     memory.write(SOME)
@@ -410,7 +415,7 @@ def test_a_file_that_cannot_be_read_is_as_good_as_none(content: str, tmp_path: P
 
 def test_a_directory_that_cannot_be_used_costs_nothing_but_the_memory(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    memory = RaceMemory(tmp_path / "file", "H200")
+    memory = AutotuneCache(tmp_path / "file", "H200")
 
     memory.write(SOME)
 
@@ -421,7 +426,7 @@ def test_without_a_directory_nothing_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    memory = RaceMemory(None, "H200")
+    memory = AutotuneCache(None, "H200")
 
     memory.write(SOME)
 
@@ -439,11 +444,11 @@ def load(source: ModelSource, dtype: str = "float32") -> LoadedModel:
     return load_model(source, ModelConfig(device="cpu", dtype=dtype), None, lambda _: None)
 
 
-def race_of(cost: Cost) -> tuple[LinearRace, VirtualStopwatch]:
-    """A race against torch's product at 10 us."""
+def tuner_of(cost: Cost) -> tuple[GemmAutotuner, VirtualStopwatch]:
+    """A tuner against torch's product at 10 us."""
     watch = VirtualStopwatch()
     kernel = TimedProduct(watch, cost, few_rows_linear)
-    return LinearRace(watch, kernel, TimedProduct(watch, lambda *_: 1e-5), budget_s=100), watch
+    return GemmAutotuner(watch, kernel, TimedProduct(watch, lambda *_: 1e-5), budget_s=100), watch
 
 
 def few_rows_win(num_rows: int, weight: torch.Tensor) -> float:
@@ -474,7 +479,7 @@ def test_few_rows_take_the_kernel_and_more_take_torchs(
     before = {n: scene.eager(pieces).clone() for n, pieces in steps.items()}
     assert not kernel_runs
 
-    won = settle_products(loaded, None, race_of(few_rows_win)[0])
+    won = autotune_products(loaded, None, tuner_of(few_rows_win)[0])
 
     # Q, K and V, the output, gate and up, down in both layers, and the head.
     num_products = 4 * len(loaded.spec.layers) + 1
@@ -490,7 +495,7 @@ def test_a_head_of_few_rows_takes_it_after_a_long_prefill(
     source: ModelSource, kernel_runs: list[int]
 ) -> None:
     loaded = load(source)
-    settle_products(loaded, None, race_of(few_rows_win)[0])
+    autotune_products(loaded, None, tuner_of(few_rows_win)[0])
     scene = Scene(loaded, Recorder())
     piece = scene.read(0, list(range(2, 40)))
 
@@ -503,7 +508,7 @@ def test_the_choice_is_the_same_at_capture_and_at_every_replay(
     source: ModelSource, kernel_runs: list[int]
 ) -> None:
     loaded = load(source)
-    settle_products(loaded, None, race_of(few_rows_win)[0])
+    autotune_products(loaded, None, tuner_of(few_rows_win)[0])
     scene = Scene(loaded, Recorder())
     piece = scene.read(20, [1])
 
@@ -514,16 +519,16 @@ def test_the_choice_is_the_same_at_capture_and_at_every_replay(
     assert set(kernel_runs) == {1}
 
 
-def test_the_next_load_knows_and_does_not_race(source: ModelSource, tmp_path: Path) -> None:
-    race, watch = race_of(few_rows_win)
-    won = settle_products(load(source), tmp_path, race)
+def test_the_next_load_times_nothing_again(source: ModelSource, tmp_path: Path) -> None:
+    tuner, watch = tuner_of(few_rows_win)
+    won = autotune_products(load(source), tmp_path, tuner)
     assert won
     assert watch.num_timed
 
-    again, watch = race_of(lambda *_: 1.0)
-    assert settle_products(load(source), tmp_path, again) == won
+    again, watch = tuner_of(lambda *_: 1.0)
+    assert autotune_products(load(source), tmp_path, again) == won
     assert watch.num_timed == 0
-    assert settle_products(load(source), None, again) == ()
+    assert autotune_products(load(source), None, again) == ()
 
 
 def test_a_kernel_that_fails_leaves_every_product_torchs_own(
@@ -535,7 +540,7 @@ def test_a_kernel_that_fails_leaves_every_product_torchs_own(
     watch = VirtualStopwatch()
     loaded = load(source)
 
-    assert settle_products(loaded, tmp_path, LinearRace(watch, fails)) == ()
+    assert autotune_products(loaded, tmp_path, GemmAutotuner(watch, fails)) == ()
 
     scene = Scene(loaded, Recorder())
     scene.eager([scene.read(3, [1])])
@@ -543,7 +548,7 @@ def test_a_kernel_that_fails_leaves_every_product_torchs_own(
     assert watch.num_timed == 0
 
 
-def test_nothing_is_raced_or_kept_on_a_cpu(source: ModelSource, tmp_path: Path) -> None:
+def test_nothing_is_timed_or_kept_on_a_cpu(source: ModelSource, tmp_path: Path) -> None:
     ensure_trusted(load(source), tmp_path)
 
     assert [path.name for path in tmp_path.iterdir()] == ["self_test.json"]
@@ -555,9 +560,9 @@ def test_products_that_are_not_on_the_models_own_weights_are_left_alone(
     loaded = load(source, "bfloat16")
     if loaded.weights != "float16":
         pytest.skip("torch has no packed float16 product for this processor")
-    race, watch = race_of(few_rows_win)
+    tuner, watch = tuner_of(few_rows_win)
 
-    assert settle_products(loaded, None, race) == ()
+    assert autotune_products(loaded, None, tuner) == ()
     assert watch.num_timed == 0
 
 
@@ -565,9 +570,9 @@ def test_an_abandoned_fusion_has_no_products(source: ModelSource) -> None:
     loaded = load(source)
     assert loaded.fusing is not None
     loaded.fusing.abandon()
-    race, watch = race_of(few_rows_win)
+    tuner, watch = tuner_of(few_rows_win)
 
-    assert settle_products(loaded, None, race) == ()
+    assert autotune_products(loaded, None, tuner) == ()
     assert watch.num_timed == 0
 
 
@@ -579,9 +584,9 @@ def test_the_self_test_is_taken_with_the_products_that_will_run(
 ) -> None:
     """A verdict on torch's products says nothing about others."""
     ensure_trusted(load(source), tmp_path)
-    race = race_of(few_rows_win)[0]
+    tuner = tuner_of(few_rows_win)[0]
     monkeypatch.setattr(
-        self_test, "settle_products", lambda loaded, _: settle_products(loaded, None, race)
+        self_test, "autotune_products", lambda loaded, _: autotune_products(loaded, None, tuner)
     )
 
     ensure_trusted(load(source), tmp_path)

@@ -240,7 +240,7 @@ def test_a_model_that_fails_fused_runs_its_own_code_and_that_is_remembered(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Llama 4's parts passed their trials one by one, and its first step failed."""
+    """Llama 4's parts passed their comparisons one by one, and its first step failed."""
     source = find_model(str(save_checkpoint(tmp_path / "model", tiny_model("llama"))))
 
     def load() -> LoadedModel:

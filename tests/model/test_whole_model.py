@@ -115,8 +115,8 @@ def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
     return all(torch.equal(mine, plain) for mine, plain in zip(one, other, strict=True))
 
 
-def proven(case: Case) -> Case:
-    """Return a case that has proven that it may be run as a whole."""
+def checked(case: Case) -> Case:
+    """Return a case whose first steps were checked, so that it runs as a whole."""
     for _ in range(2):
         case.results(batch_of(*STEPS["one row"]))
     return case
@@ -127,7 +127,7 @@ def proven(case: Case) -> Case:
 def test_a_model_run_as_a_whole_gives_what_its_layers_give_to_the_bit(
     name: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runs: Runs
 ) -> None:
-    case = proven(Case(load(saved(tmp_path, name), dtype)))
+    case = checked(Case(load(saved(tmp_path, name), dtype)))
     for step in (*STEPS.values(), TWELVE):
         batch = batch_of(*step)
         plain = case.plain_results(batch, monkeypatch)
@@ -150,7 +150,7 @@ def test_many_keys_are_gathered(
     batch = batch_of(*step)  # how it is attended was decided once for the other
     plain = case.plain_results(batch, monkeypatch)
     runs.by_layers = runs.as_a_whole = 0
-    ours = proven(case).results(batch)
+    ours = checked(case).results(batch)
     assert same(ours, plain)
     assert (runs.by_layers, runs.as_a_whole) == (2, 3)
     assert not torch.equal(ours[0], by_kernel[0])  # another order of additions
@@ -166,7 +166,7 @@ def test_the_first_steps_run_both_ways(tmp_path: Path, runs: Runs) -> None:
 
 def test_the_first_verify_proves_nothing_any_more(tmp_path: Path, runs: Runs) -> None:
     """It did, took five times as long, and was held to be too dear to try again."""
-    case = proven(Case(load(saved(tmp_path, "llama"))))
+    case = checked(Case(load(saved(tmp_path, "llama"))))
     runs.by_layers = runs.as_a_whole = 0
     case.results(batch_of(*STEPS["a verify of five"]))
     assert (runs.by_layers, runs.as_a_whole) == (0, 1)
@@ -176,7 +176,7 @@ def test_the_first_verify_proves_nothing_any_more(tmp_path: Path, runs: Runs) ->
 def test_a_model_that_is_more_than_its_parts_goes_on_as_it_is(
     changed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runs: Runs
 ) -> None:
-    """Granite scales both: parts, each proven, do not make the model.
+    """Granite scales both: parts, each checked, do not make the model.
 
     The refuting step's KV was the whole's once, and went on into the cache.
     """
@@ -235,7 +235,7 @@ def test_a_step_of_more_rows_than_run_fused_refutes_nothing(
     for _ in range(2):
         assert same(case.results(batch), case.plain_results(batch, monkeypatch))
     runs.by_layers = runs.as_a_whole = 0
-    proven(case).results(batch)
+    checked(case).results(batch)
     assert (runs.by_layers, runs.as_a_whole) == (3, 2)
 
 

@@ -1,4 +1,4 @@
-"""Races without a device: a clock that products put forward, products at a price."""
+"""Autotuning without a device: a clock that products put forward, products at a price."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -7,7 +7,7 @@ import torch
 from torch.nn.functional import linear
 
 from kvchat.model.fused_parts import LinearShape, Operands
-from kvchat.model.gemm_autotune import ROW_BUCKETS, LinearFunction, LinearRace, Pass
+from kvchat.model.gemm_autotune import ROW_BUCKETS, GemmAutotuner, LinearFunction, Pass
 from kvchat_kernels.skinny_linear import skinny_linear
 
 Cost = Callable[[int, torch.Tensor], float]
@@ -82,15 +82,15 @@ class NoRun:
         return [[2.0], [1.0]]
 
 
-def check_triton_kernel_in_race(sizes: tuple[int, int], dtype: torch.dtype, has_bias: bool) -> None:
-    """The race finds the Triton kernel's numbers to be torch's, for every bucket."""
+def check_triton_kernel_agrees(sizes: tuple[int, int], dtype: torch.dtype, has_bias: bool) -> None:
+    """Autotuning finds the Triton kernel's numbers to be torch's, for every bucket."""
 
     def kernel(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         return skinny_linear(rows, weight, bias, impl="triton")
 
     layers = layers_of(sizes, dtype=dtype, has_bias=has_bias)
-    outcomes = LinearRace(NoRun(), kernel).run(layers, {})
+    outcomes = GemmAutotuner(NoRun(), kernel).run(layers, {})
 
     assert len(outcomes) == len(ROW_BUCKETS)
     for (shape, num_rows), outcome in outcomes.items():
-        assert outcome.is_won, f"{shape}, {num_rows} rows: {outcome.refusal}"
+        assert outcome.is_faster, f"{shape}, {num_rows} rows: {outcome.refusal}"

@@ -169,7 +169,7 @@ class DeviceSequences:
     block_tables     [num_sequences, max_blocks] int32, as in PagedSequences; any row stride
     block_size       tokens per block
 
-    Whoever fills the tensors owns them.
+    The code that fills the tensors owns them.
     """
 
     num_tokens: int
