@@ -4,6 +4,7 @@ What the floors above hold instead of an engine. Knows how sessions begin; knows
 command line.
 """
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable
@@ -29,6 +30,7 @@ from kvchat.engine.thread import Build, EngineThread
 
 if TYPE_CHECKING:
     from kvchat.engine.engine import Engine
+
 
 T = TypeVar("T")
 
@@ -178,3 +180,11 @@ class ChatHost:
     def close(self) -> None:
         """Stop the engine after its current step. Idempotent."""
         self._engine.close()
+
+
+async def close_host(host: ChatHost) -> None:
+    """Close a host; one that still loads is not waited for: it has nothing to save yet."""
+    if host.ready is not None:
+        await asyncio.to_thread(host.close)
+    else:
+        threading.Thread(target=host.close, daemon=True).start()

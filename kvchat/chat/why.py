@@ -1,14 +1,20 @@
 """Why a turn was read, or read again: how much of its context was there, and what cost the rest.
 
-Pure functions over facts: the ids that were asked for, the ids of contexts that had been read
-before, and what the engine says of its caches. Knows turns and counts; knows no screen.
+Functions over facts: the ids that were asked for, the ids of contexts that had been read before,
+and what the engine says of its caches. A conversation that begins like an earlier one may begin
+cold because its template writes another time, or is another one by now: within a conversation the
+template sees a frozen clock.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from kvchat.chat.chat_model import ChatModel
 from kvchat.chat.conversation import ROOT, Conversation, Role, Turn
+from kvchat.chat.store import SessionStore
+from kvchat.core.errors import KvchatError, StoreError
 from kvchat.core.types import CachedTokens, MissReason
 
 # Less than this is the rest of a block, which nobody keeps.
@@ -254,3 +260,55 @@ def _difference(reuse: Reuse, decode: Callable[[list[int]], str]) -> str:
         f"The first token that differs is number {start + 1:,}: "
         f"{decode(new)[:_TEXT_CHARS]!r} was {decode(old)[:_TEXT_CHARS]!r}."
     )
+
+
+# Of how many conversations, the ones changed last, the beginnings are compared.
+_MOST_COMPARED = 10
+
+
+def earlier(store: SessionStore | None, session_id: str) -> Iterator[Conversation]:
+    """Yield the other saved conversations that changed last."""
+    if store is None:
+        return
+    with suppress(StoreError):  # what cannot be listed has nothing to say
+        for other in store.ids()[:_MOST_COMPARED]:
+            if other != session_id:
+                with suppress(KvchatError):  # nor has a damaged one
+                    yield store.read(other).conversation
+
+
+def beside_earlier(
+    reuse: Reuse, begun: Turn, model: ChatModel, conversations: Iterable[Conversation]
+) -> Reuse:
+    """Return what is known of a conversation's first answer, with the earlier one that it would
+    share most with if the template wrote what it did then; as it is where there is none, and where
+    as much was there all the same.
+
+    `begun` is the message that was answered.
+    """
+    best, most = reuse, NOT_WORTH_MENTIONING - 1
+    for conversation in conversations:
+        as_then = _written(model, begun, conversation)
+        for turn in conversation.children(ROOT):
+            if turn.tokenizer != begun.tokenizer:
+                continue
+            # What was there is no loss: another chat of today may have had it read.
+            shared = max(common_len(reuse.ids, turn.token_ids), reuse.cached.total)
+            now = _written(model, turn, conversation)
+            for change, would_share in (
+                (Change.CLOCK, common_len(as_then, turn.token_ids)),
+                (Change.TEMPLATE, common_len(as_then, now)),
+            ):
+                if would_share - shared > most:
+                    best = replace(reuse, before=turn.token_ids, change=change)
+                    most = would_share - shared
+    return best
+
+
+def _written(model: ChatModel, turn: Turn, conversation: Conversation) -> tuple[int, ...]:
+    """Return a first message's ids as of a conversation's time, by the template as it is now."""
+    empty = Conversation("", conversation.created_s)
+    try:
+        return model.user_ids(empty, ROOT, turn.text, turn.system)
+    except KvchatError:  # a template may refuse what an earlier one took
+        return ()

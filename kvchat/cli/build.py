@@ -17,8 +17,8 @@ from kvchat.core.types import SamplingParams
 
 if TYPE_CHECKING:
     from kvchat.cache.disk.admin import StoreAdmin
+    from kvchat.chat.answer_settings import AskOptions
     from kvchat.chat.host import ChatHost
-    from kvchat.chat.session import AskOptions
     from kvchat.chat.store import SessionStore
     from kvchat.chat.template_process import RenderingChild
     from kvchat.engine.engine import Engine
@@ -66,7 +66,7 @@ def store_admin(settings: Settings) -> "StoreAdmin":
 
 def ask_options(settings: Settings, model_defaults: dict[str, float], samples: int) -> "AskOptions":
     """Return how answers are generated."""
-    from kvchat.chat.session import SAMPLING_NAMES, AskOptions
+    from kvchat.chat.answer_settings import SAMPLING_NAMES, AskOptions
 
     max_tokens = settings["max_tokens"]
     if max_tokens is not None and max_tokens < 1:

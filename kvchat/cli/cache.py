@@ -13,7 +13,7 @@ from kvchat.cli.build import store_admin, user_paths
 from kvchat.cli.settings import resolve
 from kvchat.core.errors import ExitCode, UsageError
 from kvchat.core.stats import StoreStatus
-from kvchat.terminal import kept_kv
+from kvchat.terminal import cache_lines
 from kvchat.terminal.theme import ASCII_GLYPHS, Glyphs, is_utf8
 
 
@@ -28,33 +28,33 @@ def show_status(kept: StoreAdmin, as_json: bool) -> None:
     if as_json:
         _print([json.dumps(_object(status))])
     else:
-        _print(kept_kv.status_lines(status))
+        _print(cache_lines.status_lines(status))
 
 
 def show_tree(kept: StoreAdmin) -> None:
     """Print a line per pack."""
     has_unicode = is_utf8(sys.stdout.encoding)
-    _print(kept_kv.tree_lines(kept.tree(), Glyphs() if has_unicode else ASCII_GLYPHS))
+    _print(cache_lines.tree_lines(kept.tree(), Glyphs() if has_unicode else ASCII_GLYPHS))
 
 
 def verify(kept: StoreAdmin) -> ExitCode:
     """Read every pack and print what is sound; return the exit code."""
     found = kept.verify()
-    _print([kept_kv.verified_line(found)])
+    _print([cache_lines.verified_line(found)])
     return ExitCode.OK if found.is_sound else ExitCode.GENERATION
 
 
 def collect(kept: StoreAdmin) -> None:
     """Remove what is out of date or too much, and print how much that was."""
-    _print([kept_kv.collected_line(kept.gc())])
+    _print([cache_lines.collected_line(kept.gc())])
 
 
 def clear(kept: StoreAdmin, is_sure: bool) -> None:
     """Delete everything, after a question unless the user `is_sure`; print how much it was."""
-    if not is_sure and not _confirm(kept_kv.clearing_question(kept.status())):
+    if not is_sure and not _confirm(cache_lines.clearing_question(kept.status())):
         _print(["Nothing is deleted."])
         return
-    _print([kept_kv.cleared_line(kept.clear())])
+    _print([cache_lines.cleared_line(kept.clear())])
 
 
 def show_path(kept: StoreAdmin) -> None:

@@ -20,12 +20,12 @@ from kvchat.core.errors import UsageError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from kvchat.chat.controller import Desk
     from kvchat.chat.host import ChatHost
     from kvchat.chat.session import ChatSession
-    from kvchat.cli.interruption import Interruption
     from kvchat.cli.output import Notices, Writer
+    from kvchat.cli.streams import Interruption
     from kvchat.core.events import LoadEvent
-    from kvchat.terminal.desk import Desk
     from kvchat.terminal.script_commands import ScriptCommands
     from kvchat.terminal.theme import Look
 
@@ -121,8 +121,8 @@ def _open_desk(
     from kvchat.chat.template_process import RenderingChild
 
     child = RenderingChild()  # starts while the rest is imported
-    from kvchat.chat.attachment import read_attachment
-    from kvchat.terminal.desk import Attached, Desk
+    from kvchat.chat.attachment import Attached, read_attachment
+    from kvchat.chat.controller import Desk
 
     attached = tuple(Attached(path.name, read_attachment(path)) for path in request.files)
     session_id = _session_id(settings, request)
@@ -145,9 +145,9 @@ def _open_desk(
 
 
 def _answer_script(settings: Settings, request: ChatRequest) -> int:
-    from kvchat.cli.interruption import Interruption
     from kvchat.cli.output import Notices
     from kvchat.cli.script_input import read_text, with_prompt
+    from kvchat.cli.streams import Interruption
 
     notices = Notices(settings["quiet"])
     text = None
@@ -167,7 +167,7 @@ def _run_script(
     interruption: "Interruption",
     text: str | None,
 ) -> int:
-    from kvchat.cli.progress import LoadingLine
+    from kvchat.cli.output import LoadingLine
     from kvchat.cli.script import Script, ScriptSetup
     from kvchat.cli.script_input import read_lines, read_requests
 
@@ -219,8 +219,7 @@ def _script_commands(
 ) -> "ScriptCommands":
     from kvchat.terminal.paint import Painter
     from kvchat.terminal.registry import build_registry
-    from kvchat.terminal.script_commands import ScriptCommands
-    from kvchat.terminal.script_page import ScriptPage
+    from kvchat.terminal.script_commands import ScriptCommands, ScriptPage
 
     page = ScriptPage(notices.show, Painter(look), shutil.get_terminal_size().columns)
     return ScriptCommands(desk, page, build_registry(), shows_stats)

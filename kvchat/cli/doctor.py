@@ -23,7 +23,7 @@ from kvchat.cli.settings import resolve
 from kvchat.core.config import format_bytes
 from kvchat.core.errors import ExitCode, KvchatError, StoreError
 from kvchat.core.paths import private_directory
-from kvchat.terminal.kept_kv import used_of_limit
+from kvchat.terminal.cache_lines import used_of_limit
 
 _LOW_SPACE_BYTES = 1 << 30
 

@@ -12,8 +12,8 @@ from kvchat.chat.chat_model import read_chat_model
 from kvchat.chat.template import Strategy
 from kvchat.core.config import CacheConfig, ModelConfig, format_bytes
 from kvchat.core.errors import ModelError, ModelUnsupported
+from kvchat.core.text import sanitize
 from kvchat.model.source import DEMO, ModelSource, find_model
-from kvchat.terminal.sanitize import sanitize
 
 
 def list_models() -> None:

@@ -13,17 +13,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from kvchat.chat.controller import Desk
 from kvchat.chat.events import AnswerEnded, AnswerFailed, ChatEvent, SavingFailed
 from kvchat.chat.host import ChatHost
+from kvchat.chat.json_requests import BadRequest, JsonRequest
 from kvchat.chat.reply import Reply
 from kvchat.chat.session import ChatSession
-from kvchat.cli.interruption import Interrupted, Interruption
-from kvchat.cli.json_requests import BadRequest, JsonRequest
 from kvchat.cli.output import Exchange, Notices, Writer, ending_notice
+from kvchat.cli.streams import Interrupted, Interruption
 from kvchat.core.errors import ExitCode, KvchatError, TimedOut, UsageError
 from kvchat.core.types import FinishReason
 from kvchat.terminal.commands import Invocation, Message, Unknown
-from kvchat.terminal.desk import Desk
 from kvchat.terminal.status import stats_line
 from kvchat.terminal.theme import ASCII_GLYPHS, Glyphs
 from kvchat.terminal.wrap import NO_BREAK

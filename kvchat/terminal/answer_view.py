@@ -20,12 +20,11 @@ from kvchat.chat.events import (
 )
 from kvchat.chat.thinking import whole_passages
 from kvchat.core.types import FinishReason
-from kvchat.terminal.face import Face
-from kvchat.terminal.leaves import Sheet
 from kvchat.terminal.markdown import MarkdownStream
-from kvchat.terminal.paint import Painter, Row, prefixed
+from kvchat.terminal.paint import Painter, Row, Sheet, prefixed
 from kvchat.terminal.status import PrefillMeter, stats_line
 from kvchat.terminal.theme import Role
+from kvchat.terminal.view import Face
 
 # Only a prompt that takes longer than this to read gets a bar.
 _BAR_AFTER_S = 0.4

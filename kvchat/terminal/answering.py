@@ -7,19 +7,19 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from kvchat.chat.answer_settings import AskOptions
+from kvchat.chat.attachment import Attached, mentioned_files
+from kvchat.chat.controller import Desk
 from kvchat.chat.events import ChatEvent
 from kvchat.chat.reply import Reply
-from kvchat.chat.session import AskOptions
+from kvchat.chat.reply_stream import ReplyPump
 from kvchat.core.errors import ContextTooLong, KvchatError
+from kvchat.core.text import one_line
 from kvchat.terminal.answer_view import AnswerView
-from kvchat.terminal.desk import Attached, Desk
-from kvchat.terminal.face import Choice, Face, LiveView, tell
-from kvchat.terminal.mentions import mentioned_files
 from kvchat.terminal.paint import Row
-from kvchat.terminal.pump import ReplyPump
-from kvchat.terminal.sanitize import one_line
 from kvchat.terminal.status import format_seconds, plural
 from kvchat.terminal.theme import Role
+from kvchat.terminal.view import Choice, Face, LiveView, tell
 
 # Asks the chat floor for a reply; gets what the reply calls when something has happened.
 _Ask = Callable[[Callable[[], None]], Reply]

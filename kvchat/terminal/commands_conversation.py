@@ -6,21 +6,20 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvchat.chat.importing import import_file
+from kvchat.chat import documents
+from kvchat.chat.documents import import_file
 from kvchat.chat.store import SessionStore, SessionSummary
 from kvchat.core.errors import ExitCode, SessionNotFound, StoreError, UsageError
 from kvchat.core.paths import user_path
-from kvchat.terminal import exporting
+from kvchat.core.text import one_line, whole_number
 from kvchat.terminal.commands import Argument, Command, Group
-from kvchat.terminal.face import Choice
-from kvchat.terminal.numbers import whole_number
-from kvchat.terminal.recital import show_where_it_stands
-from kvchat.terminal.sanitize import one_line
+from kvchat.terminal.history_view import show_where_it_stands
 from kvchat.terminal.status import plural
 from kvchat.terminal.theme import Role
+from kvchat.terminal.view import Choice
 
 if TYPE_CHECKING:
-    from kvchat.terminal.command_context import CommandContext
+    from kvchat.terminal.commands import CommandContext
 
 
 async def exit_(context: "CommandContext", arguments: str) -> None:
@@ -109,21 +108,21 @@ async def export(context: "CommandContext", arguments: str) -> None:
     session = context.desk.require_session()
     kind, path = _export_target(arguments, session.session_id)
     if kind == "jsonl":
-        content = exporting.saved_document(_store(context), session.session_id)
+        content = documents.saved_document(_store(context), session.session_id)
     else:
-        content = exporting.document(session.conversation, kind)
-    exporting.write_new(path, content)
+        content = documents.document(session.conversation, kind)
+    documents.write_new(path, content)
     context.say(f"Written to {path}. (Conversations are also saved by themselves.)")
 
 
 def _export_target(arguments: str, session_id: str) -> tuple[str, Path]:
     """Return the kind of document and its path; the name holds nothing of the conversation."""
     first, _, rest = arguments.partition(" ")
-    if first in exporting.KINDS:
+    if first in documents.KINDS:
         kind, name = first, rest.strip()
     else:
         name = arguments
-        kind = exporting.kind_of(Path(name))
+        kind = documents.kind_of(Path(name))
     own_name = f"kvchat-{session_id}.{kind}"
     path = user_path(name or own_name)
     return kind, path / own_name if path.is_dir() else path

@@ -1,33 +1,97 @@
-"""Commands about the model and its engine, and the help that lists all commands."""
+"""Commands about the model and its engine, and the help that lists all commands.
+
+/model loads another model beside the present one. The conversation stays; the present model answers
+until the other is there, and for good if it cannot be loaded.
+"""
 
 import asyncio
+import threading
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rich.text import Text
 
+from kvchat.chat.controller import Desk
 from kvchat.chat.conversation import Role as Speaker
+from kvchat.chat.host import ChatHost, close_host
+from kvchat.chat.reply_stream import LoadRelay
 from kvchat.core.config import format_bytes
 from kvchat.core.errors import StoreError, UsageError
+from kvchat.core.events import LoadEvent, LoadFailed, LoadProgress, ModelReady
 from kvchat.core.stats import TierStatus
+from kvchat.core.text import one_line
+from kvchat.terminal.cache_lines import disk_lines, host_lines
 from kvchat.terminal.commands import Argument, Command, Group
-from kvchat.terminal.kept_kv import disk_lines, host_lines
-from kvchat.terminal.model_change import change_model
 from kvchat.terminal.paint import Row, prefixed
-from kvchat.terminal.recital import describe_model
-from kvchat.terminal.sanitize import one_line
-from kvchat.terminal.status import (
-    format_count,
-    graph_lines,
-    plural,
-    speculation_lines,
-    stats_line,
-)
+from kvchat.terminal.status import format_count, graph_lines, plural, speculation_lines, stats_line
 from kvchat.terminal.theme import Look, Role
 
 if TYPE_CHECKING:
-    from kvchat.terminal.command_context import CommandContext
+    from kvchat.terminal.commands import CommandContext
+
+
+async def _in_thread(make: Callable[[], ChatHost]) -> ChatHost:
+    """Run a function on a thread that nobody waits for: a download must not keep kvchat alive."""
+    loop = asyncio.get_running_loop()
+    made: asyncio.Future[ChatHost] = loop.create_future()
+
+    def settle(host: ChatHost | None, error: Exception | None) -> None:
+        if made.done():
+            return
+        if host is not None:
+            made.set_result(host)
+        else:
+            made.set_exception(error or AssertionError("neither a host nor a reason"))
+
+    def run() -> None:
+        host, failure = None, None
+        try:
+            host = make()
+        except Exception as error:
+            failure = error
+        with suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(settle, host, failure)
+
+    threading.Thread(target=run, name="kvchat-model-change", daemon=True).start()
+    return await made
+
+
+async def change_model(context: "CommandContext", name: str) -> None:
+    """Load a model and go on with it; raises why it cannot be."""
+    desk = context.desk
+    loop = asyncio.get_running_loop()
+    outcome: asyncio.Future[ModelReady] = loop.create_future()
+    relay = LoadRelay()
+    async with context.face.lent(takes_interrupts=False):  # a download shows its own bars
+        host = await _in_thread(lambda: desk.new_host(name, relay.hear))
+
+    def hear(event: LoadEvent) -> None:
+        if isinstance(event, LoadProgress):
+            context.show_stage(one_line(event.stage))
+        elif outcome.done():
+            return
+        elif isinstance(event, LoadFailed):
+            outcome.set_exception(event.error)
+        else:
+            outcome.set_result(event)
+
+    relay.attach(loop, hear)
+    try:
+        ready = await outcome
+        old = desk.change_host(host)
+    except BaseException:
+        await close_host(host)
+        raise
+    finally:
+        context.show_stage("")
+    context.say(f"Now with {one_line(ready.name)}, {ready.device}, {ready.dtype}.")
+    for note in desk.session.notes if desk.session is not None else ():
+        context.say(note)
+    context.conversation_changed()
+    await close_host(old)
+
 
 _KEYS = (
     ("Enter", "send; while an answer comes, queue"),
@@ -249,3 +313,18 @@ COMMANDS = (
         argument=Argument.COMMAND,
     ),
 )
+
+
+def describe_model(desk: Desk) -> str:
+    """Return what is known of the model, a fact a line."""
+    model, ready = desk.host.model, desk.host.ready
+    facts = [("model", one_line(model.name)), ("template", str(model.format.strategy))]
+    if ready is not None:
+        facts += [
+            ("device", f"{ready.device}, {ready.dtype}"),
+            ("draft", one_line(ready.draft) if ready.draft else "none"),
+            ("context", f"{format_count(ready.context_limit)} tokens"),
+            ("identity", ready.identity),
+            ("loaded in", f"{ready.load_s:.1f} s"),
+        ]
+    return "\n".join(f"{name:<10} {value}" for name, value in facts)

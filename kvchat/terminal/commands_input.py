@@ -5,20 +5,20 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvchat.chat import answer_settings
 from kvchat.chat.conversation import Role
 from kvchat.chat.thinking import split_thinking
 from kvchat.core.bounded_files import read_bounded
 from kvchat.core.errors import UsageError
 from kvchat.core.paths import user_path
-from kvchat.terminal import answer_settings
+from kvchat.core.text import one_line, whole_number
 from kvchat.terminal.commands import Argument, Command, Group
-from kvchat.terminal.numbers import whole_number
-from kvchat.terminal.recital import describe_model, show_turns
-from kvchat.terminal.sanitize import one_line
+from kvchat.terminal.commands_engine import describe_model
+from kvchat.terminal.history_view import show_turns
 from kvchat.terminal.status import plural
 
 if TYPE_CHECKING:
-    from kvchat.terminal.command_context import CommandContext
+    from kvchat.terminal.commands import CommandContext
 
 _MAX_PROMPT_BYTES = 16 << 20
 _NAME_AND_VALUE = re.compile(r"([^\s=]*)(?:\s*=\s*|\s+)?(.*)", re.DOTALL)

@@ -6,16 +6,13 @@ from typing import TYPE_CHECKING
 
 from kvchat.chat.conversation import Turn
 from kvchat.core.errors import UsageError
+from kvchat.core.text import one_line, whole_number
 from kvchat.terminal.commands import Argument, Command, Group
-from kvchat.terminal.face import Choice
-from kvchat.terminal.gist import gist
-from kvchat.terminal.numbers import whole_number
-from kvchat.terminal.recital import show_where_it_stands
-from kvchat.terminal.sanitize import one_line
-from kvchat.terminal.tree_view import tree_rows
+from kvchat.terminal.history_view import gist, show_where_it_stands, tree_rows
+from kvchat.terminal.view import Choice
 
 if TYPE_CHECKING:
-    from kvchat.terminal.command_context import CommandContext
+    from kvchat.terminal.commands import CommandContext
 
 _MAX_SAMPLES = 16
 _SAMPLES = re.compile(r"(?:-n\s*)?(\d+)$")

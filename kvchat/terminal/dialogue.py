@@ -8,19 +8,18 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
 
-from kvchat.chat.session import AskOptions
+from kvchat.chat.answer_settings import AskOptions
+from kvchat.chat.controller import Desk
+from kvchat.chat.message_queue import MessageQueue
 from kvchat.core.errors import ExitCode, KvchatError
 from kvchat.core.events import LoadEvent, LoadFailed, LoadProgress, ModelReady
-from kvchat.terminal import recital
+from kvchat.core.text import one_line
+from kvchat.terminal import history_view
 from kvchat.terminal.answering import Answering
-from kvchat.terminal.command_context import CommandContext
-from kvchat.terminal.commands import Invocation, Message, Registry, Unknown
-from kvchat.terminal.desk import Desk
-from kvchat.terminal.face import Face, LiveView
-from kvchat.terminal.message_queue import MessageQueue
-from kvchat.terminal.sanitize import one_line
+from kvchat.terminal.commands import CommandContext, Invocation, Message, Registry, Unknown
 from kvchat.terminal.status import ToolbarFacts, model_label, toolbar
 from kvchat.terminal.theme import Role
+from kvchat.terminal.view import Face, LiveView
 
 _STOP_PATIENCE_S = 2.0
 _FAREWELLS = ("exit", "quit", "bye")
@@ -184,7 +183,7 @@ class Dialogue(CommandContext):
             self.notice("There is no other answer. /retry makes one.")
             return
         self.say(f"Answer {branch[0]} of {branch[1]}", Role.TITLE, gap=False)
-        self.face.write(recital.answer_rows(turn, self.face))
+        self.face.write(history_view.answer_rows(turn, self.face))
         self.conversation_changed()
 
     def toggle_stats(self) -> None:

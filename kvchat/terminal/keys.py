@@ -22,7 +22,7 @@ from prompt_toolkit.key_binding.key_bindings import KeyBindingsBase
 from prompt_toolkit.keys import Keys
 
 from kvchat.core.errors import ExitCode
-from kvchat.terminal.input_blocks import continues, is_block_open, without_block_marks
+from kvchat.terminal.multiline import continues, is_block_open, without_block_marks
 from kvchat.terminal.pickers import Picker
 
 if TYPE_CHECKING:

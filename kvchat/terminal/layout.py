@@ -27,9 +27,9 @@ from prompt_toolkit.layout.processors import (
 )
 from prompt_toolkit.widgets import SearchToolbar
 
-from kvchat.terminal.face import LiveView
 from kvchat.terminal.paint import Fragments
 from kvchat.terminal.pickers import Picker
+from kvchat.terminal.view import LiveView
 from kvchat.terminal.wrap import one_row
 
 if TYPE_CHECKING:

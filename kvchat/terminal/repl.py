@@ -5,29 +5,32 @@ the answer in progress is stopped and kept, and the terminal is as it was before
 """
 
 import asyncio
+import logging
+import os
 import shutil
 import signal
 import sys
-from collections.abc import Iterator
+import termios
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, TextIO
 
+from kvchat.chat.controller import Desk
+from kvchat.chat.host import close_host
+from kvchat.chat.reply_stream import LoadRelay
 from kvchat.chat.template import Strategy
 from kvchat.core.errors import ExitCode
-from kvchat.terminal.desk import Desk
+from kvchat.core.text import one_line
 from kvchat.terminal.dialogue import Dialogue
-from kvchat.terminal.face import Face, tell
-from kvchat.terminal.guard import terminal_guard
-from kvchat.terminal.loading import LoadRelay
-from kvchat.terminal.model_change import close_host
+from kvchat.terminal.history_view import show_where_it_stands
 from kvchat.terminal.paint import Painter
-from kvchat.terminal.recital import show_where_it_stands
 from kvchat.terminal.registry import build_registry
-from kvchat.terminal.sanitize import one_line
 from kvchat.terminal.status import model_label
 from kvchat.terminal.theme import Look, Role
-from kvchat.terminal.unforeseen import unforeseen_errors_told
+from kvchat.terminal.view import Face, tell
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +97,11 @@ async def _run_until_left(dialogue: Dialogue, face: Face) -> None:
 def _new_face(setup: ReplSetup) -> Face:
     painter = Painter(setup.look)
     if setup.look.is_plain:
-        from kvchat.terminal.line_face import LineFace
+        from kvchat.terminal.line_view import LineFace
 
         columns = shutil.get_terminal_size().columns
         return LineFace(sys.stdin, sys.stdout, painter, max(20, columns), setup.editor)
-    from kvchat.terminal.live_face import new_live_prompt
+    from kvchat.terminal.prompt import new_live_prompt
 
     return new_live_prompt(painter, setup.desk, setup.history_path, setup.editor)
 
@@ -151,3 +154,80 @@ def _take_leave(dialogue: Dialogue, has_been_used: bool, problem: str | None) ->
 
 
 __all__ = ["LoadRelay", "Look", "ReplSetup", "run", "run_repl"]
+
+
+# Attributes reset, cursor shown, wrapping on, bracketed paste and synchronised output off.
+_RESET = b"\x1b[0m\x1b[?25h\x1b[?7h\x1b[?2004l\x1b[?2026l"
+
+
+@contextmanager
+def terminal_guard(writes_sequences: bool) -> Iterator[None]:
+    """Leave the terminal of the standard streams as it is now.
+
+    `writes_sequences` false never writes an escape sequence, not even to undo others.
+    """
+    descriptor = sys.stdin.fileno()
+    try:
+        before = termios.tcgetattr(descriptor)
+    except termios.error:
+        yield
+        return
+    try:
+        yield
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            _forget_if_lost(stream)
+        if writes_sequences:
+            with suppress(OSError, ValueError):
+                os.write(sys.stdout.fileno(), _RESET)
+        with suppress(termios.error):
+            termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
+
+
+def _forget_if_lost(stream: TextIO) -> None:
+    """Point a stream whose terminal is gone nowhere: Python would complain about it at its end."""
+    try:
+        stream.flush()
+    except (OSError, ValueError):
+        with suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+_log = logging.getLogger(__name__)
+
+
+@contextmanager
+def unforeseen_errors_told(tell: Callable[[BaseException], None]) -> Iterator[None]:
+    """Give errors to `tell`, on the event loop, until the end of the block.
+
+    Logging stays as it is configured; where it is not, nothing is printed in its stead.
+    """
+    loop = asyncio.get_running_loop()
+
+    def tell_soon(error: BaseException | None) -> None:
+        if isinstance(error, Exception):
+            with suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(tell, error)
+
+    def in_callback(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        tell_soon(context.get("exception"))
+        # Its message is left out: it names a callback with its arguments, which may be text.
+        _log.error("in a callback of the event loop", exc_info=context.get("exception"))
+
+    def in_thread(arguments: threading.ExceptHookArgs) -> None:
+        tell_soon(arguments.exc_value)
+
+    def in_finalizer(unraisable: Any) -> None:
+        _log.error("in a finalizer", exc_info=unraisable.exc_value)
+
+    silence = logging.NullHandler()
+    logging.getLogger().addHandler(silence)
+    hooks = threading.excepthook, sys.unraisablehook
+    threading.excepthook, sys.unraisablehook = in_thread, in_finalizer
+    loop.set_exception_handler(in_callback)
+    try:
+        yield
+    finally:
+        loop.set_exception_handler(None)
+        threading.excepthook, sys.unraisablehook = hooks
+        logging.getLogger().removeHandler(silence)

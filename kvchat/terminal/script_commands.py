@@ -1,21 +1,74 @@
-"""ScriptCommands: carries out slash commands between the turns of a script.
+"""Slash commands between the turns of a script: the chat's own commands, plain lines, no questions.
 
-The very commands of the interactive chat, one after another, each to its end. Knows no streams and
-no exit codes; whoever runs the script asks what answer a command wants, and writes it.
+ScriptCommands carries them out one after another, each to its end, and hands back the answer that a
+command asks for. ScriptPage is what they write on; what needs a person at a screen is refused in a
+sentence.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
+from kvchat.chat.answer_settings import AskOptions
+from kvchat.chat.controller import Desk
+from kvchat.chat.engine_queries import Price
 from kvchat.chat.reply import Reply
-from kvchat.chat.session import AskOptions
 from kvchat.core.errors import UsageError
-from kvchat.terminal.command_context import CommandContext
-from kvchat.terminal.commands import Invocation, Registry
-from kvchat.terminal.desk import Desk
-from kvchat.terminal.face import Page
-from kvchat.terminal.status import Price, price_line
+from kvchat.terminal.commands import CommandContext, Invocation, Registry, price_line
+from kvchat.terminal.paint import Painter, Row, Sheet
+from kvchat.terminal.view import Choice, Page
+
+
+class ScriptPage:
+    """Implements `Page`. `write_text` takes whole lines; `columns` is how wide they may be."""
+
+    def __init__(self, write_text: Callable[[str], None], painter: Painter, columns: int) -> None:
+        assert painter.look.is_plain, "a script's output has no escape sequences"
+        self.painter = painter
+        self._write_text = write_text
+        self._columns = columns
+
+    @property
+    def sheet(self) -> Sheet:
+        return Sheet(self.painter, self._columns)
+
+    @property
+    def prompt_text(self) -> str:
+        return ""
+
+    def write(self, rows: Sequence[Row]) -> None:
+        """Write rows without the empty ones around them, which only part things on a screen."""
+        text = self.painter.ansi(rows).strip("\n")
+        if text:
+            self._write_text(f"{text}\n")
+
+    def write_turn(self, text: str, is_said_now: bool = True) -> None:
+        """Write what the user said before; what is said now is the script's own line."""
+        if not is_said_now:
+            self.write(self.painter.wrapped(f"You: {text}", self._columns))
+
+    def put_text(self, text: str) -> None:
+        """There is no prompt to put it into: the script sends what it means to send."""
+
+    async def choose(self, title: str, choices: Sequence[Choice], current: int = 0) -> int | None:
+        raise UsageError(
+            f"“{title}” takes somebody at a terminal.",
+            "In a script, name what you want after the command.",
+        )
+
+    @asynccontextmanager
+    async def lent(self, takes_interrupts: bool = True) -> AsyncIterator[None]:
+        yield
+
+    async def edit(self, text: str) -> str:
+        raise UsageError("An editor takes a terminal.", "In a script, a line is the message.")
+
+    def unlearn(self, texts: Collection[str]) -> None:
+        """A script's lines are not remembered."""
+
+    def copy(self, text: str) -> None:
+        raise UsageError("A script has no clipboard.", "/export writes a file.")
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,8 @@ from datetime import datetime
 
 import pytest
 
-from kvchat.chat.jinja import compile_template
 from kvchat.chat.template import turn_format
+from kvchat.chat.template_child import compile_template
 from kvchat.chat.template_process import RenderingFailed, TemplateProcess
 from kvchat.chat.tokenizer import ChatTokenizer
 from kvchat.core.errors import ModelError, TimedOut

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from kvchat.chat.conversation import NO_TOKENIZER, ROOT, Conversation, Role, Turn
+from kvchat.chat.documents import import_file
 from kvchat.chat.host import ChatHost
-from kvchat.chat.importing import import_file
 from kvchat.chat.store import SessionStore
 from kvchat.chat.why import Change, Reuse, cause, explain, reuse_of
 from kvchat.core.types import CachedTokens, MissReason

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvchat.cli.json_requests import BadRequest, JsonRequest
+from kvchat.chat.json_requests import BadRequest, JsonRequest
 from kvchat.cli.output import Notices
 from kvchat.cli.script import _prefetch_pages
 from kvchat.cli.script_input import read_requests

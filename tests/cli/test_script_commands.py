@@ -14,21 +14,19 @@ from typing import Any
 import pytest
 
 from kvchat.cache.disk.admin import StoreAdmin
+from kvchat.chat.answer_settings import AskOptions
 from kvchat.chat.chat_model import ChatModel
+from kvchat.chat.controller import Desk, KeptKv
 from kvchat.chat.host import ChatHost
-from kvchat.chat.session import AskOptions
 from kvchat.chat.store import SessionStore
-from kvchat.cli.interruption import Interrupted, Interruption
 from kvchat.cli.output import JsonWriter, Notices, TextWriter
 from kvchat.cli.script import Script, ScriptSetup
+from kvchat.cli.streams import Interrupted, Interruption
 from kvchat.core.errors import ModelError
 from kvchat.core.events import LoadProgress
-from kvchat.terminal.desk import Desk
-from kvchat.terminal.kept_kv import KeptKv
 from kvchat.terminal.paint import Painter
 from kvchat.terminal.registry import build_registry
-from kvchat.terminal.script_commands import ScriptCommands
-from kvchat.terminal.script_page import ScriptPage
+from kvchat.terminal.script_commands import ScriptCommands, ScriptPage
 from kvchat.terminal.theme import Look
 from support.commands import Shell
 from support.pty_screen import PtyScreen

@@ -168,4 +168,5 @@ def test_a_chat_needs_no_terminal() -> None:
         [sys.executable, "-c", script], capture_output=True, text=True, check=True
     )
 
+    assert {"controller", "engine_queries", "json_requests", "reply_stream"} <= set(modules)
     assert done.stdout.split() == ["[]"]

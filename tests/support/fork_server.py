@@ -25,8 +25,7 @@ from typing import IO, Any
 import pytest
 
 import kvchat
-from kvchat.cli.main import run
-from kvchat.cli.surroundings import prepare
+from kvchat.cli.main import prepare, run
 from support.commands import Shell
 from support.failing_files import Faults
 from support.patient_kvchat import be_patient

@@ -3,11 +3,12 @@
 from collections.abc import Callable
 from pathlib import Path
 
+from kvchat.chat.answer_settings import AskOptions
 from kvchat.chat.chat_model import read_chat_model
 from kvchat.chat.events import AnswerEnded
 from kvchat.chat.host import ChatHost
 from kvchat.chat.reply import Reply
-from kvchat.chat.session import AskOptions, ChatSession
+from kvchat.chat.session import ChatSession
 from kvchat.chat.store import SessionStore
 from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig, Size
 from kvchat.core.events import LoadProgress, ModelReady

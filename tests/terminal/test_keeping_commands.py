@@ -11,6 +11,7 @@ import pytest
 from kvchat.cache.disk.admin import StoreAdmin
 from kvchat.cache.disk.db import LOCK_NAME
 from kvchat.cache.keys import encode_ids
+from kvchat.chat.controller import Desk
 from kvchat.chat.conversation import Conversation
 from kvchat.chat.host import ChatHost
 from kvchat.chat.session import ChatSession
@@ -18,13 +19,11 @@ from kvchat.chat.session_file import turn_line
 from kvchat.chat.store import SessionStore
 from kvchat.core.errors import StoreError, StoreInUse, UsageError
 from kvchat.core.types import Usage
-from kvchat.terminal import kept_kv
+from kvchat.terminal import cache_lines
 from kvchat.terminal.commands import Invocation
-from kvchat.terminal.desk import Desk
 from kvchat.terminal.paint import Painter
 from kvchat.terminal.registry import build_registry
-from kvchat.terminal.script_commands import ScriptCommands
-from kvchat.terminal.script_page import ScriptPage
+from kvchat.terminal.script_commands import ScriptCommands, ScriptPage
 from kvchat.terminal.theme import Look
 from support.checkpoints import save_checkpoint, tiny_model
 from support.tiny_host import BLOCK_SIZE, answer_options, finish, tiny_host
@@ -118,7 +117,7 @@ def test_the_statistics_say_of_the_disk_what_cache_says(new_chat: NewChat) -> No
     chat = new_chat()
     chat.ask("My name is Ada.")
     chat.do("/pin")
-    used = kept_kv.used_of_limit(chat.kept.status()).split(" of ")[0]
+    used = cache_lines.used_of_limit(chat.kept.status()).split(" of ")[0]
 
     assert f"; {used} of " in chat.do("/stats")
     assert used in chat.do("/cache")

@@ -11,13 +11,13 @@ from prompt_toolkit.data_structures import Size
 from prompt_toolkit.history import InMemoryHistory
 from prompt_toolkit.input import PipeInput, create_pipe_input
 
+from kvchat.chat.message_queue import MessageQueue
 from kvchat.terminal import keys
-from kvchat.terminal.face import Choice
 from kvchat.terminal.keys import Twice
-from kvchat.terminal.message_queue import MessageQueue
 from kvchat.terminal.paint import Painter
 from kvchat.terminal.prompt import LivePrompt, Terminal
 from kvchat.terminal.theme import Look
+from kvchat.terminal.view import Choice
 
 
 @pytest.fixture(autouse=True)

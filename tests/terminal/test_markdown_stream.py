@@ -6,9 +6,8 @@ import textwrap
 
 import pytest
 
-from kvchat.terminal.leaves import Sheet
 from kvchat.terminal.markdown import MarkdownStream
-from kvchat.terminal.paint import Painter
+from kvchat.terminal.paint import Painter, Sheet
 from kvchat.terminal.theme import Look
 
 _PAINTER = Painter(Look())

@@ -5,18 +5,15 @@ import io
 import pytest
 
 from kvchat.chat.conversation import Conversation, Role
+from kvchat.chat.documents import to_markdown
 from kvchat.chat.events import AnswerText
 from kvchat.chat.thinking import split_thinking
-from kvchat.chat.transcript import to_markdown
 from kvchat.core.types import FinishReason
 from kvchat.terminal.answer_view import AnswerView
-from kvchat.terminal.gist import gist
-from kvchat.terminal.leaves import Sheet
-from kvchat.terminal.line_face import LineFace
-from kvchat.terminal.paint import Painter
-from kvchat.terminal.recital import answer_rows
+from kvchat.terminal.history_view import answer_rows, gist, tree_rows
+from kvchat.terminal.line_view import LineFace
+from kvchat.terminal.paint import Painter, Sheet
 from kvchat.terminal.theme import Look
-from kvchat.terminal.tree_view import tree_rows
 from support.turns import turn
 
 _PAINTER = Painter(Look(has_colour=False, is_plain=True, is_spoken=True))

@@ -5,17 +5,17 @@ from dataclasses import replace
 import pytest
 from rich.cells import cell_len
 
+from kvchat.chat.engine_queries import Price
 from kvchat.chat.events import ReadingPrompt
 from kvchat.core.types import CachedTokens, DraftUse, FinishReason, Timing, Usage
+from kvchat.terminal.commands import price_line
 from kvchat.terminal.status import (
     PrefillMeter,
-    Price,
     ToolbarFacts,
     format_count,
     format_seconds,
     model_label,
     plural,
-    price_line,
     stats_line,
     toolbar,
 )
