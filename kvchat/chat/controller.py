@@ -1,7 +1,7 @@
-"""Desk: the conversation that is open, the model it is with, and what may be done to them.
+"""ChatController: the open conversation, the model it is with, and what can be done to them.
 
 Commands and keys act through it. Moving about loses nothing: turns stay in their tree. What the
-engine is asked beside answers is `engine_questions.py`'s. Knows the chat floor; draws nothing.
+engine is asked beside answers is `engine_queries.py`'s. Draws nothing.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -12,7 +12,7 @@ from typing import Protocol
 from kvchat.chat.answer_settings import AskOptions
 from kvchat.chat.attachment import Attached, read_attachment
 from kvchat.chat.conversation import ROOT, Conversation, Role, Turn
-from kvchat.chat.engine_queries import EngineQuestions
+from kvchat.chat.engine_queries import EngineQueries
 from kvchat.chat.events import AnswerEnded
 from kvchat.chat.host import ChatHost
 from kvchat.chat.reply import Reply
@@ -63,7 +63,7 @@ class KeptKv(Protocol):
 NewHost = Callable[[str, Callable[[LoadEvent], None]], ChatHost]
 
 
-class Desk:
+class ChatController:
     """One conversation at a time. `session` is None until the first message makes one.
 
     `attached` goes before the next message; `edited` is the turn it will stand in for. `engine` is
@@ -83,7 +83,7 @@ class Desk:
         kept: KeptKv | None = None,
     ) -> None:
         self.host = host
-        self.engine = EngineQuestions(host)
+        self.engine = EngineQueries(host)
         self.new_host = new_host
         self.session = session
         self.options = options

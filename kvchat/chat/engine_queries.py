@@ -1,7 +1,7 @@
-"""EngineQuestions: what the engine is asked beside answers: how warm, how dear, what is wrong.
+"""EngineQueries: what the engine is asked beside answers: how warm, at what cost, what is wrong.
 
-Patience is short: what an engine that loads or computes cannot say in time is not known. Knows
-counts of tokens; knows no conversation, and draws nothing.
+An engine that loads or computes has two seconds to answer; what it does not say in time is not
+known.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from kvchat.core.types import rate
 
 
 @dataclass(frozen=True, slots=True)
-class Price:
+class Cost:
     """What an action costs: context tokens that would have to be read again.
 
     `tokens_per_s` is the prefill rate measured last, None before the first.
@@ -38,12 +38,12 @@ class Price:
         return self.num_read / self.tokens_per_s if self.tokens_per_s else None
 
     @property
-    def is_cheap(self) -> bool:
+    def is_low(self) -> bool:
         """Not worth a word: under half a second, or few tokens where no rate is known."""
         return self.num_read < 256 if self.seconds is None else self.seconds < 0.5
 
     @property
-    def is_dear(self) -> bool:
+    def is_high(self) -> bool:
         """Worth a question."""
         return self.num_read > 8192 if self.seconds is None else self.seconds > 10.0
 
@@ -58,7 +58,7 @@ _DISK_CACHE_FAILED = "the disk cache failed"
 _MAX_TROUBLE_CHARS = 4096
 
 
-class EngineQuestions:
+class EngineQueries:
     """Asks the engine of one host, and remembers what its answers taught and what was told."""
 
     def __init__(self, host: ChatHost) -> None:
@@ -76,10 +76,10 @@ class EngineQuestions:
         if ended.usage.prefilled_tokens >= _MIN_MEASURED_TOKENS and ended.timing.prefill_s > 0:
             self._prefill_rate = rate(ended.usage.prefilled_tokens, ended.timing.prefill_s)
 
-    async def price(self, token_ids: list[int]) -> Price | None:
+    async def cost(self, token_ids: list[int]) -> Cost | None:
         """Return what going on from a context would cost; None while that cannot be known."""
         cached = await self._cached(token_ids)
-        return None if cached is None else Price(len(token_ids), cached, self._prefill_rate)
+        return None if cached is None else Cost(len(token_ids), cached, self._prefill_rate)
 
     async def warmth(self, token_ids: list[int]) -> float | None:
         """Return the share of a context that need not be read again, None as above."""

@@ -22,7 +22,7 @@ _MAX_FRAME_S = 0.25
 _MAX_FRAME_COST_S = 0.008
 
 
-class Pace:
+class FramePacer:
     """Says when the next frame is due, from what the last ones cost."""
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class Pace:
         return max(0.0, self._last_s + self.interval_s - now_s)
 
 
-class ReplyPump:
+class ReplyStream:
     """Feeds one reply's events to `show`, on the loop that `run` is awaited on.
 
     `notify` is for the engine's thread. `show` is called with what has happened since the last
@@ -62,7 +62,7 @@ class ReplyPump:
         self._show = show
         self._clock = clock
         self._cpu_clock = cpu_clock
-        self._pace = Pace()
+        self._pacer = FramePacer()
         self._reply: Reply | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._is_announced = False
@@ -94,7 +94,7 @@ class ReplyPump:
 
     def _schedule(self) -> None:
         if self._reply is not None and not self._finished.done():
-            self._set_timer(0.0 if self._is_urgent else self._pace.delay_s(self._clock()))
+            self._set_timer(0.0 if self._is_urgent else self._pacer.delay_s(self._clock()))
 
     def _set_timer(self, delay_s: float) -> None:
         if self._timer is not None:
@@ -120,7 +120,7 @@ class ReplyPump:
         if self._error is None:
             began_s = self._cpu_clock()
             self._show(events)
-            self._pace.drawn(self._cpu_clock() - began_s, self._clock())
+            self._pacer.drawn(self._cpu_clock() - began_s, self._clock())
 
     def _fail(self, error: Exception) -> None:
         """End the reply, and go on polling without drawing: what came of it is to be saved."""

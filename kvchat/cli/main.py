@@ -64,7 +64,7 @@ def _run() -> int:
     from kvchat.cli.build import user_paths
     from kvchat.cli.log_file import open_log
 
-    prepare()
+    set_library_environment()
     is_debug = "--debug" in sys.argv
     open_log(user_paths().state, is_debug)
     try:
@@ -137,7 +137,7 @@ def _said(sentence: str, code: int) -> int:
 _SPIN_COUNT = "3000"
 
 
-def prepare() -> None:
+def set_library_environment() -> None:
     """Set what torch, OpenMP and tokenizers will read."""
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", _SPIN_COUNT)

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from kvchat.chat.answer_settings import AskOptions
-from kvchat.chat.controller import Desk
-from kvchat.chat.engine_queries import Price
+from kvchat.chat.controller import ChatController
+from kvchat.chat.engine_queries import Cost
 from kvchat.core.text import one_line
 from kvchat.terminal.status import format_seconds
 from kvchat.terminal.theme import Role
@@ -141,20 +141,20 @@ class Registry:
 class CommandContext(ABC):
     """Used on the event loop only. `shows_stats`: a line of figures follows every answer."""
 
-    desk: Desk
+    controller: ChatController
     registry: Registry
     shows_stats: bool
 
     @property
     @abstractmethod
-    def face(self) -> Page:
+    def page(self) -> Page:
         """Where commands write and ask."""
 
     # Talking
 
     def say(self, text: str, role: Role = Role.NOTE, gap: bool = True) -> None:
         """Tell the user something, for good."""
-        tell(self.face, text, role, gap)
+        tell(self.page, text, role, gap)
 
     @abstractmethod
     def notice(self, text: str) -> None:
@@ -166,15 +166,15 @@ class CommandContext(ABC):
 
     async def confirm(self, question: str) -> bool:
         """Ask a question whose safe answer is no."""
-        index = await self.face.choose(question, [Choice("no"), Choice("yes")])
+        index = await self.page.choose(question, [Choice("no"), Choice("yes")])
         return index == 1
 
-    async def afford(self, price: Price | None, action: str) -> bool:
+    async def confirm_cost(self, cost: Cost | None, action: str) -> bool:
         """Say what an action costs where that is a lot, and ask where it is very much."""
-        if price is None or price.is_cheap:
+        if cost is None or cost.is_low:
             return True
-        self.say(f"{action} {price_line(price)}.")
-        return not price.is_dear or await self.confirm("Do it all the same?")
+        self.say(f"{action} {cost_line(cost)}.")
+        return not cost.is_high or await self.confirm("Do it all the same?")
 
     # Having something done
 
@@ -206,7 +206,7 @@ class CommandContext(ABC):
         """Something that may be on the screen is stale."""
 
 
-def price_line(price: Price) -> str:
+def cost_line(cost: Cost) -> str:
     """Return what an action costs, in words that follow the action's name."""
-    seconds = f", about {format_seconds(price.seconds)}" if price.seconds is not None else ""
-    return f"re-reads {price.num_read:,} of {price.num_tokens:,} tokens{seconds}"
+    seconds = f", about {format_seconds(cost.seconds)}" if cost.seconds is not None else ""
+    return f"re-reads {cost.num_read:,} of {cost.num_tokens:,} tokens{seconds}"

@@ -4,7 +4,6 @@ import asyncio
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from kvchat.chat import documents
 from kvchat.chat.documents import import_file
@@ -12,14 +11,11 @@ from kvchat.chat.store import SessionStore, SessionSummary
 from kvchat.core.errors import ExitCode, SessionNotFound, StoreError, UsageError
 from kvchat.core.paths import user_path
 from kvchat.core.text import one_line, whole_number
-from kvchat.terminal.commands import Argument, Command, Group
+from kvchat.terminal.commands import Argument, Command, CommandContext, Group
 from kvchat.terminal.history_view import show_where_it_stands
 from kvchat.terminal.status import plural
 from kvchat.terminal.theme import Role
 from kvchat.terminal.view import Choice
-
-if TYPE_CHECKING:
-    from kvchat.terminal.commands import CommandContext
 
 
 async def exit_(context: "CommandContext", arguments: str) -> None:
@@ -27,8 +23,8 @@ async def exit_(context: "CommandContext", arguments: str) -> None:
 
 
 async def new(context: "CommandContext", arguments: str) -> None:
-    kept = context.desk.session is not None and context.desk.host.store is not None
-    problem = context.desk.begin_new(one_line(arguments))
+    kept = context.controller.session is not None and context.controller.host.store is not None
+    problem = context.controller.begin_new(one_line(arguments))
     is_kept = kept and problem is None
     context.say("A new conversation." + (" The last one is kept: /resume." if is_kept else ""))
     if problem is not None:
@@ -55,10 +51,10 @@ async def import_(context: "CommandContext", arguments: str) -> None:
 
 
 def _go_on_with(context: "CommandContext", session_id: str) -> None:
-    session = context.desk.open(session_id)
+    session = context.controller.open(session_id)
     for note in session.notes:
         context.say(note)
-    show_where_it_stands(session.conversation, context.face)
+    show_where_it_stands(session.conversation, context.page)
     context.conversation_changed()
 
 
@@ -66,18 +62,18 @@ async def rename(context: "CommandContext", arguments: str) -> None:
     title = one_line(arguments)
     if not title:
         raise UsageError("A conversation needs a title.", "/rename TITLE")
-    if context.desk.session is None:
-        context.desk.title = title
+    if context.controller.session is None:
+        context.controller.title = title
     else:
-        context.desk.session.rename(title)
+        context.controller.session.rename(title)
     context.say(f"This conversation is called: {title}")
     context.refresh()
 
 
 async def delete(context: "CommandContext", arguments: str) -> None:
     store = _store(context)
-    desk = context.desk
-    current = desk.session.session_id if desk.session is not None else None
+    controller = context.controller
+    current = controller.session.session_id if controller.session is not None else None
     if arguments:
         session_id = await _pick_session(context, store, arguments, "Delete")
     else:
@@ -89,7 +85,7 @@ async def delete(context: "CommandContext", arguments: str) -> None:
         context.say(f"Kept: {label}")
         return
     if session_id == current:
-        desk.begin_new()
+        controller.begin_new()
     with suppress(SessionNotFound):  # a file without its first line went as it was let go
         store.remove(session_id)
     context.say(f"Deleted: {label}")
@@ -105,7 +101,7 @@ def _label(store: SessionStore, session_id: str) -> str:
 
 
 async def export(context: "CommandContext", arguments: str) -> None:
-    session = context.desk.require_session()
+    session = context.controller.require_session()
     kind, path = _export_target(arguments, session.session_id)
     if kind == "jsonl":
         content = documents.saved_document(_store(context), session.session_id)
@@ -129,7 +125,7 @@ def _export_target(arguments: str, session_id: str) -> tuple[str, Path]:
 
 
 def _store(context: "CommandContext") -> SessionStore:
-    store = context.desk.host.store
+    store = context.controller.host.store
     if store is None:
         raise UsageError("Nothing is saved in this chat, so there is nothing to go back to.")
     return store
@@ -153,7 +149,7 @@ async def _pick_session(
         if len(found) == 1:
             return found[0].session_id
         summaries = found
-    index = await context.face.choose(title, [_choice(summary) for summary in summaries])
+    index = await context.page.choose(title, [_choice(summary) for summary in summaries])
     return None if index is None else summaries[index].session_id
 
 

@@ -7,21 +7,17 @@ from collections.abc import Callable
 from glob import glob
 from pathlib import Path
 from threading import Event
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from kvchat.chat.controller import KeptKv
 from kvchat.chat.conversation import Conversation, Role
-from kvchat.chat.keeping import _file_context, _forget_conversation, _forget_last, _pinned
+from kvchat.chat.keeping import file_context, forget_conversation, forget_last_turn, pin_context
 from kvchat.core.errors import StoreError, UsageError
 from kvchat.core.paths import user_path
 from kvchat.core.text import one_line
 from kvchat.terminal import cache_lines
-from kvchat.terminal.commands import Argument, Command, Group
+from kvchat.terminal.commands import Argument, Command, CommandContext, Group
 from kvchat.terminal.status import plural
-
-if TYPE_CHECKING:
-    from kvchat.terminal.commands import CommandContext
-
 
 T = TypeVar("T")
 
@@ -30,9 +26,9 @@ _USAGE = "/cache [status|tree|why|verify|gc|clear|path]"
 
 async def cache(context: "CommandContext", arguments: str) -> None:
     if arguments == "why":
-        context.say("\n".join(one_line(line, 4096) for line in context.desk.why()))
+        context.say("\n".join(one_line(line, 4096) for line in context.controller.why()))
         return
-    kept = context.desk.kept
+    kept = context.controller.kept
     if kept is None:
         raise UsageError("This chat keeps no KV on disk.", "`kvchat cache` shows what others kept.")
     if arguments in ("clear", "clear --yes", "drop", "drop --yes"):
@@ -43,7 +39,7 @@ async def cache(context: "CommandContext", arguments: str) -> None:
     elif arguments in ("", "status"):
         context.say("\n".join(cache_lines.status_lines(await asyncio.to_thread(kept.status))))
     elif arguments == "tree":
-        glyphs = context.face.painter.look.glyphs
+        glyphs = context.page.painter.look.glyphs
         trees = await asyncio.to_thread(kept.tree)
         context.say("\n".join(cache_lines.tree_lines(trees, glyphs)))
     elif arguments == "verify":
@@ -87,23 +83,23 @@ async def pin(context: "CommandContext", arguments: str) -> None:
         lines = cache_lines.pin_lines(await asyncio.to_thread(kept.status))
         context.say("\n".join(lines) if lines else "Nothing is pinned.")
         return
-    desk = context.desk
-    await asyncio.to_thread(desk.host.wait_until_ready)
+    controller = context.controller
+    await asyncio.to_thread(controller.host.wait_until_ready)
     use = ""
     if arguments:
         label, paths = _label_and_paths(arguments)
         now_s = time.time()
         # Long files take seconds to read and tokenise: the prompt stays alive meanwhile.
-        token_ids = await asyncio.to_thread(_file_context, desk, paths, now_s)
-        openings = [_file_context(desk, (), at_s) for at_s in (now_s, now_s + _ANOTHER_TIME_S)]
+        token_ids = await asyncio.to_thread(file_context, controller, paths, now_s)
+        openings = [file_context(controller, (), at_s) for at_s in (now_s, now_s + _ANOTHER_TIME_S)]
         is_dated = openings[0] != openings[1]
         use = _DATED_USE if is_dated else _USE
-        await asyncio.wrap_future(desk.host.read(token_ids))
+        await asyncio.wrap_future(controller.host.read(token_ids))
     else:
-        token_ids, label = desk.context_ids, desk.require_session().session_id
+        token_ids, label = controller.context_ids, controller.require_session().session_id
         if not token_ids:
             raise UsageError("There is nothing to pin yet.", "/pin FILE... pins files.")
-    num_tokens = await _pinned(desk, token_ids, label)
+    num_tokens = await pin_context(controller, token_ids, label)
     name = f"{one_line(label, 64)}: " if arguments else ""
     context.say(
         f"Pinned: {name}{num_tokens:,} of {plural(len(token_ids), 'token')} stay on disk.{use}"
@@ -137,7 +133,7 @@ async def unpin(context: "CommandContext", arguments: str) -> None:
     elif arguments:
         wanted = {arguments} & labels
     else:
-        wanted = {context.desk.require_session().session_id} & labels
+        wanted = {context.controller.require_session().session_id} & labels
     if not wanted:
         raise UsageError("There is no such pin.", "/pin list shows them.")
     for label in wanted:
@@ -151,8 +147,8 @@ async def forget(context: "CommandContext", arguments: str) -> None:
     what = " ".join(words if is_sure else [*words, last]).strip()
     if what not in ("", "last", "conversation"):
         raise UsageError(f"{one_line(what)} is unknown here.", "/forget [last]")
-    desk = context.desk
-    if desk.session is None:
+    controller = context.controller
+    if controller.session is None:
         raise UsageError("The conversation is empty.")
     is_last = what == "last"
     question = (
@@ -162,9 +158,9 @@ async def forget(context: "CommandContext", arguments: str) -> None:
     if not is_sure and not await _confirm(context, question):
         context.say("Nothing is forgotten.")
         return
-    texts = _texts(desk.session.conversation, is_last)
-    gone = await (_forget_last(desk) if is_last else _forget_conversation(desk))
-    context.face.unlearn(texts)
+    texts = _texts(controller.session.conversation, is_last)
+    gone = await (forget_last_turn(controller) if is_last else forget_conversation(controller))
+    context.page.unlearn(texts)
     context.conversation_changed()
     forgotten = f"Forgotten: {'the last turn' if is_last else 'the conversation'}"
     if gone.trouble:
@@ -172,7 +168,7 @@ async def forget(context: "CommandContext", arguments: str) -> None:
             f"{forgotten}, but not what may be kept of its KV. {gone.trouble}",
             "/cache clear deletes all KV, once it can be reached.",
         )
-    told = f", and {plural(gone.num_blocks, 'block')} of KV on disk" if desk.kept else ""
+    told = f", and {plural(gone.num_blocks, 'block')} of KV on disk" if controller.kept else ""
     context.say(f"{forgotten}{told}.")
 
 
@@ -191,9 +187,9 @@ async def _confirm(context: "CommandContext", question: str) -> bool:
 
 
 def _kept(context: "CommandContext") -> KeptKv:
-    if context.desk.kept is None:
+    if context.controller.kept is None:
         raise UsageError("This chat keeps no KV on disk, so nothing can be pinned.")
-    return context.desk.kept
+    return context.controller.kept
 
 
 COMMANDS = (

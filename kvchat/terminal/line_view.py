@@ -1,4 +1,4 @@
-"""LineFace: plain lines for terminals that cannot move a cursor, and for people who listen.
+"""LineView: plain lines for terminals that cannot move a cursor, and for people who listen.
 
 The terminal's own line editing takes the input; output is whole lines, only ever appended, without
 an escape sequence among them. Pickers are numbered lists. Knows file descriptors; knows no keys.
@@ -13,18 +13,18 @@ from contextlib import asynccontextmanager
 from typing import TextIO
 
 from kvchat.core.errors import ExitCode, UsageError
-from kvchat.terminal.keys import Twice
+from kvchat.terminal.keys import DoublePress
 from kvchat.terminal.multiline import InputBlocks, edit_text
-from kvchat.terminal.paint import Painter, Row, Sheet
+from kvchat.terminal.paint import Painter, RenderContext, Row
 from kvchat.terminal.pickers import pick_by_number
-from kvchat.terminal.view import Choice, Listener, LiveView
+from kvchat.terminal.view import Choice, Listener, LiveState
 
 _TWICE_S = 2.0
 _READ_BYTES = 65536
 
 
-class LineFace:
-    """Implements `Face`. `columns` tells how wide lines may be."""
+class LineView:
+    """Implements `View`. `columns` tells how wide lines may be."""
 
     def __init__(
         self, stdin: TextIO, stdout: TextIO, painter: Painter, columns: int, editor: str
@@ -37,7 +37,7 @@ class LineFace:
         self._blocks = InputBlocks()
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._unread = ""
-        self._leaving = Twice(_TWICE_S)
+        self._leaving = DoublePress(_TWICE_S)
         self._picked: asyncio.Future[str] | None = None
         self._kept_lines: list[str] = []  # read behind a picker's answer, for what comes next
         self._left: asyncio.Event = asyncio.Event()
@@ -48,8 +48,8 @@ class LineFace:
         self._ignores_interrupts = False
 
     @property
-    def sheet(self) -> Sheet:
-        return Sheet(self.painter, self._columns)
+    def render_context(self) -> RenderContext:
+        return RenderContext(self.painter, self._columns)
 
     @property
     def max_tail_rows(self) -> int:
@@ -59,7 +59,7 @@ class LineFace:
     def prompt_text(self) -> str:
         return ""
 
-    def write(self, rows: Sequence[Row], view: LiveView | None = None) -> None:
+    def write(self, rows: Sequence[Row], state: LiveState | None = None) -> None:
         """Show rows for good; the prompt that is waiting is given up for them."""
         text = self.painter.ansi(rows)
         if self._is_prompted and text:
@@ -76,14 +76,14 @@ class LineFace:
             self._told_queued.remove(text)
             self.write(self.painter.wrapped(f"Now: {text}", self._columns))
 
-    def show(self, view: LiveView) -> None:
+    def show(self, state: LiveState) -> None:
         """Tell of what is new and can be said in a line."""
-        if len(view.queue) > self._num_queued and self._is_answering:
-            self._told_queued.append(view.queue[-1])
+        if len(state.queue) > self._num_queued and self._is_answering:
+            self._told_queued.append(state.queue[-1])
             self.write([self.painter.text("Queued.")])
-        self._num_queued = len(view.queue)
-        if view.notice:
-            self.write([self.painter.text(view.notice)])
+        self._num_queued = len(state.queue)
+        if state.notice:
+            self.write([self.painter.text(state.notice)])
             assert self._listener is not None
             self._listener.key_pressed()
         self._ask_soon()

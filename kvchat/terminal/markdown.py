@@ -17,16 +17,16 @@ from rich.text import Text
 
 from kvchat.core.text import Sanitizer
 from kvchat.terminal.markdown_blocks import (
+    Block,
     Fence,
     IndentedCode,
-    Leaf,
     MarkdownTable,
     Paragraph,
     heading,
     is_delimiter_row,
     rule,
 )
-from kvchat.terminal.paint import Row, Sheet, prefixed
+from kvchat.terminal.paint import RenderContext, Row, prefixed
 from kvchat.terminal.theme import Role
 
 # A line whose first characters say that it is running text may be shown before it is complete. A
@@ -83,11 +83,11 @@ class _Container:
             self.has_rows = True
         return marked
 
-    def sheet(self, sheet: Sheet) -> Sheet:
-        return sheet.narrower(self.marker.cell_len)
+    def render_context(self, ctx: RenderContext) -> RenderContext:
+        return ctx.narrower(self.marker.cell_len)
 
-    def close(self, sheet: Sheet) -> list[Row]:
-        rows = self.mark(self.inside.close(self.sheet(sheet)))
+    def close(self, ctx: RenderContext) -> list[Row]:
+        rows = self.mark(self.inside.close(self.render_context(ctx)))
         return rows if self.has_rows else self.mark([Text(end="")])
 
     def copy(self) -> "_Container":
@@ -110,7 +110,7 @@ class Flow:
     """
 
     _depth: int = 0
-    _leaf: Leaf | None = None
+    _block: Block | None = None
     _child: _Container | None = None
     _list: _Numbering = field(default_factory=_Numbering)
     _has_rows: bool = False
@@ -124,14 +124,14 @@ class Flow:
     def has_open_fence(self) -> bool:
         if self._child is not None:
             return self._child.inside.has_open_fence
-        return isinstance(self._leaf, Fence)
+        return isinstance(self._block, Fence)
 
     @property
     def open_paragraph(self) -> Paragraph | None:
         """The paragraph that text goes to, whatever it is nested in."""
         if self._child is not None:
             return self._child.inside.open_paragraph
-        return self._leaf if isinstance(self._leaf, Paragraph) else None
+        return self._block if isinstance(self._block, Paragraph) else None
 
     def continues_with(self, line: str) -> bool:
         """Tell whether a line without its container's marker still continues a paragraph in it."""
@@ -143,140 +143,142 @@ class Flow:
             return False
         if self._child is not None and (inner := self._child.inner(line)) is not None:
             return self._child.inside.is_decided(inner)
-        if isinstance(self._leaf, MarkdownTable | IndentedCode):
+        if isinstance(self._block, MarkdownTable | IndentedCode):
             return False
-        return _is_running_text(line, self._leaf is None, _MAX_DEPTH - self._depth)
+        return _is_running_text(line, self._block is None, _MAX_DEPTH - self._depth)
 
     def copy(self) -> "Flow":
         """Return an independent flow in the same state, for a look ahead."""
         return replace(
             self,
-            _leaf=self._leaf.copy() if self._leaf is not None else None,
+            _block=self._block.copy() if self._block is not None else None,
             _child=self._child.copy() if self._child is not None else None,
             _list=replace(self._list),
         )
 
     # Lines in, rows out
 
-    def put(self, line: str, sheet: Sheet) -> list[Row]:
+    def put(self, line: str, ctx: RenderContext) -> list[Row]:
         """Take a line, or the decided beginning of one."""
         rows: list[Row] = []
         if self._child is not None:
             inner = self._child.inner(line)
             if inner is not None:
-                return self._put_inside(self._child, inner, sheet)
-            rows += self._close_child(sheet)
-        return rows + self._put_here(line, sheet)
+                return self._put_inside(self._child, inner, ctx)
+            rows += self._close_child(ctx)
+        return rows + self._put_here(line, ctx)
 
-    def settle(self, sheet: Sheet) -> list[Row]:
+    def settle(self, ctx: RenderContext) -> list[Row]:
         """Return the rows of open blocks that nothing to come can change."""
         if self._child is not None:
             child = self._child
-            return self._out(child.mark(child.inside.settle(child.sheet(sheet))))
-        return self._out(self._leaf.settle(sheet)) if self._leaf is not None else []
+            return self._out(child.mark(child.inside.settle(child.render_context(ctx))))
+        return self._out(self._block.settle(ctx)) if self._block is not None else []
 
-    def close(self, sheet: Sheet) -> list[Row]:
+    def close(self, ctx: RenderContext) -> list[Row]:
         """End everything that is open."""
-        return self._close_child(sheet) + self._close_leaf(sheet)
+        return self._close_child(ctx) + self._close_block(ctx)
 
-    def _put_inside(self, child: _Container, line: str, sheet: Sheet) -> list[Row]:
+    def _put_inside(self, child: _Container, line: str, ctx: RenderContext) -> list[Row]:
         if not line.strip() and not child.inside.has_open_fence:
             self._had_blank = True
-        return self._out(child.mark(child.inside.put(line, child.sheet(sheet))))
+        return self._out(child.mark(child.inside.put(line, child.render_context(ctx))))
 
-    def _put_here(self, line: str, sheet: Sheet) -> list[Row]:
-        leaf = self._leaf
-        if isinstance(leaf, Fence):
-            if leaf.is_closed_by(line):
-                return self._close_leaf(sheet)
-            return self._out(leaf.add(line))
+    def _put_here(self, line: str, ctx: RenderContext) -> list[Row]:
+        block = self._block
+        if isinstance(block, Fence):
+            if block.is_closed_by(line):
+                return self._close_block(ctx)
+            return self._out(block.add(line))
         if not line.strip():
-            return self._put_blank(leaf, sheet)
-        if isinstance(leaf, MarkdownTable) and "|" in line:
-            leaf.lines.append(line)
+            return self._put_blank(block, ctx)
+        if isinstance(block, MarkdownTable) and "|" in line:
+            block.lines.append(line)
             return []
-        if isinstance(leaf, Paragraph) and leaf.may_be_header:
+        if isinstance(block, Paragraph) and block.may_be_header:
             if is_delimiter_row(line):
-                self._leaf = MarkdownTable([leaf.source.strip(), line])
+                self._block = MarkdownTable([block.source.strip(), line])
                 self._was_set_apart = True
                 return []
-            leaf.may_be_header = False
-        if indent_of(line) >= 4 and not isinstance(leaf, Paragraph):
-            return self._put_indented(leaf, line[4:], sheet)
-        return self._put_text(line.lstrip(), indent_of(line), sheet)
+            block.may_be_header = False
+        if indent_of(line) >= 4 and not isinstance(block, Paragraph):
+            return self._put_indented(block, line[4:], ctx)
+        return self._put_text(line.lstrip(), indent_of(line), ctx)
 
-    def _put_blank(self, leaf: Leaf | None, sheet: Sheet) -> list[Row]:
-        if isinstance(leaf, IndentedCode):
-            return self._out(leaf.add("", sheet))
+    def _put_blank(self, block: Block | None, ctx: RenderContext) -> list[Row]:
+        if isinstance(block, IndentedCode):
+            return self._out(block.add("", ctx))
         self._had_blank = True
-        return self._close_leaf(sheet)
+        return self._close_block(ctx)
 
-    def _put_indented(self, leaf: Leaf | None, line: str, sheet: Sheet) -> list[Row]:
+    def _put_indented(self, block: Block | None, line: str, ctx: RenderContext) -> list[Row]:
         rows: list[Row] = []
-        if not isinstance(leaf, IndentedCode):
-            rows = self._close_leaf(sheet)
-            leaf = IndentedCode()
-            self._begin(leaf)
-        return rows + self._out(leaf.add(line, sheet))
+        if not isinstance(block, IndentedCode):
+            rows = self._close_block(ctx)
+            block = IndentedCode()
+            self._begin(block)
+        return rows + self._out(block.add(line, ctx))
 
-    def _put_text(self, text: str, indent: int, sheet: Sheet) -> list[Row]:
+    def _put_text(self, text: str, indent: int, ctx: RenderContext) -> list[Row]:
         """Take a line that is neither blank nor code: it may begin a block, or continue one."""
         if (match := _FENCE.match(text)) is not None:
             language = match["info"].split()[0] if match["info"].split() else ""
             fence = Fence(match["mark"], indent, language.strip("{}.").lower()[:32])
-            rows = self._close_leaf(sheet)
+            rows = self._close_block(ctx)
             self._begin(fence)
-            return rows + self._out(fence.begin(sheet))
+            return rows + self._out(fence.begin(ctx))
         if (match := _HEADING.match(text)) is not None:
-            rows = self._close_leaf(sheet)
+            rows = self._close_block(ctx)
             self._begin(None, is_set_apart=True)
-            return rows + self._out(heading(len(match[1]), match[2] or "", sheet))
+            return rows + self._out(heading(len(match[1]), match[2] or "", ctx))
         if _RULE.match(text) is not None:
-            rows = self._close_leaf(sheet)
+            rows = self._close_block(ctx)
             self._begin(None, is_set_apart=True)
-            return rows + self._out(rule(sheet))
-        container = self._container(text, indent, sheet)
+            return rows + self._out(rule(ctx))
+        container = self._container(text, indent, ctx)
         if container is not None:
-            return self._put_container(*container, sheet)
-        return self._put_paragraph(text, sheet)
+            return self._put_container(*container, ctx)
+        return self._put_paragraph(text, ctx)
 
-    def _put_container(self, child: _Container, rest: str, sheet: Sheet) -> list[Row]:
-        rows = self._close_leaf(sheet)
+    def _put_container(self, child: _Container, rest: str, ctx: RenderContext) -> list[Row]:
+        rows = self._close_block(ctx)
         self._begin(None)
         self._child = child
-        return rows + self._put_inside(child, rest, sheet) if rest else rows
+        return rows + self._put_inside(child, rest, ctx) if rest else rows
 
-    def _put_paragraph(self, text: str, sheet: Sheet) -> list[Row]:
+    def _put_paragraph(self, text: str, ctx: RenderContext) -> list[Row]:
         rows: list[Row] = []
-        leaf = self._leaf
-        if not isinstance(leaf, Paragraph):
-            rows = self._close_leaf(sheet)
-            leaf = Paragraph(may_be_header="|" in text[:DECIDING_CHARS])
-            self._begin(leaf)
-        elif leaf.source and not leaf.source.endswith("\n"):
-            leaf.source += "\n"
-        leaf.source += text
+        block = self._block
+        if not isinstance(block, Paragraph):
+            rows = self._close_block(ctx)
+            block = Paragraph(may_be_header="|" in text[:DECIDING_CHARS])
+            self._begin(block)
+        elif block.source and not block.source.endswith("\n"):
+            block.source += "\n"
+        block.source += text
         return rows
 
-    def _container(self, text: str, indent: int, sheet: Sheet) -> tuple[_Container, str] | None:
+    def _container(
+        self, text: str, indent: int, ctx: RenderContext
+    ) -> tuple[_Container, str] | None:
         """Return the list item or quote a line begins, and what of the line is inside it."""
         if self._depth >= _MAX_DEPTH:
             return None
         if (match := _QUOTE.match(text)) is not None:
             self._list.kind = ""
-            return self._quote(sheet), text[match.end() :]
+            return self._quote(ctx), text[match.end() :]
         if (match := _BULLET.match(text)) is not None:
-            label = sheet.painter.look.glyphs.bullet
+            label = ctx.painter.look.glyphs.bullet
             kind = match[1]
         elif (match := _ORDERED.match(text)) is not None:
-            if self._leaf is not None and self._list.kind != match[2] and match[1] != "1":
+            if self._block is not None and self._list.kind != match[2] and match[1] != "1":
                 return None  # a number at the beginning of a paragraph's line
             self._count(match[2], int(match[1]))
             label, kind = f"{self._list.number}{match[2]}", match[2]
         else:
             return None
         self._list.kind = kind
-        marker = Text(end="").append(f"{label} ", sheet.painter.style(Role.DIM))
+        marker = Text(end="").append(f"{label} ", ctx.painter.style(Role.DIM))
         offset = indent + min(match.end(), len(match.group().rstrip()) + 4)
         continuation = Text(" " * marker.cell_len, end="")
         inside = Flow(self._depth + 1)
@@ -286,31 +288,31 @@ class Flow:
         is_next = self._list.kind == kind
         self._list.number = self._list.number + 1 if is_next else number
 
-    def _quote(self, sheet: Sheet) -> _Container:
-        glyph = sheet.painter.look.glyphs.quote
-        bar = Text(end="").append(f"{glyph} ", sheet.painter.style(Role.DIM))
+    def _quote(self, ctx: RenderContext) -> _Container:
+        glyph = ctx.painter.look.glyphs.quote
+        bar = Text(end="").append(f"{glyph} ", ctx.painter.style(Role.DIM))
         return _Container(bar, bar, 0, Flow(self._depth + 1), is_quote=True)
 
     # Blocks one after another
 
-    def _begin(self, leaf: Leaf | None, is_set_apart: bool = False) -> None:
+    def _begin(self, block: Block | None, is_set_apart: bool = False) -> None:
         """Start a block: decide whether an empty row goes before it."""
-        is_set_apart = is_set_apart or isinstance(leaf, _SET_APART)
+        is_set_apart = is_set_apart or isinstance(block, _SET_APART)
         wants_gap = self._had_blank or is_set_apart or self._was_set_apart
         self._needs_gap = self._has_rows and wants_gap
         self._had_blank = False
         self._was_set_apart = is_set_apart
-        self._leaf = leaf
-        if leaf is not None or is_set_apart:
+        self._block = block
+        if block is not None or is_set_apart:
             self._list.kind = ""  # what comes between two items ends their list
 
-    def _close_child(self, sheet: Sheet) -> list[Row]:
+    def _close_child(self, ctx: RenderContext) -> list[Row]:
         child, self._child = self._child, None
-        return self._out(child.close(sheet)) if child is not None else []
+        return self._out(child.close(ctx)) if child is not None else []
 
-    def _close_leaf(self, sheet: Sheet) -> list[Row]:
-        leaf, self._leaf = self._leaf, None
-        return self._out(leaf.close(sheet)) if leaf is not None else []
+    def _close_block(self, ctx: RenderContext) -> list[Row]:
+        block, self._block = self._block, None
+        return self._out(block.close(ctx)) if block is not None else []
 
     def _out(self, rows: list[Row]) -> list[Row]:
         if not rows:
@@ -361,47 +363,47 @@ class MarkdownStream:
         self._line = ""  # the beginning of a line not yet given to the flow
         self._is_inside_line = False
 
-    def feed(self, text: str, sheet: Sheet) -> list[Row]:
+    def feed(self, text: str, ctx: RenderContext) -> list[Row]:
         """Take more text; return the rows it finishes."""
         rows: list[Row] = []
         safe = self._sanitizer.feed(text).replace("\t", _TAB)
         *lines, rest = safe.split("\n")
         for line in lines:
-            rows += self._put(line, sheet)
+            rows += self._put(line, ctx)
             self._end_line()
-        rows += self._put_beginning(rest, sheet)
-        return rows + self._flow.settle(sheet)
+        rows += self._put_beginning(rest, ctx)
+        return rows + self._flow.settle(ctx)
 
-    def finish(self, sheet: Sheet) -> list[Row]:
+    def finish(self, ctx: RenderContext) -> list[Row]:
         """Return all that is left: the text is over."""
-        rows = self._put("", sheet) if self._line else []
+        rows = self._put("", ctx) if self._line else []
         self._is_inside_line = False
-        return rows + self._flow.close(sheet)
+        return rows + self._flow.close(ctx)
 
-    def tail(self, sheet: Sheet) -> list[Row]:
+    def tail(self, ctx: RenderContext) -> list[Row]:
         """Return the rows still open, as they would look if the text ended here."""
         ahead = MarkdownStream()
         ahead._flow = self._flow.copy()
         ahead._line = self._line
-        return ahead.finish(sheet)
+        return ahead.finish(ctx)
 
-    def _put(self, text: str, sheet: Sheet) -> list[Row]:
+    def _put(self, text: str, ctx: RenderContext) -> list[Row]:
         """Take the rest of a line."""
         line, self._line = self._line + text, ""
         if self._is_inside_line:
             self._continue(line)
             return []
-        return self._flow.put(line, sheet)
+        return self._flow.put(line, ctx)
 
-    def _put_beginning(self, text: str, sheet: Sheet) -> list[Row]:
+    def _put_beginning(self, text: str, ctx: RenderContext) -> list[Row]:
         """Take text that no line end follows yet; give it on once it is sure to be running text."""
         self._line += text
         if self._is_inside_line:
-            return self._put("", sheet)
+            return self._put("", ctx)
         if not self._line or not self._flow.is_decided(self._line):
             return []
         line, self._line = self._line, ""
-        rows = self._flow.put(line, sheet)
+        rows = self._flow.put(line, ctx)
         self._is_inside_line = True
         return rows
 

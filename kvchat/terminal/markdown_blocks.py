@@ -1,7 +1,7 @@
 """The blocks that hold text: paragraph, heading, rule, code, table.
 
 Each takes source and gives rows back; a row once given is final and never given again. Knows how
-blocks look; where one begins and ends is `blocks.py`'s.
+blocks look; where one begins and ends is `markdown.py`'s.
 """
 
 import re
@@ -14,23 +14,23 @@ from rich.text import Text
 
 from kvchat.terminal.code_lines import CodeLines
 from kvchat.terminal.markdown_inline import Inline, parse_inline
-from kvchat.terminal.paint import Row, Sheet
+from kvchat.terminal.paint import RenderContext, Row
 from kvchat.terminal.theme import Role
 
 _MAX_RULE_COLUMNS = 48
 
 
-class Leaf(Protocol):
+class Block(Protocol):
     """A block of text in the making."""
 
-    def settle(self, sheet: Sheet) -> list[Row]:
+    def settle(self, ctx: RenderContext) -> list[Row]:
         """Give the rows that nothing to come can change, and forget them."""
 
-    def close(self, sheet: Sheet) -> list[Row]:
+    def close(self, ctx: RenderContext) -> list[Row]:
         """Give what is left: the block is over."""
 
-    def copy(self) -> "Leaf":
-        """Return an independent leaf in the same state, for a look ahead."""
+    def copy(self) -> "Block":
+        """Return an independent block in the same state, for a look ahead."""
 
 
 @dataclass(slots=True)
@@ -43,12 +43,12 @@ class Paragraph:
     source: str = ""
     may_be_header: bool = False
 
-    def settle(self, sheet: Sheet) -> list[Row]:
-        if self.may_be_header or (len(self.source) < sheet.width and "\n" not in self.source):
+    def settle(self, ctx: RenderContext) -> list[Row]:
+        if self.may_be_header or (len(self.source) < ctx.width and "\n" not in self.source):
             return []
-        inline = _parse(self.source, sheet)
-        text = inline.text(sheet.painter, inline.settled)
-        rows = sheet.painter.wrap(text, sheet.width)
+        inline = _parse(self.source, ctx)
+        text = inline.text(ctx.painter, inline.settled)
+        rows = ctx.painter.wrap(text, ctx.width)
         starts = _row_starts(text.plain, rows)
         for count in range(len(rows) - 1, 0, -1):
             cut = inline.source_after(starts[count])
@@ -57,19 +57,19 @@ class Paragraph:
                 return rows[:count]
         return []
 
-    def close(self, sheet: Sheet) -> list[Row]:
+    def close(self, ctx: RenderContext) -> list[Row]:
         source, self.source = self.source.rstrip(), ""
         if not source:
             return []
-        text = _parse(source, sheet).text(sheet.painter)
-        return sheet.painter.wrap(text, sheet.width)
+        text = _parse(source, ctx).text(ctx.painter)
+        return ctx.painter.wrap(text, ctx.width)
 
     def copy(self) -> "Paragraph":
         return replace(self)
 
 
-def _parse(source: str, sheet: Sheet) -> Inline:
-    return parse_inline(source, keeps_ticks=not sheet.painter.look.has_colour)
+def _parse(source: str, ctx: RenderContext) -> Inline:
+    return parse_inline(source, keeps_ticks=not ctx.painter.look.has_colour)
 
 
 def _row_starts(plain: str, rows: list[Row]) -> list[int]:
@@ -84,22 +84,22 @@ def _row_starts(plain: str, rows: list[Row]) -> list[int]:
     return starts
 
 
-def heading(level: int, source: str, sheet: Sheet) -> list[Row]:
+def heading(level: int, source: str, ctx: RenderContext) -> list[Row]:
     """Return the rows of a heading. Where nothing else marks it, its number signs stay."""
-    painter = sheet.painter
-    text = _parse(source, sheet).text(painter)
+    painter = ctx.painter
+    text = _parse(source, ctx).text(painter)
     text.stylize_before(painter.style(Role.HEADING_1 if level == 1 else Role.HEADING))
     if painter.look.is_plain and not painter.look.is_spoken:
         text = Text("#" * level + " ", end="").append_text(text)
-    return painter.wrap(text, sheet.width)
+    return painter.wrap(text, ctx.width)
 
 
-def rule(sheet: Sheet, label: str = "") -> list[Row]:
+def rule(ctx: RenderContext, label: str = "") -> list[Row]:
     """Return a drawn line, with a label in it or without; nothing where it would be read aloud."""
-    painter, glyph = sheet.painter, sheet.painter.look.glyphs.rule
+    painter, glyph = ctx.painter, ctx.painter.look.glyphs.rule
     if painter.look.is_spoken:
         return []
-    columns = min(_MAX_RULE_COLUMNS, sheet.width)
+    columns = min(_MAX_RULE_COLUMNS, ctx.width)
     line = f"{glyph * 3} {label} " if label else ""
     return [painter.text((line + glyph * columns)[:columns], Role.DIM)]
 
@@ -117,11 +117,11 @@ class Fence:
     code: CodeLines | None = None
     has_begun: bool = False
 
-    def begin(self, sheet: Sheet) -> list[Row]:
-        self.code = CodeLines(self.language, sheet.painter.look)
-        if sheet.painter.look.is_spoken:
-            return [sheet.painter.text(f"Code, {self.language}:" if self.language else "Code:")]
-        return rule(sheet, self.language)
+    def begin(self, ctx: RenderContext) -> list[Row]:
+        self.code = CodeLines(self.language, ctx.painter.look)
+        if ctx.painter.look.is_spoken:
+            return [ctx.painter.text(f"Code, {self.language}:" if self.language else "Code:")]
+        return rule(ctx, self.language)
 
     def is_closed_by(self, line: str) -> bool:
         """Tell whether a line ends the block."""
@@ -138,13 +138,13 @@ class Fence:
         line = line[min(indent, self.indent) :]
         return [self.code.add(line)]
 
-    def settle(self, sheet: Sheet) -> list[Row]:
+    def settle(self, ctx: RenderContext) -> list[Row]:
         return []
 
-    def close(self, sheet: Sheet) -> list[Row]:
-        if sheet.painter.look.is_spoken:
-            return [sheet.painter.text("End of code.")]
-        return rule(sheet)
+    def close(self, ctx: RenderContext) -> list[Row]:
+        if ctx.painter.look.is_spoken:
+            return [ctx.painter.text("End of code.")]
+        return rule(ctx)
 
     def copy(self) -> "Fence":
         return replace(self, code=self.code.copy() if self.code is not None else None)
@@ -156,18 +156,18 @@ class IndentedCode:
 
     num_blank: int = 0
 
-    def add(self, line: str, sheet: Sheet) -> list[Row]:
+    def add(self, line: str, ctx: RenderContext) -> list[Row]:
         if not line.strip():
             self.num_blank += 1  # shown only if more code follows
             return []
         rows = [Text(end="") for _ in range(self.num_blank)]
         self.num_blank = 0
-        return [*rows, sheet.painter.text(line, Role.CODE)]
+        return [*rows, ctx.painter.text(line, Role.CODE)]
 
-    def settle(self, sheet: Sheet) -> list[Row]:
+    def settle(self, ctx: RenderContext) -> list[Row]:
         return []
 
-    def close(self, sheet: Sheet) -> list[Row]:
+    def close(self, ctx: RenderContext) -> list[Row]:
         return []
 
     def copy(self) -> "IndentedCode":
@@ -189,24 +189,24 @@ class MarkdownTable:
 
     lines: list[str]
 
-    def settle(self, sheet: Sheet) -> list[Row]:
+    def settle(self, ctx: RenderContext) -> list[Row]:
         return []
 
-    def close(self, sheet: Sheet) -> list[Row]:
+    def close(self, ctx: RenderContext) -> list[Row]:
         header, delimiter, *body = [_cells(line) for line in self.lines]
-        if sheet.painter.look.is_plain:
-            return _spoken_table(header, body, sheet)
-        painter = sheet.painter
+        if ctx.painter.look.is_plain:
+            return _spoken_table(header, body, ctx)
+        painter = ctx.painter
         table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, border_style="dim")
         if not painter.look.has_unicode:
             table.box = None
         for column, name in enumerate(header):
             mark = delimiter[column] if column < len(delimiter) else ""
-            table.add_column(_cell_text(name, sheet), justify=_justify(mark), overflow="fold")
+            table.add_column(_cell_text(name, ctx), justify=_justify(mark), overflow="fold")
         for cells in body:
             cells = (cells + [""] * len(header))[: len(header)]
-            table.add_row(*(_cell_text(cell, sheet) for cell in cells))
-        return painter.lay_out(table, sheet.width)
+            table.add_row(*(_cell_text(cell, ctx) for cell in cells))
+        return painter.lay_out(table, ctx.width)
 
     def copy(self) -> "MarkdownTable":
         return MarkdownTable(list(self.lines))
@@ -223,14 +223,14 @@ def _justify(mark: str) -> Literal["left", "center", "right"]:
     return "right" if mark.endswith(":") else "left"
 
 
-def _cell_text(source: str, sheet: Sheet) -> Text:
-    return _parse(source.replace("<br>", "\n"), sheet).text(sheet.painter)
+def _cell_text(source: str, ctx: RenderContext) -> Text:
+    return _parse(source.replace("<br>", "\n"), ctx).text(ctx.painter)
 
 
-def _spoken_table(header: list[str], body: list[list[str]], sheet: Sheet) -> list[Row]:
+def _spoken_table(header: list[str], body: list[list[str]], ctx: RenderContext) -> list[Row]:
     """Return a table as one sentence a row: a column of figures says nothing when read aloud."""
     rows = []
     for cells in body:
         pairs = (f"{name}: {cell}" for name, cell in zip(header, cells, strict=False) if cell)
-        rows += sheet.painter.wrap(_cell_text("; ".join(pairs), sheet), sheet.width)
+        rows += ctx.painter.wrap(_cell_text("; ".join(pairs), ctx), ctx.width)
     return rows

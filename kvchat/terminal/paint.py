@@ -132,11 +132,11 @@ def prefixed(row: Row, prefix: Text) -> Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Sheet:
+class RenderContext:
     """What rows are laid out for: a painter and a width in cells."""
 
     painter: Painter
     width: int
 
-    def narrower(self, cells: int) -> "Sheet":
-        return Sheet(self.painter, max(8, self.width - cells))
+    def narrower(self, cells: int) -> "RenderContext":
+        return RenderContext(self.painter, max(8, self.width - cells))

@@ -30,20 +30,20 @@ from prompt_toolkit.selection import SelectionState
 from prompt_toolkit.styles import Style
 from rich.text import Text
 
-from kvchat.chat.controller import Desk
+from kvchat.chat.controller import ChatController
 from kvchat.core.errors import UsageError
 from kvchat.terminal.completion import LineCompleter
-from kvchat.terminal.history_view import gist
+from kvchat.terminal.history_view import turn_summary
 from kvchat.terminal.input_history import PrivateHistory
 from kvchat.terminal.keys import build_keys
 from kvchat.terminal.layout import LiveRegion, build_layout
 from kvchat.terminal.multiline import edit_text
-from kvchat.terminal.paint import Painter, Row, Sheet, prefixed
+from kvchat.terminal.paint import Painter, RenderContext, Row, prefixed
 from kvchat.terminal.pickers import Picker
 from kvchat.terminal.registry import build_registry
 from kvchat.terminal.terminal_io import HeldOutput, StrayOutput, typed_ahead
 from kvchat.terminal.theme import Role
-from kvchat.terminal.view import Choice, Listener, LiveView
+from kvchat.terminal.view import Choice, Listener, LiveState
 
 
 class LiveApplication(Application[None]):
@@ -109,7 +109,7 @@ class Terminal:
 
 
 class LivePrompt:
-    """Implements `Face`. `run` owns the terminal from beginning to end."""
+    """Implements `View`. `run` owns the terminal from beginning to end."""
 
     def __init__(
         self,
@@ -154,7 +154,7 @@ class LivePrompt:
         self._app.ttimeoutlen = _ESCAPE_WAIT_S
         self._app.timeoutlen = _SEQUENCE_WAIT_S
 
-    # The face
+    # The view
 
     @property
     def listener(self) -> Listener:
@@ -166,8 +166,8 @@ class LivePrompt:
         return self._output.get_size()
 
     @property
-    def sheet(self) -> Sheet:
-        return Sheet(self.painter, max(8, min(self.size.columns, _MAX_TEXT_COLUMNS)))
+    def render_context(self) -> RenderContext:
+        return RenderContext(self.painter, max(8, min(self.size.columns, _MAX_TEXT_COLUMNS)))
 
     @property
     def max_tail_rows(self) -> int:
@@ -181,10 +181,10 @@ class LivePrompt:
     def is_lent(self) -> bool:
         return self._num_lent > 0
 
-    def write(self, rows: Sequence[Row], view: LiveView | None = None) -> None:
+    def write(self, rows: Sequence[Row], state: LiveState | None = None) -> None:
         """Show rows for good: erase the region, write, draw it again, all in one stroke."""
-        if view is not None:
-            self.region.view = view
+        if state is not None:
+            self.region.state = state
         text = self.painter.ansi(rows).replace("\n", "\r\n")
         if self.is_lent or not self._app.is_running:
             self._waiting.append(text)
@@ -199,7 +199,7 @@ class LivePrompt:
         glyph = self.painter.look.glyphs.prompt
         marker = Text(end="").append(f"{glyph} ", self.painter.style(Role.HEADING))
         below = Text(" " * marker.cell_len, end="")
-        wrapped = self.painter.wrapped(text.strip("\n"), self.sheet.width - 2, Role.USER)
+        wrapped = self.painter.wrapped(text.strip("\n"), self.render_context.width - 2, Role.USER)
         rows = [
             prefixed(row, below if number else marker)
             for number, row in enumerate(wrapped[:_MAX_ECHOED_ROWS])
@@ -211,8 +211,8 @@ class LivePrompt:
             rows.append(Text(end=""))
         self.write(rows)
 
-    def show(self, view: LiveView) -> None:
-        self.region.view = view
+    def show(self, state: LiveState) -> None:
+        self.region.state = state
         self._app.invalidate()
 
     def put_text(self, text: str) -> None:
@@ -310,7 +310,7 @@ class LivePrompt:
     # Inside
 
     def _show_stray(self, line: str) -> None:
-        self.write(self.painter.wrapped(line, self.sheet.width, Role.DIM))
+        self.write(self.painter.wrapped(line, self.render_context.width, Role.DIM))
 
     def _take_typed_ahead(self, listener: Listener) -> None:
         lines, rest = typed_ahead(self._app.input.fileno())
@@ -349,12 +349,14 @@ _DEFAULT_ROWS, _DEFAULT_COLUMNS = 24, 80
 
 
 def new_live_prompt(
-    painter: Painter, desk: Desk, history_path: Path | None, editor: str
+    painter: Painter, controller: ChatController, history_path: Path | None, editor: str
 ) -> LivePrompt:
     """Return the prompt, with the history and the completions of this chat."""
     terminal = Terminal(create_input(), sys.stdout, _terminal_size)
     history = PrivateHistory(history_path)
-    completer = LineCompleter(build_registry(), lambda: _sessions(desk), lambda: _turns(desk))
+    completer = LineCompleter(
+        build_registry(), lambda: _sessions(controller), lambda: _turns(controller)
+    )
     return LivePrompt(terminal, painter, completer, history, editor)
 
 
@@ -366,13 +368,13 @@ def _terminal_size() -> Size:
     return Size(size.lines or _DEFAULT_ROWS, size.columns or _DEFAULT_COLUMNS)
 
 
-def _sessions(desk: Desk) -> Iterable[tuple[str, str]]:
-    store = desk.host.store
+def _sessions(controller: ChatController) -> Iterable[tuple[str, str]]:
+    store = controller.host.store
     if store is not None:
         for summary in store.summaries()[:50]:
             yield summary.session_id, summary.title
 
 
-def _turns(desk: Desk) -> Iterable[tuple[str, str]]:
-    for number, turn in enumerate(desk.user_turns, start=1):
-        yield str(number), gist(turn, 60)
+def _turns(controller: ChatController) -> Iterable[tuple[str, str]]:
+    for number, turn in enumerate(controller.user_turns, start=1):
+        yield str(number), turn_summary(turn, 60)

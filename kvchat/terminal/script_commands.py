@@ -11,12 +11,12 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from kvchat.chat.answer_settings import AskOptions
-from kvchat.chat.controller import Desk
-from kvchat.chat.engine_queries import Price
+from kvchat.chat.controller import ChatController
+from kvchat.chat.engine_queries import Cost
 from kvchat.chat.reply import Reply
 from kvchat.core.errors import UsageError
-from kvchat.terminal.commands import CommandContext, Invocation, Registry, price_line
-from kvchat.terminal.paint import Painter, Row, Sheet
+from kvchat.terminal.commands import CommandContext, Invocation, Registry, cost_line
+from kvchat.terminal.paint import Painter, RenderContext, Row
 from kvchat.terminal.view import Choice, Page
 
 
@@ -30,8 +30,8 @@ class ScriptPage:
         self._columns = columns
 
     @property
-    def sheet(self) -> Sheet:
-        return Sheet(self.painter, self._columns)
+    def render_context(self) -> RenderContext:
+        return RenderContext(self.painter, self._columns)
 
     @property
     def prompt_text(self) -> str:
@@ -72,7 +72,7 @@ class ScriptPage:
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class AnswerRequest:
     """An answer that is wanted: `ask` begins it."""
 
     ask: Callable[[], Reply]
@@ -82,23 +82,25 @@ class Wish:
 class ScriptCommands(CommandContext):
     """`has_left` once a command has ended the run."""
 
-    def __init__(self, desk: Desk, page: Page, registry: Registry, shows_stats: bool) -> None:
-        self.desk = desk
+    def __init__(
+        self, controller: ChatController, page: Page, registry: Registry, shows_stats: bool
+    ) -> None:
+        self.controller = controller
         self.registry = registry
         self.shows_stats = shows_stats
         self.has_left = False
         self._page = page
-        self._wish: Wish | None = None
+        self._request: AnswerRequest | None = None
 
     @property
-    def face(self) -> Page:
+    def page(self) -> Page:
         return self._page
 
-    def carry_out(self, line: Invocation) -> Wish | None:
+    def carry_out(self, line: Invocation) -> AnswerRequest | None:
         """Carry out a command; return the answer it wants. Raises what kept it from its work."""
-        self._wish = None
+        self._request = None
         asyncio.run(line.command.run(self, line.arguments))
-        return self._wish
+        return self._request
 
     # What commands use
 
@@ -111,19 +113,19 @@ class ScriptCommands(CommandContext):
     async def confirm(self, question: str) -> bool:
         raise UsageError(f"{question} Only somebody at a terminal can say yes to that.")
 
-    async def afford(self, price: Price | None, action: str) -> bool:
-        """Say the price, and pay it: a script asks for what it wants."""
-        if price is not None and not price.is_cheap:
-            self.say(f"{action} {price_line(price)}.")
+    async def confirm_cost(self, cost: Cost | None, action: str) -> bool:
+        """Say what it costs, and do it: a script asks for what it wants."""
+        if cost is not None and not cost.is_low:
+            self.say(f"{action} {cost_line(cost)}.")
         return True
 
     def answer_again(self, options: AskOptions) -> None:
-        self.desk.user_turn("")
-        self._wish = Wish(lambda: self.desk.retry(options), options.num_samples)
+        self.controller.user_turn("")
+        self._request = AnswerRequest(lambda: self.controller.retry(options), options.num_samples)
 
     def continue_answer(self) -> None:
-        self.desk.require_conversation()
-        self._wish = Wish(self.desk.continue_answer)
+        self.controller.require_conversation()
+        self._request = AnswerRequest(self.controller.continue_answer)
 
     def quit(self, code: int) -> None:
         self.has_left = True

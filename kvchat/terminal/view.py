@@ -1,8 +1,8 @@
-"""Face: what the conversation needs from a screen, and what a screen needs from the conversation.
+"""View: what the conversation needs from a screen, and what a screen needs from the conversation.
 
-Two faces exist: the live prompt (`prompt.py`) and plain lines (`line_face.py`) for terminals that
-cannot move a cursor and for people who listen. Of a face, commands use the Page alone, and scripts
-have no more than that (`script_page.py`). Knows none of them.
+Two views exist: the live prompt (`prompt.py`) and plain lines (`line_view.py`) for terminals that
+cannot move a cursor and for people who listen. Of a view, commands use the Page alone, and scripts
+have no more than that (`script_commands.py`). Knows none of them.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -10,7 +10,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from kvchat.terminal.paint import Painter, Row, Sheet
+from kvchat.terminal.paint import Painter, RenderContext, Row
 from kvchat.terminal.theme import Role
 
 
@@ -23,7 +23,7 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
-class LiveView:
+class LiveState:
     """What is shown below the finished rows, and changes.
 
     tail       rows of the answer that are still open
@@ -47,7 +47,7 @@ class Page(Protocol):
     painter: Painter
 
     @property
-    def sheet(self) -> Sheet:
+    def render_context(self) -> RenderContext:
         """What rows are laid out for right now."""
 
     @property
@@ -82,20 +82,20 @@ class Page(Protocol):
         """Ask the user's terminal to put a text on its clipboard; UsageError where it cannot be."""
 
 
-class Face(Page, Protocol):
+class View(Page, Protocol):
     """A screen: a page, and below it a prompt and what changes."""
 
     @property
     def max_tail_rows(self) -> int:
         """How many rows of an open block are worth showing; 0 where they cannot be."""
 
-    def write(self, rows: Sequence[Row], view: LiveView | None = None) -> None:
-        """Show rows for good, above the prompt, and in the same stroke another view below them."""
+    def write(self, rows: Sequence[Row], state: LiveState | None = None) -> None:
+        """Show rows for good, above the prompt, and in the same stroke another state below them."""
 
     def put_back(self, text: str) -> None:
         """Put text into the prompt that could not be used; what is typed next takes its place."""
 
-    def show(self, view: LiveView) -> None:
+    def show(self, state: LiveState) -> None:
         """Show something else below the finished rows, soon."""
 
     async def run(self, listener: "Listener") -> None:
@@ -105,14 +105,14 @@ class Face(Page, Protocol):
         """End `run` soon; the terminal is as it was before when it has ended."""
 
 
-def tell(face: Page, text: str, role: Role = Role.NOTE, gap: bool = True) -> None:
+def tell(page: Page, text: str, role: Role = Role.NOTE, gap: bool = True) -> None:
     """Show a sentence or a few lines for good, an empty row after them unless told otherwise."""
-    rows = face.painter.wrapped(text, face.sheet.width, role)
-    face.write([*rows, *([face.painter.text("")] if gap else [])])
+    rows = page.painter.wrapped(text, page.render_context.width, role)
+    page.write([*rows, *([page.painter.text("")] if gap else [])])
 
 
 class Listener(Protocol):
-    """What a face tells: keys and lines. Everything returns at once."""
+    """What a view tells: keys and lines. Everything returns at once."""
 
     @property
     def is_answering(self) -> bool:
@@ -161,10 +161,10 @@ class Listener(Protocol):
         """Leave with an exit code."""
 
     def input_ended(self) -> None:
-        """There is no more input: the face ends."""
+        """There is no more input: the view ends."""
 
     def terminal_lost(self) -> None:
         """The terminal cannot be written to any more."""
 
     def failed(self, error: Exception) -> None:
-        """Something the face did by itself went wrong."""
+        """Something the view did by itself went wrong."""

@@ -6,7 +6,7 @@ from pathlib import Path
 from kvchat.chat import answer_settings
 from kvchat.chat.answer_settings import AskOptions
 from kvchat.chat.chat_model import ChatModel
-from kvchat.chat.controller import Desk
+from kvchat.chat.controller import ChatController
 from kvchat.chat.host import ChatHost
 from kvchat.chat.store import SessionStore
 from kvchat.core.types import SamplingParams
@@ -32,10 +32,10 @@ def test_another_model_brings_its_own_sampling_but_keeps_what_was_set(
     other = replace(model, sampling_defaults={"temperature": 0.3, "top_k": 20, "min_p": 0.1})
     first, second = (ChatHost(each, build, store) for each in (model, other))  # type: ignore[arg-type]
     options = AskOptions(chosen=frozenset()).for_model({"temperature": 0.9, "top_p": 0.8})
-    desk = Desk(first, lambda *_: second, None, options)
-    desk.options = answer_settings.changed(desk.options, "min-p", "0.2")
+    controller = ChatController(first, lambda *_: second, None, options)
+    controller.options = answer_settings.changed(controller.options, "min-p", "0.2")
 
-    desk.change_host(second).close()
-    desk.host.close()
+    controller.change_host(second).close()
+    controller.host.close()
 
-    assert desk.options.sampling == SamplingParams(temperature=0.3, top_k=20, min_p=0.2)
+    assert controller.options.sampling == SamplingParams(temperature=0.3, top_k=20, min_p=0.2)

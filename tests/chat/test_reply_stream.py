@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from kvchat.chat.events import AnswerText, ChatEvent
-from kvchat.chat.reply_stream import Pace, ReplyPump
+from kvchat.chat.reply_stream import FramePacer, ReplyStream
 
 
 class _FakeReply:
@@ -38,20 +38,20 @@ class _FakeReply:
         self.put("last words", ends=True)
 
 
-def _run(feed: Callable[[_FakeReply, ReplyPump], None]) -> tuple[_FakeReply, list[str]]:
-    """Pump a reply that another thread feeds; return it and the texts shown."""
+def _run(feed: Callable[[_FakeReply, ReplyStream], None]) -> tuple[_FakeReply, list[str]]:
+    """Stream a reply that another thread feeds; return it and the texts shown."""
     reply = _FakeReply()
     shown: list[str] = []
 
     async def main() -> None:
-        pump = ReplyPump(
+        stream = ReplyStream(
             asyncio.get_running_loop(),
             lambda events: shown.extend(e.text for e in events if isinstance(e, AnswerText)),
         )
-        thread = threading.Thread(target=feed, args=(reply, pump))
+        thread = threading.Thread(target=feed, args=(reply, stream))
         thread.start()
         async with asyncio.timeout(10):
-            await pump.run(reply)  # type: ignore[arg-type]
+            await stream.run(reply)  # type: ignore[arg-type]
         thread.join()
 
     asyncio.run(main())
@@ -59,12 +59,12 @@ def _run(feed: Callable[[_FakeReply, ReplyPump], None]) -> tuple[_FakeReply, lis
 
 
 def test_everything_is_shown_once_and_in_order() -> None:
-    def feed(reply: _FakeReply, pump: ReplyPump) -> None:
+    def feed(reply: _FakeReply, stream: ReplyStream) -> None:
         for number in range(2000):
             reply.put(str(number))
-            pump.notify()
+            stream.notify()
         reply.put(ends=True)
-        pump.notify()
+        stream.notify()
 
     reply, shown = _run(feed)
 
@@ -73,7 +73,7 @@ def test_everything_is_shown_once_and_in_order() -> None:
 
 
 def test_a_reply_that_is_finished_already_ends_at_once() -> None:
-    _, shown = _run(lambda reply, pump: reply.put("all of it", ends=True))
+    _, shown = _run(lambda reply, stream: reply.put("all of it", ends=True))
 
     assert shown == ["all of it"]
 
@@ -86,10 +86,10 @@ def test_an_error_while_drawing_still_lets_the_answer_be_saved() -> None:
         raise ValueError("a bug in drawing")
 
     async def main() -> None:
-        pump = ReplyPump(asyncio.get_running_loop(), show)
+        stream = ReplyStream(asyncio.get_running_loop(), show)
         reply.put("first")
         async with asyncio.timeout(10):
-            await pump.run(reply)  # type: ignore[arg-type]
+            await stream.run(reply)  # type: ignore[arg-type]
 
     with pytest.raises(ValueError, match="a bug in drawing"):
         asyncio.run(main())
@@ -99,14 +99,14 @@ def test_an_error_while_drawing_still_lets_the_answer_be_saved() -> None:
 
 def test_notices_after_the_loop_has_ended_are_harmless() -> None:
     loop = asyncio.new_event_loop()
-    pump = ReplyPump(loop, lambda events: None)
+    stream = ReplyStream(loop, lambda events: None)
     loop.close()
 
-    pump.notify()
+    stream.notify()
 
 
 def test_frames_keep_a_distance_that_follows_their_cost() -> None:
-    pace = Pace()
+    pace = FramePacer()
     assert pace.delay_s(100.0) == 0.0, "the first frame is drawn at once"
     for _ in range(50):
         pace.drawn(cost_s=0.0015, now_s=100.0)
@@ -117,7 +117,7 @@ def test_frames_keep_a_distance_that_follows_their_cost() -> None:
 
 
 def test_one_slow_frame_does_not_slow_down_the_next() -> None:
-    pace = Pace()
+    pace = FramePacer()
     for _ in range(20):
         pace.drawn(cost_s=0.0003, now_s=0.0)
     pace.drawn(cost_s=0.5, now_s=1.0)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from kvchat.cache.disk.admin import StoreAdmin
 from kvchat.chat.answer_settings import AskOptions
-from kvchat.chat.controller import Desk
+from kvchat.chat.controller import ChatController
 from kvchat.chat.host import ChatHost
 from kvchat.chat.store import SessionStore
 from kvchat.core.errors import ModelError
@@ -135,7 +135,7 @@ def _setup(arguments: argparse.Namespace) -> ReplSetup:
     session = host.open_session(store.latest()) if arguments.continues and store else None
     options = AskOptions(sampling=SamplingParams(temperature=0.0))
     return ReplSetup(
-        desk=Desk(
+        controller=ChatController(
             host,
             new_host,
             session,

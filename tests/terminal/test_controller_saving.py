@@ -11,7 +11,7 @@ import pytest
 
 from kvchat.chat.answer_settings import AskOptions
 from kvchat.chat.chat_model import ChatModel
-from kvchat.chat.controller import Desk
+from kvchat.chat.controller import ChatController
 from kvchat.chat.host import ChatHost
 from kvchat.chat.reply_stream import LoadRelay
 from kvchat.chat.store import SessionStore
@@ -50,10 +50,10 @@ def new_host(model: ChatModel, store: SessionStore) -> Iterator[NewHost]:
 
 
 @pytest.fixture
-def desk(new_host: NewHost) -> Iterator[Desk]:
-    desk = Desk(new_host(), new_host, None, AskOptions())
-    yield desk
-    desk.close_session()
+def controller(new_host: NewHost) -> Iterator[ChatController]:
+    controller = ChatController(new_host(), new_host, None, AskOptions())
+    yield controller
+    controller.close_session()
 
 
 @contextmanager
@@ -71,11 +71,11 @@ def full_disk() -> Iterator[None]:
         yield
 
 
-def do(desk: Desk, line: str) -> str:
+def do(controller: ChatController, line: str) -> str:
     """Carry out a command; return what it said."""
     said: list[str] = []
     page = ScriptPage(said.append, Painter(PLAIN), 200)
-    commands = ScriptCommands(desk, page, build_registry(), False)
+    commands = ScriptCommands(controller, page, build_registry(), False)
     parsed = commands.registry.parse(line)
     assert isinstance(parsed, Invocation), line
     commands.carry_out(parsed)
@@ -84,91 +84,97 @@ def do(desk: Desk, line: str) -> str:
 
 @pytest.mark.parametrize("has_file", [True, False])
 def test_another_model_waits_until_all_of_the_conversation_is_in_its_file(
-    desk: Desk, new_host: NewHost, store: SessionStore, has_file: bool
+    controller: ChatController, new_host: NewHost, store: SessionStore, has_file: bool
 ) -> None:
     """On a full disk the turns that were not written yet were gone after /model, and where the
     file had no line at all, the conversation went on without one.
     """
     if has_file:
-        finish(desk.ask("on disk"))
+        finish(controller.ask("on disk"))
     with full_disk():
-        finish(desk.ask("in memory"))
-        old, session = desk.host, desk.require_session()
+        finish(controller.ask("in memory"))
+        old, session = controller.host, controller.require_session()
         with pytest.raises(StoreError, match=r"cannot be saved \(No space left"):
-            desk.change_host(new_host())
+            controller.change_host(new_host())
 
-    assert desk.host is old
-    assert desk.session is session
+    assert controller.host is old
+    assert controller.session is session
     before = [turn.text for turn in session.conversation.turns()]
-    assert desk.change_host(new_host()) is old
-    assert [turn.text for turn in desk.require_conversation().turns()] == before
-    finish(desk.ask("and on"))
+    assert controller.change_host(new_host()) is old
+    assert [turn.text for turn in controller.require_conversation().turns()] == before
+    finish(controller.ask("and on"))
     saved = store.read(session.session_id).conversation
-    assert list(saved.turns()) == list(desk.require_conversation().turns())
+    assert list(saved.turns()) == list(controller.require_conversation().turns())
 
 
-def test_what_could_not_be_saved_is_said_as_the_conversation_is_let_go(desk: Desk) -> None:
+def test_what_could_not_be_saved_is_said_as_the_conversation_is_let_go(
+    controller: ChatController,
+) -> None:
     """The sentence of the session was dropped."""
-    finish(desk.ask("on disk"))
+    finish(controller.ask("on disk"))
     with full_disk():
-        finish(desk.ask("in memory"))
-        problem = desk.close_session()
+        finish(controller.ask("in memory"))
+        problem = controller.close_session()
 
     assert problem is not None
     assert problem.endswith(".jsonl cannot be saved (No space left on device).")
-    assert desk.close_session() is None
+    assert controller.close_session() is None
 
 
-def test_a_new_conversation_promises_the_last_one_only_where_it_is_kept(desk: Desk) -> None:
+def test_a_new_conversation_promises_the_last_one_only_where_it_is_kept(
+    controller: ChatController,
+) -> None:
     """/new said that the last one was kept, though the disk was full."""
-    finish(desk.ask("on disk"))
-    assert "The last one is kept" in do(desk, "/new")
-    finish(desk.ask("on disk"))
+    finish(controller.ask("on disk"))
+    assert "The last one is kept" in do(controller, "/new")
+    finish(controller.ask("on disk"))
     with full_disk():
-        finish(desk.ask("in memory"))
-        said = do(desk, "/new")
+        finish(controller.ask("in memory"))
+        said = do(controller, "/new")
 
     assert "is kept" not in said
     assert "cannot be saved (No space left on device)." in said
 
 
 @pytest.mark.parametrize("command", ["/resume first", "/fork"])
-def test_going_on_in_another_says_what_of_the_last_is_not_saved(desk: Desk, command: str) -> None:
+def test_going_on_in_another_says_what_of_the_last_is_not_saved(
+    controller: ChatController, command: str
+) -> None:
     """/resume and /fork left a conversation behind whose end was nowhere, without a word."""
-    finish(desk.ask("first"))
-    desk.begin_new()
-    finish(desk.ask("second"))
+    finish(controller.ask("first"))
+    controller.begin_new()
+    finish(controller.ask("second"))
     with full_disk():
-        finish(desk.ask("in memory"))
-        said = do(desk, command)
+        finish(controller.ask("in memory"))
+        said = do(controller, command)
 
     assert "cannot be saved (No space left on device)." in said
 
 
-def leave_at_once(desk: Desk, patch: pytest.MonkeyPatch) -> int:
+def leave_at_once(controller: ChatController, patch: pytest.MonkeyPatch) -> int:
     """Run the chat with an input that has ended."""
     outlet, inlet = os.pipe()
     os.close(inlet)
     with os.fdopen(outlet) as stdin:
         patch.setattr(repl.sys, "stdin", stdin)  # type: ignore[attr-defined]
-        return asyncio.run(run_repl(ReplSetup(desk, LoadRelay(), look=PLAIN)))
+        return asyncio.run(run_repl(ReplSetup(controller, LoadRelay(), look=PLAIN)))
 
 
 @pytest.mark.parametrize("is_full", [True, False])
 def test_the_farewell_promises_only_what_is_saved(
-    desk: Desk,
+    controller: ChatController,
     is_full: bool,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     """Leaving on a full disk said "This conversation is kept" before it was found not to be."""
-    finish(desk.ask("on disk"))
+    finish(controller.ask("on disk"))
     if is_full:
         with full_disk():
-            finish(desk.ask("in memory"))
-            code = leave_at_once(desk, monkeypatch)
+            finish(controller.ask("in memory"))
+            code = leave_at_once(controller, monkeypatch)
     else:
-        code = leave_at_once(desk, monkeypatch)
+        code = leave_at_once(controller, monkeypatch)
 
     last_words = capfd.readouterr().err
     assert code == 0

@@ -7,7 +7,7 @@ import pytest
 
 from kvchat.chat.answer_settings import AskOptions
 from kvchat.chat.chat_model import ChatModel
-from kvchat.chat.controller import Desk
+from kvchat.chat.controller import ChatController
 from kvchat.chat.conversation import ROOT
 from kvchat.chat.host import ChatHost
 from kvchat.chat.store import SessionStore
@@ -29,12 +29,12 @@ def store(tmp_path: Path) -> SessionStore:
 
 
 @pytest.fixture
-def desk(model: ChatModel, store: SessionStore) -> Iterator[Desk]:
+def controller(model: ChatModel, store: SessionStore) -> Iterator[ChatController]:
     build = scripted_build(model, lambda question, _: Script(f"You said {question}."))
     host = ChatHost(model, build, store)  # type: ignore[arg-type]
-    desk = Desk(host, lambda *_: host, None, AskOptions())
-    yield desk
-    desk.close_session()
+    controller = ChatController(host, lambda *_: host, None, AskOptions())
+    yield controller
+    controller.close_session()
     host.close()
 
 
@@ -48,117 +48,128 @@ class SureCommands(ScriptCommands):
         return True
 
 
-def do(desk: Desk, line: str) -> str:
+def do(controller: ChatController, line: str) -> str:
     """Carry out a command, saying yes where it asks; return the questions and what it said."""
     said: list[str] = []
     page = ScriptPage(said.append, Painter(Look(has_colour=False, is_plain=True)), 200)
-    commands = SureCommands(desk, page, build_registry(), False)
+    commands = SureCommands(controller, page, build_registry(), False)
     parsed = commands.registry.parse(line)
     assert isinstance(parsed, Invocation), line
     commands.carry_out(parsed)
     return "".join([*commands.asked, *said])
 
 
-def ask(desk: Desk, *texts: str) -> None:
+def ask(controller: ChatController, *texts: str) -> None:
     for text in texts:
-        finish(desk.ask(text))
+        finish(controller.ask(text))
 
 
-def path_texts(desk: Desk) -> list[str]:
-    return [turn.text for turn in desk.require_conversation().path()]
+def path_texts(controller: ChatController) -> list[str]:
+    return [turn.text for turn in controller.require_conversation().path()]
 
 
 # Redo
 
 
-def test_redo_goes_from_a_question_to_its_answer(desk: Desk) -> None:
+def test_redo_goes_from_a_question_to_its_answer(controller: ChatController) -> None:
     """With the tip on a question it went on to the next question, whose answer it left out."""
-    ask(desk, "one", "two")
-    desk.move(1)
+    ask(controller, "one", "two")
+    controller.move(1)
 
-    assert desk.redo()
-    assert desk.require_conversation().tip_id == 2
-    assert desk.redo()
-    assert desk.require_conversation().tip_id == 4
-    assert not desk.redo()
+    assert controller.redo()
+    assert controller.require_conversation().tip_id == 2
+    assert controller.redo()
+    assert controller.require_conversation().tip_id == 4
+    assert not controller.redo()
 
 
 # Another system prompt
 
 
-def test_a_message_being_edited_is_edited_under_the_new_prompt(desk: Desk) -> None:
+def test_a_message_being_edited_is_edited_under_the_new_prompt(controller: ChatController) -> None:
     """/edit 2, /system X: what was sent went below the old prompt's branch."""
-    ask(desk, "one", "two", "three")
-    do(desk, "/edit 2")
+    ask(controller, "one", "two", "three")
+    do(controller, "/edit 2")
 
-    do(desk, "/system Be brief.")
-    assert desk.editing == "editing 2"
-    ask(desk, "another two")
+    do(controller, "/system Be brief.")
+    assert controller.editing == "editing 2"
+    ask(controller, "another two")
 
-    assert path_texts(desk) == ["one", "You said one.", "another two", "You said another two."]
-    assert desk.require_conversation().path()[0].system == "Be brief."
-    assert desk.editing == ""
+    assert path_texts(controller) == [
+        "one",
+        "You said one.",
+        "another two",
+        "You said another two.",
+    ]
+    assert controller.require_conversation().path()[0].system == "Be brief."
+    assert controller.editing == ""
 
 
 @pytest.mark.parametrize("texts", [("one", "two"), ("one",)])
-def test_redo_does_not_go_back_to_the_old_prompt(desk: Desk, texts: tuple[str, ...]) -> None:
+def test_redo_does_not_go_back_to_the_old_prompt(
+    controller: ChatController, texts: tuple[str, ...]
+) -> None:
     """/undo, /system X, /redo went on under the prompt that had just been replaced."""
-    ask(desk, *texts)
-    do(desk, "/undo")
-    before = path_texts(desk)
+    ask(controller, *texts)
+    do(controller, "/undo")
+    before = path_texts(controller)
 
-    do(desk, "/system Be brief.")
+    do(controller, "/system Be brief.")
 
-    assert not desk.redo()
-    assert path_texts(desk) == before
-    ask(desk, "three")
-    assert desk.require_conversation().path()[0].system == "Be brief."
-    assert desk.require_conversation().path()[0].parent_id == ROOT
+    assert not controller.redo()
+    assert path_texts(controller) == before
+    ask(controller, "three")
+    assert controller.require_conversation().path()[0].system == "Be brief."
+    assert controller.require_conversation().path()[0].parent_id == ROOT
 
 
 # Numbers
 
 
-def test_a_turn_is_switched_to_by_the_number_that_the_tree_shows(desk: Desk) -> None:
+def test_a_turn_is_switched_to_by_the_number_that_the_tree_shows(
+    controller: ChatController,
+) -> None:
     """After /forget had left a gap, /switch refused the last turns and broke down on those gone."""
-    ask(desk, "one", "two")
-    desk.move(2)
-    ask(desk, "three")
-    desk.forget(3)
+    ask(controller, "one", "two")
+    controller.move(2)
+    ask(controller, "three")
+    controller.forget(3)
 
-    assert "6" in do(desk, "/tree")
-    desk.move(2)
-    do(desk, "/switch 6")
-    assert desk.require_conversation().tip_id == 6
+    assert "6" in do(controller, "/tree")
+    controller.move(2)
+    do(controller, "/switch 6")
+    assert controller.require_conversation().tip_id == 6
     for number in ("3", "4", "0", "7", SUPERSCRIPT, ABSURD):
         with pytest.raises(UsageError, match="is no turn"):
-            do(desk, f"/switch {number}")
-    assert desk.require_conversation().tip_id == 6
+            do(controller, f"/switch {number}")
+    assert controller.require_conversation().tip_id == 6
 
 
 @pytest.mark.parametrize("number", [SUPERSCRIPT, ABSURD])
 @pytest.mark.parametrize("command", ["/undo", "/rewind", "/edit", "/retry -n", "/resume"])
 def test_what_only_looks_like_a_number_is_refused_in_a_sentence(
-    desk: Desk, command: str, number: str
+    controller: ChatController, command: str, number: str
 ) -> None:
     """A superscript is a digit to Python and no number; thousands of digits are none either."""
-    ask(desk, "one")
+    ask(controller, "one")
 
     with pytest.raises((UsageError, SessionNotFound)):
-        do(desk, f"{command} {number}")
+        do(controller, f"{command} {number}")
 
 
 # Deleting
 
 
-def test_a_session_that_cannot_be_read_can_be_deleted(desk: Desk, store: SessionStore) -> None:
+def test_a_session_that_cannot_be_read_can_be_deleted(
+    controller: ChatController, store: SessionStore
+) -> None:
     """/delete offered it, and then refused: it read its title first."""
-    ask(desk, "one")
+    ask(controller, "one")
     damaged = "20250101-000000-abcd"
     (store.directory / f"{damaged}.jsonl").write_text("no session\n")
 
-    said = do(desk, f"/delete {damaged}")
+    said = do(controller, f"/delete {damaged}")
 
     assert f"Delete “{damaged}” for good?" in said
     assert f"Deleted: {damaged}" in said
-    assert store.ids() == [desk.require_session().session_id]
+    assert store.ids() == [controller.require_session().session_id]

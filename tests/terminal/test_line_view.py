@@ -1,4 +1,4 @@
-"""The face of plain lines, on a pipe: lines that come together, and an output that refuses some."""
+"""The view of plain lines, on a pipe: lines that come together, and an output that refuses some."""
 
 import asyncio
 import io
@@ -8,7 +8,7 @@ from typing import TextIO
 
 import pytest
 
-from kvchat.terminal.line_view import LineFace
+from kvchat.terminal.line_view import LineView
 from kvchat.terminal.paint import Painter
 from kvchat.terminal.theme import Look
 from kvchat.terminal.view import Choice
@@ -18,7 +18,7 @@ _CHOICES = [Choice("one"), Choice("two"), Choice("three")]
 
 
 class _Listener:
-    """Writes down what a face tells."""
+    """Writes down what a view tells."""
 
     is_answering = is_busy = is_at_work = has_queue = False
 
@@ -45,20 +45,20 @@ class _Listener:
 
 
 def _run(
-    use: Callable[[LineFace, _Listener, TextIO], Awaitable[None]], stdout: TextIO
+    use: Callable[[LineView, _Listener, TextIO], Awaitable[None]], stdout: TextIO
 ) -> _Listener:
-    """Use a face that reads a pipe; what is typed goes into the other end."""
+    """Use a view that reads a pipe; what is typed goes into the other end."""
 
     async def main() -> _Listener:
         source, sink = os.pipe()
         with open(source) as stdin, open(sink, "w", buffering=1) as keyboard:
             listener = _Listener()
-            face = LineFace(stdin, stdout, _PAINTER, 60, "")
-            running = asyncio.create_task(face.run(listener))  # type: ignore[arg-type]
+            view = LineView(stdin, stdout, _PAINTER, 60, "")
+            running = asyncio.create_task(view.run(listener))  # type: ignore[arg-type]
             await asyncio.sleep(0)
             async with asyncio.timeout(10):
-                await use(face, listener, keyboard)
-            face.leave()
+                await use(view, listener, keyboard)
+            view.leave()
             await running
             return listener
 
@@ -70,10 +70,10 @@ def test_lines_that_come_together_each_find_what_they_are_for() -> None:
     the read was lost."""
     picked: list[int | None] = []
 
-    async def use(face: LineFace, listener: _Listener, keyboard: TextIO) -> None:
+    async def use(view: LineView, listener: _Listener, keyboard: TextIO) -> None:
         keyboard.write("7\n2\n3\nhello\\\nyou\n")
-        picked.append(await face.choose("First", _CHOICES))
-        picked.append(await face.choose("Second", _CHOICES))
+        picked.append(await view.choose("First", _CHOICES))
+        picked.append(await view.choose("Second", _CHOICES))
         await listener.has_heard.wait()
 
     listener = _run(use, io.StringIO())
@@ -86,11 +86,11 @@ def test_an_interrupt_behind_an_answered_picker_is_harmless() -> None:
     """Ctrl-C twice in a row at a picker raised InvalidStateError."""
     picked: list[int | None] = []
 
-    async def use(face: LineFace, listener: _Listener, keyboard: TextIO) -> None:
-        choosing = asyncio.create_task(face.choose("Which", _CHOICES))
+    async def use(view: LineView, listener: _Listener, keyboard: TextIO) -> None:
+        choosing = asyncio.create_task(view.choose("Which", _CHOICES))
         await asyncio.sleep(0)
-        face._interrupt()
-        face._interrupt()
+        view._interrupt()
+        view._interrupt()
         picked.append(await choosing)
 
     _run(use, io.StringIO())
@@ -103,8 +103,8 @@ def test_what_the_encoding_does_not_have_is_shown_as_question_marks() -> None:
     the program ended with exit code 129."""
     stdout = io.TextIOWrapper(io.BytesIO(), "ascii")
 
-    async def use(face: LineFace, listener: _Listener, keyboard: TextIO) -> None:
-        face.write([_PAINTER.text("naïve 日本")])
+    async def use(view: LineView, listener: _Listener, keyboard: TextIO) -> None:
+        view.write([_PAINTER.text("naïve 日本")])
 
     listener = _run(use, stdout)
 
@@ -125,10 +125,10 @@ def test_only_an_output_that_is_gone_ends_the_face(is_gone: bool) -> None:
                 raise ValueError("refused")
             return len(text)
 
-    async def use(face: LineFace, listener: _Listener, keyboard: TextIO) -> None:
+    async def use(view: LineView, listener: _Listener, keyboard: TextIO) -> None:
         nonlocal has_raised
         try:
-            face.write([_PAINTER.text("words")])
+            view.write([_PAINTER.text("words")])
         except ValueError:
             has_raised = True
 

@@ -17,7 +17,7 @@ from kvchat.core.types import SamplingParams
 from kvchat.terminal.history_view import tree_rows
 from kvchat.terminal.input_history import PrivateHistory
 from kvchat.terminal.multiline import InputBlocks, is_block_open, without_block_marks
-from kvchat.terminal.paint import Painter, Sheet
+from kvchat.terminal.paint import Painter, RenderContext
 from kvchat.terminal.pickers import Picker, pick_by_number
 from kvchat.terminal.theme import Glyphs, Look, Role
 from kvchat.terminal.view import Choice
@@ -81,7 +81,7 @@ def test_a_tree_is_measured_in_cells() -> None:
     conversation.add(turn(1, text="日本語の会話" * 20))
     conversation.add(turn(2, 1, TurnRole.ASSISTANT, "日本語の会話" * 20))
 
-    rows = tree_rows(conversation, Sheet(Painter(Look()), 60))
+    rows = tree_rows(conversation, RenderContext(Painter(Look()), 60))
 
     assert all(56 <= row.cell_len <= 60 for row in rows)
 
@@ -312,7 +312,7 @@ def test_what_is_forgotten_is_not_recalled(tmp_path: Path) -> None:
         ("a.txt: what is it?", [], "a.txt: what is it?"),
     ],
 )
-def test_the_gist_of_a_message_leaves_out_its_files(
+def test_the_summary_of_a_message_leaves_out_its_files(
     text: str, names: list[str], words: str
 ) -> None:
     assert split_attached(text) == (names, words)
