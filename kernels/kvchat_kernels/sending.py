@@ -19,3 +19,10 @@ def on_device(numbers: Sequence[Any], dtype: torch.dtype, device: torch.device) 
         return torch.tensor(numbers, dtype=dtype, device=device)
     # The pinned memory is not used again before it was read: its allocator sees to that.
     return torch.tensor(numbers, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
+
+
+def each_on_device(
+    lists: Sequence[Sequence[Any]], dtype: torch.dtype, device: torch.device
+) -> list[torch.Tensor]:
+    """Return a tensor of each list, as `on_device` makes them."""
+    return [on_device(numbers, dtype, device) for numbers in lists]

@@ -1,4 +1,4 @@
-"""Restorer prompts' KV from a slower tier, piece by piece between two threads.
+"""Restorer: prompts get their KV back from a slower tier, piece by piece between two threads.
 
 The transfer thread reads packs, the engine's thread takes them into the device tier. A forward pass
 verifies what was restored before anything relies on it.
@@ -192,7 +192,7 @@ class Restorer:
         self._block_bytes = manager.block_size * TOKEN_BYTES
         self._image_bytes = manager.kv_pool.geometry.block_bytes
         self._news = Event()
-        self._unverified: list[Restore] = []
+        self.unverified: list[Restore] = []
 
     def begin(self, ids: TokenIds, is_prefetch: bool, is_one_shot: bool = False) -> Restore | None:
         """Ask for the KV of a prompt that the device has not; None where it has all full blocks.
@@ -307,7 +307,7 @@ class Restorer:
         size = self._manager.block_size
         if restore.num_arrived <= restore.num_trusted:
             restore.num_trusted = piece.start_block * size
-            self._unverified.append(restore)
+            self.unverified.append(restore)
         restore.num_arrived = (piece.start_block + num_adopted) * size
         restore.since_s, restore.num_hurries = self._clock(), 0
         restore.fingerprint = piece.fingerprint if num_adopted == piece.num_blocks else None
@@ -321,14 +321,14 @@ class Restorer:
 
         Each is returned once; from then on it is taken to be verified.
         """
-        due = [restore for restore in self._unverified if of_all or restore.is_over]
-        self._unverified = [restore for restore in self._unverified if restore not in due]
+        due = [restore for restore in self.unverified if of_all or restore.is_over]
+        self.unverified = [restore for restore in self.unverified if restore not in due]
         return [self._restored_context(restore) for restore in due]
 
     @property
     def has_unverified(self) -> bool:
         """Whether a restore that is over is to be verified."""
-        return any(restore.is_over for restore in self._unverified)
+        return any(restore.is_over for restore in self.unverified)
 
     def _restored_context(self, restore: Restore) -> RestoredContext:
         ids = list(restore.ids[: restore.num_arrived])

@@ -90,8 +90,7 @@ class Engine:
 
     @property
     def _has_answers_due(self) -> bool:
-        is_fetching = self._fetcher.is_prefetching or self._fetcher.is_under_way
-        return self._scheduler.has_work or is_fetching or self._kv_verifier.has_work
+        return self._scheduler.has_work or self._fetcher.is_busy or self._kv_verifier.has_work
 
     def status(self) -> EngineStatus:
         """Return counts for people; changes nothing."""
@@ -220,19 +219,18 @@ class Engine:
 
     def _keep_backlog(self) -> None:
         """Have written what there was no room for; with nothing else to do, wait for room."""
-        if self._connector is not None:
+        if self._connector is not None and self._connector.write_behind.has_backlog:
             patience_s = 0.0 if self._has_answers_due else _ROOM_PATIENCE_S
             self._connector.write_behind.go_on(patience_s)
 
     def _step(self) -> list[RequestEvent]:
         self._keep_backlog()
-        events = self._output.end_cancelled()
         requests = self._scheduler.requests()
+        events = self._output.end_cancelled(requests)
         is_fetching = self._fetcher.settle(requests)
         if requests and all(request.is_decoding for request in requests):
-            self.prepare()  # nobody waits for a first token
-        is_met = any(not request.is_fetching for request in requests)
-        self._invalidate(self._kv_verifier.begin(self._run_alone, of_all=is_met))
+            self.prepare()  # no request waits for its first token
+        self._begin_checks(requests)
         try:
             plan = self._plan()
         except Exception as error:  # one request too odd to plan must not end all that follow
@@ -247,8 +245,13 @@ class Engine:
             return events
         # Those that have just met the front they waited for are waiting for KV only now.
         is_fetching |= any(request.is_fetching for request in self._scheduler.requests())
-        is_fetching |= self._fetcher.is_under_way
+        is_fetching |= self._fetcher.is_copying
         return events if is_fetching else events + self._output.end_stuck()
+
+    def _begin_checks(self, requests: Sequence[Request]) -> None:
+        """Have the coming step compute what verifies restored KV and what contexts are kept by."""
+        is_met = any(not request.is_fetching for request in requests)
+        self._invalidate(self._kv_verifier.begin(self._run_alone, of_all=is_met))
 
     def _plan(self) -> list[ScheduledRequest]:
         """Choose the requests of the next step, with drafts where speculation is on."""
@@ -280,13 +283,13 @@ class Engine:
         slots. Drafts are left out then, for the failure may be theirs.
         """
         began_s = self._clock()
-        is_alone = len(plan) == 1 and not self._kv_verifier.pieces and not plan[0].drafts
+        checks = self._kv_verifier.pieces
+        is_alone = len(plan) == 1 and not checks and not plan[0].drafts
         try:
             if (tokens := self._draw_at_once(plan)) is None:
-                logits = self._runner.run(plan, self._kv_verifier.pieces)
-                num_rows = len(logits) - len(self._kv_verifier.pieces)
-                if failed := self._kv_verifier.end(logits[num_rows:], self._run_alone):
-                    self._invalidate(failed)
+                logits = self._runner.run(plan, checks)
+                num_rows = len(logits) - len(checks)
+                if checks and self._fails(logits[num_rows:]):
                     return []  # nothing was counted: what still runs is computed again
                 tokens = draw(plan, logits[:num_rows])
         except Exception as error:  # a model's own code can fail with anything
@@ -301,11 +304,16 @@ class Engine:
         self._invalidate(self._kv_verifier.end_alone(self._run_alone))
         events: list[RequestEvent] = []
         for scheduled in plan:
-            if (
-                scheduled.request.state is State.RUNNING
-            ):  # or it has failed with another of its samples
+            # It may have failed meanwhile, with another of its samples.
+            if scheduled.request.state is State.RUNNING:
                 events.extend(self._compute([replace(scheduled, drafts=())]))
         return events
+
+    def _fails(self, logits: torch.Tensor) -> bool:
+        """End the checks of a step by their rows of logits, and invalidate the KV that is wrong."""
+        failed = self._kv_verifier.end(logits, self._run_alone)
+        self._invalidate(failed)
+        return bool(failed)
 
     def _draw_at_once(
         self, plan: Sequence[ScheduledRequest]

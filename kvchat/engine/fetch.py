@@ -55,12 +55,17 @@ class Fetcher:
         self._promoting: list[Request | _Prefetch] = []
 
     @property
-    def is_prefetching(self) -> bool:
+    def is_busy(self) -> bool:
+        """Whether a prefetch, or a copy from host memory, is under way."""
+        return self._is_prefetching or self.is_copying
+
+    @property
+    def _is_prefetching(self) -> bool:
         return self._prefetch is not None and not self._prefetch.is_over
 
     @property
-    def is_under_way(self) -> bool:
-        """Whether copies from host memory are, given up or not.
+    def is_copying(self) -> bool:
+        """Whether copies from host memory are under way, given up or not.
 
         They hold blocks until they are done.
         """
@@ -138,9 +143,11 @@ class Fetcher:
 
         Where all requests wait it waits with them, for the next delivery or a moment.
         """
-        num_waiting = sum(request.awaits_kv for request in requests) + self.is_prefetching
+        if self._is_idle(requests):
+            return False
+        num_waiting = sum(request.awaits_kv for request in requests) + self._is_prefetching
         is_idle = not any(request.state is State.RUNNING for request in requests)
-        if (num_waiting and num_waiting >= len(requests)) or (is_idle and self.is_under_way):
+        if (num_waiting and num_waiting >= len(requests)) or (is_idle and self.is_copying):
             self._wait_for_news()
         if self._offload is not None:
             self._offload.settle(may_demote=not (num_waiting or self._live_restores(requests)))
@@ -148,10 +155,16 @@ class Fetcher:
         for restore in self._live_restores(requests):
             assert self._connector is not None
             self._connector.settle(restore)
-        return any(request.awaits_kv for request in requests) or self.is_prefetching
+        return any(request.awaits_kv for request in requests) or self._is_prefetching
+
+    def _is_idle(self, requests: Sequence[Request]) -> bool:
+        """Whether nothing can arrive, and no memory has to be watched."""
+        if self._offload is not None or self._prefetch is not None:
+            return False
+        return all(r.restore is None and r.promotion is None for r in requests)
 
     def _wait_for_news(self) -> None:
-        if self._offload is not None and self.is_under_way:
+        if self._offload is not None and self.is_copying:
             self._offload.wait_for_news()
         elif self._connector is not None:
             self._connector.wait_for_news()

@@ -111,6 +111,8 @@ class KvVerifier:
         self._draws = random.Random(0)
         self._to_keep: list[_Kept] = []
         self._open: list[KvCheck] = []
+        # What the coming step is to compute beside its plan: a row of logits each, in order.
+        self.pieces: list[SequencePiece] = []
         if connector is not None:
             cache.reserve_spare_block()
 
@@ -131,7 +133,7 @@ class KvVerifier:
         `of_all` where others may meet what is still coming up. What there is no room for is
         computed by `run` at once: nobody runs on what is not verified.
         """
-        if self._connector is None:
+        if self._connector is None or not (self._to_keep or self._connector.restorer.unverified):
             return []
         waiting, self._to_keep = self._to_keep, []
         failed: list[RestoredContext] = []
@@ -145,6 +147,7 @@ class KvVerifier:
             except Exception:  # what cannot be looked at is not believed, and not kept
                 _log.exception("a check could not be begun")
                 failed.extend([due] if isinstance(due, RestoredContext) else [])
+        self.pieces = [piece for check in self._open for piece in check.pieces]
         return failed
 
     def _begin(self, due: RestoredContext | _Kept, run: Run) -> list[RestoredContext]:
@@ -232,19 +235,13 @@ class KvVerifier:
             self._keep(check.kept, None)
         return [check.restored] if check.restored is not None else []
 
-    @property
-    def pieces(self) -> list[SequencePiece]:
-        """What the coming step is to compute beside its plan: a row of logits each, in order."""
-        return [piece for check in self._open for piece in check.pieces]
-
     def end(self, logits: torch.Tensor, run: Run) -> list[RestoredContext]:
         """Take the rows of `pieces`, [num_pieces, vocab_size] float32; return what has failed.
 
         What fails gets a second look, computed alone by `run`: low bits depend on what else is in
         a batch, and where a model chooses experts by them, more than low bits.
         """
-        checks, self._open = self._open, []
-        return self._end(checks, list(logits), run)
+        return self._end(self._taken(), list(logits), run)
 
     def end_alone(self, run: Run) -> list[RestoredContext]:
         """Compute what was begun in a step of its own; return what has failed.
@@ -252,8 +249,12 @@ class KvVerifier:
         Where that cannot be, contexts are kept without a fingerprint and what came up is not
         believed.
         """
-        checks, self._open = self._open, []
+        checks = self._taken()
         return self._end_alone(checks, run) if checks else []
+
+    def _taken(self) -> list[KvCheck]:
+        checks, self._open, self.pieces = self._open, [], []
+        return checks
 
     def _end_alone(self, checks: Sequence[KvCheck], run: Run) -> list[RestoredContext]:
         pieces = [piece for check in checks for piece in check.pieces]

@@ -159,12 +159,16 @@ class OutputProcessor:
             request.miss_reason,
         )
 
-    def end_cancelled(self) -> list[RequestEvent]:
-        """End what was cancelled since the last step; what was generated stays."""
+    def end_cancelled(self, requests: list[Request]) -> list[RequestEvent]:
+        """End those that were cancelled since the last step, and take them out of `requests`.
+
+        What was generated stays.
+        """
         events: list[RequestEvent] = []
-        for request in self._scheduler.requests():
+        for request in list(requests):
             if request.cancelled_for is not None:
                 ending = self._finish(request, request.cancelled_for)
+                requests.remove(request)
                 # OutputProcessor that were still to fork end with it: every sample has an end.
                 samples = range(request.sample, request.sample + 1 + request.num_siblings_to_fork)
                 events.extend(replace(ending, sample=sample) for sample in samples)

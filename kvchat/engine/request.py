@@ -185,6 +185,12 @@ class Request:
         is_promoting = self.promotion is not None and not self.promotion.is_over
         return is_promoting or (self.restore is not None and not self.restore.is_over)
 
+    def end_fetching(self) -> None:
+        """Let go of what slower tiers had of the prompt, once no more can come."""
+        if not self.is_fetching:
+            self.told_miss_reason = self.miss_reason
+            self.restore = self.promotion = None
+
     @property
     def miss_reason(self) -> MissReason | None:
         """Why no more of the prompt came from a slower tier; None where none was asked."""

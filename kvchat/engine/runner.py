@@ -105,8 +105,10 @@ class Runner:
         warmup: Warmup | None = None,
     ) -> None:
         self._model = model
+        self._device = model.device
         self._block_size = block_size
         self._graphs = graphs
+        self.has_graphs = graphs is not None  # whether `draw` can ever return tokens
         self._threads = threads
         self._warmup = warmup
 
@@ -118,11 +120,6 @@ class Runner:
     @property
     def device(self) -> torch.device:
         return self._model.device
-
-    @property
-    def has_graphs(self) -> bool:
-        """Whether `draw` can ever return tokens."""
-        return self._graphs is not None
 
     def run(
         self, plan: Sequence[ScheduledRequest], checks: Sequence[SequencePiece] = ()
@@ -170,7 +167,7 @@ class Runner:
         return tokens
 
     def _run_eagerly(self, pieces: Sequence[SequencePiece]) -> torch.Tensor:
-        batch = build_batch(pieces, self._block_size, self._model.device)
+        batch = build_batch(pieces, self._block_size, self._device)
         if self._threads is None:
             return self._model.forward(batch)
         return self._threads.run(batch.token_ids.shape[0], lambda: self._model.forward(batch))

@@ -137,18 +137,18 @@ class Scheduler:
 
     def _continue_running(self) -> Iterator[ScheduledRequest]:
         """Go on with running requests, oldest first; every decoding one gets its token."""
-        decoding = sum(request.is_decoding for request in self._running)
-        prefill_budget = self._max_step_tokens - decoding
+        decoding = {request for request in self._running if request.is_decoding}
+        prefill_budget = self._max_step_tokens - len(decoding)
         index = 0
         while index < len(self._running):
             request = self._running[index]
-            if request.is_to_join:
+            if request.restore is not None and request.is_to_join:
                 self._join(request)
-            num_tokens = min(request.num_due, 1 if request.is_decoding else prefill_budget)
+            num_tokens = min(request.num_due, 1 if request in decoding else prefill_budget)
             if num_tokens and not self._reserve_or_preempt(request, num_tokens):
                 continue  # the request itself gave way, and the next one stands at its index
             if num_tokens:
-                if not request.is_decoding:
+                if request not in decoding:
                     prefill_budget -= num_tokens
                 yield ScheduledRequest(request, num_tokens)
             index += 1
@@ -160,8 +160,7 @@ class Scheduler:
         self._cache.release(request.table, request.ids[:before])
         request.table = self._cache.match(request.ids)
         request.num_computed = request.table.cached_len
-        if not request.is_fetching:
-            request.told_miss_reason, request.restore = request.miss_reason, None
+        request.end_fetching()
         if request.cached is not None:
             num_joined = max(0, request.num_computed - before)
             request.cached = replace(request.cached, disk=request.cached.disk + num_joined)
@@ -256,6 +255,7 @@ class Scheduler:
         request.num_computed = table.cached_len
         if request.cached is None:
             request.cached = _by_tier(request, table.cached_len)
+        request.end_fetching()
         self._waiting.remove(request)
         request.state = State.RUNNING
         self._running.append(request)

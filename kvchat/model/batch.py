@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from kvchat_kernels.paged_attention import PagedSequences, Sequences
-from kvchat_kernels.sending import on_device
+from kvchat_kernels.sending import each_on_device, on_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,20 +72,20 @@ def build_batch(
         rows.extend(range(end - piece.num_logit_rows, end))
         start = end
 
-    def to_tensor(values: list[int]) -> torch.Tensor:
-        return on_device(values, torch.int64, device)
-
+    token_ids = [token for piece in pieces for token in piece.token_ids]
+    slots = [slot for piece in pieces for slot in piece.slots(block_size)]
+    tensors = each_on_device((token_ids, positions, slots, rows), torch.int64, device)
     return ForwardBatch(
-        token_ids=to_tensor([token for piece in pieces for token in piece.token_ids]),
-        positions=to_tensor(positions),
-        slot_mapping=to_tensor([slot for p in pieces for slot in p.slots(block_size)]),
+        token_ids=tensors[0],
+        positions=tensors[1],
+        slot_mapping=tensors[2],
         sequences=PagedSequences(
             query_lens=tuple(len(piece.token_ids) for piece in pieces),
             context_lens=tuple(piece.end for piece in pieces),
             block_tables=_block_tables(pieces, block_size, device),
             block_size=block_size,
         ),
-        logit_rows=to_tensor(rows),
+        logit_rows=tensors[3],
     )
 
 

@@ -35,7 +35,7 @@ from kvchat.model.fused_parts import (
     rounded_norm,
     takes_kernels,
 )
-from kvchat.model.hf_adapter import LayerBinding, binding_of
+from kvchat.model.hf_adapter import LayerBinding, binding_of, pools_of
 from kvchat.model.spec import LayerSpec, ModelSpec
 from kvchat_kernels.cpu_products import linear_of_few_sizes
 from kvchat_kernels.paged_attention import PagedSequences
@@ -552,8 +552,7 @@ class WholeModel:
         x = self._embedding(batch.token_ids[None])[0].to(self._compute_dtype)
         made = {angles: angles.at(batch.positions, end) for angles in self._angles}
         cos, sin = zip(*(made[layer.angles] for layer in self._layers), strict=True)
-        bindings = [binding_of(layer.attention) for layer in self._layers]
-        pools = [(binding.keys, binding.values) for binding in bindings]
+        pools = pools_of([layer.attention for layer in self._layers])
         where = list(cos), list(sin), pools, batch.slot_mapping
         try:
             x = self._script.run(x, *where, *columns_of(steps))

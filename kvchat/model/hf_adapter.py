@@ -6,7 +6,7 @@ depend on the longest position of a batch (longrope, dynamic NTK) are fixed to t
 so that a cached key means the same in every batch.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -78,6 +78,12 @@ def binding_of(module: nn.Module) -> LayerBinding:
     """Return what `bind` has tied to an attention module."""
     binding: LayerBinding = module.__dict__[_BINDING]
     return binding
+
+
+def pools_of(attentions: Sequence[nn.Module]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return the key and the value pool that each attention module is bound to, in order."""
+    bindings = [binding_of(attention) for attention in attentions]
+    return [(binding.keys, binding.values) for binding in bindings]
 
 
 def paged_attention_function(

@@ -27,14 +27,14 @@ Spoil = Callable[[Kv, random.Random], None]
 class _Restorer:
     """Where the verifier asks what is to be verified."""
 
-    due: list[RestoredContext]
+    unverified: list[RestoredContext]
 
     @property
     def has_unverified(self) -> bool:
-        return bool(self.due)
+        return bool(self.unverified)
 
     def take_unverified(self, of_all: bool) -> list[RestoredContext]:
-        due, self.due = self.due, []
+        due, self.unverified = self.unverified, []
         return due
 
 
@@ -102,7 +102,7 @@ class Prover:
         size = cache.block_size
         brought = image if image is not None else bytearray(context.image)
         assert cache.adopt(context.ids, 0, brought) == len(context.ids) // size
-        self._restorer.due = [RestoredContext(list(context.ids), 0, context.fingerprint)]
+        self._restorer.unverified = [RestoredContext(list(context.ids), 0, context.fingerprint)]
         failed = self._kv_verifier.begin(self._run, of_all=True)
         prompt = cache.match([*context.ids, *beside])
         pieces = self._kv_verifier.pieces
