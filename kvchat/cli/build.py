@@ -119,12 +119,12 @@ def open_host(
     draft_name = settings.draft_name(source.name)
     draft = find_model(draft_name) if draft_name is not None else None
     store = None if settings["incognito"] else session_store(settings)
-    build, ahead = _build(settings, source, draft), _prefetch_pages(settings)
+    build, ahead = _build(settings, source, draft), _read_ahead(settings)
     model = read_chat_model(source, limit_s=settings["timeout"], child=child)
     return ChatHost(model, build, store, on_load, ahead)
 
 
-def _prefetch_pages(settings: Settings) -> "Callable[[list[int]], None] | None":
+def _read_ahead(settings: Settings) -> "Callable[[list[int]], None] | None":
     """Return what has a context's KV read while the weights load; None where none is kept."""
     config = settings.cache_config(None if settings["incognito"] else cache_directory(settings))
     directory, block_size = config.directory, config.block_size

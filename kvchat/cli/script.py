@@ -235,9 +235,7 @@ class Script:
         places = threading.Semaphore(_MAX_IN_FLIGHT)
         running: dict[int, _Running] = {}
         self._interruption.watch(lambda: _cancel_all(running))
-        threading.Thread(
-            target=_prefetch_pages, args=(requests, inbox, places), daemon=True
-        ).start()
+        threading.Thread(target=_read_ahead, args=(requests, inbox, places), daemon=True).start()
         number, is_open = 0, True
         while (is_open and self._interruption.code is None and self._is_heard) or running:
             try:
@@ -340,7 +338,7 @@ class _Running:
 _Arrival = JsonRequest | BadRequest | int | None
 
 
-def _prefetch_pages(
+def _read_ahead(
     requests: Iterator[JsonRequest | BadRequest],
     inbox: "queue.SimpleQueue[_Arrival]",
     places: threading.Semaphore,

@@ -7,7 +7,7 @@ compare. Costs rows of a batch that has to run anyway; alone it is a step of thr
 block is free the last token is computed alone, in a spare block. Knows contexts and rows of logits;
 knows no request and no tier.
 
-`tests/engine/test_fingerprint_finds.py` has a table of what is found. What cannot be, at a price
+`tests/engine/test_kv_verifier_finds.py` has a table of what is found. What cannot be, at a price
 that nobody feels: a few wrong values in a token that is not drawn, where what others find in it is
 less than rounding; in 16 bits also a change of some percent in weights that make neither keys nor
 values themselves (q_proj, o_proj, the MLP). Checksums find what goes wrong on a disk, and a digest

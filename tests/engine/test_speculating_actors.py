@@ -127,7 +127,7 @@ class Crowd:
     ids=["roomy", "tight", "small steps", "one-token blocks", "few blocks"],
 )
 @pytest.mark.parametrize(
-    "pace", [lambda: FixedDraftPolicy(3), AdaptiveDraftPolicy], ids=["fixed", "adaptive"]
+    "policy", [lambda: FixedDraftPolicy(3), AdaptiveDraftPolicy], ids=["fixed", "adaptive"]
 )
 @short_and_long(1, 40)
 def test_random_callers_get_exactly_their_tokens(size: int, policy, limits: dict[str, int]) -> None:  # type: ignore[no-untyped-def]
