@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from demo_recipe.conversation import Conversations, Shape
 from demo_recipe.scene import Chat, Turn
 from demo_recipe.tokenizer import CHAT_TEMPLATE, CONTROL_TOKENS, ChatTokenizer, train_tokenizer
-from kvchat.chat.jinja import CompiledTemplate, TemplateFailed, compile_template
+from kvchat.chat.template_child import CompiledTemplate, TemplateFailed, compile_template
 
 
 @pytest.fixture(scope="module")

@@ -61,9 +61,9 @@ def kernel_refusal(device: torch.device) -> str | None:
         return "the GPU is older than Ampere"
     if find_spec("triton") is None:
         return "Triton is not installed"
-    from kvchat_kernels.trial import trial_error
+    from kvchat_kernels.smoke_test import smoke_test_error
 
-    return trial_error(device)
+    return smoke_test_error(device)
 
 
 def next_power_of_2(number: int) -> int:

@@ -16,7 +16,7 @@ from pathlib import Path
 from kvchat.bench.measure import Sample
 from kvchat.bench.processes import Answered, ProcessFailed, answer, private_home
 from kvchat.bench.report import Figure, Result
-from kvchat.bench.scenarios import BenchSetup
+from kvchat.bench.setup import BenchSetup
 from kvchat.chat.chat_model import ChatModel, read_chat_model
 from kvchat.chat.tokenizer import Segment
 from kvchat.core.config import Size
@@ -81,7 +81,7 @@ class Chats:
     """The processes that are compared. Each is new; what `begin` and `go_on` say is kept.
 
     `ask` starts one. Those that have nothing to bring back keep their words in `elsewhere`, where
-    nobody goes on with them. They are not incognito: then nothing is remembered of the model
+    no chat goes on with them. They are not incognito: then nothing is remembered of the model
     either, and loading it takes longer.
     """
 

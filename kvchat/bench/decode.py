@@ -14,17 +14,16 @@ from functools import partial
 
 import torch
 
-from kvchat.bench.ceilings import Bandwidth, measure_bandwidth
 from kvchat.bench.engines import complete, free_memory, new_engine, random_ids
-from kvchat.bench.measure import alternated
+from kvchat.bench.measure import Bandwidth, alternated, measure_bandwidth
 from kvchat.bench.peers import LlamaCpp, Transformers
 from kvchat.bench.report import Figure, Result
-from kvchat.bench.scenarios import BenchSetup
+from kvchat.bench.setup import BenchSetup
 from kvchat.core.types import rate
 from kvchat.engine.assembly import AssembledEngine
 from kvchat.engine.engine import Engine
+from kvchat.model.quantise import pack_of
 from kvchat.model.self_test import compare_with_own
-from kvchat.model.weight_only import pack_of
 
 _CONTEXTS = {"cpu": (128, 1024, 4096), "cuda": (1024, 8192, 32768)}
 _NUM_TOKENS = 64

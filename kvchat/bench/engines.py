@@ -42,7 +42,7 @@ def new_engine(
 
 
 def free_memory() -> None:
-    """Give back what engines held that nobody knows any more, before another is built."""
+    """Give back what engines held that nothing refers to any more, before another is built."""
     gc.collect()
     torch.cuda.empty_cache()
 

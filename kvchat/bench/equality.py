@@ -19,14 +19,13 @@ from transformers import DynamicCache
 from kvchat.bench.engines import GREEDY, complete_requests, free_memory, new_engine, random_ids
 from kvchat.bench.peers import Transformers
 from kvchat.bench.report import Figure, Result
-from kvchat.bench.scenarios import BenchSetup
+from kvchat.bench.setup import BenchSetup
 from kvchat.chat.chat_model import ChatModel, read_chat_model
 from kvchat.chat.conversation import Role
 from kvchat.chat.session_file import read_session
 from kvchat.core.config import CacheConfig, EngineConfig, SpeculationConfig
 from kvchat.core.errors import KvchatError
-from kvchat.engine.assembly import AssembledEngine
-from kvchat.engine.draft_assembly import build_speculating_engine
+from kvchat.engine.assembly import AssembledEngine, build_speculating_engine
 from kvchat.engine.request import RequestSpec
 from kvchat.model.source import DEMO, DEMO_DRAFT, find_model
 

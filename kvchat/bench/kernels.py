@@ -10,13 +10,17 @@ from dataclasses import dataclass
 import torch
 from transformers import AutoConfig
 
-from kvchat.bench.attention_cases import few_rows, has_flashinfer
-from kvchat.bench.ceilings import Bandwidth, measure_bandwidth, measure_products
-from kvchat.bench.kernel_case import KernelCase, KernelShape, Place
-from kvchat.bench.kernel_cases import kernel_cases
-from kvchat.bench.measure import Sample
+from kvchat.bench.kernel_cases import (
+    KernelCase,
+    KernelShape,
+    Place,
+    few_rows,
+    has_flashinfer,
+    kernel_cases,
+)
+from kvchat.bench.measure import Bandwidth, Sample, measure_bandwidth, measure_products
 from kvchat.bench.report import Figure, Result
-from kvchat.bench.scenarios import BenchSetup
+from kvchat.bench.setup import BenchSetup
 from kvchat.model.device import choose_device
 
 _CONTEXTS = (1024, 8192, 32768)
@@ -76,7 +80,7 @@ def case_figures(
                 missing.append(f"{case.name}: {peer.name} computes something else")
                 continue
             theirs = measure(_every_set(case, peer.run))
-        except Exception as error:  # somebody else's code may fail with anything
+        except Exception as error:  # a peer's code may fail with anything
             missing.append(f"{case.name}: {peer.name} failed, {type(error).__name__}")
             continue
         figures.append(_beside_peer(case, ours, theirs, peer.name))

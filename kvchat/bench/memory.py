@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from kvchat.bench.engines import GREEDY, new_engine, random_ids
 from kvchat.bench.report import Figure, Result
-from kvchat.bench.scenarios import BenchSetup
+from kvchat.bench.setup import BenchSetup
 from kvchat.engine.engine import Engine
 from kvchat.engine.request import RequestSpec
 

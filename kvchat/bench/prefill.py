@@ -9,13 +9,12 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from kvchat.bench.ceilings import Bandwidth, measure_bandwidth, measure_products
 from kvchat.bench.decode import streamed_bytes
 from kvchat.bench.engines import complete, free_memory, new_engine, random_ids
-from kvchat.bench.measure import alternated
+from kvchat.bench.measure import Bandwidth, alternated, measure_bandwidth, measure_products
 from kvchat.bench.peers import Transformers
 from kvchat.bench.report import Figure, Result
-from kvchat.bench.scenarios import BenchSetup
+from kvchat.bench.setup import BenchSetup
 from kvchat.core.types import rate
 from kvchat.engine.assembly import AssembledEngine
 from kvchat.model.self_test import compare_with_own

@@ -6,8 +6,8 @@ Works on the tree alone; tokens and blocks are numbers.
 from kvchat.bench.engines import random_ids
 from kvchat.bench.measure import timed
 from kvchat.bench.report import Figure, Result
-from kvchat.bench.scenarios import BenchSetup
-from kvchat.cache.radix_node import pack
+from kvchat.bench.setup import BenchSetup
+from kvchat.cache.keys import encode_ids
 from kvchat.cache.radix_tree import RadixTree
 
 _NUM_BLOCKS = 100_000
@@ -22,11 +22,11 @@ def run(setup: BenchSetup) -> Result:
     num_blocks = _NUM_BLOCKS // 32 if setup.is_quick else _NUM_BLOCKS
     prompt = random_ids(setup.scaled(_PROMPT_TOKENS), _VOCAB_SIZE, seed=0)
     tree = _grown_tree(prompt, num_blocks, block_size)
-    found = len(tree.match(pack(prompt)).blocks) * block_size
+    found = len(tree.match(encode_ids(prompt)).blocks) * block_size
     if found != len(prompt) // block_size * block_size:
         return Result("radix", {}, refusal=f"{found} of {len(prompt)} tokens were found")
-    match = timed(lambda: tree.match(pack(prompt)), max(20, setup.repeats * 4))
-    packing = timed(lambda: pack(prompt), max(20, setup.repeats * 4))
+    match = timed(lambda: tree.match(encode_ids(prompt)), max(20, setup.repeats * 4))
+    packing = timed(lambda: encode_ids(prompt), max(20, setup.repeats * 4))
     return Result(
         "radix",
         {"block_size": block_size, "blocks": tree.num_blocks, "prompt_tokens": len(prompt)},
@@ -65,12 +65,12 @@ def _grown_tree(prompt: list[int], num_blocks: int, block_size: int) -> RadixTre
 
 def _insert(tree: RadixTree, token_ids: list[int], block_size: int) -> None:
     """Insert as a request does that matched what is known; a locked node is not grown in place."""
-    found = tree.match(pack(token_ids))
+    found = tree.match(encode_ids(token_ids))
     known = len(found.blocks)
     rest = token_ids[known * block_size :]
     first = tree.num_blocks + 1
     tree.lock(found.node)
     tree.lock(found.node)
-    tree.insert(found.node, pack(rest), list(range(first, first + len(rest) // block_size)))
+    tree.insert(found.node, encode_ids(rest), list(range(first, first + len(rest) // block_size)))
     tree.unlock(found.node)
     tree.unlock(found.node)

@@ -12,7 +12,7 @@ from pathlib import Path
 from kvchat.bench.engines import complete, new_engine
 from kvchat.bench.measure import Sample
 from kvchat.bench.report import Figure, Result
-from kvchat.bench.scenarios import BenchSetup
+from kvchat.bench.setup import BenchSetup
 from kvchat.chat.chat_model import read_chat_model, readopt
 from kvchat.chat.conversation import Conversation, Role, Turn
 from kvchat.chat.session_file import read_session

@@ -16,10 +16,10 @@ from pathlib import Path
 
 from kvchat.bench.engines import Completion, complete, new_engine, random_ids
 from kvchat.bench.measure import Sample
+from kvchat.bench.peers import beside_llama_cpp, beside_transformers
 from kvchat.bench.report import Figure, Result
-from kvchat.bench.resume_peers import beside_llama_cpp, beside_transformers
-from kvchat.bench.scenarios import BenchSetup
-from kvchat.cache.fresh_memory import fresh_memory
+from kvchat.bench.setup import BenchSetup
+from kvchat.cache.page_memory import fresh_memory
 from kvchat.core.config import CacheConfig, EngineConfig, Size
 from kvchat.engine.assembly import AssembledEngine, engine_around
 
@@ -155,8 +155,8 @@ def _first_tokens(turns: list[_Turn]) -> Sample:
 
 
 def _chill() -> None:
-    """Drive everything else out of the processor's caches: whoever reads files then finds them in
-    the system's page cache, and no nearer.
+    """Drive everything else out of the processor's caches: a process that reads files then finds
+    them in the system's page cache, and no nearer.
     """
     memory = fresh_memory(_CHILL_BYTES, is_for_all=True)
     memory[:] = bytes(len(memory))

@@ -4,35 +4,10 @@ Knows which scenarios there are; each measures in a file of its own.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 
 from kvchat.bench.report import Result
-from kvchat.core.config import CacheConfig, ModelConfig
+from kvchat.bench.setup import BenchSetup
 from kvchat.core.errors import UsageError
-from kvchat.model.source import ModelSource
-
-
-@dataclass(frozen=True, slots=True)
-class BenchSetup:
-    """What every scenario works with. `is_quick` shrinks it to a check that it runs at all.
-
-    `sessions` is a directory of recorded conversations, for those that replay some; `gguf` is the
-    same model for llama.cpp.
-    """
-
-    source: ModelSource
-    model: ModelConfig
-    cache: CacheConfig
-    repeats: int
-    is_quick: bool
-    sessions: Path | None = None
-    gguf: Path | None = None
-
-    def scaled(self, length: int) -> int:
-        """Return a length in tokens, or a small one in a quick run."""
-        return max(32, length // 32) if self.is_quick else length
-
 
 Scenario = Callable[[BenchSetup], Result]
 

@@ -1,10 +1,11 @@
 """Scenario `spec`: decoding with speculation on and off, in turn, on texts of several kinds.
 
-Recorded conversations are answered again; a text that nobody can guess is the worst case. Weights
-that mean nothing are given an oracle instead, which is right as often as it is told. Beside every
-measured gain stands the one that the engine reckons from the costs of its steps.
+Recorded conversations are answered again; a text that no drafter can guess is the worst case. For
+random weights an oracle drafts: it has the text that is coming, and is right as often as it is
+told. Beside every measured gain stands the one that the engine computes from its steps' costs.
 """
 
+import random
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,22 +15,64 @@ import torch
 
 from kvchat.bench.engines import random_ids
 from kvchat.bench.measure import Sample
-from kvchat.bench.oracle import OracleDrafter
 from kvchat.bench.replay import exchanges
 from kvchat.bench.report import Figure, Result
-from kvchat.bench.scenarios import BenchSetup
+from kvchat.bench.setup import BenchSetup
 from kvchat.chat.chat_model import ChatModel, read_chat_model, readopt
 from kvchat.chat.session_file import read_session
 from kvchat.core.config import EngineConfig, SpeculationConfig
 from kvchat.core.errors import GenerationError, KvchatError
 from kvchat.core.events import RequestFailed, SampleFinished, TokensGenerated
 from kvchat.core.types import SamplingParams
-from kvchat.engine.assembly import AssembledEngine
-from kvchat.engine.draft_assembly import build_speculating_engine
+from kvchat.engine.assembly import AssembledEngine, build_speculating_engine
+from kvchat.engine.drafters import Offer, Wanted
 from kvchat.engine.engine import Engine
-from kvchat.engine.request import RequestSpec
+from kvchat.engine.request import Request, RequestSpec
 from kvchat.engine.speculation import Mode, Speculation
 from kvchat.model.source import DEMO, DEMO_DRAFT, find_model
+
+
+class OracleDrafter:
+    """Drafts `future`, the completion of every request, each token right with probability `rate`.
+
+    Whether a token is right depends on its place alone, so that every run is like the others.
+    """
+
+    name = "draft"
+
+    def __init__(self, future: Sequence[int], rate: float, vocab_size: int) -> None:
+        chances = random.Random(0)
+        self._ids = [
+            token if chances.random() < rate else (token + 1) % vocab_size for token in future
+        ]
+        self._source = f"oracle {rate:g}"
+
+    def offer(self, request: Request, most: int) -> Offer | None:
+        left = min(most, len(self._ids) - request.num_generated)
+        return Offer(self._source, left, is_free=True) if left > 0 else None
+
+    def prepare(self) -> None:
+        """It knows everything already."""
+
+    def catch_up(self, wanted: Sequence[Wanted]) -> None:
+        """It knows everything already."""
+
+    def propose(self, wanted: Sequence[Wanted]) -> list[Sequence[int]]:
+        starts = [want.request.num_generated for want in wanted]
+        return [self._ids[s : s + w.num_tokens] for s, w in zip(starts, wanted, strict=True)]
+
+    def update(self, requests: Sequence[Request], seconds: float) -> None:
+        """It knows everything already."""
+
+    def learn(self, contexts: Sequence[Sequence[int]]) -> None:
+        """It knows everything already."""
+
+    def forget(self, contexts: Sequence[tuple[Sequence[int], int]]) -> None:
+        """What it knows is no context."""
+
+    def close(self) -> None:
+        """It holds nothing."""
+
 
 _KINDS = {"repetitive": "1.3", "code": "", "pinned-document": "", "free-text": ""}
 _MUST_NOT_SLOW = "0.95"

@@ -1,8 +1,8 @@
 """Scenario `tiers`: what the disk tier costs, and how fast it and host memory are.
 
-Packs are written and read beside plain files of the same bytes, KV sinks into host memory and rises
-beside plain copies, and a chat of several turns is held with the disk on and off: nobody who has a
-disk tier should feel it.
+Packs are written and read beside plain files of the same bytes. KV is demoted to host memory and
+promoted again beside one plain copy of the same bytes; on a CPU both ends are the same memory. A
+chat of several turns runs with the disk on and off: the disk tier should not slow it down.
 """
 
 import os
@@ -14,17 +14,129 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+
 from kvchat.bench.engines import complete, new_engine, random_ids
-from kvchat.bench.host_copies import host_figures
-from kvchat.bench.measure import Sample, alternated
+from kvchat.bench.measure import Sample, alternated, wait_for_device
 from kvchat.bench.report import Figure, Result
-from kvchat.bench.scenarios import BenchSetup
-from kvchat.cache.codec import Layout, PackHead
-from kvchat.cache.disk_tier import DiskTier
-from kvchat.cache.radix_node import pack
-from kvchat.cache.tier import Found
+from kvchat.bench.setup import BenchSetup
+from kvchat.cache.block_manager import CacheManager
+from kvchat.cache.disk.tier import DiskTier
+from kvchat.cache.host_offload import HostOffload
+from kvchat.cache.host_tier import HostTier
+from kvchat.cache.keys import encode_ids
+from kvchat.cache.kv_pool import KvGeometry, KvPool
+from kvchat.cache.tier import Found, Layout, PackHead
+from kvchat.cache.transfer import TransferThread
 from kvchat.core.config import CacheConfig, EngineConfig, Size
 from kvchat.engine.assembly import AssembledEngine, engine_around
+
+_BYTES = 64 << 20
+_QUICK_BYTES = 8 << 20
+_PATIENCE_S = 60.0
+
+
+def host_figures(
+    geometry: KvGeometry, device: torch.device, repeats: int, is_quick: bool
+) -> list[Figure]:
+    """Measure both ways, and the plain copies beside them in turn."""
+    num_blocks = max(2, (_QUICK_BYTES if is_quick else _BYTES) // geometry.block_bytes)
+    offload, plain = _Offload(geometry, device, num_blocks), _Plain(geometry, device, num_blocks)
+    down, plain_down = alternated(offload.down, plain.down, repeats)
+    up, plain_up = alternated(offload.up, plain.up, repeats)
+    offload.close()
+    num_bytes = num_blocks * geometry.block_bytes
+    return [
+        _copy_rate("device to host memory", num_bytes, down, plain_down),
+        _copy_rate("host memory to device", num_bytes, up, plain_up),
+    ]
+
+
+def _copy_rate(name: str, num_bytes: int, ours: Sample, plain: Sample) -> Figure:
+    return Figure(
+        name,
+        num_bytes / ours.median / 1e9,
+        "GB/s",
+        num_bytes / plain.median / 1e9,
+        "one copy of the same bytes",
+        plain.median / ours.median,
+        "of that",
+        "",
+        ours.spread,
+    )
+
+
+class _Offload:
+    """One context that fills the device, is demoted whole and promoted whole."""
+
+    def __init__(self, geometry: KvGeometry, device: torch.device, num_blocks: int) -> None:
+        self._manager = CacheManager(KvPool(geometry, num_blocks + 1, device))
+        limit = 2 * num_blocks * geometry.block_bytes
+        is_pinned = device.type == "cuda"
+        self._host = HostTier(geometry.block_size, geometry.block_bytes, limit, is_pinned)
+        self._transfer = TransferThread(lambda: None, 0)
+        self._offload = HostOffload(self._manager, self._host, self._transfer)
+        self._num_blocks = num_blocks
+        self._ids = random_ids(num_blocks * geometry.block_size, 1000, seed=0)
+
+    def down(self) -> float:
+        """Return the seconds it takes until all of it is in host memory, which had nothing."""
+        self._manager.clear()
+        table = self._manager.match(self._ids)
+        assert self._manager.reserve(table, 0, len(self._ids))
+        self._manager.release(table, self._ids)
+        wait_for_device()
+        start_s = time.perf_counter()
+        self._manager.evict_cold(self._num_blocks)
+        assert self._offload.flush(_PATIENCE_S)
+        seconds = time.perf_counter() - start_s
+        self._offload.settle(may_demote=False)
+        assert self._host.status().num_packs == self._num_blocks
+        return seconds
+
+    def up(self) -> float:
+        """Return the seconds it takes until all of it is on the device again."""
+        self._manager.evict_cold(self._num_blocks)
+        assert self._offload.flush(_PATIENCE_S)
+        wait_for_device()
+        start_s = time.perf_counter()
+        promotion = self._offload.begin([*self._ids, 0])
+        assert promotion is not None
+        while not promotion.is_over:
+            self._offload.wait_for_news()
+            self._offload.settle(may_demote=False)
+        wait_for_device()
+        seconds = time.perf_counter() - start_s
+        assert promotion.num_tokens == len(self._ids)
+        return seconds
+
+    def close(self) -> None:
+        self._transfer.close(_PATIENCE_S)
+
+
+class _Plain:
+    """The ceiling: one contiguous tensor on the device, one in host memory."""
+
+    def __init__(self, geometry: KvGeometry, device: torch.device, num_blocks: int) -> None:
+        num_bytes = num_blocks * geometry.block_bytes
+        is_pinned = device.type == "cuda"
+        self._device = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        self._host = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=is_pinned)
+
+    def down(self) -> float:
+        return _seconds(self._host, self._device)
+
+    def up(self) -> float:
+        return _seconds(self._device, self._host)
+
+
+def _seconds(target: torch.Tensor, source: torch.Tensor) -> float:
+    wait_for_device()
+    start_s = time.perf_counter()
+    target.copy_(source)
+    wait_for_device()
+    return time.perf_counter() - start_s
+
 
 _NUM_TURNS = 10
 _USER_TOKENS = 24
@@ -114,7 +226,7 @@ class _Packs:
         self._directory, self._images = directory, images
         self._tier = self._opened()
         ids = [random_ids(256, 1000, seed=number) for number in range(len(images))]
-        self._heads = [PackHead(self._tier.root, pack(chat)) for chat in ids]
+        self._heads = [PackHead(self._tier.root, encode_ids(chat)) for chat in ids]
 
     def _opened(self) -> DiskTier:
         return DiskTier(self._directory, _LAYOUT, 1 << 40, min_free_bytes=0)

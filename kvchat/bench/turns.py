@@ -10,7 +10,7 @@ from kvchat.bench.engines import complete, new_engine, random_ids
 from kvchat.bench.measure import Sample, alternated
 from kvchat.bench.peers import Transformers
 from kvchat.bench.report import Figure, Result
-from kvchat.bench.scenarios import BenchSetup
+from kvchat.bench.setup import BenchSetup
 from kvchat.engine.assembly import AssembledEngine
 
 _NUM_TURNS = 20
@@ -115,7 +115,7 @@ class _Ours:
 
     def first_token_s(self, history: int) -> float:
         context = random_ids(history, self._vocab_size, seed=history)
-        if self._engine.cache.measure(context) < history - self._engine.cache.block_size:
+        if self._engine.cache.num_cached_tokens(context) < history - self._engine.cache.block_size:
             complete(self._engine, context, 1)
         self._num_asked += 1
         new = random_ids(_USER_TOKENS, self._vocab_size, seed=10_000 + self._num_asked)

@@ -14,7 +14,7 @@ from kvchat.bench.engines import complete, new_engine
 from kvchat.bench.measure import Sample
 from kvchat.bench.replay import longest
 from kvchat.bench.report import Figure, Result
-from kvchat.bench.scenarios import BenchSetup
+from kvchat.bench.setup import BenchSetup
 from kvchat.chat.chat_model import read_chat_model, readopt
 from kvchat.chat.session_file import read_session
 from kvchat.core.errors import KvchatError, ModelError
@@ -22,7 +22,7 @@ from kvchat.core.types import rate
 from kvchat.engine.assembly import AssembledEngine
 from kvchat.model.batch import SequencePiece, build_batch
 from kvchat.model.paged_model import PagedModel
-from kvchat.model.weight_only import pack_of
+from kvchat.model.quantise import pack_of
 
 _FORMS = ("auto", "int8", "int4")
 _CHUNK = 8

@@ -1,7 +1,8 @@
-"""HostTier: blocks of KV in host RAM, by chain key: what sank from the device, and may rise again.
+"""HostTier: blocks of KV in host memory, by chain key: demoted from the device, promoted later.
 
-A block goes before the block it continues, never after; what is being copied stays. Found blocks
-are compared with the token ids asked for. Knows keys, ids and bytes; knows no device and no thread.
+HostMemory takes slots for block images from the system, the tier says which block is in which slot.
+A block is evicted before the block it continues, never after, and a block that is being copied
+stays. Found blocks are compared with the token ids asked for. No device and no thread in here.
 """
 
 from collections import Counter, OrderedDict
@@ -10,13 +11,86 @@ from dataclasses import dataclass
 
 import torch
 
-from kvchat.cache.block_key import chain_keys, root_key
-from kvchat.cache.codec import DamagedRecord, PackHead
-from kvchat.cache.host_memory import HostMemory
-from kvchat.cache.radix_node import TOKEN_BYTES
-from kvchat.cache.tier import Found
+from kvchat.cache.keys import TOKEN_BYTES, chain_keys, root_key
+from kvchat.cache.tier import DamagedRecord, Found, PackHead
 from kvchat.core.stats import TierStatus
-from kvchat.core.types import Lack
+from kvchat.core.types import MissReason
+
+# Pinned memory comes in powers of two; a segment of another size would take more than it says.
+_SEGMENT_BYTES = 64 << 20
+_MIN_SEGMENTS = 8
+
+
+class HostMemory:
+    """Up to `limit_bytes` of images of `block_bytes` each. One thread takes and gives back slots.
+
+    `num_bytes` is what was taken from the system; it never exceeds `limit_bytes`.
+    """
+
+    def __init__(self, block_bytes: int, limit_bytes: int, is_pinned: bool) -> None:
+        self.block_bytes = block_bytes
+        self._is_pinned = is_pinned
+        self._segment_bytes = _segment_bytes(block_bytes, limit_bytes)
+        self._max_segments = limit_bytes // self._segment_bytes
+        self._segments: list[torch.Tensor] = []
+        self._free: list[int] = []
+
+    @property
+    def num_slots(self) -> int:
+        """Slots there can be at most."""
+        return self._max_segments * self._segment_slots
+
+    @property
+    def num_free(self) -> int:
+        """Slots that could be taken now."""
+        return len(self._free) + (self._max_segments - len(self._segments)) * self._segment_slots
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self._segments) * self._segment_bytes
+
+    @property
+    def _segment_slots(self) -> int:
+        return self._segment_bytes // self.block_bytes
+
+    def take(self) -> int | None:
+        """Take a slot; None where none is free."""
+        if not self._free:
+            self._grow()
+        return self._free.pop() if self._free else None
+
+    def give_back(self, slot: int) -> None:
+        """Take back a slot that was taken; its bytes are the next taker's."""
+        self._free.append(slot)
+
+    def row(self, slot: int) -> torch.Tensor:
+        """Return a slot's memory: [block_bytes] bytes, owned by the HostMemory."""
+        segment, place = divmod(slot, self._segment_slots)
+        start = place * self.block_bytes
+        return self._segments[segment][start : start + self.block_bytes]
+
+    def _grow(self) -> None:
+        """Take one more segment; where the system has none left, be content with what there is."""
+        if len(self._segments) >= self._max_segments:
+            return
+        try:
+            segment = torch.empty(
+                self._segment_bytes, dtype=torch.uint8, pin_memory=self._is_pinned
+            )
+        except (RuntimeError, MemoryError):
+            self._max_segments = len(self._segments)
+            return
+        first = len(self._segments) * self._segment_slots
+        self._segments.append(segment)
+        self._free.extend(reversed(range(first, first + self._segment_slots)))
+
+
+def _segment_bytes(block_bytes: int, limit_bytes: int) -> int:
+    """Return a power of two that holds a block and, if it can, fits the limit several times."""
+    largest = 1 << max(0, (limit_bytes // _MIN_SEGMENTS).bit_length() - 1)
+    smallest = 1 << (block_bytes - 1).bit_length()
+    return max(smallest, min(_SEGMENT_BYTES, largest))
+
 
 # What one process keeps in its memory needs no identity.
 _ROOT = root_key(b"host")
@@ -42,25 +116,25 @@ class _Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Loan:
-    """Rows of host memory, one per block of `keys`, that stay theirs until the loan is ended.
+class Lease:
+    """Rows of host memory, one per block of `keys`, that stay theirs until the lease ends.
 
-    `first` is the place of the first of them in the run that was asked for or offered.
+    `first` is the place of the first of them in the run that was asked for.
     """
 
     keys: tuple[bytes, ...]
     first: int
     rows: tuple[torch.Tensor, ...]
 
-    def part(self, start: int, end: int) -> "Loan":
-        """Return some of it, to be ended or settled by itself."""
-        return Loan(self.keys[start:end], self.first + start, self.rows[start:end])
+    def part(self, start: int, end: int) -> "Lease":
+        """Return some of it, to be ended or completed by itself."""
+        return Lease(self.keys[start:end], self.first + start, self.rows[start:end])
 
 
 class HostTier:
     """At most `limit_bytes` of images of `block_bytes`, for blocks of `block_size` token ids.
 
-    The limit holds at every instant. One thread owns the tier; rows that it lends may be copied to
+    The limit holds at every instant. One thread owns the tier; rows that it leases may be copied to
     and from by another.
     """
 
@@ -87,18 +161,18 @@ class HostTier:
         """Blocks the tier can hold."""
         return self._memory.num_slots
 
-    # Lending
+    # Leases
 
-    def count(self, keys: Sequence[bytes], packed: bytes) -> int:
+    def count(self, keys: Sequence[bytes], encoded: bytes) -> int:
         """Return how many of a prompt's leading blocks are here; changes nothing.
 
-        `keys` are the chain keys of the blocks of `packed` token ids. Both may begin in the middle
+        `keys` are the chain keys of the blocks of `encoded` token ids. Both may begin in the middle
         of the prompt: what lies before is the caller's.
         """
         size = self._ids_bytes
         for number, key in enumerate(keys):
             entry = self._entries.get(key)
-            own = packed[number * size : (number + 1) * size]
+            own = encoded[number * size : (number + 1) * size]
             if entry is None or not entry.is_findable or entry.ids != own:
                 return number
         return len(keys)
@@ -108,19 +182,19 @@ class HostTier:
         entries = (self._entries.get(key) for key in keys)
         return any(e is not None and not e.is_filled and not e.is_condemned for e in entries)
 
-    def borrow(self, keys: Sequence[bytes], packed: bytes) -> Loan:
-        """Lend the leading blocks that are here, to be copied from; see `count`."""
-        found = tuple(keys[: self.count(keys, packed)])
+    def acquire_read(self, keys: Sequence[bytes], encoded: bytes) -> Lease:
+        """Lease the leading blocks that are here, to be copied from; see `count`."""
+        found = tuple(keys[: self.count(keys, encoded)])
         if found:
             self._touch(self._entries[found[0]].parent, found)
-        return self._lend(found, 0)
+        return self._leased(found, 0)
 
-    def offer(self, parent: bytes, keys: Sequence[bytes], packed: bytes) -> Loan:
-        """Make room for blocks that follow `parent` and are not here, and lend it to be filled.
+    def acquire_write(self, parent: bytes, keys: Sequence[bytes], encoded: bytes) -> Lease:
+        """Make room for blocks that follow `parent` and are not here, and lease it to be filled.
 
         What is here already counts as used. Where there is not room for all, the last are left out.
         """
-        assert len(packed) == len(keys) * self._ids_bytes
+        assert len(encoded) == len(keys) * self._ids_bytes
         first = next((n for n, key in enumerate(keys) if key not in self._entries), len(keys))
         last = next((n for n in range(first, len(keys)) if keys[n] in self._entries), len(keys))
         self._touch(parent, keys)
@@ -131,34 +205,34 @@ class HostTier:
             if slot is None:
                 last = number
                 break
-            ids = packed[number * self._ids_bytes : (number + 1) * self._ids_bytes]
+            ids = encoded[number * self._ids_bytes : (number + 1) * self._ids_bytes]
             self._entries[keys[number]] = _Entry(parents[number], ids, slot)
             self._num_children[parents[number]] += 1
         self._touch(parent, keys)
-        return self._lend(tuple(keys[first:last]), first)
+        return self._leased(tuple(keys[first:last]), first)
 
-    def _lend(self, keys: tuple[bytes, ...], first: int) -> Loan:
+    def _leased(self, keys: tuple[bytes, ...], first: int) -> Lease:
         for key in keys:
             self._entries[key].num_users += 1
         rows = tuple(self._memory.row(self._entries[key].slot) for key in keys)
-        return Loan(keys, first, rows)
+        return Lease(keys, first, rows)
 
-    def end(self, loan: Loan) -> None:
-        """Take back what was borrowed."""
-        self._bytes_read += len(loan.keys) * self._memory.block_bytes
-        self._take_back(loan)
+    def release(self, lease: Lease) -> None:
+        """End a lease to read."""
+        self._bytes_read += len(lease.keys) * self._memory.block_bytes
+        self._take_back(lease)
 
-    def settle(self, loan: Loan, is_filled: bool) -> None:
-        """Take back what was offered: it is found from now on, or forgotten if nothing came."""
-        for key in loan.keys:
+    def complete(self, lease: Lease, is_filled: bool) -> None:
+        """End a lease to write: the block is found from now on, or forgotten if nothing came."""
+        for key in lease.keys:
             self._entries[key].is_filled = is_filled
             self._entries[key].is_condemned |= not is_filled
         if is_filled:
-            self._bytes_written += len(loan.keys) * self._memory.block_bytes
-        self._take_back(loan)
+            self._bytes_written += len(lease.keys) * self._memory.block_bytes
+        self._take_back(lease)
 
-    def _take_back(self, loan: Loan) -> None:
-        for key in reversed(loan.keys):
+    def _take_back(self, lease: Lease) -> None:
+        for key in reversed(lease.keys):
             entry = self._entries[key]
             entry.num_users -= 1
             if entry.is_condemned and not entry.num_users:
@@ -221,13 +295,13 @@ class HostTier:
 
     # The contract of tiers
 
-    def find(self, keys: Sequence[bytes], packed: bytes, is_one_shot: bool = False) -> list[Found]:
+    def find(self, keys: Sequence[bytes], encoded: bytes, is_one_shot: bool = False) -> list[Found]:
         """Return the leading blocks of a prompt that are here, each as a pack of one.
 
         Here all uses count alike: what goes is what was used longest ago.
         """
         return [
-            Found(key, number, 1) for number, key in enumerate(keys[: self.count(keys, packed)])
+            Found(key, number, 1) for number, key in enumerate(keys[: self.count(keys, encoded)])
         ]
 
     def read(self, found: Found) -> memoryview:
@@ -244,20 +318,20 @@ class HostTier:
     def write(self, head: PackHead, image: memoryview, is_one_shot: bool = False) -> bool:
         """Keep the blocks of a pack that are not here; false where there is not room for all."""
         keys = chain_keys(head.parent, head.ids, self._ids_bytes)
-        while (loan := self.offer(head.parent, keys, head.ids)).keys:
-            for number, row in enumerate(loan.rows):
-                start = (loan.first + number) * self._memory.block_bytes
+        while (lease := self.acquire_write(head.parent, keys, head.ids)).keys:
+            for number, row in enumerate(lease.rows):
+                start = (lease.first + number) * self._memory.block_bytes
                 bits = bytearray(image[start : start + self._memory.block_bytes])
                 row.copy_(torch.frombuffer(bits, dtype=torch.uint8))
-            self.settle(loan, is_filled=True)
+            self.complete(lease, is_filled=True)
         return all(key in self._entries for key in keys)
 
-    def note_declined(self, keys: Sequence[bytes], packed: bytes) -> None:
+    def note_declined(self, keys: Sequence[bytes], encoded: bytes) -> None:
         """Nothing to remember: memory does not outlive whoever would ask."""
 
-    def why(self, key: bytes, packed: bytes, num_found: int) -> Lack:
+    def why(self, key: bytes, encoded: bytes, num_found: int) -> MissReason:
         """Return why a block is not there: it had to make room, as far as this tier ever had it."""
-        return Lack.EVICTED if self._num_evicted else Lack.NEVER_WRITTEN
+        return MissReason.EVICTED if self._num_evicted else MissReason.NEVER_WRITTEN
 
     def status(self) -> TierStatus:
         """Return what the tier holds and has done; may be asked from any thread."""
@@ -275,8 +349,8 @@ class HostTier:
 
     # Self-examination
 
-    def check(self, loans: Sequence[Loan] | None = None) -> None:
-        """Re-derive every invariant; with all loans given, the counts of users too."""
+    def check(self, leases: Sequence[Lease] | None = None) -> None:
+        """Re-derive every invariant; with all leases given, the counts of users too."""
         memory, entries = self._memory, self._entries
         assert memory.num_bytes <= self._limit_bytes
         slots = [entry.slot for entry in entries.values()]
@@ -288,6 +362,6 @@ class HostTier:
             if entry.parent in places:
                 assert places[entry.parent] > places[key], "a block is older than what continues it"
             assert entry.is_filled or entry.num_users, "a block is neither filled nor being filled"
-        if loans is not None:
-            users = Counter(key for loan in loans for key in loan.keys)
+        if leases is not None:
+            users = Counter(key for lease in leases for key in lease.keys)
             assert users == Counter({k: e.num_users for k, e in entries.items() if e.num_users})

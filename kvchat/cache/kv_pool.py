@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvchat.cache.fresh_memory import fresh_memory
+from kvchat.cache.page_memory import fresh_memory
 from kvchat_kernels.block_copy import PoolTensors, copy_blocks, gather_blocks, scatter_blocks
 
 _SMALLEST_SQUARE = 1e-30
@@ -73,7 +73,7 @@ class KvPool:
         memory = fresh_memory(num_bytes, is_for_all=False)
         return torch.frombuffer(memory, dtype=geometry.dtype).view(shape)
 
-    def rehearse(self) -> None:
+    def warm_up(self) -> None:
         """Copy a block in every way there is, onto itself.
 
         A GPU's kernels are compiled where they are first run, which takes longer than whoever
@@ -86,7 +86,7 @@ class KvPool:
         """Copy one block's KV in every layer, for copy-on-write."""
         copy_blocks(self._tensors, [source], [target])
 
-    def drift(self, block: int, other: int, slot: int) -> torch.Tensor:
+    def kv_error(self, block: int, other: int, slot: int) -> torch.Tensor:
         """Return how slot `slot` of block `other` differs from that of `block`: float32
         [num_tensors, 3] on the CPU, for each tensor the square of the distance, the product of the
         difference and what `block` holds, and the square of that; all over the square of the usual
@@ -104,10 +104,10 @@ class KvPool:
             parts = images.view(2, -1).split([size * width for width in widths], dim=1)
             pairs = [p.view(2, 1, size, w) for p, w in zip(parts, widths, strict=True)]
         return torch.cat(
-            [_drift(pair[0].float(), pair[1, :, slot].float(), slot) for pair in pairs]
+            [_kv_error(pair[0].float(), pair[1, :, slot].float(), slot) for pair in pairs]
         )
 
-    def wipe(self, block: int, first_slot: int) -> None:
+    def zero(self, block: int, first_slot: int) -> None:
         """Zero a block from a slot on, as it was at birth."""
         for tensors in self.layers:
             for tensor in tensors:
@@ -177,8 +177,8 @@ class KvPool:
             staging.record_stream(torch.cuda.current_stream(staging.device))
 
 
-def _drift(known: torch.Tensor, token: torch.Tensor, slot: int) -> torch.Tensor:
-    """Return the drift of each tensor: `known` is [num_tensors, block_size, width], `token` without
+def _kv_error(known: torch.Tensor, token: torch.Tensor, slot: int) -> torch.Tensor:
+    """Return the error of each tensor: `known` is [num_tensors, block_size, width], `token` without
     the middle."""
     usual = known.square().sum(dim=2).mean(dim=1, keepdim=True).clamp_min(_SMALLEST_SQUARE)
     own = known[:, slot]

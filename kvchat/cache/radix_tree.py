@@ -1,7 +1,7 @@
 """RadixTree: which runs of token ids have their KV in which blocks.
 
-A compressed trie over token ids, cut at block boundaries. Integers and bytes only: knows no
-tensors, no reference counts and no requests. The naive twin in the tests is a dict of prefixes.
+A compressed trie over token ids, cut at block boundaries. It holds integers and bytes only: no
+tensors, no reference counts. The naive twin in the tests is a dict of prefixes.
 
 Source of the idea: RadixAttention, Zheng et al., SGLang, 2024. What differs: a leaf may hold a
 partly filled block (a *tail*), and a match may end inside a block, whose head can then be copied.
@@ -12,7 +12,43 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import count
 
-from kvchat.cache.radix_node import TOKEN_BYTES, Node, common_tokens, path_to_root
+from kvchat.cache.keys import TOKEN_BYTES, common_tokens
+
+
+class Node:
+    """An edge of the tree: `key` holds the encoded token ids of `blocks`, in order.
+
+    A tail is a leaf of one block whose key is shorter than a block. `lock_count` counts locks taken
+    at this node or below it.
+    """
+
+    __slots__ = ("blocks", "children", "key", "last_used", "lock_count", "parent", "tails")
+
+    def __init__(self, parent: "Node | None", key: bytes, blocks: list[int], now: int) -> None:
+        self.parent = parent
+        self.key = key
+        self.blocks = blocks
+        self.children: dict[bytes, Node] = {}
+        self.tails: list[Node] = []
+        self.lock_count = 0
+        self.last_used = now
+
+    @property
+    def is_leaf(self) -> bool:
+        return not self.children and not self.tails
+
+    @property
+    def is_root(self) -> bool:
+        return self.parent is None
+
+
+def path_to_root(node: Node) -> Iterator[Node]:
+    """Yield `node` and its ancestors, the root included."""
+    current: Node | None = node
+    while current is not None:
+        yield current
+        current = current.parent
+
 
 # Beyond this many children, looking for one that shares the head of a block costs more than the few
 # tokens it could save.
@@ -79,49 +115,49 @@ class RadixTree:
 
     # Looking up
 
-    def match(self, packed: bytes) -> TreeMatch:
-        """Find the longest known prefix of packed token ids.
+    def match(self, encoded: bytes) -> TreeMatch:
+        """Find the longest known prefix of encoded token ids.
 
         Splits at most one node, so that `node` ends where the match ends, and refreshes the
         recency of the path. The caller locks `node` before anything else touches the tree.
         """
-        node, matched, blocks = self._walk(packed)
+        node, matched, blocks = self._walk(encoded)
         if matched < len(node.blocks):
             node = self._split(node, matched)
         self._touch(node)
-        head, head_len = self._best_head(node, packed[len(blocks) * self._block_bytes :])
+        head, head_len = self._best_head(node, encoded[len(blocks) * self._block_bytes :])
         return TreeMatch(node, tuple(blocks), head, head_len)
 
-    def measure(self, packed: bytes) -> int:
+    def num_cached_tokens(self, encoded: bytes) -> int:
         """Return how many leading tokens a match would find in full blocks; changes nothing."""
-        return len(self.blocks_of(packed)) * self.block_size
+        return len(self.blocks_of(encoded)) * self.block_size
 
-    def blocks_of(self, packed: bytes) -> list[int]:
+    def blocks_of(self, encoded: bytes) -> list[int]:
         """Return the full blocks a match would find; changes nothing."""
-        return self._walk(packed)[2]
+        return self._walk(encoded)[2]
 
-    def _walk(self, packed: bytes) -> tuple[Node, int, list[int]]:
+    def _walk(self, encoded: bytes) -> tuple[Node, int, list[int]]:
         """Return the last node entered, how many of its blocks match, and all matching blocks."""
         node, matched, blocks = self.root, 0, []
         position = 0
         while matched == len(node.blocks):
-            child = node.children.get(packed[position : position + self._block_bytes])
+            child = node.children.get(encoded[position : position + self._block_bytes])
             if child is None:
                 break
             node = child
-            matched = self._common_blocks(node.key, packed, position)
+            matched = self._common_blocks(node.key, encoded, position)
             blocks.extend(node.blocks[:matched])
             position += matched * self._block_bytes
         return node, matched, blocks
 
-    def _common_blocks(self, key: bytes, packed: bytes, position: int) -> int:
-        """Return how many leading blocks of `key` stand in `packed` at `position`."""
-        if packed.startswith(key, position):
+    def _common_blocks(self, key: bytes, encoded: bytes, position: int) -> int:
+        """Return how many leading blocks of `key` stand in `encoded` at `position`."""
+        if encoded.startswith(key, position):
             return len(key) // self._block_bytes
         low, high = 0, len(key) // self._block_bytes
         while high - low > 1:
             middle = (low + high) // 2
-            if packed.startswith(key[: middle * self._block_bytes], position):
+            if encoded.startswith(key[: middle * self._block_bytes], position):
                 low = middle
             else:
                 high = middle
@@ -149,26 +185,26 @@ class RadixTree:
 
     # Growing
 
-    def insert(self, node: Node, packed: bytes, blocks: list[int]) -> TreeInsert:
-        """Add full blocks below `node`; `packed` holds their token ids.
+    def insert(self, node: Node, encoded: bytes, blocks: list[int]) -> TreeInsert:
+        """Add full blocks below `node`; `encoded` holds their token ids.
 
         Where the ids are known already the tree keeps the blocks it has. The caller holds a lock
         on `node`, moves it to the node returned, and owns whatever is not in `kept`.
         """
-        assert len(packed) == len(blocks) * self._block_bytes
+        assert len(encoded) == len(blocks) * self._block_bytes
         kept: list[int] = []
         displaced: list[int] = []
         num_own_locks = 1
         while len(kept) < len(blocks):
             position = len(kept) * self._block_bytes
-            child = node.children.get(packed[position : position + self._block_bytes])
+            child = node.children.get(encoded[position : position + self._block_bytes])
             if child is None:
                 rest = blocks[len(kept) :]
-                node, gone = self._append(node, packed[position:], rest, num_own_locks)
+                node, gone = self._append(node, encoded[position:], rest, num_own_locks)
                 kept.extend(rest)
                 displaced.extend(gone)
             else:
-                matched = self._common_blocks(child.key, packed, position)
+                matched = self._common_blocks(child.key, encoded, position)
                 node = self._split(child, matched) if matched < len(child.blocks) else child
                 kept.extend(node.blocks)
                 num_own_locks = 0
@@ -200,17 +236,17 @@ class RadixTree:
             self._num_blocks -= 1
         return [tail.blocks[0] for tail in covered]
 
-    def insert_tail(self, node: Node, packed: bytes, block: int) -> tuple[bool, list[int]]:
+    def insert_tail(self, node: Node, encoded: bytes, block: int) -> tuple[bool, list[int]]:
         """Add a partly filled block below `node`.
 
         Returns whether the tree keeps it, which it does not where it knows those ids already, and
         the blocks of shorter tails that it replaces.
         """
-        assert 0 < len(packed) < self._block_bytes
-        if any(head.key.startswith(packed) for head in (*node.tails, *node.children.values())):
+        assert 0 < len(encoded) < self._block_bytes
+        if any(head.key.startswith(encoded) for head in (*node.tails, *node.children.values())):
             return False, []
-        displaced = self._drop_tails(node, packed)
-        tail = Node(node, packed, [block], next(self._ticks))
+        displaced = self._drop_tails(node, encoded)
+        tail = Node(node, encoded, [block], next(self._ticks))
         node.tails.append(tail)
         self._num_blocks += 1
         self._note_candidate(tail)
@@ -261,7 +297,7 @@ class RadixTree:
 
         Leaves go first, the least recently used first, a leaf's last blocks first. Locked nodes
         stay, and so does a block for which `is_shared` is true, with all that comes before it.
-        `told` hears of full blocks: the packed ids of the context that ends with them, and them.
+        `told` hears of full blocks: the encoded ids of the context that ends with them, and them.
         """
         evicted: list[int] = []
         skipped = []
@@ -306,11 +342,11 @@ class RadixTree:
         node.parent = None
         self._note_candidate(parent)
 
-    def cut(self, packed: bytes, num_blocks: int) -> list[int]:
-        """Forget what stands in `packed` behind its first `num_blocks` blocks, and all that
+    def cut(self, encoded: bytes, num_blocks: int) -> list[int]:
+        """Forget what stands in `encoded` behind its first `num_blocks` blocks, and all that
         continues it; return those blocks. Where something of it is locked nothing is forgotten.
         """
-        node, matched, blocks = self._walk(packed[: (num_blocks + 1) * self._block_bytes])
+        node, matched, blocks = self._walk(encoded[: (num_blocks + 1) * self._block_bytes])
         if len(blocks) <= num_blocks or node.lock_count:
             return []
         if matched > 1:
@@ -392,5 +428,5 @@ class RadixTree:
 
 
 def _context_of(node: Node) -> bytes:
-    """Return the packed ids of everything from the root to a node's end."""
+    """Return the encoded ids of everything from the root to a node's end."""
     return b"".join([part.key for part in path_to_root(node)][::-1])

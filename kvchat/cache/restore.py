@@ -1,17 +1,23 @@
-"""Restore: one prompt's KV on its way up from a slower tier, piece by piece between two threads.
+"""Restorer prompts' KV from a slower tier, piece by piece between two threads.
 
-Holds and counts what was read; what is done with it is `restoring.py`'s. Knows no tier, no device
-and no request.
+The transfer thread reads packs, the engine's thread takes them into the device tier. A forward pass
+verifies what was restored before anything relies on it.
 """
 
+import logging
 from collections import deque
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from threading import BoundedSemaphore, Event
 
-from kvchat.cache.codec import Canary
-from kvchat.core.types import Lack, TokenIds
+from kvchat.cache.block_manager import CacheManager
+from kvchat.cache.keys import TOKEN_BYTES, chain_keys, encode_ids
+from kvchat.cache.rates import RestorePlanner
+from kvchat.cache.tier import DamagedRecord, Found, GoneRecord, HeldRecord, LogitFingerprint, Tier
+from kvchat.cache.transfer import TransferThread
+from kvchat.core.types import MissReason, TokenIds
 
 # What is read before the front is computed waits in memory: 256 MiB of packs at most.
 _MAX_PIECES_IN_FLIGHT = 64
@@ -28,25 +34,25 @@ _TAKING_PATIENCE_S = 0.02
 class Piece:
     """`num_blocks` block images that belong at `start_block` of the prompt being restored.
 
-    `canary` is that of its last token, where there is one.
+    `fingerprint` is that of its last token, where there is one.
     """
 
     start_block: int
     num_blocks: int
     image: bytearray | memoryview
-    canary: Canary | None = None
+    fingerprint: LogitFingerprint | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Proof:
-    """A context that came up, from its token `num_trusted` on, and is to be proven.
+class RestoredContext:
+    """A context restored from its token `num_trusted` on, to be verified.
 
-    Its last token is to be computed once more, and held against its KV and the canary, if any.
+    Its last token is to be computed once more, and held against its KV and the fingerprint, if any.
     """
 
     ids: list[int]
     num_trusted: int
-    canary: Canary | None
+    fingerprint: LogitFingerprint | None
 
 
 @dataclass(slots=True, eq=False)
@@ -54,12 +60,12 @@ class Restore:
     """One prompt on its way back. Made and read by the engine's thread, fed by the transfer thread.
 
     `num_known` counts the leading tokens that the device had, `num_tokens` those restored so far.
-    `give_up` ends it; what is on the device stays. `lack` says why no more is.
+    `give_up` ends it; what is on the device stays. `miss_reason` says why no more is.
 
     # [0, num_known)                the device had it
     # [num_known, num_front)        to be computed while the rest is read, as far as it is not
     #                               there; `num_front` is 0 where it is quicker to wait
-    # [num_trusted, num_arrived)    tokens that came up and are still to be proven; `canary` is that
+    # [num_trusted, num_arrived)    tokens restored and still to be verified; `fingerprint` is that
     #                               of the last
 
     `num_planned` is the front that the reader leaves to be computed, for the engine to take over.
@@ -68,14 +74,14 @@ class Restore:
     never be; as many as `num_awaited` were when the engine was last waited for in vain.
 
     `since_s` is when the last piece of use came, or the first was asked for; `piece_bytes` are
-    those of a large piece, as far as they are known. A prefetch `is_foreseen`: nobody waits for it,
-    and nobody would compute a front of it. `is_one_shot` where whoever asks will hardly go on.
+    those of a large piece, as far as they are known. For a prefetch, `is_prefetch`, no front is
+    computed: no request waits for it. `is_one_shot` where whoever asks will hardly go on.
     """
 
     ids: TokenIds
     num_known: int
     since_s: float
-    is_foreseen: bool
+    is_prefetch: bool
     is_one_shot: bool = False
     num_front: int = 0
     num_planned: int = 0
@@ -93,11 +99,11 @@ class Restore:
     has_taken: Event = field(default_factory=Event)
     has_all: Event = field(default_factory=Event)
     is_given_up: Event = field(default_factory=Event)
-    lack: Lack | None = None
+    miss_reason: MissReason | None = None
     num_tokens: int = 0
     num_trusted: int = 0
     num_arrived: int = 0
-    canary: Canary | None = None
+    fingerprint: LogitFingerprint | None = None
 
     @property
     def is_over(self) -> bool:
@@ -153,3 +159,275 @@ class Restore:
             return
         if not self.has_taken.wait(_TAKING_PATIENCE_S):
             self.num_awaited = num_taken
+
+
+_log = logging.getLogger(__name__)
+
+Image = bytes | bytearray | memoryview
+
+_NEWS_PATIENCE_S = 0.02
+# What is computed at first while something is late; twice as much each time after.
+_HURRY_TOKENS = 64
+
+
+class Restorer:
+    """The restores of one manager. `clock` returns seconds; `note_kept` hears what a tier has.
+
+    The engine's thread owns it.
+    """
+
+    def __init__(
+        self,
+        manager: CacheManager,
+        transfer: TransferThread,
+        planner: RestorePlanner,
+        note_kept: Callable[[TokenIds, int], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self._manager = manager
+        self._transfer = transfer
+        self._planner = planner
+        self._note_kept = note_kept
+        self._clock = clock
+        self._block_bytes = manager.block_size * TOKEN_BYTES
+        self._image_bytes = manager.kv_pool.geometry.block_bytes
+        self._news = Event()
+        self._unverified: list[Restore] = []
+
+    def begin(self, ids: TokenIds, is_prefetch: bool, is_one_shot: bool = False) -> Restore | None:
+        """Ask for the KV of a prompt that the device has not; None where it has all full blocks.
+
+        One that is over already says why nobody was asked.
+        """
+        num_known = self._manager.num_cached_tokens(ids[:-1])
+        size = self._manager.block_size
+        num_blocks = (len(ids) - 1 - num_known) // size
+        if num_blocks < 1:
+            return None
+        if self._transfer.is_without_tier:
+            return self._refused(ids, num_known, MissReason.NO_TIER)
+        num_tokens, num_bytes = num_blocks * size, num_blocks * self._image_bytes
+        if not self._planner.is_worth(num_tokens, num_bytes):
+            self._planner.note_refused()
+            return self._refused(ids, num_known, MissReason.SLOWER)
+        restore = Restore(ids, num_known, self._clock(), is_prefetch, is_one_shot)
+        self._transfer.restore(lambda tier: self._read(tier, restore, num_known // size))
+        return restore
+
+    def _refused(self, ids: TokenIds, num_known: int, miss_reason: MissReason) -> Restore:
+        refused = Restore(ids, num_known, self._clock(), is_prefetch=True, miss_reason=miss_reason)
+        refused.give_up()
+        return refused
+
+    def wait_for_news(self) -> None:
+        """Wait for the next delivery, for a moment at most."""
+        self._news.wait(_NEWS_PATIENCE_S)
+        self._news.clear()
+
+    def settle(self, restore: Restore) -> bool:
+        """Take what has come of a restore onto the device; whether more may come.
+
+        Gives up where there is no room for more. What comes up before its front is computed is held
+        until then; what is late has its front extended, so that computing goes on meanwhile.
+        """
+        restore.collect()
+        restore.num_front = max(restore.num_front, restore.num_planned)
+        is_ready = self._has_front(restore)
+        while is_ready and restore.held and not restore.is_given_up.is_set():
+            self._take_next(restore)
+            restore.collect()
+        if self._transfer.is_without_tier:
+            restore.give_up()
+        elif is_ready and not restore.is_over and self._is_late(restore):
+            self._hurry(restore)
+        return not restore.is_over
+
+    def _take_next(self, restore: Restore) -> None:
+        piece = restore.held.popleft()
+        restore.places.release()
+        if self._take(restore, piece) < piece.num_blocks:
+            restore.miss_reason = MissReason.NO_ROOM
+            restore.give_up()
+        restore.num_taken += 1
+        del piece  # or its memory would not be free for the next one
+        restore.has_taken.set()
+
+    def _is_late(self, restore: Restore) -> bool:
+        num_tokens = len(restore.ids) - restore.num_known
+        is_opening = self._transfer.tier is None
+        if restore.is_opening and not is_opening:  # the first is asked for only now
+            restore.since_s = self._clock()
+        restore.is_opening = is_opening
+        patience_s = self._planner.patience_s(num_tokens, restore.piece_bytes, is_opening)
+        if restore.is_prefetch:
+            patience_s += self._planner.compute_s(num_tokens)
+        return self._clock() > restore.since_s + patience_s
+
+    def hand_over(self, restore: Restore) -> None:
+        """A request claimed this prefetch: restart its deadline."""
+        restore.is_prefetch = False
+        restore.since_s = self._clock()
+
+    def _hurry(self, restore: Restore) -> None:
+        """Have the next tokens computed while waiting on; the more, the longer nothing comes."""
+        num_there = self._manager.num_cached_tokens(restore.ids[:-1])
+        num_more = max(_HURRY_TOKENS << restore.num_hurries, self._manager.block_size)
+        restore.num_hurries += 1
+        num_front = (num_there + num_more) // self._manager.block_size * self._manager.block_size
+        restore.miss_reason = MissReason.LATE
+        if restore.is_prefetch or num_front >= len(restore.ids) - 1:
+            restore.give_up()
+        else:
+            restore.num_front = num_front
+
+    def _has_front(self, restore: Restore) -> bool:
+        """Whether all that is to be computed before what comes up is there."""
+        if not restore.num_front:
+            return True
+        return (
+            self._manager.num_cached_tokens(restore.ids[: restore.num_front]) == restore.num_front
+        )
+
+    def _take(self, restore: Restore, piece: Piece) -> int:
+        """Enter a piece in the device tier; return how many of its blocks are there now."""
+        size = self._manager.block_size
+        end = (piece.start_block + piece.num_blocks) * size
+        if self._manager.num_cached_tokens(restore.ids[:end]) == end:
+            return piece.num_blocks  # another request has computed it meanwhile
+        try:
+            num_adopted = self._manager.adopt(restore.ids, piece.start_block, piece.image)
+        except Exception:  # of memory, mostly: then it is computed, which says so if it cannot be
+            _log.exception("what was restored could not be taken in")
+            return 0
+        if num_adopted:
+            self._note_arrival(restore, piece, num_adopted)
+        return num_adopted
+
+    def _note_arrival(self, restore: Restore, piece: Piece, num_adopted: int) -> None:
+        size = self._manager.block_size
+        if restore.num_arrived <= restore.num_trusted:
+            restore.num_trusted = piece.start_block * size
+            self._unverified.append(restore)
+        restore.num_arrived = (piece.start_block + num_adopted) * size
+        restore.since_s, restore.num_hurries = self._clock(), 0
+        restore.fingerprint = piece.fingerprint if num_adopted == piece.num_blocks else None
+        restore.num_tokens += num_adopted * size
+        self._note_kept(restore.ids, piece.start_block + num_adopted)
+
+    # Verifying
+
+    def take_unverified(self, of_all: bool) -> list[RestoredContext]:
+        """Return what was restored and is to be verified now: by whole restores, unless `of_all`.
+
+        Each is returned once; from then on it is taken to be verified.
+        """
+        due = [restore for restore in self._unverified if of_all or restore.is_over]
+        self._unverified = [restore for restore in self._unverified if restore not in due]
+        return [self._restored_context(restore) for restore in due]
+
+    @property
+    def has_unverified(self) -> bool:
+        """Whether a restore that is over is to be verified."""
+        return any(restore.is_over for restore in self._unverified)
+
+    def _restored_context(self, restore: Restore) -> RestoredContext:
+        ids = list(restore.ids[: restore.num_arrived])
+        restored = RestoredContext(ids, restore.num_trusted, restore.fingerprint)
+        restore.num_trusted = restore.num_arrived
+        return restored
+
+    # On the transfer thread
+
+    def _read(self, tier: Tier, restore: Restore, start_block: int) -> None:
+        """Find a prompt's packs, and read them, or those behind a front to be computed."""
+        if restore.is_given_up.is_set():
+            return
+        encoded = encode_ids(restore.ids[:-1])
+        wanted: deque[Found] = deque()
+        try:
+            keys = chain_keys(tier.root, encoded, self._block_bytes)
+            runs = tier.find(keys, encoded, restore.is_one_shot)
+            num_found = sum(found.num_blocks for found in runs)
+            if num_found < len(keys):
+                restore.miss_reason = tier.why(keys[num_found], encoded, num_found)
+            start_block = self._planned_start(restore, runs, start_block)
+            wanted.extend(run for run in runs if run.start_block + run.num_blocks > start_block)
+        finally:
+            self._read_on(tier, restore, wanted, start_block)
+
+    def _read_on(
+        self, tier: Tier, restore: Restore, wanted: deque[Found], start_block: int
+    ) -> None:
+        """Read packs one after another, as long as there are places for them.
+
+        Then all others have a turn first: what they copy may be what keeps the engine from taking
+        any.
+        """
+        has_place = True
+        try:
+            while wanted and (has_place := restore.has_place()):
+                self._read_pack(tier, restore, wanted.popleft(), start_block)
+        except DamagedRecord as damage:  # the tier counts it; what lies behind it is computed
+            restore.miss_reason = _miss_reason_of(damage)
+        finally:
+            if has_place or restore.is_given_up.is_set():
+                restore.has_all.set()
+                self._news.set()
+            else:
+                self._transfer.restore(
+                    lambda tier: self._read_on(tier, restore, wanted, start_block)
+                )
+
+    def _read_pack(self, tier: Tier, restore: Restore, found: Found, start_block: int) -> None:
+        end_block = found.start_block + found.num_blocks
+        if end_block * self._manager.block_size <= restore.num_front:
+            restore.places.release()  # it is being computed
+            return
+        restore.let_engine_take()
+        start_s = self._clock()
+        image = tier.read(found)
+        self._planner.note_read(len(image), self._clock() - start_s)
+        restore.deliver(self._piece(found, image, start_block))
+        self._news.set()
+
+    def _planned_start(self, restore: Restore, runs: Sequence[Found], start_block: int) -> int:
+        """Return the block to read from, and let the engine know of a front to be computed."""
+        wanted = [found for found in runs if found.start_block + found.num_blocks > start_block]
+        if not wanted:
+            return start_block
+        restore.piece_bytes = max(found.num_blocks for found in wanted) * self._image_bytes
+        if restore.is_prefetch:
+            return start_block
+        size = self._manager.block_size
+        first = self._planner.first_worth(
+            [
+                (
+                    (found.start_block + found.num_blocks - max(found.start_block, start_block))
+                    * size,
+                    found.num_blocks * self._image_bytes,
+                )
+                for found in wanted
+            ]
+        )
+        if first:
+            restore.miss_reason = MissReason.SLOWER
+        if first == len(wanted):
+            return wanted[-1].start_block + wanted[-1].num_blocks
+        if first:
+            start_block = wanted[first].start_block
+            restore.num_planned = start_block * size
+        return start_block
+
+    def _piece(self, found: Found, image: Image, start_block: int) -> Piece:
+        """Cut off what the device had already when it asked."""
+        num_known = max(0, start_block - found.start_block)
+        rest = memoryview(image)[num_known * self._image_bytes :]
+        writable = bytearray(rest) if rest.readonly else rest
+        first = found.start_block + num_known
+        return Piece(first, found.num_blocks - num_known, writable, found.fingerprint)
+
+
+def _miss_reason_of(damage: DamagedRecord) -> MissReason:
+    """Return what a record that could not be read is told as."""
+    told = {GoneRecord: MissReason.EVICTED, HeldRecord: MissReason.LATE}
+    return told.get(type(damage), MissReason.CORRUPT)

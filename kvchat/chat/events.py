@@ -6,7 +6,7 @@ Knows turns and text; no tensors, files or screens.
 from dataclasses import dataclass
 
 from kvchat.core.errors import KvchatError
-from kvchat.core.types import CachedTokens, FinishReason, Lack, Timing, Usage
+from kvchat.core.types import CachedTokens, FinishReason, MissReason, Timing, Usage
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,8 @@ class AnswerText:
 class AnswerEnded:
     """One sample's answer is complete and saved. `text` is the answer without its thinking.
 
-    `lack` says why a slower tier did not have more of the context, None where it was not asked.
+    `miss_reason` says why a slower tier did not have more of the context, None where it was not
+    asked.
     """
 
     sample: int
@@ -41,7 +42,7 @@ class AnswerEnded:
     reason: FinishReason
     usage: Usage
     timing: Timing
-    lack: Lack | None = None
+    miss_reason: MissReason | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ What the floors above hold instead of an engine. Knows how sessions begin; knows
 command line.
 """
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable
@@ -30,14 +31,15 @@ from kvchat.engine.thread import Build, EngineThread
 if TYPE_CHECKING:
     from kvchat.engine.engine import Engine
 
+
 T = TypeVar("T")
 
 
 class ChatHost:
     """Starts loading the model at once, on the engine's thread; sessions may begin right away.
 
-    `on_load` hears of the loading on that thread, and `read_ahead`, which returns at once, of the
-    context that will be wanted when it is done. `store` None saves nothing. Owns the engine
+    `on_load` hears of the loading on that thread, and `prefetch_pages`, which returns at once, of
+    the context that will be wanted when it is done. `store` None saves nothing. Owns the engine
     until `close`.
     """
 
@@ -47,10 +49,10 @@ class ChatHost:
         build: Build,
         store: SessionStore | None,
         on_load: Callable[[LoadEvent], None] | None = None,
-        read_ahead: Callable[[list[int]], object] | None = None,
+        prefetch_pages: Callable[[list[int]], object] | None = None,
     ) -> None:
         self.model = model
-        self._read_ahead = read_ahead
+        self._prefetch_pages = prefetch_pages
         self.store = store
         self._on_load = on_load
         self._loaded = threading.Event()
@@ -106,8 +108,8 @@ class ChatHost:
         session = ChatSession.open(self.model, self._engine, self.store, session_id)
         # What was said is likely to be gone on with: its KV comes up while the user still types.
         context = session.conversation.context_ids()
-        if self._read_ahead is not None and self.ready is None:
-            self._read_ahead(context)
+        if self._prefetch_pages is not None and self.ready is None:
+            self._prefetch_pages(context)
         self._engine.call(lambda engine: engine.prefetch(context))
         # What was said in other branches is likely to be said again.
         leaves = session.conversation.leaves()
@@ -136,7 +138,7 @@ class ChatHost:
 
     def cached_tokens(self, token_ids: list[int]) -> "Future[int]":
         """Ask how many leading tokens of a context would not have to be read again."""
-        return self._engine.call(lambda engine: engine.measure(token_ids).total)
+        return self._engine.call(lambda engine: engine.cached_tokens(token_ids).total)
 
     def read(self, token_ids: list[int]) -> "Future[None]":
         """Have a context read, so that its KV is there; the future ends when it is."""
@@ -178,3 +180,11 @@ class ChatHost:
     def close(self) -> None:
         """Stop the engine after its current step. Idempotent."""
         self._engine.close()
+
+
+async def close_host(host: ChatHost) -> None:
+    """Close a host; one that still loads is not waited for: it has nothing to save yet."""
+    if host.ready is not None:
+        await asyncio.to_thread(host.close)
+    else:
+        threading.Thread(target=host.close, daemon=True).start()

@@ -192,7 +192,7 @@ class Reply:
             reason=event.reason,
             usage=event.usage,
             timing=event.timing,
-            lack=event.lack,
+            miss_reason=event.miss_reason,
         )
         return [*events, *_complaint(problem), ended]
 

@@ -5,12 +5,12 @@ Knows turns and requests; how answers are kept as they come is `ledger.py`'s. Kn
 no tensors.
 """
 
-import secrets
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import replace
 
 from kvchat.chat import session_file
+from kvchat.chat.answer_settings import AskOptions
 from kvchat.chat.chat_model import ChatModel, readopt
 from kvchat.chat.conversation import ROOT, Conversation, Role, Turn
 from kvchat.chat.detokenizer import StopStringWatcher
@@ -19,50 +19,9 @@ from kvchat.chat.reply import AnswerLedger, Reply
 from kvchat.chat.store import SessionLog, SessionStore, new_session_id
 from kvchat.chat.thinking import ThinkingSplitter
 from kvchat.core.errors import KvchatError, UsageError
-from kvchat.core.types import FinishReason, SamplingParams
+from kvchat.core.types import FinishReason
 from kvchat.engine.request import RequestSpec
 from kvchat.engine.thread import EngineThread
-
-# The sampling parameters that a user may choose, and the type of each.
-SAMPLING_KINDS: dict[str, type[int] | type[float]] = {
-    "temperature": float,
-    "top_p": float,
-    "top_k": int,
-    "min_p": float,
-    "repetition_penalty": float,
-}
-SAMPLING_NAMES = frozenset(SAMPLING_KINDS)
-
-
-@dataclass(frozen=True, slots=True)
-class AskOptions:
-    """How answers are generated. `seed` None draws a new seed for every answer.
-
-    `chosen` names the sampling parameters that are somebody's wish and not a model's own.
-    `is_one_shot` says that whoever begins a conversation will hardly go on with it. Going on with
-    one is the proof that it was none.
-    """
-
-    sampling: SamplingParams = field(default_factory=SamplingParams)
-    seed: int | None = None
-    max_tokens: int | None = None
-    stops: tuple[str, ...] = ()
-    num_samples: int = 1
-    is_one_shot: bool = False
-    chosen: frozenset[str] = SAMPLING_NAMES
-
-    def for_model(self, defaults: Mapping[str, float]) -> "AskOptions":
-        """The same with what a model's author recommends, wherever nothing was chosen."""
-        plain = asdict(SamplingParams())
-        own = {
-            name: type(plain[name])(defaults.get(name, plain[name]))
-            for name in SAMPLING_NAMES - self.chosen
-        }
-        return replace(self, sampling=replace(self.sampling, **own))
-
-    def resolved_sampling(self) -> SamplingParams:
-        seed = self.seed if self.seed is not None else secrets.randbits(62)
-        return replace(self.sampling, seed=seed)
 
 
 class ChatSession:

@@ -117,15 +117,25 @@ def read_session(data: bytes, name: str) -> ReadSession:
     """
     *lines, torn = data.split(b"\n")
     conversation, model = _begin(_event(lines[0]) if lines else None, name)
-    notes = []
+    damaged = []
     for number, line in enumerate(lines[1:], start=2):
         try:
             _apply(conversation, _event(line) or {"type": "damaged"})
         except (KeyError, TypeError, ValueError, ArithmeticError):
-            notes.append(f"Line {number} of {name} is damaged and was skipped.")
+            damaged.append(number)
+    notes = [_damage(damaged, name)] if damaged else []
     if torn:
         notes.append(f"The last line of {name} was torn and was dropped.")
     return ReadSession(conversation, model, tuple(notes))
+
+
+def _damage(numbers: list[int], name: str) -> str:
+    """Say in one sentence which lines could not be read."""
+    if len(numbers) == 1:
+        return f"Line {numbers[0]} of {name} is damaged and was skipped."
+    rest = f" and {len(numbers) - 3} more" if len(numbers) > 3 else ""
+    listed = ", ".join(str(number) for number in numbers[:3])
+    return f"Lines {listed}{rest} of {name} are damaged and were skipped."
 
 
 def read_summary(data: bytes, name: str) -> Summary:

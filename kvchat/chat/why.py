@@ -1,21 +1,27 @@
 """Why a turn was read, or read again: how much of its context was there, and what cost the rest.
 
-Pure functions over facts: the ids that were asked for, the ids of contexts that had been read
-before, and what the engine says of its caches. Knows turns and counts; knows no screen.
+Functions over facts: the ids that were asked for, the ids of contexts that had been read before,
+and what the engine says of its caches. A conversation that begins like an earlier one may begin
+cold because its template writes another time, or is another one by now: within a conversation the
+template sees a frozen clock.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from kvchat.chat.chat_model import ChatModel
 from kvchat.chat.conversation import ROOT, Conversation, Role, Turn
-from kvchat.core.types import CachedTokens, Lack
+from kvchat.chat.store import SessionStore
+from kvchat.core.errors import KvchatError, StoreError
+from kvchat.core.types import CachedTokens, MissReason
 
 # Less than this is the rest of a block, which nobody keeps.
 NOT_WORTH_MENTIONING = 32
 _TEXT_CHARS = 40
 # What tiers say of contexts that they have never heard of.
-_UNKNOWN = (None, Lack.NEVER_WRITTEN, Lack.NO_TIER)
+_UNKNOWN = (None, MissReason.NEVER_WRITTEN, MissReason.NO_TIER)
 
 
 class Change(StrEnum):
@@ -38,14 +44,14 @@ class Reuse:
     before    the context read before that shares most with it; empty where there is none
     change    how they come to differ; IMPORTED where what was read had been read by nobody
     cached    tokens that were not computed, by tier
-    lack      why a slower tier did not have more, None where it was not asked
+    miss_reason   why a slower tier did not have more, None where it was not asked
     """
 
     ids: tuple[int, ...]
     before: tuple[int, ...]
     change: Change
     cached: CachedTokens
-    lack: Lack | None = None
+    miss_reason: MissReason | None = None
 
     @property
     def num_shared(self) -> int:
@@ -68,14 +74,14 @@ def common_len(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 def reuse_of(
-    conversation: Conversation, turn_id: int, cached: CachedTokens, lack: Lack | None
+    conversation: Conversation, turn_id: int, cached: CachedTokens, miss_reason: MissReason | None
 ) -> Reuse:
     """Gather what is known of an answer, or of the user turn that got none."""
     turn = conversation.turn(turn_id)
     asked = conversation.turn(turn.parent_id) if turn.role is Role.ASSISTANT else turn
     ids = tuple(conversation.context_ids(asked.turn_id))
-    if lack in _UNKNOWN and _is_first_of_a_model(conversation, asked, turn_id):
-        lack = Lack.OTHER_MODEL
+    if miss_reason in _UNKNOWN and _is_first_of_a_model(conversation, asked, turn_id):
+        miss_reason = MissReason.OTHER_MODEL
     others = [leaf for leaf in conversation.leaves() if not _is_below(conversation, leaf, asked)]
     if asked.parent_id != ROOT:
         others.append(conversation.turn(asked.parent_id))
@@ -90,7 +96,7 @@ def reuse_of(
         change = _change(conversation, asked, best, common_len(ids, before))
     if change in (Change.NEW, Change.EDITED) and _reads_some(conversation, asked, unread, cached):
         change = Change.IMPORTED
-    return Reuse(ids, before, change, cached, lack)
+    return Reuse(ids, before, change, cached, miss_reason)
 
 
 def _is_first_of_a_model(conversation: Conversation, asked: Turn, turn_id: int) -> bool:
@@ -184,17 +190,17 @@ def cause(reuse: Reuse) -> str:
     if not reuse.num_lost:
         is_first = reuse.change in (Change.NEW, Change.IMPORTED)
         return "" if is_first else str(reuse.change)
-    return str(_lack_of(reuse) or Lack.EVICTED)
+    return str(_reason_of(reuse) or MissReason.EVICTED)
 
 
-def _lack_of(reuse: Reuse) -> Lack | None:
+def _reason_of(reuse: Reuse) -> MissReason | None:
     """Return why what was read again was not there, None where memory alone might have had it.
 
     Of what is partly there more was kept once: that the rest was never written nobody can know.
     """
-    if reuse.lack is Lack.NEVER_WRITTEN and reuse.cached.total:
-        return Lack.EVICTED
-    return reuse.lack
+    if reuse.miss_reason is MissReason.NEVER_WRITTEN and reuse.cached.total:
+        return MissReason.EVICTED
+    return reuse.miss_reason
 
 
 def explain(reuse: Reuse, decode: Callable[[list[int]], str]) -> list[str]:
@@ -204,7 +210,7 @@ def explain(reuse: Reuse, decode: Callable[[list[int]], str]) -> list[str]:
     num_read = total - reuse.cached.total
     if reuse.num_lost:
         lines.append(
-            f"{num_read:,} were read, {reuse.num_lost:,} of them again: {_LACKS[_lack_of(reuse)]}"
+            f"{num_read:,} were read, {reuse.num_lost:,} of them again: {_WHY[_reason_of(reuse)]}"
         )
     elif reuse.change is not Change.NEW:
         lines.append(f"{num_read:,} were read: {_CHANGES[reuse.change]}")
@@ -223,20 +229,21 @@ _CHANGES = {
     Change.TEMPLATE: "the template writes the same words in another way.",
     Change.IMPORTED: "the conversation was imported, and no model had read it yet.",
 }
-_LACKS = {
+_WHY = {
     None: "they were evicted from memory.",
-    Lack.NEVER_WRITTEN: "they were never kept on disk, or deleted there; a process that is killed "
-    "keeps no KV of its last turn.",
-    Lack.EVICTED: "they are neither in memory nor on disk any more: evicted to make room, or out "
-    "of date.",
-    Lack.CORRUPT: "what was kept on disk was corrupt, and is gone now.",
-    Lack.OVER_BUDGET: "they did not fit on disk: over budget. --disk-cache allows more.",
-    Lack.QUARANTINED: "what was kept is not this model's: a forward pass did not agree with it.",
-    Lack.OTHER_MODEL: "the model changed, or how it is run, and its KV with it.",
-    Lack.SLOWER: "reading them from disk takes longer here than computing them.",
-    Lack.LATE: "the disk took too long, and computing went on without it.",
-    Lack.NO_ROOM: "there is no room for more on the device. --device-cache allows more.",
-    Lack.NO_TIER: "there is no disk cache, and they are no longer in memory.",
+    MissReason.NEVER_WRITTEN: "they were never kept on disk, or deleted there; a process that "
+    "is killed keeps no KV of its last turn.",
+    MissReason.EVICTED: "they are neither in memory nor on disk any more: evicted to make "
+    "room, or out of date.",
+    MissReason.CORRUPT: "what was kept on disk was corrupt, and is gone now.",
+    MissReason.OVER_BUDGET: "they did not fit on disk: over budget. --disk-cache allows more.",
+    MissReason.QUARANTINED: "what was kept is not this model's: "
+    "a forward pass did not agree with it.",
+    MissReason.OTHER_MODEL: "the model changed, or how it is run, and its KV with it.",
+    MissReason.SLOWER: "reading them from disk takes longer here than computing them.",
+    MissReason.LATE: "the disk took too long, and computing went on without it.",
+    MissReason.NO_ROOM: "there is no room for more on the device. --device-cache allows more.",
+    MissReason.NO_TIER: "there is no disk cache, and they are no longer in memory.",
 }
 
 
@@ -253,3 +260,55 @@ def _difference(reuse: Reuse, decode: Callable[[list[int]], str]) -> str:
         f"The first token that differs is number {start + 1:,}: "
         f"{decode(new)[:_TEXT_CHARS]!r} was {decode(old)[:_TEXT_CHARS]!r}."
     )
+
+
+# Of how many conversations, the ones changed last, the beginnings are compared.
+_MOST_COMPARED = 10
+
+
+def earlier(store: SessionStore | None, session_id: str) -> Iterator[Conversation]:
+    """Yield the other saved conversations that changed last."""
+    if store is None:
+        return
+    with suppress(StoreError):  # what cannot be listed has nothing to say
+        for other in store.ids()[:_MOST_COMPARED]:
+            if other != session_id:
+                with suppress(KvchatError):  # nor has a damaged one
+                    yield store.read(other).conversation
+
+
+def beside_earlier(
+    reuse: Reuse, begun: Turn, model: ChatModel, conversations: Iterable[Conversation]
+) -> Reuse:
+    """Return what is known of a conversation's first answer, with the earlier one that it would
+    share most with if the template wrote what it did then; as it is where there is none, and where
+    as much was there all the same.
+
+    `begun` is the message that was answered.
+    """
+    best, most = reuse, NOT_WORTH_MENTIONING - 1
+    for conversation in conversations:
+        as_then = _written(model, begun, conversation)
+        for turn in conversation.children(ROOT):
+            if turn.tokenizer != begun.tokenizer:
+                continue
+            # What was there is no loss: another chat of today may have had it read.
+            shared = max(common_len(reuse.ids, turn.token_ids), reuse.cached.total)
+            now = _written(model, turn, conversation)
+            for change, would_share in (
+                (Change.CLOCK, common_len(as_then, turn.token_ids)),
+                (Change.TEMPLATE, common_len(as_then, now)),
+            ):
+                if would_share - shared > most:
+                    best = replace(reuse, before=turn.token_ids, change=change)
+                    most = would_share - shared
+    return best
+
+
+def _written(model: ChatModel, turn: Turn, conversation: Conversation) -> tuple[int, ...]:
+    """Return a first message's ids as of a conversation's time, by the template as it is now."""
+    empty = Conversation("", conversation.created_s)
+    try:
+        return model.user_ids(empty, ROOT, turn.text, turn.system)
+    except KvchatError:  # a template may refuse what an earlier one took
+        return ()

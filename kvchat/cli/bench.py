@@ -36,10 +36,9 @@ class BenchRequest:
 
 def run_bench(request: BenchRequest) -> None:
     """Run the scenarios asked for, or all of them; keep what they found where that is asked for."""
-    from kvchat.bench.record import record
-    from kvchat.bench.report import print_json, print_result
-    from kvchat.bench.scenarios import DEFAULT_NAMES, BenchSetup, scenario
-    from kvchat.bench.subjects import subject
+    from kvchat.bench.report import print_json, print_result, record
+    from kvchat.bench.scenarios import DEFAULT_NAMES, scenario
+    from kvchat.bench.setup import BenchSetup, subject
     from kvchat.model.device import choose_device
 
     extra = ("replay",) if request.sessions is not None else ()

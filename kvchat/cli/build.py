@@ -16,9 +16,9 @@ from kvchat.core.paths import user_path
 from kvchat.core.types import SamplingParams
 
 if TYPE_CHECKING:
-    from kvchat.cache.caretaker import Caretaker
+    from kvchat.cache.disk.admin import StoreAdmin
+    from kvchat.chat.answer_settings import AskOptions
     from kvchat.chat.host import ChatHost
-    from kvchat.chat.session import AskOptions
     from kvchat.chat.store import SessionStore
     from kvchat.chat.template_process import RenderingChild
     from kvchat.engine.engine import Engine
@@ -57,16 +57,16 @@ def cache_directory(settings: Settings) -> Path:
     return user_path(directory) if directory else user_paths().cache / "kv"
 
 
-def caretaker(settings: Settings) -> "Caretaker":
+def store_admin(settings: Settings) -> "StoreAdmin":
     """Return what looks after the KV kept between runs."""
-    from kvchat.cache.caretaker import Caretaker
+    from kvchat.cache.disk.admin import StoreAdmin
 
-    return Caretaker(cache_directory(settings), settings.cache_config().disk_bytes)
+    return StoreAdmin(cache_directory(settings), settings.cache_config().disk_bytes)
 
 
 def ask_options(settings: Settings, model_defaults: dict[str, float], samples: int) -> "AskOptions":
     """Return how answers are generated."""
-    from kvchat.chat.session import SAMPLING_NAMES, AskOptions
+    from kvchat.chat.answer_settings import SAMPLING_NAMES, AskOptions
 
     max_tokens = settings["max_tokens"]
     if max_tokens is not None and max_tokens < 1:
@@ -119,12 +119,12 @@ def open_host(
     draft_name = settings.draft_name(source.name)
     draft = find_model(draft_name) if draft_name is not None else None
     store = None if settings["incognito"] else session_store(settings)
-    build, ahead = _build(settings, source, draft), _read_ahead(settings)
+    build, ahead = _build(settings, source, draft), _prefetch_pages(settings)
     model = read_chat_model(source, limit_s=settings["timeout"], child=child)
     return ChatHost(model, build, store, on_load, ahead)
 
 
-def _read_ahead(settings: Settings) -> "Callable[[list[int]], None] | None":
+def _prefetch_pages(settings: Settings) -> "Callable[[list[int]], None] | None":
     """Return what has a context's KV read while the weights load; None where none is kept."""
     config = settings.cache_config(None if settings["incognito"] else cache_directory(settings))
     directory, block_size = config.directory, config.block_size
@@ -133,9 +133,9 @@ def _read_ahead(settings: Settings) -> "Callable[[list[int]], None] | None":
 
     def begin(token_ids: list[int]) -> None:
         def read() -> None:
-            from kvchat.cache.read_ahead import read_ahead
+            from kvchat.cache.disk.inventory import prefetch_pages
 
-            read_ahead(directory, token_ids, block_size)
+            prefetch_pages(directory, token_ids, block_size)
 
         threading.Thread(target=read, name="kvchat-read-ahead", daemon=True).start()
 
@@ -149,7 +149,7 @@ def _build(
     kept = None if settings["incognito"] else cache_directory(settings)
 
     def build(progress: Callable[[LoadProgress], None]) -> "tuple[Engine, ModelReady]":
-        from kvchat.engine.draft_assembly import build_speculating_engine
+        from kvchat.engine.assembly import build_speculating_engine
 
         assembled = build_speculating_engine(
             source,

@@ -8,56 +8,56 @@ import os
 import sys
 from typing import Any
 
-from kvchat.cache.caretaker import Caretaker
-from kvchat.cli.build import caretaker, user_paths
+from kvchat.cache.disk.admin import StoreAdmin
+from kvchat.cli.build import store_admin, user_paths
 from kvchat.cli.settings import resolve
 from kvchat.core.errors import ExitCode, UsageError
 from kvchat.core.stats import StoreStatus
-from kvchat.terminal import kept_kv
+from kvchat.terminal import cache_lines
 from kvchat.terminal.theme import ASCII_GLYPHS, Glyphs, is_utf8
 
 
-def open_store(flags: dict[str, Any]) -> Caretaker:
+def open_store(flags: dict[str, Any]) -> StoreAdmin:
     """Return what looks after the store that the settings name."""
-    return caretaker(resolve(flags, os.environ, user_paths().config))
+    return store_admin(resolve(flags, os.environ, user_paths().config))
 
 
-def show_status(kept: Caretaker, as_json: bool) -> None:
+def show_status(kept: StoreAdmin, as_json: bool) -> None:
     """Print where the store is and what it holds."""
     status = kept.status()
     if as_json:
         _print([json.dumps(_object(status))])
     else:
-        _print(kept_kv.status_lines(status))
+        _print(cache_lines.status_lines(status))
 
 
-def show_tree(kept: Caretaker) -> None:
+def show_tree(kept: StoreAdmin) -> None:
     """Print a line per pack."""
     has_unicode = is_utf8(sys.stdout.encoding)
-    _print(kept_kv.tree_lines(kept.tree(), Glyphs() if has_unicode else ASCII_GLYPHS))
+    _print(cache_lines.tree_lines(kept.tree(), Glyphs() if has_unicode else ASCII_GLYPHS))
 
 
-def verify(kept: Caretaker) -> ExitCode:
+def verify(kept: StoreAdmin) -> ExitCode:
     """Read every pack and print what is sound; return the exit code."""
     found = kept.verify()
-    _print([kept_kv.verified_line(found)])
+    _print([cache_lines.verified_line(found)])
     return ExitCode.OK if found.is_sound else ExitCode.GENERATION
 
 
-def collect(kept: Caretaker) -> None:
+def collect(kept: StoreAdmin) -> None:
     """Remove what is out of date or too much, and print how much that was."""
-    _print([kept_kv.collected_line(kept.gc())])
+    _print([cache_lines.collected_line(kept.gc())])
 
 
-def clear(kept: Caretaker, is_sure: bool) -> None:
+def clear(kept: StoreAdmin, is_sure: bool) -> None:
     """Delete everything, after a question unless the user `is_sure`; print how much it was."""
-    if not is_sure and not _confirm(kept_kv.clearing_question(kept.status())):
+    if not is_sure and not _confirm(cache_lines.clearing_question(kept.status())):
         _print(["Nothing is deleted."])
         return
-    _print([kept_kv.cleared_line(kept.clear())])
+    _print([cache_lines.cleared_line(kept.clear())])
 
 
-def show_path(kept: Caretaker) -> None:
+def show_path(kept: StoreAdmin) -> None:
     """Print where the store is, or would be."""
     _print([str(kept.directory)])
 
@@ -81,19 +81,19 @@ def _object(status: StoreStatus) -> dict[str, object]:
         "trouble": status.trouble or None,
         "pins": [
             {"label": pin.label, "tokens": pin.num_tokens, "made": pin.made_s}
-            for generation in status.generations
-            for pin in generation.pins
+            for model_dir in status.model_dirs
+            for pin in model_dir.pins
         ],
         "generations": [
             {
-                "identity": generation.identity,
-                "packs": generation.num_packs,
-                "tokens": generation.num_tokens,
-                "bytes": generation.num_bytes,
-                "last_used": generation.last_used_s,
-                "trouble": generation.trouble or None,
+                "identity": model_dir.identity,
+                "packs": model_dir.num_packs,
+                "tokens": model_dir.num_tokens,
+                "bytes": model_dir.num_bytes,
+                "last_used": model_dir.last_used_s,
+                "trouble": model_dir.trouble or None,
             }
-            for generation in status.generations
+            for model_dir in status.model_dirs
         ],
     }
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvchat.cli.build import ask_options, caretaker, check, open_host, session_store, user_paths
+from kvchat.cli.build import ask_options, check, open_host, session_store, store_admin, user_paths
 from kvchat.cli.log_file import close_log
 from kvchat.cli.settings import Settings, resolve
 from kvchat.core.config import shown
@@ -20,12 +20,12 @@ from kvchat.core.errors import UsageError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from kvchat.chat.controller import ChatController
     from kvchat.chat.host import ChatHost
     from kvchat.chat.session import ChatSession
-    from kvchat.cli.interruption import Interruption
     from kvchat.cli.output import Notices, Writer
+    from kvchat.cli.streams import Interruption
     from kvchat.core.events import LoadEvent
-    from kvchat.terminal.desk import Desk
     from kvchat.terminal.script_commands import ScriptCommands
     from kvchat.terminal.theme import Look
 
@@ -107,12 +107,12 @@ def _open_session(
     return host.open_session(session_id)
 
 
-def _open_desk(
+def _open_controller(
     settings: Settings,
     request: ChatRequest,
     on_load: "Callable[[LoadEvent], None]",
     is_script: bool = False,
-) -> "Desk":
+) -> "ChatController":
     """Read what is attached, begin loading the model, and open the conversation, if one is named.
 
     What a script begins is hardly gone on with.
@@ -121,15 +121,15 @@ def _open_desk(
     from kvchat.chat.template_process import RenderingChild
 
     child = RenderingChild()  # starts while the rest is imported
-    from kvchat.chat.attachment import read_attachment
-    from kvchat.terminal.desk import Attached, Desk
+    from kvchat.chat.attachment import Attached, read_attachment
+    from kvchat.chat.controller import ChatController
 
     attached = tuple(Attached(path.name, read_attachment(path)) for path in request.files)
     session_id = _session_id(settings, request)
     host = open_host(settings, on_load, child=child)
     session = _open_session(host, settings, request, session_id)
     options = ask_options(settings, host.model.sampling_defaults, request.num_samples)
-    return Desk(
+    return ChatController(
         host,
         lambda name, hear: open_host(settings, hear, name),
         session,
@@ -137,7 +137,7 @@ def _open_desk(
         settings["system"],
         request.title,
         attached,
-        caretaker(settings) if host.store is not None and settings["cache"] else None,
+        store_admin(settings) if host.store is not None and settings["cache"] else None,
     )
 
 
@@ -145,9 +145,9 @@ def _open_desk(
 
 
 def _answer_script(settings: Settings, request: ChatRequest) -> int:
-    from kvchat.cli.interruption import Interruption
     from kvchat.cli.output import Notices
     from kvchat.cli.script_input import read_text, with_prompt
+    from kvchat.cli.streams import Interruption
 
     notices = Notices(settings["quiet"])
     text = None
@@ -167,16 +167,16 @@ def _run_script(
     interruption: "Interruption",
     text: str | None,
 ) -> int:
-    from kvchat.cli.progress import LoadingLine
+    from kvchat.cli.output import LoadingLine
     from kvchat.cli.script import Script, ScriptSetup
     from kvchat.cli.script_input import read_lines, read_requests
 
     loading = LoadingLine(sys.stderr, settings["quiet"])
-    desk = _open_desk(settings, request, loading.show, is_script=True)
+    controller = _open_controller(settings, request, loading.show, is_script=True)
     look = _stderr_look()
     setup = ScriptSetup(
-        desk=desk,
-        writer=_writer(request, desk),
+        controller=controller,
+        writer=_writer(request, controller),
         notices=notices,
         timeout_s=settings["timeout"],
         shows_stats=bool(settings["stats"]),
@@ -187,23 +187,23 @@ def _run_script(
         if request.input_format == "jsonl":
             script.answer_batch(read_requests(sys.stdin.buffer, notices))
             return script.exit_code
-        _tell_about(desk, notices)
+        _tell_about(controller, notices)
         if text is not None:
             script.answer(text)
         else:
             lines = iter(()) if _is_terminal(sys.stdin) else read_lines(sys.stdin.buffer, notices)
-            commands = _script_commands(desk, notices, look, setup.shows_stats)
+            commands = _script_commands(controller, notices, look, setup.shows_stats)
             script.answer_lines(commands, lines, request.prompt)
         return script.exit_code
     finally:
-        _let_go(desk)
+        _let_go(controller)
 
 
-def _let_go(desk: "Desk") -> None:
+def _let_go(controller: "ChatController") -> None:
     """Close the session, and the engine, which may be writing KV; one still loading has none."""
-    desk.close_session()
-    if desk.host.ready is not None:
-        desk.host.close()
+    controller.close_session()
+    if controller.host.ready is not None:
+        controller.host.close()
 
 
 def _stderr_look() -> "Look":
@@ -215,35 +215,34 @@ def _stderr_look() -> "Look":
 
 
 def _script_commands(
-    desk: "Desk", notices: "Notices", look: "Look", shows_stats: bool
+    controller: "ChatController", notices: "Notices", look: "Look", shows_stats: bool
 ) -> "ScriptCommands":
     from kvchat.terminal.paint import Painter
     from kvchat.terminal.registry import build_registry
-    from kvchat.terminal.script_commands import ScriptCommands
-    from kvchat.terminal.script_page import ScriptPage
+    from kvchat.terminal.script_commands import ScriptCommands, ScriptPage
 
     page = ScriptPage(notices.show, Painter(look), shutil.get_terminal_size().columns)
-    return ScriptCommands(desk, page, build_registry(), shows_stats)
+    return ScriptCommands(controller, page, build_registry(), shows_stats)
 
 
-def _tell_about(desk: "Desk", notices: "Notices") -> None:
+def _tell_about(controller: "ChatController", notices: "Notices") -> None:
     from kvchat.chat.template import Strategy
 
-    for note in desk.session.notes if desk.session is not None else ():
+    for note in controller.session.notes if controller.session is not None else ():
         notices.tell(note)
-    if desk.host.model.format.strategy is Strategy.NO_TEMPLATE:
+    if controller.host.model.format.strategy is Strategy.NO_TEMPLATE:
         notices.tell("the model has no chat template; it completes the text as it stands.")
 
 
-def _writer(request: ChatRequest, desk: "Desk") -> "Writer":
+def _writer(request: ChatRequest, controller: "ChatController") -> "Writer":
     from kvchat.cli.output import JsonWriter, StreamJsonWriter, TextWriter
 
     if request.output_format == "json":
-        return JsonWriter(sys.stdout, lambda: desk.host.ready)
+        return JsonWriter(sys.stdout, lambda: controller.host.ready)
     if request.output_format == "stream-json":
-        return StreamJsonWriter(sys.stdout, lambda: desk.host.ready)
+        return StreamJsonWriter(sys.stdout, lambda: controller.host.ready)
     if request.input_format == "jsonl":
-        return JsonWriter(sys.stdout, lambda: desk.host.ready)
+        return JsonWriter(sys.stdout, lambda: controller.host.ready)
     return TextWriter(sys.stdout, request.is_raw)
 
 
@@ -255,7 +254,7 @@ def _chat_interactively(settings: Settings, request: ChatRequest) -> int:
 
     relay = LoadRelay()
     setup = ReplSetup(
-        desk=_open_desk(settings, request, relay.hear),
+        controller=_open_controller(settings, request, relay.hear),
         relay=relay,
         history_path=None if settings["incognito"] else user_paths().state / "history",
         look=Look.choose(

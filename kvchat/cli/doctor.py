@@ -16,14 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvchat import __version__
-from kvchat.cache.disk_budget import nearest_existing
-from kvchat.cli.build import caretaker, session_store, user_paths
+from kvchat.cache.disk.quota import nearest_existing
+from kvchat.cli.build import session_store, store_admin, user_paths
 from kvchat.cli.log_file import LOG_NAME
 from kvchat.cli.settings import resolve
 from kvchat.core.config import format_bytes
 from kvchat.core.errors import ExitCode, KvchatError, StoreError
 from kvchat.core.paths import private_directory
-from kvchat.terminal.kept_kv import used_of_limit
+from kvchat.terminal.cache_lines import used_of_limit
 
 _LOW_SPACE_BYTES = 1 << 30
 
@@ -162,7 +162,7 @@ def _log_file() -> Iterator[Finding]:
 
 def _kv() -> Iterator[Finding]:
     """What is kept between runs, and whether more can be."""
-    status = caretaker(resolve({}, os.environ, user_paths().config)).status()
+    status = store_admin(resolve({}, os.environ, user_paths().config)).status()
     directory = status.directory
     existing = nearest_existing(directory)
     advice = ""

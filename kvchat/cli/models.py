@@ -12,8 +12,8 @@ from kvchat.chat.chat_model import read_chat_model
 from kvchat.chat.template import Strategy
 from kvchat.core.config import CacheConfig, ModelConfig, format_bytes
 from kvchat.core.errors import ModelError, ModelUnsupported
+from kvchat.core.text import sanitize
 from kvchat.model.source import DEMO, ModelSource, find_model
-from kvchat.terminal.sanitize import sanitize
 
 
 def list_models() -> None:
@@ -75,13 +75,9 @@ def _size_facts(source: ModelSource, spec: Any, config: Any, device: str) -> dic
     """Return architecture and sizes; token counts say what fits in the default budgets."""
     import torch
 
-    from kvchat.cli.build import user_paths
     from kvchat.engine.assembly import device_budget, kv_geometry
-    from kvchat.model.attention_choice import attention_in_words
     from kvchat.model.device import choose_device, dtype_name
-    from kvchat.model.fuse_outlook import fusion_in_words
-    from kvchat.model.graph_outlook import graphs_in_words
-    from kvchat.model.linear_race_outlook import products_in_words
+    from kvchat.model.spec import attention_in_words
 
     where = choose_device(ModelConfig(device=device))
     dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
@@ -97,9 +93,6 @@ def _size_facts(source: ModelSource, spec: Any, config: Any, device: str) -> dic
         "dtype": dtype_name(dtype),
         "layers": len(spec.layers),
         "attention": attention_in_words(spec, where, dtype),
-        "forward": fusion_in_words(config, spec),
-        "graphs": graphs_in_words(config, spec, where, dtype),
-        "products": products_in_words(config, spec, where, dtype, user_paths().state),
         "windows": ", ".join(sorted(str(s.window or s.chunk or "full") for s in spans)),
         "context": f"{spec.max_context:,} tokens",
         "kv_per_token": format_bytes(geometry.token_bytes),

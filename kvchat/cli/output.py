@@ -1,7 +1,7 @@
 """How answers leave the program in scripts: plain text, one JSON object, or a stream of JSON lines.
 
 Knows the field names of the JSON contract. stdout carries the answer and nothing else; everything
-else is stderr's.
+else is stderr's: notices, and while a model loads one line on a terminal.
 """
 
 import json
@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 from typing import Protocol, TextIO
 
 from kvchat.chat.events import AnswerEnded, AnswerFailed, AnswerText, ChatEvent, ReadingPrompt
+from kvchat.cli.streams import can_write_at_once
 from kvchat.core.errors import KvchatError
-from kvchat.core.events import ModelReady
+from kvchat.core.events import LoadEvent, LoadProgress, ModelReady
+from kvchat.core.text import Sanitizer, sanitize
 from kvchat.core.types import FinishReason
-from kvchat.terminal.sanitize import Sanitizer, sanitize
 
 Facts = Callable[[], ModelReady | None]
 
@@ -30,6 +31,7 @@ class Exchange:
     label: dict[str, object] = field(default_factory=dict)
     num_samples: int = 1
     has_started: bool = False
+    told: set[str] = field(default_factory=set)  # what stderr got about its answers
 
     def fields(self, sample: int | None = None) -> dict[str, object]:
         fields: dict[str, object] = {"session": self.session_id, **self.label}
@@ -232,3 +234,33 @@ def ending_notice(ended: AnswerEnded, context_limit: int) -> str | None:
         limit = "the end of the context" if length >= context_limit else "--max-tokens"
         return f"the answer was cut off at {limit}."
     return None
+
+
+_ERASE_LINE = "\r\x1b[K"
+
+
+class LoadingLine:
+    """Shows the stage of loading, and erases itself when loading ends."""
+
+    def __init__(
+        self,
+        stderr: TextIO,
+        is_quiet: bool,
+        can_write: Callable[[TextIO], bool] = can_write_at_once,
+    ) -> None:
+        self._stderr = stderr
+        self._can_write = can_write
+        self._is_shown = not is_quiet and stderr.isatty()
+
+    def show(self, event: LoadEvent) -> None:
+        """Take a loading event."""
+        if self._is_shown and self._can_write(self._stderr):
+            self._draw(event)
+
+    def _draw(self, event: LoadEvent) -> None:
+        line = _ERASE_LINE
+        if isinstance(event, LoadProgress):
+            share = f" {event.fraction:.0%}" if event.fraction is not None else ""
+            line += f"{event.stage}{share} ..."
+        self._stderr.write(line)
+        self._stderr.flush()

@@ -13,17 +13,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from kvchat.chat.controller import ChatController
 from kvchat.chat.events import AnswerEnded, AnswerFailed, ChatEvent, SavingFailed
 from kvchat.chat.host import ChatHost
+from kvchat.chat.json_requests import BadRequest, JsonRequest
 from kvchat.chat.reply import Reply
 from kvchat.chat.session import ChatSession
-from kvchat.cli.interruption import Interrupted, Interruption
-from kvchat.cli.json_requests import BadRequest, JsonRequest
 from kvchat.cli.output import Exchange, Notices, Writer, ending_notice
+from kvchat.cli.streams import Interrupted, Interruption
 from kvchat.core.errors import ExitCode, KvchatError, TimedOut, UsageError
 from kvchat.core.types import FinishReason
 from kvchat.terminal.commands import Invocation, Message, Unknown
-from kvchat.terminal.desk import Desk
 from kvchat.terminal.status import stats_line
 from kvchat.terminal.theme import ASCII_GLYPHS, Glyphs
 from kvchat.terminal.wrap import NO_BREAK
@@ -41,12 +41,12 @@ _MAX_IN_FLIGHT = 128
 class ScriptSetup:
     """What a script run works with.
 
-    desk         the conversation, its model, and how answers are generated
+    controller         the conversation, its model, and how answers are generated
     timeout_s    limits the loading of the model, and then each answer
     shows_stats  a line of figures follows every answer, drawn with `glyphs`
     """
 
-    desk: Desk
+    controller: ChatController
     writer: Writer
     notices: Notices
     timeout_s: float | None = None
@@ -63,7 +63,7 @@ class Script:
 
     def __init__(self, setup: ScriptSetup, interruption: Interruption) -> None:
         self._setup = setup
-        self._desk = setup.desk
+        self._controller = setup.controller
         self._interruption = interruption
         self._is_heard = True
         self._has_given_up = False
@@ -75,11 +75,11 @@ class Script:
     def answer(self, text: str) -> None:
         """Answer one message and write what happens; errors are reported, not raised."""
         try:
-            reply = self._desk.ask(text)
+            reply = self._controller.ask(text)
         except KvchatError as error:
             self.report(error, self._session_fields)
             return
-        self._follow(reply, self._desk.options.num_samples)
+        self._follow(reply, self._controller.options.num_samples)
 
     def answer_lines(
         self, commands: "ScriptCommands", lines: Iterator[str], last: str | None = None
@@ -88,7 +88,7 @@ class Script:
 
         Slash commands are carried out. A signal ends the run after the answer it cut off.
         """
-        self._desk.options = replace(self._desk.options, num_samples=1)
+        self._controller.options = replace(self._controller.options, num_samples=1)
         for text in lines:
             line = commands.registry.parse(text)
             if isinstance(line, Message):
@@ -110,30 +110,30 @@ class Script:
 
     @property
     def _session_fields(self) -> dict[str, object]:
-        session = self._desk.session
+        session = self._controller.session
         return {"session": session.session_id} if session is not None else {}
 
     def _carry_out(self, commands: "ScriptCommands", line: Invocation) -> None:
         """What commands say is stderr's, failures included; answers are written like others."""
         try:
-            wish = commands.carry_out(line)
+            request = commands.carry_out(line)
             self._shows_stats = commands.shows_stats
-            reply = wish.ask() if wish is not None else None
+            reply = request.ask() if request is not None else None
         except KvchatError as error:
             self._fail(error)
             return
-        if wish is not None and reply is not None:
-            self._follow(reply, wish.num_samples)
+        if request is not None and reply is not None:
+            self._follow(reply, request.num_samples)
 
     def _follow(self, reply: Reply, num_samples: int) -> None:
         """Write an answer of the conversation until it ends."""
-        session = self._desk.require_session()
+        session = self._controller.require_session()
         exchange = Exchange(session.session_id, num_samples=num_samples)
         try:
             with self._limited(reply):
                 for event in reply:
                     if isinstance(event, AnswerEnded):
-                        self._desk.note_ended(event)
+                        self._controller.note_ended(event)
                     self._handle(exchange, event, reply)
         except TimedOut as error:  # while the model loads, which nothing ends but leaving
             self._has_given_up = True
@@ -145,7 +145,7 @@ class Script:
         """KV that is not kept is no reason to fail, but one to say so."""
         if self._interruption.code is not None:
             return
-        if trouble := asyncio.run(self._desk.engine.new_trouble()):
+        if trouble := asyncio.run(self._controller.engine.new_trouble()):
             self._setup.notices.tell(trouble)
 
     def report(self, error: KvchatError, fields: dict[str, object]) -> None:
@@ -178,7 +178,7 @@ class Script:
 
     def _tell_load_notes(self) -> None:
         """Say once what is odd about the model. Here, because the engine waits for no reader."""
-        ready = self._desk.host.ready
+        ready = self._controller.host.ready
         if ready is not None and not self._has_told_notes:
             self._has_told_notes = True
             for note in ready.notes:
@@ -186,7 +186,7 @@ class Script:
 
     def _handle(self, exchange: Exchange, event: ChatEvent, reply: Reply) -> None:
         self._tell_load_notes()
-        read_again = self._desk.why_so_much(event) if isinstance(event, AnswerEnded) else ""
+        read_again = self._controller.why_so_much(event) if isinstance(event, AnswerEnded) else ""
         with self._listening(reply):
             if self._is_heard:
                 self._setup.writer.write(exchange, event, read_again)
@@ -196,9 +196,10 @@ class Script:
             self._fail(event.error)
         elif isinstance(event, AnswerEnded):
             self._tell_statistics(event, read_again)
-            ready = self._desk.host.ready
+            ready = self._controller.host.ready
             notice = ending_notice(event, ready.context_limit) if ready is not None else None
-            if notice is not None:
+            if notice is not None and notice not in exchange.told:  # of many samples, once
+                exchange.told.add(notice)
                 self._setup.notices.tell(notice)
             if event.reason is FinishReason.TIMEOUT:
                 self._setup.notices.tell(f"the answer took longer than {self._setup.timeout_s} s.")
@@ -209,7 +210,7 @@ class Script:
     def _tell_statistics(self, ended: AnswerEnded, read_again: str) -> None:
         if not self._shows_stats:
             return
-        ready = self._desk.host.ready
+        ready = self._controller.host.ready
         limit = ready.context_limit if ready is not None else None
         glyphs = self._setup.glyphs
         load_s = ready.load_s if ready is not None and not self._has_told_load else None
@@ -220,7 +221,7 @@ class Script:
         self._setup.notices.show(line.replace(NO_BREAK, " ") + "\n")
 
     def _limited(self, reply: Reply) -> "_Limits":
-        return _Limits(self._desk.host, reply, self._setup.timeout_s, self._interruption)
+        return _Limits(self._controller.host, reply, self._setup.timeout_s, self._interruption)
 
     # A batch of JSON requests
 
@@ -234,7 +235,9 @@ class Script:
         places = threading.Semaphore(_MAX_IN_FLIGHT)
         running: dict[int, _Running] = {}
         self._interruption.watch(lambda: _cancel_all(running))
-        threading.Thread(target=_read_ahead, args=(requests, inbox, places), daemon=True).start()
+        threading.Thread(
+            target=_prefetch_pages, args=(requests, inbox, places), daemon=True
+        ).start()
         number, is_open = 0, True
         while (is_open and self._interruption.code is None and self._is_heard) or running:
             try:
@@ -267,7 +270,7 @@ class Script:
         """
         while True:
             if self._setup.timeout_s is not None:
-                self._desk.host.check_loading(self._setup.timeout_s)
+                self._controller.host.check_loading(self._setup.timeout_s)
             try:
                 return inbox.get(timeout=0.5)
             except queue.Empty:
@@ -284,10 +287,10 @@ class Script:
     ) -> None:
         session = None
         try:
-            options = request.options(self._desk.options)
-            system = request.system if request.has_system else self._desk.system
+            options = request.options(self._controller.options)
+            system = request.system if request.has_system else self._controller.system
             # Independent requests are no conversation: there is none to be found again.
-            session = self._desk.host.unsaved_session(system)
+            session = self._controller.host.unsaved_session(system)
             request.recall_history(session)
             reply = session.ask(request.prompt, options, lambda: inbox.put(number))
         except KvchatError as error:
@@ -302,7 +305,7 @@ class Script:
 
     def _begin_timers(self, running: "dict[int, _Running]") -> None:
         """Limit every reply that is not limited yet, once the model is loaded."""
-        if self._desk.host.ready is None:
+        if self._controller.host.ready is None:
             return
         for current in running.values():
             if current.timer is None:
@@ -337,7 +340,7 @@ class _Running:
 _Arrival = JsonRequest | BadRequest | int | None
 
 
-def _read_ahead(
+def _prefetch_pages(
     requests: Iterator[JsonRequest | BadRequest],
     inbox: "queue.SimpleQueue[_Arrival]",
     places: threading.Semaphore,

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator
 from typing import BinaryIO, NoReturn
 
-from kvchat.cli.json_requests import BadRequest, JsonRequest, label_of, parse_request
+from kvchat.chat.json_requests import BadRequest, JsonRequest, label_of, parse_request
 from kvchat.cli.output import Notices
 from kvchat.core.errors import ContextTooLong, KvchatError, UsageError
 

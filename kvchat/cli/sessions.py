@@ -9,16 +9,15 @@ import sys
 from datetime import datetime
 from pathlib import Path
 
-from kvchat.chat import importing
+from kvchat.chat import documents
+from kvchat.chat.documents import to_markdown
 from kvchat.chat.session_file import title_line
 from kvchat.chat.store import SessionStore
-from kvchat.chat.transcript import to_markdown
 from kvchat.cli.build import session_store, user_paths
 from kvchat.cli.settings import resolve
 from kvchat.core.config import shown
 from kvchat.core.errors import StoreError, UsageError
-from kvchat.terminal import exporting
-from kvchat.terminal.sanitize import one_line, sanitize
+from kvchat.core.text import one_line, sanitize
 
 
 def open_store(sessions_dir: str | None) -> SessionStore:
@@ -57,22 +56,22 @@ def export(store: SessionStore, text: str, path: Path | None, format_name: str |
     """Write a conversation to a file or to standard output."""
     session_id = store.find(text)
     if format_name is None:
-        format_name = exporting.kind_of(path) if path is not None else "md"
-    if format_name not in exporting.KINDS:
+        format_name = documents.kind_of(path) if path is not None else "md"
+    if format_name not in documents.KINDS:
         raise UsageError(f"--format is {shown(format_name)}, but must be md, json or jsonl.")
     if format_name == "jsonl":
-        content = exporting.saved_document(store, session_id)
+        content = documents.saved_document(store, session_id)
     else:
-        content = exporting.document(store.read(session_id).conversation, format_name)
+        content = documents.document(store.read(session_id).conversation, format_name)
     if path is None:
         _print(content.rstrip("\n"))
     else:
-        exporting.write_new(path, content)
+        documents.write_new(path, content)
 
 
 def import_file(store: SessionStore, path: Path) -> None:
     """Add the conversation in a file to the store; print its new id."""
-    _print(importing.import_file(store, path))
+    _print(documents.import_file(store, path))
 
 
 def rename(store: SessionStore, text: str, title: str) -> None:

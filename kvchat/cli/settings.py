@@ -23,8 +23,8 @@ from kvchat.core.config import (
     shown,
 )
 from kvchat.core.errors import UsageError
+from kvchat.core.text import one_line
 from kvchat.model.source import DEMO, DEMO_DRAFT
-from kvchat.terminal.sanitize import one_line
 
 ENVIRONMENT_PREFIX = "KVCHAT_"
 _MAX_CONFIG_BYTES = 1 << 20

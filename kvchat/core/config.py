@@ -108,11 +108,11 @@ class CacheConfig:
     """Shape and budget of the KV cache. `block_size` counts tokens and is a power of two.
 
     `device_bytes` bounds the KV held on the device; None takes the device's default share.
-    `host_bytes` bounds what sinks from there into host memory; None takes the default share beside
-    a GPU, and nothing where the device's memory is the host's.
-    `reuse` off makes every request start cold, which only measurements and `--no-cache` want.
-    `disk_bytes` bounds the KV kept in `directory`, which survives the process: None takes the
-    default share of what is free, and without a directory nothing is kept.
+    `host_bytes` bounds what is demoted from there to host memory; None takes the default share
+    beside a GPU, and nothing where the device's memory is the host's. `reuse` off makes every
+    request start cold, which only measurements and `--no-cache` want. `disk_bytes` bounds the KV
+    kept in `directory`, which survives the process: None takes the default share of what is free,
+    and without a directory nothing is kept.
     """
 
     block_size: int = 16

@@ -6,7 +6,7 @@ Events are immutable and hold no tensors. Knows nothing of who listens.
 from dataclasses import dataclass
 
 from kvchat.core.errors import KvchatError
-from kvchat.core.types import CachedTokens, FinishReason, Lack, Timing, Usage
+from kvchat.core.types import CachedTokens, FinishReason, MissReason, Timing, Usage
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +64,8 @@ class TokensGenerated:
 class SampleFinished:
     """One sample is complete. `stop_token` is the stop token that ended it, if one did.
 
-    `lack` says why a slower tier did not have more of the prompt, None where it was not asked for
-    any.
+    `miss_reason` says why a slower tier did not have more of the prompt, None where it was not
+    asked for any.
     """
 
     request_id: int
@@ -74,7 +74,7 @@ class SampleFinished:
     usage: Usage
     timing: Timing
     stop_token: int | None = None
-    lack: Lack | None = None
+    miss_reason: MissReason | None = None
 
 
 @dataclass(frozen=True, slots=True)

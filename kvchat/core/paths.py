@@ -62,26 +62,28 @@ def open_private(
         descriptor = os.open(path, flags & ~os.O_TRUNC, 0o600, dir_fd=dir_fd)
     except OSError as error:
         raise StoreError(f"Cannot open {path}: {error.strerror}.") from error
-    info = os.fstat(descriptor)
-    if info.st_uid != os.getuid() or not stat.S_ISREG(info.st_mode):
+    try:
+        _require_own(descriptor, path, has_one_name)
+        if flags & os.O_TRUNC:  # not before it is known what it is
+            os.ftruncate(descriptor, 0)
+    except OSError as error:
         os.close(descriptor)
-        raise StoreError(f"{path} is not a regular file of this user.")
-    if has_one_name and info.st_nlink > 1:
+        raise StoreError(f"Cannot use {path}: {error.strerror}.") from error
+    except StoreError:
         os.close(descriptor)
-        raise StoreError(f"{path} is another file too.")
-    if stat.S_IMODE(info.st_mode) != 0o600:
-        os.fchmod(descriptor, 0o600)
-    if flags & os.O_TRUNC:  # not before it is known what it is
-        _truncate(descriptor, path)
+        raise
     return descriptor
 
 
-def _truncate(descriptor: int, path: Path) -> None:
-    try:
-        os.ftruncate(descriptor, 0)
-    except OSError as error:
-        os.close(descriptor)
-        raise StoreError(f"Cannot empty {path}: {error.strerror}.") from error
+def _require_own(descriptor: int, path: Path, has_one_name: bool) -> None:
+    """Raise StoreError for what is no regular file of the user's; give one that is mode 0600."""
+    info = os.fstat(descriptor)
+    if info.st_uid != os.getuid() or not stat.S_ISREG(info.st_mode):
+        raise StoreError(f"{path} is not a regular file of this user.")
+    if has_one_name and info.st_nlink > 1:
+        raise StoreError(f"{path} is another file too.")
+    if stat.S_IMODE(info.st_mode) != 0o600:
+        os.fchmod(descriptor, 0o600)
 
 
 def private_file(path: Path) -> None:

@@ -95,7 +95,7 @@ class EngineStatus:
 
 
 @dataclass(frozen=True, slots=True)
-class GenerationStatus:
+class ModelDirStatus:
     """What a store keeps under one identity, which is a model and how it is run, in hex.
 
     last_used_s   seconds since the epoch, 0 where nobody knows
@@ -124,32 +124,32 @@ class KeptPin:
 class StoreStatus:
     """What a store holds, all identities together, the one used last first. 0 allowed is off.
 
-    `strangers` are directories that look like generations and were not made by this kvchat.
+    `strangers` are directories that look like model directories and were not made by this kvchat.
     """
 
     directory: Path
     limit_bytes: int
-    generations: tuple[GenerationStatus, ...] = ()
+    model_dirs: tuple[ModelDirStatus, ...] = ()
     strangers: tuple[Path, ...] = ()
 
     @property
     def num_bytes(self) -> int:
-        return sum(generation.num_bytes for generation in self.generations)
+        return sum(model_dir.num_bytes for model_dir in self.model_dirs)
 
     @property
     def num_packs(self) -> int:
-        return sum(generation.num_packs for generation in self.generations)
+        return sum(model_dir.num_packs for model_dir in self.model_dirs)
 
     @property
     def num_tokens(self) -> int:
-        return sum(generation.num_tokens for generation in self.generations)
+        return sum(model_dir.num_tokens for model_dir in self.model_dirs)
 
     @property
     def trouble(self) -> str:
         """What is wrong, in a sentence; empty if nothing is."""
-        for generation in self.generations:
-            if generation.trouble:
-                return f"{generation.identity[:8]} cannot be read: {generation.trouble}."
+        for model_dir in self.model_dirs:
+            if model_dir.trouble:
+                return f"{model_dir.identity[:8]} cannot be read: {model_dir.trouble}."
         return ""
 
 

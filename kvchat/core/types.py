@@ -21,7 +21,7 @@ class Tier(StrEnum):
     DISK = "disk"
 
 
-class Lack(StrEnum):
+class MissReason(StrEnum):
     """Why KV that a slower tier might have had did not come from there."""
 
     NEVER_WRITTEN = "never written"

@@ -1,51 +1,85 @@
-"""Builds an engine from settings: model, pools sized to the budget, cache, scheduler.
+"""Builds an engine from settings: model, pools sized to the budget, cache, scheduler, drafters.
 
-The one place where the model's facts become the cache's geometry. Decides sizes; runs nothing.
+The one place where the model's facts become the cache's geometry and the identity of stored KV. A
+draft model's KV shares the device budget with the target's, block for block, and lies in the same
+store under an identity of its own. A draft that cannot be used costs a sentence, never the answer.
 """
 
+import hashlib
+import json
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from kvchat.cache.block_pool import SCRATCH_BLOCK
-from kvchat.cache.caretaker import Caretaker
-from kvchat.cache.codec import Layout
-from kvchat.cache.disk_budget import disk_budget, why_nothing_fits
-from kvchat.cache.disk_room import least_bytes
-from kvchat.cache.disk_tier import DiskTier
-from kvchat.cache.host_swap import HostSwap
+from kvchat.cache.block_manager import SCRATCH_BLOCK, CacheManager
+from kvchat.cache.connector import KvConnector
+from kvchat.cache.disk.admin import StoreAdmin
+from kvchat.cache.disk.format import FORMAT_VERSION
+from kvchat.cache.disk.quota import disk_budget, least_bytes, why_nothing_fits
+from kvchat.cache.disk.tier import DiskTier
+from kvchat.cache.host_offload import HostOffload
 from kvchat.cache.host_tier import HostTier
 from kvchat.cache.kv_pool import KvGeometry, KvPool, LayerGeometry
-from kvchat.cache.manager import CacheManager
-from kvchat.cache.persistence import Persistence
-from kvchat.cache.rate_memory import RateMemory
+from kvchat.cache.rates import RateMemory
+from kvchat.cache.tier import Layout
 from kvchat.cache.transfer import TransferThread
-from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig, Size, format_bytes
-from kvchat.core.errors import ModelError, StoreError
+from kvchat.core.config import (
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    Size,
+    SpeculationConfig,
+    format_bytes,
+)
+from kvchat.core.errors import KvchatError, ModelError, StoreError
 from kvchat.core.events import LoadProgress, ModelReady
+from kvchat.engine.draft_model import ModelDrafter
+from kvchat.engine.drafters import Drafter
 from kvchat.engine.engine import Engine
-from kvchat.engine.kv_identity import kv_identity
-from kvchat.engine.rehearsal import Rehearsal
-from kvchat.engine.runner import Runner
-from kvchat.engine.speculation import Speculation
+from kvchat.engine.ngram import NgramDrafter
+from kvchat.engine.runner import Runner, Warmup
+from kvchat.engine.speculation import Mode, Speculation
 from kvchat.engine.step_threads import StepThreads
-from kvchat.model.content_digest import content_digest
 from kvchat.model.cuda_graph import CudaGraphs
 from kvchat.model.device import can_change_threads, device_name, dtype_name, dtype_of, free_bytes
+from kvchat.model.fused_parts import MAX_PACKED_ROWS
 from kvchat.model.graphs import GraphRunner
+from kvchat.model.identity import content_digest
 from kvchat.model.loader import LoadedModel, Progress, load_model
 from kvchat.model.paged_model import PagedModel
 from kvchat.model.self_test import ensure_trusted
 from kvchat.model.source import ModelSource
 from kvchat.model.spec import ModelSpec
+from kvchat.model.text_files import same_vocabulary
+
+# Raise it whenever what a slot holds for the same token changes: the layout of a block image, or
+# what the attention writes to it.
+_KV_VERSION = 3
+
+
+def kv_identity(loaded: LoadedModel, geometry: KvGeometry, content_digest: str) -> bytes:
+    """Return 16 bytes that name the KV a model computes, as this engine stores it."""
+    facts = {
+        "version": _KV_VERSION,
+        "format": FORMAT_VERSION,
+        "content": content_digest,
+        "dtype": dtype_name(loaded.dtype),
+        "weights": loaded.weights,
+        "kv_dtype": dtype_name(geometry.dtype),
+        "block_size": geometry.block_size,
+        "layers": [(x.num_kv_heads, x.key_dim, x.value_dim) for x in geometry.layers],
+        "rope": [*loaded.frozen_rope, loaded.max_context] if loaded.frozen_rope else [],
+    }
+    return hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).digest()
+
 
 _log = logging.getLogger(__name__)
 
 _DEFAULT_SHARE = {"cpu": Size(share=0.25), "cuda": Size(share=0.80)}
-# Beside a CPU's memory there is no other that KV could sink into.
+# Beside a CPU's memory there is no other that KV could be demoted to.
 _DEFAULT_HOST_SHARE = {"cpu": Size(num_bytes=0), "cuda": Size(share=0.10)}
 _MAX_DEFAULT_HOST_BYTES = 16 << 30
 # Prefill work per step on a CPU, in multiply-adds: about a tenth of a second on two cores, so that
@@ -111,19 +145,19 @@ def engine_around(
     geometry = kv_geometry(loaded.spec, cache_config, loaded.dtype)
     kv_pool = new_kv_pool(geometry, cache_config, loaded.device)
     cache = CacheManager(kv_pool, cache_config.reuse)
-    persistence = new_persistence(loaded, cache, cache_config, state_directory)
+    connector = new_connector(loaded, cache, cache_config, state_directory)
     model = PagedModel(loaded, kv_pool.layers)
     graphs, threads = new_graphs(model, cache, engine_config), new_threads(loaded.device)
     return Engine(
-        runner=Runner(model, cache.block_size, graphs, threads, new_rehearsal(model, cache)),
+        runner=Runner(model, cache.block_size, graphs, threads, new_warmup(model, cache)),
         cache=cache,
         max_context=loaded.max_context,
         max_step_tokens=engine_config.max_step_tokens or step_tokens(loaded.spec, loaded.device),
         max_running=engine_config.max_running,
         vocab_size=loaded.spec.vocab_size,
-        persistence=persistence,
+        connector=connector,
         speculation=speculation,
-        swap=_swap(cache, cache_config, persistence, rate_memory(loaded, state_directory)),
+        offload=new_offload(cache, cache_config, connector, rate_memory(loaded, state_directory)),
     )
 
 
@@ -178,7 +212,7 @@ def new_kv_pool(geometry: KvGeometry, config: CacheConfig, device: torch.device)
             f"--device-cache allows {format_bytes(budget)}, more than there is.", "Lower it."
         ) from error
     if device.type != "cpu":
-        kv_pool.rehearse()
+        kv_pool.warm_up()
     return kv_pool
 
 
@@ -204,18 +238,18 @@ def new_threads(device: torch.device) -> StepThreads | None:
     return StepThreads(torch.get_num_threads())
 
 
-def new_rehearsal(model: PagedModel, cache: CacheManager) -> Rehearsal:
+def new_warmup(model: PagedModel, cache: CacheManager) -> Warmup:
     """Return what lets `model` prove itself over `cache` before its steps are timed."""
-    return Rehearsal(model, model.loaded.spec.vocab_size, cache.block_size)
+    return Warmup(model, model.loaded.spec.vocab_size, cache.block_size)
 
 
-def new_persistence(
+def new_connector(
     loaded: LoadedModel,
     cache: CacheManager,
     config: CacheConfig,
     state_directory: Path | None,
     is_draft: bool = False,
-) -> Persistence | None:
+) -> KvConnector | None:
     """Return what keeps KV in the configured directory; None where nothing is to be kept."""
     directory = config.directory
     if directory is None or not config.reuse:
@@ -232,7 +266,7 @@ def new_persistence(
             if config.disk_bytes is None or config.disk_bytes.num_bytes is None:
                 # A disk that is full for the moment is no reason to lose what is kept.
                 raise StoreError(why_nothing, "Free some, or choose another with --cache-dir.")
-            Caretaker(directory).clear()  # the limit is one for what was kept before, too
+            StoreAdmin(directory).clear()  # the limit is one for what was kept before, too
             raise StoreError(
                 f"--disk-cache allows only {format_bytes(limit)}, too little for KV.",
                 f"Raise it to {format_bytes(least)} at least.",
@@ -247,7 +281,7 @@ def new_persistence(
         layout = Layout(identity, geometry.block_size, geometry.block_bytes)
         return DiskTier(directory, layout, limit, is_draft=is_draft)
 
-    return Persistence(cache, open_tier, rates=rate_memory(loaded, state_directory))
+    return KvConnector(cache, open_tier, rates=rate_memory(loaded, state_directory))
 
 
 def rate_memory(loaded: LoadedModel, state_directory: Path | None) -> RateMemory:
@@ -256,18 +290,18 @@ def rate_memory(loaded: LoadedModel, state_directory: Path | None) -> RateMemory
     return RateMemory(state_directory, subject)
 
 
-def _swap(
-    cache: CacheManager, config: CacheConfig, persistence: Persistence | None, memory: RateMemory
-) -> HostSwap | None:
-    """Return what lets KV sink into host memory; None where nothing may."""
+def new_offload(
+    cache: CacheManager, config: CacheConfig, connector: KvConnector | None, memory: RateMemory
+) -> HostOffload | None:
+    """Return what demotes KV to host memory; None where nothing may."""
     pool = cache.kv_pool
     limit = host_budget(config, pool.device)
     if not config.reuse or limit < pool.geometry.block_bytes:
         return None
     geometry, is_pinned = pool.geometry, pool.device.type == "cuda"
     host = HostTier(geometry.block_size, geometry.block_bytes, limit, is_pinned)
-    transfer = persistence.transfer if persistence is not None else TransferThread(lambda: None, 0)
-    return HostSwap(cache, host, transfer, memory=memory)
+    transfer = connector.transfer if connector is not None else TransferThread(lambda: None, 0)
+    return HostOffload(cache, host, transfer, memory=memory)
 
 
 def model_ready(loaded: LoadedModel, engine: Engine, began_s: float) -> ModelReady:
@@ -281,3 +315,117 @@ def model_ready(loaded: LoadedModel, engine: Engine, began_s: float) -> ModelRea
         load_s=time.perf_counter() - began_s,
         notes=loaded.notes,
     )
+
+
+_HELD_BY_A_CACHE = 4 << 20  # bytes of weights
+
+
+def build_speculating_engine(
+    source: ModelSource,
+    draft_source: ModelSource | None,
+    model_config: ModelConfig,
+    cache_config: CacheConfig,
+    engine_config: EngineConfig,
+    speculation_config: SpeculationConfig,
+    state_directory: Path | None,
+    progress: Progress,
+) -> AssembledEngine:
+    """Load a model, and a draft model where there is one, and build the engine around them.
+
+    As `build_engine`; what keeps the draft from being used is told in the notes of the model.
+    """
+    began_s = time.perf_counter()
+    target = load_trusted(
+        source, model_config, engine_config.max_context, state_directory, progress
+    )
+    build = _DraftBuild(target, model_config, cache_config, engine_config, state_directory)
+    try:
+        draft = build.drafter(draft_source) if draft_source is not None else None
+    except Exception as error:  # whatever is wrong with a draft, the target can answer
+        _log.warning("no draft model", exc_info=error)
+        note = f"Answers come without the draft model: {_sentence(error)}"
+        target = replace(target, notes=(*target.notes, note))
+        draft = None
+    drafters: list[Drafter] = [NgramDrafter(), *([draft.drafter] if draft is not None else [])]
+    speculation = Speculation(drafters, Mode(speculation_config.mode))
+    target_cache = draft.target_cache if draft is not None else cache_config
+    engine = engine_around(target, target_cache, engine_config, state_directory, speculation)
+    ready = model_ready(target, engine, began_s)
+    if draft is not None and draft_source is not None:
+        ready = replace(ready, draft=draft_source.name)
+    return AssembledEngine(engine, target, ready)
+
+
+@dataclass(frozen=True, slots=True)
+class _Draft:
+    """What drafts, and the budget that is left to the target."""
+
+    drafter: ModelDrafter
+    target_cache: CacheConfig
+
+
+@dataclass(frozen=True, slots=True)
+class _DraftBuild:
+    """Everything a draft model for `target` is built from."""
+
+    target: LoadedModel
+    model_config: ModelConfig
+    cache_config: CacheConfig
+    engine_config: EngineConfig
+    state_directory: Path | None
+
+    def drafter(self, source: ModelSource) -> _Draft:
+        """Load a draft model and give it its share of the budget; raises where that cannot be."""
+        target = self.target
+        if not same_vocabulary(target.source, source):
+            raise ModelError(f"{source.name} has another vocabulary than {target.source.name}.")
+        loaded = load_trusted(
+            source, self.model_config, target.max_context, self.state_directory, _say_nothing
+        )
+        geometry = kv_geometry(loaded.spec, self.cache_config, loaded.dtype)
+        target_geometry = kv_geometry(target.spec, self.cache_config, target.dtype)
+        both_bytes = geometry.block_bytes + target_geometry.block_bytes
+        num_blocks = device_budget(self.cache_config, target.device) // both_bytes
+        own_config = self._limited(num_blocks * geometry.block_bytes)
+        cache = CacheManager(
+            new_kv_pool(geometry, own_config, loaded.device), self.cache_config.reuse
+        )
+        model = PagedModel(loaded, cache.kv_pool.layers)
+        drafter = ModelDrafter(
+            model,
+            cache,
+            loaded.spec.vocab_size,
+            loaded.max_context,
+            new_connector(loaded, cache, own_config, self.state_directory, is_draft=True),
+            graphs=new_graphs(model, cache, self.engine_config),
+            threads=new_threads(loaded.device),
+            warmup=new_warmup(model, cache),
+            piece_rows=_piece_rows(loaded),
+        )
+        return _Draft(drafter, self._limited(num_blocks * target_geometry.block_bytes))
+
+    def _limited(self, num_bytes: int) -> CacheConfig:
+        return replace(self.cache_config, device_bytes=Size(num_bytes=num_bytes))
+
+
+def _piece_rows(loaded: LoadedModel) -> int | None:
+    """Return how many rows a fused step has, where one after the other is faster than all at once.
+
+    All at once takes transformers' own forward pass, and reads the weights once; a cache holds
+    those of a tiny model, so that reading them again costs next to nothing.
+    """
+    num_bytes = sum(p.numel() * p.element_size() for p in loaded.module.parameters())
+    is_tiny = num_bytes <= _HELD_BY_A_CACHE
+    return MAX_PACKED_ROWS if loaded.weights == "float16" and is_tiny else None
+
+
+def _say_nothing(event: LoadProgress) -> None:
+    """Loading a draft takes no time worth a bar of its own."""
+
+
+def _sentence(error: Exception) -> str:
+    if isinstance(error, KvchatError):
+        return error.message
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return "there is no memory for it."
+    return f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}."

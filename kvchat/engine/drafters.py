@@ -65,7 +65,7 @@ class Drafter(Protocol):
     def propose(self, wanted: Sequence[Wanted]) -> list[Sequence[int]]:
         """Draft for several requests at once, for each at most as many tokens as it has offered."""
 
-    def tend(self, requests: Sequence[Request], seconds: float) -> None:
+    def update(self, requests: Sequence[Request], seconds: float) -> None:
         """After a step: let go of all but the unfinished `requests`, and catch up with those.
 
         `seconds` is about how long that may take.

@@ -13,24 +13,23 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvchat.cache.manager import CacheManager
+from kvchat.cache.block_manager import CacheManager
 from kvchat.core.errors import ContextTooLong, GenerationError, KvchatError
 from kvchat.core.events import RequestEvent
 from kvchat.core.stats import EngineStatus
 from kvchat.core.types import CachedTokens, FinishReason
-from kvchat.engine.drawing import draw, draws_of, tokens_of
-from kvchat.engine.probes import Probes
+from kvchat.engine.fetch import Fetcher
+from kvchat.engine.kv_verifier import KvVerifier
+from kvchat.engine.output_processor import OutputProcessor
 from kvchat.engine.request import Request, RequestSpec, State
-from kvchat.engine.restores import Restores
-from kvchat.engine.runner import Runner
-from kvchat.engine.samples import Samples
-from kvchat.engine.scheduler import Scheduler, Work
+from kvchat.engine.runner import Runner, draw, draws_of, tokens_of
+from kvchat.engine.scheduler import ScheduledRequest, Scheduler
 from kvchat.engine.speculation import Limits, Mode, Speculation
 
 if TYPE_CHECKING:
-    from kvchat.cache.host_swap import HostSwap
-    from kvchat.cache.persistence import Persistence
-    from kvchat.cache.restore import Proof
+    from kvchat.cache.connector import KvConnector
+    from kvchat.cache.host_offload import HostOffload
+    from kvchat.cache.restore import RestoredContext
     from kvchat.model.batch import SequencePiece
 
 _log = logging.getLogger(__name__)
@@ -43,7 +42,7 @@ class Engine:
     """Runs requests over one model and one cache.
 
     `max_context` is the longest context of any request, prompt and completion together; prompts
-    hold ids below `vocab_size`. `clock` returns seconds. With `persistence` prompts are looked for
+    hold ids below `vocab_size`. `clock` returns seconds. With `connector` prompts are looked for
     on a slower tier too, and finished contexts are kept there; the engine closes it. `speculation`
     is what drafts; the engine closes it too.
     """
@@ -57,24 +56,26 @@ class Engine:
         max_running: int,
         vocab_size: int,
         clock: Callable[[], float] = time.perf_counter,
-        persistence: "Persistence | None" = None,
+        connector: "KvConnector | None" = None,
         speculation: Speculation | None = None,
-        swap: "HostSwap | None" = None,
+        offload: "HostOffload | None" = None,
     ) -> None:
         self.cache = cache
-        self._probes = Probes(cache, persistence, runner.dtype)  # takes a block for its own
+        self._kv_verifier = KvVerifier(cache, connector, runner.dtype)  # takes a block for its own
         self.max_context = min(max_context, cache.max_tokens)
         self._is_cache_the_limit = cache.max_tokens < max_context
         self._vocab_size = vocab_size
         self._runner = runner
-        self._restores = Restores(persistence, swap)
-        promote = self._restores.promote
+        self._fetcher = Fetcher(connector, offload)
+        promote = self._fetcher.promote
         self._scheduler = Scheduler(cache, max_step_tokens, max_running, promote)
         self._max_step_tokens = max_step_tokens
         self._clock = clock
-        self._persistence = persistence
-        self._swap = swap
-        self._samples = Samples(self._scheduler, cache, self._probes, self.max_context, clock)
+        self._connector = connector
+        self._offload = offload
+        self._output = OutputProcessor(
+            self._scheduler, cache, self._kv_verifier, self.max_context, clock
+        )
         self._limits = Limits(vocab_size, self.max_context, max_step_tokens)
         self.speculation = speculation or Speculation(mode=Mode.OFF)
         self._request_ids = count(1)
@@ -84,13 +85,13 @@ class Engine:
     @property
     def has_work(self) -> bool:
         return self._has_answers_due or (
-            self._persistence is not None and self._persistence.saver.has_backlog
+            self._connector is not None and self._connector.write_behind.has_backlog
         )
 
     @property
     def _has_answers_due(self) -> bool:
-        is_restoring = self._restores.is_prefetching or self._restores.is_under_way
-        return self._scheduler.has_work or is_restoring or self._probes.has_work
+        is_fetching = self._fetcher.is_prefetching or self._fetcher.is_under_way
+        return self._scheduler.has_work or is_fetching or self._kv_verifier.has_work
 
     def status(self) -> EngineStatus:
         """Return counts for people; changes nothing."""
@@ -108,9 +109,9 @@ class Engine:
             num_copied=cache.num_copied,
             max_context=self.max_context,
             max_step_tokens=self._max_step_tokens,
-            host=self._swap.status() if self._swap is not None else None,
-            disk=self._persistence.status() if self._persistence is not None else None,
-            disk_read_s=self._persistence.planner.read_s if self._persistence is not None else 0.0,
+            host=self._offload.status() if self._offload is not None else None,
+            disk=self._connector.status() if self._connector is not None else None,
+            disk_read_s=self._connector.planner.read_s if self._connector is not None else 0.0,
             speculation=self.speculation.status(),
             graphs=self._runner.graph_status(),
             step_threads=self._runner.step_threads(),
@@ -142,14 +143,16 @@ class Engine:
         request_id = next(self._request_ids)
         now_s = self._clock() if submitted_s is None else submitted_s
         request = Request.from_spec(request_id, spec, now_s)
-        self._restores.begin(request)
+        self._fetcher.begin(request)
         self._scheduler.add(request)
         return request_id
 
-    def measure(self, token_ids: Sequence[int]) -> CachedTokens:
+    def cached_tokens(self, token_ids: Sequence[int]) -> CachedTokens:
         """Return how much of a context needs no computing, by tier in memory; changes nothing."""
-        device = self.cache.measure(token_ids)
-        host = self._swap.measure(token_ids, device) if self._swap is not None else 0
+        device = self.cache.num_cached_tokens(token_ids)
+        host = (
+            self._offload.num_cached_tokens(token_ids, device) if self._offload is not None else 0
+        )
         return CachedTokens(device=device, host=host)
 
     def prefetch(self, token_ids: Sequence[int]) -> None:
@@ -157,15 +160,15 @@ class Engine:
 
         One at a time: the newest is the likeliest.
         """
-        self._restores.prefetch(token_ids)
+        self._fetcher.prefetch(token_ids)
 
     def pin(self, token_ids: Sequence[int], label: str, done: Callable[[int], None]) -> None:
         """Never forget a context's KV; `done` hears how many tokens, perhaps on another thread."""
-        if self._persistence is None:
+        if self._connector is None:
             done(0)
             return
         self._keep_waiting()
-        self._persistence.pin(tuple(token_ids), label, done)
+        self._connector.pin(tuple(token_ids), label, done)
 
     def forget(
         self, contexts: Sequence[tuple[Sequence[int], int]], done: Callable[[], None]
@@ -176,22 +179,22 @@ class Engine:
         what a slower tier has of them can then be removed.
         """
         self._keep_waiting()
-        self._restores.give_up_prefetch()  # it may be bringing up what is to go
+        self._fetcher.give_up_prefetch()  # it may be bringing up what is to go
         waits = self.speculation.forget(contexts)
         for token_ids, num_kept in contexts:
             self.cache.forget(tuple(token_ids), num_kept)
-            if self._persistence is not None:
-                self._persistence.forget(tuple(token_ids))
-        if self._persistence is not None:
-            waits.append(self._persistence.when_written)
+            if self._connector is not None:
+                self._connector.forget(tuple(token_ids))
+        if self._connector is not None:
+            waits.append(self._connector.when_written)
         for wait in waits:  # one after another, each on the thread of the one before
             done = partial(wait, done)
         done()
 
     def _keep_waiting(self) -> None:
         """Have everything written that waits for a step to go with."""
-        self._recall(self._probes.begin(self._run_alone))
-        self._recall(self._probes.end_alone(self._run_alone))
+        self._invalidate(self._kv_verifier.begin(self._run_alone))
+        self._invalidate(self._kv_verifier.end_alone(self._run_alone))
 
     def cancel(self, request_id: int, reason: FinishReason = FinishReason.CANCELLED) -> None:
         """End a request at the next step, all its samples; what was generated stays."""
@@ -202,7 +205,8 @@ class Engine:
     def step(self) -> list[RequestEvent]:
         """Run one forward pass over whatever is due; return what happened."""
         events = self._step()
-        self.speculation.tend(self._scheduler.requests())
+        if self.speculation.is_on:
+            self.speculation.update(self._scheduler.requests())
         return events
 
     def prepare(self) -> None:
@@ -211,70 +215,78 @@ class Engine:
         What is done is not done again.
         """
         self._runner.prepare()
-        self.speculation.prepare()
+        if self.speculation.is_on:
+            self.speculation.prepare()
 
     def _keep_backlog(self) -> None:
         """Have written what there was no room for; with nothing else to do, wait for room."""
-        if self._persistence is not None:
+        if self._connector is not None:
             patience_s = 0.0 if self._has_answers_due else _ROOM_PATIENCE_S
-            self._persistence.saver.go_on(patience_s)
+            self._connector.write_behind.go_on(patience_s)
 
     def _step(self) -> list[RequestEvent]:
         self._keep_backlog()
-        events = self._samples.end_cancelled()
+        events = self._output.end_cancelled()
         requests = self._scheduler.requests()
-        is_restoring = self._restores.settle(requests)
+        is_fetching = self._fetcher.settle(requests)
         if requests and all(request.is_decoding for request in requests):
             self.prepare()  # nobody waits for a first token
-        is_met = any(not request.is_restoring for request in requests)
-        self._recall(self._probes.begin(self._run_alone, of_all=is_met))
+        is_met = any(not request.is_fetching for request in requests)
+        self._invalidate(self._kv_verifier.begin(self._run_alone, of_all=is_met))
         try:
-            plan = self.speculation.draft(self._scheduler.schedule(), self.cache, self._limits)
+            plan = self._plan()
         except Exception as error:  # one request too odd to plan must not end all that follow
             _log.exception("no step could be planned")
-            self._recall(self._probes.end_alone(self._run_alone))
-            return events + self._samples.fail_all(_explain(error))
+            self._invalidate(self._kv_verifier.end_alone(self._run_alone))
+            return events + self._output.fail_all(_explain(error))
         if plan:
-            self._samples.mark_started(plan)
+            self._output.mark_started(plan)
             return events + self._compute(plan)
-        if self._probes.pieces:
-            self._recall(self._probes.end_alone(self._run_alone))
+        if self._kv_verifier.pieces:
+            self._invalidate(self._kv_verifier.end_alone(self._run_alone))
             return events
-        # Those that have just met the front they waited for are restoring only now.
-        is_restoring |= any(request.is_restoring for request in self._scheduler.requests())
-        is_restoring |= self._restores.is_under_way
-        return events if is_restoring else events + self._samples.end_stuck()
+        # Those that have just met the front they waited for are waiting for KV only now.
+        is_fetching |= any(request.is_fetching for request in self._scheduler.requests())
+        is_fetching |= self._fetcher.is_under_way
+        return events if is_fetching else events + self._output.end_stuck()
+
+    def _plan(self) -> list[ScheduledRequest]:
+        """Choose the requests of the next step, with drafts where speculation is on."""
+        plan = self._scheduler.schedule()
+        if self.speculation.is_on:
+            plan = self.speculation.draft(plan, self.cache, self._limits)
+        return plan
 
     def close(self) -> None:
         """Keep what unfinished requests have computed, and finish writing, within bounds."""
         self.speculation.close()
-        self._restores.give_up(self._scheduler.requests())
-        if self._persistence is not None:
+        self._fetcher.give_up(self._scheduler.requests())
+        if self._connector is not None:
             for request in self.running():
                 computed = request.ids[: request.num_computed]
-                self._probes.save(computed, request.spec.is_one_shot)
-            wrong = self._probes.begin(self._run_alone)
-            for proof in (*wrong, *self._probes.end_alone(self._run_alone)):
-                self._persistence.quarantine(proof)
-            self._persistence.close()
-        if self._swap is not None:  # last: both may share a thread
-            self._swap.close()
+                self._kv_verifier.save(computed, request.spec.is_one_shot)
+            wrong = self._kv_verifier.begin(self._run_alone)
+            for restored in (*wrong, *self._kv_verifier.end_alone(self._run_alone)):
+                self._connector.quarantine(restored)
+            self._connector.close()
+        if self._offload is not None:  # last: both may share a thread
+            self._offload.close()
 
-    def _compute(self, plan: Sequence[Work]) -> list[RequestEvent]:
+    def _compute(self, plan: Sequence[ScheduledRequest]) -> list[RequestEvent]:
         """Run the plan as one batch; where that fails, request by request.
 
         One request that cannot be answered, or a batch too large for the device's memory, must not
-        cost the others their answers. Running work again is harmless: it writes the same slots.
-        Drafts are left out then, for the failure may be theirs.
+        cost the others their answers. Running a request again is harmless: it writes the same
+        slots. Drafts are left out then, for the failure may be theirs.
         """
         began_s = self._clock()
-        is_alone = len(plan) == 1 and not self._probes.pieces and not plan[0].drafts
+        is_alone = len(plan) == 1 and not self._kv_verifier.pieces and not plan[0].drafts
         try:
             if (tokens := self._draw_at_once(plan)) is None:
-                logits = self._runner.run(plan, self._probes.pieces)
-                num_rows = len(logits) - len(self._probes.pieces)
-                if failed := self._probes.end(logits[num_rows:], self._run_alone):
-                    self._recall(failed)
+                logits = self._runner.run(plan, self._kv_verifier.pieces)
+                num_rows = len(logits) - len(self._kv_verifier.pieces)
+                if failed := self._kv_verifier.end(logits[num_rows:], self._run_alone):
+                    self._invalidate(failed)
                     return []  # nothing was counted: what still runs is computed again
                 tokens = draw(plan, logits[:num_rows])
         except Exception as error:  # a model's own code can fail with anything
@@ -285,66 +297,76 @@ class Engine:
             return self._advance(plan, tokens)
         # Outside the handler: the error held on to the failed step's tensors.
         if is_alone:
-            return self._samples.fail(plan[0].request, explanation)
-        self._recall(self._probes.end_alone(self._run_alone))
+            return self._output.fail(plan[0].request, explanation)
+        self._invalidate(self._kv_verifier.end_alone(self._run_alone))
         events: list[RequestEvent] = []
-        for work in plan:
-            if work.request.state is State.RUNNING:  # or it has failed with another of its samples
-                events.extend(self._compute([replace(work, drafts=())]))
+        for scheduled in plan:
+            if (
+                scheduled.request.state is State.RUNNING
+            ):  # or it has failed with another of its samples
+                events.extend(self._compute([replace(scheduled, drafts=())]))
         return events
 
-    def _draw_at_once(self, plan: Sequence[Work]) -> dict[Work, list[int]] | None:
+    def _draw_at_once(
+        self, plan: Sequence[ScheduledRequest]
+    ) -> dict[ScheduledRequest, list[int]] | None:
         """Compute the plan and draw by one graph; None where there is none, or it cannot draw."""
-        if not self._runner.has_graphs or self._probes.pieces:
+        if not self._runner.has_graphs or self._kv_verifier.pieces:
             return None
         draws = draws_of(plan)
         drawn = self._runner.draw(plan, draws) if draws is not None else None
         return tokens_of(plan, drawn) if drawn is not None else None
 
-    def _advance(self, plan: Sequence[Work], tokens: dict[Work, list[int]]) -> list[RequestEvent]:
-        events = self._samples.advance(plan, tokens)
+    def _advance(
+        self, plan: Sequence[ScheduledRequest], tokens: dict[ScheduledRequest, list[int]]
+    ) -> list[RequestEvent]:
+        events = self._output.advance(plan, tokens)
         self._keep_whole_packs(plan)
         return events
 
-    def _keep_whole_packs(self, plan: Sequence[Work]) -> None:
+    def _keep_whole_packs(self, plan: Sequence[ScheduledRequest]) -> None:
         """Have the KV of what still grows written behind, as far as it fills packs.
 
         A process that is killed within its first answer has then not lost a long document's.
         """
-        if self._persistence is None:
+        if self._connector is None:
             return
-        saver = self._persistence.saver
-        for request in (work.request for work in plan):
+        write_behind = self._connector.write_behind
+        for request in (scheduled.request for scheduled in plan):
             request.num_offered = min(request.num_offered, request.num_computed)
-            is_due = request.num_computed - request.num_offered >= saver.pack_tokens
+            is_due = request.num_computed - request.num_offered >= write_behind.pack_tokens
             if is_due and request.state is State.RUNNING:
                 request.num_offered = request.num_computed
                 computed = request.ids[: request.num_computed]
-                saver.save_packs(computed, request.spec.is_one_shot)
+                write_behind.save_packs(computed, request.spec.is_one_shot)
 
     def _run_alone(self, pieces: "Sequence[SequencePiece]") -> torch.Tensor:
         return self._runner.run((), pieces)
 
-    def _recall(self, failed: "Sequence[Proof]") -> None:
+    def _invalidate(self, failed: "Sequence[RestoredContext]") -> None:
         """What came up is not this model's: have it forgotten, and begin again whoever uses it."""
-        for proof in failed:
-            _log.warning("restored KV is wrong tokens=%d", len(proof.ids) - proof.num_trusted)
-            self._scheduler.recall(proof.ids, proof.num_trusted)
-            assert self._persistence is not None
-            self._persistence.quarantine(proof)
+        for restored in failed:
+            _log.warning("restored KV is wrong tokens=%d", len(restored.ids) - restored.num_trusted)
+            self._scheduler.invalidate(restored.ids, restored.num_trusted)
+            assert self._connector is not None
+            self._connector.quarantine(restored)
 
     def _note_step(
-        self, plan: Sequence[Work], tokens: dict[Work, list[int]], seconds: float
+        self,
+        plan: Sequence[ScheduledRequest],
+        tokens: dict[ScheduledRequest, list[int]],
+        seconds: float,
     ) -> None:
-        """Count a step, and let those know what it has cost who weigh restoring and drafting."""
-        num_rows = sum(work.num_rows for work in plan)
+        """Count a step, and note its cost where restoring and drafting are weighed."""
+        num_rows = sum(scheduled.num_rows for scheduled in plan)
         self._num_steps += 1
         self._num_tokens += num_rows
-        self.speculation.note(plan, tokens, seconds)
-        if self._persistence is not None:
-            self._persistence.planner.note_prefill(num_rows, seconds)
-        if self._swap is not None:
-            self._swap.rates.note_prefill(num_rows, seconds)
+        if self.speculation.is_on:
+            self.speculation.note(plan, tokens, seconds)
+        if self._connector is not None:
+            self._connector.planner.note_prefill(num_rows, seconds)
+        if self._offload is not None:
+            self._offload.rates.note_prefill(num_rows, seconds)
 
 
 def _explain(error: Exception) -> KvchatError:

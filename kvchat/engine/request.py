@@ -9,12 +9,11 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
-from kvchat.cache.block_table import BlockTable
 from kvchat.core.types import (
     CachedTokens,
     DraftUse,
     FinishReason,
-    Lack,
+    MissReason,
     SamplingParams,
     StopWatcher,
     Timing,
@@ -22,9 +21,10 @@ from kvchat.core.types import (
 )
 
 if TYPE_CHECKING:
-    from kvchat.cache.promotion import Promotion
+    from kvchat.cache.block_manager import BlockTable
+    from kvchat.cache.host_offload import Promotion
     from kvchat.cache.restore import Restore
-    from kvchat.engine.sent_ids import SentIds
+    from kvchat.engine.sampler import DeviceTokenIds
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ class Request:
     them: a waiting request is looked up at every step. `table` is there while the request runs.
     `steps_waited` counts since it last ran. `promotion` and `restore` are what host memory and
     a slower tier have of it, on its way up before it runs. `num_offered` counts the tokens
-    whose KV was last offered to be kept. `sent_ids` are its ids on the device, where a
+    whose KV was last offered to be kept. `device_ids` are its ids on the device, where a
     repetition penalty wants them.
     """
 
@@ -123,7 +123,7 @@ class Request:
     ids: "array[int]"
     clock: Clock
     state: State = State.WAITING
-    table: BlockTable | None = None
+    table: "BlockTable | None" = None
     num_computed: int = 0
     cached: CachedTokens | None = None
     promotion: "Promotion | None" = None
@@ -135,8 +135,8 @@ class Request:
     stop_token: int | None = None
     num_siblings_to_fork: int = field(default=0)
     drafting: Drafting = field(default_factory=Drafting)
-    told_lack: Lack | None = None
-    sent_ids: "SentIds | None" = None
+    told_miss_reason: MissReason | None = None
+    device_ids: "DeviceTokenIds | None" = None
 
     @classmethod
     def from_spec(cls, request_id: int, spec: RequestSpec, now_s: float) -> "Request":
@@ -150,7 +150,7 @@ class Request:
             num_siblings_to_fork=spec.num_samples - 1,
         )
 
-    def sibling(self, sample: int, table: BlockTable) -> "Request":
+    def sibling(self, sample: int, table: "BlockTable") -> "Request":
         """Return another sample of the same prompt, computed as far as this one, on `table`."""
         maker = self.spec.new_stop_watcher
         return Request(
@@ -180,22 +180,22 @@ class Request:
         return len(self.ids) - self.num_computed
 
     @property
-    def is_restoring(self) -> bool:
+    def is_fetching(self) -> bool:
         """Whether more of the prompt's KV may still come from a slower tier."""
         is_promoting = self.promotion is not None and not self.promotion.is_over
         return is_promoting or (self.restore is not None and not self.restore.is_over)
 
     @property
-    def lack(self) -> Lack | None:
+    def miss_reason(self) -> MissReason | None:
         """Why no more of the prompt came from a slower tier; None where none was asked."""
-        if self.told_lack is None and self.restore is not None:
-            return self.restore.lack
-        return self.told_lack
+        if self.told_miss_reason is None and self.restore is not None:
+            return self.restore.miss_reason
+        return self.told_miss_reason
 
     @property
     def num_due(self) -> int:
         """Tokens to compute as soon as there is room: while more comes up, those before it."""
-        if not self.is_restoring:
+        if not self.is_fetching:
             return self.num_uncomputed
         front = self.restore.num_front if self.restore is not None else 0
         return max(0, min(len(self.ids), front) - self.num_computed)
@@ -203,14 +203,14 @@ class Request:
     @property
     def awaits_kv(self) -> bool:
         """Whether it has nothing to compute before more comes up."""
-        return self.is_restoring and not self.num_due
+        return self.is_fetching and not self.num_due
 
     @property
     def is_to_join(self) -> bool:
         """Whether something has come up behind the front that it has computed."""
         if self.restore is None or not self.restore.num_front:
             return False
-        return not self.is_restoring or self.restore.num_arrived > self.num_computed
+        return not self.is_fetching or self.restore.num_arrived > self.num_computed
 
     @property
     def is_decoding(self) -> bool:

@@ -1,6 +1,8 @@
 """Sampler: logits -> token ids, row by row as each row's parameters say.
 
-Knows temperature, top-k, top-p, min-p, repetition penalty and seeds. Knows no requests.
+Temperature, top-k, top-p, min-p, repetition penalty and seeds. The noise is counter-based: the same
+seed, position and token id always draw the same number, and no state is kept. So a sampled text
+does not depend on what else ran in the batch, on chunking or on preemption. Knows no requests.
 """
 
 from collections.abc import Sequence
@@ -9,16 +11,101 @@ from dataclasses import dataclass
 import torch
 
 from kvchat.core.types import SamplingParams
-from kvchat.engine.noise import gumbel_noise
 from kvchat_kernels.launch import uses_triton
 from kvchat_kernels.sampler import RowDraw, SamplerRows, sample_tokens
 from kvchat_kernels.sending import on_device
+
+_MASK_32 = 0xFFFFFFFF
+_MASK_64 = 0xFFFFFFFFFFFFFFFF
+
+
+def gumbel_noise(seeds: list[int], positions: list[int], token_ids: torch.Tensor) -> torch.Tensor:
+    """Return standard Gumbel noise for each candidate token of each row.
+
+    seeds, positions   one per row; `positions` is the index of the token to be drawn
+    token_ids          [num_rows, num_candidates] or [num_candidates] int64
+
+    Returns [num_rows, num_candidates] float32. Adding it to log-probabilities and taking the
+    largest draws from the distribution (the Gumbel-max trick).
+    """
+    keys = torch.tensor(
+        [row_key(seed, position) for seed, position in zip(seeds, positions, strict=True)],
+        device=token_ids.device,
+    )
+    bits = _mix(_mix(token_ids ^ keys[:, :1]) ^ keys[:, 1:])
+    # Half a step away from 0, and from 1 by float32's last place: both logarithms stay finite.
+    uniform = ((bits.double() + 0.5) * 2.0**-32).float().clamp_(max=1.0 - 2.0**-24)
+    return -torch.log(-torch.log1p(-uniform))
+
+
+def row_key(seed: int, position: int) -> tuple[int, int]:
+    """Return two 32-bit keys for a seed and a position (splitmix64: Steele et al., OOPSLA 2014)."""
+    state = (seed * 0x9E3779B97F4A7C15 + position + 1) & _MASK_64
+    state = _splitmix(_splitmix(state) ^ (seed & _MASK_64))
+    return state & _MASK_32, state >> 32
+
+
+def sample_seed(seed: int, sample: int) -> int:
+    """Return the seed of the `sample`-th completion of one prompt; sample 0 keeps the seed.
+
+    The seed is scrambled before the sample is added: neighbouring seeds must not share samples.
+    """
+    return seed if sample == 0 else _splitmix((_splitmix(seed & _MASK_64) + sample) & _MASK_64)
+
+
+def _splitmix(state: int) -> int:
+    state = (state + 0x9E3779B97F4A7C15) & _MASK_64
+    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
+    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK_64
+    return state ^ (state >> 31)
+
+
+def _mix(bits: torch.Tensor) -> torch.Tensor:
+    """Scramble 32-bit integers held in int64 (the finaliser of MurmurHash3, Appleby)."""
+    bits = bits & _MASK_32
+    bits = ((bits ^ (bits >> 16)) * 0x85EBCA6B) & _MASK_32
+    bits = ((bits ^ (bits >> 13)) * 0xC2B2AE35) & _MASK_32
+    return bits ^ (bits >> 16)
+
+
+_SMALLEST = 256
+
+
+class DeviceTokenIds:
+    """The ids of one context, which only ever grows, and of drafts that may follow it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._ids = torch.empty(0, dtype=torch.int64, device=device)
+        self._num_settled = 0
+
+    def of(self, ids: Sequence[int], drafts: Sequence[int]) -> torch.Tensor:
+        """Return [len(ids) + len(drafts)] int64, good until other drafts are asked for.
+
+        ids   the whole context, with what it was before at its beginning
+        """
+        assert len(ids) >= self._num_settled
+        end = len(ids) + len(drafts)
+        self._make_room_for(end)
+        news = [*ids[self._num_settled :], *drafts]
+        if news:
+            place = self._ids[self._num_settled : end]
+            place.copy_(on_device(news, torch.int64, self._ids.device))
+        self._num_settled = len(ids)
+        return self._ids[:end]
+
+    def _make_room_for(self, count: int) -> None:
+        if count <= len(self._ids):
+            return
+        larger = self._ids.new_empty(max(_SMALLEST, 2 * count))
+        larger[: self._num_settled] = self._ids[: self._num_settled]
+        self._ids = larger
+
 
 # Filters look at this many of the likeliest tokens first; only where those do not decide the matter
 # is the whole vocabulary sorted.
 _NUM_CANDIDATES = 1024
 _NOT_NUMBERS = "the model's logits are not numbers"
-_MASK_64 = (1 << 64) - 1
+
 _MOST_INT32 = (1 << 31) - 1
 
 

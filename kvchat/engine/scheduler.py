@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from kvchat.cache.manager import CacheManager
-from kvchat.cache.radix_node import common_tokens, pack
-from kvchat.core.types import CachedTokens, Lack, TokenIds
+from kvchat.cache.block_manager import CacheManager
+from kvchat.cache.keys import common_tokens, encode_ids
+from kvchat.core.types import CachedTokens, MissReason, TokenIds
 from kvchat.engine.request import Request, State
 
 # A waiting request gains this many tokens of advantage per step, so that a long cold prompt is not
@@ -22,7 +22,7 @@ _MAX_COMPARED = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class ScheduledRequest:
     """`num_tokens` tokens of a request, to be computed in this step.
 
     `drafts` are guesses of what comes after its newest token, to be verified by the same step.
@@ -107,33 +107,35 @@ class Scheduler:
                 queue.remove(request)
         request.state = State.FINISHED
 
-    def recall(self, token_ids: TokenIds, num_trusted: int) -> None:
+    def invalidate(self, token_ids: TokenIds, num_trusted: int) -> None:
         """Send back to wait, with nothing computed, whoever runs on more than the first
         `num_trusted` tokens of a context that has turned out to be wrong.
         """
-        packed = pack(token_ids)
+        encoded = encode_ids(token_ids)
         for request in list(self._running):
-            computed = pack(request.ids[: request.num_computed])
-            if common_tokens(computed, packed) <= num_trusted:
+            computed = encode_ids(request.ids[: request.num_computed])
+            if common_tokens(computed, encoded) <= num_trusted:
                 continue
             assert request.table is not None
             self._cache.release(request.table, [])
             request.table, request.num_computed, request.restore = None, 0, None
-            request.told_lack = Lack.QUARANTINED
+            request.told_miss_reason = MissReason.QUARANTINED
             if not request.num_generated:
                 request.cached = None
             self._send_back(request)
 
-    def schedule(self) -> list[Work]:
-        """Choose the next step's work and reserve its blocks; empty where nothing can run."""
+    def schedule(self) -> list[ScheduledRequest]:
+        """Choose the requests of the next step and reserve its blocks; empty where nothing can
+        run.
+        """
         plan = list(self._continue_running())
-        budget = self._max_step_tokens - sum(work.num_tokens for work in plan)
+        budget = self._max_step_tokens - sum(scheduled.num_tokens for scheduled in plan)
         plan.extend(self._admit(budget))
         for request in self._waiting:
             request.steps_waited += 1
         return plan
 
-    def _continue_running(self) -> Iterator[Work]:
+    def _continue_running(self) -> Iterator[ScheduledRequest]:
         """Go on with running requests, oldest first; every decoding one gets its token."""
         decoding = sum(request.is_decoding for request in self._running)
         prefill_budget = self._max_step_tokens - decoding
@@ -148,7 +150,7 @@ class Scheduler:
             if num_tokens:
                 if not request.is_decoding:
                     prefill_budget -= num_tokens
-                yield Work(request, num_tokens)
+                yield ScheduledRequest(request, num_tokens)
             index += 1
 
     def _join(self, request: Request) -> None:
@@ -158,8 +160,8 @@ class Scheduler:
         self._cache.release(request.table, request.ids[:before])
         request.table = self._cache.match(request.ids)
         request.num_computed = request.table.cached_len
-        if not request.is_restoring:
-            request.told_lack, request.restore = request.lack, None
+        if not request.is_fetching:
+            request.told_miss_reason, request.restore = request.miss_reason, None
         if request.cached is not None:
             num_joined = max(0, request.num_computed - before)
             request.cached = replace(request.cached, disk=request.cached.disk + num_joined)
@@ -196,7 +198,7 @@ class Scheduler:
             request.table = None
             request.num_computed = 0
 
-    def _admit(self, budget: int) -> Iterator[Work]:
+    def _admit(self, budget: int) -> Iterator[ScheduledRequest]:
         """Let waiting requests in while tokens, places and blocks last."""
         while budget > 0 and self._waiting and len(self._running) < self._max_running:
             request = self._next_waiting()
@@ -210,7 +212,7 @@ class Scheduler:
                 return
             request.steps_waited = 0
             budget -= num_tokens
-            yield Work(request, num_tokens)
+            yield ScheduledRequest(request, num_tokens)
 
     def _next_waiting(self) -> Request | None:
         """Choose the request with least left to compute, its age counted in its favour.
@@ -221,7 +223,7 @@ class Scheduler:
         best, best_cost = None, 0.0
         ready = (request for request in self._waiting if request.num_due)
         for request in islice(ready, _MAX_COMPARED):
-            cached = self._cache.measure(request.ids)
+            cached = self._cache.num_cached_tokens(request.ids)
             if self._is_being_computed(request, cached):
                 continue
             cost = len(request.ids) - cached - _TOKENS_PER_STEP_WAITED * request.steps_waited

@@ -1,7 +1,7 @@
 """Speculation: a step's decoding requests get drafts, as many as pay and as there is room for.
 
-Asks the drafters, lets the pace choose, reserves blocks, and notes what came of it. A drafter that
-fails is asked no more, and decoding goes on without it. Draws, verifies and appends nothing.
+Asks the drafters, lets the policy choose, reserves blocks, and notes what came of it. A drafter
+that fails is asked no more, and decoding goes on without it. Draws, verifies and appends nothing.
 """
 
 import logging
@@ -10,15 +10,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from kvchat.cache.manager import CacheManager
+from kvchat.cache.block_manager import CacheManager
 from kvchat.core.errors import UsageError
 from kvchat.core.stats import SpeculationStatus
-from kvchat.engine.draft_length import MAX_DRAFTED
+from kvchat.engine.draft_policy import MAX_DRAFTED, AdaptiveDraftPolicy, Asking, DraftPolicy
 from kvchat.engine.drafters import Drafter, Offer, Wanted, WhenWritten
-from kvchat.engine.pace import AdaptivePace, Asking, Pace
 from kvchat.engine.request import Drafting, Request
-from kvchat.engine.scheduler import Work
-from kvchat.engine.verify import accepted_len
+from kvchat.engine.scheduler import ScheduledRequest
 
 _log = logging.getLogger(__name__)
 
@@ -48,9 +46,9 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class _Order:
-    """What one drafter is to do for one work of the plan."""
+    """What one drafter is to do for one scheduled request."""
 
-    work: Work
+    scheduled: ScheduledRequest
     drafter: Drafter
     offer: Offer
     num_tokens: int
@@ -60,22 +58,23 @@ class Speculation:
     """Drafts for one engine. `drafters` stand in the order of preference; `clock` returns seconds.
 
     A step is a `draft`, and either a `note` of what was drawn or nothing where it failed, and a
-    `tend`.
+    `update`. While `is_on` is false, in mode OFF, the engine calls none of these.
     """
 
     def __init__(
         self,
         drafters: Sequence[Drafter] = (),
         mode: Mode = Mode.AUTO,
-        pace: Pace | None = None,
+        policy: DraftPolicy | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.total = Drafting()
         self._mode = mode
+        self.is_on = mode is not Mode.OFF
         self._drafters = list(drafters)
-        self._pace: Pace = pace if pace is not None else AdaptivePace()
+        self._policy: DraftPolicy = policy if policy is not None else AdaptiveDraftPolicy()
         self._clock = clock
-        self._sources: dict[Work, str] = {}
+        self._sources: dict[ScheduledRequest, str] = {}
         self._step_s = 0.0
         self._drafting_s = 0.0
         self.failures: dict[str, Exception] = {}
@@ -92,6 +91,9 @@ class Speculation:
             reason = f"failed: {failure!r}" if failure else "is not loaded"
             raise UsageError(f"The draft model {reason}.", "Start kvchat with --draft NAME.")
         self._mode = mode
+        self.is_on = mode is not Mode.OFF
+        if not self.is_on:
+            self.update(())  # nothing keeps up with the unfinished requests any more
 
     def status(self) -> SpeculationStatus:
         """Return counts for people; changes nothing."""
@@ -107,37 +109,44 @@ class Speculation:
             except Exception as error:
                 self._drop(drafter, error)
 
-    def draft(self, plan: Sequence[Work], cache: CacheManager, limits: Limits) -> list[Work]:
+    def draft(
+        self, plan: Sequence[ScheduledRequest], cache: CacheManager, limits: Limits
+    ) -> list[ScheduledRequest]:
         """Return the plan with drafts, whose blocks are reserved."""
         self._sources.clear()
         self._drafting_s = 0.0
         orders = self._orders(plan, limits)
         drafts = self._propose(orders) if orders else {}
-        return [self._with_drafts(work, drafts.get(work, ()), cache, limits) for work in plan]
+        return [
+            self._with_drafts(scheduled, drafts.get(scheduled, ()), cache, limits)
+            for scheduled in plan
+        ]
 
-    def _orders(self, plan: Sequence[Work], limits: Limits) -> list[_Order]:
+    def _orders(self, plan: Sequence[ScheduledRequest], limits: Limits) -> list[_Order]:
         """Choose what is to be drafted, within the rows that a step has."""
-        decoding = [work for work in plan if work.request.is_decoding]
+        decoding = [scheduled for scheduled in plan if scheduled.request.is_decoding]
         offered = {
-            work: self._offers(work.request, _most(work, limits))
-            if self._pace.is_to_ask(work.request)
+            scheduled: self._offers(scheduled.request, _most(scheduled, limits))
+            if self._policy.is_to_ask(scheduled.request)
             else {}
-            for work in decoding
+            for scheduled in decoding
         }
-        asking = [work for work in decoding if offered[work]]
+        asking = [scheduled for scheduled in decoding if offered[scheduled]]
         if not asking:
             return []
-        num_rows = sum(work.num_rows for work in plan)
-        taken = self._pace.choose(
-            [Asking(work.request, tuple(offered[work])) for work in asking],
+        num_rows = sum(scheduled.num_rows for scheduled in plan)
+        taken = self._policy.choose(
+            [Asking(scheduled.request, tuple(offered[scheduled])) for scheduled in asking],
             num_rows,
             len(decoding) - len(asking),
         )
         orders, room = [], limits.max_step_tokens - num_rows
-        for work, take in zip(asking, taken, strict=True):
+        for scheduled, take in zip(asking, taken, strict=True):
             num_tokens = min(take.num_tokens, room) if take is not None else 0
             if take is not None and num_tokens:
-                orders.append(_Order(work, offered[work][take.offer], take.offer, num_tokens))
+                orders.append(
+                    _Order(scheduled, offered[scheduled][take.offer], take.offer, num_tokens)
+                )
                 room -= num_tokens
         return orders
 
@@ -159,14 +168,14 @@ class Speculation:
             return list(self._drafters)
         return [drafter for drafter in self._drafters if drafter.name == self._mode]
 
-    def _propose(self, orders: Sequence[_Order]) -> dict[Work, Sequence[int]]:
+    def _propose(self, orders: Sequence[_Order]) -> dict[ScheduledRequest, Sequence[int]]:
         """Have every drafter draft for all its requests at once."""
-        drafts: dict[Work, Sequence[int]] = {}
+        drafts: dict[ScheduledRequest, Sequence[int]] = {}
         for drafter in list(self._drafters):
             own = [order for order in orders if order.drafter is drafter]
             if not own:
                 continue
-            wanted = [Wanted(order.work.request, order.num_tokens) for order in own]
+            wanted = [Wanted(order.scheduled.request, order.num_tokens) for order in own]
             asked_s = self._clock()
             try:
                 drafter.catch_up(wanted)
@@ -179,76 +188,90 @@ class Speculation:
                 longest = max(order.num_tokens for order in own)
                 ended_s = self._clock()
                 self._drafting_s += ended_s - asked_s
-                self._pace.note_drafting(len(own), longest, ended_s - began_s)
+                self._policy.note_drafting(len(own), longest, ended_s - began_s)
             for order, token_ids in zip(own, proposed, strict=True):
-                drafts[order.work] = token_ids[: order.num_tokens]
-                self._sources[order.work] = order.offer.source
+                drafts[order.scheduled] = token_ids[: order.num_tokens]
+                self._sources[order.scheduled] = order.offer.source
         return drafts
 
     def _with_drafts(
-        self, work: Work, token_ids: Sequence[int], cache: CacheManager, limits: Limits
-    ) -> Work:
+        self,
+        scheduled: ScheduledRequest,
+        token_ids: Sequence[int],
+        cache: CacheManager,
+        limits: Limits,
+    ) -> ScheduledRequest:
         """Reserve room for a draft; where there is none, and nobody is to give way, cut it."""
         drafts = tuple(_leading(token_ids, limits.vocab_size))
-        request = work.request
+        request = scheduled.request
         if not drafts or request.table is None:
-            return work
-        start, end = request.num_computed, request.num_computed + work.num_tokens
+            return scheduled
+        start, end = request.num_computed, request.num_computed + scheduled.num_tokens
         num_tokens = len(drafts)
         while num_tokens and not cache.reserve(request.table, start, end + num_tokens):
             num_tokens -= 1
-        source = self._sources.pop(work)
-        longer = replace(work, drafts=drafts[:num_tokens])
+        source = self._sources.pop(scheduled)
+        longer = replace(scheduled, drafts=drafts[:num_tokens])
         if num_tokens:
             self._sources[longer] = source
         return longer
 
-    def note(self, plan: Sequence[Work], drawn: dict[Work, list[int]], seconds: float) -> None:
+    def note(
+        self,
+        plan: Sequence[ScheduledRequest],
+        drawn: dict[ScheduledRequest, list[int]],
+        seconds: float,
+    ) -> None:
         """Take in what a step has cost and which of its drafts were right."""
         self._step_s = seconds
-        num_decoding = sum(work.request.is_decoding for work in plan)
+        num_decoding = sum(scheduled.request.is_decoding for scheduled in plan)
         if num_decoding:
-            num_rows = sum(work.num_rows for work in plan)
-            self._pace.note_step(num_decoding, num_rows, seconds)
-            if num_rows == num_decoding + sum(len(work.drafts) for work in plan):
+            num_rows = sum(scheduled.num_rows for scheduled in plan)
+            self._policy.note_step(num_decoding, num_rows, seconds)
+            if num_rows == num_decoding + sum(len(scheduled.drafts) for scheduled in plan):
                 self._note_speed(plan, drawn, seconds + self._drafting_s)
-        for work in plan:
-            source = self._sources.get(work)
+        for scheduled in plan:
+            source = self._sources.get(scheduled)
             if source is None:
                 continue
-            num_accepted = accepted_len(work.drafts, drawn[work])
-            self._pace.note_verified(work.request, source, len(work.drafts), num_accepted)
+            num_accepted = accepted_len(scheduled.drafts, drawn[scheduled])
+            self._policy.note_verified(
+                scheduled.request, source, len(scheduled.drafts), num_accepted
+            )
             self.total.num_accepted += num_accepted  # a request counts those it can use
-            for counts in (work.request.drafting, self.total):
-                counts.num_drafted += len(work.drafts)
+            for counts in (scheduled.request.drafting, self.total):
+                counts.num_drafted += len(scheduled.drafts)
                 counts.num_verified += 1
 
     def _note_speed(
-        self, plan: Sequence[Work], drawn: dict[Work, list[int]], seconds: float
+        self,
+        plan: Sequence[ScheduledRequest],
+        drawn: dict[ScheduledRequest, list[int]],
+        seconds: float,
     ) -> None:
         """Hold what a step of decoding alone has cost against plain steps for the same tokens."""
-        plain_s = self._pace.plain_s(len(plan))
-        if plain_s is None or self._mode is Mode.OFF:
+        plain_s = self._policy.plain_s(len(plan))
+        if plain_s is None:
             return
         plain_s = min(plain_s, seconds)  # or the machine was busier when plain steps were measured
-        for work in plan:
-            num_tokens = 1 + accepted_len(work.drafts, drawn[work])
-            own = work.request.drafting
-            own.why_plain = self._pace.why_plain(work.request)
+        for scheduled in plan:
+            num_tokens = 1 + accepted_len(scheduled.drafts, drawn[scheduled])
+            own = scheduled.request.drafting
+            own.why_plain = self._policy.why_plain(scheduled.request)
             own.spent_s += seconds
             own.plain_s += plain_s * num_tokens
             self.total.spent_s += seconds / len(plan)
             self.total.plain_s += plain_s * num_tokens / len(plan)
             self.total.why_plain = own.why_plain
 
-    def tend(self, requests: Sequence[Request]) -> None:
+    def update(self, requests: Sequence[Request]) -> None:
         """Have the drafters keep up with the unfinished requests, in a part of a step's time."""
-        self._pace.settle(requests)
+        self._policy.settle(requests)
         seconds, self._step_s = self._step_s * _SHARE_FOR_CATCHING_UP, 0.0
         asked = self._asked()
         for drafter in list(self._drafters):
             try:
-                drafter.tend(requests if drafter in asked else [], seconds)
+                drafter.update(requests if drafter in asked else [], seconds)
             except Exception as error:
                 self._drop(drafter, error)
 
@@ -296,9 +319,9 @@ def _close(drafter: Drafter) -> None:
         _log.exception("the %s drafter did not close in order", drafter.name)
 
 
-def _most(work: Work, limits: Limits) -> int:
+def _most(scheduled: ScheduledRequest, limits: Limits) -> int:
     """Return how many drafts could still be of use: the last token of all is never drafted."""
-    request = work.request
+    request = scheduled.request
     most = min(MAX_DRAFTED, limits.max_context - len(request.ids) - 1)
     if request.spec.max_tokens is not None:
         most = min(most, request.spec.max_tokens - request.num_generated - 1)
@@ -311,3 +334,16 @@ def _leading(token_ids: Iterable[int], vocab_size: int) -> Iterable[int]:
         if not 0 <= token < vocab_size:
             return
         yield int(token)
+
+
+def accepted_len(drafts: Sequence[int], drawn: Sequence[int]) -> int:
+    """Return how many leading drafts are right.
+
+    drawn   one token per row of the step, and so one more than there are drafts: the last that
+            counts, at index `accepted_len`, was drawn after accepted tokens only
+    """
+    assert len(drawn) == len(drafts) + 1
+    for index, (draft, token) in enumerate(zip(drafts, drawn, strict=False)):
+        if draft != token:
+            return index
+    return len(drafts)

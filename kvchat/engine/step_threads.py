@@ -23,12 +23,12 @@ MOST_ROWS = 16
 # So many steps of each count are compared, taken in turn: a context that grows, and a machine that
 # changes its speed, do so for both.
 TRIED = 5
-# Steps between trials, at first and at most: each that changes nothing doubles them.
+# Steps between races, at first and at most: each that changes nothing doubles them.
 SOON, SELDOM = 16, 512
 # What is quicker by less is not worth the change.
 _WORTH = 0.95
 # A machine that has become busy shows in steps that take longer by half: where half of the latest
-# ones do, the trial is now.
+# ones do, the race is now.
 _SLOWER, _MANY_SLOWER = 1.5, 6
 
 
@@ -69,7 +69,7 @@ class StepThreads:
             self._set_threads(self.most)
 
     def num_threads(self, num_rows: int = 1) -> int:
-        """Return on how many threads such steps run at present, trials apart."""
+        """Return on how many threads such steps run at present, races apart."""
         race = self._races.get(num_rows)
         return race.best if race is not None else self.most
 
@@ -80,7 +80,7 @@ class StepThreads:
 
 
 class _Race:
-    """The trials for one number of rows, between neighbours in `counts`, of which there are two at
+    """The races for one number of rows, between neighbours in `counts`, of which there are two at
     least. `best` is the count that won the last one.
     """
 

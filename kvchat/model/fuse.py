@@ -1,8 +1,8 @@
-"""Swaps forwards of a loaded model for faster ones, instance by instance, each proven first.
+"""Swaps forwards of a loaded model for faster ones, instance by instance, each checked first.
 
-A candidate is run beside the module it would replace, on the same random input, and kept only where
-the two agree; everything else goes on as it was. Replacements work during a step of a PagedModel,
-for as many rows as the scheme says; otherwise modules run their own code.
+A candidate runs beside the module it would replace, on the same random input, and is kept only
+where the two agree; everything else goes on as it was. Replacements work during a step of a
+PagedModel, for as many rows as the scheme says; otherwise modules run their own code.
 """
 
 import logging
@@ -14,24 +14,128 @@ from typing import Any
 import torch
 from torch import nn
 
-from kvchat.model.attention import StepContext
 from kvchat.model.device import free_bytes
-from kvchat.model.fuse_install import Installer
-from kvchat.model.fuse_layer import with_scripts
-from kvchat.model.fuse_linear import (
+from kvchat.model.fuse_search import Comparison, FoundParts, LayerSearch, MakeProduct, find_norm
+from kvchat.model.fused_layers import FusedLayer, WholeModel, join_model, with_scripts
+from kvchat.model.fused_parts import (
     PACKABLE,
+    FusedAttention,
+    GatedMlp,
     HalfProduct,
     MergedProduct,
     Product,
+    RmsNorm,
     has_half_products,
     most_packed_rows,
 )
-from kvchat.model.fuse_parts import RmsNorm
-from kvchat.model.fuse_search import FoundParts, LayerSearch, MakeProduct, find_norm
-from kvchat.model.fuse_trial import Trial
-from kvchat.model.fuse_whole import WholeModel, join_model
+from kvchat.model.hf_adapter import StepContext, binding_of
+from kvchat.model.quantise import SharedInputProducts
 from kvchat.model.spec import LayerSpec, ModelSpec
-from kvchat.model.weight_only import SharedInputProducts
+
+
+class Installer:
+    """Replaces forwards that work while `context` is inside a step of at most `max_rows` rows.
+
+    Once `keeps_stream` is set, layers hand the residual stream on in `compute_dtype`, which only
+    replacements understand: set it where all of a model's layers and what follows them are. Once
+    `is_off` is set, every module runs its own code again. `layers` are the decoder layers replaced,
+    by their attention modules.
+    """
+
+    def __init__(self, context: StepContext, compute_dtype: torch.dtype, max_rows: int) -> None:
+        self._context = context
+        self._compute_dtype = compute_dtype
+        self._max_rows = max_rows
+        self.keeps_stream = False
+        self.is_off = False
+        self.merged: list[MergedProduct] = []
+        self.layers: dict[nn.Module, FusedLayer] = {}
+
+    def layer(self, module: Any, attention: nn.Module, fused: FusedLayer) -> None:
+        """Replace a decoder layer's forward."""
+        own = module.forward
+        self.layers[attention] = fused
+        self._adopt(fused.attention.qkv, fused.attention.out, fused.mlp.gate_up, fused.mlp.down)
+
+        def forward(
+            hidden_states: torch.Tensor, *args: Any, position_embeddings: Any = None, **kwargs: Any
+        ) -> Any:
+            if not (self._applies(hidden_states) and _are_angles(position_embeddings)):
+                return own(hidden_states, *args, position_embeddings=position_embeddings, **kwargs)
+            cos, sin = position_embeddings
+            x = hidden_states[0].to(self._compute_dtype)
+            out = self.layers[attention](x, cos, sin, binding_of(attention))[None]
+            return out if self.keeps_stream else out.to(hidden_states.dtype)
+
+        module.forward = forward
+
+    def attention(self, module: Any, fused: FusedAttention) -> None:
+        """Replace an attention's forward."""
+        own = module.forward
+        self._adopt(fused.qkv, fused.out)
+
+        def forward(
+            hidden_states: torch.Tensor, *args: Any, position_embeddings: Any = None, **kwargs: Any
+        ) -> Any:
+            if not (self._applies(hidden_states) and _are_angles(position_embeddings)):
+                return own(hidden_states, *args, position_embeddings=position_embeddings, **kwargs)
+            cos, sin = position_embeddings
+            x = hidden_states[0].to(self._compute_dtype)
+            out = fused(x, cos, sin, binding_of(module))[None]
+            return out.to(hidden_states.dtype), None
+
+        module.forward = forward
+
+    def mlp(self, module: Any, fused: GatedMlp) -> None:
+        """Replace an MLP's forward."""
+        self._adopt(fused.gate_up, fused.down)
+        self._rowwise(module, fused, self._compute_dtype)
+
+    def norm(self, module: Any, fused: RmsNorm) -> None:
+        """Replace a norm's forward."""
+        self._rowwise(module, fused, None)
+
+    def linear(self, module: Any, fused: Product) -> None:
+        """Replace a linear layer's forward."""
+        self._adopt(fused)
+        self._rowwise(module, fused, self._compute_dtype)
+
+    def head(self, module: Any, fused: Product) -> None:
+        """Replace the output head's forward; logits keep the precision they are computed in."""
+        self._adopt(fused)
+        self._rowwise(module, fused, self._compute_dtype, casts_back=False)
+
+    def _adopt(self, *products: Product) -> None:
+        for product in products:
+            if isinstance(product, MergedProduct):
+                product.adopt()
+                self.merged.append(product)
+
+    def _rowwise(
+        self, module: Any, fused: Any, dtype: torch.dtype | None, casts_back: bool = True
+    ) -> None:
+        own = module.forward
+
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            if not self._applies(x):
+                out: torch.Tensor = own(x)
+                return out
+            out = fused(x if dtype is None else x.to(dtype))
+            return out.to(x.dtype) if casts_back else out
+
+        module.forward = forward
+
+    def _applies(self, x: torch.Tensor) -> bool:
+        """`x` is [1, num_rows, ...]; a step's rows lie in one sequence."""
+        if self.is_off or self._context.batch is None:
+            return False
+        return x.shape[1] <= self._max_rows
+
+
+def _are_angles(position_embeddings: Any) -> bool:
+    """Whether these are cosines and sines, and not one tensor of complex numbers (Llama 4)."""
+    return isinstance(position_embeddings, tuple) and len(position_embeddings) == 2
+
 
 _log = logging.getLogger(__name__)
 _NO_LIMIT = 1 << 30
@@ -89,7 +193,7 @@ def choose_scheme(module: Any, weights: str = "auto") -> Scheme:
 class Fusing:
     """A model's fusion under way, or done.
 
-    Copies of weights take seconds to lay out, which need not keep anybody from loading and
+    Copies of weights take seconds to lay out, which need not delay loading and
     prefilling: they are made on threads of their own, and `wait` is called before the first step
     they are for. Replacements run while `context` is inside a step.
     """
@@ -134,7 +238,7 @@ class Fusing:
     def abandon(self) -> None:
         """Let every module run its own code again, where the parts together do not do as it does.
 
-        Each was proven alone; what a whole model hands them may still be something else.
+        Each was checked alone; what a whole model hands them may still be something else.
         """
         assert self.can_abandon
         self.wait()
@@ -153,7 +257,7 @@ class Fusing:
 
 
 def _give_up(fuser: "_Fuser", threads: list[Thread]) -> None:
-    """Leave undone what nobody waits for any more, at exit at the latest."""
+    """Leave undone what no caller waits for any more, at exit at the latest."""
     fuser.drop_work()
     for thread in threads:
         if thread is not current_thread():
@@ -161,14 +265,14 @@ def _give_up(fuser: "_Fuser", threads: list[Thread]) -> None:
 
 
 class _Fuser:
-    """Proves and installs replacements, on any number of threads at once."""
+    """Checks and installs replacements, on any number of threads at once."""
 
     def __init__(self, module: Any, spec: ModelSpec, context: StepContext, scheme: Scheme) -> None:
         self._module = module
         self._spec = spec
         self._scheme = scheme
         self._installer = Installer(context, scheme.compute_dtype, scheme.max_rows)
-        self._proven: dict[tuple[str, ...], bool] = {}
+        self._agreed: dict[tuple[str, ...], bool] = {}
         self._lock = Lock()
         # Taken from the end: the head, which is the largest, comes first.
         self._to_do: list[LayerSpec | None] = [*reversed(spec.layers), None]
@@ -192,8 +296,8 @@ class _Fuser:
                 else:
                     self._install(layer, self._search(layer))
             except Exception as error:
-                # A model's own code may raise anything when tried; nothing is lost but speed, for
-                # the module goes on running that code.
+                # A model's own code may raise anything when it is run; nothing is lost but speed,
+                # for the module goes on running that code.
                 _log.warning("not fused: %s", error)
             with self._lock:
                 self._num_left -= 1
@@ -202,7 +306,7 @@ class _Fuser:
                 self._finish_early()
 
     def _finish_early(self) -> None:
-        """Finish before somebody waits for it, who is told what goes wrong."""
+        """Finish before a caller waits for it; a failure is logged, and raised to that caller."""
         try:
             self.finish()
         except Exception as error:
@@ -236,9 +340,9 @@ class _Fuser:
             if attention in self._installer.layers
         ]
         scripted = with_scripts([fused for _, _, fused in found])
-        trial = Trial(self._scheme.compute_dtype, self._module.device)
+        comparison = Comparison(self._scheme.compute_dtype, self._module.device)
         for (layer, attention, fused), other in zip(found, scripted, strict=True):
-            if other.script is not None and trial.is_identical(
+            if other.script is not None and comparison.is_identical(
                 layer, fused, other, fused.before_attention.width
             ):
                 self._installer.layers[attention] = other
@@ -272,10 +376,10 @@ class _Fuser:
             return None
         if self._is_low_precision:
             kind = (*(type(module).__name__ for module in parent.modules()), *found.recipe)
-            if kind not in self._proven:
-                self._proven[kind] = search.is_proven_in_float32(found)
-            if not self._proven[kind]:
-                _log.info("%s runs its own code: not proven in float32", layer.module_name)
+            if kind not in self._agreed:
+                self._agreed[kind] = search.agrees_in_float32(found)
+            if not self._agreed[kind]:
+                _log.info("%s runs its own code: float32 does not agree", layer.module_name)
                 return None
         return found
 
@@ -323,9 +427,9 @@ class _Fuser:
         except ValueError as error:
             _log.info("the head runs its own code: %s", error)
             return
-        trial = Trial(head.weight.dtype, head.weight.device)
+        comparison = Comparison(head.weight.dtype, head.weight.device)
         dtype = self._scheme.compute_dtype
-        if trial.same(head, lambda x: product(x.to(dtype)), head.in_features):
+        if comparison.same(head, lambda x: product(x.to(dtype)), head.in_features):
             with self._lock:
                 self._installer.head(head, product)
                 self._num_parts += 1
@@ -335,8 +439,8 @@ class _Fuser:
     def _install_final_norm(self) -> RmsNorm | None:
         """Replace the norm that follows the last layer, where it is found beside the layers."""
         norm = getattr(self._owner_of_layers(), "norm", None)
-        trial = Trial(self._module.dtype, self._module.device)
-        found = find_norm(norm, trial, self._scheme.compute_dtype)
+        comparison = Comparison(self._module.dtype, self._module.device)
+        found = find_norm(norm, comparison, self._scheme.compute_dtype)
         if found is None:
             return None
         self._installer.norm(norm, found[1])

@@ -1,31 +1,224 @@
-"""Finds what a decoder layer's modules are: by what they hold, and then by what they compute.
+"""Finds what of a decoder layer can run fused: candidates are compared with the modules.
 
-Makes candidates and tries them. Installs nothing.
+A module and its replacement run on the same random input; a replacement is found where both agree
+within the dtype's tolerance. Reads modules; replaces nothing.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from copy import copy, deepcopy
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from kvchat.model.attention import LayerBinding, unbind
-from kvchat.model.fuse_attention import FusedAttention, attention_linears, joined_head_norm
-from kvchat.model.fuse_layer import FusedLayer, join_layer
-from kvchat.model.fuse_linear import HalfProduct, MergedProduct, Product
-from kvchat.model.fuse_parts import GatedMlp, RmsNorm, mlp_linears, rms_norms
-from kvchat.model.fuse_trial import Attend, Trial
+from kvchat.model.batch import SequencePiece, build_batch
+from kvchat.model.fused_layers import FusedLayer, join_layer
+from kvchat.model.fused_parts import (
+    FusedAttention,
+    GatedMlp,
+    HalfProduct,
+    MergedProduct,
+    Product,
+    RmsNorm,
+    attention_linears,
+    joined_head_norm,
+    mlp_linears,
+    rms_norms,
+)
+from kvchat.model.hf_adapter import LayerBinding, StepContext, bind, unbind
+from kvchat.model.quantise import PACKED_NOISE, SharedInputProducts
 from kvchat.model.spec import LayerSpec
-from kvchat.model.weight_only import PACKED_NOISE, SharedInputProducts
+
+_SEED = 0
+_BLOCK_SIZE = 4
+# Tokens already in the cache, and new ones: more than one of each, within and across blocks.
+_NUM_EARLIER = 6
+_NUM_ROWS = 3
+# Relative, over all outputs. In float32 only the order of additions differs. In low precision a
+# replacement that rounds where the module does agrees mostly to the bit. Over packed weights one
+# computes in float32, and was never further from the module than 0.008 in bfloat16; a wrong norm,
+# rotation or mask makes 0.1 and more.
+_TOLERANCE = {torch.float32: 3e-5, torch.float16: 0.01, torch.bfloat16: 0.03}
+
+_TINY = torch.finfo(torch.float32).tiny
+
+# So much further from float32 than the module itself a replacement may be.
+_AS_EXACT = 1.5
+
+_FAILURES = (AttributeError, TypeError, RuntimeError, ValueError, LookupError)
+
+Tensors = Callable[[torch.Tensor], torch.Tensor]
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, LayerBinding], torch.Tensor]
+
+
+class Comparison:
+    """One random input, the same for every comparison, in `dtype`; its values are those that
+    `rounded_to` has, where that is less precise. `noise` is how far two right results may be apart
+    for reasons other than the dtype, as a share of either.
+    """
+
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        device: torch.device,
+        rounded_to: torch.dtype | None = None,
+        noise: float = 0.0,
+    ) -> None:
+        self._generator = torch.Generator()
+        self._dtype = dtype
+        self._device = device
+        self._rounded_to = rounded_to or dtype
+        self._tolerance = max(_TOLERANCE[dtype], noise)
+
+    def agree(self, own: torch.Tensor, fused: torch.Tensor) -> bool:
+        """Tell whether the replacement's output is the module's, within the dtype's tolerance."""
+        return _error(own, fused) <= self._tolerance
+
+    def same(self, module: Tensors, fused: Tensors, width: int) -> bool:
+        """Compare two functions of rows of `width`; one that cannot be run does not agree."""
+        return self.error(module, fused, width) <= self._tolerance
+
+    def error(self, module: Tensors, fused: Tensors, width: int) -> float:
+        """Return how far `fused` is from `module` on rows of `width`, relative to all outputs;
+        infinity where one cannot be run.
+        """
+        self._generator.manual_seed(_SEED)
+        x = self._random(1, _NUM_ROWS, width)
+        try:
+            return _error(module(x), fused(x))
+        except _FAILURES:
+            return math.inf
+
+    def same_attention(
+        self, layer: LayerSpec, attention: nn.Module, own: nn.Module, fused: Attend, width: int
+    ) -> bool:
+        """Compare `own`, which holds `attention`, with its replacement: outputs and KV written."""
+        try:
+            mine = self.outputs_of_own(layer, attention, own, width)
+            other = self.outputs_of_fused(layer, attention, fused, width)
+        except _FAILURES:
+            return False
+        return all(self.agree(a, b) for a, b in zip(mine, other, strict=True))
+
+    def is_identical(self, layer: LayerSpec, one: Attend, other: Attend, width: int) -> bool:
+        """Tell whether two replacements of a layer give the same to the bit, KV included."""
+        try:
+            mine, others = (
+                self.outputs_of_fused(layer, nn.Module(), fused, width) for fused in (one, other)
+            )
+        except _FAILURES:
+            return False
+        return all(torch.equal(a, b) for a, b in zip(mine, others, strict=True))
+
+    def is_as_exact(
+        self, layer: LayerSpec, attention: nn.Module, own: nn.Module, fused: Attend, width: int
+    ) -> bool:
+        """Tell whether the replacement is as near to the module in float32 as the module itself.
+
+        Attention that has learnt to look at one token is all or nothing: what low precision makes
+        of it on random input may be far from what anything else makes of it, and still right.
+        """
+        exact = Comparison(torch.float32, self._device, self._dtype)
+        twin = deepcopy(own).float()
+        inner = next(
+            b for a, b in zip(own.modules(), twin.modules(), strict=True) if a is attention
+        )
+        assert isinstance(inner, nn.Module)
+        try:
+            true = exact.outputs_of_own(layer, inner, twin, width)
+            mine = self.outputs_of_own(layer, attention, own, width)
+            other = self.outputs_of_fused(layer, attention, fused, width)
+        except _FAILURES:
+            return False
+        return all(
+            fused_out.shape == own_out.shape
+            and _distance(fused_out, out) <= _AS_EXACT * _distance(own_out, out)
+            for out, own_out, fused_out in zip(true, mine, other, strict=True)
+        )
+
+    def outputs_of_own(
+        self, layer: LayerSpec, attention: nn.Module, own: nn.Module, width: int
+    ) -> list[torch.Tensor]:
+        """Return the output of `own`, which holds `attention`, and both pools after it."""
+        return self._attend(layer, attention, width, partial(self._run_own, own))
+
+    def outputs_of_fused(
+        self, layer: LayerSpec, attention: nn.Module, fused: Attend, width: int
+    ) -> list[torch.Tensor]:
+        """Return the same of a replacement."""
+        return self._attend(layer, attention, width, partial(self._run_fused, fused))
+
+    def _run_own(self, own: nn.Module, x: torch.Tensor, binding: LayerBinding) -> torch.Tensor:
+        output = own(
+            hidden_states=x,
+            position_embeddings=self._angles(binding.layer.key_dim),
+            attention_mask=None,
+            past_key_values=None,
+        )
+        return output if isinstance(output, torch.Tensor) else output[0]
+
+    def _run_fused(self, fused: Attend, x: torch.Tensor, binding: LayerBinding) -> torch.Tensor:
+        cos, sin = self._angles(binding.layer.key_dim)
+        return fused(x[0], cos, sin, binding)[None]
+
+    def _attend(
+        self,
+        layer: LayerSpec,
+        attention: nn.Module,
+        width: int,
+        run: Callable[[torch.Tensor, LayerBinding], torch.Tensor],
+    ) -> list[torch.Tensor]:
+        """Return the output and both pools after a step over random KV."""
+        self._generator.manual_seed(_SEED)
+        x = self._random(1, _NUM_ROWS, width)
+        blocks = (3, 1, 4)
+        piece = SequencePiece([0] * _NUM_ROWS, _NUM_EARLIER, blocks, 1)
+        shape = (1 + max(blocks), _BLOCK_SIZE, layer.num_kv_heads)
+        pools = [self._random(*shape, dim) for dim in (layer.key_dim, layer.value_dim)]
+        binding = LayerBinding(layer, pools[0], pools[1], StepContext())
+        bind(attention, binding)
+        try:
+            with binding.context.running(build_batch([piece], _BLOCK_SIZE, self._device)):
+                return [run(x, binding), *pools]
+        finally:
+            unbind(attention)
+
+    def _angles(self, key_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return cos and sin of random angles, [1, num_rows, key_dim], equal in both halves."""
+        generator = torch.Generator().manual_seed(_SEED + 1)
+        angles = torch.rand(1, _NUM_ROWS, key_dim // 2, generator=generator) * 6.3
+        both = torch.cat((angles, angles), dim=-1).to(self._device)
+        return self._as_input(both.cos()), self._as_input(both.sin())
+
+    def _random(self, *shape: int) -> torch.Tensor:
+        values = torch.randn(*shape, generator=self._generator)
+        return self._as_input(values.to(self._device))
+
+    def _as_input(self, values: torch.Tensor) -> torch.Tensor:
+        return values.to(self._rounded_to).to(self._dtype)
+
+
+def _error(own: torch.Tensor, fused: torch.Tensor) -> float:
+    """Return the distance relative to `own`; infinity where shapes differ or it is no number."""
+    if own.shape != fused.shape:
+        return math.inf
+    error = _distance(own, fused) / max(_distance(own, torch.zeros_like(own)), _TINY)
+    return error if math.isfinite(error) else math.inf
+
+
+def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
+    return float(torch.linalg.vector_norm(one.float() - other.float()))
+
 
 MakeProduct = Callable[[list[nn.Linear]], Product]
 
 
 @dataclass(frozen=True, slots=True)
 class FoundParts:
-    """What was proven of one decoder layer: the whole of it, or some of its parts.
+    """What was found of one decoder layer: the whole of it, or some of its parts.
 
     `recipe` names the choices made; layers that are built alike have the same.
     """
@@ -66,7 +259,7 @@ class LayerSearch:
         self._compute_dtype = compute_dtype
         weight = next(module.parameters())
         noise = PACKED_NOISE if make is SharedInputProducts else 0.0
-        self._trial = Trial(weight.dtype, weight.device, noise=noise)
+        self._comparison = Comparison(weight.dtype, weight.device, noise=noise)
 
     def run(self) -> FoundParts:
         """Try the layer as a whole, and its parts one by one only where that fails.
@@ -87,7 +280,7 @@ class LayerSearch:
         linears = self._linears(attention is not None, mlp is not None)
         return FoundParts(None, attention, mlp, norms, linears, (*recipe, *parts))
 
-    def is_proven_in_float32(self, found: FoundParts) -> bool:
+    def agrees_in_float32(self, found: FoundParts) -> bool:
         """Tell whether a float32 copy of the layer leads to the same choices.
 
         What low precision cannot tell apart, a wrong epsilon for one, float32 can.
@@ -101,7 +294,7 @@ class LayerSearch:
         """Return the layer's own norms by name, and which reading of each was right."""
         norms, recipe = {}, []
         for name, module in self._module.named_children():
-            found = find_norm(module, self._trial, self._compute_dtype)
+            found = find_norm(module, self._comparison, self._compute_dtype)
             if found is not None:
                 norms[name] = found[1]
                 recipe.append(f"{name} {found[0]}")
@@ -155,7 +348,7 @@ class LayerSearch:
     def _head_norm(self) -> RmsNorm | None:
         layer, module = self._layer, self._attention
         query, key = (
-            find_norm(getattr(module, name, None), self._trial, self._compute_dtype)
+            find_norm(getattr(module, name, None), self._comparison, self._compute_dtype)
             for name in ("q_norm", "k_norm")
         )
         if query is None or key is None or query[1].width != layer.key_dim:
@@ -163,12 +356,12 @@ class LayerSearch:
         return joined_head_norm(query[1], key[1], layer.num_heads, layer.num_kv_heads)
 
     def _same(self, module: Any, fused: Any, width: int) -> bool:
-        return self._trial.same(module, lambda x: fused(x.to(self._compute_dtype)), width)
+        return self._comparison.same(module, lambda x: fused(x.to(self._compute_dtype)), width)
 
     def _agrees(self, own: nn.Module, fused: FusedLayer | FusedAttention) -> bool:
         width = self._attention.q_proj.in_features
         asked = self._layer, self._attention, own, self._cast(fused), width
-        return self._trial.same_attention(*asked) or self._trial.is_as_exact(*asked)
+        return self._comparison.same_attention(*asked) or self._comparison.is_as_exact(*asked)
 
     def _cast(self, fused: FusedLayer | FusedAttention) -> Attend:
         def run(
@@ -190,7 +383,9 @@ def _twin(module: Any, attention_name: str) -> tuple[Any, Any]:
     return layer, attention
 
 
-def find_norm(module: Any, trial: Trial, dtype: torch.dtype) -> tuple[str, RmsNorm] | None:
+def find_norm(
+    module: Any, comparison: Comparison, dtype: torch.dtype
+) -> tuple[str, RmsNorm] | None:
     """Return a module as an RMS norm of rows in `dtype`, and which reading of its weight was right;
     None if it is something else.
 
@@ -200,8 +395,10 @@ def find_norm(module: Any, trial: Trial, dtype: torch.dtype) -> tuple[str, RmsNo
     if not isinstance(weight, torch.Tensor) or weight.dim() != 1:
         return None
     width = weight.shape[0]
-    forms = [form for form in rms_norms(module, width, dtype) if trial.same(module, form[1], width)]
-    return min(forms, key=lambda form: trial.error(module, form[1], width), default=None)
+    forms = [
+        form for form in rms_norms(module, width, dtype) if comparison.same(module, form[1], width)
+    ]
+    return min(forms, key=lambda form: comparison.error(module, form[1], width), default=None)
 
 
 def _name(attention: FusedAttention | None) -> str:

@@ -2,7 +2,7 @@
 
 A decode of a few rows is hundreds of kernels that each take no longer than their launch; a graph
 launches all of them at once, the sampler's too. Shapes are captured once they have been wanted,
-each is proven against the step it was captured of, and whatever has no graph is left to the eager
+each is compared with the step it was captured of, and whatever has no graph is left to the eager
 forward pass. Knows shapes and when to capture; the device's way to capture is given.
 """
 
@@ -18,7 +18,7 @@ import torch
 
 from kvchat.core.stats import GraphStatus
 from kvchat.model.batch import SequencePiece
-from kvchat.model.graph_trial import NotGraphable, trapping_host_reads
+from kvchat.model.cuda_graph import NotGraphable, trapping_host_reads
 from kvchat.model.paged_model import PagedModel
 from kvchat.model.step_buffers import StepBuffers, StepShape
 from kvchat_kernels.sampler import RowDraw, sample_tokens
@@ -184,7 +184,7 @@ class GraphRunner:
     def capture_wanted(self) -> bool:
         """Capture one shape that was wanted a few times, if any; tell whether one was.
 
-        Takes as long as a few steps: for a moment at which nobody waits for a first token.
+        Takes as long as a few steps: for a moment at which no request waits for a first token.
         """
         due = [shape for shape, count in self._num_wanted.items() if count >= _WANTED_OFTEN]
         if not due:
@@ -225,7 +225,7 @@ class GraphRunner:
         replay = self._capturing.capture(step)
         # Other tokens, positions, slots, lengths and ways to draw than at capture: none may have
         # been baked in.
-        buffers.fill_rehearsal(shape)
+        buffers.fill_for_check(shape)
         expected = self._model.forward(batch)
         output = replay()
         _require_equal(output.logits.clone(), expected)

@@ -1,16 +1,22 @@
-"""What the weights are: a digest that differs when the numbers a model computes would differ.
+"""Digests of a checkpoint's weights: a quick one of samples, and one of every byte.
 
-Knows safetensors headers and config files. Reads a sample of every tensor, not all of it: cheap
-enough for every start, and blind to a change outside the samples.
+Both differ when the numbers a model computes would differ. `sample_digest` reads three samples of
+every tensor, cheap enough for every start, and misses a change outside them. `content_digest` reads
+everything once, and remembers the digest by inode, size and time of change of each file.
 """
 
+import errno
 import hashlib
+import json
+import logging
 import os
+from pathlib import Path
 
-from kvchat.core.bounded_files import open_regular
-from kvchat.model.small_files import read_text, unreadable
+from kvchat.core.bounded_files import open_regular, read_bounded
+from kvchat.core.errors import StoreError
+from kvchat.core.paths import open_private, private_directory
+from kvchat.model.checkpoint_files import MAX_CONFIG_BYTES, mark, read_header, read_text, unreadable
 from kvchat.model.source import ModelSource
-from kvchat.model.weight_files import read_header
 
 _SAMPLE_BYTES = 4096
 
@@ -45,3 +51,61 @@ def _sample_offsets(start: int, end: int) -> tuple[int, ...]:
     """Return where to sample: the beginning, the middle and the end of a tensor."""
     last = max(start, end - _SAMPLE_BYTES)
     return tuple(sorted({start, (start + last) // 2, last}))
+
+
+_MAX_REMEMBERED = 1000
+_MEMORY_NAME = "weights.json"
+
+_log = logging.getLogger(__name__)
+
+
+def content_digest(source: ModelSource, state_directory: Path | None) -> str:
+    """Return 32 hex digits over config and the weights that are loaded, in their order.
+
+    Digests of files are remembered in `state_directory`; None remembers none. Raises OSError where
+    a file cannot be read or changes meanwhile, ModelError where its place cannot be told.
+    """
+    known = _read_memory(state_directory)
+    digests: dict[str, str] = {}
+    whole = hashlib.blake2b(read_bounded(source.config_file, MAX_CONFIG_BYTES), digest_size=16)
+    for path in source.weight_files:
+        found = mark(path)
+        digests[found] = known.get(found) or _file_digest(path)
+        if mark(path) != found:
+            raise OSError(errno.ESTALE, "it changed while it was read", str(path))
+        whole.update(digests[found].encode())
+    if digests.keys() - known.keys():
+        _write_memory(state_directory, known | digests)
+    return whole.hexdigest()
+
+
+def _file_digest(path: Path) -> str:
+    with os.fdopen(open_regular(path), "rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
+
+def _read_memory(directory: Path | None) -> dict[str, str]:
+    if directory is None:
+        return {}
+    try:
+        descriptor = open_private(directory / _MEMORY_NAME, os.O_RDONLY)
+        with os.fdopen(descriptor, encoding="utf-8") as file:
+            entries = json.load(file)
+        return {str(mark): str(digest) for mark, digest in entries.items()}
+    except (StoreError, OSError, ValueError, AttributeError):
+        return {}
+
+
+def _write_memory(directory: Path | None, entries: dict[str, str]) -> None:
+    """Keep the newest entries; a directory that cannot be written costs time, not the chat."""
+    if directory is None:
+        return
+    fresh = directory / f"{_MEMORY_NAME}.{os.getpid()}"
+    try:
+        private_directory(directory)
+        descriptor = open_private(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            json.dump(dict(list(entries.items())[-_MAX_REMEMBERED:]), file)
+        fresh.replace(directory / _MEMORY_NAME)
+    except (StoreError, OSError) as error:
+        _log.warning("digests of weights not kept: %s", error)

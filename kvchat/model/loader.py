@@ -20,19 +20,23 @@ from transformers.utils import logging as transformers_logging
 from kvchat.core.config import ModelConfig
 from kvchat.core.errors import ModelError, ModelUnsupported
 from kvchat.core.events import LoadProgress
-from kvchat.model.attention import OWN_ATTENTION, PAGED, StepContext, register_attention
+from kvchat.model.checkpoint_files import read_header, read_json
+from kvchat.model.config_limits import check_counts, parameter_limit
 from kvchat.model.device import choose_device, dtype_of, free_bytes, set_threads
-from kvchat.model.few_shapes import limit_kept_shapes, take_few_shapes
 from kvchat.model.fuse import Fusing, choose_scheme
+from kvchat.model.fused_parts import limit_kept_shapes, take_few_shapes
+from kvchat.model.hf_adapter import (
+    OWN_ATTENTION,
+    PAGED,
+    StepContext,
+    freeze_rope,
+    register_attention,
+)
 from kvchat.model.identity import sample_digest
 from kvchat.model.probe import PROBE, ProbeInconclusive, probe, probe_loaded, register_probe
-from kvchat.model.promises import check_counts, room_in
-from kvchat.model.rope import freeze_rope
-from kvchat.model.small_files import read_json
+from kvchat.model.quantise import quantise
 from kvchat.model.source import ModelSource
 from kvchat.model.spec import ModelSpec
-from kvchat.model.weight_files import read_header
-from kvchat.model.weight_only import quantise
 
 Progress = Callable[[LoadProgress], None]
 
@@ -49,7 +53,7 @@ class LoadedModel:
     `max_context` is the longest sequence it may be run on; floating position encodings are frozen
     to it, so it belongs to the identity of its KV. `marks` are those of the files as they were
     loaded, see `ModelSource.marks`. `notes` tells the user what was odd about the
-    files. `step` is the step that is running, for whoever sits in a module; `fusing` says which
+    files. `step` is the step that is running, for the code of its modules; `fusing` says which
     modules run other code than transformers' during one.
     """
 
@@ -100,7 +104,7 @@ def inspect_model(source: ModelSource) -> tuple[Any, ModelSpec | None]:
     config = read_config(source)
     headers = [read_header(path) for path in source.weight_files]
     try:
-        return config, probe(config, room_in(headers, read_json(source.config_file) or {}))
+        return config, probe(config, parameter_limit(headers, read_json(source.config_file) or {}))
     except ProbeInconclusive:
         return config, None
 

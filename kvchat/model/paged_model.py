@@ -9,14 +9,14 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from kvchat.model.attention import (
+from kvchat.model.batch import ForwardBatch
+from kvchat.model.hf_adapter import (
     OWN_ATTENTION,
     LayerBinding,
     bind,
     paged_attention_function,
     replace_own_attention,
 )
-from kvchat.model.batch import ForwardBatch
 from kvchat.model.loader import LoadedModel
 
 _PADDING_WARNING = "warn_if_padding_and_no_attention_mask"
@@ -57,7 +57,7 @@ class PagedModel:
         return self.loaded.dtype
 
     @property
-    def is_proven(self) -> bool:
+    def is_checked(self) -> bool:
         """Whether every step is computed once: none is run twice, to be compared.
 
         Waits for what is still being fused, as a small step would.
@@ -66,7 +66,7 @@ class PagedModel:
         if fusing is None:
             return True
         fusing.before_step(1)
-        return fusing.whole is None or fusing.whole.is_proven
+        return fusing.whole is None or fusing.whole.is_checked
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> torch.Tensor:

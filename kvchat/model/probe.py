@@ -1,10 +1,12 @@
 """The probe: can this architecture be paged, and what does each of its layers do?
 
-Runs nine tokens through the model's own code without weights (on torch's meta device) and writes
-down every attention call. Knows transformers' hooks and what cannot be paged; knows no checkpoint.
+Runs nine tokens through the model's own code without weights (on torch's meta device) and records
+every attention call. The span of a layer is read from transformers' mask function, a function of
+(batch, head, query position, key position), by evaluating it: some models state their window
+nowhere else. Reads no checkpoint.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -15,11 +17,80 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
 
 from kvchat.core.errors import ModelUnsupported
-from kvchat.model.attention import OWN_ATTENTION, find_sinks, replace_own_attention
-from kvchat.model.mask_reading import UnknownMask, read_span
-from kvchat.model.promises import Room, TooLarge
+from kvchat.model.config_limits import ParameterLimit, TooLarge
+from kvchat.model.hf_adapter import OWN_ATTENTION, find_sinks, replace_own_attention
 from kvchat.model.spec import LayerSpec, ModelSpec
 from kvchat_kernels.paged_attention import FULL, AttentionSpan
+
+MaskFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+# Positions far enough apart that any window or chunk a model could have shows at one of them.
+_QUERY_POSITIONS = (0, 1, 5, 63, 1_000, 4_095, 65_537, 1_048_575, 4_194_303)
+
+
+class UnknownMask(Exception):
+    """The mask is neither causal, windowed nor chunked."""
+
+
+def read_span(mask_function: MaskFunction) -> AttentionSpan:
+    """Return the span `mask_function` describes; raises UnknownMask for any other shape."""
+    sees = _evaluator(mask_function)
+    last = _QUERY_POSITIONS[-1]
+    first = _first_visible(sees, last)
+    candidates = [
+        FULL,
+        AttentionSpan(window=last - first + 1),
+        AttentionSpan(chunk=_chunk_size(sees, first)),
+    ]
+    for candidate in candidates:
+        if all(_agrees(sees, candidate, query) for query in _QUERY_POSITIONS):
+            return candidate
+    raise UnknownMask
+
+
+def _evaluator(mask_function: MaskFunction) -> Callable[[int, int], bool]:
+    zero = torch.tensor(0)
+
+    def sees(query: int, key: int) -> bool:
+        return bool(mask_function(zero, zero, torch.tensor(query), torch.tensor(key)))
+
+    return sees
+
+
+def _first_visible(sees: Callable[[int, int], bool], query: int) -> int:
+    """Find the lowest key a query sees, by bisection: visible keys are one run that ends at it."""
+    if not sees(query, query):
+        raise UnknownMask
+    low, high = 0, query
+    while low < high:
+        middle = (low + high) // 2
+        if sees(query, middle):
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+def _chunk_size(sees: Callable[[int, int], bool], first: int) -> int:
+    """Return how many queries see the key `first`, by bisection: the chunk's size if it is one."""
+    low, high = first, first + _QUERY_POSITIONS[-1]
+    while low < high:
+        middle = (low + high + 1) // 2
+        if sees(middle, first):
+            low = middle
+        else:
+            high = middle - 1
+    return low - first + 1
+
+
+def _agrees(sees: Callable[[int, int], bool], span: AttentionSpan, query: int) -> bool:
+    first = span.first_visible(query)
+    middle = (first + query) // 2
+    inside = {first, min(first + 1, query), middle, (middle + query) // 2, max(query - 1, first)}
+    before = {0, 1, first // 2, first - 2, first - 1}
+    outside = {query + 1, query + 7, *(key for key in before if 0 <= key < first)}
+    return all(sees(query, key) for key in inside) and not any(sees(query, key) for key in outside)
+
 
 PROBE = "kvchat_probe"
 _RECORDER = "_kvchat_recorder"
@@ -124,17 +195,17 @@ def _refuse_strange_calls(module: nn.Module, key: torch.Tensor, kwargs: dict[str
             raise Refusal(f"passes {name}, which a paged cache does not know, to its attention")
 
 
-def probe(config: Any, room: Room | None = None) -> ModelSpec:
+def probe(config: Any, limit: ParameterLimit | None = None) -> ModelSpec:
     """Return the facts of a transformers config's model, without its weights.
 
-    A model that does not fit in `room` raises TooLarge. Raises ModelUnsupported, naming the
+    A model that does not fit in `limit` raises TooLarge. Raises ModelUnsupported, naming the
     architecture and the reason, where KV cannot be paged, and ProbeInconclusive where the model's
     code needs real values.
     """
     with _refusing(config):
         _refuse_layer_types(config)
         _refuse_own_positions(config)
-        return _record(_build(config, room), config)
+        return _record(_build(config, limit), config)
 
 
 def probe_loaded(model: Any) -> ModelSpec:
@@ -237,13 +308,13 @@ def _spec(recorder: _Recorder, model: Any, config: Any) -> ModelSpec:
     )
 
 
-def _build(config: Any, room: Room | None) -> Any:
+def _build(config: Any, limit: ParameterLimit | None) -> Any:
     """Build the model without memory, its attention wired to the probe."""
     own = OWN_ATTENTION.get(config.model_type)
     config = deepcopy(config)  # transformers writes the attention's name and the dtype into it
     register_probe()
     try:
-        with torch.device("meta"), room.guarded() if room is not None else nullcontext():
+        with torch.device("meta"), limit.guarded() if limit is not None else nullcontext():
             model = AutoModelForCausalLM.from_config(
                 config,
                 attn_implementation="eager" if own else PROBE,

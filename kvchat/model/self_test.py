@@ -18,11 +18,11 @@ import transformers
 
 from kvchat.core.errors import ModelError, ModelUnsupported, StoreError
 from kvchat.core.paths import open_private, private_directory
-from kvchat.model.attention import own_attention
 from kvchat.model.batch import SequencePiece, build_batch
 from kvchat.model.device import dtype_name
 from kvchat.model.fuse import Fusing
-from kvchat.model.linear_race_at_load import machine_name, settle_products
+from kvchat.model.gemm_autotune import autotune_products, machine_name
+from kvchat.model.hf_adapter import own_attention
 from kvchat.model.loader import LoadedModel
 from kvchat.model.paged_model import PagedModel
 
@@ -45,7 +45,7 @@ def ensure_trusted(loaded: LoadedModel, state_directory: Path | None) -> None:
     None keeps none. A directory that cannot be used costs time, not the chat.
     """
     # First, so that what is tested is what will run.
-    key = _verdict_key(loaded, settle_products(loaded, state_directory))
+    key = _verdict_key(loaded, autotune_products(loaded, state_directory))
     path = state_directory / "self_test.json" if state_directory is not None else None
     known = _read_verdicts(path)
     if key in known:

@@ -16,8 +16,15 @@ from pathlib import Path
 
 from kvchat.core.errors import ModelError, UsageError
 from kvchat.core.paths import user_path
-from kvchat.model.small_files import read_json, unreadable
-from kvchat.model.weight_files import INDEX, SINGLE, check_weights, mark, weight_paths
+from kvchat.model.checkpoint_files import (
+    INDEX,
+    SINGLE,
+    check_weights,
+    mark,
+    read_json,
+    unreadable,
+    weight_paths,
+)
 
 DEMO, DEMO_DRAFT = "demo", "demo-draft"
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?$")

@@ -1,14 +1,16 @@
-"""ModelSpec: the facts about a model that the other floors plan with.
+"""ModelSpec: the facts about a model that other packages plan with.
 
-Knows numbers. Does not know modules or tensors; the probe reads the facts, the cache is shaped by
-them.
+The probe fills it in, the cache is shaped by it. Holds numbers, no modules and no tensors. Also
+says in words which paged attention its layers run with on a device.
 """
 
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from kvchat_kernels.paged_attention import AttentionSpan
+from kvchat_kernels.paged_attention import AttentionSpan, Implementation, implementation_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +49,26 @@ class ModelSpec:
         """The layers that own a KV pool, by pool index."""
         return tuple(layer for layer in self.layers if layer.stores_kv)
 
-    def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
-        """Return the bytes one token's KV takes in all layers."""
-        elements = sum(
-            layer.num_kv_heads * (layer.key_dim + layer.value_dim) for layer in self.storing_layers
-        )
-        return elements * dtype.itemsize
+
+_NAMES = {"triton": "Triton kernels", "cpu": "torch, as is fastest on a CPU", "reference": "torch"}
+
+
+def attention_in_words(
+    spec: ModelSpec,
+    device: torch.device,
+    dtype: torch.dtype,
+    choose: Callable[..., Implementation] = implementation_for,
+) -> str:
+    """Return one phrase: `Triton kernels`, or which layers run otherwise and why."""
+    counts = Counter(choose(device, layer.key_dim, layer.value_dim, dtype) for layer in spec.layers)
+    if len(counts) == 1:
+        return _in_words(next(iter(counts)))
+    return "; ".join(
+        f"{number} layer{'s' if number > 1 else ''}: {_in_words(chosen)}"
+        for chosen, number in counts.items()
+    )
+
+
+def _in_words(chosen: Implementation) -> str:
+    name = _NAMES[chosen.name]
+    return name if chosen.refusal is None else f"{name} ({chosen.refusal})"

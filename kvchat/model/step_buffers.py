@@ -142,8 +142,8 @@ class StepBuffers:
         rows = [way for way, piece in zip(ways, pieces, strict=True) for _ in piece.token_ids]
         self._fill_draws([way or _LIKELIEST for way in rows], shape)
 
-    def fill_rehearsal(self, shape: StepShape) -> None:
-        """Lay out a step that belongs to nobody, and is unlike one of padding in everything.
+    def fill_for_check(self, shape: StepShape) -> None:
+        """Lay out a step of no request, which is unlike one of padding in everything.
 
         Its contexts are long, and lie in the scratch block over and over. Each slot is written by
         one token: steps that do the same leave the same. Its rows draw in different ways.
@@ -182,7 +182,7 @@ class StepBuffers:
     def _scratch_slots(self, count: int) -> list[int]:
         """Return slots for so many padding tokens; more than a block holds write over each other.
 
-        They read what they find there, which is never anybody else's.
+        They read what they find there, which is never of another sequence.
         """
         first = self.scratch_block * self.block_size
         return [first + index % self.block_size for index in range(count)]

@@ -1,7 +1,7 @@
 """The text side of a checkpoint: tokenizer, chat template, special tokens, stop ids, defaults.
 
-Reads files and nothing else; tokenising and rendering are the chat floor's. Imports transformers
-only for a checkpoint that ships no tokenizer.json.
+Also tells whether two checkpoints share a vocabulary. Reads files only; tokenising and rendering
+are done in `kvchat.chat`. Imports transformers only for a checkpoint without tokenizer.json.
 """
 
 import json
@@ -14,12 +14,7 @@ from typing import Any, TypeGuard
 from kvchat.core.bounded_files import read_bounded
 from kvchat.core.errors import ModelError, UsageError
 from kvchat.core.types import SamplingParams
-from kvchat.model.small_files import (
-    MAX_TOKENIZER_BYTES,
-    read_json,
-    read_text,
-    unreadable,
-)
+from kvchat.model.checkpoint_files import MAX_TOKENIZER_BYTES, read_json, read_text, unreadable
 from kvchat.model.source import ModelSource
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
@@ -199,3 +194,44 @@ def _sampling_defaults(generation: dict[str, Any]) -> dict[str, float]:
                 SamplingParams(**{name: value})
                 defaults[name] = value
     return defaults
+
+
+# A vocabulary may be padded, or lack another's latest control tokens, but no more than this of it.
+_LEAST_SHARED = 0.9
+
+
+def same_vocabulary(first: ModelSource, second: ModelSource) -> bool:
+    """Whether no id means different tokens to the two, and nearly all ids are known to both.
+
+    Raises ModelError where one has no usable tokenizer.
+    """
+    first_text = read_text_files(first).tokenizer_json
+    second_text = read_text_files(second).tokenizer_json
+    if first_text == second_text:
+        return True
+    ours, theirs = _tokens_of(first, first_text), _tokens_of(second, second_text)
+    shared = ours.keys() & theirs.keys()
+    if any(ours[token_id] != theirs[token_id] for token_id in shared):
+        return False
+    return len(shared) >= _LEAST_SHARED * max(len(ours), len(theirs))
+
+
+def _tokens_of(source: ModelSource, tokenizer_json: str) -> dict[int, str]:
+    try:
+        return _tokens(tokenizer_json)
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise ModelError(
+            f"tokenizer.json of {source.name} has no vocabulary that can be compared.",
+            "Use another draft model, or none.",
+        ) from error
+
+
+def _tokens(tokenizer_json: str) -> dict[int, str]:
+    """Return every id's token, the added ones included."""
+    content = json.loads(tokenizer_json)
+    vocabulary = content["model"]["vocab"]
+    if isinstance(vocabulary, dict):
+        tokens = {token_id: token for token, token_id in vocabulary.items()}
+    else:  # a unigram model lists tokens with their scores
+        tokens = {token_id: entry[0] for token_id, entry in enumerate(vocabulary)}
+    return tokens | {entry["id"]: entry["content"] for entry in content["added_tokens"]}

@@ -20,18 +20,17 @@ from kvchat.chat.events import (
 )
 from kvchat.chat.thinking import whole_passages
 from kvchat.core.types import FinishReason
-from kvchat.terminal.face import Face
-from kvchat.terminal.leaves import Sheet
 from kvchat.terminal.markdown import MarkdownStream
-from kvchat.terminal.paint import Painter, Row, prefixed
+from kvchat.terminal.paint import Painter, RenderContext, Row, prefixed
 from kvchat.terminal.status import PrefillMeter, stats_line
 from kvchat.terminal.theme import Role
+from kvchat.terminal.view import View
 
 # Only a prompt that takes longer than this to read gets a bar.
 _BAR_AFTER_S = 0.4
 
 
-class Speech:
+class AnswerRenderer:
     """Turns an answer's text into rows: thinking quietly behind a line of its own, then the answer.
 
     `feed` and `finish` give rows for good, `tail` those still open.
@@ -47,43 +46,43 @@ class Speech:
     def is_thinking(self) -> bool:
         return self._is_thinking
 
-    def feed(self, text: str, is_thinking: bool, sheet: Sheet) -> list[Row]:
+    def feed(self, text: str, is_thinking: bool, ctx: RenderContext) -> list[Row]:
         rows: list[Row] = []
         if is_thinking != self._is_thinking:
-            rows = self._turn_over(is_thinking, sheet)
-        return rows + self._dressed(self._stream.feed(text, self._inner(sheet)))
+            rows = self._turn_over(is_thinking, ctx)
+        return rows + self._styled(self._stream.feed(text, self._inner(ctx)))
 
-    def tail(self, sheet: Sheet) -> list[Row]:
-        return self._dressed(self._stream.tail(self._inner(sheet)), is_final=False)
+    def tail(self, ctx: RenderContext) -> list[Row]:
+        return self._styled(self._stream.tail(self._inner(ctx)), is_final=False)
 
-    def finish(self, sheet: Sheet) -> list[Row]:
-        rows = self._dressed(self._stream.finish(self._inner(sheet)))
+    def finish(self, ctx: RenderContext) -> list[Row]:
+        rows = self._styled(self._stream.finish(self._inner(ctx)))
         self._stream = MarkdownStream()
         return rows
 
-    def _turn_over(self, is_thinking: bool, sheet: Sheet) -> list[Row]:
-        rows = self.finish(sheet)
+    def _turn_over(self, is_thinking: bool, ctx: RenderContext) -> list[Row]:
+        rows = self.finish(ctx)
         gap = [Text(end="")] if self._has_rows or rows else []
         self._is_thinking = is_thinking
         spoken = self._painter.look.is_spoken
         label = "Thinking:" if is_thinking else "Answer:"
         return [*rows, *gap, *([self._painter.text(label)] if spoken else [])]
 
-    def _inner(self, sheet: Sheet) -> Sheet:
-        return sheet.narrower(2) if self._is_thinking else sheet
+    def _inner(self, ctx: RenderContext) -> RenderContext:
+        return ctx.narrower(2) if self._is_thinking else ctx
 
-    def _dressed(self, rows: list[Row], is_final: bool = True) -> list[Row]:
+    def _styled(self, rows: list[Row], is_final: bool = True) -> list[Row]:
         self._has_rows = self._has_rows or (is_final and bool(rows))
         if not self._is_thinking:
             return rows
         style = self._painter.style(Role.THINKING)
         glyph = self._painter.look.glyphs.thinking
         bar = Text(end="").append(f"{glyph} " if glyph else "", self._painter.style(Role.DIM))
-        dressed = []
+        styled = []
         for row in rows:
             row.stylize_before(style)
-            dressed.append(prefixed(row, bar))
-        return dressed
+            styled.append(prefixed(row, bar))
+        return styled
 
 
 @dataclass(slots=True)
@@ -103,19 +102,19 @@ class AnswerView:
 
     def __init__(
         self,
-        face: Face,
+        view: View,
         context_limit: int | None,
         shows_stats: bool,
         said_before: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._face = face
+        self._view = view
         self._context_limit = context_limit
         self._shows_stats = shows_stats
         self._clock = clock
         self._began_s = clock()
         self._said_before = said_before
-        self._speech = self._speech_so_far()
+        self._renderer = self._renderer_so_far()
         self._meter = PrefillMeter()
         self._has_text = False
         self._others: dict[int, _Other] = {}
@@ -132,8 +131,8 @@ class AnswerView:
     @property
     def tail(self) -> list[Row]:
         """The rows still open, the newest of them where they are many."""
-        most = self._face.max_tail_rows
-        return self._speech.tail(self._face.sheet)[-most:] if most else []
+        most = self._view.max_tail_rows
+        return self._renderer.tail(self._view.render_context)[-most:] if most else []
 
     @property
     def progress(self) -> str:
@@ -141,7 +140,7 @@ class AnswerView:
         now_s = self._clock()
         if self._has_text or now_s - self._began_s < _BAR_AFTER_S:
             return ""
-        return self._meter.line(now_s, self._face.painter.look.glyphs)
+        return self._meter.line(now_s, self._view.painter.look.glyphs)
 
     @property
     def elapsed_s(self) -> float:
@@ -157,64 +156,71 @@ class AnswerView:
             return []
         if isinstance(event, AnswerFailed):
             self.failed = event
-            return [*self._speech.finish(self._face.sheet), *self._problem(str(event.error))]
+            return [
+                *self._renderer.finish(self._view.render_context),
+                *self._problem(str(event.error)),
+            ]
         assert isinstance(event, SavingFailed)
         return self._warning(event.message)
 
-    def _speech_so_far(self, starts_thinking: bool | None = None) -> Speech:
-        speech = Speech(self._face.painter)
+    def _renderer_so_far(self, starts_thinking: bool | None = None) -> AnswerRenderer:
+        renderer = AnswerRenderer(self._view.painter)
         for passage in whole_passages(self._said_before, starts_thinking):
-            speech.feed(passage.text, passage.is_thinking, self._face.sheet)
-        return speech
+            renderer.feed(passage.text, passage.is_thinking, self._view.render_context)
+        return renderer
 
     def _take_text(self, event: AnswerText) -> list[Row]:
-        if event.is_thinking and not self._has_text and not self._speech.is_thinking:
+        if event.is_thinking and not self._has_text and not self._renderer.is_thinking:
             # What was said before was thinking too: its mark stood in the prompt.
-            self._speech = self._speech_so_far(starts_thinking=True)
+            self._renderer = self._renderer_so_far(starts_thinking=True)
         self._has_text = True
         if event.sample:
             self._others.setdefault(event.sample, _Other()).passages.append(event)
             return []
-        return self._speech.feed(event.text, event.is_thinking, self._face.sheet)
+        return self._renderer.feed(event.text, event.is_thinking, self._view.render_context)
 
     def _end(self, event: AnswerEnded) -> list[Row]:
         self.ended[event.sample] = event
         if event.sample:
             self._others.setdefault(event.sample, _Other()).ended = event
             return []
-        return [*self._speech.finish(self._face.sheet), *self._closing(event)]
+        return [*self._renderer.finish(self._view.render_context), *self._closing(event)]
 
     def others(self) -> list[Row]:
         """Return the samples beside the first as rows, once all are complete."""
         count = len(self._others) + 1
         rows: list[Row] = []
         for sample, other in sorted(self._others.items()):
-            rows.append(self._face.painter.text(f"Answer {sample + 1} of {count}", Role.TITLE))
-            speech = Speech(self._face.painter)
+            rows.append(self._view.painter.text(f"Answer {sample + 1} of {count}", Role.TITLE))
+            renderer = AnswerRenderer(self._view.painter)
             for passage in other.passages:
-                rows += speech.feed(passage.text, passage.is_thinking, self._face.sheet)
-            rows += speech.finish(self._face.sheet)
+                rows += renderer.feed(passage.text, passage.is_thinking, self._view.render_context)
+            rows += renderer.finish(self._view.render_context)
             if other.ended is not None:
                 rows += self._closing(other.ended)
         return rows
 
     def _closing(self, event: AnswerEnded) -> list[Row]:
         """Return the line after an answer; how it ended is told even where figures are not."""
-        look = self._face.painter.look
+        look = self._view.painter.look
         line = stats_line(event.usage, event.timing, event.reason, self._context_limit, look.glyphs)
         if not self._shows_stats:
             line = _ending_words(event.reason)
         if look.is_spoken:
             line = f"End of answer. {line}".strip()
-        rows = self._face.painter.wrapped(line, self._face.sheet.width, Role.DIM) if line else []
+        rows = (
+            self._view.painter.wrapped(line, self._view.render_context.width, Role.DIM)
+            if line
+            else []
+        )
         return [*rows, Text(end="")]
 
     def _problem(self, message: str) -> list[Row]:
-        rows = self._face.painter.wrapped(message, self._face.sheet.width, Role.ERROR)
+        rows = self._view.painter.wrapped(message, self._view.render_context.width, Role.ERROR)
         return [*rows, Text(end="")]
 
     def _warning(self, message: str) -> list[Row]:
-        return self._face.painter.wrapped(message, self._face.sheet.width, Role.WARNING)
+        return self._view.painter.wrapped(message, self._view.render_context.width, Role.WARNING)
 
 
 def _joined(events: list[ChatEvent]) -> list[ChatEvent]:

@@ -1,25 +1,25 @@
-"""Answering: sends one message after another and follows its reply to the end, on a face.
+"""Answering: sends one message after another and follows its reply to the end, on a view.
 
-Knows the desk, replies and faces; when it is a message's turn is the dialogue's business.
+Knows the controller, replies and views; when it is a message's turn is the dialogue's business.
 """
 
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from kvchat.chat.answer_settings import AskOptions
+from kvchat.chat.attachment import Attached, mentioned_files
+from kvchat.chat.controller import ChatController
 from kvchat.chat.events import ChatEvent
 from kvchat.chat.reply import Reply
-from kvchat.chat.session import AskOptions
+from kvchat.chat.reply_stream import ReplyStream
 from kvchat.core.errors import ContextTooLong, KvchatError
+from kvchat.core.text import one_line
 from kvchat.terminal.answer_view import AnswerView
-from kvchat.terminal.desk import Attached, Desk
-from kvchat.terminal.face import Choice, Face, LiveView, tell
-from kvchat.terminal.mentions import mentioned_files
 from kvchat.terminal.paint import Row
-from kvchat.terminal.pump import ReplyPump
-from kvchat.terminal.sanitize import one_line
 from kvchat.terminal.status import format_seconds, plural
 from kvchat.terminal.theme import Role
+from kvchat.terminal.view import Choice, LiveState, View, tell
 
 # Asks the chat floor for a reply; gets what the reply calls when something has happened.
 _Ask = Callable[[Callable[[], None]], Reply]
@@ -30,25 +30,25 @@ class _Current:
     """The reply in progress."""
 
     reply: Reply
-    pump: ReplyPump
-    view: AnswerView
+    stream: ReplyStream
+    answer_view: AnswerView
     is_stopping: bool = False
 
 
 class Answering:
-    """At most one reply is followed at a time. `whole_view` gives what the face shows besides."""
+    """At most one reply is followed at a time. `live_state` gives what the view shows besides."""
 
     def __init__(
         self,
-        desk: Desk,
-        face: Face,
+        controller: ChatController,
+        view: View,
         refresh: Callable[[], None],
-        whole_view: Callable[[], LiveView],
+        live_state: Callable[[], LiveState],
     ) -> None:
-        self._desk = desk
-        self._face = face
+        self._controller = controller
+        self._view = view
         self._refresh = refresh
-        self._whole_view = whole_view
+        self._live_state = live_state
         self._current: _Current | None = None
 
     @property
@@ -58,11 +58,11 @@ class Answering:
     @property
     def tail(self) -> list[Row]:
         """Rows of the answer that are still open."""
-        return self._current.view.tail if self._current is not None else []
+        return self._current.answer_view.tail if self._current is not None else []
 
     @property
     def progress(self) -> str:
-        return self._current.view.progress if self._current is not None else ""
+        return self._current.answer_view.progress if self._current is not None else ""
 
     @property
     def words(self) -> str:
@@ -74,7 +74,7 @@ class Answering:
             return "stopping"
         tokens = current.reply.num_tokens
         words = plural(tokens, "token") if tokens else "reading"
-        seconds = int(current.view.elapsed_s)
+        seconds = int(current.answer_view.elapsed_s)
         return f"{words} {format_seconds(float(seconds))}" if seconds else words
 
     def stop(self) -> None:
@@ -82,7 +82,7 @@ class Answering:
         if self._current is not None:
             self._current.is_stopping = True
             self._current.reply.cancel()
-            self._current.pump.hurry()
+            self._current.stream.hurry()
             self._refresh()
 
     async def answer_message(self, text: str, shows_stats: bool) -> None:
@@ -90,92 +90,98 @@ class Answering:
 
         What cannot be answered is in the prompt again, and its attachments are kept for it.
         """
-        attached = self._desk.attached
+        attached = self._controller.attached
         try:
             for path in mentioned_files(text):
-                self._desk.attach(path)
-            self._face.write_turn(text)
-            names = ", ".join(one_line(file.name) for file in self._desk.attached)
+                self._controller.attach(path)
+            self._view.write_turn(text)
+            names = ", ".join(one_line(file.name) for file in self._controller.attached)
             if names:
-                tell(self._face, f"with {names}", gap=False)
+                tell(self._view, f"with {names}", gap=False)
             self._write_gap()
-            view = await self._follow(lambda notify: self._desk.ask(text, notify), shows_stats)
+            answer_view = await self._follow(
+                lambda notify: self._controller.ask(text, notify), shows_stats
+            )
         except KvchatError as error:
             self._give_back(text, attached)
-            tell(self._face, str(error), Role.ERROR)
+            tell(self._view, str(error), Role.ERROR)
             return
-        if view.failed is not None and isinstance(view.failed.error, ContextTooLong):
+        if answer_view.failed is not None and isinstance(answer_view.failed.error, ContextTooLong):
             self._give_back(text, attached)
 
     async def answer_again(self, options: AskOptions, shows_stats: bool) -> None:
         """Show another answer to the last message, or several to pick from."""
         self._write_gap()
         if options.num_samples > 1:
-            tell(self._face, f"Answer 1 of {options.num_samples}", Role.TITLE, gap=False)
+            tell(self._view, f"Answer 1 of {options.num_samples}", Role.TITLE, gap=False)
         try:
-            view = await self._follow(lambda n: self._desk.retry(options, n), shows_stats)
+            answer_view = await self._follow(
+                lambda n: self._controller.retry(options, n), shows_stats
+            )
         except KvchatError as error:
-            tell(self._face, str(error), Role.ERROR)
+            tell(self._view, str(error), Role.ERROR)
             return
-        if len(view.ended) > 1:
-            self._face.write(view.others())
-            await self._pick(view)
+        if len(answer_view.ended) > 1:
+            self._view.write(answer_view.others())
+            await self._pick(answer_view)
 
     async def continue_answer(self, shows_stats: bool) -> None:
         """Show the last answer going on from where it was cut off."""
-        path = self._desk.require_conversation().path()
+        path = self._controller.require_conversation().path()
 
         def ask(notify: Callable[[], None]) -> Reply:
-            reply = self._desk.continue_answer(notify)
+            reply = self._controller.continue_answer(notify)
             self._write_gap()
             return reply
 
         try:
             await self._follow(ask, shows_stats, path[-1].text if path else "")
         except KvchatError as error:
-            tell(self._face, str(error), Role.ERROR)
+            tell(self._view, str(error), Role.ERROR)
 
     async def _follow(self, ask: _Ask, shows_stats: bool, said_before: str = "") -> AnswerView:
         """Ask, and show the answer until it ends."""
-        ready = self._desk.host.ready
+        ready = self._controller.host.ready
         limit = ready.context_limit if ready is not None else None
-        view = AnswerView(self._face, limit, shows_stats, said_before)
-        pump = ReplyPump(asyncio.get_running_loop(), lambda events: self._draw(view, events))
-        self._current = _Current(ask(pump.notify), pump, view)
+        answer_view = AnswerView(self._view, limit, shows_stats, said_before)
+        stream = ReplyStream(
+            asyncio.get_running_loop(), lambda events: self._draw(answer_view, events)
+        )
+        self._current = _Current(ask(stream.notify), stream, answer_view)
         try:
-            await pump.run(self._current.reply)
+            await stream.run(self._current.reply)
         finally:
             self._current = None
             self._refresh()
-        for ended in view.ended.values():
-            self._desk.note_ended(ended)
-            if words := self._desk.why_so_much(ended):
-                tell(self._face, f"read again: {words} (/cache why)")
-        return view
+        for ended in answer_view.ended.values():
+            self._controller.note_ended(ended)
+            if words := self._controller.why_so_much(ended):
+                tell(self._view, f"read again: {words} (/cache why)")
+        return answer_view
 
     def _give_back(self, text: str, attached: tuple[Attached, ...]) -> None:
         """Put a message back into the prompt, unless that is in use."""
-        self._desk.attached = attached
-        if not self._face.prompt_text:
-            self._face.put_back(text)
+        self._controller.attached = attached
+        if not self._view.prompt_text:
+            self._view.put_back(text)
 
     def _write_gap(self) -> None:
-        if not self._face.painter.look.is_spoken:
-            self._face.write([self._face.painter.text("")])
+        if not self._view.painter.look.is_spoken:
+            self._view.write([self._view.painter.text("")])
 
-    def _draw(self, view: AnswerView, events: list[ChatEvent]) -> None:
-        rows = view.take(events)
+    def _draw(self, answer_view: AnswerView, events: list[ChatEvent]) -> None:
+        rows = answer_view.take(events)
         if rows:
-            self._face.write(rows, self._whole_view())
+            self._view.write(rows, self._live_state())
         else:
-            self._face.show(self._whole_view())
+            self._view.show(self._live_state())
 
-    async def _pick(self, view: AnswerView) -> None:
+    async def _pick(self, answer_view: AnswerView) -> None:
         """Let the user say which of several answers the conversation goes on from."""
-        ended = [view.ended[sample] for sample in sorted(view.ended)]
+        ended = [answer_view.ended[sample] for sample in sorted(answer_view.ended)]
         choices = [
             Choice(f"answer {number}", one_line(answer.text, 56))
             for number, answer in enumerate(ended, start=1)
         ]
-        index = await self._face.choose("Go on from", choices)
-        self._desk.move(ended[index or 0].turn_id)
+        index = await self._view.choose("Go on from", choices)
+        self._controller.move(ended[index or 0].turn_id)

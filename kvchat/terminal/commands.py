@@ -1,20 +1,24 @@
-"""Slash commands: what one is, and what a typed line means.
+"""Slash commands: what one is, what a typed line means, and what a command may use.
 
 A line is a command only if its first word names one; anything that might be a path, a comment or a
-pasted text is a message. What the commands do is in `commands_*.py`. Knows words; knows no screen.
+pasted text is a message. What the commands do is in `commands_*.py`. A CommandContext gives them
+the conversation and a page to write on; `Dialogue` and `ScriptCommands` implement it.
 """
 
 import difflib
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING
 
-from kvchat.terminal.sanitize import one_line
-
-if TYPE_CHECKING:
-    from kvchat.terminal.command_context import CommandContext
+from kvchat.chat.answer_settings import AskOptions
+from kvchat.chat.controller import ChatController
+from kvchat.chat.engine_queries import Cost
+from kvchat.core.text import one_line
+from kvchat.terminal.status import format_seconds
+from kvchat.terminal.theme import Role
+from kvchat.terminal.view import Choice, Page, tell
 
 _NAME = re.compile(r"/(?:\?|[A-Za-z][\w-]*)$")
 _MIN_PREFIX_CHARS = 3
@@ -132,3 +136,77 @@ class Registry:
         if command is None:
             return Unknown(first[1:], self.closest(first[1:]))
         return Invocation(command, rest.strip())
+
+
+class CommandContext(ABC):
+    """Used on the event loop only. `shows_stats`: a line of figures follows every answer."""
+
+    controller: ChatController
+    registry: Registry
+    shows_stats: bool
+
+    @property
+    @abstractmethod
+    def page(self) -> Page:
+        """Where commands write and ask."""
+
+    # Talking
+
+    def say(self, text: str, role: Role = Role.NOTE, gap: bool = True) -> None:
+        """Tell the user something, for good."""
+        tell(self.page, text, role, gap)
+
+    @abstractmethod
+    def notice(self, text: str) -> None:
+        """Tell something that matters for the moment only."""
+
+    @abstractmethod
+    def show_stage(self, stage: str) -> None:
+        """Show what is being loaded, nothing for nothing."""
+
+    async def confirm(self, question: str) -> bool:
+        """Ask a question whose safe answer is no."""
+        index = await self.page.choose(question, [Choice("no"), Choice("yes")])
+        return index == 1
+
+    async def confirm_cost(self, cost: Cost | None, action: str) -> bool:
+        """Say what an action costs where that is a lot, and ask where it is very much."""
+        if cost is None or cost.is_low:
+            return True
+        self.say(f"{action} {cost_line(cost)}.")
+        return not cost.is_high or await self.confirm("Do it all the same?")
+
+    # Having something done
+
+    @abstractmethod
+    def answer_again(self, options: AskOptions) -> None:
+        """Have the last message answered once more, after the command."""
+
+    @abstractmethod
+    def continue_answer(self) -> None:
+        """Have the last answer gone on with, after the command."""
+
+    @abstractmethod
+    def quit(self, code: int) -> None:
+        """Leave, after the command."""
+
+    def set_stats(self, is_on: bool) -> None:
+        """Switch the line of figures after answers."""
+        self.shows_stats = is_on
+        self.notice(f"Statistics are {'on' if is_on else 'off'}.")
+
+    # Being told
+
+    @abstractmethod
+    def conversation_changed(self) -> None:
+        """The tip has moved, or another conversation is open."""
+
+    @abstractmethod
+    def refresh(self) -> None:
+        """Something that may be on the screen is stale."""
+
+
+def cost_line(cost: Cost) -> str:
+    """Return what an action costs, in words that follow the action's name."""
+    seconds = f", about {format_seconds(cost.seconds)}" if cost.seconds is not None else ""
+    return f"re-reads {cost.num_read:,} of {cost.num_tokens:,} tokens{seconds}"

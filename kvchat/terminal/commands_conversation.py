@@ -4,23 +4,18 @@ import asyncio
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from kvchat.chat.importing import import_file
+from kvchat.chat import documents
+from kvchat.chat.documents import import_file
 from kvchat.chat.store import SessionStore, SessionSummary
 from kvchat.core.errors import ExitCode, SessionNotFound, StoreError, UsageError
 from kvchat.core.paths import user_path
-from kvchat.terminal import exporting
-from kvchat.terminal.commands import Argument, Command, Group
-from kvchat.terminal.face import Choice
-from kvchat.terminal.numbers import whole_number
-from kvchat.terminal.recital import show_where_it_stands
-from kvchat.terminal.sanitize import one_line
+from kvchat.core.text import one_line, whole_number
+from kvchat.terminal.commands import Argument, Command, CommandContext, Group
+from kvchat.terminal.history_view import show_where_it_stands
 from kvchat.terminal.status import plural
 from kvchat.terminal.theme import Role
-
-if TYPE_CHECKING:
-    from kvchat.terminal.command_context import CommandContext
+from kvchat.terminal.view import Choice
 
 
 async def exit_(context: "CommandContext", arguments: str) -> None:
@@ -28,8 +23,8 @@ async def exit_(context: "CommandContext", arguments: str) -> None:
 
 
 async def new(context: "CommandContext", arguments: str) -> None:
-    kept = context.desk.session is not None and context.desk.host.store is not None
-    problem = context.desk.begin_new(one_line(arguments))
+    kept = context.controller.session is not None and context.controller.host.store is not None
+    problem = context.controller.begin_new(one_line(arguments))
     is_kept = kept and problem is None
     context.say("A new conversation." + (" The last one is kept: /resume." if is_kept else ""))
     if problem is not None:
@@ -56,10 +51,10 @@ async def import_(context: "CommandContext", arguments: str) -> None:
 
 
 def _go_on_with(context: "CommandContext", session_id: str) -> None:
-    session = context.desk.open(session_id)
+    session = context.controller.open(session_id)
     for note in session.notes:
         context.say(note)
-    show_where_it_stands(session.conversation, context.face)
+    show_where_it_stands(session.conversation, context.page)
     context.conversation_changed()
 
 
@@ -67,18 +62,18 @@ async def rename(context: "CommandContext", arguments: str) -> None:
     title = one_line(arguments)
     if not title:
         raise UsageError("A conversation needs a title.", "/rename TITLE")
-    if context.desk.session is None:
-        context.desk.title = title
+    if context.controller.session is None:
+        context.controller.title = title
     else:
-        context.desk.session.rename(title)
+        context.controller.session.rename(title)
     context.say(f"This conversation is called: {title}")
     context.refresh()
 
 
 async def delete(context: "CommandContext", arguments: str) -> None:
     store = _store(context)
-    desk = context.desk
-    current = desk.session.session_id if desk.session is not None else None
+    controller = context.controller
+    current = controller.session.session_id if controller.session is not None else None
     if arguments:
         session_id = await _pick_session(context, store, arguments, "Delete")
     else:
@@ -90,7 +85,7 @@ async def delete(context: "CommandContext", arguments: str) -> None:
         context.say(f"Kept: {label}")
         return
     if session_id == current:
-        desk.begin_new()
+        controller.begin_new()
     with suppress(SessionNotFound):  # a file without its first line went as it was let go
         store.remove(session_id)
     context.say(f"Deleted: {label}")
@@ -106,31 +101,31 @@ def _label(store: SessionStore, session_id: str) -> str:
 
 
 async def export(context: "CommandContext", arguments: str) -> None:
-    session = context.desk.require_session()
+    session = context.controller.require_session()
     kind, path = _export_target(arguments, session.session_id)
     if kind == "jsonl":
-        content = exporting.saved_document(_store(context), session.session_id)
+        content = documents.saved_document(_store(context), session.session_id)
     else:
-        content = exporting.document(session.conversation, kind)
-    exporting.write_new(path, content)
+        content = documents.document(session.conversation, kind)
+    documents.write_new(path, content)
     context.say(f"Written to {path}. (Conversations are also saved by themselves.)")
 
 
 def _export_target(arguments: str, session_id: str) -> tuple[str, Path]:
     """Return the kind of document and its path; the name holds nothing of the conversation."""
     first, _, rest = arguments.partition(" ")
-    if first in exporting.KINDS:
+    if first in documents.KINDS:
         kind, name = first, rest.strip()
     else:
         name = arguments
-        kind = exporting.kind_of(Path(name))
+        kind = documents.kind_of(Path(name))
     own_name = f"kvchat-{session_id}.{kind}"
     path = user_path(name or own_name)
     return kind, path / own_name if path.is_dir() else path
 
 
 def _store(context: "CommandContext") -> SessionStore:
-    store = context.desk.host.store
+    store = context.controller.host.store
     if store is None:
         raise UsageError("Nothing is saved in this chat, so there is nothing to go back to.")
     return store
@@ -154,7 +149,7 @@ async def _pick_session(
         if len(found) == 1:
             return found[0].session_id
         summaries = found
-    index = await context.face.choose(title, [_choice(summary) for summary in summaries])
+    index = await context.page.choose(title, [_choice(summary) for summary in summaries])
     return None if index is None else summaries[index].session_id
 
 

@@ -1,33 +1,93 @@
-"""Commands about the model and its engine, and the help that lists all commands."""
+"""Commands about the model and its engine, and the help that lists all commands.
+
+/model loads another model beside the present one. The conversation stays; the present model answers
+until the other is there, and for good if it cannot be loaded.
+"""
 
 import asyncio
+import threading
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from rich.text import Text
 
+from kvchat.chat.controller import ChatController
 from kvchat.chat.conversation import Role as Speaker
+from kvchat.chat.host import ChatHost, close_host
+from kvchat.chat.reply_stream import LoadRelay
 from kvchat.core.config import format_bytes
 from kvchat.core.errors import StoreError, UsageError
+from kvchat.core.events import LoadEvent, LoadFailed, LoadProgress, ModelReady
 from kvchat.core.stats import TierStatus
-from kvchat.terminal.commands import Argument, Command, Group
-from kvchat.terminal.kept_kv import disk_lines, host_lines
-from kvchat.terminal.model_change import change_model
+from kvchat.core.text import one_line
+from kvchat.terminal.cache_lines import disk_lines, host_lines
+from kvchat.terminal.commands import Argument, Command, CommandContext, Group
 from kvchat.terminal.paint import Row, prefixed
-from kvchat.terminal.recital import describe_model
-from kvchat.terminal.sanitize import one_line
-from kvchat.terminal.status import (
-    format_count,
-    graph_lines,
-    plural,
-    speculation_lines,
-    stats_line,
-)
+from kvchat.terminal.status import format_count, graph_lines, plural, speculation_lines, stats_line
 from kvchat.terminal.theme import Look, Role
 
-if TYPE_CHECKING:
-    from kvchat.terminal.command_context import CommandContext
+
+async def _in_thread(make: Callable[[], ChatHost]) -> ChatHost:
+    """Run a function on a thread that nobody waits for: a download must not keep kvchat alive."""
+    loop = asyncio.get_running_loop()
+    made: asyncio.Future[ChatHost] = loop.create_future()
+
+    def settle(host: ChatHost | None, error: Exception | None) -> None:
+        if made.done():
+            return
+        if host is not None:
+            made.set_result(host)
+        else:
+            made.set_exception(error or AssertionError("neither a host nor a reason"))
+
+    def run() -> None:
+        host, failure = None, None
+        try:
+            host = make()
+        except Exception as error:
+            failure = error
+        with suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(settle, host, failure)
+
+    threading.Thread(target=run, name="kvchat-model-change", daemon=True).start()
+    return await made
+
+
+async def change_model(context: "CommandContext", name: str) -> None:
+    """Load a model and go on with it; raises why it cannot be."""
+    controller = context.controller
+    loop = asyncio.get_running_loop()
+    outcome: asyncio.Future[ModelReady] = loop.create_future()
+    relay = LoadRelay()
+    async with context.page.lent(takes_interrupts=False):  # a download shows its own bars
+        host = await _in_thread(lambda: controller.new_host(name, relay.hear))
+
+    def hear(event: LoadEvent) -> None:
+        if isinstance(event, LoadProgress):
+            context.show_stage(one_line(event.stage))
+        elif outcome.done():
+            return
+        elif isinstance(event, LoadFailed):
+            outcome.set_exception(event.error)
+        else:
+            outcome.set_result(event)
+
+    relay.attach(loop, hear)
+    try:
+        ready = await outcome
+        old = controller.change_host(host)
+    except BaseException:
+        await close_host(host)
+        raise
+    finally:
+        context.show_stage("")
+    context.say(f"Now with {one_line(ready.name)}, {ready.device}, {ready.dtype}.")
+    for note in controller.session.notes if controller.session is not None else ():
+        context.say(note)
+    context.conversation_changed()
+    await close_host(old)
+
 
 _KEYS = (
     ("Enter", "send; while an answer comes, queue"),
@@ -48,7 +108,7 @@ _MIN_TWO_COLUMNS = 72
 
 async def model(context: "CommandContext", arguments: str) -> None:
     if not arguments:
-        context.say(describe_model(context.desk))
+        context.say(describe_model(context.controller))
         return
     await change_model(context, arguments)
 
@@ -60,7 +120,7 @@ async def stats(context: "CommandContext", arguments: str) -> None:
     if arguments not in ("", "last", "all"):
         raise UsageError(f"{one_line(arguments)} is unknown here.", "/stats [on|off]")
     lines = [_last_stats(context) or "There is no answer yet."]
-    status = await context.desk.engine.status()
+    status = await context.controller.engine.status()
     if status is not None:
         reused = f"{status.num_cached:,} of {status.num_blocks:,} blocks hold KV for reuse"
         total = format_bytes(status.num_blocks * status.block_bytes)
@@ -91,7 +151,7 @@ async def _as_it_is_now(context: "CommandContext", disk: TierStatus) -> TierStat
     """Return what a tier says of itself with the store's size of this moment, as /cache has it: the
     tier looked when it last wrote, and others write too.
     """
-    kept = context.desk.kept
+    kept = context.controller.kept
     with suppress(StoreError):  # the tier has said what is wrong
         if kept is not None:
             return replace(disk, num_bytes=await asyncio.to_thread(kept.num_bytes))
@@ -99,10 +159,10 @@ async def _as_it_is_now(context: "CommandContext", disk: TierStatus) -> TierStat
 
 
 def _last_stats(context: "CommandContext") -> str:
-    last, ready = context.desk.last, context.desk.host.ready
+    last, ready = context.controller.last, context.controller.host.ready
     if last is None or ready is None:
         return ""
-    glyphs = context.face.painter.look.glyphs
+    glyphs = context.page.painter.look.glyphs
     return stats_line(last.usage, last.timing, last.reason, ready.context_limit, glyphs)
 
 
@@ -111,27 +171,27 @@ async def spec(context: "CommandContext", arguments: str) -> None:
     if mode not in ("", "off", "auto", "ngram", "draft"):
         raise UsageError(f"{one_line(arguments)} is unknown here.", "/spec on|off|auto|ngram|draft")
     if mode:
-        await asyncio.wrap_future(context.desk.host.speculate(mode))
+        await asyncio.wrap_future(context.controller.host.speculate(mode))
         context.notice(f"Guessing ahead is {'off' if mode == 'off' else f'on: {mode}'}.")
         return
-    status = await asyncio.wrap_future(context.desk.host.status())
+    status = await asyncio.wrap_future(context.controller.host.status())
     assert status.speculation is not None
     context.say("\n".join(speculation_lines(status.speculation)))
 
 
 async def context_(context: "CommandContext", arguments: str) -> None:
-    conversation = context.desk.require_conversation()
+    conversation = context.controller.require_conversation()
     path = conversation.path()
     used = sum(len(turn.token_ids) for turn in path)
     asked = sum(len(turn.token_ids) for turn in path if turn.role is Speaker.USER)
-    ready = context.desk.host.ready
+    ready = context.controller.host.ready
     limit = ready.context_limit if ready is not None else None
     lines = [f"{used:,} tokens: {asked:,} asked, {used - asked:,} answered, in {len(path)} turns"]
     if limit:
         share, left = used / limit, max(0, limit - used)
         shown = f"{share:.0%} of {format_count(limit)}, {left:,} left"
-        lines.append(f"{_bar(context.face.painter.look, share)}{shown}")
-    warmth = await context.desk.engine.warmth(context.desk.context_ids)
+        lines.append(f"{_bar(context.page.painter.look, share)}{shown}")
+    warmth = await context.controller.engine.warmth(context.controller.context_ids)
     if warmth is not None:
         lines.append(_reading_again(warmth))
     context.say("\n".join(lines))
@@ -156,11 +216,11 @@ def _reading_again(warmth: float) -> str:
 
 async def help_(context: "CommandContext", arguments: str) -> None:
     rows = _key_rows(context) if arguments == "keys" else _help_rows(context, arguments)
-    context.face.write([*rows, Text(end="")])
+    context.page.write([*rows, Text(end="")])
 
 
 def _help_rows(context: "CommandContext", arguments: str) -> list[Row]:
-    painter = context.face.painter
+    painter = context.page.painter
     if arguments:
         command = context.registry.find(arguments.removeprefix("/"))
         if command is None:
@@ -168,7 +228,7 @@ def _help_rows(context: "CommandContext", arguments: str) -> list[Row]:
         also = ", ".join(f"/{alias}" for alias in command.aliases)
         text = f"/{command.name} {command.usage}".rstrip() + f"\n  {command.help}"
         return painter.wrapped(
-            text + (f"\n  also {also}" if also else ""), context.face.sheet.width
+            text + (f"\n  also {also}" if also else ""), context.page.render_context.width
         )
     rows: list[Row] = []
     for group in Group:
@@ -179,7 +239,7 @@ def _help_rows(context: "CommandContext", arguments: str) -> list[Row]:
     rows += painter.wrapped(
         "/help COMMAND says more, /help keys lists the keys. "
         "A line that begins with a space, // or a path like /usr/bin is a message.",
-        context.face.sheet.width,
+        context.page.render_context.width,
         Role.DIM,
     )
     return rows
@@ -191,7 +251,7 @@ def _key_rows(context: "CommandContext") -> list[Row]:
 
 def _entry(context: "CommandContext", name: str, meaning: str) -> list[Row]:
     """Return a name and what it means beside it; after it where there is no room."""
-    painter, width = context.face.painter, context.face.sheet.width
+    painter, width = context.page.painter, context.page.render_context.width
     if painter.look.is_spoken:
         return painter.wrapped(f"{name}: {meaning}", width)
     if width < _MIN_TWO_COLUMNS:
@@ -249,3 +309,18 @@ COMMANDS = (
         argument=Argument.COMMAND,
     ),
 )
+
+
+def describe_model(controller: ChatController) -> str:
+    """Return what is known of the model, a fact a line."""
+    model, ready = controller.host.model, controller.host.ready
+    facts = [("model", one_line(model.name)), ("template", str(model.format.strategy))]
+    if ready is not None:
+        facts += [
+            ("device", f"{ready.device}, {ready.dtype}"),
+            ("draft", one_line(ready.draft) if ready.draft else "none"),
+            ("context", f"{format_count(ready.context_limit)} tokens"),
+            ("identity", ready.identity),
+            ("loaded in", f"{ready.load_s:.1f} s"),
+        ]
+    return "\n".join(f"{name:<10} {value}" for name, value in facts)

@@ -3,22 +3,18 @@
 import re
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from kvchat.chat import answer_settings
 from kvchat.chat.conversation import Role
 from kvchat.chat.thinking import split_thinking
 from kvchat.core.bounded_files import read_bounded
 from kvchat.core.errors import UsageError
 from kvchat.core.paths import user_path
-from kvchat.terminal import answer_settings
-from kvchat.terminal.commands import Argument, Command, Group
-from kvchat.terminal.numbers import whole_number
-from kvchat.terminal.recital import describe_model, show_turns
-from kvchat.terminal.sanitize import one_line
+from kvchat.core.text import one_line, whole_number
+from kvchat.terminal.commands import Argument, Command, CommandContext, Group
+from kvchat.terminal.commands_engine import describe_model
+from kvchat.terminal.history_view import show_turns
 from kvchat.terminal.status import plural
-
-if TYPE_CHECKING:
-    from kvchat.terminal.command_context import CommandContext
 
 _MAX_PROMPT_BYTES = 16 << 20
 _NAME_AND_VALUE = re.compile(r"([^\s=]*)(?:\s*=\s*|\s+)?(.*)", re.DOTALL)
@@ -26,18 +22,20 @@ _CODE_BLOCK = re.compile(r"^(`{3,}|~{3,})[^\n]*\n(.*?)^\1[ \t]*$", re.MULTILINE 
 
 
 async def file(context: "CommandContext", arguments: str) -> None:
-    desk = context.desk
+    controller = context.controller
     if arguments == "clear":
-        context.say("No file is attached any more." if desk.attached else "No file was attached.")
-        desk.attached = ()
+        context.say(
+            "No file is attached any more." if controller.attached else "No file was attached."
+        )
+        controller.attached = ()
         return
-    if not arguments and desk.attached:
-        names = ", ".join(one_line(file.name) for file in desk.attached)
+    if not arguments and controller.attached:
+        names = ", ".join(one_line(file.name) for file in controller.attached)
         context.say(f"Attached for your next message: {names}. /file clear takes them away.")
         return
     for name in _split_paths(arguments):
         path = user_path(name)
-        tokens = desk.attach(path)
+        tokens = controller.attach(path)
         context.say(
             f"Attached {one_line(path.name)}, {plural(tokens, 'token')}: "
             "it goes with your next message."
@@ -55,18 +53,22 @@ def _split_paths(arguments: str) -> list[str]:
 
 
 async def system(context: "CommandContext", arguments: str) -> None:
-    desk = context.desk
+    controller = context.controller
     if arguments in ("", "show"):
-        prompt = desk.conversation.system if desk.conversation is not None else desk.system
+        prompt = (
+            controller.conversation.system
+            if controller.conversation is not None
+            else controller.system
+        )
         context.say(f"System prompt: {prompt}" if prompt else "There is no system prompt.")
         return
     text = None if arguments == "clear" else arguments
     if text is not None and text.startswith("@"):
         text = _read_text(user_path(text[1:]))
-    price = await desk.engine.price(desk.ids_with_system(text))
-    if not await context.afford(price, "/system"):
+    cost = await controller.engine.cost(controller.ids_with_system(text))
+    if not await context.confirm_cost(cost, "/system"):
         return
-    desk.set_system(text)
+    controller.set_system(text)
     context.say("The system prompt is set." if text else "There is no system prompt any more.")
     context.conversation_changed()
 
@@ -92,30 +94,34 @@ async def set_(context: "CommandContext", arguments: str) -> None:
         is_on = name == "verbose" or (name == "stats" and value not in ("off", "no", "false"))
         context.set_stats(is_on)
     elif not value:
-        known = dict(answer_settings.describe(context.desk.options))
+        known = dict(answer_settings.describe(context.controller.options))
         if name not in known:
-            answer_settings.changed(context.desk.options, name, "0")
+            answer_settings.changed(context.controller.options, name, "0")
         context.say(f"{name} is {known.get(name, '')}.")
     else:
-        context.desk.options = answer_settings.changed(context.desk.options, name, value)
-        context.say(f"{name} is {dict(answer_settings.describe(context.desk.options))[name]}.")
+        context.controller.options = answer_settings.changed(
+            context.controller.options, name, value
+        )
+        context.say(
+            f"{name} is {dict(answer_settings.describe(context.controller.options))[name]}."
+        )
 
 
 def _show_settings(context: "CommandContext") -> None:
-    settings = answer_settings.describe(context.desk.options)
+    settings = answer_settings.describe(context.controller.options)
     context.say("\n".join(f"{name:<20} {value}" for name, value in settings))
 
 
 async def show(context: "CommandContext", arguments: str) -> None:
     what = arguments or "settings"
     if what == "chat":
-        show_turns(context.desk.require_conversation().path(), context.face)
+        show_turns(context.controller.require_conversation().path(), context.page)
     elif what == "system":
         await system(context, "")
     elif what in ("settings", "parameters"):
         _show_settings(context)
     elif what in ("model", "info"):
-        context.say(describe_model(context.desk))
+        context.say(describe_model(context.controller))
     else:
         raise UsageError(
             f"{one_line(what)} cannot be shown.", "/show chat, system, settings or model"
@@ -123,18 +129,18 @@ async def show(context: "CommandContext", arguments: str) -> None:
 
 
 async def editor(context: "CommandContext", arguments: str) -> None:
-    text = await context.face.edit(context.face.prompt_text)
-    context.face.put_text(text)
+    text = await context.page.edit(context.page.prompt_text)
+    context.page.put_text(text)
 
 
 async def copy(context: "CommandContext", arguments: str) -> None:
     answers = [
         split_thinking(turn.text)[1]
-        for turn in context.desk.require_conversation().path()
+        for turn in context.controller.require_conversation().path()
         if turn.role is Role.ASSISTANT
     ]
     text = _wanted(answers, arguments)
-    context.face.copy(text)
+    context.page.copy(text)
     context.say(f"Sent {plural(len(text), 'character')} to the terminal's clipboard.")
 
 

@@ -2,20 +2,13 @@
 
 import re
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from kvchat.chat.conversation import Turn
 from kvchat.core.errors import UsageError
-from kvchat.terminal.commands import Argument, Command, Group
-from kvchat.terminal.face import Choice
-from kvchat.terminal.gist import gist
-from kvchat.terminal.numbers import whole_number
-from kvchat.terminal.recital import show_where_it_stands
-from kvchat.terminal.sanitize import one_line
-from kvchat.terminal.tree_view import tree_rows
-
-if TYPE_CHECKING:
-    from kvchat.terminal.command_context import CommandContext
+from kvchat.core.text import one_line, whole_number
+from kvchat.terminal.commands import Argument, Command, CommandContext, Group
+from kvchat.terminal.history_view import show_where_it_stands, tree_rows, turn_summary
+from kvchat.terminal.view import Choice
 
 _MAX_SAMPLES = 16
 _SAMPLES = re.compile(r"(?:-n\s*)?(\d+)$")
@@ -25,51 +18,51 @@ async def undo(context: "CommandContext", arguments: str) -> None:
     count = _count(arguments)
     turn: Turn | None = None
     for _ in range(count):
-        back = context.desk.undo()
+        back = context.controller.undo()
         if back is None:
             break
         turn = back
     if turn is None:
         raise UsageError("This is the beginning.")
-    context.say(f"Back before: {gist(turn, 60)}  (/redo returns)")
+    context.say(f"Back before: {turn_summary(turn, 60)}  (/redo returns)")
     context.conversation_changed()
 
 
 async def redo(context: "CommandContext", arguments: str) -> None:
-    if not context.desk.redo():
+    if not context.controller.redo():
         raise UsageError("There is nothing further on.")
     _show_where_it_stands(context)
 
 
 async def rewind(context: "CommandContext", arguments: str) -> None:
-    desk = context.desk
-    turns = desk.user_turns
+    controller = context.controller
+    turns = controller.user_turns
     if not turns:
         raise UsageError("There is no message to go back to.")
     if arguments:
-        turn = desk.user_turn(arguments)
+        turn = controller.user_turn(arguments)
     else:
-        choices = [Choice(f"{n}. {gist(t, 60)}") for n, t in enumerate(turns, start=1)]
-        index = await context.face.choose("Go back to before", choices, len(turns) - 1)
+        choices = [Choice(f"{n}. {turn_summary(t, 60)}") for n, t in enumerate(turns, start=1)]
+        index = await context.page.choose("Go back to before", choices, len(turns) - 1)
         if index is None:
             return
         turn = turns[index]
-    desk.move(turn.parent_id)
-    context.face.put_text(turn.text)
-    context.say(f"Back before: {gist(turn, 60)}  (the other branch is kept: /tree)")
+    controller.move(turn.parent_id)
+    context.page.put_text(turn.text)
+    context.say(f"Back before: {turn_summary(turn, 60)}  (the other branch is kept: /tree)")
     context.conversation_changed()
 
 
 async def edit(context: "CommandContext", arguments: str) -> None:
-    desk = context.desk
-    turn = desk.user_turn(arguments)
-    conversation = desk.require_conversation()
-    price = await desk.engine.price(conversation.context_ids(turn.parent_id))
-    if not await context.afford(price, f"/edit {arguments}".strip()):
+    controller = context.controller
+    turn = controller.user_turn(arguments)
+    conversation = controller.require_conversation()
+    cost = await controller.engine.cost(conversation.context_ids(turn.parent_id))
+    if not await context.confirm_cost(cost, f"/edit {arguments}".strip()):
         return
-    desk.edited = turn
-    context.face.put_text(turn.text)
-    number = desk.user_turns.index(turn) + 1
+    controller.edited = turn
+    context.page.put_text(turn.text)
+    number = controller.user_turns.index(turn) + 1
     context.notice(f"Editing message {number}: what you send next takes its place, as a branch.")
 
 
@@ -80,7 +73,7 @@ async def retry(context: "CommandContext", arguments: str) -> None:
     count = whole_number(match[1]) if match is not None else 1
     if count is None or not 1 <= count <= _MAX_SAMPLES:
         raise UsageError(f"Between 1 and {_MAX_SAMPLES} answers can be asked for at once.")
-    options = replace(context.desk.options, num_samples=count)
+    options = replace(context.controller.options, num_samples=count)
     context.answer_again(options)
 
 
@@ -89,7 +82,7 @@ async def continue_(context: "CommandContext", arguments: str) -> None:
 
 
 async def fork(context: "CommandContext", arguments: str) -> None:
-    session = context.desk.fork(one_line(arguments))
+    session = context.controller.fork(one_line(arguments))
     context.say(f"This is a copy now: {one_line(session.conversation.label)}")
     for note in session.notes:
         context.say(note)
@@ -97,13 +90,13 @@ async def fork(context: "CommandContext", arguments: str) -> None:
 
 
 async def tree(context: "CommandContext", arguments: str) -> None:
-    conversation = context.desk.require_conversation()
-    rows = tree_rows(conversation, context.face.sheet)
-    context.face.write([*rows, context.face.painter.text("")])
+    conversation = context.controller.require_conversation()
+    rows = tree_rows(conversation, context.page.render_context)
+    context.page.write([*rows, context.page.painter.text("")])
 
 
 async def switch(context: "CommandContext", arguments: str) -> None:
-    conversation = context.desk.require_conversation()
+    conversation = context.controller.require_conversation()
     leaves = conversation.leaves()
     if arguments:
         number = whole_number(arguments)
@@ -114,23 +107,23 @@ async def switch(context: "CommandContext", arguments: str) -> None:
         choices = [Choice(one_line(_trail(context, leaf), 70)) for leaf in leaves]
         here = [leaf.turn_id for leaf in leaves]
         current = here.index(conversation.tip_id) if conversation.tip_id in here else 0
-        index = await context.face.choose("Go on from", choices, current)
+        index = await context.page.choose("Go on from", choices, current)
         if index is None:
             return
         turn_id = leaves[index].turn_id
-    context.desk.move(turn_id)
+    context.controller.move(turn_id)
     _show_where_it_stands(context)
 
 
 def _show_where_it_stands(context: "CommandContext") -> None:
-    show_where_it_stands(context.desk.require_conversation(), context.face)
+    show_where_it_stands(context.controller.require_conversation(), context.page)
     context.conversation_changed()
 
 
 def _trail(context: "CommandContext", leaf: Turn) -> str:
     """Return a branch in a line: the number of its last turn, what was asked, what was said."""
-    path = context.desk.require_conversation().path(leaf.turn_id)
-    texts = [gist(turn, 32) for turn in path[-2:]]
+    path = context.controller.require_conversation().path(leaf.turn_id)
+    texts = [turn_summary(turn, 32) for turn in path[-2:]]
     return f"{leaf.turn_id}. {': '.join(texts)}"
 
 

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterable, Iterator
 from prompt_toolkit.completion import CompleteEvent, Completer, Completion
 from prompt_toolkit.document import Document
 
+from kvchat.chat import answer_settings
 from kvchat.core.errors import UsageError
 from kvchat.core.paths import user_path
-from kvchat.terminal import answer_settings
+from kvchat.core.text import one_line
 from kvchat.terminal.commands import Argument, Command, Registry
-from kvchat.terminal.sanitize import one_line
 
 _MAX_PATHS = 200
 

@@ -1,26 +1,25 @@
 """Dialogue: the back and forth: messages wait their turn, answers are shown, commands carried out.
 
-What a face hears arrives here. Lives on the event loop; knows no key and no escape sequence, and of
-the engine only what the desk tells.
+What a view hears arrives here. Lives on the event loop; knows no key and no escape sequence, and of
+the engine only what the controller tells.
 """
 
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
 
-from kvchat.chat.session import AskOptions
+from kvchat.chat.answer_settings import AskOptions
+from kvchat.chat.controller import ChatController
+from kvchat.chat.message_queue import MessageQueue
 from kvchat.core.errors import ExitCode, KvchatError
 from kvchat.core.events import LoadEvent, LoadFailed, LoadProgress, ModelReady
-from kvchat.terminal import recital
+from kvchat.core.text import one_line
+from kvchat.terminal import history_view
 from kvchat.terminal.answering import Answering
-from kvchat.terminal.command_context import CommandContext
-from kvchat.terminal.commands import Invocation, Message, Registry, Unknown
-from kvchat.terminal.desk import Desk
-from kvchat.terminal.face import Face, LiveView
-from kvchat.terminal.message_queue import MessageQueue
-from kvchat.terminal.sanitize import one_line
+from kvchat.terminal.commands import CommandContext, Invocation, Message, Registry, Unknown
 from kvchat.terminal.status import ToolbarFacts, model_label, toolbar
 from kvchat.terminal.theme import Role
+from kvchat.terminal.view import LiveState, View
 
 _STOP_PATIENCE_S = 2.0
 _FAREWELLS = ("exit", "quit", "bye")
@@ -29,33 +28,35 @@ _log = logging.getLogger(__name__)
 
 
 class Dialogue(CommandContext):
-    """Implements what faces tell (`Listener`). Runs with `work`, ends with an `exit_code`."""
+    """Implements what views tell (`Listener`). Runs with `work`, ends with an `exit_code`."""
 
-    def __init__(self, desk: Desk, face: Face, registry: Registry, shows_stats: bool) -> None:
-        self.desk = desk
-        self._face = face
+    def __init__(
+        self, controller: ChatController, view: View, registry: Registry, shows_stats: bool
+    ) -> None:
+        self.controller = controller
+        self._view = view
         self.registry = registry
         self.exit_code = ExitCode.OK
         self.failure: KvchatError | None = None
         self.shows_stats = shows_stats
         self._queue = MessageQueue()
         self._asked: Callable[[], Awaitable[None]] | None = None
-        self._answering = Answering(desk, face, self.refresh, self._view)
+        self._answering = Answering(controller, view, self.refresh, self._live_state)
         self._stage = "loading the model"
         self._notice = ""
         self._said_farewell = ""
         self._num_commands = 0
         self._warmth: float | None = None
-        self._num_context_tokens = len(desk.context_ids)
+        self._num_context_tokens = len(controller.context_ids)
         self._wake = asyncio.Event()
         self._loaded = asyncio.Event()
         # Held by an answer, and by a command that must not meet one.
-        self._floor = asyncio.Lock()
+        self._turn_lock = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
-    def face(self) -> Face:
-        return self._face
+    def page(self) -> View:
+        return self._view
 
     # Loading
 
@@ -84,7 +85,7 @@ class Dialogue(CommandContext):
         self.failure = event.error
         self.quit(event.error.exit_code)
 
-    # What the face tells
+    # What the view tells
 
     @property
     def is_answering(self) -> bool:
@@ -97,8 +98,12 @@ class Dialogue(CommandContext):
     @property
     def has_been_used(self) -> bool:
         """Whether there is something to come back to."""
-        is_saved = self.desk.host.store is not None
-        return is_saved and self.desk.conversation is not None and len(self.desk.conversation) > 0
+        is_saved = self.controller.host.store is not None
+        return (
+            is_saved
+            and self.controller.conversation is not None
+            and len(self.controller.conversation) > 0
+        )
 
     @property
     def is_busy(self) -> bool:
@@ -122,7 +127,7 @@ class Dialogue(CommandContext):
             self._refuse(text, f"/{line.command.name} waits for the answer. Esc stops it.")
         else:
             self._queue.stop_editing()
-            self.face.write_turn(text)
+            self._view.write_turn(text)
             self._begin(line)
         self.refresh()
 
@@ -132,7 +137,7 @@ class Dialogue(CommandContext):
         farewell = text.strip().lower()
         if farewell in _FAREWELLS and self._said_farewell != farewell:
             self._said_farewell = farewell
-            self.face.put_back(text)
+            self._view.put_back(text)
             self._notice = "Enter again leaves. After a space it is a message."
             return
         if farewell in _FAREWELLS and not text.startswith(" "):
@@ -144,7 +149,7 @@ class Dialogue(CommandContext):
 
     def _refuse(self, text: str, reason: str) -> None:
         """Nothing typed is lost: it is in the prompt again."""
-        self.face.put_back(text)
+        self._view.put_back(text)
         self.say(reason, Role.WARNING)
 
     def stop(self) -> None:
@@ -167,24 +172,24 @@ class Dialogue(CommandContext):
 
     def stop_editing(self) -> None:
         self._queue.stop_editing()
-        self.desk.edited = None
+        self.controller.edited = None
         self._wake.set()
         self.refresh()
 
     def rewind(self) -> None:
-        if not self.is_busy and self.desk.user_turns:
+        if not self.is_busy and self.controller.user_turns:
             self._run_by_name("rewind")
 
     def show_sibling(self, step: int) -> None:
         if self.is_busy:
             return
-        turn = self.desk.step_sibling(step)
-        branch = self.desk.branch
+        turn = self.controller.step_sibling(step)
+        branch = self.controller.branch
         if turn is None or branch is None:
             self.notice("There is no other answer. /retry makes one.")
             return
         self.say(f"Answer {branch[0]} of {branch[1]}", Role.TITLE, gap=False)
-        self.face.write(recital.answer_rows(turn, self.face))
+        self._view.write(history_view.answer_rows(turn, self._view))
         self.conversation_changed()
 
     def toggle_stats(self) -> None:
@@ -212,7 +217,7 @@ class Dialogue(CommandContext):
         for task in self._tasks - {asyncio.current_task()}:  # a command that waits for something
             task.cancel()
         await self.settle()
-        self.face.leave()
+        self._view.leave()
 
     async def settle(self) -> None:
         """Stop the answer in progress, and wait until what there is of it is kept."""
@@ -220,7 +225,7 @@ class Dialogue(CommandContext):
         self._asked = None
         self.stop()
         try:
-            async with asyncio.timeout(_STOP_PATIENCE_S), self._floor:
+            async with asyncio.timeout(_STOP_PATIENCE_S), self._turn_lock:
                 pass
         except TimeoutError:
             _log.warning("the answer in progress did not stop in time")
@@ -234,7 +239,7 @@ class Dialogue(CommandContext):
             await self._wake.wait()
             self._wake.clear()
             while (job := self._next_job()) is not None:
-                async with self._floor:
+                async with self._turn_lock:
                     try:
                         await job()
                     except Exception as error:
@@ -247,7 +252,7 @@ class Dialogue(CommandContext):
 
     async def _answer_message(self) -> None:
         if not self._queue.has_next:
-            return  # taken back for editing while a command had the floor
+            return  # taken back for editing while a command held the lock
         text = self._queue.take()
         self.refresh()
         await self._answering.answer_message(text, self.shows_stats)
@@ -265,40 +270,40 @@ class Dialogue(CommandContext):
 
     async def _tell_trouble(self) -> None:
         """KV that is not kept is no reason to stop, but one to say so."""
-        if trouble := await self.desk.engine.new_trouble():
+        if trouble := await self.controller.engine.new_trouble():
             self.say(trouble[:1].upper() + trouble[1:], Role.WARNING)
 
     # For commands
 
     def answer_again(self, options: AskOptions) -> None:
-        """Answer the last message once more, as soon as the floor is free."""
-        self.desk.user_turn("")
+        """Answer the last message once more, once no answer or command holds the lock."""
+        self.controller.user_turn("")
         self._asked = lambda: self._answering.answer_again(options, self.shows_stats)
         self._wake.set()
 
     def continue_answer(self) -> None:
-        """Go on with the last answer, as soon as the floor is free."""
-        self.desk.require_conversation()
+        """Go on with the last answer, once no answer or command holds the lock."""
+        self.controller.require_conversation()
         self._asked = lambda: self._answering.continue_answer(self.shows_stats)
         self._wake.set()
 
     def conversation_changed(self) -> None:
         """The tip has moved: the toolbar's figures are stale."""
-        self._num_context_tokens = len(self.desk.context_ids)
+        self._num_context_tokens = len(self.controller.context_ids)
         self._warmth = None
         self.refresh()
         self._spawn(self._measure_warmth())
 
     async def _measure_warmth(self) -> None:
         tip = self._num_context_tokens
-        warmth = await self.desk.engine.warmth(self.desk.context_ids)
+        warmth = await self.controller.engine.warmth(self.controller.context_ids)
         if tip == self._num_context_tokens and not self.is_answering:
             self._warmth = warmth
             self.refresh()
 
     def refresh(self) -> None:
         """Show the state as it is now."""
-        self.face.show(self._view())
+        self._view.show(self._live_state())
 
     # Carrying out commands
 
@@ -316,7 +321,7 @@ class Dialogue(CommandContext):
             if line.command.is_available_while_answering:
                 await line.command.run(self, line.arguments)
             else:
-                async with self._floor:
+                async with self._turn_lock:
                     await line.command.run(self, line.arguments)
         except KvchatError as error:
             self.say(str(error), Role.ERROR)
@@ -346,10 +351,10 @@ class Dialogue(CommandContext):
             Role.ERROR,
         )
 
-    # The view
+    # The live state
 
-    def _view(self) -> LiveView:
-        return LiveView(
+    def _live_state(self) -> LiveState:
+        return LiveState(
             tail=self._answering.tail,
             progress=self._answering.progress,
             notice=self._notice,
@@ -362,21 +367,21 @@ class Dialogue(CommandContext):
     def _meaning_of_escape(self) -> str:
         if self.is_answering:
             return "stops"
-        return "twice gives it up" if self.desk.edited is not None else ""
+        return "twice gives it up" if self.controller.edited is not None else ""
 
     def _toolbar(self, width: int) -> str:
-        desk, ready = self.desk, self.desk.host.ready
+        controller, ready = self.controller, self.controller.host.ready
         facts = ToolbarFacts(
-            model=model_label(desk.host.model.name),
-            title=one_line(desk.label, 48),
-            branch=desk.branch,
+            model=model_label(controller.host.model.name),
+            title=one_line(controller.label, 48),
+            branch=controller.branch,
             context_tokens=self._num_context_tokens,
             context_limit=ready.context_limit if ready is not None else None,
             warmth=self._warmth,
             answering=self._answering.words,
             loading=self._stage,
-            editing=desk.editing,
+            editing=controller.editing,
             num_queued=len(self._queue),
             escape=self._meaning_of_escape,
         )
-        return toolbar(facts, width, self.face.painter.look.glyphs)
+        return toolbar(facts, width, self._view.painter.look.glyphs)

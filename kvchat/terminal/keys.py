@@ -22,7 +22,7 @@ from prompt_toolkit.key_binding.key_bindings import KeyBindingsBase
 from prompt_toolkit.keys import Keys
 
 from kvchat.core.errors import ExitCode
-from kvchat.terminal.input_blocks import continues, is_block_open, without_block_marks
+from kvchat.terminal.multiline import continues, is_block_open, without_block_marks
 from kvchat.terminal.pickers import Picker
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ _TWICE_S = 2.0
 _ESCAPE_TWICE_S = 0.8
 
 
-class Twice:
+class DoublePress:
     """Tells the second of two presses within a time."""
 
     def __init__(self, within_s: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -128,7 +128,7 @@ def submit(prompt: "LivePrompt") -> None:
 
 def _bind_stopping(bindings: KeyBindings, prompt: "LivePrompt") -> None:
     """Esc, Ctrl-C, Ctrl-D, Ctrl-Z."""
-    leaving, clearing = Twice(_TWICE_S), Twice(_ESCAPE_TWICE_S)
+    leaving, clearing = DoublePress(_TWICE_S), DoublePress(_ESCAPE_TWICE_S)
     # Keys that came in the same read belong together: this is Alt-something, not Esc.
     stands_alone = Condition(lambda: not get_app().key_processor.input_queue)
 
@@ -217,7 +217,7 @@ def _bind_moving(bindings: KeyBindings, prompt: "LivePrompt") -> None:
 def _edits_queue(prompt: "LivePrompt") -> bool:
     """Whether the arrows mean the queue: there is one, and the prompt is empty or from it."""
     listener = prompt.listener
-    is_editing = prompt.region.view.edited is not None
+    is_editing = prompt.region.state.edited is not None
     return listener.has_queue and (is_editing or not prompt.buffer.text)
 
 

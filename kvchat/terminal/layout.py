@@ -27,9 +27,9 @@ from prompt_toolkit.layout.processors import (
 )
 from prompt_toolkit.widgets import SearchToolbar
 
-from kvchat.terminal.face import LiveView
 from kvchat.terminal.paint import Fragments
 from kvchat.terminal.pickers import Picker
+from kvchat.terminal.view import LiveState
 from kvchat.terminal.wrap import one_row
 
 if TYPE_CHECKING:
@@ -41,9 +41,9 @@ _MAX_QUEUE_ROWS = 4
 
 @dataclass(slots=True)
 class LiveRegion:
-    """What is drawn: the dialogue's view, and the picker while one is open."""
+    """What is drawn: the dialogue's live state, and the picker while one is open."""
 
-    view: LiveView = field(default_factory=LiveView)
+    state: LiveState = field(default_factory=LiveState)
     picker: Picker | None = None
 
 
@@ -73,12 +73,12 @@ def build_layout(prompt: "LivePrompt") -> Layout:
     )
     body = HSplit(
         [
-            _lines(lambda: prompt.painter.fragments(region.view.tail), lambda: region.view.tail),
+            _lines(lambda: prompt.painter.fragments(region.state.tail), lambda: region.state.tail),
             _lines(
-                lambda: [("class:progress", region.view.progress)], lambda: region.view.progress
+                lambda: [("class:progress", region.state.progress)], lambda: region.state.progress
             ),
-            _lines(lambda: _queue(prompt), lambda: region.view.queue),
-            _lines(list, lambda: region.view.tail or region.view.queue, is_gap=True),
+            _lines(lambda: _queue(prompt), lambda: region.state.queue),
+            _lines(list, lambda: region.state.tail or region.state.queue, is_gap=True),
             ConditionalContainer(_picker(prompt), is_picking),
             ConditionalContainer(input_window, ~is_picking),
             ConditionalContainer(_menu(), has_completions & ~is_picking),
@@ -107,14 +107,14 @@ def _line_prefix(prompt: "LivePrompt", line: int, wrap: int) -> Fragments:
 
 def _queue(prompt: "LivePrompt") -> Fragments:
     """Return the waiting messages, a line each; the last ones are counted where they are many."""
-    view = prompt.region.view
+    state = prompt.region.state
     room = max(8, prompt.size.columns - 14)
     fragments: Fragments = []
-    for number, text in enumerate(view.queue[:_MAX_QUEUE_ROWS]):
-        mark = "editing" if number == view.edited else "queued"
+    for number, text in enumerate(state.queue[:_MAX_QUEUE_ROWS]):
+        mark = "editing" if number == state.edited else "queued"
         line = f"{mark} {number + 1}: {one_row(text, room)}"
         fragments += [("", "\n")] * bool(fragments) + [("class:queue", line)]
-    more = len(view.queue) - _MAX_QUEUE_ROWS
+    more = len(state.queue) - _MAX_QUEUE_ROWS
     if more > 0:
         fragments.append(("class:queue", f"\nand {more} more"))
     return fragments
@@ -147,9 +147,9 @@ def _toolbar(prompt: "LivePrompt") -> Window:
 
     def text() -> Fragments:
         width = prompt.size.columns - 1
-        view = prompt.region.view
-        if view.notice:
-            return [("class:notice", one_row(view.notice, width))]
-        return [("class:toolbar", view.toolbar(width))]
+        state = prompt.region.state
+        if state.notice:
+            return [("class:notice", one_row(state.notice, width))]
+        return [("class:toolbar", state.toolbar(width))]
 
     return Window(FormattedTextControl(text), height=1)

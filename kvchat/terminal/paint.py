@@ -6,6 +6,7 @@ where, is the prompt's business.
 
 import io
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from prompt_toolkit.formatted_text import StyleAndTextTuples
 from rich.color import ColorSystem
@@ -13,7 +14,7 @@ from rich.console import Console, RenderableType
 from rich.style import Style
 from rich.text import Text
 
-from kvchat.terminal.sanitize import sanitize
+from kvchat.core.text import sanitize
 from kvchat.terminal.theme import Look, Role
 from kvchat.terminal.wrap import break_offsets
 
@@ -128,3 +129,14 @@ def prefixed(row: Row, prefix: Text) -> Row:
     if not row.plain:
         joined.rstrip()
     return joined
+
+
+@dataclass(frozen=True, slots=True)
+class RenderContext:
+    """What rows are laid out for: a painter and a width in cells."""
+
+    painter: Painter
+    width: int
+
+    def narrower(self, cells: int) -> "RenderContext":
+        return RenderContext(self.painter, max(8, self.width - cells))

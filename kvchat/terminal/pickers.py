@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 from rich.cells import cell_len
 
-from kvchat.terminal.face import Choice
-from kvchat.terminal.numbers import whole_number
+from kvchat.core.text import whole_number
 from kvchat.terminal.paint import Fragments
 from kvchat.terminal.theme import Glyphs
+from kvchat.terminal.view import Choice
 from kvchat.terminal.wrap import first_cells, one_row
 
 

@@ -1,18 +1,22 @@
-"""LivePrompt: the face of a terminal that can move its cursor: a prompt that is always live.
+"""LivePrompt: the view of a terminal that can move its cursor: a prompt that is always live.
 
 Finished rows go to the terminal's own scrollback above it and are never touched again; below them
 is a small region that is redrawn: the open end of the answer, messages waiting, the prompt, a
-toolbar. No alternate screen. The one writer of the terminal.
+toolbar. No alternate screen. The one writer of the terminal. LiveApplication is the one place that
+uses prompt_toolkit's private parts (3.0.51 to 3.0.53).
 """
 
 import asyncio
 import base64
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+import os
+import sys
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import TextIO
+from pathlib import Path
+from typing import Any, TextIO
 
-from prompt_toolkit.application import in_terminal
+from prompt_toolkit.application import Application, in_terminal
 from prompt_toolkit.application.current import set_app
 from prompt_toolkit.auto_suggest import AutoSuggestFromHistory
 from prompt_toolkit.buffer import Buffer
@@ -21,24 +25,68 @@ from prompt_toolkit.data_structures import Size
 from prompt_toolkit.filters import Condition
 from prompt_toolkit.history import History
 from prompt_toolkit.input import Input
+from prompt_toolkit.input.defaults import create_input
 from prompt_toolkit.selection import SelectionState
 from prompt_toolkit.styles import Style
 from rich.text import Text
 
+from kvchat.chat.controller import ChatController
 from kvchat.core.errors import UsageError
-from kvchat.terminal.editor import edit_text
-from kvchat.terminal.face import Choice, Listener, LiveView
-from kvchat.terminal.held_output import HeldOutput
-from kvchat.terminal.history import PrivateHistory
+from kvchat.terminal.completion import LineCompleter
+from kvchat.terminal.history_view import turn_summary
+from kvchat.terminal.input_history import PrivateHistory
 from kvchat.terminal.keys import build_keys
 from kvchat.terminal.layout import LiveRegion, build_layout
-from kvchat.terminal.leaves import Sheet
-from kvchat.terminal.live_application import LiveApplication
-from kvchat.terminal.paint import Painter, Row, prefixed
+from kvchat.terminal.multiline import edit_text
+from kvchat.terminal.paint import Painter, RenderContext, Row, prefixed
 from kvchat.terminal.pickers import Picker
-from kvchat.terminal.stray_output import StrayOutput
+from kvchat.terminal.registry import build_registry
+from kvchat.terminal.terminal_io import HeldOutput, StrayOutput, typed_ahead
 from kvchat.terminal.theme import Role
-from kvchat.terminal.typeahead import typed_ahead
+from kvchat.terminal.view import Choice, Listener, LiveState
+
+
+class LiveApplication(Application[None]):
+    """`reflows` tells that the terminal breaks earlier lines anew when it gets narrower."""
+
+    def __init__(self, reflows: bool, held_output: HeldOutput, **settings: Any) -> None:
+        self._reflows = reflows
+        self._held_output = held_output
+        self._drawn_columns = 0
+        super().__init__(**settings)
+        self.after_render += self._remember_width
+
+    def redraw_now(self) -> None:
+        """Draw before returning, where `invalidate` would draw some time later."""
+        self._redraw()
+
+    def _remember_width(self, sender: object) -> None:
+        self._drawn_columns = self.output.get_size().columns
+
+    def _on_resize(self) -> None:
+        """Erase the region where it is now, which may be higher than where it was drawn."""
+        with self._held_output.stroke():
+            self.output.cursor_up(self._num_rows_added())
+            super()._on_resize()
+
+    def _num_rows_added(self) -> int:
+        """Return how many rows above the cursor a narrower terminal has broken in two.
+
+        Where it is not known that the terminal does that, going up would erase what is not ours;
+        a stale row is the lesser evil.
+        """
+        columns = self.output.get_size().columns
+        screen = self.renderer.last_rendered_screen
+        if not self._reflows or screen is None or columns >= self._drawn_columns:
+            return 0
+        cursor = screen.get_cursor_position(self.layout.current_window)
+        added = cursor.x // columns
+        for number in range(cursor.y):
+            row = screen.data_buffer[number]
+            used = max((x for x, cell in row.items() if cell.char != " "), default=0) + 1
+            added += (used - 1) // columns
+        return added
+
 
 # Longer lines are hard to read, however wide the window.
 _MAX_TEXT_COLUMNS = 100
@@ -61,7 +109,7 @@ class Terminal:
 
 
 class LivePrompt:
-    """Implements `Face`. `run` owns the terminal from beginning to end."""
+    """Implements `View`. `run` owns the terminal from beginning to end."""
 
     def __init__(
         self,
@@ -106,7 +154,7 @@ class LivePrompt:
         self._app.ttimeoutlen = _ESCAPE_WAIT_S
         self._app.timeoutlen = _SEQUENCE_WAIT_S
 
-    # The face
+    # The view
 
     @property
     def listener(self) -> Listener:
@@ -118,8 +166,8 @@ class LivePrompt:
         return self._output.get_size()
 
     @property
-    def sheet(self) -> Sheet:
-        return Sheet(self.painter, max(8, min(self.size.columns, _MAX_TEXT_COLUMNS)))
+    def render_context(self) -> RenderContext:
+        return RenderContext(self.painter, max(8, min(self.size.columns, _MAX_TEXT_COLUMNS)))
 
     @property
     def max_tail_rows(self) -> int:
@@ -133,10 +181,10 @@ class LivePrompt:
     def is_lent(self) -> bool:
         return self._num_lent > 0
 
-    def write(self, rows: Sequence[Row], view: LiveView | None = None) -> None:
+    def write(self, rows: Sequence[Row], state: LiveState | None = None) -> None:
         """Show rows for good: erase the region, write, draw it again, all in one stroke."""
-        if view is not None:
-            self.region.view = view
+        if state is not None:
+            self.region.state = state
         text = self.painter.ansi(rows).replace("\n", "\r\n")
         if self.is_lent or not self._app.is_running:
             self._waiting.append(text)
@@ -151,7 +199,7 @@ class LivePrompt:
         glyph = self.painter.look.glyphs.prompt
         marker = Text(end="").append(f"{glyph} ", self.painter.style(Role.HEADING))
         below = Text(" " * marker.cell_len, end="")
-        wrapped = self.painter.wrapped(text.strip("\n"), self.sheet.width - 2, Role.USER)
+        wrapped = self.painter.wrapped(text.strip("\n"), self.render_context.width - 2, Role.USER)
         rows = [
             prefixed(row, below if number else marker)
             for number, row in enumerate(wrapped[:_MAX_ECHOED_ROWS])
@@ -163,8 +211,8 @@ class LivePrompt:
             rows.append(Text(end=""))
         self.write(rows)
 
-    def show(self, view: LiveView) -> None:
-        self.region.view = view
+    def show(self, state: LiveState) -> None:
+        self.region.state = state
         self._app.invalidate()
 
     def put_text(self, text: str) -> None:
@@ -262,7 +310,7 @@ class LivePrompt:
     # Inside
 
     def _show_stray(self, line: str) -> None:
-        self.write(self.painter.wrapped(line, self.sheet.width, Role.DIM))
+        self.write(self.painter.wrapped(line, self.render_context.width, Role.DIM))
 
     def _take_typed_ahead(self, listener: Listener) -> None:
         lines, rest = typed_ahead(self._app.input.fileno())
@@ -295,3 +343,38 @@ class LivePrompt:
     def _lost(self) -> None:
         if self._listener is not None:
             self._listener.terminal_lost()
+
+
+_DEFAULT_ROWS, _DEFAULT_COLUMNS = 24, 80
+
+
+def new_live_prompt(
+    painter: Painter, controller: ChatController, history_path: Path | None, editor: str
+) -> LivePrompt:
+    """Return the prompt, with the history and the completions of this chat."""
+    terminal = Terminal(create_input(), sys.stdout, _terminal_size)
+    history = PrivateHistory(history_path)
+    completer = LineCompleter(
+        build_registry(), lambda: _sessions(controller), lambda: _turns(controller)
+    )
+    return LivePrompt(terminal, painter, completer, history, editor)
+
+
+def _terminal_size() -> Size:
+    try:
+        size = os.get_terminal_size(sys.stdout.fileno())
+    except OSError:
+        return Size(_DEFAULT_ROWS, _DEFAULT_COLUMNS)
+    return Size(size.lines or _DEFAULT_ROWS, size.columns or _DEFAULT_COLUMNS)
+
+
+def _sessions(controller: ChatController) -> Iterable[tuple[str, str]]:
+    store = controller.host.store
+    if store is not None:
+        for summary in store.summaries()[:50]:
+            yield summary.session_id, summary.title
+
+
+def _turns(controller: ChatController) -> Iterable[tuple[str, str]]:
+    for number, turn in enumerate(controller.user_turns, start=1):
+        yield str(number), turn_summary(turn, 60)

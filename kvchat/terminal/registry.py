@@ -1,11 +1,10 @@
 """The one list of all slash commands."""
 
 from kvchat.terminal import (
-    commands_cache,
     commands_conversation,
     commands_engine,
     commands_input,
-    commands_keeping,
+    commands_kv,
     commands_turns,
 )
 from kvchat.terminal.commands import Registry
@@ -19,7 +18,6 @@ def build_registry() -> Registry:
             *commands_turns.COMMANDS,
             *commands_input.COMMANDS,
             *commands_engine.COMMANDS,
-            *commands_cache.COMMANDS,
-            *commands_keeping.COMMANDS,
+            *commands_kv.COMMANDS,
         )
     )

@@ -5,43 +5,46 @@ the answer in progress is stopped and kept, and the terminal is as it was before
 """
 
 import asyncio
+import logging
+import os
 import shutil
 import signal
 import sys
-from collections.abc import Iterator
+import termios
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, TextIO
 
+from kvchat.chat.controller import ChatController
+from kvchat.chat.host import close_host
+from kvchat.chat.reply_stream import LoadRelay
 from kvchat.chat.template import Strategy
 from kvchat.core.errors import ExitCode
-from kvchat.terminal.desk import Desk
+from kvchat.core.text import one_line
 from kvchat.terminal.dialogue import Dialogue
-from kvchat.terminal.face import Face, tell
-from kvchat.terminal.guard import terminal_guard
-from kvchat.terminal.loading import LoadRelay
-from kvchat.terminal.model_change import close_host
+from kvchat.terminal.history_view import show_where_it_stands
 from kvchat.terminal.paint import Painter
-from kvchat.terminal.recital import show_where_it_stands
 from kvchat.terminal.registry import build_registry
-from kvchat.terminal.sanitize import one_line
 from kvchat.terminal.status import model_label
 from kvchat.terminal.theme import Look, Role
-from kvchat.terminal.unforeseen import unforeseen_errors_told
+from kvchat.terminal.view import View, tell
 
 
 @dataclass(frozen=True, slots=True)
 class ReplSetup:
     """What an interactive chat starts from.
 
-    desk           its model loading, or done with it; owned by the chat from here on
-    relay          what the desk's host was given as `on_load`
+    controller           its model loading, or done with it; owned by the chat from here on
+    relay          what the controller's host was given as `on_load`
     history_path   where what is typed is kept; None forgets it
     shows_stats    whether a line of figures follows every answer; by default unless it is spoken
     editor         the command line of the user's editor
     """
 
-    desk: Desk
+    controller: ChatController
     relay: LoadRelay
     history_path: Path | None = None
     look: Look = field(default_factory=Look)
@@ -60,30 +63,30 @@ def run(setup: ReplSetup) -> int:
 
 async def run_repl(setup: ReplSetup) -> int:
     """Chat until the user leaves; return the exit code. Closes the host and the session."""
-    desk = setup.desk
+    controller = setup.controller
     registry = build_registry()
-    face = _new_face(setup)
+    view = _new_view(setup)
     # Who listens to the answer is not read figures after each, unless asked: /stats on.
     shows_stats = not setup.look.is_spoken if setup.shows_stats is None else setup.shows_stats
-    dialogue = Dialogue(desk, face, registry, shows_stats)
+    dialogue = Dialogue(controller, view, registry, shows_stats)
     try:
-        with _signals(dialogue), unforeseen_errors_told(dialogue.report):
-            _greet(desk, face)
+        with _signals(dialogue), error_hooks(dialogue.report):
+            _greet(controller, view)
             dialogue.refresh()
             setup.relay.attach(asyncio.get_running_loop(), dialogue.hear)
-            await _run_until_left(dialogue, face)
+            await _run_until_left(dialogue, view)
         has_been_used = dialogue.has_been_used
-        _take_leave(dialogue, has_been_used, desk.close_session())
+        _take_leave(dialogue, has_been_used, controller.close_session())
         return dialogue.exit_code
     finally:
-        desk.close_session()
-        await close_host(desk.host)
+        controller.close_session()
+        await close_host(controller.host)
 
 
-async def _run_until_left(dialogue: Dialogue, face: Face) -> None:
+async def _run_until_left(dialogue: Dialogue, view: View) -> None:
     worker = asyncio.get_running_loop().create_task(dialogue.work())
     try:
-        await face.run(dialogue)
+        await view.run(dialogue)
     finally:
         await dialogue.settle()
         worker.cancel()
@@ -91,38 +94,38 @@ async def _run_until_left(dialogue: Dialogue, face: Face) -> None:
             await worker
 
 
-def _new_face(setup: ReplSetup) -> Face:
+def _new_view(setup: ReplSetup) -> View:
     painter = Painter(setup.look)
     if setup.look.is_plain:
-        from kvchat.terminal.line_face import LineFace
+        from kvchat.terminal.line_view import LineView
 
         columns = shutil.get_terminal_size().columns
-        return LineFace(sys.stdin, sys.stdout, painter, max(20, columns), setup.editor)
-    from kvchat.terminal.live_face import new_live_prompt
+        return LineView(sys.stdin, sys.stdout, painter, max(20, columns), setup.editor)
+    from kvchat.terminal.prompt import new_live_prompt
 
-    return new_live_prompt(painter, setup.desk, setup.history_path, setup.editor)
+    return new_live_prompt(painter, setup.controller, setup.history_path, setup.editor)
 
 
-def _greet(desk: Desk, face: Face) -> None:
+def _greet(controller: ChatController, view: View) -> None:
     """Say in a line what this is; show where an opened conversation stands."""
     from kvchat import __version__
 
-    parts = [f"kvchat {__version__}", model_label(desk.host.model.name), "/help for help"]
-    if desk.host.store is None:
+    parts = [f"kvchat {__version__}", model_label(controller.host.model.name), "/help for help"]
+    if controller.host.store is None:
         parts.append("nothing is saved")
-    line = face.painter.look.glyphs.separator.join(parts)
-    face.write([face.painter.text(line, Role.DIM), face.painter.text("")])
-    if face.painter.look.is_plain and desk.host.ready is None:
-        tell(face, "The model is loading. What you type waits for it.")
-    if desk.host.model.format.strategy is Strategy.NO_TEMPLATE:
-        tell(face, "The model has no chat template; it completes the text as it stands.")
-    if desk.attached:
-        names = ", ".join(one_line(file.name) for file in desk.attached)
-        tell(face, f"Attached {names}: it goes with your first message.")
-    if desk.session is not None:
-        for note in desk.session.notes:
-            face.write(face.painter.wrapped(note, face.sheet.width, Role.WARNING))
-        show_where_it_stands(desk.session.conversation, face)
+    line = view.painter.look.glyphs.separator.join(parts)
+    view.write([view.painter.text(line, Role.DIM), view.painter.text("")])
+    if view.painter.look.is_plain and controller.host.ready is None:
+        tell(view, "The model is loading. What you type waits for it.")
+    if controller.host.model.format.strategy is Strategy.NO_TEMPLATE:
+        tell(view, "The model has no chat template; it completes the text as it stands.")
+    if controller.attached:
+        names = ", ".join(one_line(file.name) for file in controller.attached)
+        tell(view, f"Attached {names}: it goes with your first message.")
+    if controller.session is not None:
+        for note in controller.session.notes:
+            view.write(view.painter.wrapped(note, view.render_context.width, Role.WARNING))
+        show_where_it_stands(controller.session.conversation, view)
 
 
 @contextmanager
@@ -151,3 +154,80 @@ def _take_leave(dialogue: Dialogue, has_been_used: bool, problem: str | None) ->
 
 
 __all__ = ["LoadRelay", "Look", "ReplSetup", "run", "run_repl"]
+
+
+# Attributes reset, cursor shown, wrapping on, bracketed paste and synchronised output off.
+_RESET = b"\x1b[0m\x1b[?25h\x1b[?7h\x1b[?2004l\x1b[?2026l"
+
+
+@contextmanager
+def terminal_guard(writes_sequences: bool) -> Iterator[None]:
+    """Leave the terminal of the standard streams as it is now.
+
+    `writes_sequences` false never writes an escape sequence, not even to undo others.
+    """
+    descriptor = sys.stdin.fileno()
+    try:
+        before = termios.tcgetattr(descriptor)
+    except termios.error:
+        yield
+        return
+    try:
+        yield
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            _forget_if_lost(stream)
+        if writes_sequences:
+            with suppress(OSError, ValueError):
+                os.write(sys.stdout.fileno(), _RESET)
+        with suppress(termios.error):
+            termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
+
+
+def _forget_if_lost(stream: TextIO) -> None:
+    """Point a stream whose terminal is gone nowhere: Python would complain about it at its end."""
+    try:
+        stream.flush()
+    except (OSError, ValueError):
+        with suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+_log = logging.getLogger(__name__)
+
+
+@contextmanager
+def error_hooks(tell: Callable[[BaseException], None]) -> Iterator[None]:
+    """Give errors to `tell`, on the event loop, until the end of the block.
+
+    Logging stays as it is configured; where it is not, nothing is printed in its stead.
+    """
+    loop = asyncio.get_running_loop()
+
+    def tell_soon(error: BaseException | None) -> None:
+        if isinstance(error, Exception):
+            with suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(tell, error)
+
+    def in_callback(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        tell_soon(context.get("exception"))
+        # Its message is left out: it names a callback with its arguments, which may be text.
+        _log.error("in a callback of the event loop", exc_info=context.get("exception"))
+
+    def in_thread(arguments: threading.ExceptHookArgs) -> None:
+        tell_soon(arguments.exc_value)
+
+    def in_finalizer(unraisable: Any) -> None:
+        _log.error("in a finalizer", exc_info=unraisable.exc_value)
+
+    silence = logging.NullHandler()
+    logging.getLogger().addHandler(silence)
+    hooks = threading.excepthook, sys.unraisablehook
+    threading.excepthook, sys.unraisablehook = in_thread, in_finalizer
+    loop.set_exception_handler(in_callback)
+    try:
+        yield
+    finally:
+        loop.set_exception_handler(None)
+        threading.excepthook, sys.unraisablehook = hooks
+        logging.getLogger().removeHandler(silence)

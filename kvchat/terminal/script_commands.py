@@ -1,25 +1,78 @@
-"""ScriptCommands: carries out slash commands between the turns of a script.
+"""Slash commands between the turns of a script: the chat's own commands, plain lines, no questions.
 
-The very commands of the interactive chat, one after another, each to its end. Knows no streams and
-no exit codes; whoever runs the script asks what answer a command wants, and writes it.
+ScriptCommands carries them out one after another, each to its end, and hands back the answer that a
+command asks for. ScriptPage is what they write on; what needs a person at a screen is refused in a
+sentence.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
+from kvchat.chat.answer_settings import AskOptions
+from kvchat.chat.controller import ChatController
+from kvchat.chat.engine_queries import Cost
 from kvchat.chat.reply import Reply
-from kvchat.chat.session import AskOptions
 from kvchat.core.errors import UsageError
-from kvchat.terminal.command_context import CommandContext
-from kvchat.terminal.commands import Invocation, Registry
-from kvchat.terminal.desk import Desk
-from kvchat.terminal.face import Page
-from kvchat.terminal.status import Price, price_line
+from kvchat.terminal.commands import CommandContext, Invocation, Registry, cost_line
+from kvchat.terminal.paint import Painter, RenderContext, Row
+from kvchat.terminal.view import Choice, Page
+
+
+class ScriptPage:
+    """Implements `Page`. `write_text` takes whole lines; `columns` is how wide they may be."""
+
+    def __init__(self, write_text: Callable[[str], None], painter: Painter, columns: int) -> None:
+        assert painter.look.is_plain, "a script's output has no escape sequences"
+        self.painter = painter
+        self._write_text = write_text
+        self._columns = columns
+
+    @property
+    def render_context(self) -> RenderContext:
+        return RenderContext(self.painter, self._columns)
+
+    @property
+    def prompt_text(self) -> str:
+        return ""
+
+    def write(self, rows: Sequence[Row]) -> None:
+        """Write rows without the empty ones around them, which only part things on a screen."""
+        text = self.painter.ansi(rows).strip("\n")
+        if text:
+            self._write_text(f"{text}\n")
+
+    def write_turn(self, text: str, is_said_now: bool = True) -> None:
+        """Write what the user said before; what is said now is the script's own line."""
+        if not is_said_now:
+            self.write(self.painter.wrapped(f"You: {text}", self._columns))
+
+    def put_text(self, text: str) -> None:
+        """There is no prompt to put it into: the script sends what it means to send."""
+
+    async def choose(self, title: str, choices: Sequence[Choice], current: int = 0) -> int | None:
+        raise UsageError(
+            f"“{title}” takes somebody at a terminal.",
+            "In a script, name what you want after the command.",
+        )
+
+    @asynccontextmanager
+    async def lent(self, takes_interrupts: bool = True) -> AsyncIterator[None]:
+        yield
+
+    async def edit(self, text: str) -> str:
+        raise UsageError("An editor takes a terminal.", "In a script, a line is the message.")
+
+    def unlearn(self, texts: Collection[str]) -> None:
+        """A script's lines are not remembered."""
+
+    def copy(self, text: str) -> None:
+        raise UsageError("A script has no clipboard.", "/export writes a file.")
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class AnswerRequest:
     """An answer that is wanted: `ask` begins it."""
 
     ask: Callable[[], Reply]
@@ -29,23 +82,25 @@ class Wish:
 class ScriptCommands(CommandContext):
     """`has_left` once a command has ended the run."""
 
-    def __init__(self, desk: Desk, page: Page, registry: Registry, shows_stats: bool) -> None:
-        self.desk = desk
+    def __init__(
+        self, controller: ChatController, page: Page, registry: Registry, shows_stats: bool
+    ) -> None:
+        self.controller = controller
         self.registry = registry
         self.shows_stats = shows_stats
         self.has_left = False
         self._page = page
-        self._wish: Wish | None = None
+        self._request: AnswerRequest | None = None
 
     @property
-    def face(self) -> Page:
+    def page(self) -> Page:
         return self._page
 
-    def carry_out(self, line: Invocation) -> Wish | None:
+    def carry_out(self, line: Invocation) -> AnswerRequest | None:
         """Carry out a command; return the answer it wants. Raises what kept it from its work."""
-        self._wish = None
+        self._request = None
         asyncio.run(line.command.run(self, line.arguments))
-        return self._wish
+        return self._request
 
     # What commands use
 
@@ -58,19 +113,19 @@ class ScriptCommands(CommandContext):
     async def confirm(self, question: str) -> bool:
         raise UsageError(f"{question} Only somebody at a terminal can say yes to that.")
 
-    async def afford(self, price: Price | None, action: str) -> bool:
-        """Say the price, and pay it: a script asks for what it wants."""
-        if price is not None and not price.is_cheap:
-            self.say(f"{action} {price_line(price)}.")
+    async def confirm_cost(self, cost: Cost | None, action: str) -> bool:
+        """Say what it costs, and do it: a script asks for what it wants."""
+        if cost is not None and not cost.is_low:
+            self.say(f"{action} {cost_line(cost)}.")
         return True
 
     def answer_again(self, options: AskOptions) -> None:
-        self.desk.user_turn("")
-        self._wish = Wish(lambda: self.desk.retry(options), options.num_samples)
+        self.controller.user_turn("")
+        self._request = AnswerRequest(lambda: self.controller.retry(options), options.num_samples)
 
     def continue_answer(self) -> None:
-        self.desk.require_conversation()
-        self._wish = Wish(self.desk.continue_answer)
+        self.controller.require_conversation()
+        self._request = AnswerRequest(self.controller.continue_answer)
 
     def quit(self, code: int) -> None:
         self.has_left = True

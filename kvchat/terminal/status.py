@@ -10,8 +10,8 @@ from rich.cells import cell_len
 
 from kvchat.chat.events import ReadingPrompt
 from kvchat.core.stats import GraphStatus, SpeculationStatus
+from kvchat.core.text import one_line
 from kvchat.core.types import CachedTokens, FinishReason, Timing, Usage, rate
-from kvchat.terminal.sanitize import one_line
 from kvchat.terminal.theme import Glyphs
 from kvchat.terminal.wrap import NO_BREAK, first_cells
 
@@ -263,39 +263,3 @@ def _warmth(warmth: float | None) -> str:
     if warmth > 0.9:
         return "warm"
     return f"{warmth:.0%} warm" if warmth >= 0.05 else "cold"
-
-
-@dataclass(frozen=True, slots=True)
-class Price:
-    """What an action costs: context tokens that would have to be read again.
-
-    `tokens_per_s` is the prefill rate measured last, None before the first.
-    """
-
-    num_tokens: int
-    num_cached: int
-    tokens_per_s: float | None = None
-
-    @property
-    def num_read(self) -> int:
-        return self.num_tokens - self.num_cached
-
-    @property
-    def seconds(self) -> float | None:
-        return self.num_read / self.tokens_per_s if self.tokens_per_s else None
-
-    @property
-    def is_cheap(self) -> bool:
-        """Not worth a word: under half a second, or few tokens where no rate is known."""
-        return self.num_read < 256 if self.seconds is None else self.seconds < 0.5
-
-    @property
-    def is_dear(self) -> bool:
-        """Worth a question."""
-        return self.num_read > 8192 if self.seconds is None else self.seconds > 10.0
-
-
-def price_line(price: Price) -> str:
-    """Return what an action costs, in words that follow the action's name."""
-    seconds = f", about {format_seconds(price.seconds)}" if price.seconds is not None else ""
-    return f"re-reads {price.num_read:,} of {price.num_tokens:,} tokens{seconds}"

@@ -8,7 +8,7 @@ import re
 
 from rich.cells import cell_len, get_character_cell_size
 
-from kvchat.terminal.sanitize import sanitize
+from kvchat.core.text import sanitize
 
 # A word that may not be broken, or one ideograph or kana, after which a line may end. A no-break
 # space is part of a word.

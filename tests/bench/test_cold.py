@@ -13,7 +13,8 @@ from kvchat.bench import processes
 from kvchat.bench.cold import Chats, measured
 from kvchat.bench.processes import Answered, ProcessFailed, answer, private_home
 from kvchat.bench.report import Result
-from kvchat.bench.scenarios import BenchSetup, scenario
+from kvchat.bench.scenarios import scenario
+from kvchat.bench.setup import BenchSetup
 from kvchat.core.config import CacheConfig, ModelConfig, Size
 from kvchat.model.source import ModelSource, find_model
 from support.checkpoints import never_stopping, save_checkpoint, tiny_model

@@ -9,14 +9,20 @@ from types import ModuleType
 import pytest
 import torch
 
-from kvchat.bench.attention_cases import attention_cases, few_rows
-from kvchat.bench.ceilings import Bandwidth
-from kvchat.bench.kernel_case import KernelCase, KernelShape, Peer, Place
-from kvchat.bench.kernel_cases import kernel_cases
+from kvchat.bench.kernel_cases import (
+    KernelCase,
+    KernelShape,
+    Peer,
+    Place,
+    attention_cases,
+    few_rows,
+    kernel_cases,
+)
 from kvchat.bench.kernels import Ceilings, case_figures, run, verifying_figures
-from kvchat.bench.measure import Sample
+from kvchat.bench.measure import Bandwidth, Sample
 from kvchat.bench.report import Figure
-from kvchat.bench.scenarios import NAMES, BenchSetup, scenario
+from kvchat.bench.scenarios import NAMES, scenario
+from kvchat.bench.setup import BenchSetup
 from kvchat.core.config import CacheConfig, ModelConfig
 from kvchat.model.source import find_model
 from kvchat_kernels.paged_attention import PagedSequences, paged_attention

@@ -17,11 +17,11 @@ from transformers import AutoModelForCausalLM
 
 from kvchat.bench import decode
 from kvchat.bench.engines import new_engine
-from kvchat.bench.first_prompt import figures
 from kvchat.bench.prefill import num_flops
-from kvchat.bench.record import record
-from kvchat.bench.report import Result, print_json, print_result
-from kvchat.bench.scenarios import DEFAULT_NAMES, BenchSetup, scenario
+from kvchat.bench.report import Result, print_json, print_result, record
+from kvchat.bench.scenarios import DEFAULT_NAMES, scenario
+from kvchat.bench.setup import BenchSetup
+from kvchat.bench.startup import figures
 from kvchat.cli.bench import BenchRequest, run_bench
 from kvchat.core.config import CacheConfig, ModelConfig, Size
 from kvchat.core.errors import UsageError

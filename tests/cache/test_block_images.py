@@ -84,12 +84,12 @@ def test_a_drift_is_what_differs_in_one_token_over_the_usual_length(dims: tuple[
         for tensor in pair:
             tensor.normal_()
             tensor[3] = tensor[1]
-    assert not pool.drift(1, 3, 2)[:, :2].any()
+    assert not pool.kv_error(1, 3, 2)[:, :2].any()
     pool.layers[1][1][3, 2, 0, 1] += 0.5
     pool.layers[2][0][3, 2] *= 1.25
     pool.layers[2][0][3, 1] += 100.0  # another token's
 
-    found = pool.drift(1, 3, 2)
+    found = pool.kv_error(1, 3, 2)
 
     naive = []
     for tensor in (tensor for pair in pool.layers for tensor in pair):
@@ -99,7 +99,7 @@ def test_a_drift_is_what_differs_in_one_token_over_the_usual_length(dims: tuple[
     assert torch.allclose(found, torch.tensor(naive))
     assert found[4, 1] / found[4, 2] == pytest.approx(0.25)
     pool.layers[0][0][3, 2] = float("nan")
-    assert not pool.drift(1, 3, 2).isfinite().all()
+    assert not pool.kv_error(1, 3, 2).isfinite().all()
 
 
 def both(off: torch.Tensor, own: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -125,7 +125,7 @@ def test_leading_blocks_that_hold_numbers_are_counted_as_one_by_one(
 
 
 @pytest.mark.parametrize("name", GEOMETRIES)
-def test_a_rehearsal_runs_every_kind_of_copy_and_changes_nothing(
+def test_the_warm_up_runs_every_kind_of_copy_and_changes_nothing(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a GPU a copy was first compiled while a promotion waited for it, and given up for that."""
@@ -141,7 +141,7 @@ def test_a_rehearsal_runs_every_kind_of_copy_and_changes_nothing(
 
         monkeypatch.setattr(kv_pool, kind, noted)
 
-    pool.rehearse()
+    pool.warm_up()
 
     assert used == {"copy_blocks", "gather_blocks", "scatter_blocks"}
     for block, tensors in enumerate(before):

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from kvchat.cache.copy_rates import CopyRates
 from kvchat.cache.kv_pool import LayerGeometry
-from kvchat.cache.rate_memory import RateMemory
+from kvchat.cache.rates import CopyRates, RateMemory
 from support.cached_contexts import compute
 from support.host_machine import Machine
 
@@ -26,23 +25,25 @@ def new_machine(
 def test_rates_of_copies_are_there_for_the_next_run(tmp_path: Path) -> None:
     machine = new_machine(RateMemory(tmp_path, "model"))
     compute(machine.manager, STORY)
-    machine.sink()
+    machine.demote()
     machine.promote(STORY)
     machine.settle()
-    measured = machine.swap.rates.rates()
+    measured = machine.offload.rates.rates()
 
     assert set(measured) == {"down", "up"}
     assert RateMemory(tmp_path, "model").read() == pytest.approx(measured, rel=0.1)
-    assert new_machine(RateMemory(tmp_path, "model")).swap.rates.rates().keys() == measured.keys()
+    assert (
+        new_machine(RateMemory(tmp_path, "model")).offload.rates.rates().keys() == measured.keys()
+    )
 
 
 def test_an_end_keeps_what_was_measured_last(tmp_path: Path) -> None:
     machine = new_machine(RateMemory(tmp_path, "model"))
-    machine.swap.rates.note_prefill(100, 1.0)
-    machine.swap.rates.note_up(1 << 30, 1.0)
+    machine.offload.rates.note_prefill(100, 1.0)
+    machine.offload.rates.note_up(1 << 30, 1.0)
 
-    machine.swap.close()
-    machine.swap.close()
+    machine.offload.close()
+    machine.offload.close()
 
     assert RateMemory(tmp_path, "model").read() == {"prefill": 100.0, "up": float(1 << 30)}
 
@@ -53,7 +54,7 @@ def test_a_run_decides_by_what_an_earlier_one_has_measured(tmp_path: Path) -> No
     machine = new_machine(RateMemory(tmp_path, "model"))
     compute(machine.manager, STORY)
 
-    machine.sink()
+    machine.demote()
 
     assert machine.host.status().num_packs == 0
 
@@ -64,7 +65,7 @@ def test_a_rate_kept_from_a_bad_day_is_doubted_until_a_copy_is_tried(tmp_path: P
     machine = new_machine(RateMemory(tmp_path, "model"), lambda: now_s[0])
     while machine.host.status().num_packs == 0:
         compute(machine.manager, STORY)
-        machine.sink()
+        machine.demote()
         now_s[0] += 30.0
         assert now_s[0] < 3600.0
 
@@ -85,7 +86,7 @@ def test_what_is_refused_at_every_step_is_doubted_now_and_then(tmp_path: Path) -
     def passes(num_steps: int, seconds: float) -> int:
         for _ in range(num_steps):
             compute(machine.manager, STORY)
-            machine.sink()
+            machine.demote()
             now_s[0] += seconds / num_steps
         return machine.host.status().num_packs
 

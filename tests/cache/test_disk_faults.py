@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from kvchat.cache.caretaker import Caretaker
-from kvchat.cache.codec import DamagedRecord
-from kvchat.cache.disk_tier import DiskTier
-from kvchat.cache.store_lock import LOCK_NAME
+from kvchat.cache.disk.admin import StoreAdmin
+from kvchat.cache.disk.db import LOCK_NAME
+from kvchat.cache.disk.tier import DiskTier
+from kvchat.cache.tier import DamagedRecord
 from support.pack_chains import (
     find,
     num_found,
@@ -269,7 +269,7 @@ def _write_at_random(directory: Path, seed: int, until_s: float) -> None:
         if rng.random() < 0.02:
             tier.gc()
         if rng.random() < 0.002:
-            Caretaker(directory).clear()
+            StoreAdmin(directory).clear()
     status = tier.status()
     assert status.num_damaged == 0, status.trouble
     assert num_restored > 0

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from kvchat.cache import generations, raw_disk, store_lock
-from kvchat.cache.caretaker import Caretaker
-from kvchat.cache.codec import GoneRecord
-from kvchat.cache.disk_tier import DiskTier
-from kvchat.cache.generations import Sizes, tree_bytes
+from kvchat.cache.disk import db, model_dirs, table
+from kvchat.cache.disk.admin import StoreAdmin
+from kvchat.cache.disk.model_dirs import Sizes, tree_bytes
+from kvchat.cache.disk.tier import DiskTier
+from kvchat.cache.tier import GoneRecord
 from support.pack_chains import (
     LAYOUT,
     find,
@@ -34,7 +34,7 @@ def payload_only(directory: Path, ids: list[int]) -> None:
     tier = open_tier(directory)
     save(tier, ids)
     [found] = find(tier, ids)
-    tier._keeper.table.delete(b"h" + found.key)
+    tier._db.table.delete(b"h" + found.key)
     tier.close()
 
 
@@ -74,7 +74,7 @@ def test_a_head_that_cannot_be_written_leaves_no_payload_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tier = open_tier(tmp_path)
-    table = tier._keeper.table
+    table = tier._db.table
     write = table.set
 
     def full(key: bytes, *arguments: object, **settings: object) -> object:
@@ -98,7 +98,7 @@ def test_a_pack_exchanged_while_it_is_read_is_left_alone(
     reader, other = open_tier(tmp_path), open_tier(tmp_path)
     save(reader, IDS)
     [found] = find(reader, IDS)
-    table = reader._keeper.table
+    table = reader._db.table
     payload = table.payload
 
     def exchanged(*arguments: object) -> object:
@@ -122,12 +122,12 @@ def test_a_store_emptied_while_it_is_read_holds_no_damage(
     tier = open_tier(tmp_path)
     save(tier, IDS)
     [found] = find(tier, IDS)
-    table = tier._keeper.table
+    table = tier._db.table
     payload = table.payload
 
     def emptied(*arguments: object) -> object:
         monkeypatch.undo()
-        Caretaker(tmp_path).clear()
+        StoreAdmin(tmp_path).clear()
         return payload(*arguments)
 
     monkeypatch.setattr(table, "payload", emptied)
@@ -149,7 +149,7 @@ def test_a_full_disk_can_be_tidied(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     payload_only(tmp_path, IDS)
-    monkeypatch.setattr(store_lock, "os", FullDisk())
+    monkeypatch.setattr(db, "os", FullDisk())
 
     tier = open_tier(tmp_path)
     tier.gc()
@@ -158,35 +158,35 @@ def test_a_full_disk_can_be_tidied(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert tier.status().trouble == ""
 
 
-def test_another_generation_is_measured_once_until_it_changes(
+def test_another_model_dir_is_measured_once_until_it_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every write of a pack once walked all files of all other models."""
     writer = open_tier(tmp_path)
     save(writer, IDS)
-    [generation] = generations.generations(tmp_path)
-    age(generation)
+    [model_dir] = model_dirs.find_model_dirs(tmp_path)
+    age(model_dir)
     sizes, walked = Sizes(), []
 
     def counted(path: Path) -> int:
         walked.append(path)
         return tree_bytes(path)
 
-    monkeypatch.setattr(generations, "tree_bytes", counted)
-    monkeypatch.setattr(generations, "_CLOCK_STEP_S", 3600.0)  # what is aged here is of 2001
-    first = sizes.of(generation)
-    assert sizes.of(generation) == first == tree_bytes(generation)
+    monkeypatch.setattr(model_dirs, "tree_bytes", counted)
+    monkeypatch.setattr(model_dirs, "_CLOCK_STEP_S", 3600.0)  # what is aged here is of 2001
+    first = sizes.of(model_dir)
+    assert sizes.of(model_dir) == first == tree_bytes(model_dir)
     assert len(walked) == 1
 
     save(writer, [9, 9, 9, 9])
 
-    assert sizes.of(generation) == tree_bytes(generation) > first
-    assert sizes.of(generation) == tree_bytes(generation)
+    assert sizes.of(model_dir) == tree_bytes(model_dir) > first
+    assert sizes.of(model_dir) == tree_bytes(model_dir)
     assert len(walked) == 3, "a table changed this moment may change again unnoticed"
 
 
-def age(generation: Path) -> None:
-    for path in generation.glob("cache.db*"):
+def age(model_dir: Path) -> None:
+    for path in model_dir.glob("cache.db*"):
         os.utime(path, (1e9, 1e9))
 
 
@@ -203,7 +203,7 @@ def failing(
     monkeypatch: pytest.MonkeyPatch, tier: DiskTier, verb: str, takes_back: bool
 ) -> Iterator[None]:
     """Fail every statement that begins with `verb`, as SQLite does where a disk is full."""
-    connection = tier._keeper.table._con
+    connection = tier._db.table._con
     execute = connection.execute
 
     def run(statement: str, *arguments: object) -> object:
@@ -216,7 +216,7 @@ def failing(
         return execute(statement, *arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(type(tier._keeper.table), "_sql", property(lambda _: run))
+        patch.setattr(type(tier._db.table), "_sql", property(lambda _: run))
         yield
 
 
@@ -251,7 +251,7 @@ def test_a_head_whose_file_is_gone_can_be_written_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The heads of long packs are files too; the row alone kept them from being written."""
-    monkeypatch.setattr(raw_disk, "MIN_FILE_BYTES", 64)
+    monkeypatch.setattr(table, "MIN_FILE_BYTES", 64)
     tier = open_tier(tmp_path)
     save(tier, IDS)
     for path in payload_files(tmp_path):
@@ -272,6 +272,6 @@ def test_a_directory_of_somebody_else_stays_whatever_it_is_called(tmp_path: Path
     save(tier, IDS)
     tier.gc()
     tier.close()
-    Caretaker(tmp_path, 1 << 30).clear()
+    StoreAdmin(tmp_path, 1 << 30).clear()
 
     assert (foreign / "thesis.txt").read_text() == "not ours"

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from kvchat.cache.caretaker import Caretaker
-from kvchat.cache.codec import DamagedRecord, Layout
-from kvchat.cache.disk_room import least_bytes
-from kvchat.cache.disk_tier import DiskTier
-from kvchat.cache.radix_node import pack
-from kvchat.cache.raw_disk import RawDisk
-from kvchat.cache.store_lock import LOCK_NAME
+from kvchat.cache.disk.admin import StoreAdmin
+from kvchat.cache.disk.db import LOCK_NAME
+from kvchat.cache.disk.quota import least_bytes
+from kvchat.cache.disk.table import RawDisk
+from kvchat.cache.disk.tier import DiskTier
+from kvchat.cache.keys import encode_ids
+from kvchat.cache.tier import DamagedRecord, Layout
 from support.pack_chains import (
     LAYOUT,
     find,
@@ -203,7 +203,7 @@ def test_files_that_a_killed_process_left_count_and_go(tmp_path: Path) -> None:
 
     again = open_tier(tmp_path)
 
-    assert again._room.used_bytes(again._keeper.table) >= used_bytes(tmp_path)
+    assert again._quota.used_bytes(again._db.table) >= used_bytes(tmp_path)
     again.gc()
     assert payload_files(tmp_path) == [payload]
     assert restored(again, [1, 2, 3, 4]) == 2
@@ -229,7 +229,8 @@ def test_random_actors_agree_with_a_set_of_prefixes(tmp_path: Path) -> None:
 
 
 def test_what_else_is_in_the_directory_is_left_alone(tmp_path: Path) -> None:
-    """Every directory was taken for an old generation: `--cache-dir ~` would have emptied a home.
+    """Every directory was taken for an old model directory: `--cache-dir ~` would have emptied a
+    home.
 
     A store opened in a directory of the user's deleted what was in it, at once.
     """
@@ -272,7 +273,7 @@ def test_what_a_prompt_has_found_is_not_evicted_while_it_comes_up(tmp_path: Path
         save(tier, [number] * 12)
     now_s[0] += 1000.0
     assert num_found(tier, [0] * 12) == 6
-    tier._room.limit_bytes = tier._room.used_bytes(tier._keeper.table)
+    tier._quota.limit_bytes = tier._quota.used_bytes(tier._db.table)
 
     assert save(tier, [9] * 12)
 
@@ -288,18 +289,18 @@ def test_a_tier_says_that_it_holds_what_whoever_looks_from_outside_says(tmp_path
     for layout in (other, small):
         save(open_tier(tmp_path, layout=layout), [7] * 8, layout)
     small_tier = open_tier(tmp_path, layout=small)
-    assert tier.status().num_bytes == Caretaker(tmp_path).status().num_bytes
+    assert tier.status().num_bytes == StoreAdmin(tmp_path).status().num_bytes
     for number in range(4):
         save(tier, [number] * 12)
-    tier.pin(keys_of(tier, [2] * 12), pack([2] * 12), "mine")
+    tier.pin(keys_of(tier, [2] * 12), encode_ids([2] * 12), "mine")
     tier.quarantine(keys_of(tier, [3] * 12))
 
-    found = Caretaker(tmp_path).status()
+    found = StoreAdmin(tmp_path).status()
 
-    assert Caretaker(tmp_path).num_bytes() == found.num_bytes
-    assert sum(generation.num_packs for generation in found.generations) == 5
+    assert StoreAdmin(tmp_path).num_bytes() == found.num_bytes
+    assert sum(model_dir.num_packs for model_dir in found.model_dirs) == 5
     assert tier.status().num_bytes == small_tier.status().num_bytes == found.num_bytes
-    assert found.num_bytes < tier._room.used_bytes(tier._keeper.table)
+    assert found.num_bytes < tier._quota.used_bytes(tier._db.table)
 
 
 def test_pins_outlast_everything_and_yield_to_the_limit_alone(tmp_path: Path) -> None:
@@ -307,7 +308,7 @@ def test_pins_outlast_everything_and_yield_to_the_limit_alone(tmp_path: Path) ->
     ids = [7] * 20
     save(tier, ids[:8])
     save(tier, ids)
-    assert tier.pin(keys_of(tier, ids), pack(ids), "mine") == 10
+    assert tier.pin(keys_of(tier, ids), encode_ids(ids), "mine") == 10
     for number in range(100, 180):
         save(tier, [number] * 12)
     assert tier.status().num_evicted > 20
@@ -331,7 +332,7 @@ def test_where_pins_fill_the_store_a_write_says_so(tmp_path: Path) -> None:
     for number in range(30):
         ids = [number] * 12
         if save(tier, ids):
-            tier.pin(keys_of(tier, ids), pack(ids), f"{number}")
+            tier.pin(keys_of(tier, ids), encode_ids(ids), f"{number}")
 
     assert not save(tier, [99] * 12)
     assert "what is pinned fills --disk-cache" in tier.status().trouble
@@ -364,13 +365,13 @@ def test_whatever_goes_no_pack_loses_what_it_continues(tmp_path: Path) -> None:
         ids = ids[: rng.choice([8, 12, 18])]
         save(tier, ids)
         if rng.random() < 0.05:
-            tier.pin(keys_of(tier, ids), pack(ids), rng.choice("ab"))
+            tier.pin(keys_of(tier, ids), encode_ids(ids), rng.choice("ab"))
         if rng.random() < 0.05:
             tier.forget(keys_of(tier, ids)[-2:])
         if rng.random() < 0.02:
             tier.unpin("a")
         assert used_bytes(tmp_path) <= limit
-        packs = tier._reader.known_packs(tier._keeper.table)
+        packs = tier._reader.known_packs(tier._db.table)
         blocks = {tier.root, *(key for known in packs.values() for key in known.keys)}
         assert all(known.parent in blocks for known in packs.values())
     assert tier.status().num_evicted > 0
@@ -388,7 +389,7 @@ def test_a_use_is_remembered_and_so_is_what_followed(tmp_path: Path) -> None:
         save(tier, [1, 2, 3, 4, number, number])
     name = keys_of(tier, [1, 2])[0]
 
-    use = tier._reader.known_packs(tier._keeper.table)[name].use
+    use = tier._reader.known_packs(tier._db.table)[name].use
 
     assert (use.num_uses, use.num_followed, use.last_s) == (4, 3, now_s[0])
     assert use.credit_s > now_s[0]

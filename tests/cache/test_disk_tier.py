@@ -13,10 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from kvchat.cache.block_key import chain_keys
-from kvchat.cache.codec import DamagedRecord, Layout, PackHead
-from kvchat.cache.disk_tier import DiskTier
-from kvchat.cache.radix_node import pack
+from kvchat.cache.disk.tier import DiskTier
+from kvchat.cache.keys import chain_keys, encode_ids
+from kvchat.cache.tier import DamagedRecord, Layout, PackHead
 from kvchat.core.errors import StoreError
 
 LAYOUT = Layout(identity=bytes(range(16)), block_size=4, block_bytes=512)
@@ -38,9 +37,9 @@ def open_tier(tmp_path: Path) -> Iterator[OpenTier]:
         tier.close()
 
 
-def image_of(packed: bytes, layout: Layout = LAYOUT) -> memoryview:
+def image_of(encoded: bytes, layout: Layout = LAYOUT) -> memoryview:
     """Images that follow from all token ids up to each block, as KV does."""
-    keys = chain_keys(b"", packed, layout.ids_bytes)
+    keys = chain_keys(b"", encoded, layout.ids_bytes)
     return memoryview(b"".join(random.Random(key).randbytes(layout.block_bytes) for key in keys))
 
 
@@ -51,24 +50,24 @@ class Writer:
         self.tier, self.layout = tier, layout
 
     def write(self, ids: list[int]) -> bool:
-        packed = pack(ids)
-        packed = packed[: len(packed) // self.layout.ids_bytes * self.layout.ids_bytes]
-        keys = chain_keys(self.tier.root, packed, self.layout.ids_bytes)
-        known = sum(found.num_blocks for found in self.tier.find(keys, packed))
+        encoded = encode_ids(ids)
+        encoded = encoded[: len(encoded) // self.layout.ids_bytes * self.layout.ids_bytes]
+        keys = chain_keys(self.tier.root, encoded, self.layout.ids_bytes)
+        known = sum(found.num_blocks for found in self.tier.find(keys, encoded))
         if known == len(keys):
             return True
         parent = keys[known - 1] if known else self.tier.root
-        head = PackHead(parent, packed[known * self.layout.ids_bytes :])
-        image = image_of(packed, self.layout)[known * self.layout.block_bytes :]
+        head = PackHead(parent, encoded[known * self.layout.ids_bytes :])
+        image = image_of(encoded, self.layout)[known * self.layout.block_bytes :]
         return self.tier.write(head, image)
 
     def restored(self, ids: list[int]) -> int:
         """Read what there is of a context; return its blocks. Wrong bytes fail the test."""
-        packed = pack(ids)
-        keys = chain_keys(self.tier.root, packed, self.layout.ids_bytes)
-        right = image_of(packed, self.layout)
+        encoded = encode_ids(ids)
+        keys = chain_keys(self.tier.root, encoded, self.layout.ids_bytes)
+        right = image_of(encoded, self.layout)
         num_blocks = 0
-        for found in self.tier.find(keys, packed):
+        for found in self.tier.find(keys, encoded):
             assert found.start_block == num_blocks
             try:
                 image = self.tier.read(found)
@@ -144,9 +143,9 @@ def test_another_identity_or_geometry_finds_nothing(open_tier: OpenTier) -> None
 def test_a_key_that_collides_does_not_answer_for_other_ids(open_tier: OpenTier) -> None:
     tier = open_tier()
     Writer(tier).write([1, 2, 3, 4])
-    keys = chain_keys(tier.root, pack([1, 2, 3, 4]), LAYOUT.ids_bytes)
+    keys = chain_keys(tier.root, encode_ids([1, 2, 3, 4]), LAYOUT.ids_bytes)
 
-    assert tier.find(keys, pack([9, 9, 9, 9])) == []
+    assert tier.find(keys, encode_ids([9, 9, 9, 9])) == []
 
 
 def test_two_tiers_on_one_directory_see_each_others_packs_at_once(open_tier: OpenTier) -> None:
@@ -341,7 +340,7 @@ def test_beginnings_outlive_what_follows_them(open_tier: OpenTier) -> None:
     assert not writer.tier.status().num_evicted
 
 
-def test_old_generations_go(open_tier: OpenTier, tmp_path: Path) -> None:
+def test_old_model_dirs_go(open_tier: OpenTier, tmp_path: Path) -> None:
     Writer(open_tier()).write(list(range(40)))
     other = Layout(b"o" * 16, 4, 512)
 
@@ -367,7 +366,7 @@ _OTHER_PROCESS = """
 import sys, random
 from pathlib import Path
 from test_disk_tier import Writer, LONG
-from kvchat.cache.disk_tier import DiskTier
+from kvchat.cache.disk.tier import DiskTier
 writer = Writer(DiskTier(Path(sys.argv[1]), LONG, 8 << 20, min_free_bytes=0), LONG)
 rng = random.Random(int(sys.argv[2]))
 for _ in range(60):

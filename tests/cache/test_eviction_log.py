@@ -8,8 +8,8 @@ import random
 from dataclasses import replace
 from pathlib import Path
 
-from kvchat.cache.disk_tier import DiskTier
-from kvchat.cache.radix_node import pack
+from kvchat.cache.disk.tier import DiskTier
+from kvchat.cache.keys import encode_ids
 from support.pack_chains import LAYOUT, keys_of, restored, save, used_bytes
 
 SMALL = replace(LAYOUT, block_bytes=3200)
@@ -23,10 +23,10 @@ def test_of_many_pins_only_as_many_go_as_exceed_the_limit(tmp_path: Path) -> Non
     for label in range(600):
         ids = rng.choices(range(50), k=4)
         assert save(tier, ids, SMALL)
-        tier.pin(keys_of(tier, ids, SMALL), pack(ids), str(label))
+        tier.pin(keys_of(tier, ids, SMALL), encode_ids(ids), str(label))
     tier.close()
     tier = DiskTier(tmp_path, SMALL, 8 * LIMIT, min_free_bytes=0)  # its log is short again
-    limit = tier._room.used_bytes(tier._keeper.table) - 100_000
+    limit = tier._quota.used_bytes(tier._db.table) - 100_000
     tier.close()
 
     tier = DiskTier(tmp_path, SMALL, limit, min_free_bytes=0)

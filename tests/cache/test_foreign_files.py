@@ -13,14 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from kvchat.cache import own_directory
-from kvchat.cache.caretaker import Caretaker
-from kvchat.cache.disk_budget import disk_budget
-from kvchat.cache.disk_tier import DiskTier
-from kvchat.cache.generations import drop, generations, tree_bytes
-from kvchat.cache.own_directory import DATABASE
-from kvchat.cache.radix_node import pack
-from kvchat.cache.store_lock import LOCK_NAME
+from kvchat.cache.disk import model_dirs
+from kvchat.cache.disk.admin import StoreAdmin
+from kvchat.cache.disk.db import LOCK_NAME
+from kvchat.cache.disk.model_dirs import DATABASE, drop, find_model_dirs, tree_bytes
+from kvchat.cache.disk.quota import disk_budget
+from kvchat.cache.disk.tier import DiskTier
+from kvchat.cache.keys import encode_ids
 from kvchat.core.config import Size
 from kvchat.core.errors import StoreError
 from support.canary_tree import PACK_NAME, CanaryTree, digest, plant
@@ -44,12 +43,12 @@ def use_everything(store: Path) -> None:
         for number in range(40):
             save(tier, [number, *IDS, 7], layout)
         tier.forget(keys_of(tier, [39, *IDS, 7], layout))
-        tier.pin(keys_of(tier, [38, *IDS, 7], layout), pack([38, *IDS, 7]), "mine")
+        tier.pin(keys_of(tier, [38, *IDS, 7], layout), encode_ids([38, *IDS, 7]), "mine")
         tier.close()
-    kept = Caretaker(store, Size(num_bytes=LIMIT))
+    kept = StoreAdmin(store, Size(num_bytes=LIMIT))
     kept.forget([[37, *IDS, 7]], [])
     kept.verify()
-    for path in generations(store):
+    for path in find_model_dirs(store):
         (path / DATABASE).write_bytes(b"no table at all" * 500)
     kept.verify()
     tier = open_tier(store, LIMIT)
@@ -68,7 +67,7 @@ def test_nothing_of_others_in_the_directory_is_touched(tree: CanaryTree) -> None
     use_everything(tree.store)
 
     assert tree.digest() == before
-    assert generations(tree.store) == []
+    assert find_model_dirs(tree.store) == []
 
 
 def test_no_link_in_the_store_leads_out_of_it(tree: CanaryTree) -> None:
@@ -86,10 +85,10 @@ def test_no_link_in_the_store_leads_out_of_it(tree: CanaryTree) -> None:
     assert tree_bytes(tree.store / OWN) < 20_000, "what others put there is not ours to count"
 
 
-def test_a_generation_with_files_of_others_in_it_stays_ours(tree: CanaryTree) -> None:
+def test_a_model_dir_with_files_of_others_in_it_stays_ours(tree: CanaryTree) -> None:
     open_tier(tree.store).close()
     tree.link_into(tree.store / OWN)
-    Caretaker(tree.store).clear()
+    StoreAdmin(tree.store).clear()
 
     tier = open_tier(tree.store)
 
@@ -111,7 +110,7 @@ def test_a_directory_in_the_place_of_ours_is_refused_and_left_alone(
 
     with pytest.raises(StoreError, match=OWN):
         open_tier(tree.store)
-    use = Caretaker(tree.store)
+    use = StoreAdmin(tree.store)
     use.verify(), use.gc(), use.clear()
 
     assert (tree.digest(), digest([own])) == before
@@ -128,8 +127,8 @@ def test_a_directory_without_its_mark_is_nobodys(tree: CanaryTree) -> None:
     mark.unlink()
     before = digest([own, copy])
 
-    assert generations(tree.store) == []
-    assert Caretaker(tree.store).clear() == 0
+    assert find_model_dirs(tree.store) == []
+    assert StoreAdmin(tree.store).clear() == 0
     with pytest.raises(StoreError, match="not made by this kvchat"):
         open_tier(tree.store)
 
@@ -143,8 +142,8 @@ def swapped(path: Path, target: Path) -> None:
 
 
 def marked_copy(tree: CanaryTree) -> Path:
-    """Have `outside` look like the generation in all that is looked at by name."""
-    own_directory.make(tree.outside / OWN)
+    """Have `outside` look like the model directory in all that is looked at by name."""
+    model_dirs.make(tree.outside / OWN)
     for path in tree.outside.iterdir():
         if path.name != OWN and path.is_file():
             shutil.copy(path, tree.outside / OWN / path.name)
@@ -174,7 +173,7 @@ def test_a_directory_swapped_for_a_link_while_it_is_deleted_does_not_lead_out(
 
 
 @pytest.mark.parametrize("deed", ["save", "gc", "forget", "evict", "verify", "pin", "close"])
-def test_a_generation_swapped_for_a_link_under_a_tier_does_not_lead_out(
+def test_a_model_dir_swapped_for_a_link_under_a_tier_does_not_lead_out(
     tree: CanaryTree, deed: str
 ) -> None:
     tier = open_tier(tree.store, LIMIT)
@@ -197,7 +196,7 @@ def do(tier: DiskTier, deed: str) -> None:
         "forget": lambda: tier.forget(keys_of(tier, [3, *IDS, 7])),
         "evict": lambda: [save(tier, [number, *IDS, 7]) for number in range(50, 70)],
         "verify": tier.verify,
-        "pin": lambda: tier.pin(keys_of(tier, [3, *IDS, 7]), pack([3, *IDS, 7]), "mine"),
+        "pin": lambda: tier.pin(keys_of(tier, [3, *IDS, 7]), encode_ids([3, *IDS, 7]), "mine"),
         "close": tier.close,
     }
     deeds[deed]()
@@ -206,9 +205,9 @@ def do(tier: DiskTier, deed: str) -> None:
 def test_a_lock_of_others_is_not_emptied(tmp_path: Path) -> None:
     (tmp_path / "letter.txt").write_text("dear")
     os.link(tmp_path / "letter.txt", tmp_path / LOCK_NAME)
-    own_directory.make(tmp_path / OWN)
+    model_dirs.make(tmp_path / OWN)
     with pytest.raises(StoreError, match="another file too"):
-        Caretaker(tmp_path).clear()
+        StoreAdmin(tmp_path).clear()
     (tmp_path / LOCK_NAME).unlink()
     (tmp_path / LOCK_NAME).write_text("pid 4711, of another program")
 
@@ -257,7 +256,7 @@ def test_what_stands_in_the_place_of_a_table_makes_way_for_one(
     own, before = tree.store / OWN, tree.digest()
     (own / name).unlink(missing_ok=True)
     spoil(own / name, tree.outside)
-    Caretaker(tree.store).status()
+    StoreAdmin(tree.store).status()
 
     tier = open_tier(tree.store)
     assert save(tier, [7, 7, 7, 7])
@@ -306,4 +305,4 @@ def test_what_others_put_into_the_store_is_not_in_its_budget(tree: CanaryTree) -
     tier.gc()
 
     assert (tier.status().num_bytes, disk_budget(Size(num_bytes=LIMIT), tree.store)) == before
-    assert Caretaker(tree.store).num_bytes() == before[0]
+    assert StoreAdmin(tree.store).num_bytes() == before[0]

@@ -4,7 +4,7 @@ import random
 
 import torch
 
-from kvchat.cache.host_copies import HostCopies
+from kvchat.cache.host_offload import HostCopies
 from support.cached_contexts import CPU
 
 IMAGE_BYTES, PIECE_BLOCKS = 64, 4

@@ -7,14 +7,11 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from kvchat.cache.block_key import chain_keys
-from kvchat.cache.codec import PackHead
-from kvchat.cache.disk_tier import DiskTier
-from kvchat.cache.host_memory import HostMemory
-from kvchat.cache.host_tier import HostTier, Loan
-from kvchat.cache.radix_node import pack
-from kvchat.cache.tier import Tier
-from kvchat.core.types import Lack
+from kvchat.cache.disk.tier import DiskTier
+from kvchat.cache.host_tier import HostMemory, HostTier, Lease
+from kvchat.cache.keys import chain_keys, encode_ids
+from kvchat.cache.tier import PackHead, Tier
+from kvchat.core.types import MissReason
 from support.memory_tier import MemoryTier
 from support.soak_sizes import short_and_long
 
@@ -36,19 +33,21 @@ def image_of(ids: Sequence[int], num_blocks: int) -> memoryview:
 
 
 def keys_of(tier: HostTier, ids: Sequence[int]) -> list[bytes]:
-    return chain_keys(tier.root, pack(ids), SIZE * 4)
+    return chain_keys(tier.root, encode_ids(ids), SIZE * 4)
 
 
 def write(tier: HostTier, ids: Sequence[int], first: int = 0) -> bool:
     """Write a context's blocks from `first` on."""
     parent = keys_of(tier, ids)[first - 1] if first else tier.root
     image = image_of(ids, len(ids) // SIZE)[first * IMAGE_BYTES :]
-    return tier.write(PackHead(parent, pack(ids[first * SIZE : len(ids) // SIZE * SIZE])), image)
+    return tier.write(
+        PackHead(parent, encode_ids(ids[first * SIZE : len(ids) // SIZE * SIZE])), image
+    )
 
 
 def num_found(tier: HostTier, ids: Sequence[int], first: int = 0) -> int:
     """Return how many blocks from `first` on are found, each with its own image."""
-    found = tier.find(keys_of(tier, ids)[first:], pack(ids[first * SIZE :]))
+    found = tier.find(keys_of(tier, ids)[first:], encode_ids(ids[first * SIZE :]))
     images = b"".join(bytes(tier.read(part)) for part in found)
     whole = bytes(image_of(ids, first + len(found)))
     assert images == whole[first * IMAGE_BYTES :]
@@ -70,13 +69,13 @@ def parameters(function: Callable[..., object]) -> list[tuple[str, object]]:
 
 def test_what_is_not_there_had_to_go_or_never_came() -> None:
     tier = new_tier(4)
-    assert tier.why(keys_of(tier, STORY)[0], pack(STORY), 0) is Lack.NEVER_WRITTEN
+    assert tier.why(keys_of(tier, STORY)[0], encode_ids(STORY), 0) is MissReason.NEVER_WRITTEN
 
     write(tier, STORY[:16])
     write(tier, [99, *STORY[1:16]])
 
     assert tier.status().limit_bytes == 4 * IMAGE_BYTES
-    assert tier.why(keys_of(tier, STORY)[0], pack(STORY), 0) is Lack.EVICTED
+    assert tier.why(keys_of(tier, STORY)[0], encode_ids(STORY), 0) is MissReason.EVICTED
 
 
 def test_what_was_written_is_found_by_prefix_and_nothing_else_is() -> None:
@@ -95,8 +94,8 @@ def test_other_ids_under_the_same_key_are_not_found() -> None:
     tier = new_tier(16)
     write(tier, STORY)
 
-    assert tier.find(keys_of(tier, STORY), pack([*STORY[:6], *[77] * 14])) == tier.find(
-        keys_of(tier, STORY[:6]), pack(STORY[:6])
+    assert tier.find(keys_of(tier, STORY), encode_ids([*STORY[:6], *[77] * 14])) == tier.find(
+        keys_of(tier, STORY[:6]), encode_ids(STORY[:6])
     )
 
 
@@ -142,27 +141,27 @@ def test_what_is_being_copied_stays() -> None:
     tier = new_tier(4)
     write(tier, STORY[:6])
     keys = keys_of(tier, STORY[:6])
-    loan = tier.borrow(keys, pack(STORY[:6]))
+    lease = tier.acquire_read(keys, encode_ids(STORY[:6]))
 
     assert not write(tier, [60, 61, 62, 63])
-    assert [bytes(row.tolist()) for row in loan.rows] == [
+    assert [bytes(row.tolist()) for row in lease.rows] == [
         bytes(image_of(STORY, 3)[n * IMAGE_BYTES : (n + 1) * IMAGE_BYTES]) for n in range(3)
     ]
-    tier.end(loan)
+    tier.release(lease)
     assert write(tier, [60, 61, 62, 63])
 
 
 def test_what_is_being_filled_is_not_found_until_it_is() -> None:
     tier = new_tier(4)
     keys = keys_of(tier, STORY[:4])
-    kept, lost = tier.offer(tier.root, keys[:1], pack(STORY[:2])), None
-    lost = tier.offer(keys[0], keys[1:], pack(STORY[2:4]))
-    assert tier.count(keys, pack(STORY[:4])) == 0
+    kept, lost = tier.acquire_write(tier.root, keys[:1], encode_ids(STORY[:2])), None
+    lost = tier.acquire_write(keys[0], keys[1:], encode_ids(STORY[2:4]))
+    assert tier.count(keys, encode_ids(STORY[:4])) == 0
 
-    tier.settle(kept, is_filled=True)
-    tier.settle(lost, is_filled=False)
+    tier.complete(kept, is_filled=True)
+    tier.complete(lost, is_filled=False)
 
-    assert tier.count(keys, pack(STORY[:4])) == 1
+    assert tier.count(keys, encode_ids(STORY[:4])) == 1
     tier.check([])
 
 
@@ -172,17 +171,17 @@ def test_what_is_in_quarantine_is_never_found_again_nor_what_continues_it() -> N
     write(tier, [*STORY[:8], 90, 91])
     write(tier, [*STORY[:2], 80, 81])
     keys = keys_of(tier, STORY)
-    loan = tier.borrow(keys, pack(STORY))
-    filling = tier.offer(keys[-1], [b"x" * 16], pack([70, 71]))
+    lease = tier.acquire_read(keys, encode_ids(STORY))
+    filling = tier.acquire_write(keys[-1], [b"x" * 16], encode_ids([70, 71]))
 
     tier.quarantine(keys[2:4])
 
     assert num_found(tier, STORY) == 2
     assert num_found(tier, [*STORY[:8], 90, 91]) == 2
     assert num_found(tier, [*STORY[:2], 80, 81]) == 2
-    tier.settle(filling, is_filled=True)
-    assert tier.count([b"x" * 16], pack([70, 71])) == 0
-    tier.end(loan)
+    tier.complete(filling, is_filled=True)
+    assert tier.count([b"x" * 16], encode_ids([70, 71])) == 0
+    tier.release(lease)
     tier.check([])
     write(tier, STORY)
     assert num_found(tier, STORY) == 10
@@ -214,7 +213,7 @@ def test_where_the_system_has_no_more_memory_the_tier_is_smaller(
     def refuse(*_: object, **__: object) -> None:
         raise RuntimeError("CUDA error: out of memory")
 
-    monkeypatch.setattr("kvchat.cache.host_memory.torch.empty", refuse)
+    monkeypatch.setattr("kvchat.cache.host_tier.torch.empty", refuse)
     for start in range(0, 40, 4):
         write(tier, list(range(100 + start, 104 + start)))
 
@@ -230,8 +229,8 @@ class Borrower:
         self.rng = rng
         self.tier = new_tier(rng.choice([3, 8, 24]))
         self.written: dict[bytes, bytes] = {}
-        self.filling: list[tuple[Loan, list[bytes]]] = []
-        self.reading: list[Loan] = []
+        self.filling: list[tuple[Lease, list[bytes]]] = []
+        self.reading: list[Lease] = []
         self.num_found = 0
         trunk = list(range(16))
         self.stories = [[*trunk[:cut], *range(20, 36 - cut + 4)] for cut in (0, 3, 8, 9, 16)]
@@ -245,30 +244,30 @@ class Borrower:
         action = self.rng.random()
         if action < 0.45 and len(self.filling) < 2:
             parent = keys[first - 1] if first else self.tier.root
-            loan = self.tier.offer(parent, keys[first:], pack(ids[first * SIZE :]))
-            self.filling.append((loan, parts[first + loan.first :]))
+            lease = self.tier.acquire_write(parent, keys[first:], encode_ids(ids[first * SIZE :]))
+            self.filling.append((lease, parts[first + lease.first :]))
         elif action < 0.75 and self.filling:
             self.fill(*self.filling.pop(self.rng.randrange(len(self.filling))))
         elif action < 0.9 and len(self.reading) < 2:
-            loan = self.tier.borrow(keys[first:], pack(ids[first * SIZE :]))
-            for key, row, part in zip(loan.keys, loan.rows, parts[first:], strict=False):
+            lease = self.tier.acquire_read(keys[first:], encode_ids(ids[first * SIZE :]))
+            for key, row, part in zip(lease.keys, lease.rows, parts[first:], strict=False):
                 assert bytes(row.tolist()) == part == self.written[key]
-            self.num_found += len(loan.keys)
-            self.reading.append(loan)
+            self.num_found += len(lease.keys)
+            self.reading.append(lease)
         elif self.reading:
-            loan = self.reading.pop()
-            for key, row in zip(loan.keys, loan.rows, strict=True):
-                assert bytes(row.tolist()) == self.written[key], "lent rows were given away"
-            self.tier.end(loan)
-        self.tier.check([loan for loan, _ in self.filling] + self.reading)
+            lease = self.reading.pop()
+            for key, row in zip(lease.keys, lease.rows, strict=True):
+                assert bytes(row.tolist()) == self.written[key], "leased rows were given away"
+            self.tier.release(lease)
+        self.tier.check([lease for lease, _ in self.filling] + self.reading)
 
-    def fill(self, loan: Loan, parts: list[bytes]) -> None:
+    def fill(self, lease: Lease, parts: list[bytes]) -> None:
         is_filled = self.rng.random() < 0.9
-        for key, row, part in zip(loan.keys, loan.rows, parts, strict=False):
+        for key, row, part in zip(lease.keys, lease.rows, parts, strict=False):
             row.copy_(row.new_tensor(list(part)))
             if is_filled:
                 self.written[key] = part
-        self.tier.settle(loan, is_filled)
+        self.tier.complete(lease, is_filled)
 
 
 @short_and_long(6, 200)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from kvchat.cache.disk_tier import DiskTier
-from kvchat.cache.retention import HALF_LIFE_S
+from kvchat.cache.disk.eviction import HALF_LIFE_S
+from kvchat.cache.disk.tier import DiskTier
 from support.pack_chains import LAYOUT, ROOM, keys_of, num_found, save
 
 ONCE = 2.0**-6
@@ -55,7 +55,7 @@ class Store:
             self.twin.uses[name].append((self.now_s, ONCE if is_one_shot else 1.0))
 
     def check(self) -> None:
-        rows = {row.key: row.use for row in self.tier._keeper.table.rows()}
+        rows = {row.key: row.use for row in self.tier._db.table.rows()}
         assert rows.keys() == self.twin.uses.keys()
         for name, use in rows.items():
             assert use.credit_s == pytest.approx(self.twin.credit_s(name), abs=0.01)

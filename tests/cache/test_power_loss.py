@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from kvchat.cache import raw_disk
-from kvchat.cache.codec import DamagedRecord
-from kvchat.cache.disk_tier import DiskTier
-from kvchat.cache.radix_node import pack
+from kvchat.cache.disk import table
+from kvchat.cache.disk.tier import DiskTier
+from kvchat.cache.keys import encode_ids
+from kvchat.cache.tier import DamagedRecord
 from support.pack_chains import LAYOUT, keys_of, restored, save, used_bytes
 from support.soak_sizes import short_and_long
 
@@ -56,7 +56,7 @@ def lived(directory: Path, rng: random.Random) -> Life:
         save(tier, ids, SMALL)
         life.contexts.append(ids)
         if rng.random() < 0.1:
-            tier.pin(keys_of(tier, ids, SMALL), pack(ids), rng.choice("ab"))
+            tier.pin(keys_of(tier, ids, SMALL), encode_ids(ids), rng.choice("ab"))
         if rng.random() < 0.1:
             tier.forget(keys_of(tier, ids, SMALL)[-1:])
         if rng.random() < 0.1:
@@ -92,7 +92,7 @@ def unsynced(data: bytes, rng: random.Random) -> bytes:
 def test_a_store_after_a_power_loss_gives_back_what_is_right_and_works_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
-    monkeypatch.setattr(raw_disk, "MIN_FILE_BYTES", 1024)
+    monkeypatch.setattr(table, "MIN_FILE_BYTES", 1024)
     rng = random.Random(size)
     life = lived(tmp_path / "original", rng)
     num_damaged = num_right = 0

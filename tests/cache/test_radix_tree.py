@@ -3,8 +3,8 @@
 import random
 from array import array
 
-from kvchat.cache.radix_node import Node, common_tokens, pack
-from kvchat.cache.radix_tree import RadixTree
+from kvchat.cache.keys import common_tokens, encode_ids
+from kvchat.cache.radix_tree import Node, RadixTree
 from support.naive_cache import NaivePrefixCache
 from support.soak_sizes import short_and_long
 
@@ -17,7 +17,7 @@ def grown_tree(*runs: tuple[list[int], list[int]], block_size: int = 2) -> Radix
     tree = RadixTree(block_size)
     for token_ids, blocks in runs:
         tree.lock(tree.root)
-        tree.insert(tree.root, pack(token_ids), blocks)
+        tree.insert(tree.root, encode_ids(token_ids), blocks)
         tree.unlock(tree.root)
         tree.check()
     return tree
@@ -26,7 +26,7 @@ def grown_tree(*runs: tuple[list[int], list[int]], block_size: int = 2) -> Radix
 def test_a_match_ends_at_the_last_full_block_both_share() -> None:
     tree = grown_tree(([1, 2, 3, 4, 5, 6], [10, 11, 12]))
 
-    found = tree.match(pack([1, 2, 3, 4, 9, 9]))
+    found = tree.match(encode_ids([1, 2, 3, 4, 9, 9]))
 
     assert found.blocks == (10, 11)
     assert found.head is None
@@ -35,7 +35,7 @@ def test_a_match_ends_at_the_last_full_block_both_share() -> None:
 def test_a_match_that_ends_inside_a_block_names_the_block_and_the_shared_tokens() -> None:
     tree = grown_tree(([1, 2, 3, 4, 5, 6, 7, 8], [10, 11]), block_size=4)
 
-    found = tree.match(pack([1, 2, 3, 4, 5, 6, 9]))
+    found = tree.match(encode_ids([1, 2, 3, 4, 5, 6, 9]))
 
     assert found.blocks == (10,)
     assert (found.head, found.head_len) == (11, 2)
@@ -44,7 +44,7 @@ def test_a_match_that_ends_inside_a_block_names_the_block_and_the_shared_tokens(
 def test_known_ids_keep_the_blocks_the_tree_has() -> None:
     tree = grown_tree(([1, 2, 3, 4], [10, 11]))
 
-    result = tree.insert(tree.root, pack([1, 2, 3, 4, 5, 6]), [20, 21, 22])
+    result = tree.insert(tree.root, encode_ids([1, 2, 3, 4, 5, 6]), [20, 21, 22])
 
     assert result.kept == (10, 11, 22)
     tree.check()
@@ -52,10 +52,10 @@ def test_known_ids_keep_the_blocks_the_tree_has() -> None:
 
 def test_splitting_leaves_a_lock_taken_below_the_cut_valid() -> None:
     tree = grown_tree(([1, 2, 3, 4, 5, 6], [10, 11, 12]))
-    deep = tree.match(pack([1, 2, 3, 4, 5, 6])).node
+    deep = tree.match(encode_ids([1, 2, 3, 4, 5, 6])).node
     tree.lock(deep)
 
-    tree.match(pack([1, 2, 9, 9]))
+    tree.match(encode_ids([1, 2, 9, 9]))
     tree.check()
 
     assert tree.evict(3, never_shared) == []
@@ -66,12 +66,12 @@ def test_splitting_leaves_a_lock_taken_below_the_cut_valid() -> None:
 
 def test_eviction_takes_the_least_recently_used_leaf_and_its_last_blocks_first() -> None:
     tree = grown_tree(([1, 1, 2, 2], [10, 11]), ([3, 3, 4, 4], [20, 21]), ([5, 5], [30]))
-    tree.match(pack([1, 1, 2, 2]))
+    tree.match(encode_ids([1, 1, 2, 2]))
 
     assert tree.evict(1, never_shared) == [21]
     assert tree.evict(2, never_shared) == [20, 30]
     tree.check()
-    assert tree.match(pack([1, 1, 2, 2])).blocks == (10, 11)
+    assert tree.match(encode_ids([1, 1, 2, 2])).blocks == (10, 11)
 
 
 def test_a_parent_is_never_forgotten_before_its_children() -> None:
@@ -93,32 +93,32 @@ def test_a_shared_block_is_not_evicted_and_neither_is_what_leads_to_it() -> None
 
 def test_a_tail_is_found_and_gives_way_to_the_block_that_contains_it() -> None:
     tree = grown_tree(([1, 2, 3, 4], [10]), block_size=4)
-    node = tree.match(pack([1, 2, 3, 4])).node
+    node = tree.match(encode_ids([1, 2, 3, 4])).node
     tree.lock(node)
-    assert tree.insert_tail(node, pack([5, 6]), 11) == (True, [])
+    assert tree.insert_tail(node, encode_ids([5, 6]), 11) == (True, [])
     tree.check()
 
-    found = tree.match(pack([1, 2, 3, 4, 5, 6, 7]))
+    found = tree.match(encode_ids([1, 2, 3, 4, 5, 6, 7]))
     assert (found.head, found.head_len) == (11, 2)
-    assert tree.insert_tail(node, pack([5]), 12) == (False, [])
-    assert tree.insert_tail(node, pack([5, 6, 7]), 13) == (True, [11])
+    assert tree.insert_tail(node, encode_ids([5]), 12) == (False, [])
+    assert tree.insert_tail(node, encode_ids([5, 6, 7]), 13) == (True, [11])
 
-    assert tree.insert(node, pack([5, 6, 7, 8]), [14]).displaced == (13,)
+    assert tree.insert(node, encode_ids([5, 6, 7, 8]), [14]).displaced == (13,)
     tree.check()
 
 
 def test_only_the_sole_holder_of_a_leaf_grows_it_in_place() -> None:
     """Two requests once stood at one leaf; the first grew it and the second's end moved with it."""
     tree = grown_tree(([1, 2], [10]))
-    node = tree.match(pack([1, 2])).node
+    node = tree.match(encode_ids([1, 2])).node
     tree.lock(node)
     tree.lock(node)
 
-    first = tree.insert(node, pack([3, 4]), [11])
-    second = tree.insert(node, pack([5, 6]), [12])
+    first = tree.insert(node, encode_ids([3, 4]), [11])
+    second = tree.insert(node, encode_ids([5, 6]), [12])
 
     assert first.node is not node
-    assert tree.match(pack([1, 2, 5, 6])).blocks == (10, 12)
+    assert tree.match(encode_ids([1, 2, 5, 6])).blocks == (10, 12)
     assert second.node is not first.node
     tree.check()
 
@@ -127,14 +127,14 @@ def test_a_leaf_reached_while_inserting_is_not_grown_under_its_holder() -> None:
     """An insertion from further up once walked into a leaf with one lock, took that lock for its
     own and grew the leaf in place; the real holder then wrote below the wrong tokens."""
     tree = grown_tree(([1, 2], [10]))
-    holder = tree.match(pack([1, 2])).node
+    holder = tree.match(encode_ids([1, 2])).node
     tree.lock(holder)
     tree.lock(tree.root)
 
-    tree.insert(tree.root, pack([1, 2, 3, 4]), [20, 21])
-    tree.insert(holder, pack([5, 6]), [12])
+    tree.insert(tree.root, encode_ids([1, 2, 3, 4]), [20, 21])
+    tree.insert(holder, encode_ids([5, 6]), [12])
 
-    assert tree.match(pack([1, 2, 5, 6])).blocks == (10, 12)
+    assert tree.match(encode_ids([1, 2, 5, 6])).blocks == (10, 12)
     tree.check()
 
 
@@ -142,7 +142,7 @@ def test_candidates_for_eviction_do_not_grow_without_bound() -> None:
     tree = grown_tree(([1, 2, 3, 4], [10, 11]))
 
     for _ in range(1000):
-        node = tree.match(pack([1, 2, 3, 4])).node
+        node = tree.match(encode_ids([1, 2, 3, 4])).node
         tree.lock(node)
         tree.unlock(node)
 
@@ -151,9 +151,9 @@ def test_candidates_for_eviction_do_not_grow_without_bound() -> None:
 
 
 def test_common_tokens_counts_whole_tokens() -> None:
-    assert common_tokens(pack([1, 2, 3]), pack([1, 2, 4])) == 2
-    assert common_tokens(pack([1]), pack([257])) == 0
-    assert common_tokens(b"", pack([1])) == 0
+    assert common_tokens(encode_ids([1, 2, 3]), encode_ids([1, 2, 4])) == 2
+    assert common_tokens(encode_ids([1]), encode_ids([257])) == 0
+    assert common_tokens(b"", encode_ids([1])) == 0
 
 
 @short_and_long(1, 100)
@@ -173,14 +173,14 @@ def live_beside_a_dict(rng: random.Random) -> None:
         if action < 0.4:
             blocks = [next(next_block) for _ in range(len(token_ids) // 4)]
             tree.lock(tree.root)
-            result = tree.insert(tree.root, pack(token_ids[: len(blocks) * 4]), blocks)
+            result = tree.insert(tree.root, encode_ids(token_ids[: len(blocks) * 4]), blocks)
             tree.unlock(tree.root)
             naive.insert(token_ids, blocks)
             assert list(result.kept) == naive.match(token_ids[: len(blocks) * 4])
         elif action < 0.7:
-            found = tree.match(pack(token_ids))
+            found = tree.match(encode_ids(token_ids))
             assert list(found.blocks) == naive.match(token_ids)
-            assert tree.measure(pack(token_ids)) == 4 * len(found.blocks)
+            assert tree.num_cached_tokens(encode_ids(token_ids)) == 4 * len(found.blocks)
             if rng.random() < 0.3:
                 tree.lock(found.node)
                 locked.append((found.node, list(token_ids[: 4 * len(found.blocks)])))
@@ -190,7 +190,9 @@ def live_beside_a_dict(rng: random.Random) -> None:
             naive.forget(tree.evict(rng.randint(1, 6), never_shared))
         tree.check()
         for _, prefix in locked:
-            assert tree.measure(pack(prefix)) == len(prefix), "a locked prefix was evicted"
+            assert tree.num_cached_tokens(encode_ids(prefix)) == len(prefix), (
+                "a locked prefix was evicted"
+            )
 
 
 def test_a_cut_takes_what_goes_on_from_there_and_nothing_else() -> None:
@@ -201,20 +203,20 @@ def test_a_cut_takes_what_goes_on_from_there_and_nothing_else() -> None:
         for _ in range(6):
             ids = [rng.randrange(2) for _ in range(2 * rng.randrange(1, 7))]
             tree.lock(tree.root)
-            known = tree.measure(pack(ids))
-            result = tree.insert(tree.root, pack(ids), [next(blocks) for _ in ids[::2]])
+            known = tree.num_cached_tokens(encode_ids(ids))
+            result = tree.insert(tree.root, encode_ids(ids), [next(blocks) for _ in ids[::2]])
             tree.unlock(tree.root)
             contexts.append((ids, result.kept))
             assert known <= len(ids)
         victim, num_kept = rng.choice(contexts)[0], rng.randrange(4)
-        gone = tree.cut(pack(victim), num_kept)
+        gone = tree.cut(encode_ids(victim), num_kept)
 
         tree.check()
         beginning = victim[: 2 * num_kept + 2]
         for ids, kept in contexts:
             is_hit = len(beginning) == 2 * num_kept + 2 and ids[: len(beginning)] == beginning
             left = kept[:num_kept] if is_hit else kept
-            assert tree.blocks_of(pack(ids)) == list(left)
+            assert tree.blocks_of(encode_ids(ids)) == list(left)
             assert not set(left) & set(gone)
         assert len(gone) == len(set(gone))
 
@@ -222,14 +224,14 @@ def test_a_cut_takes_what_goes_on_from_there_and_nothing_else() -> None:
 def test_a_cut_leaves_what_is_locked() -> None:
     tree = RadixTree(2)
     tree.lock(tree.root)
-    result = tree.insert(tree.root, pack([1, 2, 3, 4]), [1, 2])
+    result = tree.insert(tree.root, encode_ids([1, 2, 3, 4]), [1, 2])
     tree.unlock(tree.root)
     tree.lock(result.node)
 
-    assert tree.cut(pack([1, 2, 3, 4]), 0) == []
-    assert tree.blocks_of(pack([1, 2, 3, 4])) == [1, 2]
+    assert tree.cut(encode_ids([1, 2, 3, 4]), 0) == []
+    assert tree.blocks_of(encode_ids([1, 2, 3, 4])) == [1, 2]
     tree.unlock(result.node)
-    assert sorted(tree.cut(pack([1, 2, 3, 4]), 1)) == [2]
+    assert sorted(tree.cut(encode_ids([1, 2, 3, 4]), 1)) == [2]
     tree.check()
 
 
@@ -237,4 +239,9 @@ def test_ids_in_one_piece_of_memory_pack_as_a_list_does() -> None:
     """64 waiting requests of 30,000 ids once cost 96 ms a step: every list was packed again."""
     ids = [0, 1, 255, 65_536, 2**31 - 1]
 
-    assert pack(array("i", ids)) == pack(array("q", ids)) == pack(ids) == pack(tuple(ids))
+    assert (
+        encode_ids(array("i", ids))
+        == encode_ids(array("q", ids))
+        == encode_ids(ids)
+        == encode_ids(tuple(ids))
+    )

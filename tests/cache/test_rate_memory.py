@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvchat.cache.rate_memory import RateMemory
+from kvchat.cache.rates import RateMemory
 
 RATES = {"prefill": 500.0, "read": 3e9}
 

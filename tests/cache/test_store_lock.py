@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from kvchat.cache import disk_tier, table_keeper
-from kvchat.cache.caretaker import Caretaker
-from kvchat.cache.codec import HeldRecord
-from kvchat.cache.store_lock import LOCK_NAME, StoreBusy, StoreHeld, StoreLock
+from kvchat.cache.disk import db, tier
+from kvchat.cache.disk.admin import StoreAdmin
+from kvchat.cache.disk.db import LOCK_NAME, StoreBusy, StoreHeld, StoreLock
+from kvchat.cache.tier import HeldRecord
 from support.pack_chains import find, num_found, open_tier, payload_files, restored, save
 
 IDS = [1, 2, 3, 4, 5, 6]
@@ -102,7 +102,7 @@ def test_who_has_waited_leaves_no_mark_behind(tmp_path: Path) -> None:
 @pytest.fixture
 def waits(monkeypatch: pytest.MonkeyPatch) -> Callable[[Holders], None]:
     """Have every tier that is opened from now on wait in the holders' time."""
-    return lambda holders: monkeypatch.setattr(disk_tier, "StoreLock", holders.new_lock)
+    return lambda holders: monkeypatch.setattr(tier, "StoreLock", holders.new_lock)
 
 
 def test_a_busy_store_is_a_miss_that_says_nothing(
@@ -171,7 +171,7 @@ def test_what_a_user_asked_for_is_done_or_said_not_to_be(
     with held_by(tmp_path / LOCK_NAME, turn_s=0.4, num_turns=1 << 20) as holders:
         waits(holders)
         with pytest.raises(StoreBusy, match="busy"):
-            getattr(Caretaker(tmp_path), deed)(*arguments)
+            getattr(StoreAdmin(tmp_path), deed)(*arguments)
     assert num_found(open_tier(tmp_path), IDS) == 3
 
 
@@ -185,14 +185,14 @@ def test_a_table_that_others_are_at_is_opened_in_the_end(
     busy = sqlite3.OperationalError("database is locked")
     busy.sqlite_errorcode = sqlite3.SQLITE_BUSY
     failures = [busy, busy]
-    new_table = table_keeper.PackTable
+    new_table = db.PackTable
 
     def opened(*arguments: object) -> object:
         if failures:
             raise failures.pop()
         return new_table(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(table_keeper, "PackTable", opened)
+    monkeypatch.setattr(db, "PackTable", opened)
 
     tier = open_tier(tmp_path)
 

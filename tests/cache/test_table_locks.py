@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from kvchat.cache.inventory import connection_to
-from kvchat.cache.read_ahead import read_ahead
+from kvchat.cache.disk.inventory import connection_to, prefetch_pages
 from support.pack_chains import open_tier, save
 
 CONTEXT = list(range(1, 21))
@@ -48,7 +47,7 @@ def test_a_visitor_leaves_the_log_of_a_table_that_was_read_ahead(store: Path) ->
     with closing(connection_to(table)) as reader:
         reader.execute("SELECT count(*) FROM Cache").fetchall()
         second = open_tier(store)
-    read_ahead(store, CONTEXT, 2)
+    prefetch_pages(store, CONTEXT, 2)
 
     assert log_after_a_visit(store).exists()
     second.close()

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from kvchat.chat.conversation import Conversation, Role
-from kvchat.chat.importing import import_file
+from kvchat.chat.documents import import_file
 from kvchat.chat.session_file import header_line, read_session, tip_line, turn_line
 from kvchat.chat.store import SessionStore
 from kvchat.core.errors import StoreError, UsageError

@@ -5,10 +5,9 @@ as much as any other's where somebody went on with it.
 import sqlite3
 from pathlib import Path
 
-from kvchat.cache.block_key import chain_keys, root_key
-from kvchat.cache.generations import DATABASE
-from kvchat.cache.inventory import read_generation, stored_generations
-from kvchat.cache.radix_node import pack
+from kvchat.cache.disk.inventory import read_model_dir, stored_model_dirs
+from kvchat.cache.disk.model_dirs import DATABASE
+from kvchat.cache.keys import chain_keys, encode_ids, root_key
 from kvchat.chat.conversation import Conversation
 from kvchat.chat.session import ChatSession
 from support.tiny_host import answer_options, finish, tiny_host
@@ -18,10 +17,12 @@ LONG = "Tell me of the ships that lie in the harbour of Grimstad. " * 2
 
 def credits_of(directory: Path, conversation: Conversation) -> list[float]:
     """Return, of each pack of a conversation, how far its credit lies before its last use."""
-    [generation] = stored_generations(directory)
-    layout = read_generation(generation).layout
-    keys = chain_keys(root_key(layout.identity), pack(conversation.context_ids()), layout.ids_bytes)
-    with sqlite3.connect(generation / DATABASE) as table:
+    [model_dir] = stored_model_dirs(directory)
+    layout = read_model_dir(model_dir).layout
+    keys = chain_keys(
+        root_key(layout.identity), encode_ids(conversation.context_ids()), layout.ids_bytes
+    )
+    with sqlite3.connect(model_dir / DATABASE) as table:
         rows = table.execute("SELECT key, store_time - access_time FROM Cache").fetchall()
     table.close()
     known = {bytes(key)[1:]: late for key, late in rows if bytes(key)[:1] == b"h"}

@@ -97,8 +97,18 @@ def test_a_damaged_line_costs_its_turn_and_those_that_hang_on_it() -> None:
 
     assert [turn.turn_id for turn in read.conversation.turns()] == [1, 2, 3]
     assert read.conversation.tip_id == 3
-    assert f"Line {number + 1} of {NAME} is damaged and was skipped." in read.notes
+    assert read.notes[0].startswith((f"Line {number + 1} of", f"Lines {number + 1}, "))
     read.conversation.check()
+
+
+def test_many_damaged_lines_are_one_sentence() -> None:
+    """A session of noise once said so line by line."""
+    header, *rest = lines_of(branching_conversation())
+
+    read = read_session(as_bytes([header, *["noise\n"] * len(rest)]), NAME)
+
+    more = len(rest) - 3
+    assert read.notes == (f"Lines 2, 3, 4 and {more} more of {NAME} are damaged and were skipped.",)
 
 
 DAMAGE = [

@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from kvchat.chat.answer_settings import AskOptions
 from kvchat.chat.conversation import ROOT, Role
 from kvchat.chat.events import AnswerEnded, AnswerFailed, ReadingPrompt
 from kvchat.chat.host import ChatHost
-from kvchat.chat.session import AskOptions, ChatSession
+from kvchat.chat.session import ChatSession
 from kvchat.chat.store import SessionStore
 from kvchat.core.errors import ExitCode, ModelError, UsageError
 from kvchat.core.types import FinishReason, SamplingParams

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from kvchat.chat.documents import import_file
 from kvchat.chat.host import ChatHost
-from kvchat.chat.importing import import_file
 from kvchat.chat.store import SessionStore
 from support.tiny_host import ask
 

@@ -10,8 +10,8 @@ from datetime import datetime
 
 import pytest
 
-from kvchat.chat.jinja import compile_template
 from kvchat.chat.template import turn_format
+from kvchat.chat.template_child import compile_template
 from kvchat.chat.template_process import RenderingFailed, TemplateProcess
 from kvchat.chat.tokenizer import ChatTokenizer
 from kvchat.core.errors import ModelError, TimedOut
@@ -94,7 +94,7 @@ def test_a_process_renders_what_its_plain_twin_renders(name: str) -> None:
     plain, process = compile_template(source), TemplateProcess(source)
     process.compile()
     try:
-        expected = plain.render(MESSAGES, NAMES, CLOCK, add_generation_prompt=True)
+        expected = plain.render(MESSAGES, NAMES, CLOCK, add_model_dir_prompt=True)
     except Exception as error:
         with pytest.raises(RenderingFailed, match=str(error)):
             process.render(MESSAGES, NAMES, CLOCK)

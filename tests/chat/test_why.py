@@ -6,7 +6,7 @@ import pytest
 
 from kvchat.chat.conversation import ROOT, Conversation, Role, Turn
 from kvchat.chat.why import Change, Reuse, cause, common_len, explain, reuse_of
-from kvchat.core.types import CachedTokens, Lack
+from kvchat.core.types import CachedTokens, MissReason
 
 HISTORY = tuple(range(1, 201))
 
@@ -31,39 +31,41 @@ def test_every_tier_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("lack", "words"),
+    ("miss_reason", "words"),
     [
-        (Lack.NEVER_WRITTEN, "never kept on disk"),
-        (Lack.EVICTED, "nor on disk any more: evicted"),
-        (Lack.CORRUPT, "corrupt"),
-        (Lack.OVER_BUDGET, "over budget"),
-        (Lack.QUARANTINED, "not this model's"),
-        (Lack.OTHER_MODEL, "model changed"),
-        (Lack.SLOWER, "longer here than computing"),
-        (Lack.LATE, "took too long"),
-        (Lack.NO_ROOM, "--device-cache"),
-        (Lack.NO_TIER, "no disk cache"),
+        (MissReason.NEVER_WRITTEN, "never kept on disk"),
+        (MissReason.EVICTED, "nor on disk any more: evicted"),
+        (MissReason.CORRUPT, "corrupt"),
+        (MissReason.OVER_BUDGET, "over budget"),
+        (MissReason.QUARANTINED, "not this model's"),
+        (MissReason.OTHER_MODEL, "model changed"),
+        (MissReason.SLOWER, "longer here than computing"),
+        (MissReason.LATE, "took too long"),
+        (MissReason.NO_ROOM, "--device-cache"),
+        (MissReason.NO_TIER, "no disk cache"),
         (None, "evicted from memory"),
     ],
 )
-def test_what_was_read_again_has_its_cause(lack: Lack | None, words: str) -> None:
-    said = told(cached=CachedTokens(), lack=lack)
+def test_what_was_read_again_has_its_cause(miss_reason: MissReason | None, words: str) -> None:
+    said = told(cached=CachedTokens(), miss_reason=miss_reason)
 
     assert "202 were read, 200 of them again" in said
     assert words in said
 
 
 def test_every_lack_has_words() -> None:
-    assert all(told(cached=CachedTokens(), lack=lack) for lack in Lack)
+    assert all(told(cached=CachedTokens(), miss_reason=miss_reason) for miss_reason in MissReason)
 
 
 def test_what_was_partly_there_and_nowhere_else_is_evicted() -> None:
     """The line behind an answer and /cache why each decided it for itself."""
     cached = CachedTokens(device=64)
-    facts = Reuse((*HISTORY, 900, 901), HISTORY, Change.NEW, cached, Lack.NEVER_WRITTEN)
+    facts = Reuse((*HISTORY, 900, 901), HISTORY, Change.NEW, cached, MissReason.NEVER_WRITTEN)
 
-    assert told(cached=cached, lack=Lack.NEVER_WRITTEN) == told(cached=cached, lack=Lack.EVICTED)
-    assert cause(facts) == cause(replace(facts, lack=Lack.EVICTED)) == "evicted"
+    assert told(cached=cached, miss_reason=MissReason.NEVER_WRITTEN) == told(
+        cached=cached, miss_reason=MissReason.EVICTED
+    )
+    assert cause(facts) == cause(replace(facts, miss_reason=MissReason.EVICTED)) == "evicted"
 
 
 @pytest.mark.parametrize(
@@ -77,13 +79,18 @@ def test_the_first_token_that_differs_is_shown(change: Change) -> None:
 
 
 def test_the_short_cause_is_said_only_where_something_was_lost() -> None:
-    facts = Reuse((*HISTORY, 900), HISTORY, Change.NEW, CachedTokens(device=192), Lack.EVICTED)
+    facts = Reuse(
+        (*HISTORY, 900), HISTORY, Change.NEW, CachedTokens(device=192), MissReason.EVICTED
+    )
 
     assert cause(facts) == ""
     assert cause(replace(facts, cached=CachedTokens())) == "evicted"
-    assert cause(replace(facts, cached=CachedTokens(), lack=Lack.OTHER_MODEL)) == "model changed"
-    assert cause(replace(facts, cached=CachedTokens(), lack=None)) == "evicted"
-    never = replace(facts, cached=CachedTokens(), lack=Lack.NEVER_WRITTEN)
+    assert (
+        cause(replace(facts, cached=CachedTokens(), miss_reason=MissReason.OTHER_MODEL))
+        == "model changed"
+    )
+    assert cause(replace(facts, cached=CachedTokens(), miss_reason=None)) == "evicted"
+    never = replace(facts, cached=CachedTokens(), miss_reason=MissReason.NEVER_WRITTEN)
     assert cause(never) == "never written"
 
 
@@ -200,11 +207,11 @@ def test_what_another_model_wrote_is_read_since_the_model_changed() -> None:
         conversation.replace(turn.with_ids(turn.token_ids, "two"))
     first = talk.add(Role.ASSISTANT, "fine", talk.add(Role.USER, "and dogs", 2))
 
-    for lack in (Lack.NEVER_WRITTEN, Lack.NO_TIER, None):
-        found = reuse_of(conversation, first, CachedTokens(), lack)
+    for miss_reason in (MissReason.NEVER_WRITTEN, MissReason.NO_TIER, None):
+        found = reuse_of(conversation, first, CachedTokens(), miss_reason)
         assert cause(found) == "model changed"
         assert "the model changed" in "".join(explain(found, spell))
-    corrupt = reuse_of(conversation, first, CachedTokens(), Lack.CORRUPT)
+    corrupt = reuse_of(conversation, first, CachedTokens(), MissReason.CORRUPT)
     assert cause(corrupt) == "corrupt", "the tier knows more"
     second = talk.add(Role.ASSISTANT, "bye", talk.add(Role.USER, "well", first))
     assert cause(reuse_of(conversation, second, CachedTokens(), None)) == "evicted"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvchat.cache.caretaker import Caretaker
+from kvchat.cache.disk.admin import StoreAdmin
 from kvchat.chat.session import ChatSession
 from kvchat.chat.store import SessionStore
 from kvchat.chat.why import Reuse, cause, explain, reuse_of
@@ -65,7 +65,7 @@ class Resumed:
         again: ChatSession = host.open_session(session.session_id)
         ended = ask(again, "And how many are green?")
         host.close()
-        return reuse_of(again.conversation, ended.turn_id, ended.usage.cached, ended.lack)
+        return reuse_of(again.conversation, ended.turn_id, ended.usage.cached, ended.miss_reason)
 
 
 def spoil(directory: Path) -> None:
@@ -112,7 +112,7 @@ def test_what_came_while_there_was_no_room_for_another(resumed: Resumed) -> None
 
 
 def test_what_was_deleted(resumed: Resumed) -> None:
-    cleared = resumed.why(lambda directory: Caretaker(directory).clear())
+    cleared = resumed.why(lambda directory: StoreAdmin(directory).clear())
 
     assert cause(cleared) == "never written"
     assert "never kept on disk, or deleted there" in told(cleared)

@@ -8,8 +8,7 @@ import pytest
 from kvchat.chat.chat_model import ChatModel, read_chat_model
 from kvchat.chat.conversation import ROOT, Conversation, Role, Turn
 from kvchat.chat.store import SessionStore
-from kvchat.chat.why import Change, Reuse, common_len
-from kvchat.chat.why_cold import beside_earlier, earlier
+from kvchat.chat.why import Change, Reuse, beside_earlier, common_len, earlier
 from kvchat.core.types import CachedTokens
 from kvchat.model.source import find_model
 from support.checkpoints import CHAT_TEMPLATE, byte_tokenizer

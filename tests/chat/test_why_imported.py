@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from kvchat.chat.conversation import NO_TOKENIZER, ROOT, Conversation, Role, Turn
+from kvchat.chat.documents import import_file
 from kvchat.chat.host import ChatHost
-from kvchat.chat.importing import import_file
 from kvchat.chat.store import SessionStore
 from kvchat.chat.why import Change, Reuse, cause, explain, reuse_of
-from kvchat.core.types import CachedTokens, Lack
+from kvchat.core.types import CachedTokens, MissReason
 from support.patient_kvchat import be_patient
 from support.tiny_host import ask, tiny_host
 
@@ -39,7 +39,7 @@ def answered(host: ChatHost, session_id: str, *questions: str) -> list[Reuse]:
     for question in questions:
         ended = ask(session, question)
         used = ended.usage.cached
-        found.append(reuse_of(session.conversation, ended.turn_id, used, ended.lack))
+        found.append(reuse_of(session.conversation, ended.turn_id, used, ended.miss_reason))
     session.close()
     return found
 
@@ -116,7 +116,7 @@ class Imported:
         return self.add(Role.ASSISTANT, "fine", self.add(Role.USER, "how are you", parent))
 
     def why(self, turn_id: int) -> Reuse:
-        return reuse_of(self.conversation, turn_id, NOTHING, Lack.NEVER_WRITTEN)
+        return reuse_of(self.conversation, turn_id, NOTHING, MissReason.NEVER_WRITTEN)
 
 
 def test_only_what_an_answer_continued_was_read() -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kvchat.terminal.sanitize import sanitize
+from kvchat.core.text import sanitize
 from support.checkpoints import save_checkpoint, tiny_model
 from support.commands import Shell
 

@@ -28,12 +28,12 @@ def store(shell: Shell) -> StoredPacks:
 def test_the_status_says_where_how_much_and_when(shell: Shell, store: StoredPacks) -> None:
     done = shell.run("cache", "--disk-cache", "1G")
 
-    path, total, *generations = done.stdout.decode().splitlines()
+    path, total, *model_dirs = done.stdout.decode().splitlines()
     assert done.returncode == 0
     assert path == str(store.directory)
     assert total.endswith("KiB of 1 GiB used: 5 packs, 22 tokens")
-    assert len(generations) == 2
-    assert all("last used 20" in line for line in generations)
+    assert len(model_dirs) == 2
+    assert all("last used 20" in line for line in model_dirs)
     assert done.stderr == b""
     assert shell.run("cache", "--disk-cache", "1G", "status").stdout == done.stdout
     assert shell.run("--disk-cache", "1G", "cache").stdout == done.stdout

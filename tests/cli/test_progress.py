@@ -2,7 +2,7 @@
 
 import io
 
-from kvchat.cli.progress import LoadingLine
+from kvchat.cli.output import LoadingLine
 from kvchat.core.events import LoadProgress
 
 

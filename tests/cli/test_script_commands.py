@@ -13,22 +13,20 @@ from typing import Any
 
 import pytest
 
-from kvchat.cache.caretaker import Caretaker
+from kvchat.cache.disk.admin import StoreAdmin
+from kvchat.chat.answer_settings import AskOptions
 from kvchat.chat.chat_model import ChatModel
+from kvchat.chat.controller import ChatController, KeptKv
 from kvchat.chat.host import ChatHost
-from kvchat.chat.session import AskOptions
 from kvchat.chat.store import SessionStore
-from kvchat.cli.interruption import Interrupted, Interruption
 from kvchat.cli.output import JsonWriter, Notices, TextWriter
 from kvchat.cli.script import Script, ScriptSetup
+from kvchat.cli.streams import Interrupted, Interruption
 from kvchat.core.errors import ModelError
 from kvchat.core.events import LoadProgress
-from kvchat.terminal.desk import Desk
-from kvchat.terminal.kept_kv import KeptKv
 from kvchat.terminal.paint import Painter
 from kvchat.terminal.registry import build_registry
-from kvchat.terminal.script_commands import ScriptCommands
-from kvchat.terminal.script_page import ScriptPage
+from kvchat.terminal.script_commands import ScriptCommands, ScriptPage
 from kvchat.terminal.theme import Look
 from support.commands import Shell
 from support.pty_screen import PtyScreen
@@ -74,7 +72,7 @@ def interrupted_s() -> list[float]:
 @pytest.fixture
 def run_lines(model: ChatModel, tmp_path: Path, interrupted_s: list[float]) -> Iterator[RunLines]:
     """Run lines as `--input-format lines` does, with the streams in memory."""
-    desks: list[Desk] = []
+    controllers: list[ChatController] = []
 
     def interrupted_while_loading(progress: Callable[[LoadProgress], None]) -> Any:
         """Stand for a model that takes a minute to load, at a user who does not wait for it."""
@@ -99,25 +97,27 @@ def run_lines(model: ChatModel, tmp_path: Path, interrupted_s: list[float]) -> I
                 return ChatHost(model, interrupted_while_loading, store, hear)
             return ChatHost(model, scripted_build(model, _author), store, hear)  # type: ignore[arg-type]
 
-        desk = Desk(new_host("scripted", None), new_host, None, AskOptions(), kept=kept)
-        desks.append(desk)
+        controller = ChatController(
+            new_host("scripted", None), new_host, None, AskOptions(), kept=kept
+        )
+        controllers.append(controller)
         stdout, stderr = io.StringIO(), io.StringIO()
         notices = Notices(quiet, stderr)
-        writer = JsonWriter(stdout, lambda: desk.host.ready) if is_json else None
+        writer = JsonWriter(stdout, lambda: controller.host.ready) if is_json else None
         page = ScriptPage(notices.show, Painter(Look(has_colour=False, is_plain=True)), 80)
         setup = ScriptSetup(
-            desk, writer or TextWriter(stdout, is_raw=False), notices, shows_stats=stats
+            controller, writer or TextWriter(stdout, is_raw=False), notices, shows_stats=stats
         )
-        commands = ScriptCommands(desk, page, build_registry(), stats)
+        commands = ScriptCommands(controller, page, build_registry(), stats)
         with Interruption() as interruption:
             script = Script(setup, interruption)
             script.answer_lines(commands, iter(lines), last or None)
         return Ran(script.exit_code, stdout.getvalue(), stderr.getvalue(), store)
 
     yield run
-    for desk in desks:
-        desk.close_session()
-        desk.host.close()
+    for controller in controllers:
+        controller.close_session()
+        controller.host.close()
 
 
 def test_answers_go_to_stdout_and_what_commands_say_to_stderr(run_lines: RunLines) -> None:
@@ -287,7 +287,7 @@ def test_trouble_with_the_disk_is_told_once_on_stderr_unless_quiet(run_lines: Ru
 def test_a_script_looks_after_the_store_as_a_person_does(
     run_lines: RunLines, tmp_path: Path
 ) -> None:
-    kept = Caretaker(stored_packs(tmp_path / "kv").directory)
+    kept = StoreAdmin(stored_packs(tmp_path / "kv").directory)
 
     deeds = ("/cache", "/cache verify", "/cache gc", "/cache path", "/cache clear")
 

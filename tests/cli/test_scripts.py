@@ -160,6 +160,12 @@ def test_an_answer_cut_off_by_its_limit_is_no_failure(shell: Shell, tiny: str) -
     assert b"cut off at --max-tokens" in done.stderr
 
 
+def test_of_many_samples_that_are_cut_off_one_line_tells(shell: Shell, tiny: str) -> None:
+    done = shell.run("-m", tiny, "--max-tokens", "2", "-n", "3", "--json", "-p", "Hello")
+
+    assert done.stderr.count(b"cut off at --max-tokens") == 1
+
+
 def test_a_request_with_a_limit_of_its_own_is_not_at_the_end_of_the_context(
     shell: Shell, tiny: str
 ) -> None:

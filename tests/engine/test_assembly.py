@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvchat.cache.caretaker import Caretaker
-from kvchat.cache.generations import generations
+from kvchat.cache.disk.admin import StoreAdmin
+from kvchat.cache.disk.model_dirs import find_model_dirs
 from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig, Size
 from kvchat.core.events import LoadProgress, RequestFailed, TokensGenerated
 from kvchat.core.types import SamplingParams
@@ -175,14 +175,14 @@ def test_how_fast_copies_are_is_known_to_the_next_engine(checkpoint: Path, tmp_p
     some = Size(num_bytes=MEBIBYTE)
     config = CacheConfig(device_bytes=some, host_bytes=some)
     first = assemble(checkpoint, cache=config, state=tmp_path).engine
-    assert first._swap is not None
-    first._swap.rates.note_up(1 << 30, 1.0)
+    assert first._offload is not None
+    first._offload.rates.note_up(1 << 30, 1.0)
     first.close()
 
     second = assemble(checkpoint, cache=config, state=tmp_path).engine
 
-    assert second._swap is not None
-    assert second._swap.rates.up_bytes_per_s == 1 << 30
+    assert second._offload is not None
+    assert second._offload.rates.up_bytes_per_s == 1 << 30
 
 
 def test_rates_of_one_gpu_are_not_anothers(
@@ -209,14 +209,14 @@ def test_where_not_even_a_block_may_be_kept_nothing_is_and_that_is_said(
     before = assemble(checkpoint, cache=kept).engine
     expected = generate(before, prompt, 5)
     before.close()
-    assert generations(directory)
+    assert find_model_dirs(directory)
 
     config = CacheConfig(device_bytes=some, directory=directory, disk_bytes=Size(num_bytes=50_000))
     engine = assemble(checkpoint, cache=config).engine
 
     assert generate(engine, prompt, 5) == expected
-    assert engine._persistence is not None
-    assert engine._persistence.transfer.flush(60.0)
+    assert engine._connector is not None
+    assert engine._connector.transfer.flush(60.0)
     status = engine.status().disk
     engine.close()
     assert status is not None
@@ -236,7 +236,7 @@ def test_a_disk_that_is_full_for_the_moment_costs_nothing_that_is_kept(
     before = assemble(checkpoint, cache=kept).engine
     expected = generate(before, prompt, 5)
     before.close()
-    num_tokens = Caretaker(directory).status().num_tokens
+    num_tokens = StoreAdmin(directory).status().num_tokens
     assert num_tokens > 0
 
     usage = shutil.disk_usage(tmp_path)
@@ -244,10 +244,10 @@ def test_a_disk_that_is_full_for_the_moment_costs_nothing_that_is_kept(
     engine = assemble(checkpoint, cache=CacheConfig(device_bytes=some, directory=directory)).engine
 
     assert generate(engine, prompt, 5) == expected
-    assert engine._persistence is not None
-    assert engine._persistence.transfer.flush(60.0)
+    assert engine._connector is not None
+    assert engine._connector.transfer.flush(60.0)
     status = engine.status().disk
     engine.close()
     assert status is not None
     assert "There is no free space for KV" in status.trouble
-    assert Caretaker(directory).status().num_tokens == num_tokens
+    assert StoreAdmin(directory).status().num_tokens == num_tokens

@@ -11,14 +11,13 @@ from kvchat.chat.chat_model import read_chat_model
 from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig, Size, SpeculationConfig
 from kvchat.core.events import RequestFailed, SampleFinished, TokensGenerated
 from kvchat.core.types import SamplingParams
-from kvchat.engine.assembly import AssembledEngine
-from kvchat.engine.draft_assembly import build_speculating_engine
+from kvchat.engine.assembly import AssembledEngine, build_speculating_engine
 from kvchat.engine.draft_model import ModelDrafter
-from kvchat.engine.pace import FixedPace
+from kvchat.engine.draft_policy import FixedDraftPolicy
 from kvchat.engine.request import RequestSpec
 from kvchat.engine.speculation import Mode
 from kvchat.model.source import DEMO, DEMO_DRAFT, ModelSource, find_model
-from kvchat.model.vocabulary import same_vocabulary
+from kvchat.model.text_files import same_vocabulary
 from support.checkpoints import save_checkpoint, tiny_model
 from support.soak_sizes import short_and_long
 
@@ -83,11 +82,11 @@ class Chat:
         requests = engine._scheduler.requests()
         for drafter in engine.speculation._drafters:
             if isinstance(drafter, ModelDrafter):
-                drafter.tend(requests, 0.0)
+                drafter.update(requests, 0.0)
                 while any(
                     restore and not restore.is_over for restore in drafter._restores.values()
                 ):
-                    drafter.tend(requests, 0.0)
+                    drafter.update(requests, 0.0)
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +118,7 @@ def test_a_restored_conversation_is_drafted_for_as_one_that_never_left(tmp_path:
         return sum(taken for _, taken in chat.drafts) / sum(drafted for drafted, _ in chat.drafts)
 
     stayed = Chat(build(tmp_path), Mode.DRAFT)
-    stayed.assembled.engine.speculation._pace = FixedPace(4)
+    stayed.assembled.engine.speculation._policy = FixedDraftPolicy(4)
     stayed.ask(QUESTIONS[0])
     before = list(stayed.context)
     stayed.drafts.clear()
@@ -127,7 +126,7 @@ def test_a_restored_conversation_is_drafted_for_as_one_that_never_left(tmp_path:
     stayed.assembled.engine.close()
 
     back = Chat(build(tmp_path), Mode.DRAFT)
-    back.assembled.engine.speculation._pace = FixedPace(4)
+    back.assembled.engine.speculation._policy = FixedDraftPolicy(4)
     back.context = before
     assert [back.ask(question) for question in QUESTIONS[1:]] == answers
     back.assembled.engine.close()

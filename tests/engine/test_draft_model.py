@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from kvchat.cache.persistence import Persistence
+from kvchat.cache.connector import KvConnector
 from kvchat.core.types import SamplingParams
 from kvchat.engine.draft_model import ModelDrafter
-from kvchat.engine.pace import FixedPace
+from kvchat.engine.draft_policy import FixedDraftPolicy
 from kvchat.engine.request import Request, RequestSpec
 from kvchat.engine.speculation import Speculation
 from support.engine_harness import EngineHarness
@@ -41,20 +41,20 @@ class Drafting(EngineHarness):
         self.forwards: list[int] = []
         self.draft_cache = new_cache(draft_blocks, shape.get("block_size", 4))
         self.draft_model = RememberingModel(self.draft_cache, lambda: self._count(fails))
-        persistence = None
+        connector = None
         if tier is not None:
-            persistence = Persistence(self.draft_cache, lambda: tier)
-            persistence.planner.prefill_tokens_per_s = 1e-3
-        self.persistence = persistence
+            connector = KvConnector(self.draft_cache, lambda: tier)
+            connector.planner.prefill_tokens_per_s = 1e-3
+        self.connector = connector
         self.drafter = ModelDrafter(
             self.draft_model,  # type: ignore[arg-type]
             self.draft_cache,
             vocab_size,
             shape.get("max_context", 120),
-            persistence,
+            connector,
             piece_rows=piece_rows,
         )
-        speculation = Speculation([self.drafter], pace=FixedPace(num_tokens))
+        speculation = Speculation([self.drafter], policy=FixedDraftPolicy(num_tokens))
         super().__init__(speculation=speculation, **shape)  # type: ignore[arg-type]
 
     def _count(self, fails: Callable[[], None]) -> None:
@@ -65,7 +65,7 @@ class Drafting(EngineHarness):
         super().check()
         self.forwards.append(self.num_draft_forwards)
         assert not self.draft_model.broken_promises, self.draft_model.broken_promises
-        self.draft_cache.check([seat.table for seat in self.drafter._seats.values()])
+        self.draft_cache.check([state.table for state in self.drafter._states.values()])
 
     def run_checked(self, *specs: RequestSpec) -> list[int]:
         numbers = [self.submit(spec) for spec in specs]
@@ -144,9 +144,9 @@ def test_the_little_that_is_missing_is_computed_in_pieces(
     computed: list[int] = []
     compute = engine.drafter._compute
 
-    def noted(request: Request, seat: object, start: int, end: int) -> None:
+    def noted(request: Request, state: object, start: int, end: int) -> None:
         computed.append(end - start)
-        compute(request, seat, start, end)  # type: ignore[arg-type]
+        compute(request, state, start, end)  # type: ignore[arg-type]
 
     monkeypatch.setattr(engine.drafter, "_compute", noted)
     [number] = engine.run_checked(RequestSpec(LONG[:48], GREEDY, max_tokens=20))
@@ -159,7 +159,7 @@ def test_the_next_turn_and_a_branch_draft_at_once() -> None:
     engine = Drafting()
     [first] = engine.run_checked(RequestSpec(LONG, GREEDY, max_tokens=9))
     answer = engine.generated(first)
-    computed = engine.draft_cache.measure((*LONG, *answer))
+    computed = engine.draft_cache.num_cached_tokens((*LONG, *answer))
     assert computed >= len(LONG)
 
     for prompt in ((*LONG, *answer, 4, 5), (*LONG[:80], 7), (*LONG, *answer[:3], 9)):
@@ -183,14 +183,14 @@ def test_a_restored_conversation_drafts_as_well_as_before(tier: MemoryTier) -> N
     assert tier.blocks
 
     today = Drafting(tier=tier)
-    assert today.persistence is not None
+    assert today.connector is not None
     number = today.submit(RequestSpec((*LONG, *answer, 3), GREEDY, max_tokens=11))
     today.hear_from_tier()
     today.run()
 
     today.assert_complete(number)
     assert today.accepted_share(number) == 1.0
-    assert today.draft_cache.measure((*LONG, *answer)) >= len(LONG)
+    assert today.draft_cache.num_cached_tokens((*LONG, *answer)) >= len(LONG)
     rows = [rows for [(_, rows)] in today.steps[1:]]
     # What the tier's thread has brought behind the first step is taken in at the end of the next.
     assert rows.count(1) <= 1, "it drafted late"
@@ -207,9 +207,9 @@ def test_a_draft_whose_kv_comes_too_late_is_made_up_for(tier: MemoryTier) -> Non
     may_read, now_s = threading.Event(), [0.0]
     tier.before_read = lambda: may_read.wait(20.0) and None
     today = Drafting(tier=tier)
-    assert today.persistence is not None
-    today.persistence.planner.prefill_tokens_per_s = 1e6
-    today.persistence.restoring._clock = lambda: now_s[0]
+    assert today.connector is not None
+    today.connector.planner.prefill_tokens_per_s = 1e6
+    today.connector.restorer._clock = lambda: now_s[0]
     number = today.submit(RequestSpec(LONG, GREEDY, max_tokens=29))
     today.step()
     now_s[0] = 60.0
@@ -275,14 +275,14 @@ def test_a_draft_model_that_crashes_leaves_the_text_alone(num_good: int) -> None
     assert "fell over" in str(engine.engine.speculation.failures["draft"])
 
 
-def test_a_cancelled_request_leaves_its_seat() -> None:
+def test_a_cancelled_request_leaves_its_draft_state() -> None:
     engine = Drafting()
     number = engine.submit(RequestSpec((1, 2, 3), SAMPLED, max_tokens=60))
     for _ in range(5):
         engine.step()
-    assert engine.drafter._seats
+    assert engine.drafter._states
     engine.engine.cancel(number)
     engine.step()
 
-    assert not engine.drafter._seats
+    assert not engine.drafter._states
     engine.run_checked(RequestSpec((1, 2, 3), SAMPLED, max_tokens=60))

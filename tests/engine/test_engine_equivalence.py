@@ -10,10 +10,8 @@ from itertools import pairwise
 
 import pytest
 
-from kvchat.cache.block_pool import BlockPool
-from kvchat.cache.manager import CacheManager
-from kvchat.cache.radix_node import Node
-from kvchat.cache.radix_tree import RadixTree
+from kvchat.cache.block_manager import BlockPool, CacheManager
+from kvchat.cache.radix_tree import Node, RadixTree
 from kvchat.core.types import FinishReason, SamplingParams
 from kvchat.engine.request import RequestSpec
 from support.engine_harness import EngineHarness
@@ -75,7 +73,7 @@ def test_a_pool_too_small_for_all_preempts_and_changes_nothing() -> None:
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_samples_are_those_of_separate_requests_with_their_seeds(sampling: SamplingParams) -> None:
-    from kvchat.engine.noise import sample_seed
+    from kvchat.engine.sampler import sample_seed
 
     prompt = tuple(range(18))
     together = EngineHarness()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvchat.core.errors import GenerationError
-from kvchat.engine import drawing
+from kvchat.engine import runner
 from kvchat.engine.request import RequestSpec
 from kvchat.model.batch import ForwardBatch
 from support.engine_harness import EngineHarness
@@ -66,7 +66,7 @@ def test_no_memory_to_look_at_what_failed_ends_the_request_alone(
     def no_memory(*_: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(engine.cache, "num_sound", no_memory)
+    monkeypatch.setattr(engine.cache, "num_finite", no_memory)
     request_id = engine.submit(spec(*range(1, 39)))
 
     engine.run()
@@ -101,7 +101,7 @@ def test_keys_that_are_no_numbers_do_not_stay(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.undo()
 
     assert good == [engine.generated(1)]
-    assert engine.cache.measure(prompt) == 20
+    assert engine.cache.num_cached_tokens(prompt) == 20
     again = engine.submit(spec(*prompt))
     engine.run()
     engine.assert_complete(again)
@@ -257,7 +257,7 @@ def test_a_sampler_that_fails_is_a_failed_step(monkeypatch: pytest.MonkeyPatch) 
         raise ValueError("no such distribution")
 
     with monkeypatch.context() as patch:
-        patch.setattr(drawing, "sample", broken)
+        patch.setattr(runner, "sample", broken)
         engine.run()
 
     assert "no such distribution" in engine.failures(request_id)[0].error.message

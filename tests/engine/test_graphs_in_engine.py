@@ -9,22 +9,20 @@ from typing import Any
 
 import pytest
 
-from kvchat.cache.block_pool import SCRATCH_BLOCK
+from kvchat.cache.block_manager import SCRATCH_BLOCK, CacheManager
 from kvchat.cache.kv_pool import KvPool
-from kvchat.cache.manager import CacheManager
 from kvchat.core.config import CacheConfig, EngineConfig
 from kvchat.core.events import RequestFailed, TokensGenerated
 from kvchat.core.stats import GraphStatus
 from kvchat.core.types import SamplingParams
 from kvchat.engine.assembly import kv_geometry, new_graphs
 from kvchat.engine.draft_model import ModelDrafter
+from kvchat.engine.draft_policy import FixedDraftPolicy
 from kvchat.engine.drafters import Drafter
-from kvchat.engine.drawing import draw
 from kvchat.engine.engine import Engine
 from kvchat.engine.ngram import NgramDrafter
-from kvchat.engine.pace import FixedPace
 from kvchat.engine.request import RequestSpec
-from kvchat.engine.runner import Runner
+from kvchat.engine.runner import Runner, draw
 from kvchat.engine.speculation import Speculation
 from kvchat.model.graphs import Capturing, GraphRunner
 from kvchat.model.loader import LoadedModel
@@ -190,7 +188,7 @@ def test_drafts_are_verified_by_graphs_and_the_text_stays(
     }
     for make in drafters.values():
         drafter, recorder = make()
-        engine = build(loaded, Recorder(), Speculation([drafter], pace=FixedPace(4)))
+        engine = build(loaded, Recorder(), Speculation([drafter], policy=FixedDraftPolicy(4)))
 
         assert run(engine, pair) == expected
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from kvchat.cache.persistence import Persistence
+from kvchat.cache.connector import KvConnector
 from kvchat.cache.tier import Tier
 from kvchat.core.events import SampleFinished, TokensGenerated
 from kvchat.core.types import CachedTokens
@@ -43,17 +43,17 @@ class Machine:
         """Return when the first token was there, and what was not computed for it."""
         harness = EngineHarness(
             max_context=400,
-            persist=lambda cache: Persistence(cache, lambda: self.tier, self.clock),
+            persist=lambda cache: KvConnector(cache, lambda: self.tier, self.clock),
             clock=self.clock,
         )
-        persistence = harness.engine._persistence
-        assert persistence is not None
-        assert persistence.transfer.flush(60.0)
-        planner = persistence.planner
+        connector = harness.engine._connector
+        assert connector is not None
+        assert connector.transfer.flush(60.0)
+        planner = connector.planner
         planner.prefill_tokens_per_s = 1 / COMPUTE_S
         if self.believed_read_s is not None:
             planner.read_bytes_per_s = TOKEN_BYTES / self.believed_read_s
-        with self._time_passing(harness, persistence):
+        with self._time_passing(harness, connector):
             return self._answer(harness)
 
     def _answer(self, harness: EngineHarness) -> tuple[float, CachedTokens]:
@@ -72,13 +72,15 @@ class Machine:
         return first_s, harness.ending(number).usage.cached
 
     @contextmanager
-    def _time_passing(self, harness: EngineHarness, persistence: Persistence) -> Iterator[None]:
+    def _time_passing(self, harness: EngineHarness, connector: KvConnector) -> Iterator[None]:
         """Let computing and reading take their time."""
-        run, restore = harness.engine._runner.run, persistence.transfer.restore
+        run, restore = harness.engine._runner.run, connector.transfer.restore
 
-        def run_in_time(plan, probes=()):  # type: ignore[no-untyped-def]
-            self.clock.advance(COMPUTE_S * (sum(work.num_rows for work in plan) + len(probes)))
-            return run(plan, probes)
+        def run_in_time(plan, checks=()):  # type: ignore[no-untyped-def]
+            self.clock.advance(
+                COMPUTE_S * (sum(scheduled.num_rows for scheduled in plan) + len(checks))
+            )
+            return run(plan, checks)
 
         def restore_in_time(job: Callable[[Tier], object]) -> None:
             def work(tier: Tier) -> None:
@@ -95,7 +97,7 @@ class Machine:
             self.clock.sleep(self.read_s(self.num_read) * self.tier.max_found * BLOCK)
 
         harness.engine._runner.run = run_in_time  # type: ignore[method-assign]
-        persistence.transfer.restore = restore_in_time  # type: ignore[method-assign]
+        connector.transfer.restore = restore_in_time  # type: ignore[method-assign]
         self.tier.before_read = read_in_time
         try:
             yield
@@ -108,7 +110,7 @@ class Machine:
 def tier() -> MemoryTier:
     """A tier that has the context."""
     kept = MemoryTier(block_size=BLOCK, image_bytes=BLOCK * TOKEN_BYTES)
-    harness = EngineHarness(max_context=400, persist=lambda c: Persistence(c, lambda: kept))
+    harness = EngineHarness(max_context=400, persist=lambda c: KvConnector(c, lambda: kept))
     harness.submit(RequestSpec(CONTEXT, GREEDY, max_tokens=1))
     harness.run()
     harness.engine.close()

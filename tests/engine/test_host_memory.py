@@ -5,9 +5,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvchat.cache import host_swap
-from kvchat.cache.persistence import Persistence
-from kvchat.cache.promotion import Promotion
+from kvchat.cache import host_offload
+from kvchat.cache.connector import KvConnector
+from kvchat.cache.host_offload import Promotion
 from kvchat.core.types import CachedTokens, TokenIds
 from kvchat.engine.request import RequestSpec
 from support.engine_harness import EngineHarness
@@ -24,8 +24,8 @@ SMALL = 17
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without end: what a test sees must not hang on when the copying thread has its turn."""
-    monkeypatch.setattr(host_swap, "_NEWS_PATIENCE_S", 20.0)
-    monkeypatch.setattr(host_swap.HostSwap, "_patience_s", lambda self, num_tokens: 60.0)
+    monkeypatch.setattr(host_offload, "_NEWS_PATIENCE_S", 20.0)
+    monkeypatch.setattr(host_offload.HostOffload, "_patience_s", lambda self, num_tokens: 60.0)
 
 
 @pytest.fixture
@@ -63,20 +63,22 @@ def test_a_conversation_that_was_pushed_out_comes_back(engines: list[EngineHarne
 
 
 def test_what_a_context_would_cost_counts_host_memory(engines: list[EngineHarness]) -> None:
-    """A price once said that all of a conversation would be read again that had only sunk."""
+    """A price once said that all of a conversation would be read again that had only been
+    demoted.
+    """
     engine = EngineHarness(num_blocks=SMALL, num_host_blocks=40)
     engines.append(engine)
     cached(engine, spec(HISTORY))
-    engine.cache.sink(5)
-    assert engine.engine._swap is not None
-    assert engine.engine._swap.flush(60.0)
-    engine.engine._swap.settle(may_sink=False)
+    engine.cache.evict_cold(5)
+    assert engine.engine._offload is not None
+    assert engine.engine._offload.flush(60.0)
+    engine.engine._offload.settle(may_demote=False)
 
-    held = engine.engine.measure(HISTORY)
+    held = engine.engine.cached_tokens(HISTORY)
 
     assert held.total == 48
     assert held.host > 0
-    assert engine.engine.measure((9, *HISTORY)).total == 0
+    assert engine.engine.cached_tokens((9, *HISTORY)).total == 0
 
 
 def test_without_room_on_the_host_it_is_computed_again(engines: list[EngineHarness]) -> None:
@@ -115,12 +117,12 @@ def test_who_gives_way_comes_back_from_host_memory_each_time(
 ) -> None:
     engine = EngineHarness(num_blocks=19, max_context=60, num_host_blocks=60)
     engines.append(engine)
-    swap = engine.engine._swap
-    assert swap is not None
+    offload = engine.engine._offload
+    assert offload is not None
     cached(engine, spec(OTHER[:17], max_tokens=40))
     cached(engine, spec(HISTORY[:17], max_tokens=40))
     promoted: list[int] = []
-    begin = swap.begin
+    begin = offload.begin
 
     def counted(ids: TokenIds) -> Promotion | None:
         promotion = begin(ids)
@@ -128,11 +130,11 @@ def test_who_gives_way_comes_back_from_host_memory_each_time(
             promoted.append(len(ids))
         return promotion
 
-    monkeypatch.setattr(swap, "begin", counted)
+    monkeypatch.setattr(offload, "begin", counted)
     numbers = [engine.submit(spec(ids[:17], max_tokens=40)) for ids in (HISTORY, OTHER)]
-    while swap.is_promoting:  # both begin together
-        swap.wait_for_news()
-        swap.settle(may_sink=False)
+    while offload.is_promoting:  # both begin together
+        offload.wait_for_news()
+        offload.settle(may_demote=False)
     engine.run()
 
     assert promoted[0] == 17, "as a prompt"
@@ -144,15 +146,15 @@ def test_who_gives_way_comes_back_from_host_memory_each_time(
 def test_where_computing_is_quicker_nothing_is_swapped(engines: list[EngineHarness]) -> None:
     engine = EngineHarness(num_blocks=SMALL, num_host_blocks=40)
     engines.append(engine)
-    swap = engine.engine._swap
-    assert swap is not None
-    swap.rates.prefill_tokens_per_s = 1e15
-    swap.rates.down_bytes_per_s = swap.rates.up_bytes_per_s = 1.0
+    offload = engine.engine._offload
+    assert offload is not None
+    offload.rates.prefill_tokens_per_s = 1e15
+    offload.rates.down_bytes_per_s = offload.rates.up_bytes_per_s = 1.0
     cached(engine, spec(HISTORY))
     cached(engine, spec(OTHER))
 
     assert cached(engine, spec(HISTORY)).host == 0
-    assert swap.status().bytes_written == 0
+    assert offload.status().bytes_written == 0
 
 
 def test_a_context_comes_up_from_host_memory_before_anybody_asks(
@@ -191,13 +193,13 @@ def test_a_request_goes_on_with_the_promotion_that_foresaw_it(
 def with_disk(tier: MemoryTier, num_blocks: int = SMALL, num_host: int = 40) -> EngineHarness:
     engine = EngineHarness(
         num_blocks=num_blocks,
-        persist=lambda cache: Persistence(cache, lambda: tier),
+        persist=lambda cache: KvConnector(cache, lambda: tier),
         num_host_blocks=num_host,
     )
-    persistence = engine.engine._persistence
-    assert persistence is not None
+    connector = engine.engine._connector
+    assert connector is not None
     # Patience without end: what a test sees must not hang on what else the machine does.
-    persistence.planner.prefill_tokens_per_s = 1e-3
+    connector.planner.prefill_tokens_per_s = 1e-3
     return engine
 
 
@@ -230,18 +232,18 @@ def test_a_growing_prompt_is_written_before_its_answer_is_over(
     """A kill in the first answer to a long document once lost all of the document's KV."""
     engine = with_disk(tier, num_blocks=200)
     engines.append(engine)
-    persistence = engine.engine._persistence
-    assert persistence is not None
-    persistence.saver._blocks_a_pack = 3
+    connector = engine.engine._connector
+    assert connector is not None
+    connector.write_behind._blocks_a_pack = 3
     document = tuple(i % VOCAB_SIZE for i in range(100))
     number = engine.submit(spec(document, max_tokens=15))
     while not engine.generated(number):
         engine.step()
-    assert persistence.transfer.flush(60.0)
+    assert connector.transfer.flush(60.0)
 
     assert len(tier.blocks) == 24, "whole packs of what has been computed: 100 tokens are 25 blocks"
     engine.run()
-    assert persistence.transfer.flush(60.0)
+    assert connector.transfer.flush(60.0)
     assert tier.num_written == len(tier.blocks) == 28
     engine.assert_complete(number)
 
@@ -263,15 +265,15 @@ def test_an_engine_goes_on_writing_when_all_answers_are_given(
 ) -> None:
     engine = with_disk(tier, num_blocks=200)
     engines.append(engine)
-    persistence = engine.engine._persistence
-    assert persistence is not None
-    persistence.saver._blocks_a_pack = 2
-    persistence.transfer._max_pending_bytes = 3 * tier._image_bytes
+    connector = engine.engine._connector
+    assert connector is not None
+    connector.write_behind._blocks_a_pack = 2
+    connector.transfer._max_pending_bytes = 3 * tier._image_bytes
     number = engine.submit(spec(HISTORY))
 
     engine.run()
 
-    assert persistence.transfer.flush(60.0)
+    assert connector.transfer.flush(60.0)
     assert len(tier.blocks) == (len(HISTORY) + 5) // 4
     engine.assert_complete(number)
 
@@ -330,7 +332,7 @@ class Callers:
         elif action < 0.25:
             engine.engine.prefetch(story[: rng.randint(1, 40)])
         elif action < 0.3:
-            engine.cache.sink(rng.randint(1, 6))
+            engine.cache.evict_cold(rng.randint(1, 6))
         else:
             engine.step()
         engine.check()

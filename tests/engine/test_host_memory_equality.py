@@ -26,7 +26,9 @@ def specimen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 
 @pytest.mark.parametrize("block_size", [4, 16])
-def test_what_sank_and_came_back_gives_the_same_ids(specimen: Specimen, block_size: int) -> None:
+def test_what_was_demoted_and_promoted_gives_the_same_ids(
+    specimen: Specimen, block_size: int
+) -> None:
     engine = engine_on(
         specimen.loaded, block_size, num_blocks=2 + 400 // block_size, num_host_blocks=200
     )
@@ -34,10 +36,10 @@ def test_what_sank_and_came_back_gives_the_same_ids(specimen: Specimen, block_si
     prompt = max(specimen.prompts, key=len)
     assert complete(engine, [prompt]) == expected
 
-    for num_sinking in (1, 3, 1 << 20):
-        engine.cache.sink(num_sinking)
-        assert engine._swap is not None
-        assert engine._swap.flush(60.0)
+    for num_demoting in (1, 3, 1 << 20):
+        engine.cache.evict_cold(num_demoting)
+        assert engine._offload is not None
+        assert engine._offload.flush(60.0)
         assert complete(engine, [prompt]) == expected
 
     host = engine.status().host

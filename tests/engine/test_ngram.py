@@ -8,8 +8,7 @@ import pytest
 
 from kvchat.core.types import SamplingParams
 from kvchat.engine.drafters import Wanted
-from kvchat.engine.ngram import NgramDrafter
-from kvchat.engine.ngram_index import NgramIndex, Text
+from kvchat.engine.ngram import NgramDrafter, NgramIndex, Text
 from kvchat.engine.request import Clock, Request, RequestSpec
 
 
@@ -92,7 +91,7 @@ def test_another_branch_is_remembered_after_it_has_left() -> None:
     first = request([1, 2, *FILE, 3])
     drafter.offer(first, 4)
     first.ids.extend(array("i", [50, 51, 52, 53, 54]))
-    drafter.tend([], 0.0)
+    drafter.update([], 0.0)
 
     assert draft(drafter, [1, 2, *FILE, 4, 51, 52, 53]) == [54]
 
@@ -110,7 +109,7 @@ def test_what_it_remembers_is_bounded() -> None:
     for _ in range(30):
         ids = [rng.randrange(1000) for _ in range(90)]
         assert draft(drafter, [*ids, *ids[:3]]) == ids[3:7]
-        drafter.tend([], 0.0)
+        drafter.update([], 0.0)
 
     assert drafter._index.num_tokens <= 500 + 93
 

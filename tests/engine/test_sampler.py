@@ -8,8 +8,14 @@ import pytest
 import torch
 
 from kvchat.core.types import SamplingParams
-from kvchat.engine.noise import gumbel_noise, row_key, sample_seed
-from kvchat.engine.sampler import SamplingRow, parameters_of, sample
+from kvchat.engine.sampler import (
+    SamplingRow,
+    gumbel_noise,
+    parameters_of,
+    row_key,
+    sample,
+    sample_seed,
+)
 
 CHI_SQUARE_9_DEGREES = 27.88  # exceeded by chance once in a thousand
 
@@ -222,11 +228,11 @@ def test_noise_is_finite_and_named_by_seed_position_and_token() -> None:
 
 
 def test_the_extremes_of_the_hash_give_finite_noise(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvchat.engine import noise
+    from kvchat.engine import sampler
 
     for bits in (0, 1, 0xFFFFFFFF, 0xFFFFFFFE):
-        monkeypatch.setattr(noise, "_mix", lambda _, bits=bits: torch.tensor([[bits]]))
-        assert torch.isfinite(noise.gumbel_noise([0], [0], torch.tensor([0]))).all()
+        monkeypatch.setattr(sampler, "_mix", lambda _, bits=bits: torch.tensor([[bits]]))
+        assert torch.isfinite(sampler.gumbel_noise([0], [0], torch.tensor([0]))).all()
 
 
 def test_seeds_and_positions_do_not_collide() -> None:

@@ -41,7 +41,7 @@ def test_decodes_go_on_beside_a_prompt_that_is_being_read() -> None:
 
 
 def test_no_step_exceeds_its_budget_however_many_samples_fork() -> None:
-    """Samples of one request once all ran at once, past both limits of a step."""
+    """OutputProcessor of one request once all ran at once, past both limits of a step."""
     engine = EngineHarness(max_step_tokens=4, max_running=16)
     request_id = engine.submit(greedy(*run_of(0, 9), num_samples=9))
 
@@ -232,8 +232,9 @@ def test_cancelling_a_waiting_request_needs_no_forward_pass() -> None:
 
 
 def test_cancelling_while_the_prompt_is_read_ends_every_sample() -> None:
-    """Samples fork after the prompt; cancelled before that, only the first one once ended, and
-    whoever waited for the others waited for ever."""
+    """OutputProcessor fork after the prompt; cancelled before that, only the first one once
+    ended, and whoever waited for the others waited for ever.
+    """
     engine = EngineHarness(max_step_tokens=8)
     request_id = engine.submit(greedy(*run_of(0, 50), num_samples=3))
     engine.step()

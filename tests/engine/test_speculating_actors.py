@@ -6,14 +6,14 @@ from collections import Counter
 import pytest
 import torch
 
-from kvchat.cache.manager import CacheManager
+from kvchat.cache.block_manager import CacheManager
 from kvchat.core.events import TokensGenerated
 from kvchat.core.types import FinishReason, SamplingParams
 from kvchat.engine.draft_model import ModelDrafter
+from kvchat.engine.draft_policy import AdaptiveDraftPolicy, DraftPolicy, FixedDraftPolicy
 from kvchat.engine.drafters import Drafter
 from kvchat.engine.engine import Engine
 from kvchat.engine.ngram import NgramDrafter
-from kvchat.engine.pace import AdaptivePace, FixedPace, Pace
 from kvchat.engine.request import RequestSpec
 from kvchat.engine.runner import Runner
 from kvchat.engine.speculation import Mode, Speculation
@@ -35,7 +35,7 @@ MAX_CONTEXT = 60
 class Crowd:
     """Callers who submit, cancel and switch at random; every step is checked by the harness."""
 
-    def __init__(self, seed: int, pace: Pace, **limits: int) -> None:
+    def __init__(self, seed: int, policy: DraftPolicy, **limits: int) -> None:
         self.rng = random.Random(seed)
         size = limits["block_size"]
         self.draft_cache = new_cache(self.rng.choice((80, 400)) // size, size)
@@ -49,7 +49,7 @@ class Crowd:
         fickle = FickleDrafter(seed=seed, max_context=MAX_CONTEXT)
         drafters: list[Drafter] = [NgramDrafter(), fickle, self.drafter, GarbageDrafter(seed=seed)]
         self.rng.shuffle(drafters)
-        self.speculation = Speculation(drafters, pace=pace)
+        self.speculation = Speculation(drafters, policy=policy)
         self.engine = EngineHarness(
             speculation=self.speculation,
             max_context=MAX_CONTEXT,
@@ -70,7 +70,7 @@ class Crowd:
         else:
             self.engine.step()
             assert not self.draft_model.broken_promises, self.draft_model.broken_promises
-            self.draft_cache.check([seat.table for seat in self.drafter._seats.values()])
+            self.draft_cache.check([state.table for state in self.drafter._states.values()])
 
     def _spec(self) -> RequestSpec:
         rng = self.rng
@@ -110,7 +110,7 @@ class Crowd:
                 assert generated == expected
                 assert ending.usage.accepted_tokens <= ending.usage.completion_tokens
                 num_drafted += ending.usage.drafted_tokens
-        assert not self.drafter._seats
+        assert not self.drafter._states
         assert not self.speculation.failures
         return num_drafted
 
@@ -126,10 +126,12 @@ class Crowd:
     ],
     ids=["roomy", "tight", "small steps", "one-token blocks", "few blocks"],
 )
-@pytest.mark.parametrize("pace", [lambda: FixedPace(3), AdaptivePace], ids=["fixed", "adaptive"])
+@pytest.mark.parametrize(
+    "pace", [lambda: FixedDraftPolicy(3), AdaptiveDraftPolicy], ids=["fixed", "adaptive"]
+)
 @short_and_long(1, 40)
-def test_random_callers_get_exactly_their_tokens(size: int, pace, limits: dict[str, int]) -> None:  # type: ignore[no-untyped-def]
-    num_drafted = [Crowd(seed, pace(), **limits).run(num_acts=120) for seed in range(size)]
+def test_random_callers_get_exactly_their_tokens(size: int, policy, limits: dict[str, int]) -> None:  # type: ignore[no-untyped-def]
+    num_drafted = [Crowd(seed, policy(), **limits).run(num_acts=120) for seed in range(size)]
     assert sum(num_drafted) > 10 * size
 
 
@@ -154,7 +156,7 @@ def test_tokens_are_drawn_from_the_targets_distribution() -> None:
     draft = TenTokens(draft_cache, logits.flip(0))
     drafter = ModelDrafter(draft, draft_cache, 10, 150)  # type: ignore[arg-type]
     runner = Runner(TenTokens(cache, logits), cache.block_size)  # type: ignore[arg-type]
-    speculation = Speculation([drafter], pace=FixedPace(4))
+    speculation = Speculation([drafter], policy=FixedDraftPolicy(4))
     engine = Engine(runner, cache, 150, 32, 8, 10, speculation=speculation)
     for seed in range(40):
         engine.submit(RequestSpec((1,), SamplingParams(temperature=1.0, seed=seed), max_tokens=80))

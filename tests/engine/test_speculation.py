@@ -2,16 +2,16 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from kvchat.core.types import FinishReason, SamplingParams
+from kvchat.engine.draft_policy import AdaptiveDraftPolicy, FixedDraftPolicy
 from kvchat.engine.drafters import Drafter, Wanted
 from kvchat.engine.ngram import NgramDrafter
-from kvchat.engine.pace import AdaptivePace, FixedPace
 from kvchat.engine.request import RequestSpec
-from kvchat.engine.speculation import Mode, Speculation
-from kvchat.engine.verify import accepted_len
+from kvchat.engine.speculation import Mode, Speculation, accepted_len
 from support.engine_harness import EngineHarness
 from support.remembering_model import GREEDY, VOCAB_SIZE, WatchFor, complete_without_cache
 from support.trial_drafters import (
@@ -34,7 +34,7 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
 
 
 def speculating(drafter: Drafter, num_tokens: int = 4) -> Speculation:
-    return Speculation([drafter], pace=FixedPace(num_tokens))
+    return Speculation([drafter], policy=FixedDraftPolicy(num_tokens))
 
 
 def conversations() -> list[RequestSpec]:
@@ -193,12 +193,12 @@ def test_catching_up_is_no_measure_of_what_drafting_costs() -> None:
     and drafting was held to be five times as dear as it was: too dear, from then on."""
     noted: list[float] = []
 
-    class Noting(FixedPace):
+    class Noting(FixedDraftPolicy):
         def note_drafting(self, num_requests: int, longest: int, seconds: float) -> None:
             noted.append(seconds)
 
     clock = VirtualClock()
-    speculation = Speculation([Late(clock)], pace=Noting(4), clock=clock)
+    speculation = Speculation([Late(clock)], policy=Noting(4), clock=clock)
     engine = EngineHarness(speculation=speculation)
     engine.submit(RequestSpec((1, 2, 3), GREEDY, max_tokens=40))
     engine.run()
@@ -207,7 +207,7 @@ def test_catching_up_is_no_measure_of_what_drafting_costs() -> None:
     assert noted == pytest.approx([0.001] * len(noted))
 
 
-@pytest.mark.parametrize("method", ["offer", "prepare", "catch_up", "propose", "tend", "close"])
+@pytest.mark.parametrize("method", ["offer", "prepare", "catch_up", "propose", "update", "close"])
 @pytest.mark.parametrize("num_good", [0, 1, 3])
 def test_a_drafter_that_fails_is_asked_no_more(method: str, num_good: int) -> None:
     speculation = speculating(FailingDrafter(method, num_good))
@@ -224,12 +224,12 @@ def test_a_step_that_fails_with_drafts_is_tried_without() -> None:
     engine = EngineHarness(speculation=speculating(OracleDrafter()))
     run, num_failed = engine.engine._runner.run, 0
 
-    def fails_with_drafts(plan, probes=()):  # type: ignore[no-untyped-def]
+    def fails_with_drafts(plan, checks=()):  # type: ignore[no-untyped-def]
         nonlocal num_failed
-        if any(work.drafts for work in plan):
+        if any(scheduled.drafts for scheduled in plan):
             num_failed += 1
             raise MemoryError
-        return run(plan, probes)
+        return run(plan, checks)
 
     engine.engine._runner.run = fails_with_drafts  # type: ignore[method-assign]
     number = engine.submit(RequestSpec((1, 2, 3), SAMPLED, max_tokens=20))
@@ -252,6 +252,27 @@ def test_a_mode_asks_its_own_drafters() -> None:
     assert used == {Mode.OFF: False, Mode.AUTO: True, Mode.NGRAM: False, Mode.DRAFT: True}
 
 
+class _Untouched:
+    """Stands for drafters and pace that must not be asked for anything."""
+
+    name = "untouched"
+
+    def __getattr__(self, name: str) -> object:
+        raise AssertionError(f"{name} was asked for with speculation off")
+
+
+def test_speculation_that_is_off_runs_none_of_its_code() -> None:
+    """Steps with drafts off once cost about two hundred calls an answer into what drafts."""
+    untouched: Any = _Untouched()
+    speculation = Speculation([untouched], Mode.OFF, policy=untouched, clock=untouched)
+    engine = EngineHarness(speculation=speculation)
+
+    number = _run(engine, RequestSpec((1, 2, 3), GREEDY, max_tokens=20))
+
+    engine.assert_complete(number)
+    assert not speculation.failures
+
+
 def test_switching_in_the_middle_of_an_answer_changes_nothing() -> None:
     speculation = speculating(OracleDrafter(error=0.1))
     engine = EngineHarness(speculation=speculation)
@@ -266,7 +287,7 @@ def test_switching_in_the_middle_of_an_answer_changes_nothing() -> None:
 
 def test_a_text_may_be_guessed_by_several_drafters_in_one_step() -> None:
     drafters = [FickleDrafter(seed=4), GarbageDrafter(seed=5), NgramDrafter()]
-    engine = EngineHarness(speculation=Speculation(drafters, pace=AdaptivePace()))
+    engine = EngineHarness(speculation=Speculation(drafters, policy=AdaptiveDraftPolicy()))
     numbers = [engine.submit(spec) for spec in conversations()]
 
     engine.run()

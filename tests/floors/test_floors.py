@@ -35,10 +35,10 @@ OWNERS = {
     "triton": {"kvchat_kernels"},
     "transformers": {"model", "bench"},
     "huggingface_hub": {"model", "cli/models.py"},
-    "safetensors": {"model", "bench/resume_peers.py"},
+    "safetensors": {"model", "bench/peers.py"},
     "tokenizers": {"chat"},
     "jinja2": {"chat"},
-    "diskcache": {"cache/disk_tier.py", "cache/raw_disk.py"},
+    "diskcache": {"cache/disk/table.py"},
     "xxhash": {"cache"},
     "rich": {"terminal"},
     "pygments": {"terminal"},
@@ -168,4 +168,5 @@ def test_a_chat_needs_no_terminal() -> None:
         [sys.executable, "-c", script], capture_output=True, text=True, check=True
     )
 
+    assert {"controller", "engine_queries", "json_requests", "reply_stream"} <= set(modules)
     assert done.stdout.split() == ["[]"]

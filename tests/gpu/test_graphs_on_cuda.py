@@ -9,7 +9,7 @@ import torch
 
 from kvchat.bench.engines import complete_all, random_ids
 from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig, Size, SpeculationConfig
-from kvchat.engine.draft_assembly import build_speculating_engine
+from kvchat.engine.assembly import build_speculating_engine
 from kvchat.engine.engine import Engine
 from kvchat.model.cuda_graph import CudaGraphs
 from kvchat.model.source import find_model

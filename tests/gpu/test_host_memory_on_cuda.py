@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from kvchat.bench.engines import complete, random_ids
-from kvchat.cache.host_swap import HostSwap
+from kvchat.cache.block_manager import CacheManager
+from kvchat.cache.host_offload import HostOffload
 from kvchat.cache.host_tier import HostTier
 from kvchat.cache.kv_pool import KvGeometry, KvPool, LayerGeometry
-from kvchat.cache.manager import CacheManager
 from kvchat.cache.transfer import TransferThread
 from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig, Size
 from kvchat.engine.assembly import build_engine
@@ -32,10 +32,10 @@ def manager() -> CacheManager:
 
 
 @pytest.fixture
-def swap(manager: CacheManager) -> HostSwap:
+def offload(manager: CacheManager) -> HostOffload:
     limit = 4 * NUM_BLOCKS * GEOMETRY.block_bytes
     host = HostTier(GEOMETRY.block_size, GEOMETRY.block_bytes, limit, is_pinned=True)
-    return HostSwap(manager, host, TransferThread(lambda: None, 0))
+    return HostOffload(manager, host, TransferThread(lambda: None, 0))
 
 
 def fill(manager: CacheManager, seed: int) -> list[int]:
@@ -50,8 +50,8 @@ def fill(manager: CacheManager, seed: int) -> list[int]:
     return ids
 
 
-def test_what_sank_rises_bit_for_bit_while_the_device_computes(
-    manager: CacheManager, swap: HostSwap
+def test_what_was_demoted_is_promoted_bit_for_bit_while_the_device_computes(
+    manager: CacheManager, offload: HostOffload
 ) -> None:
     """The blocks are overwritten at once: what was staged before must be what is copied."""
     one = fill(manager, seed=1)
@@ -62,31 +62,33 @@ def test_what_sank_rises_bit_for_bit_while_the_device_computes(
         for _ in range(10):
             busy = busy @ busy / 2048
         other = fill(manager, seed=2)  # pushes the first out, and writes over it
-        assert swap.flush(10.0)
-        manager.sink(NUM_BLOCKS)
-        promotion = swap.begin([*one, 0])
+        assert offload.flush(10.0)
+        manager.evict_cold(NUM_BLOCKS)
+        promotion = offload.begin([*one, 0])
         assert promotion is not None
         while not promotion.is_over:
-            swap.wait_for_news()
-            swap.settle(may_sink=False)
+            offload.wait_for_news()
+            offload.settle(may_demote=False)
         assert promotion.num_tokens == len(one)
         assert bytes(manager.export(one, 0, NUM_BLOCKS) or b"") == before
-        swap.check()
-        manager.check(swap.tables())
+        offload.check()
+        manager.check(offload.tables())
         assert other != one
-    assert swap.host.borrow([], b"").rows == ()
-    swap.close()
+    assert offload.host.acquire_read([], b"").rows == ()
+    offload.close()
 
 
-def test_host_memory_is_pinned_and_within_its_limit(manager: CacheManager, swap: HostSwap) -> None:
+def test_host_memory_is_pinned_and_within_its_limit(
+    manager: CacheManager, offload: HostOffload
+) -> None:
     fill(manager, seed=1)
-    manager.sink(NUM_BLOCKS)
-    assert swap.flush(10.0)
-    status = swap.status()
+    manager.evict_cold(NUM_BLOCKS)
+    assert offload.flush(10.0)
+    status = offload.status()
 
     assert 0 < status.num_bytes <= status.limit_bytes
-    assert swap.host._memory.row(0).is_pinned()
-    swap.close()
+    assert offload.host._memory.row(0).is_pinned()
+    offload.close()
 
 
 def test_conversations_that_push_each_other_out_go_on_as_before(tmp_path: Path) -> None:

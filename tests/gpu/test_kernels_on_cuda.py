@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvchat.bench.scenarios import BenchSetup, scenario
+from kvchat.bench.scenarios import scenario
+from kvchat.bench.setup import BenchSetup
 from kvchat.core.config import CacheConfig, ModelConfig
 from kvchat.model.source import find_model
 from kvchat_kernels.block_copy import PoolTensors, copy_blocks, gather_blocks, scatter_blocks

@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from kvchat_kernels.paged_attention import AttentionSpan, PagedSequences, paged_attention
-from kvchat_kernels.paged_attention.cpu_gathered import attend_gathered
 from kvchat_kernels.paged_attention.cpu_step import FusedStep, fused_step
-from kvchat_kernels.paged_attention.cpu_tokens import MOST_RUNS, WORTH_COPYING
-from kvchat_kernels.paged_attention.span import FULL
+from kvchat_kernels.paged_attention.cpu_tokens import MOST_RUNS, WORTH_COPYING, attend_gathered
+from kvchat_kernels.paged_attention.sequences import FULL
 from kvchat_kernels.paged_attention.torch_cpu import KernelChoice, attend_fused
 
 BLOCK_SIZE = 8

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn.functional import linear
 
-from kvchat_kernels.few_sizes import few_sizes, linear_of_few_sizes
+from kvchat_kernels.cpu_products import few_sizes, linear_of_few_sizes
 
 
 def test_sizes_are_few_and_never_a_quarter_above_what_is_asked_for() -> None:

@@ -14,7 +14,7 @@ from kvchat_kernels.launch import (
     row_stride,
     uses_triton,
 )
-from kvchat_kernels.trial import trial_error
+from kvchat_kernels.smoke_test import smoke_test_error
 
 CPU = torch.device("cpu")
 
@@ -40,36 +40,37 @@ def test_an_implementation_there_is_not_is_refused() -> None:
 
 
 def test_a_kernel_that_runs_is_no_reason_against_kernels(interpreter: Interpreter) -> None:
-    assert interpreter(trial_error, CPU) is None
+    assert interpreter(smoke_test_error, CPU) is None
 
 
 def test_where_triton_finds_no_device_it_says_why() -> None:
     """The compiling process has a kernel, and nothing to run it on."""
-    reason = trial_error(CPU)
+    reason = smoke_test_error(CPU)
 
     assert reason is not None
     assert reason.startswith("Triton does not work here: ")
     assert "\n" not in reason
 
 
-def test_a_gpu_on_which_the_trial_fails_gets_torch(
+def test_a_gpu_on_which_the_smoke_test_fails_gets_torch(
     monkeypatch: pytest.MonkeyPatch, gpu: torch.device
 ) -> None:
     """A machine without a C compiler may have a GPU and Triton: kvchat must run there, too."""
-    trials = []
+    tested = []
     monkeypatch.setattr(
-        "kvchat_kernels.trial.trial_error", lambda device: trials.append(device) or "no compiler"
+        "kvchat_kernels.smoke_test.smoke_test_error",
+        lambda device: tested.append(device) or "no compiler",
     )
 
     assert not uses_triton(gpu, "auto")
     assert kernel_refusal(gpu) == "no compiler"
-    assert trials == [gpu], "tried once, and remembered"
+    assert tested == [gpu], "tried once, and remembered"
 
 
-def test_a_gpu_on_which_the_trial_succeeds_gets_kernels(
+def test_a_gpu_on_which_the_smoke_test_succeeds_gets_kernels(
     monkeypatch: pytest.MonkeyPatch, gpu: torch.device
 ) -> None:
-    monkeypatch.setattr("kvchat_kernels.trial.trial_error", lambda device: None)
+    monkeypatch.setattr("kvchat_kernels.smoke_test.smoke_test_error", lambda device: None)
 
     assert uses_triton(gpu, "auto")
     assert not uses_triton(gpu, "reference")

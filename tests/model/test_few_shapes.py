@@ -17,7 +17,7 @@ from kvchat.model.batch import SequencePiece, build_batch
 from kvchat.model.loader import LoadedModel, load_model
 from kvchat.model.paged_model import PagedModel
 from kvchat.model.source import find_model
-from kvchat_kernels.few_sizes import few_sizes
+from kvchat_kernels.cpu_products import few_sizes
 from support.checkpoints import save_checkpoint, tiny_model
 
 BLOCK = 16
@@ -51,7 +51,7 @@ class Shapes(TorchDispatchMode):
 
 @pytest.fixture
 def on_a_processor_with_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("kvchat.model.fuse_linear", "kvchat_kernels.paged_attention.torch_cpu"):
+    for module in ("kvchat.model.fused_parts", "kvchat_kernels.paged_attention.torch_cpu"):
         monkeypatch.setattr(f"{module}.multiplies_in", lambda dtype: True)
     monkeypatch.setattr("kvchat_kernels.paged_attention.torch_cpu._FEW_KEY_BYTES", 4096)
 

@@ -1,7 +1,8 @@
-"""Fused forwards: what is recognised, that it is proven, and that it changes nothing but the speed.
+"""Fused forwards: what is recognised, that it is checked, and that it changes nothing but the
+speed.
 
 Greedy ids of fused models in float32 are held to transformers' own in `test_parity`, for every
-architecture; here they are held to the unfused pass row by row, and the proofs are shown to refuse.
+architecture; here they are held to the unfused pass row by row, and the checks are shown to refuse.
 """
 
 import gc
@@ -19,16 +20,13 @@ from torch import nn
 from kvchat.core.config import ModelConfig
 from kvchat.model import fuse
 from kvchat.model.batch import SequencePiece, build_batch
-from kvchat.model.fuse_linear import HalfProduct, MergedProduct
-from kvchat.model.fuse_outlook import fusion_in_words
-from kvchat.model.fuse_search import LayerSearch
-from kvchat.model.fuse_trial import Trial
+from kvchat.model.fuse_search import Comparison, LayerSearch
+from kvchat.model.fused_parts import HalfProduct, MergedProduct
 from kvchat.model.loader import LoadedModel, load_model
 from kvchat.model.paged_model import PagedModel
-from kvchat.model.probe import probe
 from kvchat.model.source import find_model
 from support.architectures import SUPPORTED
-from support.checkpoints import save_checkpoint, tiny_config, tiny_model
+from support.checkpoints import save_checkpoint, tiny_model
 from support.specimens import Specimen, random_ids
 
 GetSpecimen = Callable[[str], Specimen]
@@ -117,17 +115,6 @@ def test_layers_of_known_forms_are_fused_and_others_part_by_part(
 
 
 @pytest.mark.parametrize("name", WHOLE)
-def test_the_outlook_says_what_is_then_proven(name: str) -> None:
-    model_type, settings = SUPPORTED[name]
-    config = tiny_config(model_type, **settings)
-    whole, total = WHOLE[name]
-
-    words = fusion_in_words(config, probe(config))
-
-    assert words.startswith(f"fused in {whole} of {total} layers" if whole else "transformers' own")
-
-
-@pytest.mark.parametrize("name", WHOLE)
 def test_in_float32_logits_and_kv_are_those_of_the_unfused_pass(name: str, tmp_path: Path) -> None:
     loaded = load(tmp_path, name, "float32")
     fused = {step: run_step(loaded, STEPS[step]) for step in STEPS}
@@ -167,7 +154,7 @@ def test_in_low_precision_few_rows_are_as_near_to_float32_as_the_unfused_pass(
 def test_steps_of_many_rows_run_the_models_own_code_where_processors_multiply_in_its_dtype(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvchat.model.fuse_linear.multiplies_in", lambda dtype: True)
+    monkeypatch.setattr("kvchat.model.fused_parts.multiplies_in", lambda dtype: True)
     loaded = load(tmp_path, "llama", "bfloat16")
     fusion_of(loaded)
     many, _ = run_step(loaded, STEPS["a chunk"])
@@ -202,7 +189,7 @@ def test_merged_parameters_are_views_and_hold_no_memory_twice(tmp_path: Path) ->
     assert sum(held.values()) == wanted
 
 
-# What a proof must refuse. Each change is one that a wrong guess from names alone would overlook.
+# What a check must refuse. Each change is one that a wrong guess from names alone would overlook.
 
 
 def break_epsilon(layer: nn.Module) -> None:
@@ -276,11 +263,11 @@ def test_a_layer_that_rounds_beyond_the_tolerance_is_fused_if_it_is_as_exact(
     if breakage is not None:
         breakage(loaded.module.model.layers[1])
 
-    same = Trial.same_attention
+    same = Comparison.same_attention
     monkeypatch.setattr(
-        Trial,
+        Comparison,
         "same_attention",
-        lambda trial, *args: trial._dtype == torch.float32 and same(trial, *args),
+        lambda comparison, *args: comparison._dtype == torch.float32 and same(comparison, *args),
     )
     scheme = fuse.choose_scheme(loaded.module)
     fusion = own_fusing(loaded.module, loaded.spec, loaded.step, scheme).wait()
@@ -320,7 +307,7 @@ def test_large_weights_are_packed_slice_by_slice(monkeypatch: pytest.MonkeyPatch
     x = torch.randn(3, 16)
     whole = HalfProduct(layers)(x)
 
-    monkeypatch.setattr("kvchat.model.fuse_linear._SLICE_ELEMENTS", 16 * 7)
+    monkeypatch.setattr("kvchat.model.fused_parts._SLICE_ELEMENTS", 16 * 7)
 
     assert torch.allclose(HalfProduct(layers)(x), whole, atol=1e-6)
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from kvchat.model.batch import SequencePiece, build_batch
+from kvchat.model.hf_adapter import freeze_rope
 from kvchat.model.loader import LoadedModel
 from kvchat.model.paged_model import PagedModel
-from kvchat.model.rope import freeze_rope
 from support.architectures import SUPPORTED
 from support.checkpoints import tiny_model
 from support.specimens import Specimen, random_ids

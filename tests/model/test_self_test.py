@@ -11,8 +11,8 @@ import torch
 
 from kvchat.core.config import ModelConfig
 from kvchat.core.errors import ModelError, ModelUnsupported
-from kvchat.model import linear_race_at_load, self_test
-from kvchat.model.fuse_layer import FusedLayer
+from kvchat.model import gemm_autotune, self_test
+from kvchat.model.fused_layers import FusedLayer
 from kvchat.model.loader import LoadedModel, load_model
 from kvchat.model.self_test import compare_with_own, ensure_trusted
 from kvchat.model.source import find_model
@@ -154,7 +154,7 @@ def test_another_gpu_or_triton_is_tested_anew(
     loaded = replace(specimen("llama").loaded, device=torch.device("cuda", 0))
     names = {"GPU": "Small GPU", "Triton": "3.6.0"}
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: names["GPU"])
-    monkeypatch.setattr(linear_race_at_load, "version", lambda package: names["Triton"])
+    monkeypatch.setattr(gemm_autotune, "version", lambda package: names["Triton"])
     ensure_trusted(loaded, tmp_path)
     ensure_trusted(loaded, tmp_path)
     assert test.count == 1
@@ -240,7 +240,7 @@ def test_a_model_that_fails_fused_runs_its_own_code_and_that_is_remembered(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Llama 4's parts passed their trials one by one, and its first step failed."""
+    """Llama 4's parts passed their comparisons one by one, and its first step failed."""
     source = find_model(str(save_checkpoint(tmp_path / "model", tiny_model("llama"))))
 
     def load() -> LoadedModel:

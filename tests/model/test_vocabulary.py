@@ -8,7 +8,7 @@ import pytest
 
 from kvchat.core.errors import ModelError
 from kvchat.model.source import ModelSource
-from kvchat.model.vocabulary import same_vocabulary
+from kvchat.model.text_files import same_vocabulary
 
 
 def saved(directory: Path, content: Any) -> ModelSource:

@@ -139,7 +139,7 @@ def test_prompts_in_steps_of_every_size_are_read_as_by_plain_products(
 def test_what_runs_fused_in_16_bits_does_in_fewer(
     subject: Subject, weights: str, dtype: str
 ) -> None:
-    """Proving a layer in float32 asked packed products for more exactness than they have, so that
+    """Checking a layer in float32 asked packed products for more exactness than they have, so that
     for some shapes no layer was fused and nothing said so."""
     plain, packed = subject.load("auto", dtype), subject.load(weights, dtype)
     assert plain.fusing is not None

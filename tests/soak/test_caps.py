@@ -10,7 +10,7 @@ from dataclasses import replace
 from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
 
-from kvchat.cache.radix_node import pack
+from kvchat.cache.keys import encode_ids
 from support.pack_chains import LAYOUT, keys_of, open_tier, save, used_bytes
 from support.soak_sizes import short_and_long
 
@@ -28,7 +28,7 @@ def _write(directory: Path, seed: int, share: int, written: "Synchronized[int]")
         ids += [rng.randint(0, 9) for _ in range(2 * rng.choice([1, 5, 20]))]
         save(tier, ids, layout)
         if rng.random() < 0.02:
-            tier.pin(keys_of(tier, ids, layout), pack(ids), f"{rng.randint(0, 1)}")
+            tier.pin(keys_of(tier, ids, layout), encode_ids(ids), f"{rng.randint(0, 1)}")
         if rng.random() < 0.02:
             tier.gc()
     status = tier.status()

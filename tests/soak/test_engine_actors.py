@@ -17,8 +17,8 @@ from kvchat.chat.detokenizer import StopStringWatcher, TokenStream
 from kvchat.core.events import SampleFinished
 from kvchat.core.types import FinishReason, SamplingParams
 from kvchat.engine.engine import Engine
-from kvchat.engine.noise import gumbel_noise, sample_seed
 from kvchat.engine.request import RequestSpec
+from kvchat.engine.sampler import gumbel_noise, sample_seed
 from support.checkpoints import byte_tokenizer
 from support.engine_harness import SteppedEngine
 from support.soak_sizes import short_and_long

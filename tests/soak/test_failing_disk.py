@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 
 from kvchat.chat import store as store_module
+from kvchat.chat.answer_settings import AskOptions
 from kvchat.chat.events import AnswerEnded, AnswerFailed, SavingFailed
 from kvchat.chat.host import ChatHost
-from kvchat.chat.session import AskOptions, ChatSession
+from kvchat.chat.session import ChatSession
 from kvchat.chat.store import SessionStore
 from kvchat.core.errors import StoreError
 from support.saved_sessions import assert_saved

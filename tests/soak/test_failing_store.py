@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from kvchat.cache import raw_disk
-from kvchat.cache.codec import DamagedRecord, Layout
-from kvchat.cache.disk_tier import DiskTier
+from kvchat.cache.disk import table
+from kvchat.cache.disk.tier import DiskTier
+from kvchat.cache.tier import DamagedRecord, Layout
 from kvchat.core.errors import StoreError
 from support.failing_files import CODES, TABLE_ERRORS, Faults
 from support.pack_chains import open_tier, restored, save, used_bytes
@@ -120,7 +120,7 @@ def test_no_failing_call_of_a_tier_raises_or_gives_wrong_kv(
 def test_an_engine_on_a_failing_store_answers_as_one_without_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, totals: Counter[str], size: Walk
 ) -> None:
-    monkeypatch.setattr(raw_disk, "MIN_FILE_BYTES", 64)
+    monkeypatch.setattr(table, "MIN_FILE_BYTES", 64)
     directory = tmp_path / "kv"
     faults = Faults(THREAD)
     faults.install(monkeypatch)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from kvchat.cache.caretaker import Caretaker
+from kvchat.cache.disk.admin import StoreAdmin
 from kvchat.chat.store import SessionStore
 from support.fork_server import ForkedShell
 from support.outside import Outside
@@ -104,7 +104,7 @@ class Desk:
 
     def _create(self) -> None:
         """A first turn, of a store that is not there."""
-        Caretaker(self.directory).clear()
+        StoreAdmin(self.directory).clear()
         self._turn("making a store", None)
 
     def _heal(self) -> None:

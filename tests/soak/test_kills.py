@@ -14,7 +14,7 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from kvchat.cache.caretaker import Caretaker
+from kvchat.cache.disk.admin import StoreAdmin
 from kvchat.chat.conversation import Conversation
 from kvchat.chat.store import SessionStore
 from support.fork_server import ForkedShell
@@ -212,13 +212,13 @@ class Load:
             self._totals["tokens of answers held against the model"] += num_tokens
 
     def _tidy(self) -> None:
-        kept = Caretaker(self.directory)
+        kept = StoreAdmin(self.directory)
         deed = self._rng.choice([kept.gc, self._verify, self._verify, kept.clear])
         deed()
 
     def _verify(self) -> int:
         """Read every pack; none may be damaged."""
-        found = Caretaker(self.directory).verify()
+        found = StoreAdmin(self.directory).verify()
         assert (found.num_damaged, found.num_tables) == (0, 0)
         return found.num_sound
 

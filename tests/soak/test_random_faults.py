@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from kvchat.cache.codec import DamagedRecord
-from kvchat.cache.disk_tier import DiskTier
-from kvchat.cache.radix_node import pack
+from kvchat.cache.disk.tier import DiskTier
+from kvchat.cache.keys import encode_ids
+from kvchat.cache.tier import DamagedRecord
 from kvchat.core.errors import StoreError
 from support.failing_files import CODES, TABLE_ERRORS, Faults
 from support.outside import Outside
@@ -62,7 +62,7 @@ class Life:
             with suppress(DamagedRecord):
                 restored(tier, ids, self._layout)
         elif chosen < 0.9:
-            tier.pin(keys_of(tier, ids, self._layout), pack(ids), "a label")
+            tier.pin(keys_of(tier, ids, self._layout), encode_ids(ids), "a label")
         elif chosen < 0.94:
             tier.quarantine(keys_of(tier, ids, self._layout)[:1])
         else:

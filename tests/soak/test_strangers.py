@@ -21,15 +21,14 @@ from typing import Any
 
 import pytest
 
-from kvchat.cache.caretaker import Caretaker
-from kvchat.cache.codec import DamagedRecord
-from kvchat.cache.disk_tier import DiskTier
-from kvchat.cache.generations import generations
-from kvchat.cache.own_directory import DATABASE, PACK_FILE, sizes
-from kvchat.cache.radix_node import pack
+from kvchat.cache.disk.admin import StoreAdmin
+from kvchat.cache.disk.model_dirs import DATABASE, PACK_FILE, find_model_dirs, sizes
+from kvchat.cache.disk.tier import DiskTier
+from kvchat.cache.keys import encode_ids
+from kvchat.cache.tier import DamagedRecord
 from kvchat.core.config import Size
 from kvchat.core.errors import StoreError
-from kvchat.core.types import Lack
+from kvchat.core.types import MissReason
 from support.canary_tree import plant
 from support.pack_chains import LAYOUT, find, keys_of, restored, save
 from support.soak_sizes import short_and_long
@@ -60,6 +59,9 @@ class Others:
         self.num_struck: Counter[str] = Counter()
         self.kept: dict[Path, bytes] = {}  # files of others, and what is in them
         self._rng, self._store, self._outside = rng, store, outside
+        # A few names only: the more entries a store has, the more calls look at them, and the more
+        # often a deed comes between two calls. New names for ever: nothing restored at last.
+        self._names = [rng.randbytes(16).hex() for _ in range(12)]
         self._chance, self._is_between_calls = 0.0, False
         self._deeds = (
             self.plant_a_file,
@@ -104,13 +106,15 @@ class Others:
         return self._store / self._rng.choice((LAYOUT, DRAFT)).identity.hex()
 
     def _inside(self) -> Path:
-        """Return a generation that is a directory; what is behind a link is not ours to change."""
+        """Return a model directory that is a directory; what is behind a link is not ours to
+        change.
+        """
         path = self._generation()
         return path if not path.is_symlink() else self._store / "none"
 
     def _place(self) -> Path:
         """Return where something is planted: under a name of ours, or of others."""
-        random_name = self._rng.randbytes(16).hex()
+        random_name = self._rng.choice(self._names)
         name = self._rng.choice([*OUR_NAMES, f"{random_name}.kv", random_name, "notes.txt", "ab"])
         return self._rng.choice([self._inside(), self._inside(), self._store]) / name
 
@@ -191,7 +195,7 @@ class Others:
         """Take away what keeps the store from being used, as a user would who is told of it."""
         for layout in (LAYOUT, DRAFT):
             path = self._store / layout.identity.hex()
-            if path not in generations(self._store) and os.path.lexists(path):
+            if path not in find_model_dirs(self._store) and os.path.lexists(path):
                 self._make_room(path)
                 self._forget_below(path)
 
@@ -209,7 +213,7 @@ class Users:
         self._tiers: dict[bool, DiskTier] = {}
         self._contexts: list[list[int]] = [[1, 2, 3, 4]]
         self.num_restored = 0
-        self.reasons: Counter[Lack] = Counter()
+        self.reasons: Counter[MissReason] = Counter()
 
     def do_something(self) -> None:
         is_draft = self._rng.random() < 0.4
@@ -230,7 +234,7 @@ class Users:
         elif deed == "forget":
             tier.forget(keys_of(tier, ids, layout)[2:])
         elif deed == "pin":
-            tier.pin(keys_of(tier, ids, layout), pack(ids), f"{self._rng.randint(0, 1)}")
+            tier.pin(keys_of(tier, ids, layout), encode_ids(ids), f"{self._rng.randint(0, 1)}")
         else:
             tier.close()
             del self._tiers[is_draft]
@@ -251,10 +255,10 @@ class Users:
         keys = keys_of(tier, ids, layout)
         num_found = sum(found.num_blocks for found in find(tier, ids, layout))
         if num_found < len(keys) and not is_draft:
-            self.reasons[tier.why(keys[num_found], pack(ids), num_found)] += 1
+            self.reasons[tier.why(keys[num_found], encode_ids(ids), num_found)] += 1
 
     def _tend(self) -> None:
-        kept = Caretaker(self._store, Size(num_bytes=LIMIT))
+        kept = StoreAdmin(self._store, Size(num_bytes=LIMIT))
         deeds = [kept.verify, kept.gc, kept.status, kept.tree]
         with suppress(StoreError):
             self._rng.choice([*deeds * 5, kept.clear])()
@@ -268,7 +272,7 @@ def used_by_us(store: Path) -> int:
     """Return what the files of ours take on the disk."""
     return sum(
         (path / name).lstat().st_blocks * 512
-        for path in generations(store)
+        for path in find_model_dirs(store)
         for name in sizes(path)
         if (path / name).lstat().st_nlink == 1
     )
@@ -297,7 +301,7 @@ def test_whatever_others_do_in_a_store_nothing_of_theirs_is_touched(
     others.check()
 
     assert users.num_restored > size // 4
-    assert not users.reasons.keys() & {Lack.OTHER_MODEL, Lack.QUARANTINED}
+    assert not users.reasons.keys() & {MissReason.OTHER_MODEL, MissReason.QUARANTINED}
     again = DiskTier(store, LAYOUT, LIMIT, 0)
     again.forget(keys_of(again, [1] * 8))
     assert save(again, [1] * 8), again.status()

@@ -219,7 +219,7 @@ def main() -> None:
     from kvchat.core.config import ModelConfig
     from kvchat.core.errors import ExitCode, KvchatError
     from kvchat.engine.assembly import load_trusted
-    from kvchat.model.content_digest import content_digest
+    from kvchat.model.identity import content_digest
     from kvchat.model.source import find_model
 
     torch.set_num_threads(1)

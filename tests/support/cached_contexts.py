@@ -9,8 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from kvchat.cache.block_table import BlockTable
-from kvchat.cache.manager import CacheManager
+from kvchat.cache.block_manager import BlockTable, CacheManager
 
 CPU = torch.device("cpu")
 

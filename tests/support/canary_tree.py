@@ -30,7 +30,9 @@ class CanaryTree:
         return digest([self.outside, *inside])
 
     def link_into(self, own: Path) -> None:
-        """Lead out of a generation of the store's by every kind of link, and put files into it."""
+        """Lead out of a model directory of the store's by every kind of link, and put files into
+        it.
+        """
         (own / "ab").symlink_to(self.outside)
         (own / "notes.txt").write_text("of the user")
         (own / "ee").mkdir()

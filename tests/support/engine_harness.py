@@ -8,8 +8,8 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from itertools import count
 
-from kvchat.cache.manager import CacheManager
-from kvchat.cache.persistence import Persistence
+from kvchat.cache.block_manager import CacheManager
+from kvchat.cache.connector import KvConnector
 from kvchat.core.events import (
     PrefillProgress,
     RequestEvent,
@@ -21,10 +21,10 @@ from kvchat.core.types import FinishReason
 from kvchat.engine.engine import Engine
 from kvchat.engine.request import Request, RequestSpec, State
 from kvchat.engine.runner import Runner
-from kvchat.engine.scheduler import Work
+from kvchat.engine.scheduler import ScheduledRequest
 from kvchat.engine.speculation import Speculation
 from kvchat.model.batch import SequencePiece
-from support.host_machine import new_swap
+from support.host_machine import new_offload
 from support.remembering_model import (
     VOCAB_SIZE,
     RememberingModel,
@@ -49,10 +49,12 @@ class SteppedEngine:
     def _watch_plans(self, runner: Runner) -> None:
         run = runner.run
 
-        def watched(plan: Sequence[Work], probes: Sequence[SequencePiece] = ()):  # type: ignore[no-untyped-def]
+        def watched(plan: Sequence[ScheduledRequest], checks: Sequence[SequencePiece] = ()):  # type: ignore[no-untyped-def]
             if plan:
-                self.steps.append([(work.request.request_id, work.num_rows) for work in plan])
-            return run(plan, probes)
+                self.steps.append(
+                    [(scheduled.request.request_id, scheduled.num_rows) for scheduled in plan]
+                )
+            return run(plan, checks)
 
         runner.run = watched  # type: ignore[method-assign]
 
@@ -85,9 +87,9 @@ class SteppedEngine:
 
     def check(self) -> None:
         tables = [r.table for r in self.live() if r.table is not None]
-        if (swap := self.engine._swap) is not None:
-            swap.check()
-            tables += swap.tables()
+        if (offload := self.engine._offload) is not None:
+            offload.check()
+            tables += offload.tables()
         self.cache.check(tables)
         running = [r for r in self.live() if r.state is State.RUNNING]
         assert len(running) <= self.max_running
@@ -136,13 +138,13 @@ class EngineHarness(SteppedEngine):
         max_step_tokens: int = 16,
         max_running: int = 8,
         fails: Callable[[], None] = lambda: None,
-        persist: Callable[[CacheManager], Persistence] | None = None,
+        persist: Callable[[CacheManager], KvConnector] | None = None,
         speculation: Speculation | None = None,
         num_host_blocks: int = 0,
         clock: Callable[[], float] | None = None,
     ) -> None:
         cache = new_cache(num_blocks, block_size, reuse)
-        persistence = persist(cache) if persist is not None else None
+        connector = persist(cache) if persist is not None else None
         self.model = RememberingModel(cache, fails)
         ticks = count()
         engine = Engine(
@@ -153,9 +155,9 @@ class EngineHarness(SteppedEngine):
             max_running,
             VOCAB_SIZE,
             clock=clock if clock is not None else lambda: float(next(ticks)),
-            persistence=persistence,
+            connector=connector,
             speculation=speculation,
-            swap=new_swap(cache, num_host_blocks, persistence) if num_host_blocks else None,
+            offload=new_offload(cache, num_host_blocks, connector) if num_host_blocks else None,
         )
         super().__init__(engine, max_step_tokens, max_running)
 

@@ -25,8 +25,7 @@ from typing import IO, Any
 import pytest
 
 import kvchat
-from kvchat.cli.main import run
-from kvchat.cli.surroundings import prepare
+from kvchat.cli.main import run, set_library_environment
 from support.commands import Shell
 from support.failing_files import Faults
 from support.patient_kvchat import be_patient
@@ -161,7 +160,7 @@ def _ignore(name: str) -> None:
 
 def serve() -> None:
     """Fork and wait as the socket asks, until the other end is closed."""
-    prepare()
+    set_library_environment()
     ours = socket.socket(fileno=os.dup(0))
     os.close(0)
     os.open(os.devnull, os.O_RDONLY)  # takes number 0

@@ -65,7 +65,7 @@ def main() -> None:
     import kvchat.cli.chat
     import kvchat.cli.script
     import kvchat.cli.sessions
-    import kvchat.engine.draft_assembly
+    import kvchat.engine.assembly
     import kvchat.terminal.script_commands  # noqa: F401
 
     for line in sys.stdin:

@@ -8,8 +8,8 @@ from kvchat.engine.request import RequestSpec
 
 def greedy_answer(engine: Engine, prompt: list[int], count: int) -> tuple[list[int], CachedTokens]:
     """Return the ids that follow a prompt, and where its KV came from."""
-    if engine._persistence is not None:  # a busy machine must not make it lose patience
-        engine._persistence.planner.prefill_tokens_per_s = 1e-3
+    if engine._connector is not None:  # a busy machine must not make it lose patience
+        engine._connector.planner.prefill_tokens_per_s = 1e-3
     sampling = SamplingParams(temperature=0.0)
     engine.submit(RequestSpec(tuple(prompt), sampling, max_tokens=count))
     ids: list[int] = []

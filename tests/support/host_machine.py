@@ -1,17 +1,18 @@
-"""A device tier, host memory, and the swap between them, whose copies are done when told to be."""
+"""A device tier, host memory, and what moves KV between them, whose copies are done when told to
+be.
+"""
 
 import time
 from collections.abc import Callable, Sequence
 
 import torch
 
-from kvchat.cache.block_table import BlockTable
-from kvchat.cache.host_swap import HostSwap
+from kvchat.cache.block_manager import BlockTable, CacheManager
+from kvchat.cache.connector import KvConnector
+from kvchat.cache.host_offload import HostOffload
 from kvchat.cache.host_tier import HostTier
 from kvchat.cache.kv_pool import KvGeometry, KvPool, LayerGeometry
-from kvchat.cache.manager import CacheManager
-from kvchat.cache.persistence import Persistence
-from kvchat.cache.rate_memory import RateMemory
+from kvchat.cache.rates import RateMemory
 from kvchat.cache.transfer import TransferThread
 from support.cached_contexts import CPU, assert_kv_is_right
 
@@ -22,13 +23,13 @@ GEOMETRIES = {
 }
 
 
-def new_swap(cache: CacheManager, num_blocks: int, persistence: Persistence | None) -> HostSwap:
+def new_offload(cache: CacheManager, num_blocks: int, connector: KvConnector | None) -> HostOffload:
     """Return a swap between a cache and host memory of its own, and of so many blocks."""
     geometry = cache.kv_pool.geometry
     limit = num_blocks * geometry.block_bytes
     host = HostTier(geometry.block_size, geometry.block_bytes, limit, is_pinned=False)
-    transfer = persistence.transfer if persistence is not None else TransferThread(lambda: None, 0)
-    return HostSwap(cache, host, transfer)
+    transfer = connector.transfer if connector is not None else TransferThread(lambda: None, 0)
+    return HostOffload(cache, host, transfer)
 
 
 class LateThread:
@@ -64,19 +65,19 @@ class Machine:
         self.manager = CacheManager(KvPool(geometry, num_blocks, CPU))
         self.host = HostTier(4, geometry.block_bytes, num_slots * geometry.block_bytes, False)
         self.thread = LateThread()
-        self.swap = HostSwap(self.manager, self.host, self.thread, clock, memory)  # type: ignore[arg-type]
+        self.offload = HostOffload(self.manager, self.host, self.thread, clock, memory)  # type: ignore[arg-type]
 
-    def sink(self, num_blocks: int = 1 << 20) -> None:
-        self.manager.sink(num_blocks)
+    def demote(self, num_blocks: int = 1 << 20) -> None:
+        self.manager.evict_cold(num_blocks)
         self.settle()
 
     def settle(self) -> None:
         self.thread.work()
-        self.swap.settle(may_sink=False)
+        self.offload.settle(may_demote=False)
 
     def promote(self, ids: Sequence[int]) -> int:
         """Bring a context up; return how many tokens came."""
-        promotion = self.swap.begin([*ids, 0])
+        promotion = self.offload.begin([*ids, 0])
         if promotion is None:
             return 0
         while not promotion.is_over:
@@ -91,5 +92,5 @@ class Machine:
         return table.cached_len
 
     def check(self, tables: Sequence[BlockTable] = ()) -> None:
-        self.manager.check([*tables, *self.swap.tables()])
-        self.swap.check()
+        self.manager.check([*tables, *self.offload.tables()])
+        self.offload.check()

@@ -7,11 +7,10 @@ tier has to find. Tests can spoil what it keeps, make it fail, or make it wait.
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
-from kvchat.cache.block_key import chain_keys, root_key
-from kvchat.cache.codec import Canary, GoneRecord, PackHead
-from kvchat.cache.tier import Found
+from kvchat.cache.keys import chain_keys, root_key
+from kvchat.cache.tier import Found, GoneRecord, LogitFingerprint, PackHead
 from kvchat.core.stats import TierStatus
-from kvchat.core.types import Lack
+from kvchat.core.types import MissReason
 
 
 class MemoryTier:
@@ -24,7 +23,7 @@ class MemoryTier:
     def __init__(self, block_size: int, image_bytes: int) -> None:
         self.root = root_key(b"test")
         self.blocks: dict[bytes, bytes] = {}
-        self.canaries: dict[bytes, Canary] = {}
+        self.fingerprints: dict[bytes, LogitFingerprint] = {}
         self.num_read = 0
         self.num_written = 0
         self.num_quarantined = 0
@@ -38,7 +37,7 @@ class MemoryTier:
         self._key_bytes = block_size * 4
         self._image_bytes = image_bytes
 
-    def find(self, keys: Sequence[bytes], packed: bytes, is_one_shot: bool = False) -> list[Found]:
+    def find(self, keys: Sequence[bytes], encoded: bytes, is_one_shot: bool = False) -> list[Found]:
         count = 0
         while count < len(keys) and keys[count] in self.blocks:
             count += 1
@@ -47,7 +46,7 @@ class MemoryTier:
         cuts = [*range(0, count, step), count]
         self._asked = list(keys)
         return [
-            Found(keys[start], start, end - start, canary=self.canaries.get(keys[end - 1]))
+            Found(keys[start], start, end - start, fingerprint=self.fingerprints.get(keys[end - 1]))
             for start, end in pairwise(cuts)
             if end > start
         ]
@@ -71,16 +70,16 @@ class MemoryTier:
             start = number * self._image_bytes
             self.blocks[key] = bytes(image[start : start + self._image_bytes])
             self._parents[key] = keys[number - 1] if number else head.parent
-        if head.canary is not None:
-            self.canaries[keys[-1]] = head.canary
+        if head.fingerprint is not None:
+            self.fingerprints[keys[-1]] = head.fingerprint
         self.num_written += len(keys)
         return True
 
-    def note_declined(self, keys: Sequence[bytes], packed: bytes) -> None:
+    def note_declined(self, keys: Sequence[bytes], encoded: bytes) -> None:
         self.declined.append(keys[0])
 
-    def why(self, key: bytes, packed: bytes, num_found: int) -> Lack:
-        return Lack.NEVER_WRITTEN
+    def why(self, key: bytes, encoded: bytes, num_found: int) -> MissReason:
+        return MissReason.NEVER_WRITTEN
 
     def quarantine(self, keys: Sequence[bytes]) -> None:
         gone = {key for key in keys if key in self.blocks}
@@ -88,7 +87,7 @@ class MemoryTier:
             gone |= more
         for key in gone:
             del self.blocks[key], self._parents[key]
-            self.canaries.pop(key, None)
+            self.fingerprints.pop(key, None)
         self.num_quarantined += len(gone)
 
     def status(self) -> TierStatus:

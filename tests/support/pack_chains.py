@@ -7,11 +7,9 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvchat.cache.block_key import chain_keys
-from kvchat.cache.codec import Layout, PackHead
-from kvchat.cache.disk_tier import DiskTier
-from kvchat.cache.radix_node import pack
-from kvchat.cache.tier import Found
+from kvchat.cache.disk.tier import DiskTier
+from kvchat.cache.keys import chain_keys, encode_ids
+from kvchat.cache.tier import Found, Layout, PackHead
 
 LAYOUT = Layout(identity=b"model of a test.", block_size=2, block_bytes=40_000)
 # What the tier sets aside for its tables is more than most tests keep.
@@ -23,7 +21,7 @@ def open_tier(directory: Path, limit_bytes: int = ROOM, layout: Layout = LAYOUT)
 
 
 def keys_of(tier: DiskTier, ids: Sequence[int], layout: Layout = LAYOUT) -> list[bytes]:
-    return chain_keys(tier.root, pack(ids), layout.ids_bytes)
+    return chain_keys(tier.root, encode_ids(ids), layout.ids_bytes)
 
 
 def image_of(keys: Sequence[bytes], layout: Layout = LAYOUT) -> bytes:
@@ -31,7 +29,7 @@ def image_of(keys: Sequence[bytes], layout: Layout = LAYOUT) -> bytes:
 
 
 def find(tier: DiskTier, ids: Sequence[int], layout: Layout = LAYOUT) -> list[Found]:
-    return tier.find(keys_of(tier, ids, layout), pack(ids))
+    return tier.find(keys_of(tier, ids, layout), encode_ids(ids))
 
 
 def num_found(tier: DiskTier, ids: Sequence[int]) -> int:
@@ -43,12 +41,14 @@ def save(
 ) -> bool:
     """Write what the tier has not of a context, as one pack."""
     keys = keys_of(tier, ids, layout)
-    found = tier.find(keys, pack(ids), is_one_shot)
+    found = tier.find(keys, encode_ids(ids), is_one_shot)
     known = sum(run.num_blocks for run in found)
     if known == len(keys):
         return True
     parent = keys[known - 1] if known else tier.root
-    head = PackHead(parent, pack(ids)[known * layout.ids_bytes : len(keys) * layout.ids_bytes])
+    head = PackHead(
+        parent, encode_ids(ids)[known * layout.ids_bytes : len(keys) * layout.ids_bytes]
+    )
     return tier.write(head, memoryview(image_of(keys[known:], layout)), is_one_shot)
 
 

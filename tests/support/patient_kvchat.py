@@ -6,7 +6,7 @@ stalls for a third of a second makes the real one compute what it could have rea
 
 import pytest
 
-from kvchat.cache.planner import RestorePlanner
+from kvchat.cache.rates import RestorePlanner
 from kvchat.cli.main import run
 
 PATIENCE_S = 60.0

@@ -11,12 +11,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from kvchat.cache.block_manager import CacheManager
 from kvchat.cache.kv_pool import KvGeometry, KvPool, LayerGeometry
-from kvchat.cache.manager import CacheManager
 from kvchat.core.types import SamplingParams
-from kvchat.engine.noise import sample_seed
 from kvchat.engine.request import RequestSpec
-from kvchat.engine.sampler import SamplingRow, sample
+from kvchat.engine.sampler import SamplingRow, sample, sample_seed
 from kvchat.model.batch import ForwardBatch
 
 CPU = torch.device("cpu")

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvchat.cache.persistence import Persistence
+from kvchat.cache.connector import KvConnector
 from kvchat.cache.tier import Tier
 from kvchat.core.events import SampleFinished
 from kvchat.core.types import SamplingParams
@@ -29,7 +29,7 @@ class Process:
     """One life of the program: an engine with an empty device tier, beside a tier that lasts."""
 
     harness: EngineHarness
-    persistence: Persistence
+    connector: KvConnector
 
     def answer(self, request: RequestSpec) -> tuple[list[int], SampleFinished]:
         number = self.harness.submit(request)
@@ -48,11 +48,11 @@ class Processes:
         self.started: list[Process] = []
 
     def start(self, num_blocks: int = 200) -> Process:
-        harness = EngineHarness(num_blocks, persist=lambda c: Persistence(c, self._open_tier))
-        persistence = harness.engine._persistence
-        assert persistence is not None
+        harness = EngineHarness(num_blocks, persist=lambda c: KvConnector(c, self._open_tier))
+        connector = harness.engine._connector
+        assert connector is not None
         # Patience without end: what a test sees must not hang on what else the machine does.
-        persistence.planner.prefill_tokens_per_s = 1e-3
-        process = Process(harness, persistence)
+        connector.planner.prefill_tokens_per_s = 1e-3
+        process = Process(harness, connector)
         self.started.append(process)
         return process

@@ -35,7 +35,7 @@ _SPECIAL_TOKENS = ("<|pad|>", "<|bos|>", "<|start|>", "<|end|>", "<|eos|>")
 _END = 256 + _SPECIAL_TOKENS.index("<|end|>")
 _TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}<|end|>\n"
-    "{% endfor %}{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+    "{% endfor %}{% if add_model_dir_prompt %}<|start|>assistant\n{% endif %}"
 )
 BLOCK_SIZE = 16
 
@@ -106,7 +106,7 @@ class _Cache:
     def add(self, token_ids: list[int]) -> None:
         self._contexts.append(list(token_ids))
 
-    def measure(self, token_ids: list[int]) -> int:
+    def num_cached_tokens(self, token_ids: list[int]) -> int:
         longest = 0
         for known in self._contexts:
             common = next(
@@ -133,8 +133,8 @@ class ScriptedEngine:
         self._num_tokens = 0
         self._disk = TierStatus(num_packs=2, num_bytes=3 << 20, limit_bytes=1 << 30)
 
-    def measure(self, token_ids: list[int]) -> CachedTokens:
-        return CachedTokens(device=self.cache.measure(token_ids))
+    def cached_tokens(self, token_ids: list[int]) -> CachedTokens:
+        return CachedTokens(device=self.cache.num_cached_tokens(token_ids))
 
     @property
     def has_work(self) -> bool:
@@ -150,7 +150,7 @@ class ScriptedEngine:
         self._num_requests += 1
         prompt = list(spec.prompt_ids)
         question, said = self._exchange(prompt)
-        cached = self.cache.measure(prompt)
+        cached = self.cache.num_cached_tokens(prompt)
         for sample in range(spec.num_samples):
             script = self._author(question, sample)
             ids = list(script.text.removeprefix(said).encode())

@@ -16,14 +16,14 @@ import sys
 import time
 from pathlib import Path
 
-from kvchat.cache.caretaker import Caretaker
+from kvchat.cache.disk.admin import StoreAdmin
+from kvchat.chat.answer_settings import AskOptions
+from kvchat.chat.controller import ChatController
 from kvchat.chat.host import ChatHost
-from kvchat.chat.session import AskOptions
 from kvchat.chat.store import SessionStore
 from kvchat.core.errors import ModelError
 from kvchat.core.types import SamplingParams
-from kvchat.terminal import keys, line_face
-from kvchat.terminal.desk import Desk
+from kvchat.terminal import keys, line_view
 from kvchat.terminal.repl import LoadRelay, Look, ReplSetup, run
 from support.scripted_engine import Loading, Script, scripted_build, text_model
 
@@ -103,7 +103,7 @@ def main() -> int:
     parser.add_argument("--log", type=Path)
     parser.add_argument("--kept", type=Path)
     arguments = parser.parse_args()
-    keys._TWICE_S = keys._ESCAPE_TWICE_S = line_face._TWICE_S = 60.0
+    keys._TWICE_S = keys._ESCAPE_TWICE_S = line_view._TWICE_S = 60.0
     if arguments.log is not None:
         logging.basicConfig(filename=arguments.log, level=logging.INFO)
     return run(_setup(arguments))
@@ -135,12 +135,12 @@ def _setup(arguments: argparse.Namespace) -> ReplSetup:
     session = host.open_session(store.latest()) if arguments.continues and store else None
     options = AskOptions(sampling=SamplingParams(temperature=0.0))
     return ReplSetup(
-        desk=Desk(
+        controller=ChatController(
             host,
             new_host,
             session,
             options,
-            kept=Caretaker(arguments.kept) if arguments.kept else None,
+            kept=StoreAdmin(arguments.kept) if arguments.kept else None,
         ),
         relay=relay,
         history_path=arguments.history,

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from kvchat.cache.block_manager import CacheManager
 from kvchat.cache.kv_pool import KvPool
-from kvchat.cache.manager import CacheManager
 from kvchat.core.config import CacheConfig, ModelConfig
 from kvchat.core.events import RequestFailed, TokensGenerated
 from kvchat.core.types import SamplingParams
@@ -28,7 +28,7 @@ from kvchat.model.source import find_model
 from kvchat.model.spec import LayerSpec
 from support.architectures import SUPPORTED
 from support.checkpoints import save_checkpoint, tiny_model
-from support.host_machine import new_swap
+from support.host_machine import new_offload
 
 MAX_CONTEXT = 128
 NUM_GENERATED = 20
@@ -105,7 +105,7 @@ def engine_on(
         max_step_tokens=max_step_tokens,
         max_running=8,
         vocab_size=loaded.spec.vocab_size,
-        swap=new_swap(cache, num_host_blocks, None) if num_host_blocks else None,
+        offload=new_offload(cache, num_host_blocks, None) if num_host_blocks else None,
     )
 
 
@@ -122,8 +122,8 @@ def complete(engine: Engine, prompts: Sequence[list[int]]) -> list[list[int]]:
             if isinstance(event, TokensGenerated):
                 generated[event.request_id].extend(event.token_ids)
         tables = [request.table for request in engine.running() if request.table]
-        if engine._swap is not None:
-            engine._swap.check()
-            tables += engine._swap.tables()
+        if engine._offload is not None:
+            engine._offload.check()
+            tables += engine._offload.tables()
         engine.cache.check(tables)
     return list(generated.values())

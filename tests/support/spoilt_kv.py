@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 import torch
 
-from kvchat.cache.codec import Canary
-from kvchat.cache.restore import Proof
-from kvchat.engine.canary import canary_of
+from kvchat.cache.restore import RestoredContext
+from kvchat.cache.tier import LogitFingerprint
 from kvchat.engine.engine import Engine
-from kvchat.engine.probes import Probes
+from kvchat.engine.kv_verifier import KvVerifier
+from kvchat.engine.logit_fingerprint import fingerprint_of
 from kvchat.model.batch import SequencePiece
 from support.greedy_answer import greedy_answer
 
@@ -24,32 +24,32 @@ Spoil = Callable[[Kv, random.Random], None]
 
 
 @dataclass
-class _Restoring:
-    """Where the probes ask what is to be proven."""
+class _Restorer:
+    """Where the verifier asks what is to be verified."""
 
-    due: list[Proof]
+    due: list[RestoredContext]
 
     @property
-    def has_proofs(self) -> bool:
+    def has_unverified(self) -> bool:
         return bool(self.due)
 
-    def proofs(self, of_all: bool) -> list[Proof]:
+    def take_unverified(self, of_all: bool) -> list[RestoredContext]:
         due, self.due = self.due, []
         return due
 
 
 @dataclass
-class _Persistence:
-    restoring: _Restoring
+class _KvConnector:
+    restorer: _Restorer
 
 
 @dataclass(frozen=True)
 class Context:
-    """A context an engine has computed: whole blocks of it, their images and the canary."""
+    """A context an engine has computed: whole blocks of it, their images and the fingerprint."""
 
     ids: list[int]
     image: bytes
-    canary: Canary
+    fingerprint: LogitFingerprint
 
 
 class Prover:
@@ -57,9 +57,9 @@ class Prover:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._restoring = _Restoring([])
-        persistence = _Persistence(self._restoring)
-        self._probes = Probes(engine.cache, persistence, engine._runner.dtype)  # type: ignore[arg-type]
+        self._restorer = _Restorer([])
+        connector = _KvConnector(self._restorer)
+        self._kv_verifier = KvVerifier(engine.cache, connector, engine._runner.dtype)  # type: ignore[arg-type]
 
     def compute(self, prompt: list[int], num_drawn: int = 20) -> Context:
         """Have a prompt answered; return its whole blocks, and the answer's."""
@@ -70,9 +70,9 @@ class Prover:
         ids = ids[: len(ids) // size * size]
         image = self._engine.cache.export(ids, 0, len(ids) // size)
         assert image is not None
-        canary = canary_of(self._last_logits(ids))
-        assert canary is not None
-        return Context(ids, bytes(image), canary)
+        fingerprint = fingerprint_of(self._last_logits(ids))
+        assert fingerprint is not None
+        return Context(ids, bytes(image), fingerprint)
 
     def _last_logits(self, ids: list[int]) -> torch.Tensor:
         cache = self._engine.cache
@@ -102,16 +102,16 @@ class Prover:
         size = cache.block_size
         brought = image if image is not None else bytearray(context.image)
         assert cache.adopt(context.ids, 0, brought) == len(context.ids) // size
-        self._restoring.due = [Proof(list(context.ids), 0, context.canary)]
-        failed = self._probes.begin(self._run, of_all=True)
+        self._restorer.due = [RestoredContext(list(context.ids), 0, context.fingerprint)]
+        failed = self._kv_verifier.begin(self._run, of_all=True)
         prompt = cache.match([*context.ids, *beside])
-        pieces = self._probes.pieces
+        pieces = self._kv_verifier.pieces
         if beside:
             start = len(context.ids)
             assert cache.reserve(prompt, start, start + len(beside))
             pieces = [SequencePiece(list(beside), start, prompt.blocks, 1), *pieces]
         logits = self._run(pieces)[bool(beside) :]
-        failed += self._probes.end(logits, self._run)
+        failed += self._kv_verifier.end(logits, self._run)
         cache.release(prompt, [])
         return not failed
 

@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvchat.cache.codec import Layout
+from kvchat.cache.tier import Layout
 from support.pack_chains import LAYOUT, open_tier, payload_files, save
 
 OTHER = Layout(identity=b"another model...", block_size=4, block_bytes=80_000)

@@ -3,11 +3,12 @@
 from collections.abc import Callable
 from pathlib import Path
 
+from kvchat.chat.answer_settings import AskOptions
 from kvchat.chat.chat_model import read_chat_model
 from kvchat.chat.events import AnswerEnded
 from kvchat.chat.host import ChatHost
 from kvchat.chat.reply import Reply
-from kvchat.chat.session import AskOptions, ChatSession
+from kvchat.chat.session import ChatSession
 from kvchat.chat.store import SessionStore
 from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig, Size
 from kvchat.core.events import LoadProgress, ModelReady
@@ -51,9 +52,9 @@ def tiny_host(
         )
         run = assembled.engine._runner.run
 
-        def paced(plan, probes=()):  # type: ignore[no-untyped-def]
+        def paced(plan, checks=()):  # type: ignore[no-untyped-def]
             before_step()
-            return run(plan, probes)
+            return run(plan, checks)
 
         assembled.engine._runner.run = paced  # type: ignore[method-assign]
         return assembled.engine, assembled.ready

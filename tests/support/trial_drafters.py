@@ -21,7 +21,7 @@ class OracleDrafter:
         self._error = error
         self._max_context = max_context
         self._futures: dict[Request, list[int]] = {}
-        self.tended: list[Sequence[Request]] = []
+        self.updated: list[Sequence[Request]] = []
         self.is_closed = False
 
     def offer(self, request: Request, most: int) -> Offer | None:
@@ -49,8 +49,8 @@ class OracleDrafter:
             for token in ids
         ]
 
-    def tend(self, requests: Sequence[Request], seconds: float) -> None:
-        self.tended.append(list(requests))
+    def update(self, requests: Sequence[Request], seconds: float) -> None:
+        self.updated.append(list(requests))
 
     def learn(self, contexts: Sequence[Sequence[int]]) -> None:
         raise AssertionError("it was taught the future already")
@@ -115,9 +115,9 @@ class FailingDrafter(OracleDrafter):
         self._count("propose")
         return super().propose(wanted)
 
-    def tend(self, requests: Sequence[Request], seconds: float) -> None:
-        self._count("tend")
-        super().tend(requests, seconds)
+    def update(self, requests: Sequence[Request], seconds: float) -> None:
+        self._count("update")
+        super().update(requests, seconds)
 
     def close(self) -> None:
         self._count("close")

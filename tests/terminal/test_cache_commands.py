@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from kvchat.chat.engine_queries import trouble_notice
 from kvchat.core.stats import KeptPack, StoreStatus, TierStatus, Verified
-from kvchat.terminal import kept_kv
-from kvchat.terminal.engine_questions import trouble_notice
+from kvchat.terminal import cache_lines
 from kvchat.terminal.theme import ASCII_GLYPHS
 from support.pty_screen import PtyScreen
 from support.stored_packs import stored_packs
@@ -85,7 +85,7 @@ def test_trouble_is_told_once_a_sentence(start_chat: StartChat) -> None:
     ],
 )
 def test_what_verifying_found_is_one_line(found: Verified, line: str) -> None:
-    assert kept_kv.verified_line(found) == line
+    assert cache_lines.verified_line(found) == line
 
 
 def test_a_long_conversation_goes_straight_down() -> None:
@@ -94,15 +94,15 @@ def test_a_long_conversation_goes_straight_down() -> None:
     packs += [KeptPack(0, 16, 1024, 0.0), KeptPack(None, 16, 1024, 0.0, is_orphan=True)]
     status = StoreStatus(Path("kv"), 0)
 
-    lines = kept_kv.tree_lines([], ASCII_GLYPHS)
+    lines = cache_lines.tree_lines([], ASCII_GLYPHS)
     assert lines == ["Nothing is kept."]
-    [*chain, branch, orphan] = list(kept_kv.branch_lines(packs, ASCII_GLYPHS))
+    [*chain, branch, orphan] = list(cache_lines.branch_lines(packs, ASCII_GLYPHS))
     assert chain[0] == "  |- 16 tokens, 1 KiB, at an unknown time"
     assert chain[1] == "  |  |- 16 tokens, 1 KiB, at an unknown time"
     assert chain[-1] == "  |  |  16 tokens, 1 KiB, at an unknown time"
     assert branch == "  |  `- 16 tokens, 1 KiB, at an unknown time"
     assert orphan == "  `- 16 tokens, 1 KiB, at an unknown time, its beginning is gone"
-    assert kept_kv.status_lines(status)[1:] == [
+    assert cache_lines.status_lines(status)[1:] == [
         "0 B used: nothing is kept",
         "Chats keep nothing here: --disk-cache is 0.",
     ]
@@ -112,17 +112,17 @@ def test_what_a_broken_table_says_cannot_act_on_a_terminal() -> None:
     evil = TierStatus(trouble="the disk cache failed: \x1b]0;owned\x07.")
 
     assert "\x1b" not in trouble_notice(evil.trouble)
-    assert "\x1b" not in "".join(kept_kv.disk_lines(evil))
+    assert "\x1b" not in "".join(cache_lines.disk_lines(evil))
 
 
 def test_a_store_that_could_not_be_opened_has_no_figures() -> None:
-    [line] = kept_kv.disk_lines(TierStatus(trouble=_FAILED))
+    [line] = cache_lines.disk_lines(TierStatus(trouble=_FAILED))
 
     assert line == f"disk:   {_FAILED}"
 
 
 def test_the_statistics_tell_of_what_was_quarantined() -> None:
-    lines = kept_kv.disk_lines(TierStatus(num_packs=1, limit_bytes=1 << 30, num_quarantined=12))
+    lines = cache_lines.disk_lines(TierStatus(num_packs=1, limit_bytes=1 << 30, num_quarantined=12))
 
     assert any("12 blocks of another model" in line for line in lines)
-    assert not any("another model" in line for line in kept_kv.disk_lines(TierStatus()))
+    assert not any("another model" in line for line in cache_lines.disk_lines(TierStatus()))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from prompt_toolkit.data_structures import Size
 
-from kvchat.terminal.held_output import HeldOutput
+from kvchat.terminal.terminal_io import HeldOutput
 from support.pty_screen import PtyScreen
 
 StartChat = Callable[..., PtyScreen]

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from kvchat.cache.caretaker import Caretaker
-from kvchat.cache.radix_node import pack
-from kvchat.cache.store_lock import LOCK_NAME
+from kvchat.cache.disk.admin import StoreAdmin
+from kvchat.cache.disk.db import LOCK_NAME
+from kvchat.cache.keys import encode_ids
+from kvchat.chat.controller import ChatController
 from kvchat.chat.conversation import Conversation
 from kvchat.chat.host import ChatHost
 from kvchat.chat.session import ChatSession
@@ -18,13 +19,11 @@ from kvchat.chat.session_file import turn_line
 from kvchat.chat.store import SessionStore
 from kvchat.core.errors import StoreError, StoreInUse, UsageError
 from kvchat.core.types import Usage
-from kvchat.terminal import kept_kv
+from kvchat.terminal import cache_lines
 from kvchat.terminal.commands import Invocation
-from kvchat.terminal.desk import Desk
 from kvchat.terminal.paint import Painter
 from kvchat.terminal.registry import build_registry
-from kvchat.terminal.script_commands import ScriptCommands
-from kvchat.terminal.script_page import ScriptPage
+from kvchat.terminal.script_commands import ScriptCommands, ScriptPage
 from kvchat.terminal.theme import Look
 from support.checkpoints import save_checkpoint, tiny_model
 from support.tiny_host import BLOCK_SIZE, answer_options, finish, tiny_host
@@ -41,21 +40,21 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclass
 class Chat:
-    """A process's life with one desk; what commands say is collected."""
+    """A process's life with one controller; what commands say is collected."""
 
-    desk: Desk
-    kept: Caretaker
+    controller: ChatController
+    kept: StoreAdmin
     said: list[str]
 
     def ask(self, text: str) -> Usage:
-        ended = finish(self.desk.ask(text))
+        ended = finish(self.controller.ask(text))
         return ended.usage
 
     def do(self, line: str) -> str:
         """Carry out a command; return what it said."""
         self.said.clear()
         page = ScriptPage(self.said.append, Painter(Look(False, True)), 200)
-        commands = ScriptCommands(self.desk, page, build_registry(), False)
+        commands = ScriptCommands(self.controller, page, build_registry(), False)
         parsed = commands.registry.parse(line)
         assert isinstance(parsed, Invocation), line
         commands.carry_out(parsed)
@@ -63,7 +62,7 @@ class Chat:
 
     def pins(self) -> dict[str, int]:
         status = self.kept.status()
-        return {pin.label: pin.num_tokens for g in status.generations for pin in g.pins}
+        return {pin.label: pin.num_tokens for g in status.model_dirs for pin in g.pins}
 
 
 NewChat = Callable[..., Chat]
@@ -82,9 +81,11 @@ def new_chat(tiny: Path, tmp_path: Path) -> Iterator[NewChat]:
         hosts.append(host)
         host.wait_until_ready()
         session = host.open_session(session_id) if session_id is not None else None
-        kept = Caretaker(directory)
-        desk = Desk(host, lambda *_: host, session, answer_options(), SYSTEM, kept=kept)
-        return Chat(desk, kept, [])
+        kept = StoreAdmin(directory)
+        controller = ChatController(
+            host, lambda *_: host, session, answer_options(), SYSTEM, kept=kept
+        )
+        return Chat(controller, kept, [])
 
     yield begin
     for host in hosts:
@@ -99,11 +100,11 @@ def test_a_pinned_conversation_is_shown_and_survives_until_it_is_let_go(new_chat
     chat = new_chat()
     chat.ask("My name is Ada.")
     assert "tokens stay on disk." in chat.do("/pin")
-    session_id = chat.desk.require_session().session_id
-    num_tokens = len(chat.desk.context_ids)
+    session_id = chat.controller.require_session().session_id
+    num_tokens = len(chat.controller.context_ids)
     assert chat.do("/pin list").startswith(f"pinned: {session_id}, ")
     assert ", pinned" in chat.do("/cache tree")
-    chat.desk.close_session()
+    chat.controller.close_session()
 
     again = new_chat(session_id)
 
@@ -118,7 +119,7 @@ def test_the_statistics_say_of_the_disk_what_cache_says(new_chat: NewChat) -> No
     chat = new_chat()
     chat.ask("My name is Ada.")
     chat.do("/pin")
-    used = kept_kv.used_of_limit(chat.kept.status()).split(" of ")[0]
+    used = cache_lines.used_of_limit(chat.kept.status()).split(" of ")[0]
 
     assert f"; {used} of " in chat.do("/stats")
     assert used in chat.do("/cache")
@@ -128,12 +129,12 @@ def test_of_an_answer_that_is_gone_nothing_is_said(new_chat: NewChat) -> None:
     """An answer that ended as its conversation was put away took the answering down with it."""
     chat = new_chat()
     chat.ask("My name is Ada.")
-    ended = finish(chat.desk.ask("I live in Grimstad."))
-    chat.desk.note_ended(ended)
-    chat.desk.begin_new()
+    ended = finish(chat.controller.ask("I live in Grimstad."))
+    chat.controller.note_ended(ended)
+    chat.controller.begin_new()
     chat.ask("My name is Bob.")
 
-    assert chat.desk.why_so_much(ended) == ""
+    assert chat.controller.why_so_much(ended) == ""
 
 
 def test_any_chat_starts_warm_from_a_pinned_file(new_chat: NewChat, tmp_path: Path) -> None:
@@ -194,14 +195,14 @@ def test_a_chat_that_begins_cold_is_told_what_the_date_has_cost(
     template.write_text("{{ strftime_now('%Y')[:1] }} thousand" + template.read_text())
     chat = new_chat(model=dated)
     earlier = Conversation("20000101-000000-aaaa", 0.0, SYSTEM)
-    session = ChatSession(chat.desk.host.model, chat.desk.host._engine, earlier, None)
+    session = ChatSession(chat.controller.host.model, chat.controller.host._engine, earlier, None)
     turn = session.add_user_turn("How many?")
-    assert chat.desk.host.store is not None
-    log = chat.desk.host.store.create(earlier, "")
+    assert chat.controller.host.store is not None
+    log = chat.controller.host.store.create(earlier, "")
     log.write(turn_line(turn), durable=True)
     log.close()
 
-    chat.desk.note_ended(finish(chat.desk.ask("Who are you?")))
+    chat.controller.note_ended(finish(chat.controller.ask("Who are you?")))
     told = chat.do("/cache why")
 
     assert "the template puts the time into the context" in told
@@ -229,14 +230,14 @@ def test_a_forgotten_conversation_is_nowhere_and_what_others_share_stays(
 ) -> None:
     chat = new_chat()
     chat.ask("I like ships.")
-    other = chat.desk.require_session()
+    other = chat.controller.require_session()
     shared = other.conversation.context_ids()
-    chat.desk.begin_new()
+    chat.controller.begin_new()
     chat.ask(SECRET)
     chat.ask("And on Mondays?")
     chat.do("/pin")
-    ids = chat.desk.context_ids
-    needle = pack(ids[len(ids) // 2 :][:BLOCK_SIZE])
+    ids = chat.controller.context_ids
+    needle = encode_ids(ids[len(ids) // 2 :][:BLOCK_SIZE])
     assert is_anywhere(tmp_path, needle)
     with pytest.raises(UsageError, match="/forget yes"):
         chat.do("/forget")
@@ -244,15 +245,15 @@ def test_a_forgotten_conversation_is_nowhere_and_what_others_share_stays(
     told = chat.do("/forget yes")
 
     assert "Forgotten: the conversation, and " in told
-    assert chat.desk.session is None
+    assert chat.controller.session is None
     assert not is_anywhere(tmp_path, SECRET.encode())
     assert not is_anywhere(tmp_path, needle)
     assert chat.pins() == {}
-    assert chat.desk.host.cached_tokens(ids).result(10) < len(ids) // 2
-    assert chat.desk.host.cached_tokens(shared).result(10) >= len(shared) - BLOCK_SIZE
+    assert chat.controller.host.cached_tokens(ids).result(10) < len(ids) // 2
+    assert chat.controller.host.cached_tokens(shared).result(10) >= len(shared) - BLOCK_SIZE
     assert chat.kept.verify().is_sound
     assert chat.kept.status().num_tokens >= len(shared) - BLOCK_SIZE
-    chat.desk.open(other.session_id)
+    chat.controller.open(other.session_id)
     assert chat.ask("And boats?").cached.total >= len(shared) - BLOCK_SIZE
 
 
@@ -271,7 +272,7 @@ def test_the_words_go_where_the_kv_cannot_be_reached(
 
     assert told.value.message.startswith("Forgotten: the ")
     assert not is_anywhere(tmp_path, SECRET.encode())
-    assert not chat.desk.context_ids
+    assert not chat.controller.context_ids
     chat.ask("I like ships.")
 
 
@@ -297,9 +298,11 @@ def test_forgetting_the_last_turn_leaves_the_turns_before(
     chat = new_chat()
     chat.ask("I like ships.")
     chat.ask(SECRET)
-    session = chat.desk.require_session()
+    session = chat.controller.require_session()
     before = session.conversation.path()
-    needle = pack([token for turn in before[2:] for token in turn.token_ids][8 : 8 + BLOCK_SIZE])
+    needle = encode_ids(
+        [token for turn in before[2:] for token in turn.token_ids][8 : 8 + BLOCK_SIZE]
+    )
     chat.do("/undo")
     chat.do("/redo")
 
@@ -311,7 +314,7 @@ def test_forgetting_the_last_turn_leaves_the_turns_before(
     assert session.conversation.path() == before[:2]
     num_before = sum(len(turn.token_ids) for turn in before[:2])
     assert chat.ask("What do I like?").cached.total >= num_before - BLOCK_SIZE
-    read = chat.desk.host.store.read(session.session_id)  # type: ignore[union-attr]
+    read = chat.controller.host.store.read(session.session_id)  # type: ignore[union-attr]
     assert read.notes == ()
     assert read.conversation.path() == session.conversation.path()
     chat.do("/forget last yes")

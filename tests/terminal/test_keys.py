@@ -11,13 +11,13 @@ from prompt_toolkit.data_structures import Size
 from prompt_toolkit.history import InMemoryHistory
 from prompt_toolkit.input import PipeInput, create_pipe_input
 
+from kvchat.chat.message_queue import MessageQueue
 from kvchat.terminal import keys
-from kvchat.terminal.face import Choice
-from kvchat.terminal.keys import Twice
-from kvchat.terminal.message_queue import MessageQueue
+from kvchat.terminal.keys import DoublePress
 from kvchat.terminal.paint import Painter
 from kvchat.terminal.prompt import LivePrompt, Terminal
 from kvchat.terminal.theme import Look
+from kvchat.terminal.view import Choice
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +28,7 @@ def _patient_fingers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class _Listener:
-    """Writes down what a face tells."""
+    """Writes down what a view tells."""
 
     def __init__(self) -> None:
         self.heard: list[object] = []
@@ -36,7 +36,7 @@ class _Listener:
         self.is_answering = False
         self.is_busy = False
         self.is_at_work = False
-        self.face: LivePrompt | None = None
+        self.view: LivePrompt | None = None
 
     @property
     def has_queue(self) -> bool:
@@ -72,8 +72,8 @@ class _Listener:
 
     def quit(self, code: int) -> None:
         self.heard.append(("quit", int(code)))
-        assert self.face is not None
-        self.face.leave()
+        assert self.view is not None
+        self.view.leave()
 
     def input_ended(self) -> None:
         self.heard.append("end")
@@ -103,17 +103,17 @@ def _press(*keys: str, answering: bool = False, before: Feed | None = None) -> t
     async def main() -> str:
         with create_pipe_input() as stdin:
             terminal = Terminal(stdin, _Stdout(), lambda: Size(24, 80), "xterm")
-            face = LivePrompt(terminal, Painter(Look()), DummyCompleter(), InMemoryHistory(), "vi")
-            listener.face = face
-            running = asyncio.ensure_future(face.run(listener))
-            await _settled(face)
+            view = LivePrompt(terminal, Painter(Look()), DummyCompleter(), InMemoryHistory(), "vi")
+            listener.view = view
+            running = asyncio.ensure_future(view.run(listener))
+            await _settled(view)
             if before is not None:
-                before(face, listener, stdin)
+                before(view, listener, stdin)
             for key in keys:
-                _read(face, stdin, key)
-                await _settled(face)
-            text = face.buffer.text
-            face.leave()
+                _read(view, stdin, key)
+                await _settled(view)
+            text = view.buffer.text
+            view.leave()
             async with asyncio.timeout(10):
                 await running
             return text
@@ -122,18 +122,18 @@ def _press(*keys: str, answering: bool = False, before: Feed | None = None) -> t
     return listener.heard, text
 
 
-def _read(face: LivePrompt, stdin: PipeInput, key: str) -> None:
+def _read(view: LivePrompt, stdin: PipeInput, key: str) -> None:
     """Let the prompt read keys now, a lone Esc at its end included: no time passes."""
     stdin.send_text(key)
-    with set_app(face._app):
-        face._app.key_processor.feed_multiple([*stdin.read_keys(), *stdin.flush_keys()])
-        face._app.key_processor.process_keys()
+    with set_app(view._app):
+        view._app.key_processor.feed_multiple([*stdin.read_keys(), *stdin.flush_keys()])
+        view._app.key_processor.process_keys()
 
 
-async def _settled(face: LivePrompt) -> None:
+async def _settled(view: LivePrompt) -> None:
     """Draw, and let everything that is ready to run run: history, suggestions, pickers."""
     for _ in range(3):
-        face._app.redraw_now()
+        view._app.redraw_now()
         for _ in range(10):
             await asyncio.sleep(0)
 
@@ -218,7 +218,7 @@ def test_ctrl_d_does_not_leave_in_the_middle_of_an_answer() -> None:
 
 
 def test_the_arrows_edit_the_queue_while_there_is_one() -> None:
-    def fill(face: LivePrompt, listener: _Listener, stdin: PipeInput) -> None:
+    def fill(view: LivePrompt, listener: _Listener, stdin: PipeInput) -> None:
         listener.queue.add("first")
         listener.queue.add("second")
 
@@ -248,11 +248,11 @@ def test_f2_switches_the_statistics() -> None:
 def _picked(*keys: str) -> object:
     picked: list[object] = []
 
-    def open_picker(face: LivePrompt, listener: _Listener, stdin: PipeInput) -> None:
+    def open_picker(view: LivePrompt, listener: _Listener, stdin: PipeInput) -> None:
         async def choose() -> None:
-            picked.append(await face.choose("Pick", [Choice(c) for c in ("red", "green", "blue")]))
+            picked.append(await view.choose("Pick", [Choice(c) for c in ("red", "green", "blue")]))
 
-        face._app.create_background_task(choose())
+        view._app.create_background_task(choose())
 
     heard, text = _press("", *keys, before=open_picker)
     assert (heard, text) == ([], ""), "a picker gets every key"
@@ -280,7 +280,7 @@ def test_a_picker_is_worked_with_arrows_letters_enter_and_escape(
 
 def test_the_second_press_counts_only_within_its_time() -> None:
     now = [0.0]
-    twice = Twice(2.0, clock=lambda: now[0])
+    twice = DoublePress(2.0, clock=lambda: now[0])
     assert not twice.press()
     now[0] = 1.9
     assert twice.press()
@@ -295,8 +295,8 @@ def test_a_completion_is_taken_by_enter_and_not_sent() -> None:
     from kvchat.terminal.completion import LineCompleter
     from kvchat.terminal.registry import build_registry
 
-    def use_completer(face: LivePrompt, listener: _Listener, stdin: PipeInput) -> None:
-        face.buffer.completer = LineCompleter(build_registry(), list, list)
+    def use_completer(view: LivePrompt, listener: _Listener, stdin: PipeInput) -> None:
+        view.buffer.completer = LineCompleter(build_registry(), list, list)
 
     heard, text = _press("/expo", "\t", "\r", before=use_completer)
     assert (heard, text) == ([], "/export")

@@ -6,9 +6,8 @@ import textwrap
 
 import pytest
 
-from kvchat.terminal.leaves import Sheet
 from kvchat.terminal.markdown import MarkdownStream
-from kvchat.terminal.paint import Painter
+from kvchat.terminal.paint import Painter, RenderContext
 from kvchat.terminal.theme import Look
 
 _PAINTER = Painter(Look())
@@ -26,13 +25,13 @@ def _render(
     pieces: list[str], width: int, looks_ahead: bool = False, look: Look | None = None
 ) -> str:
     painter = Painter(look) if look is not None else _PAINTER
-    stream, sheet = MarkdownStream(), Sheet(painter, width)
+    stream, ctx = MarkdownStream(), RenderContext(painter, width)
     rows = []
     for piece in pieces:
-        rows += stream.feed(piece, sheet)
+        rows += stream.feed(piece, ctx)
         if looks_ahead:
-            stream.tail(sheet)
-    return painter.ansi(rows + stream.finish(sheet))
+            stream.tail(ctx)
+    return painter.ansi(rows + stream.finish(ctx))
 
 
 def _cut(text: str, rng: random.Random, longest: int) -> list[str]:
@@ -98,15 +97,15 @@ def test_any_cut_of_deeply_nested_text_gives_the_same_bytes(seed: int) -> None:
 
 def test_the_tail_shows_what_finishing_now_would_give() -> None:
     rng = random.Random(5)
-    sheet = Sheet(_PAINTER, 40)
+    ctx = RenderContext(_PAINTER, 40)
     for _ in range(100):
         text = "".join(rng.choices(_ATOMS, k=20))
         stream = MarkdownStream()
         for piece in _cut(text, rng, 8):
-            stream.feed(piece, sheet)
-            tail = _PAINTER.ansi(stream.tail(sheet))
-            assert _PAINTER.ansi(stream.tail(sheet)) == tail, "looking ahead changes nothing"
-        assert _PAINTER.ansi(stream.finish(sheet)) == tail
+            stream.feed(piece, ctx)
+            tail = _PAINTER.ansi(stream.tail(ctx))
+            assert _PAINTER.ansi(stream.tail(ctx)) == tail, "looking ahead changes nothing"
+        assert _PAINTER.ansi(stream.finish(ctx)) == tail
 
 
 def test_no_word_is_lost_or_doubled_when_the_width_changes_in_between() -> None:
@@ -114,36 +113,36 @@ def test_no_word_is_lost_or_doubled_when_the_width_changes_in_between() -> None:
     rng = random.Random(3)
     stream, rows = MarkdownStream(), []
     for word in words:
-        sheet = Sheet(_PAINTER, rng.choice([20, 33, 60, 80]))
+        ctx = RenderContext(_PAINTER, rng.choice([20, 33, 60, 80]))
         end = "\n" if rng.random() < 0.1 else " "
-        rows += stream.feed(f"**{word}**{end}" if rng.random() < 0.2 else word + end, sheet)
-    rows += stream.finish(Sheet(_PAINTER, 50))
+        rows += stream.feed(f"**{word}**{end}" if rng.random() < 0.2 else word + end, ctx)
+    rows += stream.finish(RenderContext(_PAINTER, 50))
 
     assert " ".join(row.plain for row in rows).split() == words
 
 
 def test_running_text_is_given_row_by_row_before_its_paragraph_ends() -> None:
-    stream, sheet = MarkdownStream(), Sheet(_PAINTER, 40)
+    stream, ctx = MarkdownStream(), RenderContext(_PAINTER, 40)
 
-    rows = stream.feed("all of these words belong to one long paragraph that goes on and on", sheet)
+    rows = stream.feed("all of these words belong to one long paragraph that goes on and on", ctx)
 
     assert [row.plain for row in rows] == ["all of these words belong to one long"]
-    assert [row.plain for row in stream.tail(sheet)] == ["paragraph that goes on and on"]
+    assert [row.plain for row in stream.tail(ctx)] == ["paragraph that goes on and on"]
 
 
 def test_code_is_given_line_by_line() -> None:
-    stream, sheet = MarkdownStream(), Sheet(_PAINTER, 40)
+    stream, ctx = MarkdownStream(), RenderContext(_PAINTER, 40)
 
-    rows = stream.feed("```python\nx = 1\ny = ", sheet)
+    rows = stream.feed("```python\nx = 1\ny = ", ctx)
 
     assert [row.plain for row in rows][1:] == ["x = 1"]
 
 
 def test_a_table_is_held_until_it_is_complete() -> None:
-    stream, sheet = MarkdownStream(), Sheet(_PAINTER, 40)
+    stream, ctx = MarkdownStream(), RenderContext(_PAINTER, 40)
 
-    assert stream.feed("| a | b |\n|---|---|\n| 1 | 2 |\n", sheet) == []
-    rows = stream.feed("| a much wider cell | 4 |\n\nafter", sheet)
+    assert stream.feed("| a | b |\n|---|---|\n| 1 | 2 |\n", ctx) == []
+    rows = stream.feed("| a much wider cell | 4 |\n\nafter", ctx)
 
     assert "a much wider cell" in "\n".join(row.plain for row in rows)
 
@@ -249,10 +248,10 @@ def test_parsing_a_long_answer_takes_a_time_linear_in_its_length() -> None:
 
     def work(num_words: int) -> int:
         painter = CountingPainter(Look())
-        stream, sheet = MarkdownStream(), Sheet(painter, 80)
+        stream, ctx = MarkdownStream(), RenderContext(painter, 80)
         for number in range(num_words):
-            stream.feed(f"word{number % 10} ", sheet)
-            stream.tail(sheet)
+            stream.feed(f"word{number % 10} ", ctx)
+            stream.tail(ctx)
         return painter.num_wrapped
 
     assert work(2000) < 5 * work(500)

@@ -5,26 +5,23 @@ import io
 import pytest
 
 from kvchat.chat.conversation import Conversation, Role
+from kvchat.chat.documents import to_markdown
 from kvchat.chat.events import AnswerText
 from kvchat.chat.thinking import split_thinking
-from kvchat.chat.transcript import to_markdown
 from kvchat.core.types import FinishReason
 from kvchat.terminal.answer_view import AnswerView
-from kvchat.terminal.gist import gist
-from kvchat.terminal.leaves import Sheet
-from kvchat.terminal.line_face import LineFace
-from kvchat.terminal.paint import Painter
-from kvchat.terminal.recital import answer_rows
+from kvchat.terminal.history_view import answer_rows, tree_rows, turn_summary
+from kvchat.terminal.line_view import LineView
+from kvchat.terminal.paint import Painter, RenderContext
 from kvchat.terminal.theme import Look
-from kvchat.terminal.tree_view import tree_rows
 from support.turns import turn
 
 _PAINTER = Painter(Look(has_colour=False, is_plain=True, is_spoken=True))
 _SAVED = "Well, let me see.\n</think>\n\nIt is 42."
 
 
-def _face() -> LineFace:
-    return LineFace(io.StringIO(), io.StringIO(), _PAINTER, 60, "")
+def _view() -> LineView:
+    return LineView(io.StringIO(), io.StringIO(), _PAINTER, 60, "")
 
 
 def _conversation() -> Conversation:
@@ -57,16 +54,16 @@ def test_a_whole_text_that_closes_a_mark_first_begins_with_thinking(
 def test_what_was_thought_is_in_no_export_list_or_tree() -> None:
     """Exports, lists and trees used to tell the thinking of models whose prompt opens its mark."""
     conversation = _conversation()
-    tree = [row.plain for row in tree_rows(conversation, Sheet(_PAINTER, 60))]
+    tree = [row.plain for row in tree_rows(conversation, RenderContext(_PAINTER, 60))]
 
     assert to_markdown(conversation).endswith("**Assistant:** It is 42.\n")
-    assert gist(conversation.turn(2), 60) == "It is 42."
+    assert turn_summary(conversation.turn(2), 60) == "It is 42."
     assert not any("see" in row or "</think>" in row for row in tree)
 
 
 def test_a_saved_answer_looks_as_it_did_when_it_came() -> None:
     """A saved answer whose prompt opened the mark was shown as an answer with `</think>` in it."""
-    rows = answer_rows(_conversation().turn(2), _face())
+    rows = answer_rows(_conversation().turn(2), _view())
 
     shown = [row.plain.strip() for row in rows if row.plain.strip()]
     assert shown == ["Thinking:", "Well, let me see.", "Answer:", "It is 42."]
@@ -76,7 +73,7 @@ def test_a_saved_answer_looks_as_it_did_when_it_came() -> None:
 def test_thinking_that_is_continued_goes_on_in_its_row(said: str) -> None:
     """Thinking cut off before its end was taken for an answer where the prompt had opened the
     mark, and went on below a gap and a new heading."""
-    view = AnswerView(_face(), None, shows_stats=False, said_before=said)
+    view = AnswerView(_view(), None, shows_stats=False, said_before=said)
 
     rows = view.take([AnswerText(0, " see.", is_thinking=True), AnswerText(0, "It is 42.\n\n")])
 
@@ -85,7 +82,7 @@ def test_thinking_that_is_continued_goes_on_in_its_row(said: str) -> None:
 
 def test_an_answer_that_is_continued_goes_on_in_its_row() -> None:
     """Of an answer whose prompt had opened the mark the thinking was shown again as answer."""
-    view = AnswerView(_face(), None, shows_stats=False, said_before=_SAVED)
+    view = AnswerView(_view(), None, shows_stats=False, said_before=_SAVED)
 
     rows = view.take([AnswerText(0, " Really.\n\n")])
 

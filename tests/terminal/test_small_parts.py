@@ -7,22 +7,20 @@ from pathlib import Path
 import pytest
 from rich.cells import cell_len
 
+from kvchat.chat import answer_settings
+from kvchat.chat.answer_settings import AskOptions
+from kvchat.chat.attachment import mentioned_files, split_attached
 from kvchat.chat.conversation import Conversation
 from kvchat.chat.conversation import Role as TurnRole
-from kvchat.chat.session import AskOptions
 from kvchat.core.errors import UsageError
 from kvchat.core.types import SamplingParams
-from kvchat.terminal import answer_settings
-from kvchat.terminal.face import Choice
-from kvchat.terminal.gist import split_attached
-from kvchat.terminal.history import PrivateHistory
-from kvchat.terminal.input_blocks import InputBlocks, is_block_open, without_block_marks
-from kvchat.terminal.leaves import Sheet
-from kvchat.terminal.mentions import mentioned_files
-from kvchat.terminal.paint import Painter
+from kvchat.terminal.history_view import tree_rows
+from kvchat.terminal.input_history import PrivateHistory
+from kvchat.terminal.multiline import InputBlocks, is_block_open, without_block_marks
+from kvchat.terminal.paint import Painter, RenderContext
 from kvchat.terminal.pickers import Picker, pick_by_number
 from kvchat.terminal.theme import Glyphs, Look, Role
-from kvchat.terminal.tree_view import tree_rows
+from kvchat.terminal.view import Choice
 from support.turns import turn
 
 # Pickers
@@ -83,7 +81,7 @@ def test_a_tree_is_measured_in_cells() -> None:
     conversation.add(turn(1, text="日本語の会話" * 20))
     conversation.add(turn(2, 1, TurnRole.ASSISTANT, "日本語の会話" * 20))
 
-    rows = tree_rows(conversation, Sheet(Painter(Look()), 60))
+    rows = tree_rows(conversation, RenderContext(Painter(Look()), 60))
 
     assert all(56 <= row.cell_len <= 60 for row in rows)
 
@@ -314,7 +312,7 @@ def test_what_is_forgotten_is_not_recalled(tmp_path: Path) -> None:
         ("a.txt: what is it?", [], "a.txt: what is it?"),
     ],
 )
-def test_the_gist_of_a_message_leaves_out_its_files(
+def test_the_summary_of_a_message_leaves_out_its_files(
     text: str, names: list[str], words: str
 ) -> None:
     assert split_attached(text) == (names, words)

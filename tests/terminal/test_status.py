@@ -5,17 +5,17 @@ from dataclasses import replace
 import pytest
 from rich.cells import cell_len
 
+from kvchat.chat.engine_queries import Cost
 from kvchat.chat.events import ReadingPrompt
 from kvchat.core.types import CachedTokens, DraftUse, FinishReason, Timing, Usage
+from kvchat.terminal.commands import cost_line
 from kvchat.terminal.status import (
     PrefillMeter,
-    Price,
     ToolbarFacts,
     format_count,
     format_seconds,
     model_label,
     plural,
-    price_line,
     stats_line,
     toolbar,
 )
@@ -199,23 +199,23 @@ def test_warmth_is_told_in_words(warmth: float | None, word: str) -> None:
     assert toolbar(facts, 80, _GLYPHS) == f"m · {word}".removesuffix(" · ")
 
 
-def test_a_price_is_told_in_tokens_and_once_measured_in_seconds() -> None:
-    assert price_line(Price(9812, 8572)) == "re-reads 1,240 of 9,812 tokens"
-    assert price_line(Price(9812, 8572, 1378.0)) == "re-reads 1,240 of 9,812 tokens, about 900 ms"
+def test_a_cost_is_told_in_tokens_and_once_measured_in_seconds() -> None:
+    assert cost_line(Cost(9812, 8572)) == "re-reads 1,240 of 9,812 tokens"
+    assert cost_line(Cost(9812, 8572, 1378.0)) == "re-reads 1,240 of 9,812 tokens, about 900 ms"
 
 
 @pytest.mark.parametrize(
-    ("price", "is_cheap", "is_dear"),
+    ("cost", "is_low", "is_high"),
     [
-        (Price(5000, 4900), True, False),
-        (Price(5000, 4000), False, False),
-        (Price(50000, 0), False, True),
-        (Price(5000, 0, 20000.0), True, False),
-        (Price(5000, 0, 1000.0), False, False),
-        (Price(5000, 0, 100.0), False, True),
+        (Cost(5000, 4900), True, False),
+        (Cost(5000, 4000), False, False),
+        (Cost(50000, 0), False, True),
+        (Cost(5000, 0, 20000.0), True, False),
+        (Cost(5000, 0, 1000.0), False, False),
+        (Cost(5000, 0, 100.0), False, True),
     ],
 )
-def test_cheap_prices_are_not_worth_a_word_and_dear_ones_are_asked(
-    price: Price, is_cheap: bool, is_dear: bool
+def test_low_costs_are_not_worth_a_word_and_high_ones_are_asked(
+    cost: Cost, is_low: bool, is_high: bool
 ) -> None:
-    assert (price.is_cheap, price.is_dear) == (is_cheap, is_dear)
+    assert (cost.is_low, cost.is_high) == (is_low, is_high)

@@ -6,7 +6,7 @@ import pty
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from kvchat.terminal.stray_output import StrayOutput
+from kvchat.terminal.terminal_io import StrayOutput
 
 
 @contextmanager

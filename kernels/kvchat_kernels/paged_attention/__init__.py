@@ -11,8 +11,13 @@ from kvchat_kernels.paged_attention.choice import (
     implementation,
     implementation_for,
 )
-from kvchat_kernels.paged_attention.sequences import DeviceSequences, PagedSequences, Sequences
-from kvchat_kernels.paged_attention.span import FULL, AttentionSpan
+from kvchat_kernels.paged_attention.sequences import (
+    FULL,
+    AttentionSpan,
+    DeviceSequences,
+    PagedSequences,
+    Sequences,
+)
 
 __all__ = [
     "FULL",

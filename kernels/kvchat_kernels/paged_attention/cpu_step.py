@@ -11,10 +11,8 @@ from typing import Any
 
 import torch
 
-from kvchat_kernels.paged_attention.cpu_gathered import gathering
-from kvchat_kernels.paged_attention.cpu_tokens import MOST_RUNS, WORTH_COPYING, scratch
-from kvchat_kernels.paged_attention.sequences import PagedSequences, Sequences
-from kvchat_kernels.paged_attention.span import AttentionSpan
+from kvchat_kernels.paged_attention.cpu_tokens import MOST_RUNS, WORTH_COPYING, gathering, scratch
+from kvchat_kernels.paged_attention.sequences import AttentionSpan, PagedSequences, Sequences
 from kvchat_kernels.paged_attention.torch_cpu import FEW_ROWS, KernelChoice, additive_mask
 
 

@@ -101,7 +101,7 @@ def paged_attention_prefill_kernel(
     total = tl.zeros((BLOCK_M, BLOCK_V), dtype=tl.float32)
     top = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
     weight = tl.zeros((BLOCK_M,), dtype=tl.float32)
-    # The edges of a window, what everybody sees, the diagonal. Only the middle is long.
+    # The edges of a window, what every row sees, the diagonal. Only the middle is long.
     for part in tl.static_range(0 if WINDOW > 0 or CHUNK > 0 else 1, 3):
         total, top, weight = attend_keys(
             total,

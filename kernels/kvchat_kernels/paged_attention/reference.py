@@ -5,8 +5,7 @@ The twin every faster implementation is held equal to.
 
 import torch
 
-from kvchat_kernels.paged_attention.sequences import PagedSequences
-from kvchat_kernels.paged_attention.span import AttentionSpan
+from kvchat_kernels.paged_attention.sequences import AttentionSpan, PagedSequences
 
 
 def paged_attention_reference(

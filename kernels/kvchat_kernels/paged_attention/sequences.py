@@ -1,8 +1,8 @@
-"""Which rows of a step belong to which sequence, and where its KV lies, in two forms.
+"""Which rows of a step belong to which sequence, where its KV lies, and what a query may see.
 
-PagedSequences is made for one step and knows its lengths on the host. DeviceSequences is made once,
-and filled anew for every step: its lengths are known on the device alone. Neither knows a layer, a
-head or a weight: one instance serves every layer of a forward pass.
+PagedSequences is made for one step and has its lengths on the host. DeviceSequences is made once
+and filled anew for every step: its lengths are on the device only. AttentionSpan holds positions
+only. None depends on a layer, a head or a weight: one serves every layer of a forward pass.
 """
 
 from collections.abc import Hashable
@@ -13,6 +13,40 @@ from typing import Any
 import torch
 
 from kvchat_kernels.sending import on_device
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpan:
+    """Causal attention, optionally bounded by a sliding window or by fixed chunks.
+
+    window   the query and the `window - 1` tokens before it are visible; None for all
+    chunk    only tokens of the query's own chunk of `chunk` positions are visible; None for all
+    """
+
+    window: int | None = None
+    chunk: int | None = None
+
+    def first_visible(self, position: int) -> int:
+        """Return the lowest position a query at `position` sees."""
+        first = 0
+        if self.window is not None:
+            first = max(first, position - self.window + 1)
+        if self.chunk is not None:
+            first = max(first, position // self.chunk * self.chunk)
+        return first
+
+    def mask(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        """Return [num_queries, num_keys] bool, true where a query position sees a key position."""
+        query, key = queries[:, None], keys[None, :]
+        visible = key <= query
+        if self.window is not None:
+            visible &= key > query - self.window
+        if self.chunk is not None:
+            visible &= key // self.chunk == query // self.chunk
+        return visible
+
+
+FULL = AttentionSpan()
 
 
 @dataclass(frozen=True)
@@ -135,7 +169,7 @@ class DeviceSequences:
     block_tables     [num_sequences, max_blocks] int32, as in PagedSequences; any row stride
     block_size       tokens per block
 
-    Whoever fills the tensors owns them.
+    The code that fills the tensors owns them.
     """
 
     num_tokens: int

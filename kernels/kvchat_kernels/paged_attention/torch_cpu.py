@@ -10,12 +10,15 @@ from itertools import groupby
 import torch
 from torch.nn.functional import pad
 
-from kvchat_kernels.few_sizes import few_sizes
-from kvchat_kernels.paged_attention.cpu_gathered import Gathering, attend_gathered, gathering
-from kvchat_kernels.paged_attention.cpu_tokens import scratch, tokens_from
-from kvchat_kernels.paged_attention.sequences import PagedSequences
-from kvchat_kernels.paged_attention.span import AttentionSpan
-from kvchat_kernels.processor import multiplies_in
+from kvchat_kernels.cpu_products import few_sizes, multiplies_in
+from kvchat_kernels.paged_attention.cpu_tokens import (
+    Gathering,
+    attend_gathered,
+    gathering,
+    scratch,
+    tokens_from,
+)
+from kvchat_kernels.paged_attention.sequences import AttentionSpan, PagedSequences
 
 # Rows are taken in slabs with at most this many bytes of scores, so that they stay in the caches
 # between the two products and the softmax: larger slabs took up to twice as long per score.

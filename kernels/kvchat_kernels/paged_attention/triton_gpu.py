@@ -17,8 +17,7 @@ import torch
 
 from kvchat_kernels.launch import Launch, next_power_of_2
 from kvchat_kernels.paged_attention.prefill_kernel import paged_attention_prefill_kernel
-from kvchat_kernels.paged_attention.sequences import DeviceSequences, Sequences
-from kvchat_kernels.paged_attention.span import AttentionSpan
+from kvchat_kernels.paged_attention.sequences import AttentionSpan, DeviceSequences, Sequences
 from kvchat_kernels.paged_attention.split_kernel import (
     merge_splits_kernel,
     paged_attention_split_kernel,

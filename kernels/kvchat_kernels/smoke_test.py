@@ -1,0 +1,35 @@
+"""The smoke test: one small kernel, run to see whether Triton works on a device at all.
+
+Installed is not enough: Triton compiles with a C compiler and Python's headers at run time, which
+many machines with a GPU do not have. Knows Triton's ways to fail.
+"""
+
+import subprocess
+
+import torch
+import triton
+import triton.language as tl
+from triton.errors import TritonError
+
+_SIZE = 100
+_FAILURES = (TritonError, RuntimeError, OSError, ImportError, subprocess.SubprocessError)
+
+
+@triton.jit
+def double_kernel(number_ptr, size, BLOCK: tl.constexpr):
+    """Program (part,) doubles BLOCK numbers."""
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    number = tl.load(number_ptr + index, mask=index < size, other=0.0)
+    tl.store(number_ptr + index, 2.0 * number, mask=index < size)
+
+
+def smoke_test_error(device: torch.device) -> str | None:
+    """Return why kernels do not run on `device`, as the end of a sentence; None where they do."""
+    numbers = torch.arange(float(_SIZE), device=device)
+    try:
+        double_kernel[(triton.cdiv(_SIZE, 64),)](numbers, _SIZE, BLOCK=64)
+        is_right = torch.equal(numbers.cpu(), 2.0 * torch.arange(float(_SIZE)))
+    except _FAILURES as error:
+        lines = str(error).strip().splitlines()
+        return f"Triton does not work here: {lines[0] if lines else type(error).__name__}"
+    return None if is_right else "Triton computes wrong numbers here"

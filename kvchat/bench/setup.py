@@ -1,0 +1,120 @@
+"""What a run of the bench measures: its settings, and the checkpoint, given or of random weights.
+
+Random weights in a real model's shape run exactly as fast as trained ones, and need no download.
+"""
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from kvchat.core.config import CacheConfig, ModelConfig
+from kvchat.core.errors import UsageError
+from kvchat.model.source import ModelSource, find_model
+
+
+@dataclass(frozen=True, slots=True)
+class BenchSetup:
+    """What every scenario works with. `is_quick` shrinks it to a check that it runs at all.
+
+    `sessions` is a directory of recorded conversations, for those that replay some; `gguf` is the
+    same model for llama.cpp.
+    """
+
+    source: ModelSource
+    model: ModelConfig
+    cache: CacheConfig
+    repeats: int
+    is_quick: bool
+    sessions: Path | None = None
+    gguf: Path | None = None
+
+    def scaled(self, length: int) -> int:
+        """Return a length in tokens, or a small one in a quick run."""
+        return max(32, length // 32) if self.is_quick else length
+
+
+_LLAMA = {"model_type": "llama", "rms_norm_eps": 1e-5, "tie_word_embeddings": False}
+SHAPES: dict[str, dict[str, Any]] = {
+    # Small enough for a test of the bench itself.
+    "tiny": {
+        **_LLAMA,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 512,
+        "max_position_embeddings": 16384,
+    },
+    "0.4b": {
+        **_LLAMA,
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "vocab_size": 32000,
+        "max_position_embeddings": 16384,
+    },
+    "135m": {
+        **_LLAMA,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "vocab_size": 49152,
+        "max_position_embeddings": 8192,
+    },
+    "8b": {
+        **_LLAMA,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "max_position_embeddings": 40960,
+    },
+}
+
+
+@contextmanager
+def subject(model: str | None, shape: str, dtype: str) -> Iterator[ModelSource]:
+    """Yield a checkpoint to measure: the model named, or random weights in `shape`.
+
+    The random checkpoint is a temporary directory, removed afterwards.
+    """
+    if model is not None:
+        yield find_model(model)
+        return
+    if shape not in SHAPES:
+        raise UsageError(f"There is no shape {shape!r}.", f"Choose from {', '.join(SHAPES)}.")
+    directory = Path(tempfile.mkdtemp(prefix="kvchat-bench-"))
+    try:
+        _write_random(directory, SHAPES[shape], dtype)
+        yield ModelSource(f"random {shape}", directory)
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _write_random(directory: Path, shape: dict[str, Any], dtype: str) -> None:
+    settings = dict(shape)
+    config = AutoConfig.for_model(settings.pop("model_type"), **settings)
+    torch.manual_seed(0)
+    # Eight billion random numbers take a GPU a moment, and a processor minutes.
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+    transformers_logging.disable_progress_bar()
+    model.save_pretrained(directory)
+    del model
+    torch.cuda.empty_cache()  # what torch keeps counts as taken; without a GPU there is nothing

@@ -1,0 +1,491 @@
+"""CacheManager: what the engine uses of the cache: match, reserve, commit, release.
+
+Joins the radix tree (which KV is known), the block pool (which blocks are free) and the KV pool
+(the tensors), and keeps their reference counts in step.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from kvchat.cache.keys import encode_ids
+from kvchat.cache.kv_pool import KvPool
+from kvchat.cache.radix_tree import Node, RadixTree, TreeInsert
+from kvchat.core.errors import GenerationError
+from kvchat.core.types import TokenIds
+
+SCRATCH_BLOCK = 0
+
+
+class OutOfBlocks(GenerationError):
+    """More blocks were asked for than are free."""
+
+
+class BlockPool:
+    """Reference counts of blocks 1 to `num_blocks - 1`; block 0 is scratch and never handed out.
+
+    Padding rows write to the scratch block. One thread owns a pool.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        assert num_blocks >= 2, "a pool needs the scratch block and one more"
+        self._references = [0] * num_blocks
+        self._references[SCRATCH_BLOCK] = 1
+        # One byte a block, 1 where free: bytearray.find is how a free block is found.
+        self._free = bytearray(b"\x00" + b"\x01" * (num_blocks - 1))
+        self._num_free = num_blocks - 1
+        self._cursor = 1
+
+    @property
+    def num_blocks(self) -> int:
+        """All blocks, the scratch block included."""
+        return len(self._references)
+
+    @property
+    def num_free(self) -> int:
+        return self._num_free
+
+    @property
+    def num_used(self) -> int:
+        """Blocks with at least one user, the scratch block excluded."""
+        return len(self._references) - 1 - self._num_free
+
+    def references(self, block: int) -> int:
+        """Return how many users `block` has; 0 for a free block."""
+        return self._references[block]
+
+    def allocate(self, count: int, after: int | None = None) -> list[int]:
+        """Take `count` free blocks with one reference each.
+
+        Prefers the blocks that follow `after`, then runs of neighbours: attention reads a run
+        without copying it. Raises OutOfBlocks, changing nothing, where fewer are free.
+        """
+        if count > self._num_free:
+            raise OutOfBlocks(f"{count} cache blocks are needed and {self._num_free} are free.")
+        if after is not None:
+            self._cursor = after + 1
+        blocks = [self._take_next() for _ in range(count)]
+        self._num_free -= count
+        return blocks
+
+    def _take_next(self) -> int:
+        block = self._free.find(1, self._cursor)
+        if block < 0:
+            block = self._free.find(1)
+        self._free[block] = 0
+        self._references[block] = 1
+        self._cursor = block + 1
+        return block
+
+    def acquire(self, blocks: Iterable[int]) -> None:
+        """Add one reference to each of `blocks`, all of which are in use."""
+        for block in blocks:
+            assert self._references[block] > 0, f"block {block} is free"
+            self._references[block] += 1
+
+    def release(self, blocks: Sequence[int]) -> int:
+        """Drop one reference from each of `blocks`; return how many became free."""
+        num_freed = 0
+        for block in blocks:
+            assert block != SCRATCH_BLOCK
+            assert self._references[block] > 0, f"block {block} is free"
+            self._references[block] -= 1
+            if self._references[block] == 0:
+                self._free[block] = 1
+                num_freed += 1
+        self._num_free += num_freed
+        return num_freed
+
+    def check(self) -> None:
+        """Re-derive every invariant; raises AssertionError with the values that disagree."""
+        assert self._references[SCRATCH_BLOCK] == 1
+        assert len(self._free) == len(self._references)
+        for block, references in enumerate(self._references):
+            assert references >= 0
+            assert (references == 0) == (self._free[block] == 1), (block, references)
+        assert self._num_free == sum(self._free)
+
+
+@dataclass(slots=True)
+class BlockTable:
+    """Blocks of one sequence. Every block in `blocks` carries one reference of this table.
+
+    # [0, num_committed)              in the tree, below or at `node`, which this table locks
+    # [num_committed, len(blocks))    this table's own, or shared with a fork until written
+
+    `cached_len` counts the tokens whose KV was there when the table was made.
+    """
+
+    block_size: int
+    node: Node
+    blocks: list[int]
+    cached_len: int
+    num_committed: int
+    is_released: bool = field(default=False)
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that fit in the blocks at hand."""
+        return len(self.blocks) * self.block_size
+
+    def slots(self, start: int, end: int) -> list[int]:
+        """Return the slots of positions `start` to `end - 1`."""
+        assert 0 <= start <= end <= self.capacity
+        size = self.block_size
+        return [self.blocks[p // size] * size + p % size for p in range(start, end)]
+
+
+@dataclass(frozen=True, slots=True)
+class CacheStatus:
+    """Blocks of the device tier by use, and what happened so far."""
+
+    num_blocks: int
+    num_free: int
+    num_cached: int
+    num_evicted: int
+    num_copied: int
+
+
+class LowerTier(Protocol):
+    """Where KV goes that has to leave the device."""
+
+    def demote(self, encoded: bytes, blocks: list[int]) -> None:
+        """Take the last full blocks of a context, which are given to others on return."""
+
+    def forget(self, encoded: bytes, num_kept: int) -> None:
+        """Never give out again the blocks of a context behind its first `num_kept`."""
+
+    def clear(self) -> None:
+        """Forget everything that is not on its way."""
+
+
+class CacheManager:
+    """Owns the block pool, the radix tree and, through `kv_pool`, the device memory.
+
+    With `reuse` off nothing is matched and nothing kept: every sequence starts cold. One thread
+    owns a manager.
+    """
+
+    def __init__(self, kv_pool: KvPool, reuse: bool = True) -> None:
+        self.kv_pool = kv_pool
+        self.block_size = kv_pool.geometry.block_size
+        self._reuse = reuse
+        self._pool = BlockPool(kv_pool.num_blocks)
+        self._tree = RadixTree(self.block_size)
+        self._num_evicted = 0
+        self._num_copied = 0
+        self._lower_tier: LowerTier | None = None
+        self._spare_block: int | None = None
+
+    def attach(self, lower_tier: LowerTier) -> None:
+        """Have what is evicted from now on demoted instead of forgotten."""
+        self._lower_tier = lower_tier
+
+    def reserve_spare_block(self) -> None:
+        """Keep a block back for `use_spare_block`, however full the device tier gets. One that
+        holds a single block has none to spare.
+        """
+        if self._spare_block is None and self._num_usable > 1 and self._make_room(1):
+            [self._spare_block] = self._pool.allocate(1)
+
+    @property
+    def _num_usable(self) -> int:
+        return self._pool.num_blocks - 1 - (self._spare_block is not None)
+
+    @property
+    def max_tokens(self) -> int:
+        """The longest sequence the device tier can hold while nothing else is running."""
+        return self._num_usable * self.block_size
+
+    def status(self) -> CacheStatus:
+        return CacheStatus(
+            num_blocks=self._num_usable,
+            num_free=self._pool.num_free,
+            num_cached=self._tree.num_blocks,
+            num_evicted=self._num_evicted,
+            num_copied=self._num_copied,
+        )
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that are free or could be made free by forgetting what nobody uses."""
+        return self._pool.num_free + self._tree.num_blocks - self._tree.num_locked_blocks
+
+    def num_cached_tokens(self, token_ids: TokenIds) -> int:
+        """Return how many leading tokens are cached in full blocks; changes nothing."""
+        return self._tree.num_cached_tokens(encode_ids(token_ids)) if self._reuse else 0
+
+    def match(self, token_ids: TokenIds) -> BlockTable:
+        """Find the longest cached prefix and hold it; the caller must `release` the table.
+
+        Always leaves at least one token to compute, because sampling needs its logits. Where the
+        prefix ends inside a block, that block's KV is copied into one of the table's own.
+        """
+        if not self._reuse:
+            return self._hold(self._tree.root, [], 0, 0)
+        found = self._tree.match(encode_ids(token_ids[:-1]))
+        num_full = len(found.blocks)
+        table = self._hold(found.node, list(found.blocks), num_full * self.block_size, num_full)
+        if found.head is not None:
+            self._copy_head(table, found.head, found.head_len)
+        return table
+
+    def _hold(
+        self, node: Node, blocks: list[int], cached_len: int, num_committed: int
+    ) -> BlockTable:
+        self._tree.lock(node)
+        self._pool.acquire(blocks)
+        return BlockTable(self.block_size, node, blocks, cached_len, num_committed)
+
+    def _copy_head(self, table: BlockTable, head: int, head_len: int) -> None:
+        """Take over the first `head_len` tokens of somebody else's block, if there is room."""
+        self._pool.acquire([head])  # keeps the block from being evicted to make room for its copy
+        if self._make_room(1):
+            table.blocks.append(self._copy_of(head, table.blocks[-1] if table.blocks else None))
+            table.cached_len += head_len
+        self._pool.release([head])
+
+    def _copy_of(self, source: int, previous: int | None) -> int:
+        [target] = self._pool.allocate(1, after=previous)
+        self.kv_pool.copy_block(source, target)
+        self._num_copied += 1
+        return target
+
+    def reserve(self, table: BlockTable, start: int, end: int) -> bool:
+        """Make positions `start` to `end - 1` writable; false, changing nothing, without room.
+
+        Grows the table, evicting what nobody uses, and copies a shared block before it is written.
+        """
+        size = self.block_size
+        shared = [
+            index
+            for index in range(start // size, len(table.blocks))
+            if self._is_shared(table.blocks[index])
+        ]
+        num_new = max(0, -(-end // size) - len(table.blocks))
+        if not self._make_room(num_new + len(shared)):
+            return False
+        for index in shared:
+            self._copy_on_write(table, index)
+        last = table.blocks[-1] if table.blocks else None
+        table.blocks.extend(self._pool.allocate(num_new, after=last))
+        return True
+
+    def use_spare_block(self, table: BlockTable) -> bool:
+        """Have a table end in a copy of its last block, which is then writable, in the spare
+        block; false where there is none.
+
+        One table at a time, and of that nothing is kept.
+        """
+        spare = self._spare_block
+        if spare is None:
+            return False
+        assert self._pool.references(spare) == 1, "it is in use already"
+        source = table.blocks.pop()
+        self.kv_pool.copy_block(source, spare)
+        self._pool.release([source])
+        self._pool.acquire([spare])
+        table.blocks.append(spare)
+        return True
+
+    def rewind(self, table: BlockTable, num_tokens: int) -> None:
+        """Give back the blocks beyond `num_tokens` tokens, which were reserved for wrong drafts.
+
+        What those wrote to earlier blocks stays, unread, until it is overwritten.
+        """
+        num_blocks = -(-num_tokens // self.block_size)
+        assert num_blocks >= table.num_committed
+        self._pool.release(table.blocks[num_blocks:])
+        del table.blocks[num_blocks:]
+
+    def _make_room(self, num_blocks: int) -> bool:
+        missing = num_blocks - self._pool.num_free
+        if missing > 0:
+            self._evict(missing)
+        return num_blocks <= self._pool.num_free
+
+    def evict_cold(self, num_blocks: int) -> None:
+        """Evict up to `num_blocks` blocks before they are needed, the coldest first."""
+        self._evict(num_blocks)
+
+    def _evict(self, num_blocks: int) -> None:
+        leaving: list[tuple[bytes, list[int]]] = []
+
+        def told(encoded: bytes, blocks: list[int]) -> None:
+            leaving.append((encoded, blocks))
+
+        is_shared = self._is_shared
+        evicted = self._tree.evict(
+            num_blocks, is_shared, told if self._lower_tier is not None else None
+        )
+        for encoded, blocks in leaving:
+            assert self._lower_tier is not None
+            self._lower_tier.demote(encoded, blocks)
+        self._num_evicted += len(evicted)
+        num_freed = self._pool.release(evicted)
+        assert num_freed == len(evicted)
+
+    def _is_shared(self, block: int) -> bool:
+        return self._pool.references(block) > 1
+
+    def _copy_on_write(self, table: BlockTable, index: int) -> None:
+        source = table.blocks[index]
+        table.blocks[index] = self._copy_of(source, table.blocks[index - 1] if index else None)
+        self._pool.release([source])
+
+    def commit(self, table: BlockTable, token_ids: TokenIds, num_computed: int) -> None:
+        """Enter the full blocks of the first `num_computed` token ids in the tree.
+
+        Where the tree knows the same ids already, the table takes over the tree's blocks and its
+        own become free.
+        """
+        num_full = num_computed // self.block_size
+        if not self._reuse or num_full <= table.num_committed:
+            return
+        size = self.block_size
+        offered = table.blocks[table.num_committed : num_full]
+        ids = token_ids[table.num_committed * size : num_full * size]
+        result = self._tree.insert(table.node, encode_ids(ids), offered)
+        self._settle(table, offered, result)
+        table.num_committed = num_full
+
+    def _settle(self, table: BlockTable, offered: list[int], result: TreeInsert) -> None:
+        """Bring references and locks in step with an insertion."""
+        start = table.num_committed
+        for offset, (own, kept) in enumerate(zip(offered, result.kept, strict=True)):
+            self._pool.acquire([kept])
+            if own != kept:
+                self._pool.release([own])
+                table.blocks[start + offset] = kept
+        self._pool.release(result.displaced)
+        self._tree.lock(result.node)
+        self._tree.unlock(table.node)
+        table.node = result.node
+
+    def fork(self, table: BlockTable, num_tokens: int) -> BlockTable:
+        """Return a table that shares the blocks of the first `num_tokens` tokens.
+
+        Whoever writes to a shared block copies it first, by way of `reserve`.
+        """
+        blocks = table.blocks[: -(-num_tokens // self.block_size)]
+        return self._hold(table.node, blocks, num_tokens, table.num_committed)
+
+    def release(self, table: BlockTable, token_ids: TokenIds) -> None:
+        """End the table's life, keeping the KV of `token_ids` for whoever asks next.
+
+        `token_ids` are the tokens whose KV is complete; a partly filled last block is kept too.
+        """
+        assert not table.is_released
+        self.commit(table, token_ids, len(token_ids))
+        tail = token_ids[table.num_committed * self.block_size :]
+        if self._reuse and tail:
+            block = table.blocks[table.num_committed]
+            is_kept, displaced = self._tree.insert_tail(table.node, encode_ids(tail), block)
+            if is_kept:
+                self._pool.acquire([block])
+            self._pool.release(displaced)
+        self._tree.unlock(table.node)
+        self._pool.release(table.blocks)
+        table.is_released = True
+
+    # Images, for slower tiers
+
+    def export(self, token_ids: TokenIds, first: int, last: int) -> memoryview | None:
+        """Return the images of a context's blocks `first` to `last - 1`; None where one is gone."""
+        encoded = encode_ids(token_ids[: last * self.block_size])
+        blocks = self._tree.blocks_of(encoded) if self._reuse else []
+        return self.kv_pool.gather(blocks[first:last]) if len(blocks) == last else None
+
+    def adopt(self, token_ids: TokenIds, first: int, image: bytearray | memoryview) -> int:
+        """Enter images as a context's blocks from `first` on; return how many there was room for.
+
+        None are taken where the blocks before `first` are gone: KV without its prefix is useless.
+        """
+        size, image_bytes = self.block_size, self.kv_pool.geometry.block_bytes
+        table = self.match([*token_ids[: first * size], -1])
+        num_blocks = min(len(image) // image_bytes, self.num_available)
+        start, end = first * size, (first + num_blocks) * size
+        if table.cached_len != start or not self.reserve(table, start, end):
+            self.release(table, token_ids[: table.cached_len])
+            return 0
+        num_written = start
+        try:
+            self.kv_pool.scatter(table.blocks[first:], image[: num_blocks * image_bytes])
+            num_written = end
+        finally:
+            self.release(table, token_ids[:num_written])
+        return num_blocks
+
+    # Whether what is kept is right
+
+    def forget(self, token_ids: TokenIds, num_kept: int) -> None:
+        """Forget the KV of a context behind its first `num_kept` tokens, and of all that goes on
+        from there. What others are using stays.
+        """
+        num_blocks, encoded = num_kept // self.block_size, encode_ids(token_ids)
+        self._pool.release(self._tree.cut(encoded, num_blocks))
+        if self._lower_tier is not None:
+            self._lower_tier.forget(encoded, num_blocks)
+
+    def kv_error(
+        self, table: BlockTable, token_ids: TokenIds, position: int
+    ) -> torch.Tensor | None:
+        """Return how the KV of the token at `position`, which a table has computed once more,
+        differs from what the tree has for it; None where it has nothing. `token_ids` reach to the
+        end of that token's block at least. See `KvPool.kv_error`.
+        """
+        index, slot = divmod(position, self.block_size)
+        known = self._tree.blocks_of(encode_ids(token_ids))
+        if len(known) <= index:
+            return None
+        return self.kv_pool.kv_error(known[index], table.blocks[index], slot)
+
+    def zero(self, table: BlockTable, num_tokens: int) -> None:
+        """Zero what was written behind the first tokens of a table: nobody may ever read it."""
+        for index in range(num_tokens // self.block_size, len(table.blocks)):
+            if self._pool.references(table.blocks[index]) == 1:
+                first_slot = max(0, num_tokens - index * self.block_size)
+                self.kv_pool.zero(table.blocks[index], first_slot)
+
+    def num_finite(self, table: BlockTable, num_tokens: int) -> int:
+        """Return how many leading tokens of a table lie before the first KV that is no number."""
+        num_full, rest = divmod(num_tokens, self.block_size)
+        num_finite = self.kv_pool.num_finite(table.blocks[:num_full])
+        if num_finite < num_full or not rest:
+            return num_finite * self.block_size
+        is_finite = self.kv_pool.is_finite(table.blocks[num_full], rest)
+        return num_tokens if is_finite else num_full * self.block_size
+
+    def clear(self) -> int:
+        """Forget everything nobody uses; return how many blocks became free."""
+        before = self._pool.num_free
+        lower_tier, self._lower_tier = self._lower_tier, None
+        self._evict(self._tree.num_blocks)
+        self._lower_tier = lower_tier
+        if lower_tier is not None:
+            lower_tier.clear()
+        return self._pool.num_free - before
+
+    def check(self, tables: list[BlockTable] | None = None) -> None:
+        """Re-derive every invariant; with all live tables given, the reference counts too."""
+        self._pool.check()
+        self._tree.check()
+        expected = [0] * self._pool.num_blocks
+        for node in self._tree.nodes():
+            for block in node.blocks:
+                expected[block] += 1
+                assert self._pool.references(block) > 0, f"the tree holds free block {block}"
+        if self._spare_block is not None:
+            expected[self._spare_block] += 1
+        if tables is None:
+            return
+        for table in tables:
+            assert not table.is_released
+            assert table.num_committed * self.block_size <= table.capacity
+            for block in table.blocks:
+                expected[block] += 1
+        actual = [self._pool.references(block) for block in range(1, self._pool.num_blocks)]
+        assert actual == expected[1:], "reference counts differ from the users found"
+        assert self._tree.root.lock_count == len(tables), "locks differ from the live tables"

@@ -1,0 +1,147 @@
+"""KvConnector: prompts find their KV on a slower tier, and finished contexts are kept there.
+
+What the engine uses of that tier: joins restoring and writing behind with the transfer thread,
+which does the waiting. Knows token ids; knows no request and no model.
+"""
+
+import time
+from collections.abc import Callable
+
+from kvchat.cache.block_manager import CacheManager
+from kvchat.cache.keys import TOKEN_BYTES, chain_keys, encode_ids
+from kvchat.cache.rates import RateMemory, RestorePlanner
+from kvchat.cache.restore import Restore, RestoredContext, Restorer
+from kvchat.cache.tier import LogitFingerprint, Pinning, Tier, trouble_of
+from kvchat.cache.transfer import OpenTier, TransferThread
+from kvchat.cache.write_behind import WriteBehind
+from kvchat.core.stats import TierStatus
+from kvchat.core.types import TokenIds
+
+_MAX_PENDING_BYTES = 256 << 20
+_CLOSE_PATIENCE_S = 5.0
+
+
+class KvConnector:
+    """Restores into and saves from one manager. `clock` returns seconds; `rates` remembers how fast
+    this machine is.
+
+    The engine's thread owns it; reading, writing and checking happen on the transfer thread.
+    """
+
+    def __init__(
+        self,
+        manager: CacheManager,
+        open_tier: OpenTier,
+        clock: Callable[[], float] = time.perf_counter,
+        rates: RateMemory | None = None,
+    ) -> None:
+        self.planner = RestorePlanner()
+        self._rates = rates
+        if rates is not None:
+            self.planner.begin_with(rates.read())
+        self.transfer = TransferThread(open_tier, _MAX_PENDING_BYTES)
+        self.write_behind = WriteBehind(manager, self.transfer, clock)
+        self.restorer = Restorer(
+            manager, self.transfer, self.planner, self.write_behind.note_kept, clock
+        )
+        self._manager = manager
+
+    # Restoring
+
+    def begin(
+        self, ids: TokenIds, is_prefetch: bool = False, is_one_shot: bool = False
+    ) -> Restore | None:
+        """Ask for the KV of a prompt that the device has not; None where it has all full blocks.
+
+        `is_prefetch` where no request waits for it yet, `is_one_shot` where the context will hardly
+        be continued.
+        """
+        return self.restorer.begin(ids, is_prefetch, is_one_shot)
+
+    def wait_for_news(self) -> None:
+        """Wait for the next delivery, for a moment at most."""
+        self.restorer.wait_for_news()
+
+    def settle(self, restore: Restore) -> bool:
+        """Take what has come of a restore onto the device; whether more may come."""
+        return self.restorer.settle(restore)
+
+    def quarantine(self, restored: RestoredContext) -> None:
+        """Never give out again what has been found to be wrong, nor what continues it."""
+        self._manager.forget(restored.ids, restored.num_trusted)
+        self.write_behind.note_gone(restored.ids)
+        encoded = encode_ids(restored.ids)
+        block_bytes = self._manager.block_size * TOKEN_BYTES
+        self.transfer.quarantine(
+            lambda tier: tier.quarantine(chain_keys(tier.root, encoded, block_bytes))
+        )
+
+    # Saving and telling
+
+    def status(self) -> TierStatus | None:
+        """Return what the tier says of itself, or why there is none; None while it is opened."""
+        tier, failure = self.transfer.tier, self.transfer.failure
+        if failure is not None:
+            return TierStatus(trouble=trouble_of(failure))
+        return tier.status() if tier is not None else None
+
+    def save(
+        self, ids: TokenIds, fingerprint: LogitFingerprint | None = None, is_one_shot: bool = False
+    ) -> None:
+        """Have the full blocks of a context written behind, as far as they are not kept yet.
+
+        `fingerprint` is that of the last block's last token; `is_one_shot` as in `begin`.
+        """
+        self.write_behind.save(ids, fingerprint, is_one_shot)
+        self._keep_rates()
+
+    def pin(self, ids: TokenIds, label: str, done: Callable[[int], None]) -> None:
+        """Never forget what is kept of a context, once all that was to be written is.
+
+        `done` hears how many tokens that are, on the transfer thread or at once.
+        """
+        encoded = encode_ids(ids)
+        size = self._manager.block_size
+
+        def pin(tier: Tier | None) -> None:
+            num_blocks = 0
+            try:
+                if tier is not None and isinstance(tier, Pinning):
+                    keys = chain_keys(tier.root, encoded, size * TOKEN_BYTES)
+                    num_blocks = tier.pin(keys, encoded, label)
+            finally:
+                done(num_blocks * size)
+
+        self.write_behind.go_on(0.0)
+        self.transfer.afterwards(pin)
+
+    def forget(self, ids: TokenIds) -> None:
+        """Take in that the caller is about to remove a context from the tier."""
+        self.write_behind.note_gone(ids)
+
+    def when_written(self, done: Callable[[], None]) -> None:
+        """Call `done` once all that was to be written is, or can never be.
+
+        That is on the transfer thread, or at once.
+        """
+        self.transfer.afterwards(lambda _: done())
+
+    def _keep_rates(self) -> None:
+        rates = self._rates
+        if rates is not None:
+            known = self.planner.rates()
+            self.transfer.copy(lambda: rates.write(known))
+
+    def close(self) -> None:
+        """Wait for what is being written, within bounds, and end the thread."""
+        self._keep_rates()
+        deadline_s = time.monotonic() + _CLOSE_PATIENCE_S
+        self._offer_backlog(deadline_s)
+        if self.write_behind.is_unheard:  # only a write shows what others have deleted
+            self.transfer.flush(max(0.0, deadline_s - time.monotonic()))
+            self._offer_backlog(deadline_s)
+        self.transfer.close(max(0.0, deadline_s - time.monotonic()))
+
+    def _offer_backlog(self, deadline_s: float) -> None:
+        while self.write_behind.has_backlog and time.monotonic() < deadline_s:
+            self.write_behind.go_on(deadline_s - time.monotonic())

@@ -1,0 +1,265 @@
+"""StoreAdmin: status, verify, gc, unpin, forget and clear of a store, without loading a model.
+
+All identities in it; other processes may use the store meanwhile. What is in a model directory is
+a DiskTier's to read and change.
+"""
+
+import math
+import sqlite3
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TypeVar
+
+from kvchat.cache.disk.db import LOCK_NAME, StoreBusy, StoreHeld, StoreLock
+from kvchat.cache.disk.inventory import ModelDir, pack_tree, read_model_dir, stored_model_dirs
+from kvchat.cache.disk.model_dirs import (
+    DATABASE,
+    drop,
+    last_used,
+    mark_name,
+    set_last_used,
+    sizes,
+    strangers,
+    tree_bytes,
+)
+from kvchat.cache.disk.quota import disk_budget
+from kvchat.cache.disk.tier import DiskTier
+from kvchat.cache.keys import chain_keys, encode_ids, root_key
+from kvchat.cache.tier import Layout
+from kvchat.core.config import Size
+from kvchat.core.errors import StoreError
+from kvchat.core.stats import (
+    KeptPack,
+    KeptPin,
+    ModelDirStatus,
+    StoreStatus,
+    TierStatus,
+    Verified,
+)
+
+T = TypeVar("T")
+
+_NO_LIMIT = 1 << 62
+_LOCK_PATIENCE_S = 5.0
+
+
+class StoreAdmin:
+    """Administers the store in `directory`, which need not exist and is never made.
+
+    `size` is what the user allows it to hold, None the default. Everything raises StoreError where
+    the directory cannot be used, and where an identity's part of it cannot once all others are
+    done. May be used from any thread.
+    """
+
+    def __init__(self, directory: Path, size: Size | None = None) -> None:
+        self.directory = directory
+        self._size = size
+
+    def status(self) -> StoreStatus:
+        """Return what the store holds. Reads all heads, changes nothing."""
+        found = [_status_of(read_model_dir(path)) for path in stored_model_dirs(self.directory)]
+        return StoreStatus(
+            self.directory, self._limit_bytes, tuple(found), tuple(strangers(self.directory))
+        )
+
+    def num_bytes(self) -> int:
+        """Return what all of it takes at most: as `status` says, and sooner."""
+        return sum(tree_bytes(path) for path in stored_model_dirs(self.directory))
+
+    def tree(self) -> list[tuple[ModelDirStatus, list[KeptPack]]]:
+        """Return every model directory and its packs, each after the one it continues."""
+        found = [read_model_dir(path) for path in stored_model_dirs(self.directory)]
+        return [(_status_of(model_dir), pack_tree(model_dir)) for model_dir in found]
+
+    def verify(self, goes_on: Callable[[], bool] = lambda: True) -> Verified:
+        """Read every pack; what is damaged is gone then. Ends early where `goes_on` says so."""
+        found = self._in_each(lambda path: self._verify_in(path, goes_on))
+        return Verified(
+            num_sound=sum(each.num_sound for each in found),
+            num_damaged=sum(each.num_damaged for each in found),
+            num_tables=sum(each.num_tables for each in found),
+        )
+
+    def _verify_in(self, path: Path, goes_on: Callable[[], bool]) -> Verified:
+        if not goes_on():
+            return Verified()
+        # Nothing is too old or too much: who wants to know what is sound throws nothing away.
+        with self._opened(path, _NO_LIMIT, lambda: -math.inf) as (tier, _):
+            sound, damaged = tier.verify(goes_on)
+            trouble = tier.status().trouble
+        if not (sound or damaged or tier.is_begun_anew):
+            _require_no(trouble)
+        return Verified(sound, damaged, int(tier.is_begun_anew))
+
+    def gc(self) -> int:
+        """Remove what is out of date and what nothing leads to, and keep the limit.
+
+        Returns the bytes that are free now.
+        """
+        before = self.num_bytes()
+        self._in_each(self._collect_in)
+        return max(0, before - self.num_bytes())
+
+    def _collect_in(self, path: Path) -> None:
+        if not path.is_dir():  # it was too old, and went when the first was opened
+            return
+        with self._opened(path, self._limit_bytes, time.time) as (tier, _):
+            tier.gc()
+            status = tier.status()
+        if not tier.is_begun_anew and not status.num_damaged:
+            _require_no(status.trouble)
+
+    def unpin(self, label: str) -> int:
+        """Remove the pins of a label; return how many there were, one for each identity."""
+        return sum(self._in_each(lambda path: self._unpin_in(path, label)))
+
+    def _unpin_in(self, path: Path, label: str) -> int:
+        with self._opened(path, _NO_LIMIT, lambda: -math.inf) as (tier, found):
+            tier.unpin(label)
+        return sum(pin.label == label for pin in found.pins)
+
+    def forget(
+        self, contexts: Iterable[Sequence[int]], shared: Iterable[Sequence[int]], label: str = ""
+    ) -> int:
+        """Remove the KV of contexts, given by their token ids, except what is `shared` with others.
+
+        Of all identities. A pin called `label` goes first; what other pins hold stays. Returns how
+        many blocks went.
+        """
+        encoded, others = [encode_ids(ids) for ids in contexts], [encode_ids(ids) for ids in shared]
+        return sum(self._in_each(lambda path: self._forget_in(path, encoded, others, label)))
+
+    def _forget_in(self, path: Path, encoded: list[bytes], others: list[bytes], label: str) -> int:
+        """Forget contexts of one identity, except what `others` share; return how many blocks."""
+        with self._opened(path, _NO_LIMIT, lambda: -math.inf) as (tier, model_dir):
+            stays = _keys(model_dir.layout, others)
+            stays.update(key for p in model_dir.pins if p.label != label for key in p.keys)
+            if label:
+                tier.unpin(label)
+            num_blocks = tier.forget(_keys(model_dir.layout, encoded) - stays)
+            left = read_model_dir(path)
+        if model_dir.trouble and not tier.is_begun_anew:
+            error = StoreHeld if model_dir.is_held else StoreError
+            raise error(f"{path} cannot be read: {model_dir.trouble}.")
+        if left.heads and left.layout != model_dir.layout:
+            raise _busy()  # it was empty when its packs' shape was looked for
+        return num_blocks
+
+    def clear(self) -> int:
+        """Delete all packs of all identities; return the bytes that are free now."""
+        found = stored_model_dirs(self.directory)
+        if not found:
+            return 0
+        with StoreLock(self.directory / LOCK_NAME, _LOCK_PATIENCE_S).held():
+            before = _files(found)
+            num_bytes = sum(drop(path) for path in found)
+        # What others made anew meanwhile is no file that was to be deleted.
+        if before & _files(found):
+            raise StoreError(f"Not all of {self.directory} can be deleted.", "Check who owns it.")
+        return num_bytes
+
+    def _in_each(self, deed: Callable[[Path], T]) -> list[T]:
+        """Do something in every model directory; return what came of it.
+
+        One that cannot be used, as others hold it, keeps nothing from being done in those behind
+        it: of that is told once all are done.
+        """
+        outcomes, failure = [], None
+        for path in stored_model_dirs(self.directory):
+            try:
+                outcomes.append(deed(path))
+            except StoreError as error:
+                failure = error
+        if failure is not None:
+            raise failure
+        return outcomes
+
+    @property
+    def _limit_bytes(self) -> int:
+        try:
+            return disk_budget(self._size, self.directory)
+        except OSError as error:
+            raise StoreError(
+                f"Cannot use the directory {self.directory}: {error.strerror}."
+            ) from error
+
+    @contextmanager
+    def _opened(
+        self, path: Path, limit_bytes: int, clock: Callable[[], float]
+    ) -> Iterator[tuple[DiskTier, ModelDir]]:
+        """Open a model directory as it was read, without that counting as a use of it; yields both.
+
+        Raises StoreError where something was not done because others held the store.
+        """
+        used_s = last_used(path)
+        found = read_model_dir(path)
+        try:
+            tier = DiskTier(self.directory, found.layout, limit_bytes, clock=clock)
+        except (OSError, sqlite3.Error) as error:
+            raise StoreError(f"Cannot use {path}: {error}.") from error
+        held_up = tier.status().num_held_up
+        try:
+            yield tier, found
+            _require_done(tier.status(), held_up)
+        finally:
+            tier.close()
+            # A log is left only where somebody else has the table open, and is using it.
+            if used_s and not (path / f"{DATABASE}-wal").exists():
+                set_last_used(path, used_s)
+
+
+def _status_of(model_dir: ModelDir) -> ModelDirStatus:
+    layout = model_dir.layout
+    return ModelDirStatus(
+        identity=model_dir.path.name,
+        num_packs=len(model_dir.heads),
+        num_tokens=sum(
+            stored.head.num_blocks(layout) * layout.block_size for stored in model_dir.heads
+        ),
+        num_bytes=tree_bytes(model_dir.path),
+        last_used_s=last_used(model_dir.path),
+        trouble=model_dir.trouble,
+        pins=tuple(
+            KeptPin(pin.label, len(pin.keys) * layout.block_size, pin.made_s)
+            for pin in model_dir.pins
+        ),
+    )
+
+
+def _keys(layout: Layout, contexts: Iterable[bytes]) -> set[bytes]:
+    """Return the chain keys of all full blocks of contexts."""
+    root = root_key(layout.identity)
+    return {key for encoded in contexts for key in chain_keys(root, encoded, layout.ids_bytes)}
+
+
+def _files(directories: list[Path]) -> set[tuple[str, int, int, int]]:
+    """Return what tells each file of ours in the directories from any other, of the same name
+    too. Their marks are not among them: where others have put files, the directory stays ours.
+    """
+    found = set()
+    for path in directories:
+        for name in sizes(path).keys() - {mark_name(path)}:
+            with suppress(OSError):
+                info = (path / name).lstat()
+                found.add((f"{path}/{name}", info.st_ino, info.st_size, info.st_mtime_ns))
+    return found
+
+
+def _require_done(status: TierStatus, num_held_up_before: int) -> None:
+    if status.num_held_up > num_held_up_before:
+        raise StoreHeld(_sentence(status.trouble)) if status.trouble else _busy()
+
+
+def _busy() -> StoreBusy:
+    return StoreBusy("Other processes are busy with the disk cache.", "Try again in a moment.")
+
+
+def _require_no(trouble: str) -> None:
+    if trouble:
+        raise StoreError(_sentence(trouble))
+
+
+def _sentence(trouble: str) -> str:
+    return trouble[:1].upper() + trouble[1:]

@@ -1,0 +1,254 @@
+"""PackDb: one identity's table, kept open whatever becomes of its files; StoreLock guards changes.
+
+Other processes may delete the directory, make it anew, or damage it. One process at a time changes
+a store, and the next one learns if it was cut off. Readers take no lock.
+"""
+
+import fcntl
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import TypeVar
+
+from kvchat.cache.disk import model_dirs
+from kvchat.cache.disk.model_dirs import DATABASE, file_number
+from kvchat.cache.disk.table import PackTable, is_busy, is_passing
+from kvchat.core.errors import StoreError, StoreInUse
+from kvchat.core.paths import open_private, private_directory, private_file
+
+# The directory may be any that the user names: others have a file called `lock`.
+LOCK_NAME = "kvchat.lock"
+_RETRY_S = 0.005
+# How many times one holder's patience is had where holders take turns.
+_MOST_PATIENCES = 5
+_MARK_BYTES = 9
+
+
+class StoreHeld(StoreInUse):
+    """Somebody else holds the store, and does not let go of it."""
+
+
+class StoreBusy(StoreHeld):
+    """Others change the store one after another; nothing is wrong with it."""
+
+
+class StoreLock:
+    """A lock between processes on the file `path`, re-entrant within one holder.
+
+    Who holds it longer than `patience_s`, as a process stopped with Ctrl-Z does, is not waited for;
+    others who hold it by turns are, for some times as long. `clock` returns seconds, and `sleep`
+    takes some.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        patience_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._path = path
+        self._patience_s = patience_s
+        self._clock = clock
+        self._sleep = sleep
+        self._depth = 0
+        self.has_leftovers = False
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Hold the lock; `has_leftovers` then says whether a holder ended before it was done.
+
+        It says so until whoever has tidied up sets it back. Raises StoreHeld where the lock cannot
+        be had, StoreBusy where only too many others want it.
+        """
+        if self._depth:
+            yield
+            return
+        descriptor = open_private(self._path, os.O_RDWR | os.O_CREAT, has_one_name=True)
+        try:
+            self._require_ours(descriptor)
+            self._wait_for(descriptor)
+            self.has_leftovers |= os.fstat(descriptor).st_size > 0
+            with suppress(OSError):  # a full disk has no room for the mark, and waits to be tidied
+                os.pwrite(descriptor, b"!" + os.urandom(_MARK_BYTES - 1), 0)
+            self._depth += 1
+            try:
+                yield
+            finally:
+                self._depth -= 1
+                with suppress(OSError):
+                    os.ftruncate(descriptor, 0)
+        finally:
+            os.close(descriptor)
+
+    def _require_ours(self, descriptor: int) -> None:
+        """Raise StoreError for a file that is something else than a lock: it would be emptied."""
+        info = os.fstat(descriptor)
+        is_a_mark = info.st_size <= _MARK_BYTES and os.pread(descriptor, 1, 0) in (b"", b"!")
+        if not is_a_mark:
+            raise StoreError(
+                f"{self._path} was not made by kvchat.",
+                "Move it, or choose another directory with --cache-dir.",
+            )
+
+    def _wait_for(self, descriptor: int) -> None:
+        began_s = since_s = self._clock()
+        holder = os.pread(descriptor, _MARK_BYTES, 0)
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError as error:
+                now_s = self._clock()
+                if (mark := os.pread(descriptor, _MARK_BYTES, 0)) != holder:
+                    holder, since_s = mark, now_s
+                if now_s > since_s + self._patience_s:
+                    raise StoreHeld("Another process holds the disk cache.") from error
+                if now_s > began_s + _MOST_PATIENCES * self._patience_s:
+                    raise StoreBusy("Other processes are busy with the disk cache.") from error
+            self._sleep(_RETRY_S)
+
+
+T = TypeVar("T")
+
+_MOST_OPENINGS = 3
+
+
+def is_held(error: Exception) -> bool:
+    """Whether others were at the table, or held the store, all the time they were waited for."""
+    return is_busy(error) or isinstance(error, StoreHeld)
+
+
+class PackDb:
+    """Owns the table in `own`, a model directory of the store in `directory`; one thread at a time
+    uses it, and `thread` is the one that did last.
+
+    `note_trouble` hears of every error. A table waits `patience_s` for whoever else writes to it.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        own: Path,
+        lock: StoreLock,
+        patience_s: float,
+        note_trouble: Callable[[Exception], None],
+    ) -> None:
+        self._directory = directory
+        self._own = own
+        self._table_path = own / DATABASE
+        self._lock = lock
+        self._patience_s = patience_s
+        self._note_trouble = note_trouble
+        self._may_begin_anew = True
+        self.is_begun_anew = False  # a table that was there could not be used, and another is there
+        self._file: tuple[int, int] | None = None
+        self.thread = threading.get_ident()
+        self.table = self._opened()
+
+    def follow(self) -> PackTable:
+        """Return the table, opened again where its file is not the one it was.
+
+        So it is on another thread: SQLite's connections are each thread's own. So it is where a
+        pipe or a link stands in the place of a log, which SQLite opens when it first needs it.
+        """
+        is_the_same = file_number(self._table_path) == self._file
+        is_the_same = is_the_same and model_dirs.has_only_files(self._own)
+        if not is_the_same or threading.get_ident() != self.thread:
+            self.table.close_all()
+            self.table = self._opened()
+        return self.table
+
+    @contextmanager
+    def changing(self) -> Iterator[PackTable]:
+        """Hold the store's lock; yields the table as it is under the lock.
+
+        Whoever deletes a store holds it too: what was looked at before may be gone.
+        """
+        with self._lock.held():
+            yield self.follow()
+
+    def attempt(self, action: Callable[[], T], otherwise: T) -> T:
+        """Do something with the table; where that fails, `otherwise`.
+
+        A table that is no good is begun anew, once.
+        """
+        try:
+            return action()
+        except Exception as error:  # a table with damage in it makes diskcache fail in any way
+            self._note_trouble(error)
+            with suppress(Exception):
+                self.table.take_back()
+            if self._may_begin_anew and not is_passing(error):
+                self._may_begin_anew = False
+                self.attempt(self._begin_anew, None)
+            return otherwise
+
+    def _begin_anew(self) -> None:
+        with self._lock.held():
+            if file_number(self._table_path) == self._file:
+                self._empty()
+            self.follow()
+
+    def _empty(self) -> None:
+        self.is_begun_anew = True
+        model_dirs.empty(self._own)
+
+    def _opened(self) -> PackTable:
+        """Open the table; one that cannot be used is begun anew."""
+        if self._directory.is_symlink():
+            raise StoreError(f"{self._directory} is a symbolic link.", "Remove it.")
+        private_directory(self._directory)
+        with self._alone():
+            try:
+                return self._open_patiently()
+            except Exception as error:
+                self._note_trouble(error)
+                if is_passing(error):
+                    raise
+            with self._lock.held():
+                self._empty()
+                return self._open()
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Hold the lock while a table is opened: SQLite opens its log by its name when it first
+        needs it, and where somebody deletes the store in between that is another table's.
+
+        Whoever holds the lock for long, as a process stopped with Ctrl-Z does, is not waited for.
+        """
+        with ExitStack() as stack:
+            with suppress(StoreError):
+                stack.enter_context(self._lock.held())
+            yield
+
+    def _open_patiently(self) -> PackTable:
+        """Open the table, once more where somebody was at it all the time: each waits a while."""
+        for _ in range(_MOST_OPENINGS - 1):
+            try:
+                return self._open()
+            except Exception as error:
+                if not is_busy(error):
+                    raise
+        return self._open()
+
+    def _open(self) -> PackTable:
+        model_dirs.make(self._own)
+        model_dirs.clear_the_way(self._own)
+        # SQLite gives its log the mode of its file; both are the user's alone.
+        private_file(self._table_path)
+        file = file_number(self._table_path)
+        table = PackTable(self._own, self._patience_s)
+        try:
+            with model_dirs.held(self._own) as descriptor:
+                if not os.path.sameopenfile(descriptor, table.disk.descriptor):
+                    raise StoreError(f"{self._own} was exchanged while it was opened.")
+        except BaseException:
+            table.abandon()
+            raise
+        # Not before it is open: where that fails, the next one to ask opens it again.
+        self._file, self.thread = file, threading.get_ident()
+        return table

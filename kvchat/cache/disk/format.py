@@ -1,0 +1,210 @@
+"""What the disk tier stores, as bytes: packs and pins.
+
+A pack is consecutive blocks of one chain, stored together, in two records. The *head* says which
+token ids after which block; the *payload* holds the block images. Either can be damaged in any way
+and is then refused, never believed. A head may carry a *fingerprint*: what the model said after the
+pack's last token, for whoever reads the pack to compare. A pin names the blocks of a context that
+is not to be forgotten; a damaged pin holds nothing. Nothing here is ever unpickled.
+"""
+
+import struct
+from dataclasses import dataclass
+
+import xxhash
+
+from kvchat.cache.keys import KEY_BYTES
+from kvchat.cache.tier import DamagedRecord, Layout, LogitFingerprint, PackHead
+
+FORMAT_VERSION = 3
+_HEAD_MAGIC = b"KVhd"
+_PAYLOAD_MAGIC = b"KVpl"
+# magic, version, identity, parent key, blocks, tokens a block, bytes an image, payload checksum,
+# entries of the fingerprint, whether the KV is a draft's
+_HEAD = struct.Struct("<4sI16s16sIIQ16sI?")
+# a token id and its logit
+_FINGERPRINT_ENTRY = struct.Struct("<if")
+_HEAD_CHECKSUM_BYTES = 8
+# magic, version, identity, key of the first block, length, checksum
+_PAYLOAD = struct.Struct("<4sI16s16sQ16s")
+PREFIX_BYTES = _PAYLOAD.size
+
+
+class OtherGeometry(DamagedRecord):
+    """A head that is sound, for blocks of another shape than was asked for."""
+
+
+def encode_head(head: PackHead, layout: Layout) -> bytes:
+    """Return the head as bytes."""
+    assert head.ids
+    assert len(head.ids) % layout.ids_bytes == 0
+    fixed = _HEAD.pack(
+        _HEAD_MAGIC,
+        FORMAT_VERSION,
+        layout.identity,
+        head.parent,
+        head.num_blocks(layout),
+        layout.block_size,
+        layout.block_bytes,
+        head.checksum,
+        len(head.fingerprint.values) if head.fingerprint is not None else 0,
+        head.is_draft,
+    )
+    data = fixed + head.ids + _encode_fingerprint(head.fingerprint)
+    return data + _head_checksum(data)
+
+
+def _encode_fingerprint(fingerprint: LogitFingerprint | None) -> bytes:
+    if fingerprint is None:
+        return b""
+    entries = zip(fingerprint.token_ids, fingerprint.values, strict=True)
+    return b"".join(_FINGERPRINT_ENTRY.pack(token, value) for token, value in entries)
+
+
+def _decode_fingerprint(data: bytes) -> LogitFingerprint | None:
+    if not data:
+        return None
+    token_ids, values = zip(*_FINGERPRINT_ENTRY.iter_unpack(data), strict=True)
+    return LogitFingerprint(token_ids, values)
+
+
+def layout_of(data: bytes) -> Layout:
+    """Return the layout that a head claims to be of; `decode_head` says whether to believe it."""
+    if len(data) < _HEAD.size:
+        raise DamagedRecord("truncated")
+    identity, block_size, block_bytes = (_HEAD.unpack_from(data)[field] for field in (2, 5, 6))
+    if not block_size or not block_bytes:
+        raise DamagedRecord("other geometry")
+    return Layout(identity, block_size, block_bytes)
+
+
+def decode_head(data: bytes, layout: Layout) -> PackHead:
+    """Return what `encode_head` was given; raises DamagedRecord for anything else."""
+    if len(data) < _HEAD.size + _HEAD_CHECKSUM_BYTES:
+        raise DamagedRecord("truncated")
+    (magic, version, identity, parent, num_blocks, block_size, block_bytes, *rest_of_head) = (
+        _HEAD.unpack_from(data)
+    )
+    checksum, num_entries, is_draft = rest_of_head
+    _require_kind(magic, _HEAD_MAGIC, version, identity, layout)
+    if data[-_HEAD_CHECKSUM_BYTES:] != _head_checksum(data[:-_HEAD_CHECKSUM_BYTES]):
+        raise DamagedRecord("checksum of the head")
+    if (block_size, block_bytes) != (layout.block_size, layout.block_bytes):
+        raise OtherGeometry("other geometry")
+    rest = data[_HEAD.size : -_HEAD_CHECKSUM_BYTES]
+    end = num_blocks * layout.ids_bytes
+    if not num_blocks or len(rest) != end + num_entries * _FINGERPRINT_ENTRY.size:
+        raise DamagedRecord("truncated")
+    return PackHead(parent, rest[:end], checksum, _decode_fingerprint(rest[end:]), is_draft)
+
+
+def payload_checksum(image: bytes | bytearray | memoryview) -> bytes:
+    """Return the 16 bytes that stand for the images in head and payload."""
+    return xxhash.xxh3_128_digest(image)
+
+
+def payload_prefix(key: bytes, head: PackHead, num_bytes: int, layout: Layout) -> bytes:
+    """Return what stands before the images in a payload record; `key` is the first block's."""
+    assert len(key) == KEY_BYTES
+    return _PAYLOAD.pack(
+        _PAYLOAD_MAGIC, FORMAT_VERSION, layout.identity, key, num_bytes, head.checksum
+    )
+
+
+def decode_payload(
+    data: bytes | bytearray, key: bytes, head: PackHead, layout: Layout
+) -> memoryview:
+    """Return the images of a payload record, verified; raises DamagedRecord for anything else."""
+    image = memoryview(data)[PREFIX_BYTES:]
+    if len(image) != head.num_blocks(layout) * layout.block_bytes:
+        raise DamagedRecord("truncated")
+    check_payload(bytes(data[:PREFIX_BYTES]), image, key, head.checksum, layout)
+    return image
+
+
+def check_payload(
+    prefix: bytes, image: memoryview, key: bytes, checksum: bytes, layout: Layout
+) -> None:
+    """Raise DamagedRecord unless these are the images that `checksum` stands for, of block `key`.
+
+    `prefix` is what stands before them.
+    """
+    if len(prefix) < PREFIX_BYTES:
+        raise DamagedRecord("truncated")
+    magic, version, identity, own_key, num_bytes, own_checksum = _PAYLOAD.unpack(prefix)
+    _require_kind(magic, _PAYLOAD_MAGIC, version, identity, layout)
+    if own_key != key or own_checksum != checksum:
+        raise DamagedRecord("another pack's payload")
+    if num_bytes != len(image):
+        raise DamagedRecord("truncated")
+    if payload_checksum(image) != checksum:
+        raise DamagedRecord("checksum")
+
+
+def checksum_of(head: bytes, layout: Layout) -> bytes:
+    """Return what a stored head says of its payload; nothing where it is damaged."""
+    try:
+        return decode_head(head, layout).checksum
+    except DamagedRecord:
+        return b""
+
+
+def _require_kind(
+    magic: bytes, expected: bytes, version: int, identity: bytes, layout: Layout
+) -> None:
+    if magic != expected:
+        raise DamagedRecord("wrong magic")
+    if version != FORMAT_VERSION:
+        raise DamagedRecord(f"version {version}")
+    if identity != layout.identity:
+        raise DamagedRecord("other identity")
+
+
+def _head_checksum(data: bytes) -> bytes:
+    return xxhash.xxh3_64_digest(data)
+
+
+_VERSION = 1
+_MAGIC = b"KVpn"
+# magic, version, seconds since the epoch, blocks, bytes of the label
+_PIN = struct.Struct("<4sIdII")
+_CHECKSUM_BYTES = 8
+_MAX_LABEL_BYTES = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """`keys` are the chain keys of the context's full blocks; `made_s` is since the epoch."""
+
+    label: str
+    keys: tuple[bytes, ...]
+    made_s: float
+
+
+def pin_name(label: str) -> bytes:
+    """Return what a pin is found by: one of a label."""
+    return xxhash.xxh3_128_digest(label.encode(errors="replace"))
+
+
+def encode_pin(pin: Pin) -> bytes:
+    """Return the pin as bytes."""
+    label = pin.label.encode(errors="replace")[:_MAX_LABEL_BYTES]
+    fixed = _PIN.pack(_MAGIC, _VERSION, pin.made_s, len(pin.keys), len(label))
+    data = b"".join((fixed, *pin.keys, label))
+    return data + xxhash.xxh3_64_digest(data)
+
+
+def decode_pin(data: bytes) -> Pin | None:
+    """Return what `encode_pin` was given; None for anything else."""
+    if len(data) < _PIN.size + _CHECKSUM_BYTES:
+        return None
+    magic, version, made_s, num_blocks, num_label = _PIN.unpack_from(data)
+    body = data[_PIN.size : -_CHECKSUM_BYTES]
+    if (magic, version) != (_MAGIC, _VERSION):
+        return None
+    if data[-_CHECKSUM_BYTES:] != xxhash.xxh3_64_digest(data[:-_CHECKSUM_BYTES]):
+        return None
+    end = num_blocks * KEY_BYTES
+    if len(body) != end + num_label:
+        return None
+    keys = tuple(body[start : start + KEY_BYTES] for start in range(0, end, KEY_BYTES))
+    return Pin(body[end:].decode(errors="replace"), keys, made_s)

@@ -1,0 +1,292 @@
+"""What a store holds, of all identities, read without a model and without changing anything.
+
+The packs' heads say what shape they have. Even looking must leave no trace: a table's time of
+change is how a directory is told that nothing uses any more.
+
+While the weights still load, a conversation's packs are prefetched into the page cache. Whose KV
+will be wanted is only known for certain when the model is there; of the identities that have the
+context, the one used last is the likeliest, and a wrong guess costs reading.
+"""
+
+import logging
+import os
+import sqlite3
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvchat.cache.disk import model_dirs
+from kvchat.cache.disk.format import Pin, decode_head, decode_pin, layout_of
+from kvchat.cache.disk.model_dirs import DATABASE, file_bytes, find_model_dirs, last_used
+from kvchat.cache.disk.table import HEAD, PAYLOAD, RawDisk, is_busy, is_pack_file
+from kvchat.cache.keys import TOKEN_BYTES, chain_keys, encode_ids, root_key
+from kvchat.cache.tier import DamagedRecord, Layout, PackHead
+from kvchat.core.errors import StoreError
+from kvchat.core.stats import KeptPack
+from kvchat.core.types import TokenIds
+
+_PATIENCE_S = 1.0
+_HEADS = (
+    "SELECT substr(key, 2), mode, filename, value, store_time FROM Cache"
+    " WHERE key >= x'68' AND key < x'69' ORDER BY rowid"
+)
+_PINS = _HEADS.replace("x'68'", "x'6e'").replace("x'69'", "x'6f'")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredHead:
+    """A pack's name, its head, and when it was last used, in seconds since the epoch."""
+
+    key: bytes
+    head: PackHead
+    last_used_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ModelDir:
+    """The packs of one identity. `trouble` says in a few words why they cannot be read; where
+    somebody else has the table all to himself, `is_held`, that passes.
+
+    Heads that are damaged are left out; `layout` is that of the others.
+    """
+
+    path: Path
+    layout: Layout
+    heads: tuple[StoredHead, ...] = ()
+    pins: tuple[Pin, ...] = ()
+    trouble: str = ""
+    is_held: bool = False
+
+
+def stored_model_dirs(directory: Path) -> list[Path]:
+    """Return the model directories of a store, the one used last first; none where there is no
+    store.
+
+    Raises StoreError where the directory cannot be read.
+    """
+    try:
+        if directory.is_symlink():
+            raise StoreError(f"{directory} is a symbolic link.", "Remove it.")
+        with os.scandir(directory):
+            return sorted(find_model_dirs(directory), key=last_used, reverse=True)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise StoreError(
+            f"Cannot use the directory {directory}: {error.strerror}.",
+            "Check its permissions or choose another directory.",
+        ) from error
+
+
+def read_model_dir(path: Path) -> ModelDir:
+    """Read the heads of a model directory; never raises, whatever is in its place."""
+    any_layout = Layout(bytes.fromhex(path.name), 1, 1)
+    table = path / DATABASE
+    if not table.exists() and not table.is_symlink():
+        return ModelDir(path, any_layout)
+    if not table.is_file() or table.is_symlink():  # to open a pipe would wait for its other end
+        return ModelDir(path, any_layout, trouble="its table is no file")
+    try:
+        rows, pin_rows = _rows(table, _HEADS), _rows(table, _PINS)
+    except (sqlite3.Error, OSError, StoreError) as error:
+        return ModelDir(path, any_layout, trouble=str(error), is_held=is_busy(error))
+    heads, layouts = [], Counter[Layout]()
+    for key, data, used_s in rows:
+        try:
+            layout = layout_of(data)
+            heads.append((layout, StoredHead(key, decode_head(data, layout), used_s)))
+            layouts[layout] += 1
+        except DamagedRecord:
+            continue
+    if not layouts:
+        return ModelDir(path, any_layout)
+    [(common, _)] = layouts.most_common(1)
+    pins = (decode_pin(data) for _, data, _ in pin_rows)
+    return ModelDir(
+        path,
+        common,
+        tuple(head for layout, head in heads if layout == common),
+        tuple(pin for pin in pins if pin is not None),
+    )
+
+
+def _rows(table: Path, query: str) -> list[tuple[bytes, bytes, float]]:
+    """Return key, value and last use of every row of a kind."""
+    disk = RawDisk(str(table.parent))
+    with closing(connection_to(table)) as connection:
+        rows = connection.execute(query).fetchall()
+    return list(_as_bytes(disk, rows))
+
+
+def _as_bytes(
+    disk: RawDisk, rows: list[tuple[object, ...]]
+) -> Iterator[tuple[bytes, bytes, float]]:
+    """Give each row the types it should have; a damaged table holds anything."""
+    for key, mode, filename, value, used_s in rows:
+        if not isinstance(key, bytes) or not isinstance(mode, int):
+            continue
+        if not isinstance(filename, str | None):
+            continue
+        try:
+            data = bytes(disk.fetch(mode, filename, value, False))
+        except OSError:
+            continue
+        yield key, data, max(0.0, float(used_s) if isinstance(used_s, int | float) else 0.0)
+
+
+def connection_to(table: Path) -> sqlite3.Connection:
+    """Open a table to read from it.
+
+    Without a log nobody is writing: only then may SQLite do without one of its own, which would
+    stay there. Whoever begins to write meanwhile can make the table look damaged for this once.
+    """
+    log = table.with_name(f"{table.name}-wal")
+    mode = "mode=ro" if file_bytes(log) else "immutable=1"
+    uri = f"{table.absolute().as_uri()}?{mode}"
+    connection = sqlite3.connect(uri, uri=True, timeout=_PATIENCE_S)
+    try:
+        # SQLite opens them with the first statement, and would wait for a pipe's other end.
+        if not model_dirs.has_only_files(table.parent):
+            raise StoreError(f"{table}, or its log, is no file.")
+        connection.execute("PRAGMA data_version")
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def pack_tree(model_dir: ModelDir) -> list[KeptPack]:
+    """Return the packs of a model directory, each after the one it continues, depth first."""
+    layout = model_dir.layout
+    owners = {
+        key: number
+        for number, stored in enumerate(model_dir.heads)
+        for key in stored.head.keys(layout)
+    }
+    children: dict[int | None, list[int]] = {}
+    for number, stored in enumerate(model_dir.heads):
+        children.setdefault(owners.get(stored.head.parent), []).append(number)
+    root = root_key(layout.identity)
+    pinned = {key for pin in model_dir.pins for key in pin.keys}
+    packs: list[KeptPack] = []
+    pending: list[tuple[int | None, int]] = [
+        (None, number) for number in _last_first(children, None)
+    ]
+    while pending:
+        parent, number = pending.pop()
+        stored = model_dir.heads[number]
+        num_blocks = stored.head.num_blocks(layout)
+        is_orphan = parent is None and stored.head.parent != root
+        pending += [(len(packs), child) for child in _last_first(children, number)]
+        packs.append(
+            KeptPack(
+                parent=parent,
+                num_tokens=num_blocks * layout.block_size,
+                num_bytes=num_blocks * layout.block_bytes,
+                last_used_s=stored.last_used_s,
+                is_orphan=is_orphan,
+                is_pinned=not pinned.isdisjoint(stored.head.keys(layout)),
+            )
+        )
+    return packs
+
+
+def _last_first(children: dict[int | None, list[int]], number: int | None) -> list[int]:
+    return children.get(number, [])[::-1]
+
+
+_CHUNK_BYTES = 1 << 20
+
+_log = logging.getLogger(__name__)
+
+
+def prefetch_pages(directory: Path, token_ids: TokenIds, block_size: int) -> int:
+    """Bring what a store has of a context into the page cache; return how many bytes that are.
+
+    Never raises: what cannot be read now is read later, or is a miss.
+    """
+    encoded = encode_ids(token_ids)
+    try:
+        for model_dir in stored_model_dirs(directory):
+            packs = list(_packs(model_dir, encoded, block_size))
+            if packs:
+                return sum(_read(file) for _, file in packs if file is not None)
+    except (StoreError, OSError, sqlite3.Error) as error:
+        _log.info("nothing prefetched: %s", error)
+    return 0
+
+
+def holds_answers(model_dir: Path, encoded: bytes, block_size: int) -> bool:
+    """Whether a model directory has the beginning of a context of encoded token ids, stored by a
+    model that answered. KV of a draft model does not count.
+
+    Never raises: one that cannot be looked into, as while another process makes it, has nothing.
+    """
+    try:
+        return any(not head.is_draft for head, _ in _packs(model_dir, encoded, block_size))
+    except (StoreError, OSError, ValueError, sqlite3.Error) as error:
+        _log.info("cannot look into %s: %s", model_dir.name, error)
+        return False
+
+
+def _packs(
+    model_dir: Path, encoded: bytes, block_size: int
+) -> Iterator[tuple[PackHead, Path | None]]:
+    """Yield the packs that a model directory has of a context, in order: head and file, if any."""
+    table = model_dir / DATABASE
+    if not table.is_file() or table.is_symlink():
+        return
+    root = root_key(bytes.fromhex(model_dir.name))
+    keys = chain_keys(root, encoded, block_size * TOKEN_BYTES)
+    disk = RawDisk(str(model_dir))
+    with closing(connection_to(table)) as connection:
+        block = 0
+        while block < len(keys):
+            found = _head(connection, disk, keys[block])
+            shared = found[0].num_shared(encoded, block, found[1]) if found is not None else 0
+            if found is None or not shared:
+                return
+            row = _row(connection, PAYLOAD + keys[block])
+            is_file = row is not None and is_pack_file(row[1])
+            yield found[0], model_dir / str(row[1]) if row is not None and is_file else None
+            block += shared
+
+
+def _head(
+    connection: sqlite3.Connection, disk: RawDisk, key: bytes
+) -> tuple[PackHead, Layout] | None:
+    row = _row(connection, HEAD + key)
+    if row is None:
+        return None
+    try:
+        data = bytes(disk.fetch(row[0], row[1], row[2], False))
+        layout = layout_of(data)
+        return decode_head(data, layout), layout
+    except (DamagedRecord, TypeError):
+        return None
+
+
+def _row(connection: sqlite3.Connection, key: bytes) -> tuple[Any, ...] | None:
+    query = "SELECT mode, filename, value FROM Cache WHERE key = ? AND raw = 1"
+    row: tuple[Any, ...] | None = connection.execute(query, (sqlite3.Binary(key),)).fetchone()
+    return row
+
+
+def _read(file: Path) -> int:
+    """Have the kernel read a file, or read it where the kernel cannot be asked to."""
+    with suppress(OSError):
+        descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
+            size = os.fstat(descriptor).st_size
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(descriptor, 0, size, os.POSIX_FADV_WILLNEED)
+            else:
+                while os.read(descriptor, _CHUNK_BYTES):
+                    pass
+            return size
+        finally:
+            os.close(descriptor)
+    return 0

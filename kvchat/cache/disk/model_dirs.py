@@ -1,0 +1,341 @@
+"""The directories of a store, one for each model identity: which are ours, how old and how large.
+
+The user may name any directory for the store, and other programs name theirs by 32 hexadecimal
+digits too. So a directory is ours only if it holds a mark that bears its own name, and only names
+that we give are ever deleted in it. A directory is held by its descriptor: whatever is put in the
+place of its name meanwhile, nothing outside is reached. What vanishes while it is looked at counts
+as nothing.
+"""
+
+import os
+import re
+import stat
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from kvchat.core.errors import StoreError
+from kvchat.core.paths import open_private
+
+DATABASE = "cache.db"
+MISS_LOG = "fates"
+# A directory with this file in it has pins: it is not dropped without need.
+PIN_MARK = "pinned"
+PACK_FILE = re.compile(r"[0-9a-f]{32}\.kv")
+IDENTITY_NAME = re.compile(r"[0-9a-f]{32}")
+
+_TABLE_FILES = tuple(f"{DATABASE}{end}" for end in ("", "-wal", "-shm", "-journal"))
+_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+def is_ours(path: Path) -> bool:
+    """Whether a directory is one that a store has made."""
+    return IDENTITY_NAME.fullmatch(path.name) is not None and _is_directory(path) and _is_mark(path)
+
+
+def _is_directory(path: Path) -> bool:
+    with suppress(OSError):
+        return stat.S_ISDIR(path.lstat().st_mode)
+    return False
+
+
+def _is_mark(path: Path, descriptor: int | None = None) -> bool:
+    """Whether the mark is in the directory `path`, or in the one held by `descriptor`."""
+    name = mark_name(path)
+    try:
+        info = os.stat(
+            name if descriptor is not None else path / name,
+            dir_fd=descriptor,
+            follow_symlinks=False,
+        )
+    except OSError:
+        return False
+    return stat.S_ISREG(info.st_mode) and info.st_uid == os.getuid()
+
+
+def mark_name(path: Path) -> str:
+    """Return the name of the mark: a copy of it in another directory marks nothing."""
+    return f"{path.name}.kvchat"
+
+
+def make(path: Path) -> None:
+    """Make a directory of ours where there is none, and mark it.
+
+    One that is empty is taken over: it is what a process leaves that is killed here. Raises
+    StoreError for what is not ours, OSError where the disk does not let it.
+    """
+    if path.is_symlink():
+        raise StoreError(f"{path} is a symbolic link.", "Remove it.")
+    with suppress(FileExistsError):
+        path.mkdir(0o700)
+    descriptor = os.open(path, _FLAGS)
+    try:
+        if not _is_mark(path, descriptor):
+            if os.fstat(descriptor).st_uid != os.getuid() or os.listdir(descriptor):
+                raise StoreError(
+                    f"{path} was not made by this kvchat, and is left alone.",
+                    "Move it, or choose another directory with --cache-dir.",
+                )
+            _mark(path, descriptor)
+        os.fchmod(descriptor, 0o700)
+    finally:
+        os.close(descriptor)
+
+
+def _mark(path: Path, descriptor: int) -> None:
+    name = mark_name(path)
+    os.close(open_private(Path(name), os.O_WRONLY | os.O_CREAT, dir_fd=descriptor))
+    os.fsync(descriptor)  # after a power cut, packs without a mark would never be deleted
+
+
+@contextmanager
+def held(path: Path) -> Iterator[int]:
+    """Yield a descriptor of a directory of ours, to look at and change what is in it.
+
+    Raises StoreError where it is not ours, OSError where it is none or cannot be opened.
+    """
+    descriptor = os.open(path, _FLAGS)
+    try:
+        if not _is_mark(path, descriptor):
+            raise StoreError(f"{path} was not made by this kvchat, and is left alone.")
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def open_in(path: Path, name: str, flags: int) -> int:
+    """Open a file in a directory of ours as `open_private` does.
+
+    A file that has another name too, which may be anywhere, loses ours first.
+    """
+    with held(path) as directory:
+        with suppress(FileNotFoundError):
+            if os.stat(name, dir_fd=directory, follow_symlinks=False).st_nlink > 1:
+                os.unlink(name, dir_fd=directory)
+        return open_private(Path(name), flags, dir_fd=directory)
+
+
+def sizes(path: Path) -> dict[str, int]:
+    """Return the files of ours in a directory of ours and their lengths; nothing elsewhere.
+
+    What others have put there does not count.
+    """
+    found = {}
+    with suppress(OSError, StoreError), held(path) as descriptor:
+        for name in os.listdir(descriptor):
+            if _is_our_name(name, path):
+                with suppress(OSError):
+                    info = os.stat(name, dir_fd=descriptor, follow_symlinks=False)
+                    if not stat.S_ISDIR(info.st_mode):
+                        found[name] = info.st_size
+    return found
+
+
+def names_beside_packs(path: Path) -> list[str]:
+    """Return the names of the files of ours in a directory that hold no pack."""
+    return [*_TABLE_FILES, MISS_LOG, PIN_MARK, mark_name(path)]
+
+
+def _is_our_name(name: str, path: Path) -> bool:
+    return PACK_FILE.fullmatch(name) is not None or name in names_beside_packs(path)
+
+
+def empty(path: Path) -> None:
+    """Delete the files of ours in a directory of ours, and the mark not; nothing elsewhere."""
+    with suppress(OSError, StoreError), held(path) as descriptor:
+        _empty(path, descriptor)
+
+
+def _empty(path: Path, descriptor: int) -> None:
+    """Delete the table before its logs, and not these where it stays: others who have it open go
+    on with logs that have no name any more, and who opens it next to them begins other ones.
+    """
+    names = {n for n in os.listdir(descriptor) if _is_our_name(n, path) and n != mark_name(path)}
+    if DATABASE in names:
+        names.remove(DATABASE)
+        try:
+            os.unlink(DATABASE, dir_fd=descriptor)
+        except OSError:
+            names.difference_update(_TABLE_FILES)
+    _unlink(names, descriptor)
+
+
+def _unlink(names: Iterable[str], descriptor: int) -> None:
+    for name in names:
+        with suppress(OSError):
+            os.unlink(name, dir_fd=descriptor)
+
+
+def remove(path: Path) -> None:
+    """Delete the files of ours in a directory of ours, and it too where it then is empty."""
+    with suppress(OSError, StoreError), held(path) as descriptor:
+        _empty(path, descriptor)
+        if os.listdir(descriptor) != [mark_name(path)]:
+            return
+        os.unlink(mark_name(path), dir_fd=descriptor)
+        try:
+            if os.path.samestat(os.fstat(descriptor), path.lstat()):
+                path.rmdir()
+        except OSError:  # a file of others has just come into it
+            _mark(path, descriptor)
+
+
+def has_only_files(path: Path) -> bool:
+    """Whether nothing but files stands where a table of ours and its logs belong, and none of them
+    has another name, which may be anywhere.
+
+    SQLite opens all of them by name: what is put there between this and that is not noticed.
+    """
+    for name in _TABLE_FILES:
+        with suppress(FileNotFoundError):
+            info = (path / name).lstat()
+            if not stat.S_ISREG(info.st_mode) or info.st_nlink > 1:
+                return False
+    return True
+
+
+def clear_the_way(path: Path) -> None:
+    """Take away what stands where a table of ours, or its log, belongs, and cannot be one.
+
+    A link, a pipe or a file with another name elsewhere is unlinked, a directory is given another
+    name. Logs without a table, which a new one would take for its own, are unlinked too. Raises as
+    `held` does.
+    """
+    with held(path) as descriptor:
+        if DATABASE not in os.listdir(descriptor):
+            _unlink(_TABLE_FILES, descriptor)
+        for name in _TABLE_FILES:
+            with suppress(FileNotFoundError):
+                info = os.stat(name, dir_fd=descriptor, follow_symlinks=False)
+                if stat.S_ISDIR(info.st_mode):
+                    aside = f"{name}.aside-{os.urandom(4).hex()}"
+                    os.rename(name, aside, src_dir_fd=descriptor, dst_dir_fd=descriptor)
+                elif not stat.S_ISREG(info.st_mode) or info.st_nlink > 1:
+                    os.unlink(name, dir_fd=descriptor)
+
+
+# A file's tail fills a page of the disk, and its name some of a directory.
+FILE_OVERHEAD_BYTES = 4096 + 256
+# No file system's times are coarser.
+_CLOCK_STEP_S = 2.0
+
+
+def find_model_dirs(directory: Path) -> list[Path]:
+    """Return the directories in a store that belong to it."""
+    with suppress(OSError):
+        return [path for path in directory.iterdir() if is_ours(path)]
+    return []
+
+
+def strangers(directory: Path) -> list[Path]:
+    """Return what looks like a model directory and is not ours, as those of an earlier kvchat
+    do.
+    """
+    with suppress(OSError):
+        return [
+            path
+            for path in directory.iterdir()
+            if IDENTITY_NAME.fullmatch(path.name)
+            and os.path.lexists(path / DATABASE)
+            and not is_ours(path)
+        ]
+    return []
+
+
+def has_pins(model_dir: Path) -> bool:
+    """Whether a model directory is not to be dropped without need."""
+    return os.path.lexists(model_dir / PIN_MARK)
+
+
+class Sizes:
+    """How large model directories are; one is looked through again only where its table has
+    changed.
+
+    A file that a killed process left in it is not in the table: who learns of one calls `forget`.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[Path, tuple[object, int]] = {}
+
+    def of(self, model_dir: Path) -> int:
+        """Return what the files of a model directory take at most."""
+        stamp = _stamp(model_dir)
+        known = self._known.get(model_dir)
+        if known is not None and known[0] == stamp:
+            return known[1]
+        num_bytes = tree_bytes(model_dir)
+        # A table changed this moment could change again at what the clock calls the same time.
+        if time.time() - last_used(model_dir) > _CLOCK_STEP_S:
+            self._known[model_dir] = stamp, num_bytes
+        return num_bytes
+
+    def forget(self) -> None:
+        self._known.clear()
+
+
+def _stamp(model_dir: Path) -> object:
+    """Return what changes whenever something is written to a model directory's table."""
+    return tuple(_times(model_dir / f"{DATABASE}{end}") for end in ("", "-wal"))
+
+
+def _times(path: Path) -> tuple[int, int, int] | None:
+    try:
+        info = path.lstat()
+    except OSError:
+        return None
+    return info.st_ino, info.st_size, info.st_mtime_ns
+
+
+def drop(model_dir: Path) -> int:
+    """Delete what is ours of a model directory; return how many bytes that took."""
+    before = tree_bytes(model_dir)
+    remove(model_dir)
+    return before - tree_bytes(model_dir)
+
+
+def last_used(model_dir: Path) -> float:
+    """Return when a model directory's table last changed, in seconds; 0 where it has none."""
+    times = [0.0]
+    for end in ("", "-wal"):
+        with suppress(OSError):
+            times.append((model_dir / f"{DATABASE}{end}").lstat().st_mtime)
+    return max(times)
+
+
+def set_last_used(model_dir: Path, used_s: float) -> None:
+    """Have a model directory last used at a time, in seconds, where that can be."""
+    with suppress(OSError, StoreError), held(model_dir) as descriptor:
+        os.utime(DATABASE, (used_s, used_s), dir_fd=descriptor, follow_symlinks=False)
+
+
+def tree_bytes(model_dir: Path) -> int:
+    """Return what the files of a model directory take at most; what others put there does not
+    count.
+    """
+    return sum(size + FILE_OVERHEAD_BYTES for size in sizes(model_dir).values())
+
+
+def beside_packs_bytes(model_dir: Path) -> int:
+    """Return what the files of a model directory take at most that hold no pack, without a
+    search.
+    """
+    paths = [model_dir / name for name in names_beside_packs(model_dir)]
+    return sum(file_bytes(p) + FILE_OVERHEAD_BYTES for p in paths if os.path.lexists(p))
+
+
+def file_bytes(path: Path) -> int:
+    """Return the length of a file, 0 where there is none."""
+    try:
+        return path.stat(follow_symlinks=False).st_size
+    except OSError:
+        return 0
+
+
+def file_number(path: Path) -> tuple[int, int] | None:
+    """Return what tells a file from another one of the same name, None where there is none."""
+    try:
+        info = path.lstat()
+    except OSError:
+        return None
+    return info.st_dev, info.st_ino

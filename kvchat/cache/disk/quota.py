@@ -1,0 +1,249 @@
+"""How many bytes of KV a directory may hold, and what has to go so that it holds no more.
+
+The limit is one for all identities in the directory together. DiskQuota decides how much has to go,
+and when another identity's packs go as a whole; `eviction.py` decides which of one's own go first.
+"""
+
+import math
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvchat.cache.disk.eviction import KnownPack, eviction_order, expired
+from kvchat.cache.disk.miss_log import MissReasonLog
+from kvchat.cache.disk.model_dirs import (
+    DATABASE,
+    FILE_OVERHEAD_BYTES,
+    Sizes,
+    beside_packs_bytes,
+    drop,
+    file_bytes,
+    find_model_dirs,
+    has_pins,
+    last_used,
+    tree_bytes,
+)
+from kvchat.cache.disk.table import LOG_PAGES, PAGE_BYTES, PackTable
+from kvchat.core.config import Size, format_bytes
+from kvchat.core.types import MissReason
+
+_DEFAULT_SHARE = Size(share=0.10)
+_MAX_DEFAULT_BYTES = 20 << 30
+_MIN_FREE_BYTES = 1 << 30
+_MIN_FREE_SHARE = 0.05
+
+
+def disk_budget(size: Size | None, directory: Path) -> int:
+    """Return the bytes KV may take in `directory`, which need not exist yet.
+
+    A share, the default's too, is taken of what would be free without the KV that is there: a
+    limit that shrank as the store grew would empty it again.
+    """
+    if size is not None and size.num_bytes is not None:
+        return size.num_bytes
+    existing = nearest_existing(directory)
+    kept = sum(tree_bytes(path) for path in find_model_dirs(directory))
+    available = shutil.disk_usage(existing).free + kept
+    if size is not None:
+        return size.resolve(available)
+    return min(_DEFAULT_SHARE.resolve(available), _MAX_DEFAULT_BYTES)
+
+
+def nearest_existing(directory: Path) -> Path:
+    """Return a directory, or the nearest above it that exists."""
+    around = (directory, *directory.absolute().parents)
+    return next((path for path in around if os.path.exists(path)), Path("/"))
+
+
+def why_nothing_fits(size: Size | None, directory: Path) -> str:
+    """Return why KV may take no byte in `directory`, in a sentence; "" where the user says so."""
+    if size is not None and not (size.num_bytes or size.share):
+        return ""
+    return f"There is no free space for KV in {directory}."
+
+
+def leaves_free(directory: Path, num_bytes: int, min_free_bytes: int | None) -> bool:
+    """Return whether the disk keeps what is left alone, None the default, after `num_bytes`."""
+    disk = shutil.disk_usage(directory)
+    floor = min_free_bytes
+    if floor is None:
+        floor = min(_MIN_FREE_BYTES, int(disk.total * _MIN_FREE_SHARE))
+    return disk.free - num_bytes >= floor
+
+
+_MODEL_DIR_TIME_TO_LIVE_S = 14 * 86400.0
+# What a full store makes room for beyond what is asked, so that not every pack pays for the search.
+_ROOM_SHARE = 0.01
+# What one change of the table writes at most, besides what is kept in it: the pages of its trees.
+_CHANGE_BYTES = 24 * (PAGE_BYTES + 24)
+_LOG_BYTES = LOG_PAGES * (PAGE_BYTES + 24) + _CHANGE_BYTES
+# A large store has long contexts, whose uses are noted in one change: more is set aside for it.
+_SPARE_SHARE, _MOST_SPARE_BYTES = 0.01, 2 << 20
+# An empty table, what SQLite shares between processes, and our small files.
+_EMPTY_BYTES = 160 << 10
+
+Packs = Mapping[bytes, KnownPack]
+
+
+def least_bytes(block_bytes: int) -> int:
+    """Return the limit below which a store can never hold a block of so many bytes."""
+    return _EMPTY_BYTES + _LOG_BYTES + _CHANGE_BYTES + block_bytes + FILE_OVERHEAD_BYTES
+
+
+@dataclass(slots=True)
+class DiskQuota:
+    """The bounds of the store in `directory`, seen from the identity in `own`.
+
+    Whoever makes room or collects holds the store's lock. `num_evicted` counts packs.
+    """
+
+    directory: Path
+    own: Path
+    limit_bytes: int
+    min_free_bytes: int | None
+    miss_log: MissReasonLog
+    num_evicted: int = 0
+    _sizes: Sizes = field(default_factory=Sizes)
+
+    def used_bytes(self, table: PackTable) -> int:
+        """Return what the directory takes at most, this moment: what the limit holds for."""
+        the_store_itself = 2 * FILE_OVERHEAD_BYTES
+        return self.held_bytes(table) + self._growth_bytes(table) + the_store_itself
+
+    def _growth_bytes(self, table: PackTable) -> int:
+        """Return the most bytes that the table and its log may grow by before the next check,
+        besides what is kept in them.
+        """
+        log, pages = (file_bytes(self.own / f"{DATABASE}{end}") for end in ("-wal", ""))
+        growth = max(0, _LOG_BYTES - log) + max(0, table.num_bytes() - pages) + _CHANGE_BYTES
+        return max(growth, min(_MOST_SPARE_BYTES, int(_SPARE_SHARE * self.limit_bytes)))
+
+    def held_bytes(self, table: PackTable) -> int:
+        """Return what is kept in the directory, counted as `tree_bytes` does but without a search:
+        what `used_bytes` sets aside, for tables that are still to grow, is not in it.
+        """
+        packs = int(table.reset("size")) + table.num_files() * FILE_OVERHEAD_BYTES
+        others = sum(map(self._sizes.of, self._others()))
+        return packs + beside_packs_bytes(self.own) + others
+
+    def make_room(
+        self, table: PackTable, packs: Callable[[], Packs], num_bytes: int, parent: bytes
+    ) -> str:
+        """Forget packs until `num_bytes` more fit; return why they do not, "" where they do.
+
+        What a pack after `parent` continues is not forgotten for its sake, nor is what is pinned.
+        """
+        if not leaves_free(self.own, num_bytes, self.min_free_bytes):
+            return "the disk is nearly full."
+        if least_bytes(num_bytes) > self.limit_bytes:
+            return f"--disk-cache allows only {format_bytes(self.limit_bytes)}."
+        if self._shrink(table, packs, num_bytes, parent):
+            return ""
+        if any(self._pinned(table)):
+            return f"what is pinned fills --disk-cache, {format_bytes(self.limit_bytes)}."
+        return f"--disk-cache allows only {format_bytes(self.limit_bytes)}."
+
+    def collect(self, table: PackTable, packs: Callable[[], Packs], now_s: float) -> str:
+        """Remove what is out of date, and what exceeds the limit; return what is wrong, or "".
+
+        The limit holds even where pins alone exceed it.
+        """
+        self._sizes.forget()
+        self._drop_older(now_s - _MODEL_DIR_TIME_TO_LIVE_S)
+        table.expire(now_s)
+        gone = expired(packs(), now_s, self._pinned(table))
+        table.remove(*gone)
+        self.miss_log.note(gone, MissReason.EVICTED)
+        table.drop_payloads()
+        self._shrink(table, packs, 0, b"")
+        is_any_pinned = any(self._pinned(table)) or any(map(has_pins, self._others()))
+        if not is_any_pinned or self._excess(table, 0) <= 0:
+            return ""
+        self._forget_pinned(table, packs())
+        return (
+            f"what is pinned was more than --disk-cache, {format_bytes(self.limit_bytes)}; "
+            "some of it had to go."
+        )
+
+    def _shrink(
+        self, table: PackTable, packs: Callable[[], Packs], num_bytes: int, parent: bytes
+    ) -> bool:
+        """Forget what is worth least until `num_bytes` more fit; false where they never will.
+
+        Another model directory goes as a whole, when its turn comes.
+        """
+        # Once something has to go, more goes than is needed: not every pack pays for the search.
+        extra = int(_ROOM_SHARE * self.limit_bytes)
+        to_free = 0
+        while (excess := self._excess(table, num_bytes)) > 0:
+            to_free = excess + extra
+            known = packs()
+            keys, to_free = self._worth_least(table, known, parent, to_free)
+            if not keys:
+                break
+            self._evict(table, keys)
+        if to_free > 0 and (not num_bytes or self._excess(table, num_bytes) <= self._loose_bytes()):
+            self._drop_older(math.inf)  # not where even that is in vain
+        return self._excess(table, num_bytes) <= 0
+
+    def _worth_least(
+        self, table: PackTable, known: Packs, parent: bytes, to_free: int
+    ) -> tuple[list[bytes], int]:
+        """Return who has to go so that `to_free` bytes are free, and how many then still are not.
+
+        Whole model directories that are worth less are gone already.
+        """
+        keys: list[bytes] = []
+        for key in eviction_order(known, parent, self._pinned(table)):
+            to_free -= self._drop_older(known[key].use.last_s)
+            if to_free <= 0:
+                break
+            keys.append(key)
+            to_free -= known[key].num_bytes
+        return keys, to_free
+
+    def _forget_pinned(self, table: PackTable, known: Packs) -> None:
+        table.shorten_log()  # nobody's KV goes for what is written down twice
+        keys: list[bytes] = []
+        to_free = self._excess(table, 0)
+        for key in eviction_order(known, b""):
+            if to_free <= 0:
+                break
+            keys.append(key)
+            to_free -= known[key].num_bytes
+        self._evict(table, keys)
+        table.shorten_log()
+        if self._excess(table, 0) > 0:
+            for path in self._others():
+                drop(path)
+
+    def _evict(self, table: PackTable, keys: list[bytes]) -> None:
+        table.remove(*keys)
+        self.miss_log.note(keys, MissReason.EVICTED)
+        self.num_evicted += len(keys)
+
+    def _excess(self, table: PackTable, num_bytes: int) -> int:
+        return self.used_bytes(table) + num_bytes - self.limit_bytes
+
+    def _pinned(self, table: PackTable) -> set[bytes]:
+        return {key for pin in table.pins() for key in pin.keys}
+
+    def _drop_older(self, used_s: float) -> int:
+        """Drop the model directories last used before `used_s`; return how many bytes they had.
+
+        One with pins stays.
+        """
+        return sum(drop(path) for path in self._loose() if last_used(path) < used_s)
+
+    def _loose_bytes(self) -> int:
+        return sum(self._sizes.of(path) for path in self._loose())
+
+    def _loose(self) -> list[Path]:
+        """Return the other model directories that have no pins."""
+        return [path for path in self._others() if not has_pins(path)]
+
+    def _others(self) -> list[Path]:
+        """Return what other models, or other settings of this one, have left here."""
+        return [path for path in find_model_dirs(self.directory) if path != self.own]

@@ -1,0 +1,482 @@
+"""DiskTier: packs of KV in files, found through diskcache's SQLite table, which is the only index.
+
+PackReader finds and reads packs, and verifies every one: what is damaged is counted, forgotten and
+told as corrupt. DiskTier writes, pins and forgets them; `quota.py` decides what has to go. Several
+processes may share a directory. Raw bytes only: no tensors, no device.
+"""
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from kvchat.cache.disk.db import LOCK_NAME, PackDb, StoreBusy, StoreLock, is_held
+from kvchat.cache.disk.eviction import KnownPack, Use, cuts, first_use, known_pack
+from kvchat.cache.disk.format import (
+    PREFIX_BYTES,
+    OtherGeometry,
+    Pin,
+    check_payload,
+    checksum_of,
+    decode_head,
+    encode_head,
+    payload_checksum,
+    payload_prefix,
+)
+from kvchat.cache.disk.miss_log import MissReasonLog
+from kvchat.cache.disk.model_dirs import FILE_OVERHEAD_BYTES
+from kvchat.cache.disk.quota import DiskQuota
+from kvchat.cache.disk.table import MIN_FILE_BYTES, PackRow, PackTable, Parts, is_busy
+from kvchat.cache.keys import root_key
+from kvchat.cache.page_memory import ReadBuffers
+from kvchat.cache.tier import (
+    DamagedRecord,
+    Found,
+    GoneRecord,
+    HeldRecord,
+    Layout,
+    PackHead,
+    trouble_of,
+)
+from kvchat.core.errors import StoreError
+from kvchat.core.stats import TierStatus
+from kvchat.core.types import MissReason
+
+_log = logging.getLogger(__name__)
+
+
+class TierStats:
+    """The status of one tier, in the making. The tier's thread adds to it, any thread reads it."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.status = TierStatus(limit_bytes=limit_bytes)
+
+    def count(self, **amounts: int) -> None:
+        """Add to totals, by their names in TierStatus."""
+        totals = {name: getattr(self.status, name) + int(n) for name, n in amounts.items()}
+        self.status = replace(self.status, **totals)
+
+    def note_held(self, num_bytes: int, num_packs: int, num_evicted: int) -> None:
+        """Take in what the store holds at this moment, and what has gone from it until now."""
+        self.status = replace(
+            self.status, num_bytes=num_bytes, num_packs=num_packs, num_evicted=num_evicted
+        )
+
+    def say(self, trouble: str) -> None:
+        """Have a sentence told as the last thing that went wrong."""
+        self.status = replace(self.status, trouble=trouble)
+
+    def note_error(self, error: Exception) -> None:
+        """Say what is wrong; that others are busy with the store is not, and passes."""
+        _log.warning("disk tier: %r", error)
+        self.count(num_held_up=is_held(error))
+        if not (is_busy(error) or isinstance(error, StoreBusy)):
+            self.say(trouble_of(error))
+
+
+# Images that were read and are not yet on the device: rarely more than these at once.
+_MAX_BUFFERS, _WARM_BUFFERS = 8, 4
+
+
+class PackReader:
+    """Reads the packs of the table that `db` keeps open. One thread uses it."""
+
+    def __init__(
+        self, layout: Layout, db: PackDb, miss_log: MissReasonLog, stats: TierStats
+    ) -> None:
+        self._layout = layout
+        self._db = db
+        self._miss_log = miss_log
+        self._stats = stats
+        self._buffers = ReadBuffers(_MAX_BUFFERS)
+        self._files: dict[bytes, str | None] = {}  # of the packs found last
+
+    def warm_up(self) -> None:
+        """Have memory ready for the packs that will be read first."""
+        if largest := self._db.table.largest():
+            self._buffers.warm(largest, _WARM_BUFFERS)
+
+    def walk(self, keys: Sequence[bytes], encoded: bytes) -> Iterator[Found]:
+        """Yield the packs that hold a prompt's leading blocks, in order and without a hole."""
+        table = self._db.follow()
+        self._files.clear()
+        block = 0
+        while block < len(keys):
+            head = self.head(table, keys[block])
+            shared = head.num_shared(encoded, block, self._layout) if head is not None else 0
+            if head is None or not shared:
+                return
+            is_whole = shared == head.num_blocks(self._layout)
+            fingerprint = head.fingerprint if is_whole else None
+            yield Found(keys[block], block, shared, head.checksum, fingerprint)
+            block += shared
+
+    def head(self, table: PackTable, key: bytes) -> PackHead | None:
+        """Return a pack's head, None where there is none that is sound."""
+        stored = table.head(key)
+        if stored is None:
+            return None
+        data, self._files[key] = stored
+        try:
+            return decode_head(data, self._layout)
+        except DamagedRecord as damage:
+            self._quarantine(key, damage)
+            return None
+
+    def read(self, found: Found) -> memoryview:
+        """Return the images of all blocks of a pack, verified; raises what `Tier.read` does."""
+        try:
+            image = self._read_twice(found)
+        except DamagedRecord:
+            raise
+        except Exception as error:
+            self._stats.note_error(error)
+            raise (HeldRecord if is_held(error) else DamagedRecord)("unreadable") from error
+        if image is None:
+            raise GoneRecord("gone")
+        return image
+
+    def _read_twice(self, found: Found) -> memoryview | None:
+        """Read again what looks damaged while nobody writes: it may have been exchanged meanwhile.
+
+        What is damaged still is forgotten.
+        """
+        with suppress(DamagedRecord, OSError):
+            return self.images(self._db.table, found.key, found.checksum)
+        with self._db.changing() as table:
+            head = self.head(table, found.key)
+            if head is None or found.checksum not in (b"", head.checksum):
+                return None
+            try:
+                return self.images(table, found.key, head.checksum)
+            except OSError:
+                damage = DamagedRecord("without its payload")
+            except DamagedRecord as error:
+                damage = error
+            self._quarantine(found.key, damage)
+            raise damage
+
+    def images(self, table: PackTable, key: bytes, checksum: bytes) -> memoryview:
+        """Return the images of a pack, of those that `checksum` stands for.
+
+        Raises DamagedRecord or OSError, and forgets nothing.
+        """
+        file = self._files.pop(key, None)
+        payload = table.payload(key, file, PREFIX_BYTES, self._buffers)
+        if payload is None:
+            raise DamagedRecord("without its payload")
+        prefix, image = payload
+        check_payload(prefix, image, key, checksum, self._layout)
+        return image
+
+    def known_packs(self, table: PackTable) -> dict[bytes, KnownPack]:
+        """Return what is known of every pack; what is out of date, or no good, goes."""
+        known = {}
+        for row in table.rows():
+            if not row.head:  # out of date, or its file is gone
+                table.remove(row.key)
+                continue
+            try:
+                head = decode_head(row.head, self._layout)
+            except DamagedRecord as damage:
+                self._quarantine(row.key, damage)
+                continue
+            known[row.key] = known_pack(head, self._layout, row.use)
+        return known
+
+    def _quarantine(self, key: bytes, damage: DamagedRecord) -> None:
+        """Forget a damaged pack; its place is free for a good one.
+
+        Who does not know the shape of the packs, as of a store that was empty a moment ago, leaves
+        them alone.
+        """
+        if isinstance(damage, OtherGeometry):
+            return
+        _log.warning("damaged pack key=%s: %s", key.hex(), damage)
+        self._stats.count(num_damaged=1)
+        self._miss_log.note([key], MissReason.CORRUPT)
+        self._stats.say(f"a stored block was damaged ({damage}).")
+        self._db.attempt(lambda: self._remove(key), None)
+
+    def _remove(self, key: bytes) -> None:
+        with self._db.changing() as table:
+            table.remove(key)
+
+
+# A busy database is a miss: whoever holds it longer than this is not worth waiting for.
+_PATIENCE_S = 1.0
+
+
+class DiskTier:
+    """One identity's packs, in a directory that all identities share and together keep bounded.
+
+    `limit_bytes` holds for the whole directory at every instant; `min_free_bytes` of the disk are
+    left alone. `is_draft` where the KV is that of a model that only drafts for another. Raises
+    StoreError where the directory cannot be used at all. One thread uses a tier.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        layout: Layout,
+        limit_bytes: int,
+        min_free_bytes: int | None = None,
+        clock: Callable[[], float] = time.time,
+        is_draft: bool = False,
+    ) -> None:
+        directory = _literal(directory.absolute())
+        own = directory / layout.identity.hex()
+        self._layout = layout
+        self._clock = clock
+        self._is_draft = is_draft
+        self._root = root_key(layout.identity)
+        self._stats = TierStats(limit_bytes)
+        self._miss_log = MissReasonLog(own)
+        self._quota = DiskQuota(directory, own, limit_bytes, min_free_bytes, self._miss_log)
+        self._lock = StoreLock(directory / LOCK_NAME, _PATIENCE_S)
+        self._used: dict[bytes, bool] = {}  # whether only by those who ask once
+        self._had_no_room = False  # for what was written last
+        self._db = PackDb(directory, own, self._lock, _PATIENCE_S, self._stats.note_error)
+        self._attempt = self._db.attempt
+        self._reader = PackReader(layout, self._db, self._miss_log, self._stats)
+        try:
+            self.gc()
+            self._attempt(self._reader.warm_up, None)
+            self._look()
+        except BaseException:  # Ctrl-C too
+            self._db.table.abandon()
+            raise
+
+    @property
+    def is_begun_anew(self) -> bool:
+        """Whether a table that was there could not be used, and an empty one took its place."""
+        return self._db.is_begun_anew
+
+    @property
+    def root(self) -> bytes:
+        """The key of the empty context under the tier's identity."""
+        return self._root
+
+    # Finding and reading
+
+    def find(self, keys: Sequence[bytes], encoded: bytes, is_one_shot: bool = False) -> list[Found]:
+        """Return the packs that hold a prompt's leading blocks, in order and without a hole."""
+        found: list[Found] = self._attempt(lambda: list(self._reader.walk(keys, encoded)), [])
+        for run in found:  # the last one found is to stand last
+            self._used[run.key] = self._used.pop(run.key, True) and is_one_shot
+        return found
+
+    def read(self, found: Found) -> memoryview:
+        """Return the images of the blocks found, verified. Raises DamagedRecord, and forgets it;
+        HeldRecord where others are busy with it, and keeps it.
+
+        The memory is the caller's while it holds a view of it.
+        """
+        image = self._reader.read(found)
+        self._stats.count(bytes_read=len(image))
+        return image[: found.num_blocks * self._layout.block_bytes]
+
+    # Writing
+
+    def write(self, head: PackHead, image: memoryview, is_one_shot: bool = False) -> bool:
+        """Keep a pack; false, and why in the status, where the world did not let it."""
+        num_blocks = head.num_blocks(self._layout)
+        assert len(image) == num_blocks * self._layout.block_bytes
+        complete = replace(head, checksum=payload_checksum(image), is_draft=self._is_draft)
+        self._had_no_room = False
+        is_written = self._attempt(lambda: self._write(complete, image, is_one_shot), False)
+        self._stats.count(num_failed_writes=not is_written, bytes_written=is_written * len(image))
+        self._look()
+        return is_written
+
+    def _write(self, head: PackHead, image: memoryview, is_one_shot: bool) -> bool:
+        with self._db.changing() as table:
+            if self._lock.has_leftovers or table.disk.has_leftovers:
+                self._collect(table)
+            if self._reader.head(table, head.keys(self._layout)[0]) is not None:
+                return True
+            followed = self._last_of(head.parent)
+            self._note_uses(table)  # what was found may be on its way up: it is not to go for this
+            num_bytes = len(image) + 2 * len(head.ids) + FILE_OVERHEAD_BYTES
+            if len(image) < MIN_FILE_BYTES:  # it is in the log, and then in the table too
+                num_bytes += len(image)
+            packs = partial(self._reader.known_packs, table)
+            if trouble := self._quota.make_room(table, packs, num_bytes, head.parent):
+                self._stats.say(trouble)
+                self._had_no_room = True
+                self._miss_log.note(head.keys(self._layout)[:1], MissReason.OVER_BUDGET)
+                return False
+            self._keep(table, head, image, first_use(self._clock(), is_one_shot))
+            table.note_followed(followed)
+        return True
+
+    def note_declined(self, keys: Sequence[bytes], encoded: bytes) -> None:
+        """Take in that a context is not offered, as there was no room for what was offered last.
+
+        Where that was refused for another reason, nobody knows what would become of this.
+        """
+        if not self._had_no_room:
+            return
+        found: list[Found] = self._attempt(lambda: list(self._reader.walk(keys, encoded)), [])
+        missing = keys[sum(run.num_blocks for run in found) :][:1]
+        self._miss_log.note(
+            [k for k in missing if self._miss_log.of(k) is not MissReason.OVER_BUDGET],
+            MissReason.OVER_BUDGET,
+        )
+
+    def _keep(self, table: PackTable, head: PackHead, image: memoryview, use: Use) -> None:
+        key = head.keys(self._layout)[0]
+        prefix = payload_prefix(key, head, len(image), self._layout)
+        data = encode_head(head, self._layout)
+        try:
+            table.keep(key, data, Parts(prefix, image), use)
+        except Exception:
+            self._lock.has_leftovers = True
+            raise
+
+    def _last_of(self, parent: bytes) -> bytes | None:
+        """Return the pack that was found last: what is written next continues it."""
+        return next(reversed(self._used), None) if parent != self._root else None
+
+    def _note_uses(self, table: PackTable) -> None:
+        used, self._used = self._used, {}
+        if used:
+            table.note_uses(used, self._clock())
+
+    # What the user says of contexts
+
+    def pin(self, keys: Sequence[bytes], encoded: bytes, label: str) -> int:
+        """Never forget what is kept of a context; return how many of its blocks that is.
+
+        `keys` are those of the full blocks of `encoded` token ids. A pin of the same label goes.
+        """
+        return self._attempt(lambda: self._pin(keys, encoded, label), 0)
+
+    def _pin(self, keys: Sequence[bytes], encoded: bytes, label: str) -> int:
+        with self._db.changing() as table:
+            num_blocks = sum(found.num_blocks for found in self._reader.walk(keys, encoded))
+            if num_blocks:
+                table.pin(Pin(label, tuple(keys[:num_blocks]), self._clock()))
+            return num_blocks
+
+    def unpin(self, label: str) -> None:
+        """Remove the pin of a label; what it held is forgotten when its turn comes."""
+
+        def unpin() -> None:
+            with self._db.changing() as table:
+                table.unpin(label)
+
+        self._attempt(unpin, None)
+
+    def forget(self, keys: Collection[bytes]) -> int:
+        """Remove blocks, and all that continues them, for good; return how many blocks went.
+
+        A pack that holds others too is cut before the first of them.
+        """
+        self._miss_log.forget(keys)
+        return self._attempt(lambda: self._forget(frozenset(keys)), 0)
+
+    def _forget(self, keys: frozenset[bytes]) -> int:
+        num_blocks = 0
+        with self._db.changing() as table, table.leaving_no_trace():
+            packs = self._reader.known_packs(table)
+            for name, num_kept in cuts(packs, keys):
+                num_blocks += len(packs[name].keys) - num_kept
+                self._cut(table, name, num_kept)
+        return num_blocks
+
+    def _cut(self, table: PackTable, name: bytes, num_kept: int) -> None:
+        head, image, use = self._reader.head(table, name), None, table.use(name)
+        if num_kept and head is not None:
+            with suppress(DamagedRecord, OSError):
+                image = self._reader.images(table, name, head.checksum)
+        table.remove(name)
+        if head is not None and image is not None and use is not None:
+            image = image[: num_kept * self._layout.block_bytes]
+            ids = head.ids[: num_kept * self._layout.ids_bytes]
+            cut = replace(head, ids=ids, checksum=payload_checksum(image), fingerprint=None)
+            self._keep(table, cut, image, use)
+
+    def quarantine(self, keys: Sequence[bytes]) -> None:
+        """Never give out again the packs that hold one of these blocks, nor what continues them."""
+        if num_blocks := self.forget(keys):
+            self._stats.count(num_quarantined=num_blocks)
+            self._miss_log.note(keys, MissReason.QUARANTINED)
+            trouble = "what was kept of a conversation is not this model's; it was read again."
+            self._stats.say(trouble)
+
+    def why(self, key: bytes, encoded: bytes, num_found: int) -> MissReason:
+        """Return why the block of `key` is not there, after `num_found` of a context that are."""
+        return self._miss_log.why(key, encoded, num_found, self._layout.block_size)
+
+    # Housekeeping
+
+    def status(self) -> TierStatus:
+        """Return totals, and what the store holds: now, or when its own thread last looked."""
+        if threading.get_ident() == self._db.thread:
+            self._look()
+        return self._stats.status
+
+    def _look(self) -> None:
+        table = self._db.table
+        num_bytes = self._attempt(lambda: self._quota.held_bytes(table), 0)
+        num_packs = self._attempt(table.num_packs, 0)
+        self._stats.note_held(num_bytes, num_packs, self._quota.num_evicted)
+
+    def verify(self, goes_on: Callable[[], bool] = lambda: True) -> tuple[int, int]:
+        """Read every pack; return how many are sound, and how many were not and are gone.
+
+        That is no use of them: what is forgotten first stays the same. `goes_on` false ends it.
+        """
+        before = self._stats.status.num_damaged
+        num_sound = 0
+        table = self._db.table
+        rows: list[PackRow] = self._attempt(lambda: list(table.rows()), [])
+        for row in rows:
+            if not goes_on():
+                break
+            with suppress(DamagedRecord):
+                self._reader.read(Found(row.key, 0, 0, checksum_of(row.head, self._layout)))
+                num_sound += 1
+        return num_sound, self._stats.status.num_damaged - before
+
+    def gc(self) -> None:
+        """Remove what is out of date, what nothing leads to, and dead model directories.
+
+        Every opening does, and every first write after a process was cut off.
+        """
+
+        def collect() -> None:
+            with self._db.changing() as table:
+                self._collect(table)
+
+        self._lock.has_leftovers = True  # where this fails, the next write does it first
+        self._attempt(collect, None)
+
+    def _collect(self, table: PackTable) -> None:
+        self._note_uses(table)
+        table.sweep()
+        trouble = self._quota.collect(table, lambda: self._reader.known_packs(table), self._clock())
+        if trouble:
+            self._stats.say(trouble)
+        self._lock.has_leftovers = False
+
+    def close(self) -> None:
+        """Let go of the store. Idempotent."""
+        if self._used:
+            self._attempt(lambda: self._note_uses(self._db.table), None)
+        self._db.table.close_all()
+
+
+def _literal(directory: Path) -> Path:
+    """Return a directory; raises StoreError for one that diskcache would take for another."""
+    if os.path.expandvars(directory) != str(directory):
+        raise StoreError(
+            f"{directory} has the name of a variable in it.", "Choose another with --cache-dir."
+        )
+    return directory

@@ -1,0 +1,516 @@
+"""HostOffload: KV that leaves the device is demoted to host memory, and promoted when asked for.
+
+The engine's thread decides, and gathers images page by page; the transfer thread copies them, one
+copy each way. What leaves the device is staged before its blocks are given away, and a promotion
+keeps its prefix on the device. On a CUDA device the copies have a stream of their own.
+"""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+
+import torch
+
+from kvchat.cache.block_manager import BlockTable, CacheManager
+from kvchat.cache.host_tier import HostTier, Lease
+from kvchat.cache.keys import TOKEN_BYTES, ChainMemo, encode_ids
+from kvchat.cache.rates import CopyRates, RateMemory
+from kvchat.cache.transfer import TransferThread
+from kvchat.core.stats import TierStatus
+from kvchat.core.types import TokenIds
+
+# Memory of so many pieces is kept for the next ones.
+_MAX_KEPT = 4
+
+
+class HostCopies:
+    """Copies to and from one device, of `image_bytes` each, in pieces of `piece_blocks` at most.
+
+    `mark` belongs to the thread that computes. Staging may be taken and given back by any: on a CPU
+    it is used again, for memory that is fresh from the system costs a fault a page, several times
+    what copying does. A CUDA device's allocator sees to that itself.
+    """
+
+    def __init__(self, device: torch.device, image_bytes: int, piece_blocks: int) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._image_bytes = image_bytes
+        self._piece_blocks = piece_blocks
+        self._kept: deque[torch.Tensor] = deque(maxlen=_MAX_KEPT)
+
+    def staging(self, num_blocks: int) -> torch.Tensor:
+        """Return memory on the device for the images of a piece, [num_blocks, image_bytes] bytes.
+
+        The caller's until it is given back; what it holds is anything.
+        """
+        assert num_blocks <= self._piece_blocks
+        if self._stream is not None:
+            shape = (num_blocks, self._image_bytes)
+            return torch.empty(shape, dtype=torch.uint8, device=self._device)
+        try:
+            whole = self._kept.pop()
+        except IndexError:
+            whole = torch.empty((self._piece_blocks, self._image_bytes), dtype=torch.uint8)
+        return whole[:num_blocks]
+
+    def give_back(self, staging: torch.Tensor) -> None:
+        """Take back staging that nobody reads or writes any more."""
+        if self._stream is None:
+            shape = (self._piece_blocks, self._image_bytes)
+            self._kept.append(staging.as_strided(shape, (self._image_bytes, 1)))
+
+    def mark(self) -> torch.cuda.Event | None:
+        """Return what tells when all that was queued so far has been computed; None on a CPU."""
+        if self._stream is None:
+            return None
+        mark = torch.cuda.Event()
+        mark.record(torch.cuda.current_stream(self._device))
+        return mark
+
+    def down(
+        self, staging: torch.Tensor, rows: Sequence[torch.Tensor], mark: torch.cuda.Event | None
+    ) -> None:
+        """Copy images on the device, complete at `mark`, to rows; returns when they are there."""
+        if self._stream is None:
+            _copy(staging, rows)
+            return
+        with torch.cuda.stream(self._stream):
+            if mark is not None:
+                self._stream.wait_event(mark)
+            _copy(staging, rows)
+        self._stream.synchronize()
+
+    def up(self, rows: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return rows as images on the device, [len(rows), bytes]; returns when they are there.
+
+        They lie in staging, to be given back.
+        """
+        if self._stream is None:
+            staging = self.staging(len(rows))
+            torch.stack(tuple(rows), out=staging)
+            return staging
+        with torch.cuda.stream(self._stream):
+            staging = self.staging(len(rows))
+            for image, row in zip(staging, rows, strict=True):
+                image.copy_(row, non_blocking=True)
+        self._stream.synchronize()
+        return staging
+
+
+def _copy(staging: torch.Tensor, rows: Sequence[torch.Tensor]) -> None:
+    for image, row in zip(staging, rows, strict=True):
+        row.copy_(image, non_blocking=True)
+
+
+@dataclass(slots=True, eq=False)
+class Promotion:
+    """One prompt's KV on its way up from host memory. The engine's thread owns it.
+
+    # [0, num_known)                            tokens that the device had
+    # [num_known, num_known + num_tokens)       tokens that came up so far; `table` holds all of it
+
+    `num_sent` counts the rows of the lease that were given to the transfer thread.
+    """
+
+    ids: TokenIds
+    num_known: int
+    lease: Lease
+    table: BlockTable
+    deadline_s: float
+    num_sent: int = 0
+    num_in_flight: int = 0
+    num_tokens: int = 0
+    is_given_up: bool = False
+    is_ended: bool = False
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more will come of it."""
+        return self.is_given_up or self.is_ended
+
+    def give_up(self) -> None:
+        self.is_given_up = True
+
+
+@dataclass(frozen=True, slots=True)
+class Demoted:
+    """A piece that went down, or did not."""
+
+    lease: Lease
+    num_bytes: int
+    seconds: float
+    is_there: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Promoted:
+    """A piece that came up, or did not: then there are no images."""
+
+    promotion: Promotion
+    images: torch.Tensor | None
+    num_blocks: int
+    seconds: float
+
+
+_log = logging.getLogger(__name__)
+
+_PIECE_BYTES = 4 << 20
+# Images staged on the device at the same time, on their way down.
+_MAX_STAGED_BYTES = 64 << 20
+_MAX_PIECES_IN_FLIGHT = 2
+# Cold blocks are demoted once fewer than the first share of all is free, until the second is, and
+# no more than so many bytes before each step.
+_LOW_MARK, _HIGH_MARK = 1 / 32, 1 / 16
+_MAX_DEMOTING_BYTES = 16 << 20
+# How long a step waits for staged images to reach host memory before what leaves is forgotten.
+_DEMOTE_PATIENCE_S = 0.2
+_NEWS_PATIENCE_S = 0.02
+# How often a refusal is doubted: a path three times too slow is tried again within a minute.
+_DOUBTS_EVERY_S = 5.0
+_CLOSE_PATIENCE_S = 5.0
+
+
+class HostOffload:
+    """Joins one manager with a host tier. `clock` returns seconds; `memory` remembers how fast this
+    machine copies. The engine's thread owns it.
+    """
+
+    def __init__(
+        self,
+        manager: CacheManager,
+        host: HostTier,
+        transfer: TransferThread,
+        clock: Callable[[], float] = time.perf_counter,
+        memory: RateMemory | None = None,
+    ) -> None:
+        self.rates = CopyRates()
+        self._memory = memory
+        if memory is not None:
+            self.rates.begin_with(memory.read())
+        self.host = host
+        self._manager = manager
+        self._pool = manager.kv_pool
+        self._transfer = transfer
+        self._clock = clock
+        self._image_bytes = manager.kv_pool.geometry.block_bytes
+        self._block_bytes = manager.block_size * TOKEN_BYTES
+        self._memo = ChainMemo(host.root, self._block_bytes)
+        self._piece_blocks = max(1, _PIECE_BYTES // self._image_bytes)
+        device = manager.kv_pool.device
+        self._copies = HostCopies(device, self._image_bytes, self._piece_blocks)
+        self._done: SimpleQueue[Demoted | Promoted] = SimpleQueue()
+        self._demoting: list[Lease] = []
+        self._num_staged_bytes = 0
+        self._is_stuck = False
+        self._doubted_s = clock()
+        self._arrived: deque[Promoted] = deque()
+        self._promotions: list[Promotion] = []
+        manager.attach(self)
+
+    def status(self) -> TierStatus:
+        """Return what host memory holds and has done."""
+        return self.host.status()
+
+    @property
+    def is_promoting(self) -> bool:
+        return bool(self._promotions)
+
+    # Demoting
+
+    def demote(self, encoded: bytes, blocks: list[int]) -> None:
+        """Copy the last full blocks of a context, which the device is about to give away.
+
+        On return they may be given away. Where there is no room for the copy, or where computing
+        is quicker, they are forgotten.
+        """
+        if not self._is_worth_keeping():
+            return
+        keys = self._memo.keys_of(encoded)
+        first = len(keys) - len(blocks)
+        try:
+            while first < len(keys):
+                lease = self._acquired(encoded, keys, first)
+                self._start_demotion(lease, blocks[first + lease.first - len(keys) :])
+                if not lease.keys:
+                    return
+                first += lease.first + len(lease.keys)
+        except Exception:  # of memory, mostly: what is not demoted is computed again
+            _log.exception("blocks could not be demoted")
+
+    def _acquired(self, encoded: bytes, keys: list[bytes], first: int) -> Lease:
+        """Return room for the next blocks from `first` on that host memory lacks."""
+        parent = keys[first - 1] if first else self.host.root
+        return self.host.acquire_write(parent, keys[first:], encoded[first * self._block_bytes :])
+
+    def _is_worth_keeping(self) -> bool:
+        if not self.host.num_slots:
+            return False
+        if self.rates.is_worth_keeping(self._manager.block_size, self._image_bytes):
+            return True
+        if self._clock() >= self._doubted_s + _DOUBTS_EVERY_S:
+            self._doubted_s = self._clock()
+            self.rates.doubt()
+        return False
+
+    def _start_demotion(self, lease: Lease, blocks: list[int]) -> None:
+        """Stage blocks, which begin with the lease's first, piece by piece, and have them
+        copied.
+        """
+        size = self._piece_blocks
+        pieces = [lease.part(start, start + size) for start in range(0, len(lease.keys), size)]
+        self._demoting.extend(pieces)
+        for number, piece in enumerate(pieces):
+            num_bytes = len(piece.keys) * self._image_bytes
+            is_staged = self._has_stage_for(num_bytes) and self._stage(
+                piece, blocks[number * size : number * size + len(piece.keys)], num_bytes
+            )
+            if not is_staged:  # nor is what continues it: without this it could not be found
+                for lost in pieces[number:]:
+                    self._demoting.remove(lost)
+                    self.host.complete(lost, is_filled=False)
+                return
+
+    def _stage(self, piece: Lease, blocks: list[int], num_bytes: int) -> bool:
+        try:
+            staging = self._pool.stage(blocks, self._copies.staging(len(blocks)))
+            mark = self._copies.mark()
+        except Exception:  # of memory, mostly: what is not demoted is computed again
+            _log.exception("blocks could not be staged")
+            return False
+        self._num_staged_bytes += num_bytes
+
+        def copy() -> None:
+            is_there, start_s = False, self._clock()
+            try:
+                self._copies.down(staging, piece.rows, mark)
+                self._copies.give_back(staging)
+                is_there = True
+            finally:
+                self._done.put(Demoted(piece, num_bytes, self._clock() - start_s, is_there))
+
+        self._transfer.copy(copy)
+        return True
+
+    def _has_stage_for(self, num_bytes: int) -> bool:
+        """Wait, not for long and not in vain again, until no more is staged than may be.
+
+        False if it still is then.
+        """
+        self._take_done(0.0)
+        deadline_s = time.monotonic() + _DEMOTE_PATIENCE_S
+        while self._num_staged_bytes and self._num_staged_bytes + num_bytes > _MAX_STAGED_BYTES:
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0 or self._is_stuck:
+                self._is_stuck = True
+                return False
+            self._take_done(left_s)
+        return True
+
+    def forget(self, encoded: bytes, num_kept: int) -> None:
+        """Never give out again the blocks of a context behind its first `num_kept`."""
+        self._take_done(0.0)
+        self.host.quarantine(self._memo.keys_of(encoded)[num_kept:])
+
+    def clear(self) -> None:
+        """Forget everything that is not on its way."""
+        self._take_done(0.0)
+        self.host.clear()
+
+    # Promoting
+
+    def begin(self, ids: TokenIds) -> Promotion | None:
+        """Bring up what host memory has of a prompt and the device has not; None for nothing."""
+        self._take_done(0.0)
+        size = self._manager.block_size
+        encoded = encode_ids(ids[:-1])
+        first = self._manager.num_cached_tokens(ids[:-1]) // size
+        keys = self._memo.keys_of(encoded)[first:]
+        rest = encoded[first * self._block_bytes :]
+        count = min(self._count(keys, rest), self._manager.num_available)
+        if not count or not self.rates.is_worth_fetching(count * size, count * self._image_bytes):
+            return None
+        promotion = Promotion(
+            ids=ids,
+            num_known=first * size,
+            lease=self.host.acquire_read(keys[:count], rest),
+            table=self._manager.match([*ids[: first * size], -1]),
+            deadline_s=self._clock() + self._patience_s(count * size),
+        )
+        self._promotions.append(promotion)
+        self._start_copies(promotion)
+        return promotion
+
+    def num_cached_tokens(self, ids: TokenIds, num_known: int) -> int:
+        """Return how many tokens host memory has behind the first `num_known`, in full blocks."""
+        first = num_known // self._manager.block_size
+        encoded = encode_ids(ids)
+        keys = self._memo.keys_of(encoded)[first:]
+        count = self.host.count(keys, encoded[first * self._block_bytes :])
+        return count * self._manager.block_size
+
+    def _count(self, keys: list[bytes], encoded: bytes) -> int:
+        """Return how many blocks are in host memory, those included that are just arriving there.
+
+        What has been pushed out a moment ago is worth the moment it takes.
+        """
+        deadline_s = time.monotonic() + _NEWS_PATIENCE_S
+        while True:
+            count = self.host.count(keys, encoded)
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0 or not self.host.is_filling(keys[count : count + 1]):
+                return count
+            self._take_done(left_s)
+
+    def _patience_s(self, num_tokens: int) -> float:
+        rate = self.rates.prefill_tokens_per_s
+        return max(_DEMOTE_PATIENCE_S, num_tokens / rate) if rate else 1.0
+
+    def _start_copies(self, promotion: Promotion) -> None:
+        rows = promotion.lease.rows
+        while promotion.num_in_flight < _MAX_PIECES_IN_FLIGHT and promotion.num_sent < len(rows):
+            end = min(promotion.num_sent + self._piece_blocks, len(rows))
+            self._transfer.copy(self._promote_job(promotion, rows[promotion.num_sent : end]))
+            promotion.num_sent = end
+            promotion.num_in_flight += 1
+
+    def _promote_job(
+        self, promotion: Promotion, rows: Sequence[torch.Tensor]
+    ) -> Callable[[], None]:
+        def copy() -> None:
+            images, start_s = None, self._clock()
+            try:
+                images = self._copies.up(rows)
+            finally:
+                seconds = self._clock() - start_s
+                self._done.put(Promoted(promotion, images, len(rows), seconds))
+
+        return copy
+
+    def _take_promoted(self, promoted: Promoted) -> None:
+        promotion = promoted.promotion
+        promotion.num_in_flight -= 1
+        if promoted.images is not None:
+            self.rates.note_up(promoted.num_blocks * self._image_bytes, promoted.seconds)
+        is_wanted = not promotion.is_given_up
+        if is_wanted and (promoted.images is None or not self._enter(promotion, promoted.images)):
+            promotion.give_up()
+        if promoted.images is not None:
+            self._copies.give_back(promoted.images)
+
+    def _enter(self, promotion: Promotion, images: torch.Tensor) -> bool:
+        """Enter images behind what has come up so far; false where the device has no room."""
+        size, table = self._manager.block_size, promotion.table
+        start = promotion.num_known + promotion.num_tokens
+        end = start + len(images) * size
+        try:
+            if not self._manager.reserve(table, start, end):
+                return False
+            self._pool.unstage(table.blocks[start // size : end // size], images)
+        except Exception:  # of memory, mostly: then it is computed, which says so if it cannot be
+            _log.exception("what was promoted could not be taken in")
+            return False
+        promotion.num_tokens += len(images) * size
+        self._manager.commit(table, promotion.ids, end)
+        return True
+
+    # Between steps
+
+    def settle(self, may_demote: bool) -> None:
+        """Take in what was copied, go on with what comes up, and demote cold blocks in time.
+
+        Without `may_demote` nothing is demoted before it must be: a request waits for what is
+        there.
+        """
+        self._take_done(0.0)
+        while self._arrived:
+            self._take_promoted(self._arrived.popleft())
+        for promotion in list(self._promotions):
+            self._advance(promotion)
+        if may_demote and not self._promotions:
+            self._demote_cold()
+
+    def wait_for_news(self) -> None:
+        """Wait for the next copy to be done, for a moment at most."""
+        if not self._arrived:
+            self._take_done(_NEWS_PATIENCE_S)
+
+    def _take_done(self, timeout_s: float) -> None:
+        """Take note of everything that is done; where that is nothing yet, wait for one.
+
+        What came up waits for the next `settle`: entering it may demote, which takes note too.
+        """
+        with suppress(Empty):
+            done = self._done.get(timeout=timeout_s) if timeout_s else self._done.get_nowait()
+            while True:
+                if isinstance(done, Demoted):
+                    self._note_demoted(done)
+                else:
+                    self._arrived.append(done)
+                done = self._done.get_nowait()
+
+    def _note_demoted(self, demoted: Demoted) -> None:
+        self._is_stuck = False
+        self._num_staged_bytes -= demoted.num_bytes
+        self._demoting.remove(demoted.lease)
+        self.host.complete(demoted.lease, demoted.is_there)
+        if demoted.is_there:
+            self.rates.note_down(demoted.num_bytes, demoted.seconds)
+        if not self._demoting:
+            self._keep_rates()
+
+    def _advance(self, promotion: Promotion) -> None:
+        if self._clock() > promotion.deadline_s:
+            promotion.give_up()
+        if not promotion.is_given_up:
+            self._start_copies(promotion)
+        if promotion.num_in_flight == 0:
+            end = promotion.num_known + promotion.num_tokens
+            self._manager.release(promotion.table, promotion.ids[:end])
+            self.host.release(promotion.lease)
+            self._promotions.remove(promotion)
+            promotion.is_ended = True
+            self._keep_rates()
+
+    def _keep_rates(self) -> None:
+        memory = self._memory
+        if memory is not None:
+            known = self.rates.rates()
+            self._transfer.copy(lambda: memory.write(known))
+
+    def _demote_cold(self) -> None:
+        """Demote what was used longest ago, so that free blocks are there when they are needed."""
+        status = self._manager.status()
+        if status.num_free >= max(1, int(status.num_blocks * _LOW_MARK)):
+            return
+        if self._is_worth_keeping():
+            wanted = max(2, int(status.num_blocks * _HIGH_MARK)) - status.num_free
+            self._manager.evict_cold(min(wanted, max(1, _MAX_DEMOTING_BYTES // self._image_bytes)))
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until every copy under way is done; false if that took too long."""
+        return self._transfer.flush(timeout_s)
+
+    def close(self) -> None:
+        """End the thread once what is under way is done, within bounds. Idempotent."""
+        memory, self._memory = self._memory, None
+        self._transfer.close(_CLOSE_PATIENCE_S)
+        self._take_done(0.0)
+        if memory is not None:  # the thread that does it otherwise is no more
+            memory.write(self.rates.rates())
+
+    # Self-examination
+
+    def tables(self) -> list[BlockTable]:
+        """Return the tables of what is coming up, for those who count references."""
+        return [promotion.table for promotion in self._promotions]
+
+    def check(self) -> None:
+        """Re-derive every invariant of the host tier and of what is under way."""
+        self.host.check([*self._demoting, *(promotion.lease for promotion in self._promotions)])
+        num_blocks = sum(len(lease.rows) for lease in self._demoting)
+        assert num_blocks * self._image_bytes == self._num_staged_bytes
+        assert len(self._demoting) <= 1 or self._num_staged_bytes <= _MAX_STAGED_BYTES

@@ -1,0 +1,88 @@
+"""Token ids as bytes, and the chain keys of blocks.
+
+A block's key is made of its token ids and the key of the block before it: equal keys mean equal
+contexts up to and including the block, under one identity.
+"""
+
+import hashlib
+from array import array
+from collections import deque
+
+from kvchat.core.types import TokenIds
+
+TOKEN_BYTES = array("i").itemsize
+
+
+def encode_ids(token_ids: TokenIds) -> bytes:
+    """Return token ids as the tree stores and compares them: native 32-bit integers."""
+    if isinstance(token_ids, array) and token_ids.typecode == "i":
+        return token_ids.tobytes()
+    return array("i", token_ids).tobytes()
+
+
+def common_tokens(one: bytes, other: bytes) -> int:
+    """Return how many leading token ids two encoded runs share."""
+    length = min(len(one), len(other)) // TOKEN_BYTES
+    low, high = 0, length
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[: middle * TOKEN_BYTES] == other[: middle * TOKEN_BYTES]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+KEY_BYTES = 16
+
+
+def root_key(identity: bytes) -> bytes:
+    """Return the key of the empty context of an identity."""
+    return hashlib.blake2b(identity, digest_size=KEY_BYTES, person=b"kvchat root").digest()
+
+
+def chain_keys(parent: bytes, encoded: bytes, block_bytes: int) -> list[bytes]:
+    """Return the key of every full block of `encoded` token ids that follow `parent`.
+
+    `block_bytes` is the length of a block's encoded ids; what is left over has no key.
+    """
+    keys = []
+    for start in range(0, len(encoded) - block_bytes + 1, block_bytes):
+        ids = encoded[start : start + block_bytes]
+        parent = hashlib.blake2b(parent + ids, digest_size=KEY_BYTES).digest()
+        keys.append(parent)
+    return keys
+
+
+# Contexts remembered: those that grow at the same time, in a chat a handful.
+_MAX_CONTEXTS = 8
+
+
+class ChainMemo:
+    """Chain keys below `root` of blocks of `block_bytes` encoded bytes. One thread owns a memo."""
+
+    def __init__(self, root: bytes, block_bytes: int) -> None:
+        self._root = root
+        self._block_bytes = block_bytes
+        self._contexts: deque[tuple[bytes, list[bytes]]] = deque(maxlen=_MAX_CONTEXTS)
+
+    def keys_of(self, encoded: bytes) -> list[bytes]:
+        """Return what `chain_keys` would: the key of each full block of encoded token ids."""
+        encoded = encoded[: len(encoded) // self._block_bytes * self._block_bytes]
+        for context in self._contexts:
+            known, keys = context
+            if known.startswith(encoded):
+                return keys[: len(encoded) // self._block_bytes]
+            if encoded.startswith(known):
+                self._contexts.remove(context)
+                return self._remembered(encoded, [*keys, *self._more(keys, encoded)])
+        return self._remembered(encoded, self._more([], encoded))
+
+    def _more(self, keys: list[bytes], encoded: bytes) -> list[bytes]:
+        parent = keys[-1] if keys else self._root
+        return chain_keys(parent, encoded[len(keys) * self._block_bytes :], self._block_bytes)
+
+    def _remembered(self, encoded: bytes, keys: list[bytes]) -> list[bytes]:
+        if keys:
+            self._contexts.appendleft((encoded, keys))
+        return keys[:]

@@ -1,0 +1,323 @@
+"""How fast this machine computes, reads and copies KV, and what follows from it.
+
+CopyRates decides whether host memory is worth its copies, RestorePlanner what of a context to read
+back and what to compute again meanwhile. RateMemory keeps the rates from one run to the next. The
+first two are pure arithmetic, without a clock.
+
+The front of a context can be computed while its back is read, and either may take all. With c
+seconds to compute a token, r to read one, and l to find the first, n tokens are there after
+
+    max(k c, l + (n - k) r)    where the first k are computed:  least at k = (l + n r) / (c + r)
+
+which is what Jin et al. ("Compute or Load KV Cache? Why Not Both?", 2024) do by meeting in the
+middle.
+"""
+
+import json
+import logging
+import math
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvchat.core.errors import StoreError
+from kvchat.core.paths import open_private, private_directory
+
+# The newest measurement weighs a third: machines change their mind.
+_NEWEST = 1 / 3
+# So many times quicker than what was known is no hiccup: what was known was one.
+_FAR_QUICKER = 4.0
+
+
+def moved(rate: float | None, newest: float) -> float:
+    """Return the rate to believe in after another measurement; None for the first."""
+    return newest if rate is None else rate + _NEWEST * (newest - rate)
+
+
+def moved_computing(rate: float | None, newest: float) -> float:
+    """Return as `moved` a rate of computing, which much can make slow for once and nothing quick.
+
+    The first step on a GPU compiles its kernels, which takes as long as a thousand steps: what it
+    seemed to say was kept, and believed for a dozen prompts more.
+    """
+    if rate is not None and newest > _FAR_QUICKER * rate:
+        return newest
+    return moved(rate, newest)
+
+
+_NAME = "rates.json"
+_VERSION = 1
+_MAX_SUBJECTS = 64
+_MAX_BYTES = 1 << 20
+# Rates that differ by less are the same.
+_NEWS = 0.1
+
+_log = logging.getLogger(__name__)
+
+
+class RateMemory:
+    """The rates of one `subject`, a model on a device, in `directory`; None keeps none.
+
+    Several may keep rates of the same subject, of different names or measured alike, and several
+    processes or threads write at once: the last one stands. Each memory is used by one at a time.
+    """
+
+    def __init__(self, directory: Path | None, subject: str) -> None:
+        self._path = directory / _NAME if directory is not None else None
+        self._subject = subject
+        self._written = self.read()
+
+    def read(self) -> dict[str, float]:
+        """Return the rates kept, by name."""
+        return self._read_all().get(self._subject, {})
+
+    def write(self, rates: Mapping[str, float]) -> None:
+        """Keep rates, where they are news, and leave those of other names as they are.
+
+        What cannot be written costs the next run some time.
+        """
+        if self._path is None or not self._is_news(rates):
+            return
+        subjects = self._read_all()
+        known = {**subjects.pop(self._subject, {}), **rates}
+        newest = dict([*subjects.items(), (self._subject, known)][-_MAX_SUBJECTS:])
+        fresh = self._path.with_name(f"{_NAME}.{os.getpid()}.{threading.get_ident()}")
+        try:
+            private_directory(self._path.parent)
+            descriptor = open_private(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                json.dump({"version": _VERSION, "rates": newest}, file)
+            fresh.replace(self._path)
+            self._written = known
+        except (StoreError, OSError) as error:
+            _log.warning("rates not kept: %s", error)
+            with suppress(OSError):
+                fresh.unlink(missing_ok=True)
+
+    def _is_news(self, rates: Mapping[str, float]) -> bool:
+        known = self._written
+        return any(
+            name not in known or abs(rate / known[name] - 1) > _NEWS for name, rate in rates.items()
+        )
+
+    def _read_all(self) -> dict[str, dict[str, float]]:
+        if self._path is None:
+            return {}
+        try:
+            descriptor = open_private(self._path, os.O_RDONLY)
+            with os.fdopen(descriptor, "rb") as file:
+                found = json.loads(file.read(_MAX_BYTES))
+            if found["version"] != _VERSION:
+                return {}
+            return {str(name): _sound(rates) for name, rates in found["rates"].items()}
+        except (StoreError, OSError, ValueError, LookupError, TypeError, AttributeError):
+            return {}
+        except RecursionError:
+            return {}
+
+
+def _sound(rates: Mapping[str, object]) -> dict[str, float]:
+    """Leave out what no rate can be."""
+    return {
+        str(name): float(rate)
+        for name, rate in rates.items()
+        if isinstance(rate, int | float) and math.isfinite(rate) and rate > 0
+    }
+
+
+# Below these a measurement says more about overheads than about the rate.
+_MIN_TOKENS = 64
+_MIN_BYTES = 1 << 18
+# How much quicker copying may have become between two doubts.
+_DOUBT = 1.1
+
+
+@dataclass(slots=True)
+class CopyRates:
+    """Rates of this machine, None until something was measured. One thread owns them."""
+
+    prefill_tokens_per_s: float | None = None
+    down_bytes_per_s: float | None = None
+    up_bytes_per_s: float | None = None
+
+    def rates(self) -> dict[str, float]:
+        """Return the rates that are known, by name."""
+        known = {
+            "prefill": self.prefill_tokens_per_s,
+            "down": self.down_bytes_per_s,
+            "up": self.up_bytes_per_s,
+        }
+        return {name: rate for name, rate in known.items() if rate is not None}
+
+    def begin_with(self, rates: Mapping[str, float]) -> None:
+        """Take over what an earlier process has measured, as far as this one has not."""
+        if self.prefill_tokens_per_s is None:
+            self.prefill_tokens_per_s = rates.get("prefill")
+        if self.down_bytes_per_s is None:
+            self.down_bytes_per_s = rates.get("down")
+        if self.up_bytes_per_s is None:
+            self.up_bytes_per_s = rates.get("up")
+
+    def note_prefill(self, num_tokens: int, seconds: float) -> None:
+        """Take in how long computing took."""
+        if num_tokens >= _MIN_TOKENS and seconds > 0:
+            newest = num_tokens / seconds
+            self.prefill_tokens_per_s = moved_computing(self.prefill_tokens_per_s, newest)
+
+    def note_down(self, num_bytes: int, seconds: float) -> None:
+        """Take in how long a copy from the device to host memory took."""
+        if num_bytes >= _MIN_BYTES and seconds > 0:
+            self.down_bytes_per_s = moved(self.down_bytes_per_s, num_bytes / seconds)
+
+    def note_up(self, num_bytes: int, seconds: float) -> None:
+        """Take in how long a copy from host memory to the device took."""
+        if num_bytes >= _MIN_BYTES and seconds > 0:
+            self.up_bytes_per_s = moved(self.up_bytes_per_s, num_bytes / seconds)
+
+    def is_worth_keeping(self, num_tokens: int, num_bytes: int) -> bool:
+        """Whether to copy both ways rather than compute; an unknown rate speaks for trying."""
+        ways = (self.down_bytes_per_s, self.up_bytes_per_s)
+        seconds = sum(num_bytes / rate for rate in ways if rate is not None)
+        return self._is_quicker(num_tokens, seconds)
+
+    def doubt(self) -> None:
+        """Believe a little less how slow copying is, until a copy measures it again.
+
+        Where nothing is worth keeping no copy would ever be tried, whatever one bad day measured.
+        """
+        if self.down_bytes_per_s is not None:
+            self.down_bytes_per_s *= _DOUBT
+        if self.up_bytes_per_s is not None:
+            self.up_bytes_per_s *= _DOUBT
+
+    def is_worth_fetching(self, num_tokens: int, num_bytes: int) -> bool:
+        """Whether to copy up what was copied down before, rather than compute it."""
+        rate = self.up_bytes_per_s
+        return rate is None or self._is_quicker(num_tokens, num_bytes / rate)
+
+    def _is_quicker(self, num_tokens: int, seconds: float) -> bool:
+        rate = self.prefill_tokens_per_s
+        return rate is None or seconds < num_tokens / rate
+
+
+# Below these a measurement says more about overheads than about the rate.
+
+
+# How much quicker a disk may have become with every restore that was not tried.
+
+# A plan that is not quicker by a tenth is not worth its risks.
+_WORTH = 0.9
+# What it takes to ask a tier and to hear of the first pack.
+_FINDING_S = 0.002
+# How much later than expected something may come before computing goes on without it, in parts of
+# what computing everything would take: what is awaited in vain is lost.
+_PATIENCE = 0.05
+_MIN_PATIENCE_S = 0.1
+# A tier that is still being opened is given more: it happens once, for all that comes after.
+_OPENING_PATIENCE = 0.25
+_MIN_OPENING_PATIENCE_S = 0.3
+# A slow machine's, until this one has shown its own: a short prompt must not wait for a tier that
+# is still reading gigabytes of weights to know whose KV it may give out.
+_ASSUMED_TOKENS_PER_S = 100.0
+
+
+@dataclass(slots=True)
+class RestorePlanner:
+    """Rates of this machine, None until something was measured.
+
+    `read_s` are the seconds that all reading took.
+    """
+
+    prefill_tokens_per_s: float | None = None
+    read_bytes_per_s: float | None = None
+    read_s: float = 0.0
+
+    def rates(self) -> dict[str, float]:
+        """Return the rates that are known, by name."""
+        known = {"prefill": self.prefill_tokens_per_s, "read": self.read_bytes_per_s}
+        return {name: rate for name, rate in known.items() if rate is not None}
+
+    def begin_with(self, rates: Mapping[str, float]) -> None:
+        """Take over what an earlier process has measured, as far as this one has not."""
+        if self.prefill_tokens_per_s is None:
+            self.prefill_tokens_per_s = rates.get("prefill")
+        if self.read_bytes_per_s is None:
+            self.read_bytes_per_s = rates.get("read")
+
+    def note_prefill(self, num_tokens: int, seconds: float) -> None:
+        """Take in how long computing took."""
+        if num_tokens >= _MIN_TOKENS and seconds > 0:
+            newest = num_tokens / seconds
+            self.prefill_tokens_per_s = moved_computing(self.prefill_tokens_per_s, newest)
+
+    def note_read(self, num_bytes: int, seconds: float) -> None:
+        """Take in how long reading took."""
+        self.read_s += seconds
+        if num_bytes >= _MIN_BYTES and seconds > 0:
+            self.read_bytes_per_s = moved(self.read_bytes_per_s, num_bytes / seconds)
+
+    def note_refused(self) -> None:
+        """Take in that a restore was not worth it: what is not read is not measured either.
+
+        The rate of reading is believed a little less each time, until one restore tries it again.
+        """
+        if self.read_bytes_per_s is not None:
+            self.read_bytes_per_s *= _DOUBT
+
+    def front(self, num_tokens: int, num_bytes: int) -> int:
+        """Return how many leading tokens to compute while the others, of `num_bytes` together with
+        them, are read; all of them where reading is not worth it.
+
+        An unknown rate speaks for reading everything, which measures it.
+        """
+        if self.prefill_tokens_per_s is None or self.read_bytes_per_s is None:
+            return 0
+        compute_s = 1 / self.prefill_tokens_per_s
+        read_s = num_bytes / num_tokens / self.read_bytes_per_s
+        only_reading_s = _FINDING_S + num_tokens * read_s
+        front = only_reading_s / (compute_s + read_s)
+        num_front, least_s = 0, only_reading_s
+        if front >= _MIN_TOKENS and front * compute_s < _WORTH * only_reading_s:
+            num_front, least_s = int(front), front * compute_s
+        return num_front if least_s < _WORTH * num_tokens * compute_s else num_tokens
+
+    def first_worth(self, runs: Sequence[tuple[int, int]]) -> int:
+        """Return the first of several runs to read, while those before it are computed; their
+        number where reading is not worth it. A run is its tokens and the bytes to read for them.
+
+        What `front` says of cuts anywhere, for those that a tier's packs allow.
+        """
+        if self.prefill_tokens_per_s is None or self.read_bytes_per_s is None:
+            return 0
+        num_front, num_bytes = 0, sum(size for _, size in runs)
+        only_reading_s = _FINDING_S + num_bytes / self.read_bytes_per_s
+        first, least_s = 0, only_reading_s
+        for index, (num_tokens, size) in enumerate(runs):
+            reading_s = _FINDING_S + num_bytes / self.read_bytes_per_s
+            seconds = max(num_front / self.prefill_tokens_per_s, reading_s)
+            if num_front >= _MIN_TOKENS and seconds < min(least_s, _WORTH * only_reading_s):
+                first, least_s = index, seconds
+            num_front, num_bytes = num_front + num_tokens, num_bytes - size
+        compute_s = num_front / self.prefill_tokens_per_s
+        return first if least_s < _WORTH * compute_s else len(runs)
+
+    def is_worth(self, num_tokens: int, num_bytes: int) -> bool:
+        """Whether to read anything."""
+        return self.front(num_tokens, num_bytes) < num_tokens
+
+    def patience_s(self, num_tokens: int, num_bytes: int, is_opening: bool = False) -> float:
+        """Return how long to wait for the next bytes to come up before computing meanwhile.
+
+        `num_tokens` are all that could come up; `is_opening` where the tier is.
+        """
+        if is_opening:
+            return max(_MIN_OPENING_PATIENCE_S, _OPENING_PATIENCE * self.compute_s(num_tokens))
+        expected_s = num_bytes / self.read_bytes_per_s if self.read_bytes_per_s else 0.0
+        return expected_s + max(_MIN_PATIENCE_S, _PATIENCE * self.compute_s(num_tokens))
+
+    def compute_s(self, num_tokens: int) -> float:
+        """Return how long computing takes, or would on a slow machine where nothing is known."""
+        return num_tokens / (self.prefill_tokens_per_s or _ASSUMED_TOKENS_PER_S)

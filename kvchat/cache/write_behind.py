@@ -1,0 +1,271 @@
+"""WriteBehind: which blocks of the contexts a slower tier still lacks, and how they get there.
+
+The engine's thread asks and hands over images; the transfer thread writes. A tier that refuses is
+asked again ever more rarely, with one pack at a time. Knows token ids, blocks and packs; knows no
+request.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from queue import Empty, SimpleQueue
+
+from kvchat.cache.block_manager import CacheManager
+from kvchat.cache.keys import TOKEN_BYTES, ChainMemo, encode_ids, root_key
+from kvchat.cache.tier import LogitFingerprint, PackHead, Tier
+from kvchat.cache.transfer import TransferThread
+from kvchat.core.types import TokenIds
+
+_log = logging.getLogger(__name__)
+
+PACK_BYTES = 4 << 20
+# After a write that failed nothing is offered for so long, twice as long after each further one.
+_FIRST_REST_S = 1.0
+_LONGEST_REST_S = 300.0
+_MOST_DOUBLINGS = 9
+# A chat has one or two that it waits for.
+_MAX_BACKLOG = 16
+# Of how many blocks it is remembered that they are kept: about 16 MiB of keys.
+_MOST_KEPT = 1 << 17
+# What is kept where needs no identity as long as it is asked within one process.
+_LOCAL_ROOT = root_key(b"")
+
+
+@dataclass(frozen=True, slots=True)
+class _Offer:
+    """A context to be kept: the fingerprint of its last block's last token, and who has asked
+    for it.
+    """
+
+    ids: TokenIds
+    fingerprint: LogitFingerprint | None = None
+    is_one_shot: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """Of an offered pack: how many blocks of its context the tier has, and whether it refused.
+
+    `lost` is what was offered where the tier has lost what that continues.
+    """
+
+    keys: list[bytes]
+    num_there: int
+    is_refused: bool
+    at_s: float
+    lost: _Offer | None
+
+
+class WriteBehind:
+    """Has the full blocks of one manager's contexts written behind. `clock` returns seconds.
+
+    The engine's thread owns it. Whatever goes wrong costs the next process time, and this one's
+    answers nothing.
+    """
+
+    def __init__(
+        self, manager: CacheManager, transfer: TransferThread, clock: Callable[[], float]
+    ) -> None:
+        self._manager = manager
+        self._transfer = transfer
+        self._clock = clock
+        self._image_bytes = manager.kv_pool.geometry.block_bytes
+        self._block_bytes = manager.block_size * TOKEN_BYTES
+        self._blocks_a_pack = max(1, PACK_BYTES // self._image_bytes)
+        self._memo = ChainMemo(_LOCAL_ROOT, self._block_bytes)
+        self._kept: set[bytes] = set()
+        self._outcomes: SimpleQueue[_Outcome] = SimpleQueue()
+        self._num_unheard = 0
+        self._num_refusals = 0
+        self._rests_until_s = 0.0
+        # Contexts that are to be offered once more, the oldest first.
+        self._backlog: deque[_Offer] = deque(maxlen=_MAX_BACKLOG)
+        self._tier_memo: ChainMemo | None = None  # the transfer thread's
+
+    @property
+    def has_backlog(self) -> bool:
+        """Whether something is still to be offered: there was no room for it, or its beginning
+        turned out to be gone.
+        """
+        self._learn()
+        return bool(self._backlog) and not self._transfer.is_without_tier
+
+    @property
+    def is_unheard(self) -> bool:
+        """Whether it is still to be heard what became of something that was handed over."""
+        self._learn()
+        return self._num_unheard > 0 and not self._transfer.is_without_tier
+
+    @property
+    def pack_tokens(self) -> int:
+        """Tokens of a whole pack."""
+        return self._blocks_a_pack * self._manager.block_size
+
+    def note_kept(self, ids: TokenIds, num_blocks: int) -> None:
+        """Take in that the tier has the first blocks of a context."""
+        size = self._manager.block_size
+        keys = self._memo.keys_of(encode_ids(ids[: num_blocks * size]))
+        self._remember(keys, keys)
+
+    def _remember(self, keys: list[bytes], context: list[bytes]) -> None:
+        """Know that blocks of a context are kept. Where that is too much other contexts are no
+        longer known: they are offered once more, and what the tier has is not written again.
+        """
+        if len(self._kept) + len(keys) > _MOST_KEPT:
+            self._kept.intersection_update(context)
+        self._kept.update(keys)
+
+    def note_gone(self, ids: TokenIds) -> None:
+        """Take in that the tier has lost a context."""
+        self._kept.difference_update(self._memo.keys_of(encode_ids(ids)))
+
+    def lacks(self, ids: TokenIds) -> bool:
+        """Whether a context has full blocks that are not known to be kept, and may be offered.
+
+        Where it may not, as the tier rests after it refused something, the tier hears of it.
+        """
+        self._learn()
+        if self._transfer.is_without_tier or not self._lacks_some(encode_ids(ids)):
+            return False
+        if not self._may_offer():
+            self._decline(encode_ids(ids))
+            return False
+        return True
+
+    def _lacks_some(self, encoded: bytes) -> bool:
+        return any(key not in self._kept for key in self._memo.keys_of(encoded))
+
+    def save(
+        self, ids: TokenIds, fingerprint: LogitFingerprint | None = None, is_one_shot: bool = False
+    ) -> None:
+        """Have the full blocks of a context written, as far as they are not kept yet.
+
+        `fingerprint` is that of the last block's last token; `is_one_shot` where whoever asked will
+        hardly go on.
+        """
+        self._offer(_Offer(ids, fingerprint, is_one_shot), whole_packs=False)
+
+    def go_on(self, timeout_s: float) -> None:
+        """Offer some of the backlog; wait so long for room."""
+        pack_bytes = self._blocks_a_pack * self._image_bytes
+        if self.has_backlog and self._transfer.has_room(pack_bytes, timeout_s):
+            self._offer(self._backlog.popleft(), whole_packs=False)
+
+    def save_packs(self, ids: TokenIds, is_one_shot: bool = False) -> None:
+        """Have what fills whole packs written: for a context that is still growing."""
+        self._offer(_Offer(ids, is_one_shot=is_one_shot), whole_packs=True)
+
+    def _offer(self, offer: _Offer, whole_packs: bool) -> None:
+        try:
+            self._learn()
+            if self._transfer.is_without_tier:
+                return
+            if self._may_offer():
+                self._offer_packs(offer, whole_packs)
+            elif not whole_packs and self._lacks_some(encode_ids(offer.ids)):
+                self._decline(encode_ids(offer.ids))
+        except Exception:
+            _log.exception("a context could not be kept")
+
+    def _offer_packs(self, offer: _Offer, whole_packs: bool) -> None:
+        keys = self._memo.keys_of(encode_ids(offer.ids))
+        start = next((n for n, key in enumerate(keys) if key not in self._kept), len(keys))
+        for first in range(start, len(keys), self._blocks_a_pack):
+            last = min(first + self._blocks_a_pack, len(keys))
+            is_short = last - first < self._blocks_a_pack
+            if is_short and whole_packs:
+                return
+            own = offer if last == len(keys) else replace(offer, fingerprint=None)
+            if not self._transfer.has_room((last - first) * self._image_bytes, 0.0):
+                if not whole_packs:
+                    self._backlog.append(offer)
+                return
+            if not self._offer_pack(own, first, keys[:last]):
+                return
+            if self._num_refusals:
+                return  # one pack, to see whether the tier takes anything again
+
+    def _decline(self, encoded: bytes) -> None:
+        """Have the tier know what it would be offered, if it had not refused: it costs no image."""
+        num_blocks = len(encoded) // self._block_bytes
+        whole = encoded[: num_blocks * self._block_bytes]
+        self._transfer.save(lambda tier: tier.note_declined(self._tier_keys(tier, whole), whole), 0)
+
+    def _offer_pack(self, offer: _Offer, first: int, keys: list[bytes]) -> bool:
+        image = self._manager.export(offer.ids, first, len(keys))
+        if image is None:
+            return False
+        own = replace(offer, ids=offer.ids[: len(keys) * self._manager.block_size])
+        if not self._transfer.save(
+            lambda tier: self._write(tier, own, first, image, keys), len(image)
+        ):
+            return False
+        self._remember(keys[first:], keys)
+        self._num_unheard += 1
+        return True
+
+    # What became of it
+
+    def _may_offer(self) -> bool:
+        """Whether the tier may be asked: not too soon after it refused, nor twice at once then."""
+        if not self._num_refusals:
+            return True
+        return not self._num_unheard and self._clock() >= self._rests_until_s
+
+    def _learn(self) -> None:
+        """Take in what the transfer thread has done; what is not there is to be offered again."""
+        while True:
+            try:
+                outcome = self._outcomes.get_nowait()
+            except Empty:
+                return
+            self._num_unheard -= 1
+            self._kept.difference_update(outcome.keys[outcome.num_there :])
+            if outcome.lost is not None:
+                self._offer_again(outcome.lost)
+            if outcome.is_refused:
+                num_doublings = min(self._num_refusals, _MOST_DOUBLINGS)
+                rest_s = min(_LONGEST_REST_S, _FIRST_REST_S * 2**num_doublings)
+                self._num_refusals += 1
+                self._rests_until_s = outcome.at_s + rest_s
+            elif outcome.num_there == len(outcome.keys):
+                self._num_refusals = 0
+
+    def _offer_again(self, offer: _Offer) -> None:
+        """Once for all packs of a context, the last of which holds the others."""
+        if self._backlog and self._backlog[-1].ids == offer.ids[: len(self._backlog[-1].ids)]:
+            self._backlog.pop()
+        self._backlog.append(offer)
+
+    # On the transfer thread
+
+    def _write(
+        self, tier: Tier, offer: _Offer, first: int, image: memoryview, keys: list[bytes]
+    ) -> None:
+        """Write what nobody else has written meanwhile.
+
+        A pack whose parents are missing could never be found, and is not written by itself.
+        """
+        num_there, is_written, encoded = 0, False, encode_ids(offer.ids)
+        try:
+            tier_keys = self._tier_keys(tier, encoded)
+            found = tier.find(tier_keys, encoded, offer.is_one_shot)
+            num_there = sum(run.num_blocks for run in found)
+            is_wanted = first <= num_there < len(keys)
+            if is_wanted:
+                parent = tier_keys[num_there - 1] if num_there else tier.root
+                rest = encoded[num_there * self._block_bytes :]
+                head = PackHead(parent, rest, fingerprint=offer.fingerprint)
+                missing = image[(num_there - first) * self._image_bytes :]
+                is_written = tier.write(head, missing, offer.is_one_shot)
+        finally:
+            is_refused = not is_written and first <= num_there < len(keys)
+            lost = offer if num_there < first else None
+            num_there = len(keys) if is_written else num_there
+            self._outcomes.put(_Outcome(keys, num_there, is_refused, self._clock(), lost))
+
+    def _tier_keys(self, tier: Tier, encoded: bytes) -> list[bytes]:
+        if self._tier_memo is None:
+            self._tier_memo = ChainMemo(tier.root, self._block_bytes)
+        return self._tier_memo.keys_of(encoded)

@@ -1,0 +1,107 @@
+"""AskOptions: how answers are generated; and how one option is changed by its flag's name.
+
+Pure: options in, options out. SamplingParams checks the values.
+"""
+
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+
+from kvchat.core.errors import UsageError
+from kvchat.core.types import SamplingParams
+
+# The sampling parameters that a user may choose, and the type of each.
+SAMPLING_KINDS: dict[str, type[int] | type[float]] = {
+    "temperature": float,
+    "top_p": float,
+    "top_k": int,
+    "min_p": float,
+    "repetition_penalty": float,
+}
+SAMPLING_NAMES = frozenset(SAMPLING_KINDS)
+
+
+@dataclass(frozen=True, slots=True)
+class AskOptions:
+    """How answers are generated. `seed` None draws a new seed for every answer.
+
+    `chosen` names the sampling parameters that are somebody's wish and not a model's own.
+    `is_one_shot` says that whoever begins a conversation will hardly go on with it. Going on with
+    one is the proof that it was none.
+    """
+
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    seed: int | None = None
+    max_tokens: int | None = None
+    stops: tuple[str, ...] = ()
+    num_samples: int = 1
+    is_one_shot: bool = False
+    chosen: frozenset[str] = SAMPLING_NAMES
+
+    def for_model(self, defaults: Mapping[str, float]) -> "AskOptions":
+        """The same with what a model's author recommends, wherever nothing was chosen."""
+        plain = asdict(SamplingParams())
+        own = {
+            name: type(plain[name])(defaults.get(name, plain[name]))
+            for name in SAMPLING_NAMES - self.chosen
+        }
+        return replace(self, sampling=replace(self.sampling, **own))
+
+    def resolved_sampling(self) -> SamplingParams:
+        seed = self.seed if self.seed is not None else secrets.randbits(62)
+        return replace(self.sampling, seed=seed)
+
+
+_SAMPLING = {name.replace("_", "-"): kind for name, kind in SAMPLING_KINDS.items()}
+_OTHERS = ("seed", "max-tokens", "stop")
+NAMES = (*_SAMPLING, *_OTHERS)
+_UNSET = ("none", "off", "default", "random")
+
+
+def describe(options: AskOptions) -> list[tuple[str, str]]:
+    """Return every setting and its value, for people."""
+    sampling = options.sampling
+    values = [(name, f"{getattr(sampling, name.replace('-', '_')):g}") for name in _SAMPLING]
+    values.append(("seed", "a new one per answer" if options.seed is None else str(options.seed)))
+    values.append(("max-tokens", str(options.max_tokens or "as many as fit")))
+    values.append(("stop", ", ".join(repr(stop) for stop in options.stops) or "none"))
+    return values
+
+
+def changed(options: AskOptions, name: str, text: str) -> AskOptions:
+    """Return options with one setting changed; raises UsageError for what cannot be."""
+    name = name.lower().replace("_", "-").removeprefix("--")
+    if name in _SAMPLING:
+        value = _read(name, text, _SAMPLING[name])
+        field = name.replace("-", "_")
+        sampling = replace(options.sampling, **{field: value})  # type: ignore[arg-type]
+        return replace(options, sampling=sampling, chosen=options.chosen | {field})
+    if name not in _OTHERS:
+        raise UsageError(f"{name} is no setting.", f"There are: {', '.join(NAMES)}.")
+    is_unset = text.lower() in _UNSET
+    if name == "seed":
+        return replace(options, seed=None if is_unset else int(str(_read(name, text, int))))
+    if name == "stop":
+        return replace(options, stops=() if is_unset else (*options.stops, _unquoted(text)))
+    limit = None if is_unset else int(str(_read(name, text, int)))
+    if limit is not None and limit < 1:
+        raise UsageError(f"max-tokens is {limit}, but must be 1 or more.")
+    return replace(options, max_tokens=limit)
+
+
+def _read(name: str, text: str, kind: Callable[[str], object]) -> object:
+    try:
+        return kind(text)
+    except ValueError as error:
+        wanted = "a whole number" if kind is int else "a number"
+        raise UsageError(f"{name} is {text!r}, but must be {wanted}.") from error
+
+
+def _unquoted(text: str) -> str:
+    """Return a stop string with its quotes off and \\n, \\t meant as such."""
+    if len(text) >= 2 and text[0] == text[-1] and text[0] in "\"'":
+        text = text[1:-1]
+    text = text.replace("\\n", "\n").replace("\\t", "\t")
+    if not text:
+        raise UsageError("An empty stop text would stop everything.")
+    return text

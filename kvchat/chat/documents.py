@@ -1,0 +1,203 @@
+"""Conversations as documents: Markdown, JSON messages and session files out; the last two in.
+
+Markdown and JSON hold the current path; branches beside it are in the session file only. A written
+document shows nothing that acts on a terminal; json and jsonl read back the same all the same.
+"""
+
+import json
+import os
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from kvchat.chat.conversation import NO_TOKENIZER, Conversation, Role, Turn
+from kvchat.chat.session_file import end_line, read_session, tip_line, title_line, turn_line
+from kvchat.chat.store import MAX_SESSION_BYTES, SessionStore, new_session_id
+from kvchat.chat.thinking import split_thinking
+from kvchat.core.bounded_files import read_bounded
+from kvchat.core.config import shown
+from kvchat.core.errors import SessionNotFound, StoreError, UsageError
+from kvchat.core.text import sanitize, sanitize_json
+from kvchat.core.types import FinishReason
+
+_NAMES = {Role.USER: "You", Role.ASSISTANT: "Assistant"}
+
+
+def to_markdown(conversation: Conversation) -> str:
+    """Return the path to the tip as Markdown; thinking is left out."""
+    parts = [f"# {conversation.label or conversation.session_id}\n"]
+    if conversation.system:
+        parts.append(f"> {conversation.system}\n")
+    for turn in conversation.path():
+        text = split_thinking(turn.text)[1] if turn.role is Role.ASSISTANT else turn.text
+        cut = "\n\n*(cut off)*" if turn.is_partial else ""
+        parts.append(f"**{_NAMES[turn.role]}:** {text}{cut}\n")
+    return "\n".join(parts)
+
+
+def to_messages(conversation: Conversation) -> list[dict[str, str]]:
+    """Return the path to the tip as role and content pairs, the system prompt first."""
+    messages = []
+    if conversation.system:
+        messages.append({"role": "system", "content": conversation.system})
+    for turn in conversation.path():
+        messages.append({"role": turn.role.value, "content": turn.text})
+    return messages
+
+
+def to_json(conversation: Conversation) -> str:
+    """Return the messages as a JSON document."""
+    return json.dumps({"messages": to_messages(conversation)}, ensure_ascii=False, indent=2) + "\n"
+
+
+def read_messages(text: str) -> tuple[str | None, list[tuple[Role, str]]]:
+    """Read a JSON document of messages: the system prompt, and the turns in order.
+
+    Takes a list of messages or an object that has one. Raises UsageError for anything else.
+    """
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(
+            "The file is neither a session nor JSON messages.",
+            "Export as json or jsonl to import again.",
+        ) from error
+    messages = content.get("messages") if isinstance(content, dict) else content
+    if not isinstance(messages, list):
+        raise UsageError("The file has no list of messages.")
+    return parse_messages(messages)
+
+
+def parse_messages(messages: list[Any]) -> tuple[str | None, list[tuple[Role, str]]]:
+    """Check role and content pairs; raises UsageError naming the first that cannot be used."""
+    system = None
+    turns: list[tuple[Role, str]] = []
+    for number, message in enumerate(messages, start=1):
+        role = message.get("role") if isinstance(message, dict) else None
+        text = message.get("content") if isinstance(message, dict) else None
+        if not isinstance(text, str):
+            raise UsageError(f"Message {number} has no text.")
+        if role == "system" and number == 1:
+            system = text
+        elif role in (Role.USER.value, Role.ASSISTANT.value):
+            turns.append((Role(role), text))
+        else:
+            raise UsageError(f"Message {number} has the role {shown(role)}.")
+        if turns and turns[0][0] is Role.ASSISTANT:  # templates open a context with a question
+            raise UsageError(
+                f"Message {number} is the assistant's, but the first has to be the user's."
+            )
+    return system, turns
+
+
+_PRIVATE = 0o600
+KINDS = ("md", "json", "jsonl")
+
+
+def kind_of(path: Path) -> str:
+    """The kind that a file's ending names; Markdown unless it names one."""
+    suffix = path.suffix.removeprefix(".")
+    return suffix if suffix in KINDS else "md"
+
+
+def document(conversation: Conversation, kind: str) -> str:
+    """The messages as Markdown or JSON."""
+    if kind == "json":
+        return sanitize_json(to_json(conversation))
+    return sanitize(to_markdown(conversation))
+
+
+def saved_document(store: SessionStore, session_id: str) -> str:
+    """The jsonl file that a conversation is saved in, branches and all.
+
+    A damaged one is given out as it is, but for bytes that are no text.
+    """
+    return sanitize_json(store.read_bytes(session_id).decode(errors="replace"))
+
+
+def write_new(path: Path, content: str) -> None:
+    """Write a file that must not exist yet, and that only its user may read.
+
+    Raises UsageError if there is one, StoreError if it cannot be written.
+    A file that could not be written whole is taken away again.
+    """
+    try:
+        file = open(path, "x", encoding="utf-8", opener=_open_private)  # noqa: SIM115
+    except FileExistsError as error:
+        raise UsageError(f"{path} exists already.", "Choose another name.") from error
+    except OSError as error:
+        raise StoreError(f"{path} cannot be written: {error.strerror}.") from error
+    try:
+        with file:
+            file.write(content)
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        raise StoreError(f"{path} cannot be written: {error.strerror}.") from error
+
+
+def _open_private(path: str, flags: int) -> int:
+    return os.open(path, flags, _PRIVATE)
+
+
+def import_file(store: SessionStore, path: Path) -> str:
+    """Add the conversation in a file to the store and return its new id.
+
+    The file stays as it is. Raises `UsageError` if it cannot be read or holds no messages, and
+    `StoreError` if it is a session no version can read, or if the copy cannot be saved.
+    """
+    try:
+        data = read_bounded(path, MAX_SESSION_BYTES)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}.") from error
+    conversation = _from_session(data, path.name)
+    if conversation is None:
+        conversation = _from_messages(data)
+    if not len(conversation):
+        raise UsageError(f"{path} holds no messages.")
+    log = store.create(conversation, "")
+    for turn in conversation.turns():
+        log.write(turn_line(turn))
+        if turn.finish is not None:
+            log.write(end_line(turn.turn_id, turn.finish, {}))
+    log.write(tip_line(conversation.tip_id))
+    log.write(title_line(conversation.title), durable=True)
+    if (problem := log.close()) is not None:
+        with suppress(StoreError, SessionNotFound):
+            store.remove(conversation.session_id)
+        raise StoreError(f"{path} is not imported: {problem}")
+    return conversation.session_id
+
+
+def _from_session(data: bytes, name: str) -> Conversation | None:
+    if not data.startswith(b'{"kvchat"'):
+        return None
+    original = read_session(data, name).conversation
+    copy = Conversation(new_session_id(), original.created_s, original.system)
+    copy.title = original.label
+    for turn in original.turns():
+        copy.add(turn)
+    copy.move_tip(original.tip_id)
+    return copy
+
+
+def _from_messages(data: bytes) -> Conversation:
+    system, messages = read_messages(data.decode("utf-8", errors="replace"))
+    now_s = time.time()
+    conversation = Conversation(new_session_id(), now_s, system)
+    for role, text in messages:
+        is_answer = role is Role.ASSISTANT
+        conversation.add(
+            Turn(
+                turn_id=conversation.next_turn_id,
+                parent_id=conversation.tip_id,
+                role=role,
+                text=text,
+                token_ids=(),
+                tokenizer=NO_TOKENIZER,
+                created_s=now_s,
+                system=system if not conversation.tip_id else None,
+                finish=FinishReason.STOP if is_answer else None,
+            )
+        )
+    return conversation

@@ -1,0 +1,86 @@
+"""Text from outside: what of it may reach a terminal, and the whole numbers that users type.
+
+Everything that comes from a model, a file, a title or metadata passes through `sanitize` before it
+is drawn or piped. It maps single characters, so there is no state to fool: an escape sequence
+becomes visible text.
+"""
+
+import re
+
+_VISIBLE_ESCAPE = "␛"
+_REPLACEMENT = "\ufffd"
+
+_DROPPED = (
+    *range(0x09),  # C0 but for tab, line feed and carriage return
+    *range(0x0B, 0x0D),
+    *range(0x0E, 0x1B),
+    *range(0x1C, 0x20),
+    *range(0x7F, 0xA0),  # DEL and C1: 0x9b alone is a CSI to some terminals
+    0x200B,  # zero width space
+    *range(0x202A, 0x202F),  # bidirectional embeddings and overrides
+    *range(0x2066, 0x206A),  # bidirectional isolates
+    0xFEFF,  # byte order mark
+    *range(0xFFF9, 0xFFFC),  # interlinear annotations
+)
+_TABLE: dict[int, str | None] = {
+    **dict.fromkeys(_DROPPED),
+    0x1B: _VISIBLE_ESCAPE,
+    0x2028: "\n",
+    0x2029: "\n",
+    **dict.fromkeys(range(0xD800, 0xE000), _REPLACEMENT),  # lone surrogates cannot be encoded
+}
+_SUSPECT = re.compile("[" + "".join(re.escape(chr(code)) for code in _TABLE) + "]")
+
+
+def sanitize_characters(text: str) -> str:
+    """Map every character that could act; carriage returns are left alone."""
+    return text.translate(_TABLE) if _SUSPECT.search(text) else text
+
+
+def sanitize(text: str) -> str:
+    """Return whole text as it may be shown: lines end in a line feed, nothing acts."""
+    return sanitize_characters(text.replace("\r\n", "\n").replace("\r", "\n"))
+
+
+def sanitize_json(document: str) -> str:
+    """Return a JSON document that reads back the same and shows nothing that acts.
+
+    Such characters stand in its strings only, where JSON has escapes for them.
+    """
+    return _SUSPECT.sub(lambda match: f"\\u{ord(match[0]):04x}", document)
+
+
+def one_line(text: str, max_chars: int = 80) -> str:
+    """Return text as a title or a file name may be shown: one safe line, cut if it is long."""
+    line = " ".join(sanitize(text).split())
+    return line if len(line) <= max_chars else line[: max_chars - 1].rstrip() + "…"
+
+
+class Sanitizer:
+    """`sanitize` for text that comes in pieces, however they are cut."""
+
+    def __init__(self) -> None:
+        self._ended_with_return = False
+
+    def feed(self, text: str) -> str:
+        """Take more text; return what of it may be shown."""
+        if not text:
+            return ""
+        if self._ended_with_return and text[0] == "\n":
+            text = text[1:]
+            self._ended_with_return = False
+            if not text:
+                return ""
+        self._ended_with_return = text[-1] == "\r"
+        return sanitize(text)
+
+
+_MAX_DIGITS = 9
+
+
+def whole_number(text: str) -> int | None:
+    """Return the number that decimal digits spell, None for anything else and for absurd lengths.
+
+    `str.isdigit` is true of superscripts, and `int` raises ValueError for thousands of digits.
+    """
+    return int(text) if text.isdecimal() and len(text) <= _MAX_DIGITS else None

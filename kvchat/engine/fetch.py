@@ -1,0 +1,173 @@
+"""Fetcher: KV that slower tiers have of the prompts, brought to the device before they run.
+
+Host memory comes first (a promotion), and what only the disk has behind it (a restore). A prefetch
+is the same for a context that no request has asked for yet. Computes nothing.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvchat.engine.request import Request, State
+
+if TYPE_CHECKING:
+    from kvchat.cache.connector import KvConnector
+    from kvchat.cache.host_offload import HostOffload, Promotion
+    from kvchat.cache.restore import Restore
+
+
+@dataclass(slots=True, eq=False)
+class _Prefetch:
+    """A context that no request has asked for yet; `restore` follows the promotion."""
+
+    ids: tuple[int, ...]
+    promotion: "Promotion | None"
+    restore: "Restore | None"
+
+    @property
+    def is_promoting(self) -> bool:
+        return self.promotion is not None and not self.promotion.is_over
+
+    @property
+    def is_over(self) -> bool:
+        return not self.is_promoting and (self.restore is None or self.restore.is_over)
+
+    def give_up(self) -> None:
+        if self.promotion is not None:
+            self.promotion.give_up()
+        if self.restore is not None:
+            self.restore.give_up()
+
+
+class Fetcher:
+    """Begins and settles the promotions and restores of one engine, from `offload` and `connector`.
+
+    One prefetch at a time: the newest is the likeliest.
+    """
+
+    def __init__(
+        self, connector: "KvConnector | None", offload: "HostOffload | None" = None
+    ) -> None:
+        self._connector = connector
+        self._offload = offload
+        self._prefetch: _Prefetch | None = None
+        # Their restore follows their promotion.
+        self._promoting: list[Request | _Prefetch] = []
+
+    @property
+    def is_prefetching(self) -> bool:
+        return self._prefetch is not None and not self._prefetch.is_over
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether copies from host memory are, given up or not.
+
+        They hold blocks until they are done.
+        """
+        return self._offload is not None and self._offload.is_promoting
+
+    def prefetch(self, token_ids: Sequence[int]) -> None:
+        """Bring a context's KV up for a request that will probably follow."""
+        self.give_up_prefetch()
+        self._prefetch = _Prefetch((*token_ids, 0), None, None)
+        self._begin(self._prefetch)
+
+    def begin(self, request: Request) -> None:
+        """Begin to bring a prompt's KV up, or go on with the prefetch of it."""
+        prefetch = self._prefetch
+        if prefetch is not None:
+            context = prefetch.ids[:-1]
+            if list(context) == list(request.ids[: len(context)]):
+                self._prefetch = None
+                request.promotion, request.restore = prefetch.promotion, prefetch.restore
+                if prefetch.restore is not None and self._connector is not None:
+                    self._connector.restorer.hand_over(prefetch.restore)
+                if prefetch in self._promoting:
+                    self._promoting.remove(prefetch)
+                    self._promoting.append(request)
+                if request.promotion is not None or request.restore is not None:
+                    return
+        self.give_up_prefetch()
+        self._begin(request)
+
+    def _begin(self, waiter: "Request | _Prefetch") -> None:
+        if self._offload is not None:
+            waiter.promotion = self._offload.begin(waiter.ids)
+        if waiter.promotion is not None:
+            self._promoting.append(waiter)
+        else:
+            self._restore(waiter)
+
+    def _restore(self, waiter: "Request | _Prefetch") -> None:
+        """Ask the disk; for what no request has asked for yet nobody would compute a front."""
+        if self._connector is None:
+            return
+        if isinstance(waiter, _Prefetch):
+            waiter.restore = self._connector.begin(waiter.ids, is_prefetch=True)
+        else:
+            is_one_shot = waiter.spec.is_one_shot
+            waiter.restore = self._connector.begin(waiter.ids, is_one_shot=is_one_shot)
+
+    def promote(self, request: Request) -> bool:
+        """Whether some of a request that is about to run comes up from host memory first.
+
+        Asked once each time it begins to wait: it may have waited long, or been sent back.
+        """
+        if self._offload is None or request.promotion is not None:
+            return False
+        request.promotion = self._offload.begin(request.ids)
+        return request.promotion is not None
+
+    def give_up_prefetch(self) -> None:
+        if self._prefetch is not None:
+            self._prefetch.give_up()
+        self._prefetch = None
+
+    def give_up(self, requests: Sequence[Request]) -> None:
+        """End everything, or the disk's reader would wait for a place to put a piece."""
+        self.give_up_prefetch()
+        self._promoting.clear()
+        for request in requests:
+            if request.promotion is not None:
+                request.promotion.give_up()
+            if request.restore is not None:
+                request.restore.give_up()
+
+    def settle(self, requests: Sequence[Request]) -> bool:
+        """Take in what slower tiers have delivered; whether a request still waits for more.
+
+        Where all requests wait it waits with them, for the next delivery or a moment.
+        """
+        num_waiting = sum(request.awaits_kv for request in requests) + self.is_prefetching
+        is_idle = not any(request.state is State.RUNNING for request in requests)
+        if (num_waiting and num_waiting >= len(requests)) or (is_idle and self.is_under_way):
+            self._wait_for_news()
+        if self._offload is not None:
+            self._offload.settle(may_demote=not (num_waiting or self._live_restores(requests)))
+        self._follow_promotions()
+        for restore in self._live_restores(requests):
+            assert self._connector is not None
+            self._connector.settle(restore)
+        return any(request.awaits_kv for request in requests) or self.is_prefetching
+
+    def _wait_for_news(self) -> None:
+        if self._offload is not None and self.is_under_way:
+            self._offload.wait_for_news()
+        elif self._connector is not None:
+            self._connector.wait_for_news()
+
+    def _follow_promotions(self) -> None:
+        """Where a promotion is over, go on with what the disk has behind it."""
+        for waiter in list(self._promoting):
+            if waiter.promotion is not None and not waiter.promotion.is_over:
+                continue
+            self._promoting.remove(waiter)
+            is_wanted = isinstance(waiter, _Prefetch) or waiter.state is State.WAITING
+            if is_wanted:
+                self._restore(waiter)
+
+    def _live_restores(self, requests: Sequence[Request]) -> "list[Restore]":
+        restores = [request.restore for request in requests]
+        if self._prefetch is not None:
+            restores.append(self._prefetch.restore)
+        return [restore for restore in restores if restore is not None and not restore.is_over]

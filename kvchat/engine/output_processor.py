@@ -1,0 +1,236 @@
+"""OutputProcessor: drawn tokens make requests grow, fork and end, and become events.
+
+Knows when a request is done. Knows no logits, no text and no plans.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from kvchat.cache.block_manager import BlockTable, CacheManager
+from kvchat.core.errors import GenerationError, KvchatError
+from kvchat.core.events import (
+    PrefillProgress,
+    RequestEvent,
+    RequestFailed,
+    SampleFinished,
+    TokensGenerated,
+)
+from kvchat.core.types import CachedTokens, FinishReason
+from kvchat.engine.kv_verifier import KvVerifier
+from kvchat.engine.request import Request, State
+from kvchat.engine.scheduler import ScheduledRequest, Scheduler
+from kvchat.engine.speculation import accepted_len
+
+_log = logging.getLogger(__name__)
+
+
+class OutputProcessor:
+    """Appends to the requests of one scheduler, and ends them.
+
+    `max_context` bounds prompt and completion together; `clock` returns seconds. Finished contexts
+    are left to `kv_verifier` to be kept.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        cache: CacheManager,
+        kv_verifier: KvVerifier,
+        max_context: int,
+        clock: Callable[[], float],
+    ) -> None:
+        self._scheduler = scheduler
+        self._cache = cache
+        self._kv_verifier = kv_verifier
+        self._max_context = max_context
+        self._clock = clock
+
+    def mark_started(self, plan: Sequence[ScheduledRequest]) -> None:
+        now_s = self._clock()
+        for scheduled in plan:
+            if scheduled.request.clock.started_s is None:
+                scheduled.request.clock.started_s = now_s
+
+    def advance(
+        self, plan: Sequence[ScheduledRequest], tokens: dict[ScheduledRequest, list[int]]
+    ) -> list[RequestEvent]:
+        """Count what was computed, enter full blocks in the tree, and append what was drawn."""
+        events: list[RequestEvent] = []
+        for scheduled in plan:
+            request = scheduled.request
+            if request.state is State.FINISHED:
+                continue  # it has failed with another of its samples
+            assert request.table is not None
+            request.num_computed += scheduled.num_tokens
+            self._cache.commit(request.table, request.ids, request.num_computed)
+            if request.num_generated == 0:
+                events.append(_progress(request))
+            if scheduled.drafts:
+                events.extend(self._append_verified(request, scheduled.drafts, tokens[scheduled]))
+            elif scheduled in tokens:
+                events.extend(self._append_drawn(request, tokens[scheduled]))
+            if request.table is not None:
+                self._cache.rewind(request.table, len(request.ids))
+        return events
+
+    def _append_verified(
+        self, request: Request, drafts: Sequence[int], tokens: Sequence[int]
+    ) -> list[RequestEvent]:
+        """Append the accepted drafts and the token drawn after them, until one ends the request.
+
+        The KV of an accepted draft is there already; that of the others is never read.
+        """
+        num_accepted = accepted_len(drafts, tokens)
+        start = len(request.ids)
+        ending: list[RequestEvent] = []
+        for index in range(num_accepted + 1):
+            is_accepted = index < num_accepted
+            request.drafting.num_accepted += is_accepted
+            ending = self._append(request, tokens[index], is_accepted)
+            if ending:
+                break
+        return [*_generated(request, start), *ending]
+
+    def _append_drawn(self, request: Request, tokens: list[int]) -> list[RequestEvent]:
+        """Append one drawn token to the request, and one each to the siblings it forks into."""
+        events: list[RequestEvent] = []
+        siblings = self._fork(request)
+        for sibling, token in zip([request, *siblings], tokens, strict=True):
+            if sibling.state is not State.FINISHED:  # or it has failed with another sample
+                start = len(sibling.ids)
+                ending = self._append(sibling, token, is_computed=False)
+                events.extend([*_generated(sibling, start), *ending])
+        return events
+
+    def _fork(self, request: Request) -> list[Request]:
+        """Make the siblings that share the prompt's blocks from here on."""
+        assert request.table is not None
+        siblings = []
+        for number in range(1, 1 + request.num_siblings_to_fork):
+            table = self._cache.fork(request.table, request.num_computed)
+            sibling = request.sibling(number, table)
+            self._scheduler.add(sibling)
+            siblings.append(sibling)
+        request.num_siblings_to_fork = 0
+        return siblings
+
+    def _append(self, request: Request, token: int, is_computed: bool) -> list[RequestEvent]:
+        """Append a token, whose KV may be there already; return what ends the request, if any."""
+        now_s = self._clock()
+        if request.clock.first_token_s is None:
+            request.clock.first_token_s = now_s
+        request.clock.last_token_s = now_s
+        if token in request.spec.stop_token_ids:
+            request.stop_token = token
+            return [self._finish(request, FinishReason.STOP)]
+        request.ids.append(token)
+        request.num_computed += is_computed
+        try:
+            is_stopped = request.watcher is not None and request.watcher.feed(token)
+        except Exception as error:  # a watcher reads text, which is not the engine's own work
+            _log.error("a stop watcher failed", exc_info=error)
+            failure = GenerationError("Looking for stop strings failed.", "Answer without --stop.")
+            return self.fail(request, failure)
+        if is_stopped:
+            return [self._finish(request, FinishReason.STOP)]
+        if self._is_at_limit(request):
+            return [self._finish(request, FinishReason.LENGTH)]
+        return []
+
+    def _is_at_limit(self, request: Request) -> bool:
+        limit = request.spec.max_tokens
+        if limit is not None and request.num_generated >= limit:
+            return True
+        return len(request.ids) >= self._max_context
+
+    def _finish(self, request: Request, reason: FinishReason) -> SampleFinished:
+        computed = request.ids[: request.num_computed]
+        self._scheduler.finish(request)
+        self._kv_verifier.save(computed, request.spec.is_one_shot)
+        timing = request.clock.timing(self._clock())
+        return SampleFinished(
+            request.request_id,
+            request.sample,
+            reason,
+            request.usage(),
+            timing,
+            request.stop_token,
+            request.miss_reason,
+        )
+
+    def end_cancelled(self) -> list[RequestEvent]:
+        """End what was cancelled since the last step; what was generated stays."""
+        events: list[RequestEvent] = []
+        for request in self._scheduler.requests():
+            if request.cancelled_for is not None:
+                ending = self._finish(request, request.cancelled_for)
+                # OutputProcessor that were still to fork end with it: every sample has an end.
+                samples = range(request.sample, request.sample + 1 + request.num_siblings_to_fork)
+                events.extend(replace(ending, sample=sample) for sample in samples)
+        return events
+
+    def end_stuck(self) -> list[RequestEvent]:
+        """With nothing running and nothing admissible, waiting longer would not help."""
+        events: list[RequestEvent] = []
+        for request in self._scheduler.requests():
+            self._scheduler.finish(request)
+            error = GenerationError("The cache has no room for this request.")
+            events.append(RequestFailed(request.request_id, error))
+        return events
+
+    def fail_all(self, error: KvchatError) -> list[RequestEvent]:
+        """End every request; those that cannot even be released are let go of as they are."""
+        events: list[RequestEvent] = []
+        for request in self._scheduler.requests():
+            try:
+                self._scheduler.finish(request)
+            except Exception:
+                _log.exception("a request could not be released")
+                self._scheduler.drop(request)
+            if all(event.request_id != request.request_id for event in events):
+                events.append(RequestFailed(request.request_id, error))
+        return events
+
+    def fail(self, failed: Request, error: KvchatError) -> list[RequestEvent]:
+        """End a request, all its samples; what they had computed before stays, if it is numbers.
+
+        A chunk whose keys or values are none fails no step by itself, but all that look back at it.
+        """
+        with_nan = []
+        for request in self._scheduler.requests():
+            if request.request_id != failed.request_id:
+                continue
+            if request.table is not None:
+                num_finite = self._num_finite(request.table, request.num_computed)
+                if num_finite < request.num_computed:
+                    with_nan.append((request.ids[: request.num_computed], num_finite))
+                    request.num_computed = num_finite
+            self._scheduler.finish(request)
+        for token_ids, num_finite in with_nan:
+            self._cache.forget(token_ids, num_finite)
+        return [RequestFailed(failed.request_id, error)]
+
+    def _num_finite(self, table: BlockTable, num_computed: int) -> int:
+        """Return how many tokens' KV can stay: none, where there is no memory to look at it."""
+        try:
+            self._cache.zero(table, num_computed)
+            return self._cache.num_finite(table, num_computed)
+        except (RuntimeError, MemoryError):  # of which torch's own out of memory is one
+            _log.warning("KV of a failed request could not be looked at, and goes")
+            return 0
+
+
+def _generated(request: Request, start: int) -> list[TokensGenerated]:
+    """Return the event of the tokens from `start` on; none where there are none."""
+    token_ids = tuple(request.ids[start:])
+    return [TokensGenerated(request.request_id, request.sample, token_ids)] if token_ids else []
+
+
+def _progress(request: Request) -> PrefillProgress:
+    return PrefillProgress(
+        request.request_id,
+        request.cached or CachedTokens(),
+        request.num_computed,
+        request.num_prompt_tokens,
+    )

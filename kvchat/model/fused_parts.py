@@ -1,0 +1,582 @@
+"""Parts of a decoder layer as few operations: linear layers, norms, gated MLPs, attention.
+
+On a GPU a part takes one kernel for several operations. On a CPU linear layers that share an input
+are one product, with weights laid out for few rows, and oneDNN sees few shapes: it compiles a
+product for every shape it meets, keeps 1,024 of them, and so grew by a gigabyte over a chat.
+
+Each part is made from modules recognised by what they hold. Whether it was recognised rightly is
+checked in `fuse_search`, by running both.
+"""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.nn.functional import linear
+
+from kvchat.model.batch import ForwardBatch
+from kvchat.model.hf_adapter import LayerBinding
+from kvchat.model.spec import LayerSpec
+from kvchat_kernels.cpu_products import linear_of_few_sizes, multiplies_in
+from kvchat_kernels.kv_write import kv_write
+from kvchat_kernels.paged_attention import paged_attention
+from kvchat_kernels.paged_attention.cpu_step import FusedStep, fused_step
+from kvchat_kernels.rms_norm import add_rms_norm, rms_norm
+from kvchat_kernels.rope_kv_write import HeadNorms, Rotation, StepKv, rope_kv_write
+from kvchat_kernels.silu_mul import gelu_tanh_mul, silu_mul
+from kvchat_kernels.skinny_linear import skinny_linear
+
+Gate = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+# Activations by the names of their classes, torch's own and transformers'.
+_GATES: dict[str, Gate] = {
+    "SiLU": silu_mul,
+    "SiLUActivation": silu_mul,
+    "GELUTanh": gelu_tanh_mul,
+    "PytorchGELUTanh": gelu_tanh_mul,
+}
+
+
+def takes_kernels(x: torch.Tensor) -> bool:
+    """Tell whether operations on `x` go through kernels of kvchat_kernels."""
+    return x.is_cuda
+
+
+def gate_of(act: Callable[[torch.Tensor], torch.Tensor]) -> Gate | None:
+    """Return what computes act(gate) * up at once, None where nothing does."""
+    return _GATES.get(type(act).__name__) if isinstance(act, nn.Module) else None
+
+
+def few_rows_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """Return what torch's linear does, by the kernel for 1 to 16 rows: x [..., in_features]."""
+    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    return skinny_linear(rows, weight, bias).view(*x.shape[:-1], -1)
+
+
+# A step of a model needs a dozen; what chats need again and again is there for the next.
+_NUM_KEPT = "64"
+# oneDNN's own, and that of ideep, through which torch calls it. Both are read at the first product.
+_LIMITS = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
+
+
+def limit_kept_shapes() -> None:
+    """Let this process's libraries keep few compiled shapes; before the first product is computed.
+
+    What the user has set stays.
+    """
+    for name in _LIMITS:
+        os.environ.setdefault(name, _NUM_KEPT)
+
+
+def take_few_shapes(module: Any) -> None:
+    """Let the linear layers of a model in low precision on a CPU see few numbers of rows."""
+    if module.device.type != "cpu" or module.dtype == torch.float32:
+        return
+    for layer in module.modules():
+        if type(layer) is nn.Linear:
+            # As a method of its own, which a deep copy binds to the copy.
+            layer.forward = MethodType(_few_shapes_forward, layer)  # type: ignore[method-assign]
+
+
+def _few_shapes_forward(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    return linear_of_few_sizes(x, layer.weight, layer.bias)
+
+
+@dataclass(frozen=True, slots=True)
+class LinearShape:
+    """What layers have in common that take the same time."""
+
+    out_features: int
+    in_features: int
+    dtype: str
+    has_bias: bool
+
+    def __str__(self) -> str:
+        bias = " with bias" if self.has_bias else ""
+        return f"{self.out_features}x{self.in_features} {self.dtype}{bias}"
+
+
+@dataclass(frozen=True, slots=True)
+class Operands:
+    """A layer's weight [out_features, in_features], and bias [out_features] or None."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    @property
+    def shape(self) -> LinearShape:
+        dtype = str(self.weight.dtype).removeprefix("torch.")
+        out_features, in_features = self.weight.shape
+        return LinearShape(out_features, in_features, dtype, self.bias is not None)
+
+
+# Above this many rows bfloat16's own product is the faster one where processors have instructions
+# for it (measured on AVX-512 with bf16: even at 12 to 16 rows, 1.3x ahead at 8, 3x ahead at one).
+MAX_PACKED_ROWS = 12
+# float16 keeps 11 bits down to 2^-14 and an absolute 2^-25 below. Where a row's largest weight is
+# at least this, none of its weights moves by more than 2^-13 of it, a 32nd of a bfloat16's step.
+_SMALLEST_ROW_MAX = 2.0**-12
+_LARGEST_WEIGHT = 65504.0
+_SLICE_ELEMENTS = 1 << 26
+_NO_LIMIT = 1 << 30
+PACKABLE = (torch.bfloat16, torch.float16)
+
+
+def most_packed_rows(dtype: torch.dtype) -> int:
+    """Return up to how many rows the packed product is the faster one: all, on a processor that
+    does not multiply in `dtype` itself.
+    """
+    return MAX_PACKED_ROWS if multiplies_in(dtype) else _NO_LIMIT
+
+
+class Product(Protocol):
+    """x [num_rows, in_features] -> [num_rows, out_features], both in the dtype it was made for."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
+
+
+class HalfProduct:
+    """Products of few rows with weights held in float16, by torch's packed kernel (FBGEMM).
+
+    It multiplies and adds in float32 and reads the weights at the speed of memory: a bfloat16
+    product of one row takes two to three times as long. Rows come and go in the model's own dtype,
+    so that a product rounds where the layer itself does, and differs from it in the order of
+    additions only; one that `keeps_float` returns float32. Holds a copy of the weights, 2 bytes
+    each.
+    """
+
+    def __init__(self, layers: Sequence[nn.Linear], keeps_float: bool = False) -> None:
+        """Raises ValueError where the weights would not survive float16."""
+        if not all(_survives_half(layer.weight.detach()) for layer in layers):
+            raise ValueError("weights beyond float16")
+        # The overload by its name: choosing one at every call takes as long as a small product.
+        self._multiply = torch.ops.quantized.linear_dynamic_fp16.default
+        self._keeps_float = keeps_float
+        bias = _joined_bias(layers)
+        self.packs = [
+            torch.ops.quantized.linear_prepack_fp16(
+                weight, None if bias is None else bias[start : start + len(weight)]
+            )
+            for start, weight in _float_slices(layers)
+        ]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.float()
+        outputs = [self._multiply(rows, pack) for pack in self.packs]
+        out = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
+        return out if self._keeps_float else out.to(x.dtype)
+
+
+def _float_slices(layers: Sequence[nn.Linear]) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield the layers' weights in float32, row after row, and where each slice begins.
+
+    One slice, but for weights so large that a copy of four bytes each might not fit.
+    """
+    weights = [layer.weight.detach() for layer in layers]
+    num_rows = sum(len(weight) for weight in weights)
+    if num_rows * weights[0].shape[1] <= _SLICE_ELEMENTS:
+        floats = torch.empty(num_rows, weights[0].shape[1], dtype=torch.float32)
+        for part, weight in zip(floats.split([len(w) for w in weights]), weights, strict=True):
+            part.copy_(weight)
+        yield 0, floats
+        return
+    start = 0
+    for weight in weights:
+        for piece in weight.split(max(1, _SLICE_ELEMENTS // weight.shape[1])):
+            yield start, piece.float()
+            start += len(piece)
+
+
+class MergedProduct:
+    """One product with the weights of several layers, for any number of rows.
+
+    The layers' parameters become views of the merged ones on `adopt`, so that nothing is held
+    twice; until then the layers are untouched. It is torch's product but for the numbers of rows
+    given to `take_kernel`.
+    """
+
+    def __init__(self, layers: Sequence[nn.Linear]) -> None:
+        self._layers = tuple(layers)
+        if len(layers) == 1:
+            self._weight, self._bias = layers[0].weight.data, _joined_bias(layers, False)
+        else:
+            self._weight = torch.cat([layer.weight.data for layer in layers])
+            self._bias = _joined_bias(layers, False)
+        self._kernel_rows: frozenset[int] = frozenset()
+
+    @property
+    def operands(self) -> Operands:
+        """The merged weight and bias, which stay this product's."""
+        return Operands(self._weight, self._bias)
+
+    def take_kernel(self, row_counts: frozenset[int]) -> None:
+        """Use kvchat's kernel for these numbers of rows, each from 1 to 16, and torch's for others.
+
+        Not to be changed once a step was captured.
+        """
+        self._kernel_rows = row_counts
+
+    def adopt(self) -> None:
+        """Let the layers' parameters be views of the merged ones."""
+        if len(self._layers) == 1:
+            return
+        start = 0
+        for layer in self._layers:
+            end = start + layer.out_features
+            layer.weight.data = self._weight[start:end]
+            if layer.bias is not None and self._bias is not None:
+                layer.bias.data = self._bias[start:end]
+            start = end
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        # By the shape alone, which is the same at every replay of a captured step.
+        if x.numel() // x.shape[-1] in self._kernel_rows:
+            return few_rows_linear(x, self._weight, self._bias)
+        if x.is_cuda:
+            return linear(x, self._weight, self._bias)
+        return linear_of_few_sizes(x, self._weight, self._bias)
+
+
+def _survives_half(weight: torch.Tensor) -> bool:
+    """Tell whether a [rows, columns] weight can be held in float16 without harm."""
+    row_max = weight.abs().amax(dim=1).float()
+    is_in_range = (row_max >= _SMALLEST_ROW_MAX) & (row_max <= _LARGEST_WEIGHT)
+    return bool((is_in_range | (row_max == 0)).all())
+
+
+def has_half_products() -> bool:
+    """Tell whether torch was built with the packed float16 product for this processor."""
+    return "fbgemm" in torch.backends.quantized.supported_engines and hasattr(
+        torch.ops.quantized, "linear_prepack_fp16"
+    )
+
+
+def plain_linears(*modules: Any) -> list[nn.Linear] | None:
+    """Return the modules if they are torch's linear layers with an input in common, else None."""
+    if not all(type(module) is nn.Linear for module in modules):
+        return None
+    layers: list[nn.Linear] = list(modules)
+    if len({layer.in_features for layer in layers}) > 1:
+        return None
+    return layers
+
+
+def _joined_bias(layers: Sequence[nn.Linear], as_float: bool = True) -> torch.Tensor | None:
+    """Return the layers' biases in one tensor, zeros where only some layers have one."""
+    if all(layer.bias is None for layer in layers):
+        return None
+    parts = [
+        layer.weight.new_zeros(layer.out_features) if layer.bias is None else layer.bias.detach()
+        for layer in layers
+    ]
+    joined = torch.cat(parts)
+    return joined.float() if as_float else joined
+
+
+_EPSILON_NAMES = ("variance_epsilon", "eps", "norm_eps")
+
+
+class RmsNorm:
+    """x / rms(x) * weight, over the last dimension, in the dtype of x.
+
+    Models of low precision round before the weights as well, as Llama's do, or after them only, as
+    Gemma's: `rounded_to` is what the former round to, None for the latter. `scale`, `floor` and
+    `last` are what `rounded_norm` takes.
+    """
+
+    def __init__(
+        self,
+        weight: torch.Tensor | None,
+        width: int,
+        epsilon: float,
+        rounded_to: torch.dtype | None = None,
+    ) -> None:
+        """`weight` is float32, [width], or [rows, width] to give rows of x weights of their own."""
+        device = weight.device if weight is not None else None
+        self.width = width
+        self.epsilon = epsilon
+        self.weight = weight
+        self.rounded_to = rounded_to
+        self.last: torch.Tensor | None = None
+        scale = torch.ones(width, device=device)
+        if weight is not None and rounded_to is not None:
+            self.last = weight.to(rounded_to)
+        elif weight is not None:
+            scale = weight
+        self.scale = scale * width**0.5
+        self.floor = torch.tensor((epsilon * width) ** 0.5, device=device)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if takes_kernels(x) and self.weight is not None and self.weight.dim() == 1:
+            return rms_norm(x, self.weight, self.epsilon)
+        return rounded_norm(x, self.scale, self.floor, self.last)
+
+    def of_sum(self, x: torch.Tensor, stream: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the normed sum of both, and the sum, for which `x` is given up."""
+        if takes_kernels(x) and self.weight is not None and self.weight.dim() == 1:
+            return add_rms_norm(x, stream, self.weight, self.epsilon)
+        total = x.add_(stream)
+        return self(total), total
+
+
+# TorchScript compiles these as well: types are written out, and nothing is left to guess.
+
+
+def rounded_norm(
+    x: torch.Tensor, scale: torch.Tensor, floor: torch.Tensor, last: torch.Tensor | None
+) -> torch.Tensor:
+    """Return `normed` in the dtype of x, multiplied by `last` after that where there is one."""
+    out = normed(x.float(), scale, floor).to(x.dtype)
+    return out if last is None else out.mul_(last)
+
+
+def normed(x: torch.Tensor, scale: torch.Tensor, floor: torch.Tensor) -> torch.Tensor:
+    """Return x, float32, divided by its root mean square over the last dimension and weighted.
+
+    The mean of squares plus epsilon is the hypotenuse of the vector's length and a constant, the
+    `floor`: four operations instead of six, which is what a norm over one row costs on a CPU.
+    """
+    length = torch.linalg.vector_norm(x, 2, [-1], True)
+    return (x * scale).div_(torch.hypot(length, floor))
+
+
+def rotated(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate [num_tokens, num_heads, dim] by halves, as GPT-NeoX and Llama do.
+
+    cos, sin [num_tokens, 1, dim], the sines' first half negated; dimensions beyond those that there
+    are angles for pass as they are.
+    """
+    width = cos.shape[-1]
+    turning = heads[..., :width] if width < heads.shape[-1] else heads
+    # Not by one operation for both: low precision rounds the products, as models do, then the sum.
+    turned = (turning * cos).add_(turning.roll([width // 2], [-1]).mul_(sin))
+    if width < heads.shape[-1]:
+        turned = torch.cat((turned, heads[..., width:]), dim=-1)
+    return turned
+
+
+@dataclass(frozen=True, slots=True)
+class GatedMlp:
+    """down(act(gate(x)) * up(x)), with gate and up as one product of twice `width` columns."""
+
+    gate_up: Product
+    down: Product
+    act: Callable[[torch.Tensor], torch.Tensor]
+    num_inputs: int
+    width: int
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        both = self.gate_up(x)
+        gate, up = both[..., : self.width], both[..., self.width :]
+        gated = gate_of(self.act) if takes_kernels(x) else None
+        return self.down(self.act(gate).mul_(up) if gated is None else gated(gate, up))
+
+
+def rms_norms(
+    module: nn.Module, width: int, dtype: torch.dtype = torch.float32
+) -> list[tuple[str, RmsNorm]]:
+    """Return what a module that looks like an RMS norm may be, by how its weight is read; empty for
+    any other module.
+
+    Gemma's weights are offsets from one: both readings are candidates. For rows in a `dtype` of low
+    precision so are both places to round at.
+    """
+    epsilon = next((getattr(module, n) for n in _EPSILON_NAMES if hasattr(module, n)), None)
+    parameters = dict(module.named_parameters())
+    if not type(module).__name__.endswith("Norm") or not isinstance(epsilon, float):
+        return []
+    if not parameters:
+        return [("none", RmsNorm(None, width, epsilon))]
+    weight = parameters.get("weight")
+    if len(parameters) > 1 or weight is None or weight.shape != (width,):
+        return []
+    plain = weight.detach().float()
+    found = [
+        ("weight", RmsNorm(plain, width, epsilon)),
+        ("1 + weight", RmsNorm(1.0 + plain, width, epsilon)),
+    ]
+    if dtype != torch.float32:
+        found.insert(0, ("weight", RmsNorm(plain, width, epsilon, rounded_to=dtype)))
+    return found
+
+
+def mlp_linears(module: Any) -> tuple[list[nn.Linear], list[nn.Linear]] | None:
+    """Return gate and up, and down, of a gated MLP; None for any other module."""
+    names = ("gate_proj", "up_proj", "down_proj", "act_fn")
+    if not all(hasattr(module, name) for name in names):
+        return None
+    gate_up = plain_linears(module.gate_proj, module.up_proj)
+    down = plain_linears(module.down_proj)
+    return (gate_up, down) if gate_up is not None and down is not None else None
+
+
+@dataclass(frozen=True, slots=True)
+class FusedAttention:
+    """Attention computing in the dtype of its input.
+
+    scale     what scores are multiplied with
+    norm      normalises the heads of Q and K, one weight a head; None where there is none
+    rotates   false for layers without position encoding
+    """
+
+    qkv: Product
+    out: Product
+    layer: LayerSpec
+    scale: float
+    norm: RmsNorm | None
+    rotates: bool
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        binding: LayerBinding,
+    ) -> torch.Tensor:
+        """Attend x, [num_tokens, hidden_size], after writing its KV to the running step's slots.
+
+        cos, sin   [1, num_tokens, key_dim], as transformers hands them to its layers
+        """
+        batch = binding.context.batch
+        assert batch is not None, "attention outside of a step"
+        qkv = self.qkv(x)
+        if takes_kernels(x) and self.rotates:
+            query = self._write_at_once(qkv, Rotation(*_halves(cos, sin)), binding, batch)
+        else:
+            query = self._write(qkv, cos, sin, binding, batch)
+        return self.out(self._attended(query, binding, batch).flatten(1).to(x.dtype))
+
+    def fused_step(self, binding: LayerBinding, batch: ForwardBatch) -> FusedStep | None:
+        """Return how the running step's tokens are reached by one script, None if they are not."""
+        pools, count = (binding.keys, binding.values), self.layer.num_heads
+        return fused_step(batch.sequences, *pools, batch.slot_mapping, count, binding.layer.span)
+
+    def attend(
+        self, heads: torch.Tensor, value: torch.Tensor, binding: LayerBinding
+    ) -> torch.Tensor:
+        """Write KV and attend: [num_tokens, num_heads, value_dim].
+
+        heads   Q and then K as they are written, [num_tokens, num_heads + num_kv_heads, key_dim]
+        value   [num_tokens, num_kv_heads, value_dim]
+        """
+        batch = binding.context.batch
+        assert batch is not None, "attention outside of a step"
+        count = self.layer.num_heads
+        kv_write(heads[:, count:], value, binding.keys, binding.values, batch.slot_mapping)
+        return self._attended(heads[:, :count], binding, batch)
+
+    def _attended(
+        self, query: torch.Tensor, binding: LayerBinding, batch: ForwardBatch
+    ) -> torch.Tensor:
+        return paged_attention(
+            query if query.dtype == binding.keys.dtype else query.to(binding.keys.dtype),
+            binding.keys,
+            binding.values,
+            batch.sequences,
+            span=binding.layer.span,
+            scale=self.scale,
+        )
+
+    def _write(
+        self,
+        qkv: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        binding: LayerBinding,
+        batch: ForwardBatch,
+    ) -> torch.Tensor:
+        """Norm and rotate Q and K and write K and V; return Q, [num_tokens, num_heads, key_dim]."""
+        layer, num_tokens = self.layer, qkv.shape[0]
+        num_heads = layer.num_heads
+        qk_width = (num_heads + layer.num_kv_heads) * layer.key_dim
+        heads = qkv[:, :qk_width].view(num_tokens, -1, layer.key_dim)
+        if self.norm is not None:
+            heads = self.norm(heads)
+        if self.rotates:
+            heads = rotated(heads, *rotation(cos, sin, qkv.dtype, binding.context.memo))
+        # One cast for Q and K: attention runs in the dtype of the pools.
+        heads = heads.to(binding.keys.dtype)
+        value = qkv[:, qk_width:].view(num_tokens, layer.num_kv_heads, layer.value_dim)
+        kv_write(heads[:, num_heads:], value, binding.keys, binding.values, batch.slot_mapping)
+        return heads[:, :num_heads]
+
+    def _write_at_once(
+        self, qkv: torch.Tensor, rotation: Rotation, binding: LayerBinding, batch: ForwardBatch
+    ) -> torch.Tensor:
+        """The same as one kernel."""
+        layer, num_tokens = self.layer, qkv.shape[0]
+        query_width, key_width = (
+            count * layer.key_dim for count in (layer.num_heads, layer.num_kv_heads)
+        )
+        query, key, value = qkv.tensor_split((query_width, query_width + key_width), dim=1)
+        return rope_kv_write(
+            query.view(num_tokens, layer.num_heads, layer.key_dim),
+            key.view(num_tokens, layer.num_kv_heads, layer.key_dim),
+            value.view(num_tokens, layer.num_kv_heads, layer.value_dim),
+            rotation,
+            StepKv(binding.keys, binding.values, batch.slot_mapping),
+            self._head_norms(),
+        )
+
+    def _head_norms(self) -> HeadNorms | None:
+        if self.norm is None:
+            return None
+        assert self.norm.weight is not None
+        weights = self.norm.weight[0], self.norm.weight[self.layer.num_heads]
+        return HeadNorms(*weights, self.norm.epsilon)
+
+
+def _halves(cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return each angle's cosine and sine once: transformers' tables hold them twice."""
+    half = cos.shape[-1] // 2
+    return cos[0, :, :half], sin[0, :, :half]
+
+
+def rotation(
+    cos: torch.Tensor, sin: torch.Tensor, dtype: torch.dtype, memo: dict[int, Any]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return both as [num_tokens, 1, dim], the first half of the sines negated; once a step.
+
+    With them, rotating x by halves is x * cos + swapped(x) * sin.
+    """
+    known = memo.get(id(cos))
+    if known is None:
+        half = sin.shape[-1] // 2
+        signed = torch.cat((-sin[0, :, :half], sin[0, :, half:]), dim=-1)
+        # Holding cos keeps its id from becoming another tensor's.
+        known = memo[id(cos)] = (cos[0, :, None].to(dtype), signed[:, None].to(dtype), cos)
+    return known[0], known[1]
+
+
+def attention_linears(module: Any) -> tuple[list[nn.Linear], list[nn.Linear]] | None:
+    """Return the layers of Q, K and V, and that of the output; None where they are not so."""
+    names = ("q_proj", "k_proj", "v_proj", "o_proj", "scaling")
+    if not all(hasattr(module, name) for name in names):
+        return None
+    qkv = plain_linears(module.q_proj, module.k_proj, module.v_proj)
+    out = plain_linears(module.o_proj)
+    return (qkv, out) if qkv is not None and out is not None else None
+
+
+def joined_head_norm(
+    query_norm: RmsNorm, key_norm: RmsNorm, num_heads: int, num_kv_heads: int
+) -> RmsNorm | None:
+    """Return one norm for the heads of Q and of K, if the two differ in their weights only."""
+    if query_norm.width != key_norm.width or query_norm.epsilon != key_norm.epsilon:
+        return None
+    if query_norm.rounded_to != key_norm.rounded_to:
+        return None
+    if query_norm.weight is None or key_norm.weight is None:
+        return None
+    weight = torch.cat(
+        [
+            query_norm.weight.expand(num_heads, -1),
+            key_norm.weight.expand(num_kv_heads, -1),
+        ]
+    )
+    return RmsNorm(weight, query_norm.width, query_norm.epsilon, query_norm.rounded_to)

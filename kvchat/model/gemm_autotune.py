@@ -1,0 +1,388 @@
+"""Autotuning of products of few rows: which linear layers take kvchat's kernel, which torch's.
+
+At load both are run over the model's own weights, compared and timed, for every shape and bucket of
+rows that was not timed on this machine before. On CUDA the times are those of captured graphs, as a
+decode step runs them. Timings are kept in a file of the user's own; one that cannot be read, or
+holds what no timing can be, counts as none. The choice is made once, by shape and number of rows
+alone, so that what captures a step later captures the same kernels.
+"""
+
+import json
+import logging
+import math
+import os
+import re
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from itertools import cycle, islice
+from pathlib import Path
+from statistics import median
+from typing import Protocol
+
+import torch
+from torch.nn.functional import linear
+
+from kvchat import __version__
+from kvchat.core.errors import StoreError
+from kvchat.core.paths import open_private, private_directory
+from kvchat.model.cuda_graph import CudaGraphs
+from kvchat.model.device import device_name
+from kvchat.model.fused_parts import LinearShape, MergedProduct, Operands, few_rows_linear
+from kvchat.model.loader import LoadedModel
+from kvchat_kernels.launch import kernel_refusal
+
+_log = logging.getLogger(__name__)
+
+# A number of rows has the outcome of the smallest of these that holds it.
+ROW_BUCKETS = (1, 2, 4, 8, 16)
+# Below this times are as good as equal, and torch's own product is the one that many have tried.
+_MIN_GAIN = 1.03
+_NUM_REPEATS = 25
+_BUDGET_S = 2.0
+# Compiling has a budget of its own: it is done once, and would leave no time to measure in.
+_LIMIT_S = 10.0
+# A pass reads as much, where a model has as much: more than any GPU's cache holds twice over.
+_PASS_BYTES = 256 << 20
+_MAX_PRODUCTS = 32
+# How far two right results may be apart, as a share of an output and of the outputs' usual size.
+# Both round once; torch may round the parts of a sum as well.
+_SLACK = {torch.float32: 3e-5, torch.float16: 4e-3, torch.bfloat16: 0.016}
+
+LinearFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+Pass = Callable[[], torch.Tensor]
+
+
+class Stopwatch(Protocol):
+    """What stops the time on the device that weights lie on."""
+
+    def now_s(self) -> float:
+        """Return seconds of a clock that goes on whatever the device does."""
+        ...
+
+    def times_s(self, passes: Sequence[Pass], num_repeats: int) -> list[list[float]]:
+        """Run the passes in turn, all of them `num_repeats` times; return each one's times.
+
+        A pass may be run more often, and first without its time being taken.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Seconds per product of either; or why kvchat's kernel was left out, and then no times."""
+
+    torch_s: float = 0.0
+    kernel_s: float = 0.0
+    refusal: str = ""
+
+    @property
+    def is_faster(self) -> bool:
+        """Whether the kernel is to be used."""
+        return not self.refusal and self.kernel_s * _MIN_GAIN <= self.torch_s
+
+
+# By shape and bucket of rows; what is missing has not been timed.
+Outcomes = Mapping[tuple[LinearShape, int], Outcome]
+
+
+def rows_for_kernel(outcomes: Outcomes, shape: LinearShape) -> frozenset[int]:
+    """Return for which numbers of rows layers of a shape are to take the kernel."""
+    return frozenset(
+        num_rows
+        for num_rows in range(1, ROW_BUCKETS[-1] + 1)
+        if (found := outcomes.get((shape, bucket_of(num_rows)))) is not None and found.is_faster
+    )
+
+
+def bucket_of(num_rows: int) -> int:
+    """Return the bucket for 1 to 16 rows."""
+    return next(bucket for bucket in ROW_BUCKETS if num_rows <= bucket)
+
+
+class GemmAutotuner:
+    """Times `kernel` and `own`, torch's product, for about `budget_s` seconds at the most.
+
+    Checking that both compute the same, which compiles what was never run before, is not counted,
+    but with it no more than `limit_s` go by. No shape is begun once either is over; what was begun
+    is ended.
+    """
+
+    def __init__(
+        self,
+        stopwatch: Stopwatch,
+        kernel: LinearFunction,
+        own: LinearFunction = linear,
+        budget_s: float = _BUDGET_S,
+        limit_s: float = _LIMIT_S,
+    ) -> None:
+        self._stopwatch = stopwatch
+        self._kernel = kernel
+        self._own = own
+        self._budget_s = budget_s
+        self._limit_s = limit_s
+        self._checking_s = 0.0
+
+    @torch.inference_mode()
+    def run(
+        self, layers: Mapping[LinearShape, Sequence[Operands]], known: Outcomes
+    ) -> dict[tuple[LinearShape, int], Outcome]:
+        """Return what is known, and the outcome of whatever there was time to measure beside.
+
+        A single row and the largest shapes come first: that is where a decode spends its time.
+        Never raises for what a product does.
+        """
+        began_s, self._checking_s = self._stopwatch.now_s(), 0.0
+        outcomes, refusals = dict(known), list[str]()
+        shapes = sorted(layers, key=lambda s: s.out_features * s.in_features, reverse=True)
+        for num_rows in ROW_BUCKETS:
+            for shape in shapes:
+                if (shape, num_rows) in outcomes:
+                    continue
+                if self._is_over(began_s):
+                    _log.info("no time was left to time %s of %d rows", shape, num_rows)
+                    return _telling(outcomes, refusals)
+                outcome = self._outcome(layers[shape], num_rows)
+                if outcome is None:
+                    continue
+                outcomes[shape, num_rows] = outcome
+                if outcome.refusal:
+                    refusals.append(f"{shape}, {num_rows} rows: {outcome.refusal}")
+        return _telling(outcomes, refusals)
+
+    def _is_over(self, began_s: float) -> bool:
+        seconds = self._stopwatch.now_s() - began_s
+        return seconds >= self._limit_s or seconds - self._checking_s >= self._budget_s
+
+    def _outcome(self, layers: Sequence[Operands], num_rows: int) -> Outcome | None:
+        """Return one outcome; None where there was no memory to find it out in."""
+        try:
+            rows = _random_rows(num_rows, layers[0].weight)
+            chosen = _rotation(layers)
+            if not self._all_agree(rows, chosen):
+                return Outcome(refusal="it computes other numbers than torch")
+            passes = [partial(_run, product, rows, chosen) for product in (self._own, self._kernel)]
+            own, kernel = self._stopwatch.times_s(passes, _NUM_REPEATS)
+            return Outcome(median(own) / len(chosen), median(kernel) / len(chosen))
+        except torch.OutOfMemoryError:
+            return None
+        except Exception as error:  # a compiler or a driver may fail with anything
+            lines = str(error).strip().splitlines() or [""]
+            return Outcome(refusal=f"{type(error).__name__}: {lines[0][:120]}")
+
+    def _all_agree(self, rows: torch.Tensor, layers: Sequence[Operands]) -> bool:
+        began_s = self._stopwatch.now_s()
+        try:
+            return all(self._agree(rows, layer) for layer in _distinct(layers))
+        finally:
+            self._checking_s += self._stopwatch.now_s() - began_s
+
+    def _agree(self, rows: torch.Tensor, layer: Operands) -> bool:
+        """Tell whether both give the same numbers, every single one of them."""
+        expected = self._own(rows, layer.weight, layer.bias).float()
+        found = self._kernel(rows, layer.weight, layer.bias)
+        if found.dtype != rows.dtype or found.shape != expected.shape:
+            return False
+        usual = expected.square().mean(dim=-1, keepdim=True).sqrt()
+        allowed = _SLACK[rows.dtype] * (expected.abs() + usual)
+        # Not the other way round: a difference that is no number is none that is allowed.
+        return bool(((found.float() - expected).abs() <= allowed).all())
+
+
+def _run(product: LinearFunction, rows: torch.Tensor, layers: Sequence[Operands]) -> torch.Tensor:
+    out = rows
+    for layer in layers:
+        out = product(rows, layer.weight, layer.bias)
+    return out
+
+
+def _rotation(layers: Sequence[Operands]) -> list[Operands]:
+    """Return the layers that a pass runs through, over and over where there are few."""
+    wanted = -(-_PASS_BYTES // max(1, layers[0].weight.nbytes))
+    return list(islice(cycle(layers), max(1, min(wanted, _MAX_PRODUCTS))))
+
+
+def _distinct(layers: Iterable[Operands]) -> Iterable[Operands]:
+    return {id(layer): layer for layer in layers}.values()
+
+
+def _random_rows(num_rows: int, weight: torch.Tensor) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(num_rows)
+    rows = torch.randn(num_rows, weight.shape[1], generator=generator)
+    return rows.to(weight.device, weight.dtype)
+
+
+def _telling(
+    outcomes: dict[tuple[LinearShape, int], Outcome], refusals: Sequence[str]
+) -> dict[tuple[LinearShape, int], Outcome]:
+    """Say once why the kernel is not used where it could not be; return the outcomes."""
+    if refusals:
+        more = f", and {len(refusals) - 1} more" if len(refusals) > 1 else ""
+        _log.warning("torch's own product is used for %s%s", refusals[0], more)
+    return outcomes
+
+
+class CudaStopwatch:
+    """Times passes on `device`, by events around the replays of their graphs."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._graphs = CudaGraphs(device)
+
+    def now_s(self) -> float:
+        return time.perf_counter()
+
+    def times_s(self, passes: Sequence[Pass], num_repeats: int) -> list[list[float]]:
+        """See Stopwatch. Raises what a pass raises, and RuntimeError where one has no graph."""
+        replays = [self._graphs.capture(one) for one in passes]
+        for replay in replays:
+            replay()  # the first brings the graph to the device
+        stream = torch.cuda.current_stream(self._device)
+        marks: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in replays]
+        # All of it is put on the stream at once, and in turn: the device never waits for the host,
+        # and a clock that rises or falls meanwhile does so for each of them.
+        for _ in range(num_repeats):
+            for replay, own_marks in zip(replays, marks, strict=True):
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                start.record(stream)
+                replay()
+                end.record(stream)
+                own_marks.append((start, end))
+        stream.synchronize()
+        return [[start.elapsed_time(end) / 1e3 for start, end in pairs] for pairs in marks]
+
+
+_NAME = "linear_race.json"
+_VERSION = 1
+_MAX_MACHINES = 16
+_MAX_OUTCOMES = 1000
+_MAX_BYTES = 4 << 20
+_SHAPE = re.compile(r"(\d{1,9})x(\d{1,9}) (\w+)( with bias)?, (\d{1,2}) rows")
+
+
+class AutotuneCache:
+    """The outcomes on one `machine`, a device and what runs on it, in `directory`; None keeps none.
+
+    The last to write wins where two processes do: what is lost is timed again.
+    """
+
+    def __init__(self, directory: Path | None, machine: str) -> None:
+        self._path = directory / _NAME if directory is not None else None
+        self._machine = machine
+
+    def read(self) -> dict[tuple[LinearShape, int], Outcome]:
+        """Return the outcomes kept, by shape and bucket of rows."""
+        return _parsed(self._read_all().get(self._machine))
+
+    def write(self, outcomes: Outcomes) -> None:
+        """Keep outcomes beside those kept already. What cannot be written is timed again."""
+        if self._path is None:
+            return
+        machines = self._read_all()
+        known = {**_parsed(machines.pop(self._machine, None)), **outcomes}
+        newest = list(known.items())[-_MAX_OUTCOMES:]
+        machines[self._machine] = {
+            f"{shape}, {num_rows} rows": found.refusal or [found.torch_s, found.kernel_s]
+            for (shape, num_rows), found in newest
+        }
+        kept = dict(list(machines.items())[-_MAX_MACHINES:])
+        fresh = self._path.with_name(f"{_NAME}.{os.getpid()}")
+        try:
+            private_directory(self._path.parent)
+            descriptor = open_private(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                json.dump({"version": _VERSION, "machines": kept}, file)
+            fresh.replace(self._path)
+        except (StoreError, OSError) as error:
+            _log.warning("outcomes of autotuning not kept: %s", error)
+            with suppress(OSError):
+                fresh.unlink(missing_ok=True)
+
+    def _read_all(self) -> dict[str, object]:
+        if self._path is None:
+            return {}
+        try:
+            descriptor = open_private(self._path, os.O_RDONLY)
+            with os.fdopen(descriptor, "rb") as file:
+                found = json.loads(file.read(_MAX_BYTES))
+            return dict(found["machines"]) if found["version"] == _VERSION else {}
+        except (StoreError, OSError, ValueError, LookupError, TypeError, RecursionError):
+            return {}
+
+
+def _parsed(kept: object) -> dict[tuple[LinearShape, int], Outcome]:
+    """Leave out what no outcome can be."""
+    outcomes = {}
+    for name, value in kept.items() if isinstance(kept, Mapping) else ():
+        match, outcome = _SHAPE.fullmatch(str(name)), _outcome(value)
+        if match is None or outcome is None or int(match[5]) not in ROW_BUCKETS:
+            continue
+        shape = LinearShape(int(match[1]), int(match[2]), match[3], match[4] is not None)
+        outcomes[shape, int(match[5])] = outcome
+    return outcomes
+
+
+def _outcome(value: object) -> Outcome | None:
+    if isinstance(value, str) and value:
+        return Outcome(refusal=value)
+    if not isinstance(value, list) or len(value) != 2:
+        return None
+    if not all(isinstance(x, int | float) and math.isfinite(x) and x > 0 for x in value):
+        return None
+    return Outcome(float(value[0]), float(value[1]))
+
+
+def autotune_products(
+    loaded: LoadedModel, directory: Path | None, tuner: GemmAutotuner | None = None
+) -> tuple[str, ...]:
+    """Let products take the kernel where it has won; return where it has, sorted, in words.
+
+    Times what was not timed yet on this machine, which takes seconds at the most, and keeps the
+    outcomes in `directory`; None keeps none. Without a `tuner` of the caller's there is one on CUDA
+    devices only. Nothing that goes wrong costs more than speed.
+    """
+    if loaded.fusing is None:
+        return ()
+    if tuner is None:
+        if loaded.device.type != "cuda" or kernel_refusal(loaded.device) is not None:
+            return ()
+        tuner = GemmAutotuner(CudaStopwatch(loaded.device), few_rows_linear)
+    products = loaded.fusing.merged_products()
+    layers: dict[LinearShape, list[Operands]] = defaultdict(list)
+    for product in products:
+        if product.operands.weight.is_contiguous():
+            layers[product.operands.shape].append(product.operands)
+    memory = AutotuneCache(directory, machine_name(loaded.device))
+    known = memory.read()
+    outcomes = tuner.run(layers, known)
+    if outcomes.keys() != known.keys():
+        memory.write(outcomes)
+    return _install(products, layers, outcomes)
+
+
+def machine_name(device: torch.device) -> str:
+    """Return what times depend on: the device, and the versions of what computes on it."""
+    name = device_name(device)
+    try:
+        triton = version("triton")
+    except PackageNotFoundError:
+        triton = "none"
+    return f"{name}, torch {torch.__version__}, triton {triton}, kvchat {__version__}"
+
+
+def _install(
+    products: Sequence[MergedProduct],
+    layers: dict[LinearShape, list[Operands]],
+    outcomes: Outcomes,
+) -> tuple[str, ...]:
+    for product in products:
+        if product.operands.shape in layers and product.operands.weight.is_contiguous():
+            product.take_kernel(rows_for_kernel(outcomes, product.operands.shape))
+    own = {key: found for key, found in outcomes.items() if key[0] in layers}
+    won = sorted(f"{shape}, {rows} rows" for (shape, rows), found in own.items() if found.is_faster)
+    _log.info("kvchat's product is faster for %d of %d sizes", len(won), len(own))
+    return tuple(won)

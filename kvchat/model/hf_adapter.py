@@ -1,0 +1,238 @@
+"""What is changed in a transformers model so that it runs paged.
+
+Its attention calls ours: a function registered under one name, and on each attention module a
+binding that says which layer it is and which step is running. Position encodings whose frequencies
+depend on the longest position of a batch (longrope, dynamic NTK) are fixed to the longest context,
+so that a cached key means the same in every batch.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from kvchat.model.batch import ForwardBatch
+from kvchat.model.spec import LayerSpec
+from kvchat_kernels.kv_write import kv_write
+from kvchat_kernels.paged_attention import AttentionSpan, paged_attention
+
+# Must not look like a kernel repository ("a/b") or contain sdpa, flash or flex: transformers gives
+# such names a meaning.
+PAGED = "kvchat_paged"
+_BINDING = "_kvchat_binding"
+
+AttentionFunction = Callable[..., tuple[torch.Tensor, None]]
+
+
+class StepContext:
+    """Holds the batch of the forward pass that is running; one per model, shared by its layers.
+
+    `memo` is for what layers would otherwise make again and again in one pass.
+    """
+
+    def __init__(self) -> None:
+        self.batch: ForwardBatch | None = None
+        self.memo: dict[int, Any] = {}
+
+    @contextmanager
+    def running(self, batch: ForwardBatch) -> Iterator[None]:
+        """Be inside the forward pass of `batch`."""
+        self.batch = batch
+        try:
+            yield
+        finally:
+            self.batch = None
+            self.memo.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class LayerBinding:
+    """What one attention module needs to know: its layer, its KV pools, and the running step."""
+
+    layer: LayerSpec
+    keys: torch.Tensor
+    values: torch.Tensor
+    context: StepContext
+
+
+def bind(module: nn.Module, binding: LayerBinding) -> None:
+    """Tie an attention module to its layer; replaces an earlier binding.
+
+    The binding rides on the module and not in keyword arguments, because some models drop those on
+    the way. It bypasses nn.Module's bookkeeping: it is neither a parameter nor a submodule.
+    """
+    module.__dict__[_BINDING] = binding
+
+
+def unbind(module: nn.Module) -> None:
+    """Undo `bind`, if it was done."""
+    module.__dict__.pop(_BINDING, None)
+
+
+def binding_of(module: nn.Module) -> LayerBinding:
+    """Return what `bind` has tied to an attention module."""
+    binding: LayerBinding = module.__dict__[_BINDING]
+    return binding
+
+
+def paged_attention_function(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: object = None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Write the step's KV to its slots and attend over the pools.
+
+    query            [1, num_heads, num_tokens, key_dim], after position encoding
+    key, value       [1, num_kv_heads, num_tokens, key_dim or value_dim]
+    attention_mask   ignored; the layer's span was read from the model's own mask by the probe
+
+    Returns [1, num_tokens, num_heads, value_dim] and no weights.
+    """
+    binding = binding_of(module)
+    batch, layer = binding.context.batch, binding.layer
+    assert batch is not None, "attention outside of a step"
+    if layer.stores_kv:
+        kv_write(
+            key[0].transpose(0, 1),
+            value[0].transpose(0, 1),
+            binding.keys,
+            binding.values,
+            batch.slot_mapping,
+        )
+    out = paged_attention(
+        query[0].transpose(0, 1).to(binding.keys.dtype),
+        binding.keys,
+        binding.values,
+        batch.sequences,
+        span=layer.span,
+        scale=layer.key_dim**-0.5 if scaling is None else float(scaling),
+        softcap=kwargs.get("softcap") if layer.has_softcap else None,
+        sinks=find_sinks(module, kwargs) if layer.has_sinks else None,
+    )
+    return out.to(query.dtype)[None], None
+
+
+def find_sinks(module: nn.Module, kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """Return the layer's sink logits, [num_heads], wherever the model keeps them."""
+    sinks = kwargs.get("s_aux")
+    return sinks if sinks is not None else getattr(module, "sinks", None)
+
+
+def register_attention() -> None:
+    """Make the function known to transformers; doing it twice does no harm.
+
+    No mask function goes by this name, so transformers builds no masks for us.
+    """
+    AttentionInterface.register(PAGED, paged_attention_function)
+
+
+@dataclass(frozen=True, slots=True)
+class OwnAttention:
+    """An attention class that computes scores in a method of its own instead of the interface.
+
+    class_name   of the attention module; its method `_attn(query, key, value, mask)` is replaced on
+                 each instance
+    scaling      what the class multiplies scores with
+    span         reads an instance's span
+    """
+
+    class_name: str
+    scaling: float
+    span: Callable[[nn.Module], AttentionSpan]
+
+
+def _gpt_neo_span(module: Any) -> AttentionSpan:
+    is_local = module.attention_type == "local"
+    return AttentionSpan(window=module.config.window_size if is_local else None)
+
+
+OWN_ATTENTION = {
+    "gpt_neo": OwnAttention("GPTNeoSelfAttention", 1.0, _gpt_neo_span),
+}
+
+
+def replace_own_attention(model: Any, own: OwnAttention, function: AttentionFunction) -> None:
+    """Route every instance of an attention class through `function`, and build no masks."""
+    model.config._attn_implementation_internal = PAGED
+    for module in model.modules():
+        if type(module).__name__ == own.class_name:
+            module.__dict__["_attn"] = _routed(module, own.scaling, function)
+
+
+@contextmanager
+def own_attention(model: Any) -> Iterator[None]:
+    """Let a model run its own eager attention for a while, to compare ours with."""
+    own = OWN_ATTENTION.get(model.config.model_type)
+    replaced = {}
+    if own is not None:
+        for module in model.modules():
+            if "_attn" in module.__dict__:
+                replaced[module] = module.__dict__.pop("_attn")
+        model.config._attn_implementation_internal = "eager"
+    else:
+        model.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        for module, function in replaced.items():
+            module.__dict__["_attn"] = function
+        if own is not None:
+            model.config._attn_implementation_internal = PAGED
+        else:
+            model.set_attn_implementation(PAGED)
+
+
+def _routed(
+    module: nn.Module, scaling: float, function: AttentionFunction
+) -> Callable[..., tuple[torch.Tensor, None]]:
+    def attend(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: object = None
+    ) -> tuple[torch.Tensor, None]:
+        out, _ = function(module, query, key, value, mask, scaling=scaling)
+        return out.transpose(1, 2), None
+
+    return attend
+
+
+_FLOATING = frozenset({"longrope", "dynamic"})
+
+
+def freeze_rope(model: nn.Module, max_context: int) -> tuple[str, ...]:
+    """Fix floating frequencies to `max_context` positions, in place; return the kinds frozen."""
+    frozen = set()
+    for module in model.modules():
+        rope_type = getattr(module, "rope_type", None)
+        if isinstance(rope_type, str) and rope_type in _FLOATING:
+            _freeze(module, rope_type, max_context, None)
+            module.rope_type = "default"  # type: ignore[assignment]
+            frozen.add(rope_type)
+        elif isinstance(rope_type, dict):
+            for layer_type, kind in rope_type.items():
+                if kind in _FLOATING:
+                    _freeze(module, kind, max_context, layer_type)
+                    rope_type[layer_type] = "default"
+                    frozen.add(kind)
+    return tuple(sorted(frozen))
+
+
+def _freeze(module: Any, kind: str, max_context: int, layer_type: str | None) -> None:
+    prefix = f"{layer_type}_" if layer_type is not None else ""
+    buffer = getattr(module, f"{prefix}inv_freq")
+    arguments = {} if layer_type is None else {"layer_type": layer_type}
+    frequencies, scaling = ROPE_INIT_FUNCTIONS[kind](
+        module.config, buffer.device, seq_len=max_context, **arguments
+    )
+    # A new tensor, not a copy into the old one: the probe's forward pass may have put a tensor of
+    # inference mode there, which nothing may write to.
+    module.register_buffer(f"{prefix}inv_freq", frequencies.to(buffer.dtype), persistent=False)
+    setattr(module, f"{prefix}attention_scaling", scaling)

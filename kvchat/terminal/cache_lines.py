@@ -1,0 +1,155 @@
+"""What is said about the KV on disk and in host memory: counts in, lines of text out.
+
+The command line and the chat say the same.
+"""
+
+from collections.abc import Iterator, Sequence
+from datetime import datetime
+from pathlib import Path
+
+from kvchat.core.config import format_bytes
+from kvchat.core.stats import KeptPack, ModelDirStatus, StoreStatus, TierStatus, Verified
+from kvchat.core.text import one_line
+from kvchat.terminal.status import plural
+from kvchat.terminal.theme import Glyphs
+
+_IDENTITY_CHARS = 8
+_PATH_CHARS = 4096
+_LABEL_CHARS = 64
+
+
+def status_lines(status: StoreStatus) -> list[str]:
+    """Return where the store is, how full, since when of no use, and what is wrong with it."""
+    lines = [
+        one_line(str(status.directory), _PATH_CHARS),
+        f"{used_of_limit(status)}: {_packs(status)}",
+        *(f"  {_model_dir(model_dir)}" for model_dir in status.model_dirs),
+        *pin_lines(status),
+    ]
+    if not status.limit_bytes:
+        lines.append("Chats keep nothing here: --disk-cache is 0.")
+    if status.strangers:
+        lines.append(_left_alone(status.strangers))
+    return [*lines, one_line(status.trouble, _PATH_CHARS)] if status.trouble else lines
+
+
+def _left_alone(strangers: Sequence[Path]) -> str:
+    more = f" and {len(strangers) - 1:,} more" if strangers[1:] else ""
+    return f"Not made by this kvchat, and left alone: {strangers[0].name}{more}."
+
+
+def pin_lines(status: StoreStatus) -> list[str]:
+    """Return a line per pin."""
+    return [
+        f"pinned: {one_line(pin.label, _LABEL_CHARS)}, {plural(pin.num_tokens, 'token')}, "
+        f"since {_when(pin.made_s)}"
+        for model_dir in status.model_dirs
+        for pin in model_dir.pins
+    ]
+
+
+def tree_lines(trees: Sequence[tuple[ModelDirStatus, list[KeptPack]]], glyphs: Glyphs) -> list[str]:
+    """Return a line per pack, below the one it continues; only branches are indented."""
+    if not trees:
+        return ["Nothing is kept."]
+    return [
+        line
+        for model_dir, packs in trees
+        for line in (_model_dir(model_dir), *branch_lines(packs, glyphs))
+    ]
+
+
+def branch_lines(packs: list[KeptPack], glyphs: Glyphs) -> Iterator[str]:
+    """Yield a line per pack of one model directory."""
+    children: dict[int | None, list[int]] = {}
+    for number, pack in enumerate(packs):
+        children.setdefault(pack.parent, []).append(number)
+    # What stands before the children of each pack; a pack comes after the one it continues.
+    leads: dict[int | None, str] = {None: ""}
+    for number, pack in enumerate(packs):
+        lead, siblings = leads[pack.parent], children[pack.parent]
+        own, below = lead, lead
+        if len(siblings) > 1 and number == siblings[-1]:
+            own, below = lead + glyphs.last_branch, lead + " " * len(glyphs.trunk)
+        elif len(siblings) > 1:
+            own, below = lead + glyphs.branch, lead + glyphs.trunk
+        leads[number] = below
+        lost = ", its beginning is gone" if pack.is_orphan else ""
+        pinned = ", pinned" if pack.is_pinned else ""
+        size = f"{plural(pack.num_tokens, 'token')}, {format_bytes(pack.num_bytes)}"
+        yield f"  {own}{size}, {_when(pack.last_used_s)}{pinned}{lost}"
+
+
+def verified_line(found: Verified) -> str:
+    """Return what reading everything has shown."""
+    if found.is_sound:
+        return f"All is sound: {plural(found.num_sound, 'pack')}."
+    parts = [f"{plural(found.num_sound, 'pack')} sound"]
+    if found.num_damaged:
+        parts.append(f"{found.num_damaged:,} damaged and gone now")
+    if found.num_tables:
+        parts.append(f"{plural(found.num_tables, 'damaged table')} gone with all it led to")
+    return f"{', '.join(parts)}. Chats read again what they need."
+
+
+def collected_line(num_bytes: int) -> str:
+    """Return what collecting has freed."""
+    return f"{format_bytes(num_bytes)} freed." if num_bytes else "There was nothing to free."
+
+
+def clearing_question(status: StoreStatus) -> str:
+    """Return what is asked before everything is deleted."""
+    size = format_bytes(status.num_bytes)
+    directory = one_line(str(status.directory), _PATH_CHARS)
+    return f"Delete {size} of KV in {directory}? No word of a conversation is lost."
+
+
+def cleared_line(num_bytes: int) -> str:
+    """Return what clearing has deleted."""
+    return f"{format_bytes(num_bytes)} deleted." if num_bytes else "There was nothing to delete."
+
+
+def disk_lines(disk: TierStatus) -> list[str]:
+    """Return what a chat's own store holds and has done, for /stats."""
+    if disk.trouble and not disk.limit_bytes:  # it could not be opened
+        return [f"disk:   {one_line(disk.trouble, _PATH_CHARS)}"]
+    lines = [
+        f"disk:   {plural(disk.num_packs, 'pack')} of this model; "
+        f"{format_bytes(disk.num_bytes)} of {format_bytes(disk.limit_bytes)} used by all; "
+        f"{format_bytes(disk.bytes_read)} read, {format_bytes(disk.bytes_written)} written"
+    ]
+    if disk.num_quarantined:
+        blocks = plural(disk.num_quarantined, "block")
+        lines.append(f"        {blocks} of another model found out by the first forward, and gone")
+    return [*lines, f"        {one_line(disk.trouble, _PATH_CHARS)}"] if disk.trouble else lines
+
+
+def host_lines(host: TierStatus) -> list[str]:
+    """Return what host memory holds and has done, for /stats."""
+    return [
+        f"host:   {plural(host.num_packs, 'block')}; "
+        f"{format_bytes(host.num_bytes)} of {format_bytes(host.limit_bytes)} taken; "
+        f"{format_bytes(host.bytes_written)} sank, {format_bytes(host.bytes_read)} rose"
+    ]
+
+
+def used_of_limit(status: StoreStatus) -> str:
+    """Return how full a store is."""
+    limit = f" of {format_bytes(status.limit_bytes)}" if status.limit_bytes else ""
+    return f"{format_bytes(status.num_bytes)}{limit} used"
+
+
+def _packs(status: StoreStatus) -> str:
+    if not status.num_packs:
+        return "nothing is kept"
+    return f"{plural(status.num_packs, 'pack')}, {plural(status.num_tokens, 'token')}"
+
+
+def _model_dir(model_dir: ModelDirStatus) -> str:
+    size = f"{plural(model_dir.num_packs, 'pack')}, {plural(model_dir.num_tokens, 'token')}"
+    used = f"{format_bytes(model_dir.num_bytes)}, last used {_when(model_dir.last_used_s)}"
+    return f"{model_dir.identity[:_IDENTITY_CHARS]}: {size}, {used}"
+
+
+def _when(time_s: float) -> str:
+    return f"{datetime.fromtimestamp(time_s):%Y-%m-%d %H:%M}" if time_s else "at an unknown time"

@@ -1,0 +1,219 @@
+"""/cache, /pin, /unpin and /forget: the KV on disk, what of it stays, what is forgotten."""
+
+import asyncio
+import shlex
+import time
+from collections.abc import Callable
+from glob import glob
+from pathlib import Path
+from threading import Event
+from typing import TypeVar
+
+from kvchat.chat.controller import KeptKv
+from kvchat.chat.conversation import Conversation, Role
+from kvchat.chat.keeping import file_context, forget_conversation, forget_last_turn, pin_context
+from kvchat.core.errors import StoreError, UsageError
+from kvchat.core.paths import user_path
+from kvchat.core.text import one_line
+from kvchat.terminal import cache_lines
+from kvchat.terminal.commands import Argument, Command, CommandContext, Group
+from kvchat.terminal.status import plural
+
+T = TypeVar("T")
+
+_USAGE = "/cache [status|tree|why|verify|gc|clear|path]"
+
+
+async def cache(context: "CommandContext", arguments: str) -> None:
+    if arguments == "why":
+        context.say("\n".join(one_line(line, 4096) for line in context.controller.why()))
+        return
+    kept = context.controller.kept
+    if kept is None:
+        raise UsageError("This chat keeps no KV on disk.", "`kvchat cache` shows what others kept.")
+    if arguments in ("clear", "clear --yes", "drop", "drop --yes"):
+        await _clear(context, kept, needs_no_yes=arguments.endswith("--yes"))
+        return
+    if arguments == "path":
+        context.say(one_line(str(kept.directory), 4096))
+    elif arguments in ("", "status"):
+        context.say("\n".join(cache_lines.status_lines(await asyncio.to_thread(kept.status))))
+    elif arguments == "tree":
+        glyphs = context.page.painter.look.glyphs
+        trees = await asyncio.to_thread(kept.tree)
+        context.say("\n".join(cache_lines.tree_lines(trees, glyphs)))
+    elif arguments == "verify":
+        context.say(cache_lines.verified_line(await _while_wanted(kept.verify)))
+    elif arguments == "gc":
+        context.say(cache_lines.collected_line(await asyncio.to_thread(kept.gc)))
+    else:
+        raise UsageError(f"{one_line(arguments)} is unknown here.", _USAGE)
+
+
+async def _clear(context: "CommandContext", kept: KeptKv, needs_no_yes: bool) -> None:
+    status = await asyncio.to_thread(kept.status)
+    if not needs_no_yes and not await context.confirm(cache_lines.clearing_question(status)):
+        context.say("Nothing is deleted.")
+        return
+    context.say(cache_lines.cleared_line(await asyncio.to_thread(kept.clear)))
+
+
+async def _while_wanted(work: "Callable[[Callable[[], bool]], T]") -> T:
+    """Run what takes long on a thread, which ends soon if nobody waits for it any more."""
+    is_over = Event()
+    try:
+        return await asyncio.to_thread(work, lambda: not is_over.is_set())
+    finally:
+        is_over.set()
+
+
+_SURE = ("yes", "--yes")
+# Another day, hour, minute and second.
+_ANOTHER_TIME_S = 86400.0 + 3600.0 + 60.0 + 1.0
+_USE = " A chat that begins with the same files starts warm."
+_DATED_USE = (
+    " The model's template writes the date before them: a chat that begins with the same files "
+    "starts warm as long as that is the same."
+)
+
+
+async def pin(context: "CommandContext", arguments: str) -> None:
+    kept = _kept(context)
+    if arguments in ("list", "show"):
+        lines = cache_lines.pin_lines(await asyncio.to_thread(kept.status))
+        context.say("\n".join(lines) if lines else "Nothing is pinned.")
+        return
+    controller = context.controller
+    await asyncio.to_thread(controller.host.wait_until_ready)
+    use = ""
+    if arguments:
+        label, paths = _label_and_paths(arguments)
+        now_s = time.time()
+        # Long files take seconds to read and tokenise: the prompt stays alive meanwhile.
+        token_ids = await asyncio.to_thread(file_context, controller, paths, now_s)
+        openings = [file_context(controller, (), at_s) for at_s in (now_s, now_s + _ANOTHER_TIME_S)]
+        is_dated = openings[0] != openings[1]
+        use = _DATED_USE if is_dated else _USE
+        await asyncio.wrap_future(controller.host.read(token_ids))
+    else:
+        token_ids, label = controller.context_ids, controller.require_session().session_id
+        if not token_ids:
+            raise UsageError("There is nothing to pin yet.", "/pin FILE... pins files.")
+    num_tokens = await pin_context(controller, token_ids, label)
+    name = f"{one_line(label, 64)}: " if arguments else ""
+    context.say(
+        f"Pinned: {name}{num_tokens:,} of {plural(len(token_ids), 'token')} stay on disk.{use}"
+    )
+
+
+def _label_and_paths(arguments: str) -> tuple[str, list[Path]]:
+    """Read `[NAME] FILE...`: the first word is a name if it is no file and others follow."""
+    try:
+        words = shlex.split(arguments)
+    except ValueError:
+        words = [arguments]
+    first = user_path(words[0])
+    has_name = len(words) > 1 and not first.exists() and not glob(str(first))
+    paths = [path for word in words[has_name:] for path in _matches(word)]
+    return (words[0] if has_name else " ".join(path.name for path in paths)), paths
+
+
+def _matches(word: str) -> list[Path]:
+    path = user_path(word)
+    found = [] if path.exists() else sorted(glob(str(path)))
+    return [Path(name) for name in found] or [path]
+
+
+async def unpin(context: "CommandContext", arguments: str) -> None:
+    kept = _kept(context)
+    status = await asyncio.to_thread(kept.status)
+    labels = {pin.label for model_dir in status.model_dirs for pin in model_dir.pins}
+    if arguments == "all":
+        wanted = labels
+    elif arguments:
+        wanted = {arguments} & labels
+    else:
+        wanted = {context.controller.require_session().session_id} & labels
+    if not wanted:
+        raise UsageError("There is no such pin.", "/pin list shows them.")
+    for label in wanted:
+        await asyncio.to_thread(kept.unpin, label)
+    context.say(f"{plural(len(wanted), 'pin')} removed. What it held may be forgotten now.")
+
+
+async def forget(context: "CommandContext", arguments: str) -> None:
+    *words, last = arguments.split() or [""]
+    is_sure = last in _SURE
+    what = " ".join(words if is_sure else [*words, last]).strip()
+    if what not in ("", "last", "conversation"):
+        raise UsageError(f"{one_line(what)} is unknown here.", "/forget [last]")
+    controller = context.controller
+    if controller.session is None:
+        raise UsageError("The conversation is empty.")
+    is_last = what == "last"
+    question = (
+        f"Forget {'the last turn' if is_last else 'this conversation'} for good, text and KV? "
+        "What others share stays."
+    )
+    if not is_sure and not await _confirm(context, question):
+        context.say("Nothing is forgotten.")
+        return
+    texts = _texts(controller.session.conversation, is_last)
+    gone = await (forget_last_turn(controller) if is_last else forget_conversation(controller))
+    context.page.unlearn(texts)
+    context.conversation_changed()
+    forgotten = f"Forgotten: {'the last turn' if is_last else 'the conversation'}"
+    if gone.trouble:
+        raise StoreError(
+            f"{forgotten}, but not what may be kept of its KV. {gone.trouble}",
+            "/cache clear deletes all KV, once it can be reached.",
+        )
+    told = f", and {plural(gone.num_blocks, 'block')} of KV on disk" if controller.kept else ""
+    context.say(f"{forgotten}{told}.")
+
+
+def _texts(conversation: Conversation, is_last: bool) -> set[str]:
+    """Return what the user said in what is to be forgotten."""
+    turns = [turn.text for turn in conversation.turns() if turn.role is Role.USER]
+    last = [turn.text for turn in conversation.path() if turn.role is Role.USER][-1:]
+    return set(last if is_last else turns)
+
+
+async def _confirm(context: "CommandContext", question: str) -> bool:
+    try:
+        return await context.confirm(question)
+    except UsageError as error:
+        raise UsageError(error.message, "In a script: /forget yes, or /forget last yes") from error
+
+
+def _kept(context: "CommandContext") -> KeptKv:
+    if context.controller.kept is None:
+        raise UsageError("This chat keeps no KV on disk, so nothing can be pinned.")
+    return context.controller.kept
+
+
+COMMANDS = (
+    Command(
+        "cache",
+        "KV kept on disk: how much; read it all, tidy it up, delete it",
+        cache,
+        Group.ENGINE,
+        "[tree|why|verify|gc|clear]",
+    ),
+    Command(
+        "pin",
+        "keep the KV of this conversation so far, or of files, while there is room",
+        pin,
+        Group.INPUT,
+        "[[NAME] FILE...|list]",
+        argument=Argument.PATH,
+    ),
+    Command("unpin", "let it be forgotten again", unpin, Group.INPUT, "[NAME|all]"),
+    Command(
+        "forget",
+        "delete this conversation or its last turn, text and KV, for good",
+        forget,
+        Group.ENGINE,
+        "[last]",
+    ),
+)

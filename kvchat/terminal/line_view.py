@@ -1,0 +1,270 @@
+"""LineView: plain lines for terminals that cannot move a cursor, and for people who listen.
+
+The terminal's own line editing takes the input; output is whole lines, only ever appended, without
+an escape sequence among them. Pickers are numbered lists. Knows file descriptors; knows no keys.
+"""
+
+import asyncio
+import codecs
+import os
+import signal
+from collections.abc import AsyncIterator, Collection, Sequence
+from contextlib import asynccontextmanager
+from typing import TextIO
+
+from kvchat.core.errors import ExitCode, UsageError
+from kvchat.terminal.keys import DoublePress
+from kvchat.terminal.multiline import InputBlocks, edit_text
+from kvchat.terminal.paint import Painter, RenderContext, Row
+from kvchat.terminal.pickers import pick_by_number
+from kvchat.terminal.view import Choice, Listener, LiveState
+
+_TWICE_S = 2.0
+_READ_BYTES = 65536
+
+
+class LineView:
+    """Implements `View`. `columns` tells how wide lines may be."""
+
+    def __init__(
+        self, stdin: TextIO, stdout: TextIO, painter: Painter, columns: int, editor: str
+    ) -> None:
+        self.painter = painter
+        self._stdin = stdin
+        self._stdout = stdout
+        self._columns = columns
+        self._editor = editor
+        self._blocks = InputBlocks()
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._unread = ""
+        self._leaving = DoublePress(_TWICE_S)
+        self._picked: asyncio.Future[str] | None = None
+        self._kept_lines: list[str] = []  # read behind a picker's answer, for what comes next
+        self._left: asyncio.Event = asyncio.Event()
+        self._listener: Listener | None = None
+        self._num_queued = 0
+        self._told_queued: list[str] = []
+        self._is_prompted = False
+        self._ignores_interrupts = False
+
+    @property
+    def render_context(self) -> RenderContext:
+        return RenderContext(self.painter, self._columns)
+
+    @property
+    def max_tail_rows(self) -> int:
+        return 0
+
+    @property
+    def prompt_text(self) -> str:
+        return ""
+
+    def write(self, rows: Sequence[Row], state: LiveState | None = None) -> None:
+        """Show rows for good; the prompt that is waiting is given up for them."""
+        text = self.painter.ansi(rows)
+        if self._is_prompted and text:
+            text = f"\n{text}"
+            self._is_prompted = False
+        self._put(text)
+        self._ask_soon()
+
+    def write_turn(self, text: str, is_said_now: bool = True) -> None:
+        """What is typed the terminal has shown itself; what is from before is told."""
+        if not is_said_now:
+            self.write(self.painter.wrapped(f"You: {text}\n", self._columns))
+        elif text in self._told_queued:
+            self._told_queued.remove(text)
+            self.write(self.painter.wrapped(f"Now: {text}", self._columns))
+
+    def show(self, state: LiveState) -> None:
+        """Tell of what is new and can be said in a line."""
+        if len(state.queue) > self._num_queued and self._is_answering:
+            self._told_queued.append(state.queue[-1])
+            self.write([self.painter.text("Queued.")])
+        self._num_queued = len(state.queue)
+        if state.notice:
+            self.write([self.painter.text(state.notice)])
+            assert self._listener is not None
+            self._listener.key_pressed()
+        self._ask_soon()
+
+    def put_text(self, text: str) -> None:
+        """A line cannot be put into the terminal's own editing: it is shown, to be typed anew."""
+        if text:
+            self.write(self.painter.wrapped(f"The text was: {text}", self._columns))
+
+    def put_back(self, text: str) -> None:
+        self.put_text(text)
+
+    async def choose(self, title: str, choices: Sequence[Choice], current: int = 0) -> int | None:
+        """Show a numbered list and take a number; an empty line picks nothing."""
+        lines = [f"{title}:"]
+        for number, choice in enumerate(choices, start=1):
+            detail = f", {choice.detail}" if choice.detail else ""
+            lines.append(f"{number}. {choice.label}{detail}")
+        lines.append("Type a number, or Enter for none.")
+        self.write(self.painter.wrapped("\n".join(lines), self._columns))
+        while True:
+            text = await self._picked_line()
+            if not text.strip():
+                return None
+            index = pick_by_number(text, len(choices))
+            if index is not None:
+                return index
+            self.write([self.painter.text(f"A number from 1 to {len(choices)}, please.")])
+
+    async def _picked_line(self) -> str:
+        """Return the next line that is typed; those behind it are taken once it has been heeded."""
+        loop = asyncio.get_running_loop()
+        self._picked = loop.create_future()
+        try:
+            return await self._picked
+        finally:
+            self._picked = None
+            loop.call_soon(self._take_kept_lines)
+
+    @asynccontextmanager
+    async def lent(self, takes_interrupts: bool = True) -> AsyncIterator[None]:
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(self._stdin.fileno())
+        self._ignores_interrupts = takes_interrupts
+        try:
+            yield
+        finally:
+            self._ignores_interrupts = False
+            if not self._left.is_set():
+                loop.add_reader(self._stdin.fileno(), self._read)
+
+    async def edit(self, text: str) -> str:
+        async with self.lent():
+            edited = await edit_text(self._editor, text)
+        if edited.strip():
+            assert self._listener is not None
+            self._listener.accept(edited)
+        return ""
+
+    def unlearn(self, texts: Collection[str]) -> None:
+        """Nothing that was typed is remembered here."""
+
+    def copy(self, text: str) -> None:
+        raise UsageError("This terminal cannot be asked to copy.", "/export writes a file.")
+
+    async def run(self, listener: Listener) -> None:
+        self._listener = listener
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGINT, self._interrupt)
+        loop.add_reader(self._stdin.fileno(), self._read)
+        self._ask_soon()
+        try:
+            await self._left.wait()
+        finally:
+            loop.remove_reader(self._stdin.fileno())
+            loop.remove_signal_handler(signal.SIGINT)
+            if self._is_prompted:
+                self._put("\n")
+
+    def leave(self) -> None:
+        self._left.set()
+
+    # Inside
+
+    @property
+    def _is_answering(self) -> bool:
+        return self._listener is not None and self._listener.is_answering
+
+    def _put(self, text: str) -> None:
+        try:
+            self._write(text)
+        except (OSError, ValueError) as error:
+            if isinstance(error, ValueError) and not self._stdout.closed:
+                raise
+            if self._listener is not None and not self._left.is_set():
+                self._left.set()
+                self._listener.terminal_lost()
+
+    def _write(self, text: str) -> None:
+        """Write text, question marks for characters that the terminal's encoding does not have."""
+        try:
+            self._stdout.write(text)
+        except UnicodeEncodeError:
+            encoding = self._stdout.encoding
+            self._stdout.write(text.encode(encoding, "replace").decode(encoding))
+        self._stdout.flush()
+
+    def _ask_soon(self) -> None:
+        """Show the prompt once nothing more is being said."""
+        if self._listener is not None:
+            asyncio.get_running_loop().call_soon(self._ask)
+
+    def _ask(self) -> None:
+        assert self._listener is not None
+        is_picking = self._picked is not None
+        if self._is_prompted or self._left.is_set():
+            return
+        if self._listener.is_at_work and not is_picking:
+            return
+        self._is_prompted = True
+        label = "You: " if self.painter.look.is_spoken else "> "
+        if is_picking:
+            label = "Number: "
+        self._put("... " if self._blocks.is_open else label)
+
+    def _interrupt(self) -> None:
+        assert self._listener is not None
+        if self._ignores_interrupts:
+            return
+        if self._picked is not None:
+            if not self._picked.done():
+                self._picked.set_result("")
+        elif self._is_answering:
+            self._leaving.forget()
+            self._put("\n")  # the terminal shows the key itself
+            self._listener.stop()
+        elif self._leaving.press():
+            self._listener.quit(ExitCode.INTERRUPT)
+        else:
+            self._blocks.clear()
+            self._unread = ""
+            self._listener.stop_editing()
+            self._listener.notice("Ctrl-C again leaves.")
+
+    def _read(self) -> None:
+        try:
+            data = os.read(self._stdin.fileno(), _READ_BYTES)
+        except OSError:
+            data = b""
+        if not data:
+            self._end()
+            return
+        *lines, self._unread = (self._unread + self._decoder.decode(data)).split("\n")
+        for line in lines:
+            self._take(line)
+
+    def _end(self) -> None:
+        """Ctrl-D: leaves, but never in the middle of an answer."""
+        assert self._listener is not None
+        if self._is_answering and os.isatty(self._stdin.fileno()):
+            self.write([self.painter.text("An answer is coming: Ctrl-C stops it.")])
+            return
+        asyncio.get_running_loop().remove_reader(self._stdin.fileno())
+        self._listener.quit(ExitCode.OK)
+
+    def _take(self, line: str) -> None:
+        assert self._listener is not None
+        self._is_prompted = False
+        self._leaving.forget()
+        if self._picked is not None:
+            if self._picked.done():
+                self._kept_lines.append(line)
+            else:
+                self._picked.set_result(line)
+            return
+        text = self._blocks.take(line)
+        if text is not None:
+            self._listener.accept(text)
+        self._ask_soon()
+
+    def _take_kept_lines(self) -> None:
+        lines, self._kept_lines = self._kept_lines, []
+        for line in lines:
+            self._take(line)

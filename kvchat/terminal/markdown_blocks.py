@@ -1,0 +1,236 @@
+"""The blocks that hold text: paragraph, heading, rule, code, table.
+
+Each takes source and gives rows back; a row once given is final and never given again. Knows how
+blocks look; where one begins and ends is `markdown.py`'s.
+"""
+
+import re
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+from rich.text import Text
+
+from kvchat.terminal.code_lines import CodeLines
+from kvchat.terminal.markdown_inline import Inline, parse_inline
+from kvchat.terminal.paint import RenderContext, Row
+from kvchat.terminal.theme import Role
+
+_MAX_RULE_COLUMNS = 48
+
+
+class Block(Protocol):
+    """A block of text in the making."""
+
+    def settle(self, ctx: RenderContext) -> list[Row]:
+        """Give the rows that nothing to come can change, and forget them."""
+
+    def close(self, ctx: RenderContext) -> list[Row]:
+        """Give what is left: the block is over."""
+
+    def copy(self) -> "Block":
+        """Return an independent block in the same state, for a look ahead."""
+
+
+@dataclass(slots=True)
+class Paragraph:
+    """Running text. `source` is what of it has not been given yet.
+
+    `may_be_header` while its only line could turn out to be a table's first.
+    """
+
+    source: str = ""
+    may_be_header: bool = False
+
+    def settle(self, ctx: RenderContext) -> list[Row]:
+        if self.may_be_header or (len(self.source) < ctx.width and "\n" not in self.source):
+            return []
+        inline = _parse(self.source, ctx)
+        text = inline.text(ctx.painter, inline.settled)
+        rows = ctx.painter.wrap(text, ctx.width)
+        starts = _row_starts(text.plain, rows)
+        for count in range(len(rows) - 1, 0, -1):
+            cut = inline.source_after(starts[count])
+            if cut is not None:
+                self.source = self.source[cut:]
+                return rows[:count]
+        return []
+
+    def close(self, ctx: RenderContext) -> list[Row]:
+        source, self.source = self.source.rstrip(), ""
+        if not source:
+            return []
+        text = _parse(source, ctx).text(ctx.painter)
+        return ctx.painter.wrap(text, ctx.width)
+
+    def copy(self) -> "Paragraph":
+        return replace(self)
+
+
+def _parse(source: str, ctx: RenderContext) -> Inline:
+    return parse_inline(source, keeps_ticks=not ctx.painter.look.has_colour)
+
+
+def _row_starts(plain: str, rows: list[Row]) -> list[int]:
+    """Return where in a text each of its rows begins, white space between rows left out."""
+    starts = []
+    position = 0
+    for row in rows:
+        while position < len(plain) and plain[position].isspace():
+            position += 1
+        starts.append(position)
+        position += len(row.plain)
+    return starts
+
+
+def heading(level: int, source: str, ctx: RenderContext) -> list[Row]:
+    """Return the rows of a heading. Where nothing else marks it, its number signs stay."""
+    painter = ctx.painter
+    text = _parse(source, ctx).text(painter)
+    text.stylize_before(painter.style(Role.HEADING_1 if level == 1 else Role.HEADING))
+    if painter.look.is_plain and not painter.look.is_spoken:
+        text = Text("#" * level + " ", end="").append_text(text)
+    return painter.wrap(text, ctx.width)
+
+
+def rule(ctx: RenderContext, label: str = "") -> list[Row]:
+    """Return a drawn line, with a label in it or without; nothing where it would be read aloud."""
+    painter, glyph = ctx.painter, ctx.painter.look.glyphs.rule
+    if painter.look.is_spoken:
+        return []
+    columns = min(_MAX_RULE_COLUMNS, ctx.width)
+    line = f"{glyph * 3} {label} " if label else ""
+    return [painter.text((line + glyph * columns)[:columns], Role.DIM)]
+
+
+@dataclass(slots=True)
+class Fence:
+    """A code block. Every line is given as soon as it is complete, and is not wrapped.
+
+    `mark` opened it; `indent` columns of white space belong to the block, not to the code.
+    """
+
+    mark: str
+    indent: int
+    language: str
+    code: CodeLines | None = None
+    has_begun: bool = False
+
+    def begin(self, ctx: RenderContext) -> list[Row]:
+        self.code = CodeLines(self.language, ctx.painter.look)
+        if ctx.painter.look.is_spoken:
+            return [ctx.painter.text(f"Code, {self.language}:" if self.language else "Code:")]
+        return rule(ctx, self.language)
+
+    def is_closed_by(self, line: str) -> bool:
+        """Tell whether a line ends the block."""
+        closing = line.strip()
+        return (
+            len(closing) >= len(self.mark)
+            and set(closing) == {self.mark[0]}
+            and len(line) - len(line.lstrip()) < self.indent + 4
+        )
+
+    def add(self, line: str) -> list[Row]:
+        assert self.code is not None, "the block has begun"
+        indent = len(line) - len(line.lstrip(" "))
+        line = line[min(indent, self.indent) :]
+        return [self.code.add(line)]
+
+    def settle(self, ctx: RenderContext) -> list[Row]:
+        return []
+
+    def close(self, ctx: RenderContext) -> list[Row]:
+        if ctx.painter.look.is_spoken:
+            return [ctx.painter.text("End of code.")]
+        return rule(ctx)
+
+    def copy(self) -> "Fence":
+        return replace(self, code=self.code.copy() if self.code is not None else None)
+
+
+@dataclass(slots=True)
+class IndentedCode:
+    """Lines set apart by four columns of white space; shown as they are."""
+
+    num_blank: int = 0
+
+    def add(self, line: str, ctx: RenderContext) -> list[Row]:
+        if not line.strip():
+            self.num_blank += 1  # shown only if more code follows
+            return []
+        rows = [Text(end="") for _ in range(self.num_blank)]
+        self.num_blank = 0
+        return [*rows, ctx.painter.text(line, Role.CODE)]
+
+    def settle(self, ctx: RenderContext) -> list[Row]:
+        return []
+
+    def close(self, ctx: RenderContext) -> list[Row]:
+        return []
+
+    def copy(self) -> "IndentedCode":
+        return replace(self)
+
+
+_DELIMITER_ROW = re.compile(r"^\|?\s*:?-+:?\s*(\|\s*:?-+:?\s*)*\|?\s*$")
+_CELL = re.compile(r"(?:\\.|`[^`]*`|[^|\\])+|(?<=\|)(?=\|)|\\$")
+
+
+def is_delimiter_row(line: str) -> bool:
+    """Tell whether a line is what stands between a table's header and its rows."""
+    return "|" in line and "-" in line and _DELIMITER_ROW.match(line.strip()) is not None
+
+
+@dataclass(slots=True)
+class MarkdownTable:
+    """A table; held until it is complete, since a later row may widen a column."""
+
+    lines: list[str]
+
+    def settle(self, ctx: RenderContext) -> list[Row]:
+        return []
+
+    def close(self, ctx: RenderContext) -> list[Row]:
+        header, delimiter, *body = [_cells(line) for line in self.lines]
+        if ctx.painter.look.is_plain:
+            return _spoken_table(header, body, ctx)
+        painter = ctx.painter
+        table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, border_style="dim")
+        if not painter.look.has_unicode:
+            table.box = None
+        for column, name in enumerate(header):
+            mark = delimiter[column] if column < len(delimiter) else ""
+            table.add_column(_cell_text(name, ctx), justify=_justify(mark), overflow="fold")
+        for cells in body:
+            cells = (cells + [""] * len(header))[: len(header)]
+            table.add_row(*(_cell_text(cell, ctx) for cell in cells))
+        return painter.lay_out(table, ctx.width)
+
+    def copy(self) -> "MarkdownTable":
+        return MarkdownTable(list(self.lines))
+
+
+def _cells(line: str) -> list[str]:
+    line = line.strip().removeprefix("|").removesuffix("|")
+    return [cell.strip().replace("\\|", "|") for cell in _CELL.findall(line)]
+
+
+def _justify(mark: str) -> Literal["left", "center", "right"]:
+    if mark.startswith(":") and mark.endswith(":"):
+        return "center"
+    return "right" if mark.endswith(":") else "left"
+
+
+def _cell_text(source: str, ctx: RenderContext) -> Text:
+    return _parse(source.replace("<br>", "\n"), ctx).text(ctx.painter)
+
+
+def _spoken_table(header: list[str], body: list[list[str]], ctx: RenderContext) -> list[Row]:
+    """Return a table as one sentence a row: a column of figures says nothing when read aloud."""
+    rows = []
+    for cells in body:
+        pairs = (f"{name}: {cell}" for name, cell in zip(header, cells, strict=False) if cell)
+        rows += ctx.painter.wrap(_cell_text("; ".join(pairs), ctx), ctx.width)
+    return rows

@@ -1,0 +1,174 @@
+"""What goes to and comes from the terminal around the live prompt.
+
+HeldOutput: the prompt's output, each change of the screen in one write. StrayOutput: what libraries
+write to standard error meanwhile, as whole lines. `typed_ahead`: what was typed before the prompt
+was there; the terminal has turned its Enter into a line feed, which to the prompt is another key.
+"""
+
+import asyncio
+import logging
+import os
+import re
+import select
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import TextIO
+
+from prompt_toolkit.data_structures import Size
+from prompt_toolkit.output.vt100 import Vt100_Output
+
+from kvchat.core.text import sanitize_characters
+
+_BEGIN_SYNCHRONISED = "\x1b[?2026h"
+_END_SYNCHRONISED = "\x1b[?2026l"
+
+_log = logging.getLogger(__name__)
+
+
+class HeldOutput(Vt100_Output):
+    """Never asks where the cursor is: the answer could end up in the prompt.
+
+    Once the terminal is gone writing does nothing; `on_lost` is called the first time.
+    """
+
+    def __init__(
+        self,
+        stdout: TextIO,
+        get_size: Callable[[], Size],
+        term: str | None,
+        on_lost: Callable[[], None],
+    ) -> None:
+        super().__init__(stdout, get_size, term=term, enable_bell=False, enable_cpr=False)
+        self._num_held = 0
+        self._is_lost = False
+        self._on_lost = on_lost
+
+    @contextmanager
+    def stroke(self) -> Iterator[None]:
+        """While entered nothing is flushed; on leaving everything is, in one write."""
+        if not self._num_held:
+            self.write_raw(_BEGIN_SYNCHRONISED)
+        self._num_held += 1
+        try:
+            yield
+        finally:
+            self._num_held -= 1
+            if not self._num_held:
+                self.write_raw(_END_SYNCHRONISED)
+                self.flush()
+
+    def write(self, data: str) -> None:
+        super().write(sanitize_characters(data))
+
+    def erase_down(self) -> None:
+        """Erase from the cursor, which is at the beginning of a row, to the end of the screen.
+
+        From the top left corner tmux takes that for clearing the screen, and keeps what was there
+        in its scrollback: the first row is erased by itself, the rest from beside the corner.
+        """
+        self.write_raw("\x1b[K\x1b[C\x1b[J\x1b[D")
+
+    def flush(self) -> None:
+        if self._num_held:
+            return
+        if self._is_lost:
+            self._buffer.clear()
+            return
+        try:
+            super().flush()
+        except OSError as error:
+            _log.info("the terminal is gone: %s", error)
+            self._is_lost = True
+            self._buffer.clear()
+            self._on_lost()
+
+    # Erasing resets the renderer, and that would switch bracketed paste off and on again: a paste
+    # that comes in between would be taken for typing, each of its lines for a message.
+
+    def enable_bracketed_paste(self) -> None:
+        if not self._num_held:
+            super().enable_bracketed_paste()
+
+    def disable_bracketed_paste(self) -> None:
+        if not self._num_held:
+            super().disable_bracketed_paste()
+
+
+_STDERR = 2
+_READ_BYTES = 65536
+_MAX_LINE_BYTES = 4096
+
+
+class StrayOutput:
+    """While `kept`, standard error goes to `show`, line by line, on the event loop.
+
+    Does nothing where standard error is not a terminal: then it is not in the way.
+    """
+
+    def __init__(self, show: Callable[[str], None]) -> None:
+        self._show = show
+        self._terminal: int | None = None
+        self._source = self._sink = -1
+        self._unread = b""
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Keep standard error off the terminal until the end of the block."""
+        if not os.isatty(_STDERR):
+            yield
+            return
+        loop = asyncio.get_running_loop()
+        self._terminal = os.dup(_STDERR)
+        self._source, self._sink = os.pipe()
+        os.set_blocking(self._source, False)
+        loop.add_reader(self._source, self._read)
+        os.dup2(self._sink, _STDERR)
+        try:
+            yield
+        finally:
+            os.dup2(self._terminal, _STDERR)
+            loop.remove_reader(self._source)
+            self._read()
+            if self._unread:
+                self._show_line(self._unread)  # the last line may have no end
+                self._unread = b""
+            for descriptor in (self._terminal, self._source, self._sink):
+                os.close(descriptor)
+            self._terminal = None
+
+    @contextmanager
+    def let_through(self) -> Iterator[None]:
+        """Give standard error back to the terminal for a while: somebody else has the screen."""
+        if self._terminal is None:
+            yield
+            return
+        os.dup2(self._terminal, _STDERR)
+        try:
+            yield
+        finally:
+            os.dup2(self._sink, _STDERR)
+
+    def _read(self) -> None:
+        with suppress(BlockingIOError):
+            while data := os.read(self._source, _READ_BYTES):
+                *lines, self._unread = (self._unread + data).split(b"\n")
+                for line in lines:
+                    self._show_line(line)
+                self._unread = self._unread[-_MAX_LINE_BYTES:]
+
+    def _show_line(self, line: bytes) -> None:
+        self._show(line[-_MAX_LINE_BYTES:].decode(errors="replace"))
+
+
+def typed_ahead(descriptor: int) -> tuple[list[str], str]:
+    """Return the complete lines waiting in a terminal, and the beginning of one after them."""
+    if not os.isatty(descriptor):
+        return [], ""
+    data = b""
+    while select.select([descriptor], [], [], 0)[0]:
+        piece = os.read(descriptor, _READ_BYTES)
+        data += piece
+        if not piece:
+            break
+    *lines, rest = re.split(r"\r\n|\r|\n", data.decode(errors="replace"))
+    return lines, "".join(character for character in rest if character.isprintable())

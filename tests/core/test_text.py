@@ -1,0 +1,65 @@
+"""Nothing that reaches a terminal can act on it."""
+
+import json
+import random
+import unicodedata
+
+import pytest
+
+from kvchat.core.text import Sanitizer, one_line, sanitize, sanitize_json
+
+_ACTING = [chr(code) for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"]
+_BIDI = "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
+
+
+def test_no_control_character_passes() -> None:
+    shown = sanitize("".join(_ACTING) + _BIDI + "\u200b\ufeff")
+
+    assert [c for c in shown if unicodedata.category(c) in ("Cc", "Cf")] == ["\n"]  # from the CR
+
+
+def test_an_escape_sequence_becomes_visible_text() -> None:
+    assert sanitize("\x1b]0;owned\x07\x1b[2J") == "␛]0;owned␛[2J"
+
+
+def test_ordinary_text_of_any_script_is_left_alone() -> None:
+    text = "naïve 日本語 עברית 👩\u200d🚀 e\u0301\n\tend"
+
+    assert sanitize(text) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"), [("a\r\nb", "a\nb"), ("a\rb", "a\nb"), ("\r\r\n", "\n\n")]
+)
+def test_line_ends_become_line_feeds(text: str, shown: str) -> None:
+    assert sanitize(text) == shown
+
+
+def test_lone_surrogates_can_be_encoded_afterwards() -> None:
+    assert sanitize("a\udcffb").encode() == "a\ufffdb".encode()
+
+
+def test_any_cut_into_pieces_gives_the_same_text() -> None:
+    rng = random.Random(7)
+    alphabet = ["a", "\r", "\n", "\r\n", "\x1b[31m", "\x9b", "\u202e", "é", "\t", "\ufeff"]
+    for _ in range(500):
+        text = "".join(rng.choices(alphabet, k=rng.randint(0, 12)))
+        cuts = sorted(rng.choices(range(len(text) + 1), k=rng.randint(0, 5)))
+        pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+        sanitizer = Sanitizer()
+
+        assert "".join(sanitizer.feed(piece) for piece in pieces) == sanitize(text), pieces
+
+
+def test_a_title_is_one_safe_line_of_bounded_length() -> None:
+    assert one_line("  two\nlines\x1b[0m  ") == "two lines␛[0m"
+    assert one_line("x" * 100, 10) == "x" * 9 + "…"
+
+
+def test_a_json_document_reads_back_the_same_and_shows_nothing_that_acts() -> None:
+    content = {"text": "".join(map(chr, range(0x2070))) + "\udead\ufeff"}
+
+    document = sanitize_json(json.dumps(content, ensure_ascii=False, indent=2))
+
+    assert json.loads(document) == content
+    assert sanitize(document) == document

@@ -1,0 +1,178 @@
+"""KV under a forged identity: whatever tensor of the model is another, the first forward pass after
+a restore finds out, and the answer is what a cold run gives.
+
+The digest of the weights is remembered by file; these tests write the digest of the model that made
+the KV beside the file of the one that reads it.
+"""
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig, Size
+from kvchat.core.stats import TierStatus
+from kvchat.core.types import CachedTokens
+from kvchat.engine.assembly import build_engine
+from kvchat.engine.engine import Engine
+from kvchat.model.checkpoint_files import mark
+from kvchat.model.source import find_model
+from support.architectures import SUPPORTED
+from support.checkpoints import save_checkpoint, tiny_model
+from support.greedy_answer import greedy_answer
+from support.specimens import random_ids
+
+MIB = 1 << 20
+BLOCK = 16
+PROMPT = random_ids(70, 1)
+LAYER = "model.layers.1."
+TENSORS = [
+    "model.embed_tokens.weight",
+    f"{LAYER}self_attn.q_proj.weight",
+    f"{LAYER}self_attn.k_proj.weight",
+    f"{LAYER}self_attn.v_proj.weight",
+    f"{LAYER}self_attn.o_proj.weight",
+    f"{LAYER}mlp.gate_proj.weight",
+    f"{LAYER}mlp.up_proj.weight",
+    f"{LAYER}mlp.down_proj.weight",
+    f"{LAYER}input_layernorm.weight",
+    f"{LAYER}post_attention_layernorm.weight",
+    "model.norm.weight",
+    "lm_head.weight",
+]
+# What rounding moves most: few bits, experts chosen by them.
+QUICK = [("llama", "float16"), ("qwen3_moe", "bfloat16"), ("gpt_oss, sinks", "bfloat16")]
+
+
+@dataclass
+class Life:
+    """One engine, and what it has been asked."""
+
+    engine: Engine
+
+    def answer(self, prompt: list[int], count: int = 8) -> tuple[list[int], CachedTokens]:
+        return greedy_answer(self.engine, prompt, count)
+
+    def disk(self) -> TierStatus:
+        connector = self.engine._connector
+        assert connector is not None
+        assert connector.transfer.flush(60.0)
+        status = connector.status()
+        assert status is not None
+        return status
+
+
+def start(checkpoint: Path, home: Path | None, dtype: str) -> Life:
+    cache = CacheConfig(
+        BLOCK,
+        device_bytes=Size(num_bytes=8 * MIB),
+        disk_bytes=Size(num_bytes=64 * MIB),
+        directory=home / "kv" if home is not None else None,
+    )
+    state = home / "state" if home is not None else None
+    built = build_engine(
+        find_model(str(checkpoint)),
+        ModelConfig(dtype=dtype),
+        cache,
+        EngineConfig(),
+        state,
+        lambda _: None,
+    )
+    return Life(built.engine)
+
+
+def perturbed(checkpoint: Path, tensor: str, copy: Path, amount: float) -> Path:
+    """Copy a checkpoint and move every value of one tensor by about `amount` of itself."""
+    shutil.copytree(checkpoint, copy)
+    tensors = load_file(copy / "model.safetensors")
+    noise = torch.randn(tensors[tensor].shape, generator=torch.Generator().manual_seed(0))
+    tensors[tensor] = tensors[tensor] * (1.0 + amount * noise)
+    save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
+    return copy
+
+
+def forge(home: Path, checkpoint: Path, original: Path) -> None:
+    """Have the weights of one checkpoint taken for those of another."""
+    memory = home / "state" / "weights.json"
+    known = json.loads(memory.read_text())
+    real = mark(original / "model.safetensors")
+    known[mark(checkpoint / "model.safetensors")] = known[real]
+    memory.write_text(json.dumps(known))
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model_type, settings = SUPPORTED["llama"]
+    directory = tmp_path_factory.mktemp("llama") / "model"
+    return save_checkpoint(directory, tiny_model(model_type, **settings))
+
+
+@pytest.fixture(scope="module")
+def homes(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Homes in which the KV of a prompt is kept, by the dtype it is kept in."""
+    found = {}
+    for dtype in ("float32", "bfloat16"):
+        found[dtype] = tmp_path_factory.mktemp(f"home-{dtype}")
+        life = start(llama, found[dtype], dtype)
+        life.answer(PROMPT)
+        life.engine.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("tensor", "dtype"),
+    [*((tensor, "float32") for tensor in TENSORS), *((t, "bfloat16") for t in TENSORS[::5])],
+)
+def test_no_tensor_may_be_another(
+    tensor: str, dtype: str, llama: Path, homes: dict[str, Path], tmp_path: Path
+) -> None:
+    home = shutil.copytree(homes[dtype], tmp_path / "home")
+    other = perturbed(llama, tensor, tmp_path / "other", amount=1.0)
+    cold, _ = start(other, None, dtype).answer(PROMPT)
+    forge(home, other, llama)
+
+    life = start(other, home, dtype)
+    answer, cached = life.answer(PROMPT)
+
+    assert answer == cold
+    assert cached == CachedTokens()
+    disk = life.disk()
+    assert disk.num_quarantined == 64 // BLOCK
+    assert "not this model's" in disk.trouble
+    life.engine.close()
+    again = start(other, home, dtype)
+    resumed, cached = again.answer(PROMPT)
+    assert cached == CachedTokens(disk=64)  # its own by now
+    assert (
+        resumed == cold or dtype != "float32"
+    )  # where chunks matter, a near tie may fall so or so
+    assert again.disk().num_quarantined == 0
+    again.engine.close()
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [
+        pytest.param(family, dtype, marks=() if (family, dtype) in QUICK else pytest.mark.soak)
+        for family in SUPPORTED
+        for dtype in ("float32", "bfloat16", "float16")
+    ],
+)
+def test_no_alarm_is_false(family: str, dtype: str, tmp_path: Path) -> None:
+    """Whatever the step's other rows: the prompts that follow differ in length."""
+    model_type, settings = SUPPORTED[family]
+    checkpoint = save_checkpoint(tmp_path / "model", tiny_model(model_type, **settings))
+    life = start(checkpoint, tmp_path, dtype)
+    life.answer(PROMPT)
+    life.engine.close()
+
+    for number in (1, 17):
+        again = start(checkpoint, tmp_path, dtype)
+        _, cached = again.answer([*PROMPT, *random_ids(number, number)], 2)
+        assert cached.disk >= 64
+        assert again.disk().num_quarantined == 0
+        again.engine.close()

@@ -1,0 +1,152 @@
+"""Fused parts by kernels, as on a GPU: here by the kernels' twins, and with the same logits and KV.
+
+What each kernel computes is the matter of tests/kernels; that it is given the right things, of
+this.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from transformers.activations import ACT2FN
+
+from kvchat.core.config import ModelConfig
+from kvchat.model import fused_layers, fused_parts
+from kvchat.model.batch import SequencePiece, build_batch
+from kvchat.model.fused_parts import RmsNorm, gate_of
+from kvchat.model.loader import LoadedModel, load_model
+from kvchat.model.paged_model import PagedModel
+from kvchat.model.source import find_model
+from kvchat_kernels.silu_mul import gelu_tanh_mul, silu_mul
+from support.architectures import SUPPORTED
+from support.checkpoints import save_checkpoint, tiny_model
+from support.specimens import random_ids
+
+NAMES = [
+    "llama",
+    "qwen2",
+    "qwen3",
+    "gemma3, mixed windows",
+    "smollm3, some layers without positions",
+    "qwen3_moe",
+    "olmo2",
+    "nemotron, a part rotated",
+]
+# (new tokens, context) of each sequence.
+STEP = [(1, 9), (4, 33), (2, 2)]
+
+
+@pytest.fixture
+def with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let fused parts take kernels on a CPU; those choose their twins there."""
+    for module in (fused_parts, fused_layers, fused_parts):
+        monkeypatch.setattr(module, "takes_kernels", lambda x: True)
+
+
+def load(directory: Path, name: str) -> LoadedModel:
+    model_type, settings = SUPPORTED[name]
+    source = find_model(str(save_checkpoint(directory, tiny_model(model_type, **settings))))
+    return load_model(source, ModelConfig(dtype="float32"), 128, lambda _: None)
+
+
+def run_step(loaded: LoadedModel) -> list[torch.Tensor]:
+    """Return the step's logits, then all pools, after a step over random KV."""
+    generator = torch.Generator().manual_seed(0)
+    pools = [
+        tuple(
+            torch.randn(40, 8, layer.num_kv_heads, dim, generator=generator)
+            for dim in (layer.key_dim, layer.value_dim)
+        )
+        for layer in loaded.spec.storing_layers
+    ]
+    pieces = [
+        SequencePiece(random_ids(new, seed=new), end - new, range(1 + 10 * i, 6 + 10 * i), new)
+        for i, (new, end) in enumerate(STEP)
+    ]
+    logits = PagedModel(loaded, pools).forward(build_batch(pieces, 8, torch.device("cpu")))
+    return [logits, *(tensor for pair in pools for tensor in pair)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_and_kv_are_those_of_the_parts_without_kernels(
+    name: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    loaded = load(tmp_path, name)
+    plain = run_step(loaded)
+
+    request.getfixturevalue("with_kernels")
+    by_kernels = run_step(loaded)
+
+    for one, other in zip(by_kernels, plain, strict=True):
+        assert torch.allclose(one, other, rtol=1e-4, atol=2e-5 * other.abs().max())
+
+
+@pytest.mark.usefixtures("with_kernels")
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3, mixed windows"])
+def test_kernels_are_proven_on_the_modules_they_replace(name: str, tmp_path: Path) -> None:
+    loaded = load(tmp_path, name)
+
+    assert loaded.fusing is not None
+    assert loaded.fusing.wait().num_layers == len(loaded.spec.layers)
+
+
+@pytest.mark.usefixtures("with_kernels")
+def test_a_layer_takes_the_kernels_and_nothing_beside_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    called: list[str] = []
+
+    def spy(module: object, name: str) -> None:
+        own = getattr(module, name)
+
+        def count(*args: object, **kwargs: object) -> object:
+            called.append(name)
+            return own(*args, **kwargs)
+
+        monkeypatch.setattr(module, name, count)
+
+    loaded = load(tmp_path, "llama")
+    assert loaded.fusing is not None
+    loaded.fusing.wait()
+    spy(fused_parts, "rope_kv_write")
+    spy(fused_parts, "kv_write")
+    spy(fused_parts, "rms_norm")
+    spy(fused_parts, "add_rms_norm")
+    spy(fused_parts, "gate_of")
+
+    run_step(loaded)
+
+    assert called == ["rms_norm", "rope_kv_write", "add_rms_norm", "gate_of"] * 2 + ["rms_norm"]
+
+
+@pytest.mark.parametrize(
+    ("name", "gate"),
+    [("silu", silu_mul), ("gelu_pytorch_tanh", gelu_tanh_mul), ("gelu", None), ("relu", None)],
+)
+def test_gates_are_known_by_their_activations(name: str, gate: object) -> None:
+    act = ACT2FN[name]
+
+    assert gate_of(act) is gate
+    if gate is not None:
+        x, up = torch.randn(3, 8), torch.randn(3, 8)
+        assert torch.allclose(gate(x, up), act(x) * up, atol=1e-6)  # type: ignore[operator]
+
+
+def test_an_activation_that_is_no_module_is_left_alone() -> None:
+    function: Callable[[torch.Tensor], torch.Tensor] = nn.functional.silu
+
+    assert gate_of(function) is None
+
+
+@pytest.mark.usefixtures("with_kernels")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_norm_keeps_the_dtype_of_its_rows(dtype: torch.dtype) -> None:
+    norm = RmsNorm(torch.rand(16), 16, 1e-6)
+    x, stream = torch.randn(3, 16).to(dtype), torch.randn(3, 16).to(dtype)
+
+    normed, total = norm.of_sum(x.clone(), stream)
+
+    assert norm(x).dtype == normed.dtype == total.dtype == dtype
+    assert torch.equal(total, x + stream)

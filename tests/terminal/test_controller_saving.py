@@ -1,0 +1,182 @@
+"""What a conversation's file has not got is not lost on the way to another, and is not promised."""
+
+import asyncio
+import errno
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from kvchat.chat.answer_settings import AskOptions
+from kvchat.chat.chat_model import ChatModel
+from kvchat.chat.controller import ChatController
+from kvchat.chat.host import ChatHost
+from kvchat.chat.reply_stream import LoadRelay
+from kvchat.chat.store import SessionStore
+from kvchat.core.errors import StoreError
+from kvchat.terminal import repl
+from kvchat.terminal.commands import Invocation
+from kvchat.terminal.paint import Painter
+from kvchat.terminal.registry import build_registry
+from kvchat.terminal.repl import ReplSetup, run_repl
+from kvchat.terminal.script_commands import ScriptCommands, ScriptPage
+from kvchat.terminal.theme import Look
+from support.scripted_engine import Script, scripted_build
+from support.tiny_host import finish
+
+PLAIN = Look(has_colour=False, is_plain=True)
+NewHost = Callable[..., ChatHost]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> SessionStore:
+    return SessionStore(tmp_path / "sessions")
+
+
+@pytest.fixture
+def new_host(model: ChatModel, store: SessionStore) -> Iterator[NewHost]:
+    hosts: list[ChatHost] = []
+
+    def begin(*_: object) -> ChatHost:
+        build = scripted_build(model, lambda question, _: Script(f"You said {question}."))
+        hosts.append(ChatHost(model, build, store))  # type: ignore[arg-type]
+        return hosts[-1]
+
+    yield begin
+    for host in hosts:
+        host.close()
+
+
+@pytest.fixture
+def controller(new_host: NewHost) -> Iterator[ChatController]:
+    controller = ChatController(new_host(), new_host, None, AskOptions())
+    yield controller
+    controller.close_session()
+
+
+@contextmanager
+def full_disk() -> Iterator[None]:
+    """Let no session file grow; everything else is written as ever."""
+    write = os.write
+
+    def refuse(descriptor: int, data: bytes) -> int:
+        if os.readlink(f"/proc/self/fd/{descriptor}").endswith(".jsonl"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(descriptor, data)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "write", refuse)
+        yield
+
+
+def do(controller: ChatController, line: str) -> str:
+    """Carry out a command; return what it said."""
+    said: list[str] = []
+    page = ScriptPage(said.append, Painter(PLAIN), 200)
+    commands = ScriptCommands(controller, page, build_registry(), False)
+    parsed = commands.registry.parse(line)
+    assert isinstance(parsed, Invocation), line
+    commands.carry_out(parsed)
+    return "".join(said)
+
+
+@pytest.mark.parametrize("has_file", [True, False])
+def test_another_model_waits_until_all_of_the_conversation_is_in_its_file(
+    controller: ChatController, new_host: NewHost, store: SessionStore, has_file: bool
+) -> None:
+    """On a full disk the turns that were not written yet were gone after /model, and where the
+    file had no line at all, the conversation went on without one.
+    """
+    if has_file:
+        finish(controller.ask("on disk"))
+    with full_disk():
+        finish(controller.ask("in memory"))
+        old, session = controller.host, controller.require_session()
+        with pytest.raises(StoreError, match=r"cannot be saved \(No space left"):
+            controller.change_host(new_host())
+
+    assert controller.host is old
+    assert controller.session is session
+    before = [turn.text for turn in session.conversation.turns()]
+    assert controller.change_host(new_host()) is old
+    assert [turn.text for turn in controller.require_conversation().turns()] == before
+    finish(controller.ask("and on"))
+    saved = store.read(session.session_id).conversation
+    assert list(saved.turns()) == list(controller.require_conversation().turns())
+
+
+def test_what_could_not_be_saved_is_said_as_the_conversation_is_let_go(
+    controller: ChatController,
+) -> None:
+    """The sentence of the session was dropped."""
+    finish(controller.ask("on disk"))
+    with full_disk():
+        finish(controller.ask("in memory"))
+        problem = controller.close_session()
+
+    assert problem is not None
+    assert problem.endswith(".jsonl cannot be saved (No space left on device).")
+    assert controller.close_session() is None
+
+
+def test_a_new_conversation_promises_the_last_one_only_where_it_is_kept(
+    controller: ChatController,
+) -> None:
+    """/new said that the last one was kept, though the disk was full."""
+    finish(controller.ask("on disk"))
+    assert "The last one is kept" in do(controller, "/new")
+    finish(controller.ask("on disk"))
+    with full_disk():
+        finish(controller.ask("in memory"))
+        said = do(controller, "/new")
+
+    assert "is kept" not in said
+    assert "cannot be saved (No space left on device)." in said
+
+
+@pytest.mark.parametrize("command", ["/resume first", "/fork"])
+def test_going_on_in_another_says_what_of_the_last_is_not_saved(
+    controller: ChatController, command: str
+) -> None:
+    """/resume and /fork left a conversation behind whose end was nowhere, without a word."""
+    finish(controller.ask("first"))
+    controller.begin_new()
+    finish(controller.ask("second"))
+    with full_disk():
+        finish(controller.ask("in memory"))
+        said = do(controller, command)
+
+    assert "cannot be saved (No space left on device)." in said
+
+
+def leave_at_once(controller: ChatController, patch: pytest.MonkeyPatch) -> int:
+    """Run the chat with an input that has ended."""
+    outlet, inlet = os.pipe()
+    os.close(inlet)
+    with os.fdopen(outlet) as stdin:
+        patch.setattr(repl.sys, "stdin", stdin)  # type: ignore[attr-defined]
+        return asyncio.run(run_repl(ReplSetup(controller, LoadRelay(), look=PLAIN)))
+
+
+@pytest.mark.parametrize("is_full", [True, False])
+def test_the_farewell_promises_only_what_is_saved(
+    controller: ChatController,
+    is_full: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Leaving on a full disk said "This conversation is kept" before it was found not to be."""
+    finish(controller.ask("on disk"))
+    if is_full:
+        with full_disk():
+            finish(controller.ask("in memory"))
+            code = leave_at_once(controller, monkeypatch)
+    else:
+        code = leave_at_once(controller, monkeypatch)
+
+    last_words = capfd.readouterr().err
+    assert code == 0
+    assert ("This conversation is kept" in last_words) is not is_full
+    assert ("cannot be saved (No space left on device)." in last_words) is is_full

@@ -1,0 +1,175 @@
+"""Moving about in a conversation's tree: by redo, under another prompt, and by number."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvchat.chat.answer_settings import AskOptions
+from kvchat.chat.chat_model import ChatModel
+from kvchat.chat.controller import ChatController
+from kvchat.chat.conversation import ROOT
+from kvchat.chat.host import ChatHost
+from kvchat.chat.store import SessionStore
+from kvchat.core.errors import SessionNotFound, UsageError
+from kvchat.terminal.commands import Invocation
+from kvchat.terminal.paint import Painter
+from kvchat.terminal.registry import build_registry
+from kvchat.terminal.script_commands import ScriptCommands, ScriptPage
+from kvchat.terminal.theme import Look
+from support.scripted_engine import Script, scripted_build
+from support.tiny_host import finish
+
+SUPERSCRIPT, ABSURD = "²", "9" * 5000
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> SessionStore:
+    return SessionStore(tmp_path / "sessions")
+
+
+@pytest.fixture
+def controller(model: ChatModel, store: SessionStore) -> Iterator[ChatController]:
+    build = scripted_build(model, lambda question, _: Script(f"You said {question}."))
+    host = ChatHost(model, build, store)  # type: ignore[arg-type]
+    controller = ChatController(host, lambda *_: host, None, AskOptions())
+    yield controller
+    controller.close_session()
+    host.close()
+
+
+class SureCommands(ScriptCommands):
+    """Somebody who says yes; `asked` has the questions."""
+
+    asked: tuple[str, ...] = ()
+
+    async def confirm(self, question: str) -> bool:
+        self.asked = (*self.asked, question)
+        return True
+
+
+def do(controller: ChatController, line: str) -> str:
+    """Carry out a command, saying yes where it asks; return the questions and what it said."""
+    said: list[str] = []
+    page = ScriptPage(said.append, Painter(Look(has_colour=False, is_plain=True)), 200)
+    commands = SureCommands(controller, page, build_registry(), False)
+    parsed = commands.registry.parse(line)
+    assert isinstance(parsed, Invocation), line
+    commands.carry_out(parsed)
+    return "".join([*commands.asked, *said])
+
+
+def ask(controller: ChatController, *texts: str) -> None:
+    for text in texts:
+        finish(controller.ask(text))
+
+
+def path_texts(controller: ChatController) -> list[str]:
+    return [turn.text for turn in controller.require_conversation().path()]
+
+
+# Redo
+
+
+def test_redo_goes_from_a_question_to_its_answer(controller: ChatController) -> None:
+    """With the tip on a question it went on to the next question, whose answer it left out."""
+    ask(controller, "one", "two")
+    controller.move(1)
+
+    assert controller.redo()
+    assert controller.require_conversation().tip_id == 2
+    assert controller.redo()
+    assert controller.require_conversation().tip_id == 4
+    assert not controller.redo()
+
+
+# Another system prompt
+
+
+def test_a_message_being_edited_is_edited_under_the_new_prompt(controller: ChatController) -> None:
+    """/edit 2, /system X: what was sent went below the old prompt's branch."""
+    ask(controller, "one", "two", "three")
+    do(controller, "/edit 2")
+
+    do(controller, "/system Be brief.")
+    assert controller.editing == "editing 2"
+    ask(controller, "another two")
+
+    assert path_texts(controller) == [
+        "one",
+        "You said one.",
+        "another two",
+        "You said another two.",
+    ]
+    assert controller.require_conversation().path()[0].system == "Be brief."
+    assert controller.editing == ""
+
+
+@pytest.mark.parametrize("texts", [("one", "two"), ("one",)])
+def test_redo_does_not_go_back_to_the_old_prompt(
+    controller: ChatController, texts: tuple[str, ...]
+) -> None:
+    """/undo, /system X, /redo went on under the prompt that had just been replaced."""
+    ask(controller, *texts)
+    do(controller, "/undo")
+    before = path_texts(controller)
+
+    do(controller, "/system Be brief.")
+
+    assert not controller.redo()
+    assert path_texts(controller) == before
+    ask(controller, "three")
+    assert controller.require_conversation().path()[0].system == "Be brief."
+    assert controller.require_conversation().path()[0].parent_id == ROOT
+
+
+# Numbers
+
+
+def test_a_turn_is_switched_to_by_the_number_that_the_tree_shows(
+    controller: ChatController,
+) -> None:
+    """After /forget had left a gap, /switch refused the last turns and broke down on those gone."""
+    ask(controller, "one", "two")
+    controller.move(2)
+    ask(controller, "three")
+    controller.forget(3)
+
+    assert "6" in do(controller, "/tree")
+    controller.move(2)
+    do(controller, "/switch 6")
+    assert controller.require_conversation().tip_id == 6
+    for number in ("3", "4", "0", "7", SUPERSCRIPT, ABSURD):
+        with pytest.raises(UsageError, match="is no turn"):
+            do(controller, f"/switch {number}")
+    assert controller.require_conversation().tip_id == 6
+
+
+@pytest.mark.parametrize("number", [SUPERSCRIPT, ABSURD])
+@pytest.mark.parametrize("command", ["/undo", "/rewind", "/edit", "/retry -n", "/resume"])
+def test_what_only_looks_like_a_number_is_refused_in_a_sentence(
+    controller: ChatController, command: str, number: str
+) -> None:
+    """A superscript is a digit to Python and no number; thousands of digits are none either."""
+    ask(controller, "one")
+
+    with pytest.raises((UsageError, SessionNotFound)):
+        do(controller, f"{command} {number}")
+
+
+# Deleting
+
+
+def test_a_session_that_cannot_be_read_can_be_deleted(
+    controller: ChatController, store: SessionStore
+) -> None:
+    """/delete offered it, and then refused: it read its title first."""
+    ask(controller, "one")
+    damaged = "20250101-000000-abcd"
+    (store.directory / f"{damaged}.jsonl").write_text("no session\n")
+
+    said = do(controller, f"/delete {damaged}")
+
+    assert f"Delete “{damaged}” for good?" in said
+    assert f"Deleted: {damaged}" in said
+    assert store.ids() == [controller.require_session().session_id]
