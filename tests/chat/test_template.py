@@ -34,7 +34,7 @@ def written(source: str, *messages: tuple[str, str], clock: datetime = CLOCK) ->
 
     return environment.from_string(source).render(
         messages=[{"role": role, "content": content} for role, content in messages],
-        add_model_dir_prompt=True,
+        add_generation_prompt=True,
         bos_token="<s>",
         eos_token="</s>",
         strftime_now=clock.strftime,

@@ -94,7 +94,7 @@ def test_a_process_renders_what_its_plain_twin_renders(name: str) -> None:
     plain, process = compile_template(source), TemplateProcess(source)
     process.compile()
     try:
-        expected = plain.render(MESSAGES, NAMES, CLOCK, add_model_dir_prompt=True)
+        expected = plain.render(MESSAGES, NAMES, CLOCK, add_generation_prompt=True)
     except Exception as error:
         with pytest.raises(RenderingFailed, match=str(error)):
             process.render(MESSAGES, NAMES, CLOCK)

@@ -12,7 +12,7 @@ VOCAB_SIZE = 272
 SPECIAL_TOKENS = ["<|pad|>", "<|bos|>", "<|start|>", "<|end|>", "<|eos|>"]
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}<|end|>\n"
-    "{% endfor %}{% if add_model_dir_prompt %}<|start|>assistant\n{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
 )
 _COMMON = {
     "vocab_size": VOCAB_SIZE,

@@ -35,7 +35,7 @@ _SPECIAL_TOKENS = ("<|pad|>", "<|bos|>", "<|start|>", "<|end|>", "<|eos|>")
 _END = 256 + _SPECIAL_TOKENS.index("<|end|>")
 _TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}<|end|>\n"
-    "{% endfor %}{% if add_model_dir_prompt %}<|start|>assistant\n{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
 )
 BLOCK_SIZE = 16
 

@@ -1,6 +1,6 @@
 """Small chat templates, one for each habit that real ones have."""
 
-_GENERATION = "{% if add_model_dir_prompt %}<|im_start|>assistant\n{% endif %}"
+_GENERATION = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 _TURN = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
 
 CHATML = "{% for m in messages %}" + _TURN + "{% endfor %}" + _GENERATION
@@ -54,7 +54,7 @@ OPENS_THINKING = CHATML.replace("assistant\n{% endif", "assistant\n<think>\n{% e
 # Text, not a token, closes an answer.
 TEXT_ONLY = (
     "{% for m in messages %}{{ 'Q: ' if m.role == 'user' else 'A: ' }}{{ m.content }}\n"
-    "{% endfor %}{% if add_model_dir_prompt %}A: {% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}A: {% endif %}"
 )
 
 RAISES_ON_ANSWERS = (

@@ -11,7 +11,7 @@ START, END = "<|im_start|>", "<|im_end|>"
 CONTROL = ["<unk>", "<s>", "</s>", START, END]
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_model_dir_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 _PIECES = [
     "<unk>",
