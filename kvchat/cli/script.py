@@ -23,12 +23,12 @@ from kvchat.cli.output import Exchange, Notices, Writer, ending_notice
 from kvchat.cli.streams import Interrupted, Interruption
 from kvchat.core.errors import ExitCode, KvchatError, TimedOut, UsageError
 from kvchat.core.types import FinishReason
-from kvchat.terminal.commands import Invocation, Message, Unknown
 from kvchat.terminal.status import stats_line
 from kvchat.terminal.theme import ASCII_GLYPHS, Glyphs
 from kvchat.terminal.wrap import NO_BREAK
 
 if TYPE_CHECKING:
+    from kvchat.terminal.commands import Invocation
     from kvchat.terminal.script_commands import ScriptCommands
 
 _log = logging.getLogger(__name__)
@@ -88,6 +88,8 @@ class Script:
 
         Slash commands are carried out. A signal ends the run after the answer it cut off.
         """
+        from kvchat.terminal.commands import Message, Unknown  # and all that draws: not for one -p
+
         self._controller.options = replace(self._controller.options, num_samples=1)
         for text in lines:
             line = commands.registry.parse(text)
@@ -113,7 +115,7 @@ class Script:
         session = self._controller.session
         return {"session": session.session_id} if session is not None else {}
 
-    def _carry_out(self, commands: "ScriptCommands", line: Invocation) -> None:
+    def _carry_out(self, commands: "ScriptCommands", line: "Invocation") -> None:
         """What commands say is stderr's, failures included; answers are written like others."""
         try:
             request = commands.carry_out(line)

@@ -170,3 +170,18 @@ def test_a_chat_needs_no_terminal() -> None:
     )
 
     assert done.stdout.split() == ["[]"]
+
+
+def test_one_prompt_of_a_script_loads_nothing_that_draws() -> None:
+    """`kvchat -p` begins to load its model only after these imports."""
+    above = {"rich.console", "pygments", "prompt_toolkit"}
+    path = [str(ROOT), str(ROOT / "kernels")]
+    script = (
+        f"import sys; sys.path[:0] = {path}; import kvchat.cli.script; "
+        f"print(sorted({above} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+
+    assert done.stdout.split() == ["[]"]

@@ -77,6 +77,6 @@ def test_resizing_leaves_every_word_once_and_no_stale_row(tmux: _Tmux) -> None:
         tmux.tell("resize-window", "-x", str(columns), "-y", str(rows))
     text = tmux.wait_for(_has("tokens\u00a0at"))
 
-    answer = text.split("❯ prose 220", 1)[1].split("read", 1)[0]
+    answer = text.split("❯ prose 220", 1)[1].split("prefill", 1)[0]
     assert re.findall(r"\S+", answer) == [f"word{number}" for number in range(220)]
     assert text.count("context") <= 2, "one line of statistics, one toolbar"
