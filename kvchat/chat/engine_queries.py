@@ -38,18 +38,18 @@ class Cost:
 
     @property
     def is_low(self) -> bool:
-        """Not worth a word: under half a second, or few tokens where no rate is known."""
+        """Too low to report: under 0.5 s, or under 256 tokens if no rate is known."""
         return self.num_read < 256 if self.seconds is None else self.seconds < 0.5
 
     @property
     def is_high(self) -> bool:
-        """Worth a question."""
+        """High enough to ask first: above 10 s, or above 8192 tokens if no rate is known."""
         return self.num_read > 8192 if self.seconds is None else self.seconds > 10.0
 
 
 T = TypeVar("T")
 
-# A prefill shorter than this says little about the rate of a long one.
+# A shorter prefill does not predict the rate of a long one.
 _MIN_MEASURED_TOKENS = 64
 _NOT_WORTH_MENTIONING_TOKENS = 64
 _ENGINE_PATIENCE_S = 2.0

@@ -97,7 +97,7 @@ class Ledger:
         return turn_id, self._session.saving_problem()
 
     def abandon(self, failed: RequestFailed) -> str | None:
-        """Where the turn itself is the trouble, step back before it: the next one may fit."""
+        """End the begun answers. If the context was too long, move the tip before the user turn."""
         for turn_id in self._turn_ids.values():
             line = session_file.end_line(turn_id, FinishReason.CANCELLED, {})
             turn = self._session.conversation.turn(turn_id)

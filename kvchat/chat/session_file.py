@@ -56,7 +56,7 @@ def header_line(conversation: Conversation, model: str) -> str:
 
 
 def turn_line(turn: Turn) -> str:
-    """Return the line that adds a turn. An answer's line is written at its beginning, unfinished."""
+    """Return the line that adds a turn; an answer's is written at its start, without its end."""
     event: dict[str, Any] = {
         "type": "turn",
         "id": turn.turn_id,

@@ -1,8 +1,7 @@
-"""Text from outside: what of it may reach a terminal, and the whole numbers that users type.
+"""Makes untrusted text safe for a terminal, and parses whole numbers that users type.
 
-Everything that comes from a model, a file, a title or metadata passes through `sanitize` before it
-is drawn or piped. It maps single characters, so there is no state to fool: an escape sequence
-becomes visible text.
+Text of a model, a file, a title or metadata passes through `sanitize` before it is drawn or piped.
+It maps single characters and keeps no state, so an escape sequence always becomes visible text.
 """
 
 import re
@@ -33,12 +32,12 @@ _SUSPECT = re.compile("[" + "".join(re.escape(chr(code)) for code in _TABLE) + "
 
 
 def sanitize_characters(text: str) -> str:
-    """Map every character that could act; carriage returns are left alone."""
+    """Replace or drop every character that could control a terminal, except carriage returns."""
     return text.translate(_TABLE) if _SUSPECT.search(text) else text
 
 
 def sanitize(text: str) -> str:
-    """Return whole text as it may be shown: lines end in a line feed, nothing acts."""
+    """Return text that is safe to show: lines end in a line feed, without control characters."""
     return sanitize_characters(text.replace("\r\n", "\n").replace("\r", "\n"))
 
 
