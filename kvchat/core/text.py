@@ -50,19 +50,19 @@ def sanitize_json(document: str) -> str:
 
 
 def one_line(text: str, max_chars: int = 80) -> str:
-    """Return text as a title or a file name may be shown: one safe line, cut if it is long."""
+    """Return text as one safe line of at most `max_chars`, for a title or a file name."""
     line = " ".join(sanitize(text).split())
     return line if len(line) <= max_chars else line[: max_chars - 1].rstrip() + "…"
 
 
 class Sanitizer:
-    """`sanitize` for text that comes in pieces, however they are cut."""
+    """`sanitize` for text in pieces; the result does not depend on how the text is cut."""
 
     def __init__(self) -> None:
         self._ended_with_return = False
 
     def feed(self, text: str) -> str:
-        """Take more text; return what of it may be shown."""
+        """Take more text; return its safe form."""
         if not text:
             return ""
         if self._ended_with_return and text[0] == "\n":
@@ -78,7 +78,7 @@ _MAX_DIGITS = 9
 
 
 def whole_number(text: str) -> int | None:
-    """Return the number that decimal digits spell, None for anything else and for absurd lengths.
+    """Return the number that up to nine decimal digits spell, None for any other text.
 
     `str.isdigit` is true of superscripts, and `int` raises ValueError for thousands of digits.
     """
