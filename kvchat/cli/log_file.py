@@ -34,10 +34,10 @@ _NoErrorInfo = tuple[None, None, None]
 
 
 def open_log(state_directory: Path, is_debug: bool) -> None:
-    """Send what kvchat logs to its log file; with `is_debug` more of it, and to stderr too.
+    """Send kvchat's log to its file; with `is_debug` log more, and to stderr too.
 
-    The file is made when the first line is written to it. Where it cannot be written to, nothing is
-    said: an answer must not be lost for a log.
+    The file is created at its first line. Errors of writing it are ignored: a log must not cost an
+    answer.
     """
     close_log()
     to_file = LogFile(state_directory / LOG_NAME)
