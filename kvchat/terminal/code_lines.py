@@ -2,8 +2,7 @@
 
 Pygments lexes whole texts; here every finished line is coloured once.
 A line inside an open comment or string is lexed together with the lines since it was opened. A
-lexer that fails or does not come to an end leaves its block plain. Knows token types; knows no
-Markdown.
+lexer that fails or does not end leaves its block plain.
 """
 
 import signal
@@ -178,7 +177,7 @@ def _tokens(lexer: Lexer, text: str, states: list[str]) -> list[tuple[_TokenType
 def _time_limit(seconds: float) -> Iterator[None]:
     """Raise _EndlessError in the block once it has taken too long, even inside a pattern's match.
 
-    An alarm can do that in the main thread only, and only while nobody else uses it.
+    An alarm works in the main thread only, and only while no other code uses it.
     """
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGALRM) is not signal.SIG_DFL:
