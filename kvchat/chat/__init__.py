@@ -1,1 +1,1 @@
-"""Floor 4: conversations, templates, token ledger, session files. Knows text, but no screen."""
+"""Floor 4: conversations, templates, token ledger and session files, without a terminal."""

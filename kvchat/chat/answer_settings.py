@@ -1,6 +1,6 @@
-"""AskOptions: how answers are generated; and how one option is changed by its flag's name.
+"""AskOptions: how answers are generated, and functions that change one option by its flag's name.
 
-Pure: options in, options out. SamplingParams checks the values.
+SamplingParams checks the values.
 """
 
 import secrets
@@ -23,11 +23,11 @@ SAMPLING_NAMES = frozenset(SAMPLING_KINDS)
 
 @dataclass(frozen=True, slots=True)
 class AskOptions:
-    """How answers are generated. `seed` None draws a new seed for every answer.
+    """How answers are generated.
 
-    `chosen` names the sampling parameters that are somebody's wish and not a model's own.
-    `is_one_shot` says that whoever begins a conversation will hardly go on with it. Going on with
-    one is the proof that it was none.
+    seed          None draws a new seed for every answer
+    is_one_shot   a new conversation will probably not be continued; ignored once it is
+    chosen        names of the sampling parameters that the user set, not the model's defaults
     """
 
     sampling: SamplingParams = field(default_factory=SamplingParams)
@@ -39,7 +39,7 @@ class AskOptions:
     chosen: frozenset[str] = SAMPLING_NAMES
 
     def for_model(self, defaults: Mapping[str, float]) -> "AskOptions":
-        """The same with what a model's author recommends, wherever nothing was chosen."""
+        """Return a copy in which parameters that the user did not set are a model's defaults."""
         plain = asdict(SamplingParams())
         own = {
             name: type(plain[name])(defaults.get(name, plain[name]))
@@ -59,7 +59,7 @@ _UNSET = ("none", "off", "default", "random")
 
 
 def describe(options: AskOptions) -> list[tuple[str, str]]:
-    """Return every setting and its value, for people."""
+    """Return every setting's name and its value as text for display."""
     sampling = options.sampling
     values = [(name, f"{getattr(sampling, name.replace('-', '_')):g}") for name in _SAMPLING]
     values.append(("seed", "a new one per answer" if options.seed is None else str(options.seed)))
@@ -69,7 +69,7 @@ def describe(options: AskOptions) -> list[tuple[str, str]]:
 
 
 def changed(options: AskOptions, name: str, text: str) -> AskOptions:
-    """Return options with one setting changed; raises UsageError for what cannot be."""
+    """Return options with one setting changed; raises UsageError for a bad name or value."""
     name = name.lower().replace("_", "-").removeprefix("--")
     if name in _SAMPLING:
         value = _read(name, text, _SAMPLING[name])
@@ -98,7 +98,7 @@ def _read(name: str, text: str, kind: Callable[[str], object]) -> object:
 
 
 def _unquoted(text: str) -> str:
-    """Return a stop string with its quotes off and \\n, \\t meant as such."""
+    """Return a stop string without its quotes, with \\n and \\t as newline and tab."""
     if len(text) >= 2 and text[0] == text[-1] and text[0] in "\"'":
         text = text[1:-1]
     text = text.replace("\\n", "\n").replace("\\t", "\t")

@@ -1,6 +1,6 @@
-"""Files that go with a message: found by @path, read as text, told from the words after them.
+"""Files attached to a message: finds them by @path, reads them, and splits them off again.
 
-A file is wrapped in a fence under its name, so that a model sees where it begins and ends.
+A file's text is put in a code fence below its name, so that a model sees its beginning and end.
 """
 
 import re
@@ -13,7 +13,7 @@ from kvchat.core.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class Attached:
-    """A file that goes before the next message, as the text the model gets."""
+    """A file for the next message; `text` is its fenced text, as the model receives it."""
 
     name: str
     text: str
@@ -23,9 +23,9 @@ _MAX_BYTES = 16 * 2**20
 
 
 def read_attachment(path: Path) -> str:
-    """Return a file's text under its name, to be put in front of a message.
+    """Return a file's text, fenced below its name, to put before a message.
 
-    Raises UsageError for what is not a readable text file of reasonable size.
+    Raises UsageError for a file that is unreadable, not text, or larger than 16 MiB.
     """
     try:
         data = read_bounded(path, _MAX_BYTES)
@@ -45,7 +45,7 @@ _TRAILING = ".,;:!?)]}'\""
 
 
 def mentioned_files(text: str) -> list[Path]:
-    """Return the files a message mentions, each once, in order."""
+    """Return the existing files that a message mentions as @path, each once, in order."""
     found: list[Path] = []
     for match in _MENTION.finditer(text):
         path = _existing(match[1] or match[2])
@@ -55,7 +55,7 @@ def mentioned_files(text: str) -> list[Path]:
 
 
 def _existing(name: str) -> Path | None:
-    """Return the file of a name; punctuation after it may belong to the sentence."""
+    """Return the file of a name; punctuation at its end may belong to the sentence."""
     while name:
         try:
             path = Path(name).expanduser()

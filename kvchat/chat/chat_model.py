@@ -1,7 +1,7 @@
-"""ChatModel: the text side of a model: tokenizer, turn format, and what ends an answer.
+"""ChatModel: the text side of a model: tokenizer, turn format, and the tokens that end an answer.
 
-Made without weights in a fraction of a second, so that a prompt can be read while they load. Knows
-text files; knows no engine.
+It needs no weights and takes a fraction of a second to create, so that a prompt can be tokenised
+while the weights load.
 """
 
 from dataclasses import dataclass
@@ -17,16 +17,17 @@ from kvchat.core.types import FinishReason
 from kvchat.model.source import ModelSource
 from kvchat.model.text_files import read_text_files
 
-# Taken for a model that does not say how much its context holds.
+# The context length of a model whose configuration gives none.
 _LARGE_CONTEXT = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class ChatModel:
-    """Everything a conversation needs to know about a model's text.
+    """The text properties of a model that a conversation needs.
 
-    `starts_thinking` says that the format opens a mark of thinking before every answer. No context
-    has more than `max_context` tokens; no id is `vocab_size` or more, None where that is not known.
+    starts_thinking   whether the template opens a thinking mark before every answer
+    max_context       the most tokens of a context
+    vocab_size        every id is below it; None if not known
     """
 
     name: str
@@ -41,7 +42,7 @@ class ChatModel:
     def user_ids(
         self, conversation: Conversation, parent_id: int, text: str, system: str | None
     ) -> tuple[int, ...]:
-        """Return the ids a user turn adds below `parent_id`.
+        """Return the ids that a user turn adds below `parent_id`; `system` is for first turns.
 
         Raises ContextTooLong for a text so long that no context could hold it.
         """
@@ -54,7 +55,7 @@ class ChatModel:
         return tuple(self.format.following(text, last, clock))
 
     def answer_ids(self, turn: Turn) -> tuple[int, ...]:
-        """Return ids for an answer known by its text only, as another model's answers are.
+        """Return ids for an answer that is given as text, such as another model's answer.
 
         Raises ContextTooLong for a text so long that no context could hold it.
         """
@@ -66,9 +67,9 @@ class ChatModel:
         return tuple(ids)
 
     def require_fit(self, text: str) -> None:
-        """Raise ContextTooLong where a text alone certainly exceeds any context.
+        """Raise ContextTooLong if a text alone certainly exceeds the context.
 
-        Found out without encoding all of it; what it lets pass the engine may still refuse.
+        This does not encode the whole text. The engine may still refuse a text that passes.
         """
         if self.tokenizer.exceeds(text, self.max_context):
             raise ContextTooLong(
@@ -78,13 +79,16 @@ class ChatModel:
             )
 
     def is_stranger(self, turn: Turn) -> bool:
-        """Tell whether a turn's ids are another model's, or not all of them are this one's."""
+        """Return whether a turn's ids belong to another tokenizer, or exceed this vocabulary."""
         if turn.tokenizer != self.tokenizer.digest:
             return True
         return self.vocab_size is not None and max(turn.token_ids, default=0) >= self.vocab_size
 
     def kept_stop_ids(self, stop_token: int | None) -> tuple[int, ...]:
-        """Return what of a stop token belongs to the ledger: the format's own closing token."""
+        """Return the stop token as the ids to store, if the template itself closes answers with it.
+
+        Returns an empty tuple for None and for any other stop token.
+        """
         if stop_token is None or stop_token != self.format.closing_id:
             return ()
         return (stop_token,)
@@ -96,17 +100,17 @@ def read_chat_model(
     limit_s: float | None = None,
     child: RenderingChild | None = None,
 ) -> ChatModel:
-    """Read the text side of a checkpoint; raises ModelError where it cannot be used.
+    """Read the text side of a checkpoint; raises ModelError if it cannot be used.
 
-    `limit_s` is how long the user allows its template for one rendering, `child` a process that was
-    started ahead for it.
+    `limit_s` is the user's time limit for one rendering of the template in seconds. `child` is a
+    process that was started in advance to render it.
     """
     files = read_text_files(source)
     template = files.chat_template
     process = TemplateProcess(template, limit_s, child) if template is not None else None
-    tokenizer = ChatTokenizer(files)  # takes a while, and so does the process
+    tokenizer = ChatTokenizer(files)  # slow; the process starts and compiles meanwhile
     turns = turn_format(files, tokenizer, variables, process)
-    # Where a model speaks in channels, what closes an answer also closes a channel before it.
+    # In a model with channels, the closing token of an answer also closes earlier channels.
     has_channels = CHANNEL_TOKEN in (files.chat_template or "")
     closing = set() if turns.closing_id is None or has_channels else {turns.closing_id}
     return ChatModel(
@@ -127,11 +131,11 @@ def _starts_thinking(tokenizer: ChatTokenizer, turns: TurnFormat) -> bool:
 
 
 def readopt(conversation: Conversation, model: ChatModel) -> int:
-    """Give turns of another tokenizer ids of this one, from their texts; return how many.
+    """Encode the turns of another tokenizer again, from their texts; return their number.
 
-    So also turns with an id that the model does not have: a file that was edited, or a model with
-    the same tokenizer and more embeddings. Parents come before children, so each turn sees its
-    context as it will be.
+    Turns with an id outside the model's vocabulary are included: the file was edited, or written by
+    a model with the same tokenizer and more embeddings. Parents come before children, so each turn
+    is encoded after its final context.
     """
     num_changed = 0
     for turn in list(conversation.turns()):
@@ -144,11 +148,14 @@ def readopt(conversation: Conversation, model: ChatModel) -> int:
 
 
 def _ids_again(conversation: Conversation, turn: Turn, model: ChatModel) -> tuple[int, ...]:
-    """Return a turn's ids from its text; of what no context could hold, more than it holds."""
+    """Return a turn's ids from its text.
+
+    For a text that no context could hold, returns only its first ids, but more than a context has.
+    """
     try:
         if turn.role is Role.USER:
             return model.user_ids(conversation, turn.parent_id, turn.text, turn.system)
         return model.answer_ids(turn)
-    except ContextTooLong:  # one turn of many, and perhaps on a branch that is not gone on with
+    except ContextTooLong:  # opening must not fail for one turn, perhaps on an unused branch
         text = f"{turn.system or ''}\n\n{turn.text}"
         return tuple(model.tokenizer.encode_front(text, model.max_context))

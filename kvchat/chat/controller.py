@@ -1,7 +1,7 @@
-"""ChatController: the open conversation, the model it is with, and what can be done to them.
+"""ChatController: the open conversation, its model, and the operations on them.
 
-Commands and keys act through it. Moving about loses nothing: turns stay in their tree. What the
-engine is asked beside answers is `engine_queries.py`'s. Draws nothing.
+Slash commands and keys call it. Moving between turns deletes nothing: all turns stay in the tree.
+Queries to the engine other than answers are in `engine_queries.py`.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -26,49 +26,53 @@ from kvchat.core.text import one_line, whole_number
 
 
 class KeptKv(Protocol):
-    """What looks after the store of KV. Any thread may use it; it raises StoreError."""
+    """Maintenance of the KV store on disk. Thread-safe; its methods raise StoreError."""
 
     @property
     def directory(self) -> Path:
-        """Where the store is."""
+        """The store's directory."""
 
     def status(self) -> StoreStatus:
-        """Return what it holds."""
+        """Return what the store holds."""
 
     def num_bytes(self) -> int:
-        """Return how many bytes it takes: as `status` says, and sooner."""
+        """Return the store's size in bytes: the same figure as in `status`, but faster."""
 
     def tree(self) -> list[tuple[ModelDirStatus, list[KeptPack]]]:
-        """Return every pack."""
+        """Return every pack, by model directory."""
 
     def verify(self, goes_on: Callable[[], bool]) -> Verified:
-        """Read every pack while `goes_on`; forget what is damaged."""
+        """Read every pack while `goes_on()` is true; remove damaged packs."""
 
     def gc(self) -> int:
-        """Remove what is out of date or too much; return its bytes."""
+        """Remove what is out of date or over the limit; return the bytes freed."""
 
     def clear(self) -> int:
-        """Delete everything; return its bytes."""
+        """Delete everything; return the bytes freed."""
 
     def unpin(self, label: str) -> int:
-        """Remove the pins of a label; return how many there were."""
+        """Remove the pins with this label; return their number."""
 
     def forget(
         self, contexts: Iterable[Sequence[int]], shared: Iterable[Sequence[int]], label: str = ""
     ) -> int:
-        """Remove contexts, and a pin, but nothing that is shared; return how many blocks went."""
+        """Remove the KV of contexts, and the pin `label`; keep what `shared` contexts use.
+
+        Contexts are token ids. Returns the number of blocks removed.
+        """
 
 
-# Begins loading a model by its name; what it has to say about that goes to the listener.
+# Starts loading a model by its name; load events go to the listener.
 NewHost = Callable[[str, Callable[[LoadEvent], None]], ChatHost]
 
 
 class ChatController:
-    """One conversation at a time. `session` is None until the first message makes one.
+    """One conversation at a time. `session` is None until the first message creates one.
 
-    `attached` goes before the next message; `edited` is the turn it will stand in for. `engine` is
-    asked how things stand. `kept` looks after the KV that outlives the chat, None where nothing
-    does.
+    attached   files to put before the next message
+    edited     the turn that the next message replaces, None if it replaces none
+    engine     queries to the host's engine
+    kept       maintenance of the KV on disk, None where no KV is kept on disk
     """
 
     def __init__(
@@ -96,20 +100,19 @@ class ChatController:
         self._last_session_id = ""
         self._undone: list[int] = []
 
-    # What there is
-
+    # State
     @property
     def conversation(self) -> Conversation | None:
         return self.session.conversation if self.session is not None else None
 
     @property
     def label(self) -> str:
-        """The conversation's title, or what stands in for it."""
+        """The conversation's title, or else the beginning of its first message."""
         return self.conversation.label if self.conversation is not None else self.title
 
     @property
     def user_turns(self) -> list[Turn]:
-        """The user's messages on the way to the tip; people count them from one."""
+        """The user turns on the path to the tip; the user counts them from one."""
         path = self.conversation.path() if self.conversation is not None else []
         return [turn for turn in path if turn.role is Role.USER]
 
@@ -119,7 +122,7 @@ class ChatController:
 
     @property
     def branch(self) -> tuple[int, int] | None:
-        """Which answer the tip is and of how many, None where there is one."""
+        """The tip's number among its siblings and their count, None if it has no sibling."""
         if self.conversation is None or self.conversation.tip_id == ROOT:
             return None
         siblings = [turn.turn_id for turn in self.conversation.siblings(self.conversation.tip_id)]
@@ -129,7 +132,7 @@ class ChatController:
 
     @property
     def editing(self) -> str:
-        """Which message the next one will stand in for, in words."""
+        """Which message the next one replaces, as text for the toolbar; "" for none."""
         turns = self.user_turns
         return f"editing {turns.index(self.edited) + 1}" if self.edited in turns else ""
 
@@ -146,7 +149,10 @@ class ChatController:
         return self.session
 
     def user_turn(self, number: str) -> Turn:
-        """Return the user's n-th message on the path, without a number the last."""
+        """Return the user's n-th message on the path, counted from one; the last for "".
+
+        Raises UsageError for a number that is not one of the path.
+        """
         turns = self.user_turns
         if not turns:
             raise UsageError("There is no message yet.")
@@ -161,7 +167,10 @@ class ChatController:
     # Asking
 
     def attach(self, path: Path) -> int:
-        """Put a file before the next message; return its tokens. Raises UsageError."""
+        """Put a file before the next message; return its number of tokens.
+
+        Raises UsageError for a file that cannot be read or does not fit in the context.
+        """
         text = read_attachment(path)
         model = self.host.model
         if model.tokenizer.exceeds(text, model.max_context):
@@ -181,7 +190,10 @@ class ChatController:
         return num_tokens
 
     def ask(self, text: str, notify: Callable[[], None] | None = None) -> Reply:
-        """Send a message with what is attached; where a turn is being edited, in its place."""
+        """Send a message with the attached files; if a turn is being edited, replace that turn.
+
+        `notify` is called on the engine's thread when the reply has events.
+        """
         session = self._ensure_session()
         whole = "".join(f"{file.text}\n" for file in self.attached) + text
         self._name(session, text)
@@ -200,17 +212,17 @@ class ChatController:
         return self.require_session().retry(options, notify)
 
     def continue_answer(self, notify: Callable[[], None] | None = None) -> Reply:
-        """Go on with the last answer where it was cut off."""
+        """Continue the last answer from where it was cut off."""
         return self.require_session().continue_answer(self.options, notify)
 
     def note_ended(self, ended: AnswerEnded) -> None:
-        """Remember an answer that was heard to its end, for whoever asks about it."""
+        """Remember a finished answer, for `why` and for the statistics."""
         self.last = ended
         self._last_session_id = self.session.session_id if self.session is not None else ""
         self.engine.note_ended(ended)
 
     def why(self) -> list[str]:
-        """Return how much of the last context was there, and what cost the rest, line by line.
+        """Return lines on how much of the last context was cached, and why the rest was computed.
 
         Raises UsageError before the first answer.
         """
@@ -225,12 +237,12 @@ class ChatController:
         return explain(reuse, self.host.model.tokenizer.decode)
 
     def why_so_much(self, ended: AnswerEnded) -> str:
-        """Return in a few words why more was read than what is new; "" where nothing was.
+        """Return in a few words why more than the new turn was prefilled; "" if no more was.
 
-        Of an answer that was noted.
+        `ended` must have been passed to `note_ended`.
         """
         conversation = self.conversation
-        with suppress(KeyError):  # it may have been forgotten meanwhile
+        with suppress(KeyError):  # the user may have removed the turn meanwhile
             if conversation is None or conversation.turn(ended.turn_id).role is not Role.ASSISTANT:
                 return ""
             if is_as_expected(conversation, ended.turn_id, ended.usage.cached):
@@ -247,7 +259,7 @@ class ChatController:
         return None
 
     def _name(self, session: ChatSession, text: str) -> None:
-        """A conversation that begins with a file is called after the message, not the file."""
+        """Name a new conversation that begins with a file after the message, not the file."""
         is_new = not len(session.conversation) and not session.conversation.title
         if self.attached and is_new and text.strip():
             session.rename(one_line(text, 60))
@@ -260,9 +272,9 @@ class ChatController:
     # Conversations
 
     def begin_new(self, title: str = "") -> str | None:
-        """Put the conversation away, and what was attached; the next message begins another.
+        """Close the conversation and drop attached files; the next message begins a new one.
 
-        Returns a sentence on what of it could not be saved.
+        Returns None, or a sentence on what could not be saved.
         """
         problem = self.close_session()
         self.attached = ()
@@ -270,7 +282,10 @@ class ChatController:
         return problem
 
     def open(self, session_id: str) -> ChatSession:
-        """Go on with a saved conversation; the one that is open stays so if that fails."""
+        """Open a saved conversation; if that fails, the current one stays open.
+
+        Raises SessionNotFound or StoreError.
+        """
         if self.session is not None and self.session.session_id == session_id:
             return self.session
         session = self.host.open_session(session_id)
@@ -278,7 +293,7 @@ class ChatController:
         return session
 
     def fork(self, title: str = "") -> ChatSession:
-        """Go on in a copy of the conversation."""
+        """Copy the conversation and make the copy the open one."""
         session = self.host.fork_session(self.require_conversation())
         if title:
             session.rename(title)
@@ -286,17 +301,17 @@ class ChatController:
         return session
 
     def _exchange(self, session: ChatSession) -> None:
-        """Put another in the place of the session; its notes say what of the last is not saved."""
+        """Replace the open session; the new one's notes say what the old one could not save."""
         if (problem := self.close_session()) is not None:
             session.notes = (*session.notes, problem)
         self.session = session
 
     def change_host(self, host: ChatHost) -> ChatHost:
-        """Go on with another model, which is loaded; return the host to be closed.
+        """Switch to another model, which is loaded; return the old host, for the caller to close.
 
-        It reads the conversation from its file: raises StoreError, and everything stays as it is,
-        where that does not have all of it. Sampling becomes the model's own where nothing else was
-        wished.
+        The new host reads the conversation from its file. Raises StoreError, and changes nothing,
+        if the file is not complete. Sampling values that the user did not choose become the new
+        model's defaults.
         """
         old, session = self.host, self.session
         options = self.options.for_model(host.model.sampling_defaults)
@@ -313,23 +328,23 @@ class ChatController:
         return old
 
     def close_session(self) -> str | None:
-        """Let go of the conversation's file; return a sentence on what could not be saved."""
+        """Close the conversation's file; return None or a sentence on what could not be saved."""
         problem = self.session.close() if self.session is not None else None
         self.session = None
         self.edited = None
         self._undone.clear()
         return problem
 
-    # Moving about in the tree
+    # Moving in the tree
 
     def move(self, turn_id: int) -> None:
-        """Go on from another turn."""
+        """Make another turn the tip."""
         self.edited = None
         self._undone.clear()
         self.require_session().move_tip(turn_id)
 
     def undo(self) -> Turn | None:
-        """Step back before the last message; return it."""
+        """Move the tip before the last message; return that message, None at the beginning."""
         session = self.require_session()
         tip = session.conversation.tip_id
         self.edited = None
@@ -339,13 +354,16 @@ class ChatController:
         return turn
 
     def forget(self, turn_id: int) -> None:
-        """Remove a turn and all below it, for good."""
+        """Remove a turn and all turns below it permanently. Raises StoreError."""
         self.require_session().forget(turn_id)
         self.edited = None
         self._undone.clear()
 
     def redo(self) -> bool:
-        """Take back the last undo, or go down to where this branch was left."""
+        """Revert the last undo, or else move the tip down to the newest next answer.
+
+        Returns false if there is nothing below the tip.
+        """
         session = self.require_session()
         conversation = session.conversation
         if self._undone:
@@ -359,7 +377,7 @@ class ChatController:
         return True
 
     def step_sibling(self, step: int) -> Turn | None:
-        """Go to the next or previous answer beside the tip; None where there is none."""
+        """Make the next or previous sibling answer the tip; None where there is none."""
         branch = self.branch
         if branch is None or self.conversation is None:
             return None
@@ -373,7 +391,7 @@ class ChatController:
     # System prompts
 
     def ids_with_system(self, system: str | None) -> list[int]:
-        """Return the context as it would be under another system prompt."""
+        """Return the token ids of the context under another system prompt."""
         conversation = self.conversation
         path = conversation.path() if conversation is not None else []
         if conversation is None or not path:
@@ -382,10 +400,10 @@ class ChatController:
         return [*first, *(token for turn in path[1:] for token in turn.token_ids)]
 
     def set_system(self, system: str | None) -> None:
-        """Use another system prompt from here on.
+        """Use another system prompt for this and later messages.
 
-        What was undone is left behind on the old prompt's branch; the message that is being edited
-        is the same one under the new prompt.
+        Undone turns stay on the old prompt's branch and `redo` does not reach them. A message being
+        edited becomes its copy under the new prompt.
         """
         self.system = system
         if self.session is None:
@@ -399,7 +417,7 @@ class ChatController:
 
 
 def _further_on(conversation: Conversation, turn_id: int) -> Turn | None:
-    """Return the newest turn below another, at the beginning only under the present prompt."""
+    """Return the newest child of a turn; of ROOT, only a child with the current system prompt."""
     below = [
         turn
         for turn in conversation.children(turn_id)
@@ -409,7 +427,7 @@ def _further_on(conversation: Conversation, turn_id: int) -> Turn | None:
 
 
 def _reopened(host: ChatHost, session: ChatSession) -> ChatSession:
-    """Open a conversation once more with a host's model; an unsaved one goes on as a copy."""
+    """Open a conversation again with a host's model; an unsaved one is copied instead."""
     if host.store is None:
         copy = host.fork_session(session.conversation)
         copy.rename(session.conversation.title)

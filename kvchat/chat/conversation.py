@@ -1,7 +1,7 @@
-"""Conversation: a tree of turns whose token ids are the truth and whose text is a view.
+"""Conversation: a tree of turns. A turn's token ids are authoritative; its text is for display.
 
-Every turn holds the exact ids it added to the context, so the context of any turn is the ids on its
-path, whatever is done beside it. Knows turns and branches; does no I/O and renders nothing.
+Every turn holds the exact ids that it adds to the context. The context of a turn is the ids on its
+path; changes to other branches do not affect it. This module does no I/O.
 """
 
 from collections.abc import Iterator
@@ -11,12 +11,12 @@ from enum import StrEnum
 from kvchat.core.types import FinishReason
 
 ROOT = 0
-# The tokenizer of turns that come from a document: the first model to open them gives them ids.
+# The tokenizer digest of imported turns: they have no ids until a model opens them.
 NO_TOKENIZER = "none"
 
 
 class Role(StrEnum):
-    """Who said a turn."""
+    """The author of a turn."""
 
     USER = "user"
     ASSISTANT = "assistant"
@@ -24,17 +24,16 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One message. `parent_id` is ROOT for a turn that begins a branch from nothing.
+    """One message. `parent_id` is ROOT for the first turn of a context.
 
-    token_ids    what the turn adds to its parent's context: for a user turn the closing of the
-                 answer before it and the opening of the next one included
-    tokenizer    digest of the tokenizer the ids belong to
-    system       the system prompt, on turns that begin a context; their ids include it
-    finish       why an answer ended; None for user turns, and for an answer that was cut off by a
-                 crash
+    token_ids    the ids that the turn adds to its parent's context. A user turn's ids include the
+                 template text that closes the answer before it and opens the next answer
+    tokenizer    digest of the tokenizer of these ids
+    system       the system prompt, on the first turn of a context; its ids include the prompt
+    finish       why an answer ended; None for user turns, and for an answer that a crash cut off
     created_s    seconds since the epoch
-    is_adopted   another model's turn: it had other ids, and these are made of its text
-    is_imported  nobody's turn: it comes from a document, and its ids are made of its text
+    is_adopted   another model's turn: its ids were encoded again from its text
+    is_imported  a turn from a document: its ids were encoded from its text
     """
 
     turn_id: int
@@ -51,11 +50,11 @@ class Turn:
 
     @property
     def is_partial(self) -> bool:
-        """Whether an answer did not end by itself."""
+        """Whether this is an answer that did not end with a stop token or stop string."""
         return self.role is Role.ASSISTANT and self.finish is not FinishReason.STOP
 
     def with_ids(self, token_ids: tuple[int, ...], tokenizer: str) -> "Turn":
-        """Return the same turn as another tokenizer writes it."""
+        """Return the same turn with the ids of another tokenizer, whose digest is given."""
         return replace(
             self,
             token_ids=token_ids,
@@ -66,9 +65,9 @@ class Turn:
 
 
 class Conversation:
-    """A tree of turns and the tip where it goes on.
+    """A tree of turns and the tip, below which the next turn is added.
 
-    Turns are only ever added, and go only where the user wants them forgotten.
+    Turns are removed only when the user asks to forget them.
     """
 
     def __init__(self, session_id: str, created_s: float, system: str | None = None) -> None:
@@ -89,7 +88,7 @@ class Conversation:
         return self._last_id + 1
 
     def turn(self, turn_id: int) -> Turn:
-        """Return a turn; raises KeyError for an id that is not there."""
+        """Return a turn; raises KeyError for an unknown id."""
         return self._turns[turn_id]
 
     def turns(self) -> Iterator[Turn]:
@@ -97,11 +96,11 @@ class Conversation:
         yield from self._turns.values()
 
     def children(self, turn_id: int) -> list[Turn]:
-        """Return the turns that continue `turn_id` (ROOT for the beginnings), oldest first."""
+        """Return the children of a turn (of ROOT: the first turns of contexts), oldest first."""
         return [self._turns[child] for child in self._children[turn_id]]
 
     def is_alone(self, turn_id: int) -> bool:
-        """Whether a turn goes on with nothing, and nothing goes on with it."""
+        """Whether a turn has neither a parent nor children."""
         return self._turns[turn_id].parent_id == ROOT and not self.children(turn_id)
 
     def siblings(self, turn_id: int) -> list[Turn]:
@@ -123,7 +122,7 @@ class Conversation:
         return [token for turn in self.path(turn_id) for token in turn.token_ids]
 
     def last_token(self, turn_id: int) -> int | None:
-        """Return the last token id of a turn's context, None where that is empty."""
+        """Return the last token id of a turn's context, None if the context is empty."""
         while turn_id != ROOT:
             turn = self._turns[turn_id]
             if turn.token_ids:
@@ -143,16 +142,16 @@ class Conversation:
         self.tip_id = turn.turn_id
 
     def replace(self, turn: Turn) -> None:
-        """Put a turn in place of an earlier state of itself: an answer that has grown."""
+        """Replace a turn by a newer version of itself, such as a longer answer."""
         before = self._turns[turn.turn_id]
         assert before.parent_id == turn.parent_id
         assert before.role is turn.role
         self._turns[turn.turn_id] = turn
 
     def remove(self, turn_id: int) -> set[int]:
-        """Forget a turn and all below it, for good; return their ids.
+        """Remove a turn and all turns below it; return their ids.
 
-        A tip among them moves to the turn before.
+        If the tip is removed, it moves to the turn's parent.
         """
         parent, gone = self._turns[turn_id].parent_id, self.below(turn_id)
         for current in gone:
@@ -164,7 +163,7 @@ class Conversation:
         return gone
 
     def below(self, turn_id: int) -> set[int]:
-        """Return the ids of a turn and of all below it."""
+        """Return the ids of a turn and of all its descendants."""
         found, pending = set(), [turn_id]
         while pending:
             current = pending.pop()
@@ -173,8 +172,10 @@ class Conversation:
         return found
 
     def copies(self, turn_id: int) -> set[int]:
-        """Return a turn's id, and those of the same words said at the same moments in the same
-        order on other branches: what another system prompt made of its path, or was made from.
+        """Return the ids of a turn and of its copies on other branches.
+
+        Changing the system prompt copies a path. Copies agree with the original in the text, role
+        and time of every turn on their paths.
         """
         said = self._said(turn_id)
         same = (turn for turn in self._turns.values() if _key(turn) == said[-1])
@@ -184,7 +185,7 @@ class Conversation:
         return [_key(turn) for turn in self.path(turn_id)]
 
     def contexts(self, turn_id: int = ROOT) -> list[list[int]]:
-        """Return the token ids of every branch through a turn, or a copy of it, to its end."""
+        """Return the token ids of every branch, to its leaf, that contains a turn or its copies."""
         wanted = self.copies(turn_id) if turn_id != ROOT else None
         return [
             self.context_ids(leaf.turn_id)
@@ -193,19 +194,19 @@ class Conversation:
         ]
 
     def move_tip(self, turn_id: int) -> None:
-        """Go on from another turn, or from ROOT. Nothing is lost: branches stay."""
+        """Make another turn, or ROOT, the tip. All branches stay."""
         assert turn_id in self._children, f"turn {turn_id} is not there"
         self.tip_id = turn_id
 
     def latest_below(self, turn_id: int) -> int:
-        """Return the newest leaf below a turn: where a branch was left."""
+        """Return the leaf below a turn that is reached through the newest children."""
         while self._children[turn_id]:
             turn_id = self._children[turn_id][-1]
         return turn_id
 
     @property
     def label(self) -> str:
-        """The title, or the beginning of the first message where there is none."""
+        """The title, or else the first 60 characters of the first message."""
         first = next((turn.text for turn in self._turns.values()), "")
         return self.title or " ".join(first.split())[:60]
 
@@ -214,7 +215,7 @@ class Conversation:
         return [turn for turn in self._turns.values() if not self._children[turn.turn_id]]
 
     def check(self) -> None:
-        """Re-derive the tree's invariants; raises AssertionError."""
+        """Check the tree's invariants; raises AssertionError."""
         assert self.tip_id in self._children
         for turn in self._turns.values():
             assert turn.turn_id in self._children[turn.parent_id]
@@ -223,5 +224,5 @@ class Conversation:
 
 
 def _key(turn: Turn) -> tuple[float, Role, str]:
-    """Return what a turn has in common with its copies, and with nothing said at another time."""
+    """Return the fields that a turn shares with its copies and with no other turn."""
     return turn.created_s, turn.role, turn.text

@@ -1,8 +1,8 @@
-"""Token ids -> text increments, and stop strings in them.
+"""Decodes token ids to text increments, and finds stop strings in them.
 
-Uses the tokenizers library's streaming decoder. The library raises bare Exception for most, and
-lets a panic of its Rust code through as a BaseException that has no importable class: a regular
-expression that backtracks too far ends so. Here that becomes one typed error.
+Uses the tokenizers library's streaming decoder. The library raises bare Exception for most errors.
+A panic of its Rust code, such as for a regular expression that backtracks too far, is a
+BaseException without an importable class. This module raises ModelError for both.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,13 +15,13 @@ from kvchat.core.errors import KvchatError, ModelError
 
 
 def is_library_fault(error: BaseException) -> bool:
-    """Tell a library's failure, a panic included, from what only passes through: signals, exits."""
+    """Return whether an error is the library's, including a panic, and not a signal or exit."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 @contextmanager
 def faults_as_model_errors(sentence: str, hint: str = "") -> Iterator[None]:
-    """Raise ModelError with the sentence and the library's own words for whatever it fails with."""
+    """Raise ModelError, with the sentence and the library's message, for any library error."""
     try:
         yield
     except KvchatError:
@@ -37,10 +37,10 @@ _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class TokenStream:
-    """Turns token ids into text as they come, never splitting a character.
+    """Decodes token ids to text one by one, and never splits a character.
 
-    Special tokens have no text, marks of thinking excepted. `flush` gives what an incomplete
-    character leaves at the end.
+    Special tokens have no text, except thinking marks. `flush` returns the replacement text of an
+    incomplete character at the end.
     """
 
     def __init__(
@@ -50,12 +50,12 @@ class TokenStream:
         self._hidden = hidden
         context = list(context_ids)
         if self._decode(context).endswith(_REPLACEMENT):
-            context = []  # the library takes a context that ends within a character for new text
+            context = []  # the library would return a context that ends in a character as new text
         self._stream = DecodeStream(ids=context, skip_special_tokens=False)
         self._pending: list[int] = []
 
     def feed(self, token_id: int) -> str:
-        """Take the next id; return the text it completes, often empty."""
+        """Take the next id; return the text that it completes, often empty."""
         if token_id in self._hidden:
             return ""
         self._pending.append(token_id)
@@ -64,8 +64,8 @@ class TokenStream:
         except BaseException as error:
             if not is_library_fault(error):
                 raise
-            # The library raises a bare Exception where what it gave out reads differently now: a
-            # byte that was a character by itself turns out to be part of a malformed one.
+            # The library raises a bare Exception if the text it returned before has changed: a byte
+            # that was a character alone is now part of a malformed one.
             self._stream = DecodeStream(ids=[token_id], skip_special_tokens=False)
             return self.flush()
         if text is None:
@@ -80,7 +80,10 @@ class TokenStream:
         return text
 
     def _decode(self, token_ids: list[int]) -> str:
-        """Return the ids' text, a replacement where the tokenizer fails: no answer is lost so."""
+        """Return the ids' text, a replacement character if the tokenizer fails.
+
+        A failure must not end the answer.
+        """
         try:
             return str(self._tokenizer.decode(token_ids, skip_special_tokens=False))
         except BaseException as error:
@@ -90,8 +93,10 @@ class TokenStream:
 
 
 class StopFilter:
-    """Lets text through up to the stop string that is complete first, holding back what might be
-    part of one. How the text is cut into pieces makes no difference."""
+    """Passes text up to the first complete stop string; holds back what may be part of one.
+
+    The result does not depend on how the text is cut into pieces.
+    """
 
     def __init__(self, stops: Sequence[str]) -> None:
         assert all(stops), "an empty stop string stops everything"
@@ -100,7 +105,7 @@ class StopFilter:
         self.has_stopped = False
 
     def feed(self, text: str) -> str:
-        """Take more text; return what is certain not to belong to a stop string."""
+        """Take more text; return the text that cannot belong to a stop string."""
         if self.has_stopped or not text:
             return ""
         self._held += text
@@ -119,7 +124,7 @@ class StopFilter:
         return released
 
     def flush(self) -> str:
-        """Return what was held back, once nothing more comes."""
+        """Return the text that was held back, at the end of the stream."""
         released, self._held = self._held, ""
         return released
 
@@ -134,7 +139,7 @@ class StopFilter:
 
 
 class StopStringWatcher:
-    """Tells the engine when a completion's text contains a stop string."""
+    """Detects a stop string in a completion's text, for the engine."""
 
     def __init__(self, stream: TokenStream, stops: Sequence[str]) -> None:
         self._stream = stream

@@ -1,7 +1,7 @@
-"""Conversations as documents: Markdown, JSON messages and session files out; the last two in.
+"""Export of conversations as Markdown, JSON messages and session files; import of the last two.
 
-Markdown and JSON hold the current path; branches beside it are in the session file only. A written
-document shows nothing that acts on a terminal; json and jsonl read back the same all the same.
+Markdown and JSON hold the current path; only the session file holds other branches. Exported
+documents contain no terminal control characters. json and jsonl are imported without a change.
 """
 
 import json
@@ -25,7 +25,7 @@ _NAMES = {Role.USER: "You", Role.ASSISTANT: "Assistant"}
 
 
 def to_markdown(conversation: Conversation) -> str:
-    """Return the path to the tip as Markdown; thinking is left out."""
+    """Return the path to the tip as Markdown, without thinking."""
     parts = [f"# {conversation.label or conversation.session_id}\n"]
     if conversation.system:
         parts.append(f"> {conversation.system}\n")
@@ -52,9 +52,9 @@ def to_json(conversation: Conversation) -> str:
 
 
 def read_messages(text: str) -> tuple[str | None, list[tuple[Role, str]]]:
-    """Read a JSON document of messages: the system prompt, and the turns in order.
+    """Read a JSON document; return the system prompt or None, and the turns in order.
 
-    Takes a list of messages or an object that has one. Raises UsageError for anything else.
+    The document is a list of messages or an object with one. Raises UsageError for anything else.
     """
     try:
         content = json.loads(text)
@@ -70,7 +70,7 @@ def read_messages(text: str) -> tuple[str | None, list[tuple[Role, str]]]:
 
 
 def parse_messages(messages: list[Any]) -> tuple[str | None, list[tuple[Role, str]]]:
-    """Check role and content pairs; raises UsageError naming the first that cannot be used."""
+    """Return the system prompt or None, and the turns; UsageError names the first bad message."""
     system = None
     turns: list[tuple[Role, str]] = []
     for number, message in enumerate(messages, start=1):
@@ -84,7 +84,7 @@ def parse_messages(messages: list[Any]) -> tuple[str | None, list[tuple[Role, st
             turns.append((Role(role), text))
         else:
             raise UsageError(f"Message {number} has the role {shown(role)}.")
-        if turns and turns[0][0] is Role.ASSISTANT:  # templates open a context with a question
+        if turns and turns[0][0] is Role.ASSISTANT:  # templates require a user message first
             raise UsageError(
                 f"Message {number} is the assistant's, but the first has to be the user's."
             )
@@ -96,31 +96,31 @@ KINDS = ("md", "json", "jsonl")
 
 
 def kind_of(path: Path) -> str:
-    """The kind that a file's ending names; Markdown unless it names one."""
+    """Return the kind for a file's suffix, "md" for an unknown suffix."""
     suffix = path.suffix.removeprefix(".")
     return suffix if suffix in KINDS else "md"
 
 
 def document(conversation: Conversation, kind: str) -> str:
-    """The messages as Markdown or JSON."""
+    """Return the messages on the path to the tip as Markdown, or as JSON for the kind "json"."""
     if kind == "json":
         return sanitize_json(to_json(conversation))
     return sanitize(to_markdown(conversation))
 
 
 def saved_document(store: SessionStore, session_id: str) -> str:
-    """The jsonl file that a conversation is saved in, branches and all.
+    """Return the text of a session's jsonl file, with all branches.
 
-    A damaged one is given out as it is, but for bytes that are no text.
+    A damaged file is returned as it is, with invalid UTF-8 replaced.
     """
     return sanitize_json(store.read_bytes(session_id).decode(errors="replace"))
 
 
 def write_new(path: Path, content: str) -> None:
-    """Write a file that must not exist yet, and that only its user may read.
+    """Write a new file with mode 0600.
 
-    Raises UsageError if there is one, StoreError if it cannot be written.
-    A file that could not be written whole is taken away again.
+    Raises UsageError if the file exists, StoreError if it cannot be written. A partly written file
+    is deleted.
     """
     try:
         file = open(path, "x", encoding="utf-8", opener=_open_private)  # noqa: SIM115
@@ -143,8 +143,8 @@ def _open_private(path: str, flags: int) -> int:
 def import_file(store: SessionStore, path: Path) -> str:
     """Add the conversation in a file to the store and return its new id.
 
-    The file stays as it is. Raises `UsageError` if it cannot be read or holds no messages, and
-    `StoreError` if it is a session no version can read, or if the copy cannot be saved.
+    The file is not changed. Raises `UsageError` if it cannot be read or holds no messages, and
+    `StoreError` if it is a session that cannot be read, or if the copy cannot be saved.
     """
     try:
         data = read_bounded(path, MAX_SESSION_BYTES)

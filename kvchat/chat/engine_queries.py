@@ -1,7 +1,6 @@
-"""EngineQueries: what the engine is asked beside answers: how warm, at what cost, what is wrong.
+"""EngineQueries: asks the engine for cached tokens, the cost of an action, status and problems.
 
-An engine that loads or computes has two seconds to answer; what it does not say in time is not
-known.
+The engine has two seconds to answer a query; after that the result is None (unknown).
 """
 
 import asyncio
@@ -20,9 +19,9 @@ from kvchat.core.types import rate
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What an action costs: context tokens that would have to be read again.
+    """The cost of an action: the context tokens that it would have to prefill.
 
-    `tokens_per_s` is the prefill rate measured last, None before the first.
+    `tokens_per_s` is the last measured prefill rate, None before the first measurement.
     """
 
     num_tokens: int
@@ -39,18 +38,18 @@ class Cost:
 
     @property
     def is_low(self) -> bool:
-        """Not worth a word: under half a second, or few tokens where no rate is known."""
+        """Too low to report: under 0.5 s, or under 256 tokens if no rate is known."""
         return self.num_read < 256 if self.seconds is None else self.seconds < 0.5
 
     @property
     def is_high(self) -> bool:
-        """Worth a question."""
+        """High enough to ask first: above 10 s, or above 8192 tokens if no rate is known."""
         return self.num_read > 8192 if self.seconds is None else self.seconds > 10.0
 
 
 T = TypeVar("T")
 
-# A prefill shorter than this says little about the rate of a long one.
+# A shorter prefill does not predict the rate of a long one.
 _MIN_MEASURED_TOKENS = 64
 _NOT_WORTH_MENTIONING_TOKENS = 64
 _ENGINE_PATIENCE_S = 2.0
@@ -59,7 +58,7 @@ _MAX_TROUBLE_CHARS = 4096
 
 
 class EngineQueries:
-    """Asks the engine of one host, and remembers what its answers taught and what was told."""
+    """Queries the engine of one host; remembers the prefill rate and the problems reported."""
 
     def __init__(self, host: ChatHost) -> None:
         self._host = host
@@ -67,35 +66,35 @@ class EngineQueries:
         self._told: set[str] = set()
 
     def change_host(self, host: ChatHost) -> None:
-        """Ask another model's engine from here on."""
+        """Query another model's engine from now on."""
         self._host = host
         self._prefill_rate = None
 
     def note_ended(self, ended: AnswerEnded) -> None:
-        """Remember what an answer taught about this machine's speed."""
+        """Record the prefill rate of an answer, if it prefilled enough tokens to measure."""
         if ended.usage.prefilled_tokens >= _MIN_MEASURED_TOKENS and ended.timing.prefill_s > 0:
             self._prefill_rate = rate(ended.usage.prefilled_tokens, ended.timing.prefill_s)
 
     async def cost(self, token_ids: list[int]) -> Cost | None:
-        """Return what going on from a context would cost; None while that cannot be known."""
+        """Return the cost of continuing from a context; None while the engine does not answer."""
         cached = await self._cached(token_ids)
         return None if cached is None else Cost(len(token_ids), cached, self._prefill_rate)
 
     async def warmth(self, token_ids: list[int]) -> float | None:
-        """Return the share of a context that need not be read again, None as above."""
+        """Return the cached share of a context, 0 to 1; None while the engine does not answer."""
         cached = await self._cached(token_ids)
         if cached is None:
             return None
-        # The last partial block is never kept: nobody would call that cold.
+        # The last partial block is never cached, so a few missing tokens count as none.
         missing = len(token_ids) - cached
         return 1.0 if missing < _NOT_WORTH_MENTIONING_TOKENS else cached / len(token_ids)
 
     async def status(self) -> EngineStatus | None:
-        """Ask the engine about itself; None while it loads or is too busy to say."""
+        """Return the engine's status; None while it loads or does not answer in time."""
         return await self._answer_of(self._host.status)
 
     async def new_trouble(self) -> str:
-        """Return a sentence about what went wrong beside the answers; each comes only once."""
+        """Return a sentence on a new problem outside the answers, or ""; each problem only once."""
         status = await self.status()
         if status is None:
             return ""
@@ -126,7 +125,7 @@ class EngineQueries:
 
 
 def trouble_notice(trouble: str) -> str:
-    """Return what the user is told, once, when a chat's own store has got into trouble."""
+    """Return the notice for the user about a problem of the chat's KV store."""
     told = one_line(trouble, _MAX_TROUBLE_CHARS).rstrip(".")
     if told.startswith(_DISK_CACHE_FAILED):
         return f"{told}; the chat goes on without it."

@@ -1,7 +1,4 @@
-"""What a conversation tells whoever shows it: text as it comes, and how an answer ended.
-
-Knows turns and text; no tensors, files or screens.
-"""
+"""Events of a reply, for the program part that displays it: new text, and how an answer ended."""
 
 from dataclasses import dataclass
 
@@ -11,7 +8,7 @@ from kvchat.core.types import CachedTokens, FinishReason, MissReason, Timing, Us
 
 @dataclass(frozen=True, slots=True)
 class ReadingPrompt:
-    """`done` of `total` context tokens are read; `cached` of them did not need reading."""
+    """`done` of `total` context tokens have KV; `cached` of them were not computed."""
 
     cached: CachedTokens
     done: int
@@ -31,8 +28,7 @@ class AnswerText:
 class AnswerEnded:
     """One sample's answer is complete and saved. `text` is the answer without its thinking.
 
-    `miss_reason` says why a slower tier did not have more of the context, None where it was not
-    asked.
+    `miss_reason` says why a slower tier did not have more of the context, None if it was not asked.
     """
 
     sample: int
@@ -47,14 +43,14 @@ class AnswerEnded:
 
 @dataclass(frozen=True, slots=True)
 class AnswerFailed:
-    """There will be no (more of an) answer; what came before is kept."""
+    """The request failed; the text generated before is kept."""
 
     error: KvchatError
 
 
 @dataclass(frozen=True, slots=True)
 class SavingFailed:
-    """The session file is behind; the conversation goes on in memory."""
+    """Lines could not be written to the session file; the conversation continues in memory."""
 
     message: str
 

@@ -1,7 +1,6 @@
-"""ChatHost: one model being talked to, its engine, and the place its conversations are kept.
+"""ChatHost: one chat model, its engine thread and its session store.
 
-What the floors above hold instead of an engine. Knows how sessions begin; knows no screen and no
-command line.
+Terminal and command line use a ChatHost and never the engine itself.
 """
 
 import asyncio
@@ -36,11 +35,14 @@ T = TypeVar("T")
 
 
 class ChatHost:
-    """Starts loading the model at once, on the engine's thread; sessions may begin right away.
+    """Starts loading the model at once, on the engine's thread; sessions may begin before it ends.
 
-    `on_load` hears of the loading on that thread, and `prefetch_pages`, which returns at once, of
-    the context that will be wanted when it is done. `store` None saves nothing. Owns the engine
-    until `close`.
+    on_load          called on that thread with load events
+    prefetch_pages   called with the token ids of a context that is opened while the model loads;
+                     it must not block
+    store            None saves nothing
+
+    Owns the engine until `close`.
     """
 
     def __init__(
@@ -69,11 +71,14 @@ class ChatHost:
 
     @property
     def ready(self) -> ModelReady | None:
-        """The loaded model's facts, None while it loads or where it failed."""
+        """Properties of the loaded model; None while it loads or after loading failed."""
         return self._outcome if isinstance(self._outcome, ModelReady) else None
 
     def wait_until_loaded(self, timeout_s: float | None = None) -> None:
-        """Wait until the model is loaded or has failed to; raises TimedOut as `check_loading`."""
+        """Wait until the model is loaded or loading has failed; raises TimedOut at the limit.
+
+        `timeout_s` counts from the creation of this host; None waits without a limit.
+        """
         if timeout_s is None:
             self._loaded.wait()
             return
@@ -82,12 +87,12 @@ class ChatHost:
         self.check_loading(timeout_s)
 
     def check_loading(self, timeout_s: float) -> None:
-        """Raise TimedOut where the model is still loading, `timeout_s` after it began to."""
+        """Raise TimedOut if the model is still loading `timeout_s` seconds after it began."""
         if not self._loaded.is_set() and time.monotonic() - self._began_s >= timeout_s:
             raise TimedOut(f"The model was not loaded within {timeout_s:g} s.")
 
     def wait_until_ready(self) -> ModelReady:
-        """Wait for the model; raises the error that kept it from loading."""
+        """Wait for the model; if loading failed, raise its error."""
         self._loaded.wait()
         if isinstance(self._outcome, LoadFailed):
             raise self._outcome.error
@@ -99,36 +104,39 @@ class ChatHost:
         return ChatSession.new(self.model, self._engine, self.store, system, title)
 
     def unsaved_session(self, system: str | None = None) -> ChatSession:
-        """Begin a conversation that is not to be gone on with: no file is made for it."""
+        """Begin a conversation without a file; it cannot be continued later."""
         return ChatSession.new(self.model, self._engine, None, system)
 
     def open_session(self, session_id: str) -> ChatSession:
-        """Go on with a saved conversation; raises StoreError while another process has it."""
+        """Open a saved conversation, and prefetch its KV.
+
+        Raises SessionNotFound, or StoreError while another process has it open.
+        """
         assert self.store is not None, "there is nothing saved to open"
         session = ChatSession.open(self.model, self._engine, self.store, session_id)
-        # What was said is likely to be gone on with: its KV comes up while the user still types.
+        # The user will probably continue: promote the context's KV while the user types.
         context = session.conversation.context_ids()
         if self._prefetch_pages is not None and self.ready is None:
             self._prefetch_pages(context)
         self._engine.call(lambda engine: engine.prefetch(context))
-        # What was said in other branches is likely to be said again.
+        # Text of other branches is likely to occur again: the drafters learn it.
         leaves = session.conversation.leaves()
         branches = [session.conversation.context_ids(leaf.turn_id) for leaf in leaves]
         self._engine.call(lambda engine: engine.speculation.learn(branches))
         return session
 
     def fork_session(self, original: Conversation) -> ChatSession:
-        """Begin a conversation with everything another has."""
+        """Begin a conversation as a copy of another one."""
         return ChatSession.fork_of(self.model, self._engine, self.store, original)
 
     def status(self) -> "Future[EngineStatus]":
-        """Ask the engine about itself; answered between two steps, once the model is loaded."""
+        """Request the engine's status; the engine answers between two steps, after loading."""
         return self._engine.call(lambda engine: engine.status())
 
     def speculate(self, mode: str) -> "Future[None]":
-        """Have other drafters guess ahead: off, auto, ngram or draft.
+        """Switch speculation: `mode` is off, auto, ngram or draft.
 
-        The future raises UsageError where there is no such drafter.
+        The future raises UsageError if that drafter was not loaded.
         """
 
         def switch(engine: "Engine") -> None:
@@ -137,11 +145,11 @@ class ChatHost:
         return self._engine.call(switch)
 
     def cached_tokens(self, token_ids: list[int]) -> "Future[int]":
-        """Ask how many leading tokens of a context would not have to be read again."""
+        """Request the number of leading tokens of a context that have cached KV."""
         return self._engine.call(lambda engine: engine.cached_tokens(token_ids).total)
 
     def read(self, token_ids: list[int]) -> "Future[None]":
-        """Have a context read, so that its KV is there; the future ends when it is."""
+        """Prefill a context, so that its KV is cached; the future is done when it is."""
         done: Future[None] = Future()
 
         def listen(event: RequestEvent) -> None:
@@ -154,22 +162,23 @@ class ChatHost:
         return done
 
     def pin(self, token_ids: list[int], label: str) -> "Future[int]":
-        """Never forget a context's KV; the result is how many tokens of it are kept."""
+        """Pin a context's KV on disk under a label; the result is the number of tokens kept."""
         done: Future[int] = Future()
         self._ask(lambda engine: engine.pin(token_ids, label, done.set_result), done)
         return done
 
     def forget(self, contexts: list[tuple[list[int], int]]) -> "Future[None]":
-        """Drop the KV of contexts behind so many tokens of each, here and not on disk.
+        """Drop the KV of contexts from memory, but not from disk.
 
-        When the future ends nothing of theirs is still to be written.
+        Each pair is a context's token ids and the number of leading tokens to keep. When the future
+        is done, no KV of these contexts is waiting to be written to disk.
         """
         done: Future[None] = Future()
         self._ask(lambda engine: engine.forget(contexts, lambda: done.set_result(None)), done)
         return done
 
     def _ask(self, function: "Callable[[Engine], None]", done: "Future[T]") -> None:
-        """Call `function` on the engine's thread; what keeps it from its work is `done`'s error."""
+        """Call `function` on the engine's thread; if it fails, set its error on `done`."""
 
         def note(asked: "Future[None]") -> None:
             if (error := asked.exception()) is not None and not done.done():
@@ -183,7 +192,7 @@ class ChatHost:
 
 
 async def close_host(host: ChatHost) -> None:
-    """Close a host; one that still loads is not waited for: it has nothing to save yet."""
+    """Close a host. Do not wait for one that still loads: it has nothing to save yet."""
     if host.ready is not None:
         await asyncio.to_thread(host.close)
     else:

@@ -1,6 +1,6 @@
-"""One line of `--input-format jsonl`: what a request may say, and how its history is taken over.
+"""Requests of `--input-format jsonl`: parses one line, and puts its history into a session.
 
-Knows the request's fields; answering it is `script.py`'s.
+`script.py` answers the requests.
 """
 
 from dataclasses import dataclass, field, replace
@@ -19,10 +19,11 @@ _OTHERS = ("id", "prompt", "messages", "system", "seed", "max_tokens", "stop")
 
 @dataclass(frozen=True, slots=True)
 class JsonRequest:
-    """A parsed request: earlier messages, the prompt to answer, and what differs from the flags.
+    """A parsed request: earlier messages, the prompt to answer, and options that replace flags.
 
-    `label` goes into everything that is said about it. Without a system prompt of its own,
-    `has_system`, which may be none, it takes the one that the flags give.
+    label        fields that identify the request in every result and error
+    has_system   whether the request sets `system`, possibly to None; if not, the flags' system
+                 prompt is used
     """
 
     label: dict[str, object]
@@ -34,12 +35,12 @@ class JsonRequest:
     others: dict[str, Any] = field(default_factory=dict)
 
     def options(self, base: AskOptions) -> AskOptions:
-        """Return the options of this request; raises UsageError for values out of range."""
+        """Return `base` with this request's options; raises UsageError for values out of range."""
         sampling = replace(base.sampling, **self.sampling)
         return replace(base, sampling=sampling, **self.others)
 
     def recall_history(self, session: ChatSession) -> None:
-        """Put the earlier messages into a new session, as if they had been said in it."""
+        """Add the earlier messages to a new session as its turns."""
         for role, text in self.history:
             if role is Role.USER:
                 session.add_user_turn(text)
@@ -49,25 +50,25 @@ class JsonRequest:
 
 @dataclass(frozen=True, slots=True)
 class BadRequest:
-    """A line that is no request, and why; its label as if it were one."""
+    """A line that is not a valid request: the error, and the label for its result."""
 
     error: KvchatError
     label: dict[str, object] = field(default_factory=dict)
 
 
 def label_of(content: object, line: int) -> dict[str, object]:
-    """How results tell which request is theirs: by the id it came with, or by its line, from 1."""
+    """Return the fields that identify a request in results: its id, or else its line from 1."""
     request_id = content.get("id") if isinstance(content, dict) else None
     return {"id": request_id} if _is_id(request_id) else {"line": line}
 
 
 def _is_id(value: object) -> bool:
-    """Whether a value can name a request: what is nested may be nested too deep to be written."""
+    """Whether a value can be an id. Nested values are refused: they may be too deep to write."""
     return isinstance(value, str | int | float)
 
 
 def parse_request(content: object, line: int) -> JsonRequest:
-    """Read one request; raises UsageError naming the line and what is wrong with it."""
+    """Parse one request; raises UsageError that names the line and the problem."""
     if not isinstance(content, dict):
         raise UsageError(f'Line {line} of the input is not a JSON object like {{"prompt": "..."}}.')
     for name in content:

@@ -1,6 +1,6 @@
-"""KV that is pinned, and conversations that are forgotten for good, text and KV.
+"""Pins KV, and removes conversations with their text and KV. Functions on a ChatController.
 
-What other saved conversations share with a forgotten one stays. Functions on a ChatController.
+KV that other saved conversations share with a removed one stays.
 """
 
 import asyncio
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
     from kvchat.chat.controller import ChatController
 
 
-# Opening the disk tier and writing what waits may take so long; then it is not worth waiting for.
+# Timeout for opening the disk tier and writing pending KV.
 _PATIENCE_S = 30.0
-# Messages that begin differently: what they have in common behind a file belongs to the file.
+# Two messages that differ from their first character: the ids before them belong to the file.
 _PROBES = ("a", "Z")
 
 
 async def pin_context(controller: "ChatController", token_ids: list[int], label: str) -> int:
-    """Pin the KV of a context on disk; return how many of its tokens stay there. At least one.
+    """Pin the KV of a context on disk; return the number of tokens pinned, at least one.
 
-    Raises UsageError where nothing of it is kept, or the disk tier does not answer in 30 s.
+    Raises UsageError if no KV of it is on disk, or if the disk tier does not answer in 30 s.
     """
     try:
         async with asyncio.timeout(_PATIENCE_S):
@@ -46,9 +46,9 @@ async def pin_context(controller: "ChatController", token_ids: list[int], label:
 def file_context(
     controller: "ChatController", paths: Iterable[Path], created_s: float
 ) -> list[int]:
-    """Return how a conversation begins whose first message has these files attached.
+    """Return the leading token ids of a conversation whose first message has these files attached.
 
-    `created_s` is when it begins: a template may write the date.
+    `created_s` is the start of the conversation, because a template may write the date.
     """
     text = "".join(f"{read_attachment(path)}\n" for path in paths)
     empty = Conversation("", created_s, controller.system)
@@ -61,15 +61,16 @@ def file_context(
 
 @dataclass(frozen=True, slots=True)
 class ForgottenKv:
-    """How many blocks went from disk. `trouble` says in a sentence why none could."""
+    """The number of blocks removed from disk; `trouble` is a sentence on why none was."""
 
     num_blocks: int = 0
     trouble: str = ""
 
 
 async def forget_conversation(controller: "ChatController") -> ForgottenKv:
-    """Remove the open conversation. KV goes first: after an interruption the words are still
-    there.
+    """Remove the open conversation's KV, then its text.
+
+    In this order, an interruption leaves the text, and the removal can be repeated.
     """
     session = controller.session
     assert session is not None
@@ -86,7 +87,7 @@ async def forget_conversation(controller: "ChatController") -> ForgottenKv:
 
 
 async def forget_last_turn(controller: "ChatController") -> ForgottenKv:
-    """Remove the last message and its answers; raises UsageError where there is none."""
+    """Remove the last message and its answers; raises UsageError if there is no message."""
     session = controller.require_session()
     conversation = session.conversation
     asked = [turn for turn in conversation.path() if turn.role is Role.USER]
@@ -105,8 +106,11 @@ async def forget_last_turn(controller: "ChatController") -> ForgottenKv:
 async def _forget_kv(
     controller: "ChatController", contexts: list[list[int]], shared: list[list[int]], label: str
 ) -> ForgottenKv:
-    """Remove the KV of contexts, as far as it is not shared. Raises StoreInUse where others are at
-    the store: that passes, and the words stay to do it again by. What does not pass keeps no words.
+    """Remove the KV of contexts that is not shared with other contexts.
+
+    Raises StoreInUse while another process uses the store: the caller then keeps the text, so that
+    the user can try again. Other store errors are permanent: they are returned as `trouble`, and
+    the caller removes the text.
     """
     kept_lengths = [
         max((common_len(ids, other) for other in shared), default=0) for ids in contexts
@@ -137,6 +141,6 @@ def _others(controller: "ChatController", session_id: str) -> list[list[int]]:
             continue
         try:
             contexts += store.read(other).conversation.contexts() if store is not None else []
-        except KvchatError:  # a damaged one says nothing of what it shares
+        except KvchatError:  # the contexts of a damaged file are not known
             continue
     return contexts

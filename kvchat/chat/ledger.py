@@ -1,7 +1,4 @@
-"""Ledger: answers become turns of a conversation, and lines of its file, as they come.
-
-Knows turns and how they end; knows no text in the making, and no request.
-"""
+"""Ledger: stores answers as turns of a conversation and lines of its file, while they arrive."""
 
 import time
 from dataclasses import replace
@@ -16,31 +13,31 @@ from kvchat.core.types import FinishReason
 
 
 class KeptConversation(Protocol):
-    """What a ledger writes to: a conversation with one model, and its file."""
+    """The session that a ledger writes to: a conversation with one model, and its file."""
 
     @property
     def model(self) -> ChatModel:
-        """Says which ids end an answer."""
+        """The model that writes the answers."""
 
     @property
     def conversation(self) -> Conversation:
-        """Where the turns go."""
+        """The conversation that receives the turns."""
 
     def save(self, line: str, durable: bool = False) -> None:
         """Append a line to the file."""
 
     def saving_problem(self) -> str | None:
-        """Return one sentence where the file is behind, None where it is not."""
+        """Return one sentence if lines are not yet in the file, else None."""
 
     def move_tip(self, turn_id: int) -> None:
-        """Go on from another turn."""
+        """Make another turn the tip."""
 
 
 class Ledger:
-    """Keeps the answers to one user turn in its conversation; an AnswerLedger.
+    """Stores the answers to one user turn in its conversation; an AnswerLedger.
 
-    `before` is the tip of an answer that these are to stand beside; without one of them the
-    conversation goes on from there. None where the question is new.
+    `before` is the tip before a retry: if no answer begins, the tip moves back to it. None for a
+    new question.
     """
 
     def __init__(
@@ -66,7 +63,7 @@ class Ledger:
         self._turn_ids[sample] = turn.turn_id
         self._session.save(session_file.turn_line(turn))
         if sample > 0 and 0 in self._turn_ids:
-            self._session.move_tip(self._turn_ids[0])  # the conversation goes on from the first
+            self._session.move_tip(self._turn_ids[0])  # the first sample stays the tip
         return self._session.saving_problem()
 
     def extend_answer(self, sample: int, text: str, token_ids: list[int]) -> str | None:
@@ -100,7 +97,7 @@ class Ledger:
         return turn_id, self._session.saving_problem()
 
     def abandon(self, failed: RequestFailed) -> str | None:
-        """Where the turn itself is the trouble, step back before it: the next one may fit."""
+        """End the begun answers. If the context was too long, move the tip before the user turn."""
         for turn_id in self._turn_ids.values():
             line = session_file.end_line(turn_id, FinishReason.CANCELLED, {})
             turn = self._session.conversation.turn(turn_id)
@@ -115,19 +112,19 @@ class Ledger:
         return self._session.saving_problem()
 
     def _step_back(self) -> None:
-        """Go on from the answer before while none has begun: it is still the one on the screen."""
+        """If no answer has begun, move the tip back to the earlier answer, which is displayed."""
         is_waiting = self._session.conversation.tip_id == self._user_turn.turn_id
         if self._before is not None and is_waiting:
             self._session.move_tip(self._before)
 
 
 class ContinuedLedger(Ledger):
-    """Keeps what is added to an answer that was cut off, in the answer's own turn."""
+    """Appends the continuation of a cut-off answer to that answer's turn."""
 
     def __init__(self, session: KeptConversation, user_turn: Turn, answer: Turn) -> None:
         super().__init__(session, user_turn)
         self._turn_ids[0] = answer.turn_id
-        # Its line in the file may have another model's ids, or none.
+        # Whether the file holds this model's ids of the answer, not another model's or none.
         self._has_line_of_model = not (
             answer.is_adopted or answer.is_imported or not answer.token_ids
         )
@@ -142,4 +139,4 @@ class ContinuedLedger(Ledger):
         return session_file.more_line(grown.turn_id, text, grown.token_ids, grown.tokenizer)
 
     def abandon(self, failed: RequestFailed) -> str | None:
-        return self._session.saving_problem()  # the answer is as cut off as it was
+        return self._session.saving_problem()  # the answer stays cut off

@@ -1,7 +1,7 @@
-"""MessageQueue: what was typed while the model was busy, in order, and still editable.
+"""MessageQueue: the messages typed while the model was busy, in order and editable.
 
-A message taken back for editing keeps its place; while the first one is being edited nothing is
-sent. Knows texts; knows no screen and no model.
+A message that is being edited keeps its place. While the first message is being edited, no message
+is sent.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ class _Waiting:
 
 
 class MessageQueue:
-    """Messages waiting to be sent. One thread uses it."""
+    """Messages waiting to be sent. Not thread-safe."""
 
     def __init__(self) -> None:
         self._waiting: list[_Waiting] = []
@@ -28,7 +28,7 @@ class MessageQueue:
 
     @property
     def edited_index(self) -> int | None:
-        """Which message is in the prompt right now."""
+        """The index of the message that is in the prompt, None if none is."""
         return self._waiting.index(self._edited) if self._edited is not None else None
 
     @property
@@ -37,7 +37,7 @@ class MessageQueue:
         return bool(self._waiting) and self._waiting[0] is not self._edited
 
     def add(self, text: str) -> None:
-        """Put a message at the end, or back where it was taken from; empty text removes it."""
+        """Append a message, or store the edited one in its place; empty text removes that one."""
         edited, self._edited = self._edited, None
         if edited is None:
             self._waiting.append(_Waiting(text))
@@ -52,16 +52,20 @@ class MessageQueue:
         return self._waiting.pop(0).text
 
     def edit_previous(self, current: str) -> str | None:
-        """Take the message before the one in the prompt, at first the last; None at the first.
+        """Return the message before the one in the prompt for editing; at first the last message.
 
-        `current` is the prompt's text and becomes the text of the message that was edited.
+        Returns None at the first message. `current` is the prompt's text; it becomes the text of
+        the message that was edited.
         """
         index = self.edited_index
         target = len(self._waiting) - 1 if index is None else index - 1
         return self._edit(target, current)
 
     def edit_next(self, current: str) -> str | None:
-        """Take the message after the one in the prompt; after the last comes an empty prompt."""
+        """Return the message after the one in the prompt for editing, "" after the last one.
+
+        Returns None if no message is being edited.
+        """
         index = self.edited_index
         if index is None:
             return None
@@ -71,7 +75,7 @@ class MessageQueue:
         return self._edit(index + 1, current)
 
     def stop_editing(self) -> None:
-        """Leave the message in the prompt as it was."""
+        """Stop editing; the message keeps its earlier text."""
         self._edited = None
 
     def clear(self) -> tuple[str, ...]:

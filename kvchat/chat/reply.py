@@ -1,8 +1,7 @@
-"""Reply: one or more answers to a user turn, on their way.
+"""Reply: one or more answers to a user turn, while they are generated.
 
-Engine events arrive on the engine's thread and are only queued there; whoever shows the answer
-takes them out, and text, ledger and session file follow in the taker's thread. Knows detokenising
-and saving; knows no screen.
+The engine's thread only puts events into a queue. The consumer takes them out, and its thread then
+decodes tokens, updates the ledger and writes the session file.
 """
 
 import queue
@@ -33,26 +32,26 @@ SAVE_INTERVAL_S = 1.0
 
 
 class AnswerLedger(Protocol):
-    """Keeps answers: `ledger.py` implements it on a conversation and its file.
+    """Stores answers. `ledger.py` implements it on a conversation and its file.
 
-    Each call returns None, or one sentence on why the file is behind.
+    Each call returns None, or one sentence on why lines are not yet in the file.
     """
 
     def begin_answer(self, sample: int) -> str | None:
-        """A first token has come: make the answer's turn. The first sample becomes the tip."""
+        """Create the answer's turn, at its first token. The first sample becomes the tip."""
 
     def extend_answer(self, sample: int, text: str, token_ids: list[int]) -> str | None:
-        """Append to the turn."""
+        """Append text and ids to the turn."""
 
     def end_answer(self, sample: int, event: SampleFinished) -> tuple[int, str | None]:
         """Close the turn; returns its id as well."""
 
     def abandon(self, error: RequestFailed) -> str | None:
-        """The request failed: settle what is there."""
+        """End the turns that exist, after the request failed."""
 
 
 class _Answer:
-    """One sample's text in the making."""
+    """The text of one sample while it is generated."""
 
     def __init__(self, stream: TokenStream, stops: tuple[str, ...], starts_thinking: bool) -> None:
         self._stream = stream
@@ -95,10 +94,10 @@ class _Answer:
 
 
 class Reply:
-    """Iterate it to wait for its events, or `poll` it for those that are there.
+    """Events of one request. Iterate to wait for them, or `poll` for those that have arrived.
 
-    `notify` is called on the engine's thread whenever there is something to poll; it must return
-    at once. One consumer; `cancel` may be called from anywhere.
+    `notify` is called on the engine's thread when there are events to poll; it must not block.
+    One consumer only; `cancel` may be called from any thread.
     """
 
     def __init__(
@@ -122,17 +121,17 @@ class Reply:
         return self._num_open == 0
 
     def listen(self, event: RequestEvent) -> None:
-        """Take an event from the engine's thread."""
+        """Queue an event. Called on the engine's thread."""
         self._queue.put(event)
         if self._notify is not None:
             self._notify()
 
     def on_cancel(self, cancel: Callable[[FinishReason], None]) -> None:
-        """Say how to cancel the request, once it is submitted."""
+        """Set the function that cancels the request, after it was submitted."""
         self._cancel = cancel
 
     def cancel(self, reason: FinishReason = FinishReason.CANCELLED) -> None:
-        """Ask for the answers to end; what there is of them is kept."""
+        """Ask the engine to end the answers; the text generated so far is kept."""
         if self._cancel is not None:
             self._cancel(reason)
 
@@ -146,7 +145,7 @@ class Reply:
             yield from self._take(event)
 
     def poll(self) -> list[ChatEvent]:
-        """Return what has happened since the last call, without waiting."""
+        """Return the events since the last call, without waiting."""
         events: list[ChatEvent] = []
         while not self.is_finished:
             try:

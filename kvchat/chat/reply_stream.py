@@ -1,8 +1,7 @@
-"""The engine thread's events on an event loop: an answer's, frame by frame, and loading's.
+"""Delivers the engine thread's events on an event loop: an answer's in frames, and load events.
 
-A reply's events are taken out on the loop, at once after a pause and then frame by frame. A frame's
-distance follows what drawing costs, so that showing an answer takes a small share of the time it
-takes to generate.
+The first event after a pause is shown at once, later ones in frames. The frame interval grows with
+the cost of drawing, so that drawing takes a small share of the time.
 """
 
 import asyncio
@@ -15,7 +14,7 @@ from kvchat.chat.events import ChatEvent
 from kvchat.chat.reply import SAVE_INTERVAL_S, Reply
 from kvchat.core.events import LoadEvent
 
-# Drawing may take this share of the time; frames come between every 40 and 250 ms.
+# Drawing may take this share of the time; the frame interval stays within 40 to 250 ms.
 _DRAWING_SHARE = 0.015
 _MIN_FRAME_S = 0.04
 _MAX_FRAME_S = 0.25
@@ -23,15 +22,15 @@ _MAX_FRAME_COST_S = 0.008
 
 
 class FramePacer:
-    """Says when the next frame is due, from what the last ones cost."""
+    """Computes when the next frame is due, from the cost of the last frames."""
 
     def __init__(self) -> None:
         self._cost_s = 0.0
         self._last_s = float("-inf")
 
     def drawn(self, cost_s: float, now_s: float) -> None:
-        """A frame was drawn, which took so much of the processor."""
-        # What a frame costs once, an import for example, says nothing about the next.
+        """Record that a frame was drawn and took `cost_s` of CPU time."""
+        # Capped: a cost that occurs once, such as an import, does not predict the next frame.
         self._cost_s += 0.2 * (min(cost_s, _MAX_FRAME_COST_S) - self._cost_s)
         self._last_s = now_s
 
@@ -40,15 +39,15 @@ class FramePacer:
         return min(_MAX_FRAME_S, max(_MIN_FRAME_S, self._cost_s / _DRAWING_SHARE))
 
     def delay_s(self, now_s: float) -> float:
-        """Return how long to wait before drawing again."""
+        """Return the seconds to wait before the next frame."""
         return max(0.0, self._last_s + self.interval_s - now_s)
 
 
 class ReplyStream:
-    """Feeds one reply's events to `show`, on the loop that `run` is awaited on.
+    """Passes one reply's events to `show`, on the loop that awaits `run`.
 
-    `notify` is for the engine's thread. `show` is called with what has happened since the last
-    frame, at least once a second while the reply lasts, and its time is what drawing costs.
+    The engine's thread calls `notify`. `show` is called with the events since the last frame, at
+    least once a second while the reply lasts. Its CPU time counts as the cost of drawing.
     """
 
     def __init__(
@@ -71,14 +70,14 @@ class ReplyStream:
         self._finished: asyncio.Future[None] = loop.create_future()
 
     def notify(self) -> None:
-        """Something can be polled. Called on the engine's thread, for every event."""
+        """Schedule a frame. Called on the engine's thread, for every event."""
         if not self._is_announced:
             self._is_announced = True
-            with suppress(RuntimeError):  # the loop has ended: nobody is there to be shown anything
+            with suppress(RuntimeError):  # the loop has ended: nothing is shown any more
                 self._loop.call_soon_threadsafe(self._schedule)
 
     def hurry(self) -> None:
-        """Show what comes without regard to the pace: the user waits for it to stop."""
+        """Show further events without delay, because the user waits for the answer to stop."""
         self._is_urgent = True
         self._schedule()
 
@@ -102,7 +101,7 @@ class ReplyStream:
         self._timer = self._loop.call_later(delay_s, self._frame)
 
     def _frame(self) -> None:
-        """Poll and draw; what the engine announces from here on asks for another frame."""
+        """Poll and draw; events that arrive from now on schedule another frame."""
         assert self._reply is not None
         self._is_announced = False
         try:
@@ -123,7 +122,7 @@ class ReplyStream:
             self._pacer.drawn(self._cpu_clock() - began_s, self._clock())
 
     def _fail(self, error: Exception) -> None:
-        """End the reply, and go on polling without drawing: what came of it is to be saved."""
+        """Cancel the reply, and poll on without drawing, so that its text so far is saved."""
         assert self._reply is not None
         if self._error is not None:
             self._finish()
@@ -142,7 +141,10 @@ class ReplyStream:
 
 
 class LoadRelay:
-    """Give `hear` to a host as its `on_load`, then `attach` whoever wants to know."""
+    """Passes a host's load events to a listener that may attach later.
+
+    Give `hear` to the host as `on_load`, then call `attach` with the listener.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -150,7 +152,7 @@ class LoadRelay:
         self._deliver: Callable[[LoadEvent], None] | None = None
 
     def hear(self, event: LoadEvent) -> None:
-        """Take an event, on any thread."""
+        """Pass on or store an event. Thread-safe."""
         with self._lock:
             if self._deliver is None:
                 self._waiting.append(event)
@@ -160,7 +162,7 @@ class LoadRelay:
     def attach(
         self, loop: asyncio.AbstractEventLoop, listener: Callable[[LoadEvent], None]
     ) -> None:
-        """Call `listener` on the loop with every event, first those that came before."""
+        """Call `listener` on the loop with every event, beginning with the stored ones."""
 
         def deliver(event: LoadEvent) -> None:
             with suppress(RuntimeError):  # the loop has ended

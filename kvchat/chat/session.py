@@ -1,8 +1,7 @@
-"""ChatSession: one conversation with one model. Ask, retry, move about; everything is saved.
+"""ChatSession: one conversation with one model. Ask, retry, move the tip; each change is saved.
 
-Joins conversation, text model, engine and session file: the place to start reading this floor.
-Knows turns and requests; how answers are kept as they come is `ledger.py`'s. Knows no screen and
-no tensors.
+Joins conversation, text model, engine and session file; start reading this package here.
+`ledger.py` stores answers while they are generated.
 """
 
 import time
@@ -25,10 +24,10 @@ from kvchat.engine.thread import EngineThread
 
 
 class ChatSession:
-    """One conversation, its file (None where nothing is to be saved), and the engine that answers.
+    """One conversation, its file (None if nothing is saved), and the engine that answers.
 
-    One thread uses a session; answers arrive through the Reply that `ask` returns. `notes` tells
-    the user what was found on opening.
+    Not thread-safe: one thread uses a session. Answers arrive through the Reply that `ask` returns.
+    `notes` are sentences for the user on what was found on opening. The session owns the file.
     """
 
     def __init__(
@@ -64,7 +63,7 @@ class ChatSession:
         system: str | None = None,
         title: str = "",
     ) -> "ChatSession":
-        """Begin a conversation; without a store nothing is ever written."""
+        """Begin a conversation; with `store` None it is never written to a file."""
         conversation = Conversation(new_session_id(), time.time(), system)
         log = store.create(conversation, model.name) if store is not None else None
         session = cls(model, engine, conversation, log)
@@ -76,7 +75,10 @@ class ChatSession:
     def open(
         cls, model: ChatModel, engine: EngineThread, store: SessionStore, session_id: str
     ) -> "ChatSession":
-        """Go on with a saved conversation; raises StoreError while another process has it."""
+        """Open a saved conversation.
+
+        Raises SessionNotFound, or StoreError while another process has it open.
+        """
         read, log = store.open(session_id)
         try:
             return cls(model, engine, read.conversation, log, read.notes)
@@ -92,7 +94,7 @@ class ChatSession:
         store: SessionStore | None,
         original: Conversation,
     ) -> "ChatSession":
-        """Begin a conversation with everything another has; the other is left alone."""
+        """Begin a conversation as a copy of another one; the original does not change."""
         copy = Conversation(new_session_id(), original.created_s, original.system)
         log = store.create(copy, model.name) if store is not None else None
         lines = []
@@ -118,7 +120,10 @@ class ChatSession:
     def ask(
         self, text: str, options: AskOptions, notify: Callable[[], None] | None = None
     ) -> Reply:
-        """Add a user turn at the tip and start answering it. The turn is saved before that."""
+        """Add a user turn at the tip, save it, and start answering it.
+
+        Raises UsageError for an empty message, ContextTooLong for one that no context could hold.
+        """
         return self._answer(self.add_user_turn(text), options, notify)
 
     def add_user_turn(self, text: str, parent_id: int | None = None) -> Turn:
@@ -143,7 +148,7 @@ class ChatSession:
         return turn
 
     def add_answer(self, text: str) -> Turn:
-        """Add an answer known by its text only, as if the model had said it, and save it."""
+        """Add and save an answer that is given as text, as if the model had generated it."""
         turn = Turn(
             turn_id=self.conversation.next_turn_id,
             parent_id=self.conversation.tip_id,
@@ -161,9 +166,9 @@ class ChatSession:
         return turn
 
     def retry(self, options: AskOptions, notify: Callable[[], None] | None = None) -> Reply:
-        """Answer the last user turn once more; the answers already there stay beside it.
+        """Answer the last user turn again; earlier answers stay as siblings.
 
-        Where no answer begins, the conversation goes on from where it was.
+        If the request ends before its first token, the tip moves back to where it was.
         """
         for turn in reversed(self.conversation.path()):
             if turn.role is Role.USER:
@@ -175,9 +180,9 @@ class ChatSession:
     def continue_answer(
         self, options: AskOptions, notify: Callable[[], None] | None = None
     ) -> Reply:
-        """Go on with the answer at the tip where it was cut off: from its own ids, in its own turn.
+        """Continue the cut-off answer at the tip from its own ids, in the same turn.
 
-        The reply has what is new. Raises UsageError where there is nothing to go on with.
+        The reply holds the new part only. Raises UsageError if the tip is not a cut-off answer.
         """
         path = self.conversation.path()
         if not path or not path[-1].is_partial:
@@ -196,7 +201,7 @@ class ChatSession:
         notify: Callable[[], None] | None,
         before: int | None = None,
     ) -> Reply:
-        """Answer a user turn; `before` is the tip to go back to where no answer begins."""
+        """Answer a user turn; `before` is the tip to restore if no answer begins."""
         ledger = Ledger(self, user_turn, before)
         starts_thinking = self.model.starts_thinking
         return self._generate(user_turn.turn_id, ledger, starts_thinking, options, notify)
@@ -209,7 +214,7 @@ class ChatSession:
         options: AskOptions,
         notify: Callable[[], None] | None,
     ) -> Reply:
-        """Generate what follows the context of a turn, into a ledger."""
+        """Generate what follows the context of a turn, and store it through `ledger`."""
         context = tuple(self.conversation.context_ids(turn_id))
         tokenizer = self.model.tokenizer
         stops = options.stops
@@ -233,15 +238,15 @@ class ChatSession:
         reply.on_cancel(lambda reason: self._engine.cancel(ticket, reason))
         return reply
 
-    # Moving about, which loses nothing
+    # Moving the tip; no turn is removed
 
     def move_tip(self, turn_id: int) -> None:
-        """Go on from another turn."""
+        """Make another turn the tip, and save that."""
         self.conversation.move_tip(turn_id)
         self.save(session_file.tip_line(turn_id))
 
     def undo(self) -> Turn | None:
-        """Step back before the last user turn; return it, or None at the beginning."""
+        """Move the tip before the last user turn; return that turn, or None at the beginning."""
         for turn in reversed(self.conversation.path()):
             if turn.role is Role.USER:
                 self.move_tip(turn.parent_id)
@@ -253,11 +258,11 @@ class ChatSession:
         self.save(session_file.title_line(title))
 
     def set_system(self, system: str | None) -> None:
-        """Use another system prompt from here on.
+        """Use another system prompt for this path and for later messages.
 
-        The path is rebuilt below ROOT with the new prompt; its answers keep their exact ids, and
-        the old branch stays. With an empty path the prompt simply holds for what comes. Raises
-        ContextTooLong, and changes nothing, for one that no context could hold.
+        The path is copied below ROOT under the new prompt. The copied answers keep their exact ids,
+        and the old branch stays. Raises ContextTooLong, and changes nothing, for a prompt that no
+        context could hold.
         """
         self.model.require_fit(system or "")
         conversation = self.conversation
@@ -285,8 +290,9 @@ class ChatSession:
         return copy.turn_id
 
     def forget(self, turn_id: int) -> None:
-        """Remove a turn, its copies on other branches and all below them for good; StoreError, and
-        nothing removed, where they cannot be removed from the file.
+        """Remove a turn, its copies on other branches, and all turns below them permanently.
+
+        Raises StoreError, and removes nothing, if the file cannot be changed.
         """
         is_first = self.conversation.turn(turn_id).parent_id == ROOT
         copies = self.conversation.copies(turn_id)
@@ -300,23 +306,29 @@ class ChatSession:
         self.save(session_file.tip_line(self.conversation.tip_id), durable=True)
 
     def complete(self) -> None:
-        """Have all of it in the file; raises StoreError, and loses nothing, where it cannot be."""
+        """Write pending lines to the file; if that fails, keep them and raise StoreError."""
         if self._log is not None:
             self._log.complete()
 
     def close(self) -> str | None:
-        """Let go of the session file; returns a sentence on what could not be saved. Idempotent."""
+        """Close the session file; return None or a sentence on what was not saved. Idempotent."""
         return self._log.close() if self._log is not None else None
 
     def save(self, line: str, durable: bool = False) -> None:
-        """Append a line to the session file; `saving_problem` says where that failed."""
+        """Append a line to the session file; `saving_problem` returns a failure.
+
+        `durable` waits until the line would survive a power loss.
+        """
         if self._log is None:
             return
         self._saving_problem = self._log.write(line, durable)
         self._is_problem_told &= self._saving_problem is not None
 
     def saving_problem(self) -> str | None:
-        """Return one sentence where the file is behind; said once, until it has caught up."""
+        """Return a sentence if lines are not yet in the file, else None.
+
+        A problem is returned only once, until the file is complete again.
+        """
         if self._saving_problem is None or self._is_problem_told:
             return None
         self._is_problem_told = True

@@ -1,7 +1,7 @@
-"""The session file: JSON lines, one event a line, appended as things happen.
+"""The session file: JSON lines, one event a line, appended as they happen.
 
-Knows how a conversation is written and read back, whatever of the last line survived. Knows the
-format and its versions; knows no directory and no engine. `sessions/README.md` describes it.
+Writes a conversation's lines and reads them back, also after an incomplete last line.
+`sessions/README.md` describes the format.
 """
 
 import json
@@ -16,7 +16,8 @@ from kvchat.core.types import FinishReason
 
 FORMAT_VERSION = 1
 MAGIC = "session"
-# How every line but the first begins, and with which kinds; what only an answer's has.
+# The beginning of every line but the first, the kinds that follow it, and the text that only an
+# answer's turn line contains.
 _OPENING = b'{"type":"'
 _KINDS = frozenset((b"turn", b"more", b"end", b"tip", b"title", b"system"))
 _ANSWER = b'"role":"assistant"'
@@ -24,7 +25,7 @@ _ANSWER = b'"role":"assistant"'
 
 @dataclass(frozen=True, slots=True)
 class ReadSession:
-    """A conversation read back, and what was lost on the way, in words for the user."""
+    """A conversation read from a file; `notes` are sentences for the user on what was lost."""
 
     conversation: Conversation
     model: str
@@ -33,7 +34,7 @@ class ReadSession:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What a list says of a session: its title or first words, and how much was said."""
+    """A session's entry in a list: its title or first words, and its number of turns."""
 
     label: str
     num_turns: int
@@ -55,7 +56,7 @@ def header_line(conversation: Conversation, model: str) -> str:
 
 
 def turn_line(turn: Turn) -> str:
-    """Return the line that adds a turn; an answer's is written when it begins, without its end."""
+    """Return the line that adds a turn; an answer's is written at its start, without its end."""
     event: dict[str, Any] = {
         "type": "turn",
         "id": turn.turn_id,
@@ -74,9 +75,9 @@ def turn_line(turn: Turn) -> str:
 def more_line(
     turn_id: int, text: str, token_ids: Iterable[int], tokenizer: str | None = None
 ) -> str:
-    """Return the line that makes an answer grow.
+    """Return the line that appends text and ids to an answer.
 
-    With a tokenizer the ids are all of the answer's, in place of those of another model.
+    With `tokenizer`, the ids are all of the answer's ids, and replace those of another model.
     """
     event = {"type": "more", "id": turn_id, "text": text, "ids": list(token_ids)}
     if tokenizer is not None:
@@ -85,7 +86,7 @@ def more_line(
 
 
 def end_line(turn_id: int, reason: FinishReason, facts: dict[str, object]) -> str:
-    """Return the line that ends an answer; `facts` (usage, timing) are kept for people."""
+    """Return the line that ends an answer; `facts` (usage, timing) are for human readers."""
     return _line({"type": "end", "id": turn_id, "finish": reason.value, **facts})
 
 
@@ -95,12 +96,12 @@ def tip_line(turn_id: int) -> str:
 
 
 def title_line(title: str) -> str:
-    """Return the line that names the conversation."""
+    """Return the line that sets the conversation's title."""
     return _line({"type": "title", "title": title})
 
 
 def system_line(system: str | None) -> str:
-    """Return the line that sets the system prompt of turns to come."""
+    """Return the line that sets the system prompt of later turns."""
     return _line({"type": "system", "system": system})
 
 
@@ -110,10 +111,10 @@ def _line(event: dict[str, Any]) -> str:
 
 
 def read_session(data: bytes, name: str) -> ReadSession:
-    """Rebuild a conversation from a file's bytes; `name` stands for it in messages.
+    """Rebuild a conversation from a file's bytes; `name` is the file's name in messages.
 
-    A torn last line is dropped and noted, and so is a damaged one, with the turns that hang on it.
-    Raises StoreError where the file is not a session or is of a newer format.
+    An incomplete last line is dropped and noted. So is a damaged line, together with the turns
+    below its turn. Raises StoreError if the file is not a session or has an unknown version.
     """
     *lines, torn = data.split(b"\n")
     conversation, model = _begin(_event(lines[0]) if lines else None, name)
@@ -130,7 +131,7 @@ def read_session(data: bytes, name: str) -> ReadSession:
 
 
 def _damage(numbers: list[int], name: str) -> str:
-    """Say in one sentence which lines could not be read."""
+    """Return one sentence on which lines could not be read."""
     if len(numbers) == 1:
         return f"Line {numbers[0]} of {name} is damaged and was skipped."
     rest = f" and {len(numbers) - 3} more" if len(numbers) > 3 else ""
@@ -139,10 +140,10 @@ def _damage(numbers: list[int], name: str) -> str:
 
 
 def read_summary(data: bytes, name: str) -> Summary:
-    """Return what a list says of a session; StoreError as `read_session` raises it.
+    """Return a session's summary; raises StoreError as `read_session` does.
 
-    The lines are told apart by their beginnings, as they are written here, and hardly any is read:
-    ten times as quick. A file with a line that begins otherwise is read as a whole.
+    Lines are recognised by their first bytes, as this module writes them, and only a few lines are
+    parsed: ten times as fast. If a line begins otherwise, the whole file is parsed.
     """
     lines = data.split(b"\n")[:-1]
     first_turn = title = b""
@@ -157,7 +158,7 @@ def read_summary(data: bytes, name: str) -> Summary:
             has_answer = has_answer or _ANSWER in line
         elif kind == b"title":
             title = line
-    # The few lines that are read, in a file of their own.
+    # Parse only these lines, as if they were a whole file.
     few = b"".join(line + b"\n" for line in (*lines[:1], first_turn, title) if line)
     return replace(
         _whole_summary(read_session(few, name).conversation),
@@ -174,7 +175,7 @@ def _whole_summary(conversation: Conversation) -> Summary:
 def without_turns(data: bytes, gone: set[int], keeps_title: bool) -> bytes:
     """Return a session file's bytes without the lines of some turns.
 
-    A title may be made of the words of the first turn: `keeps_title` says whether it may stay.
+    `keeps_title` false removes titles too, because they may quote the first turn.
     """
     first, *lines = data.split(b"\n")[:-1]
     kept = [line for line in lines if _stays(_event(line) or {}, gone, keeps_title)]
@@ -185,7 +186,7 @@ def _stays(event: dict[str, Any], gone: set[int], keeps_title: bool) -> bool:
     kind = event.get("type")
     if kind in ("turn", "more", "end", "tip"):
         return event.get("id") not in gone
-    # What cannot be read may be of any turn.
+    # An unreadable line may belong to a removed turn, so it is removed as well.
     return kind is not None and (keeps_title or kind != "title")
 
 
@@ -207,7 +208,7 @@ def _begin(header: dict[str, Any] | None, name: str) -> tuple[Conversation, str]
         )
     try:
         created_s = float(header["created"])
-        datetime.fromtimestamp(created_s)  # templates are told the date
+        datetime.fromtimestamp(created_s)  # must be a possible date: templates receive it
         conversation = Conversation(str(header["id"]), created_s, _system(header))
     except (KeyError, TypeError, ValueError, ArithmeticError, OSError) as error:
         raise StoreError(f"The first line of {name} is damaged.") from error
@@ -215,7 +216,7 @@ def _begin(header: dict[str, Any] | None, name: str) -> tuple[Conversation, str]
 
 
 def _apply(conversation: Conversation, event: dict[str, Any]) -> None:
-    """Do what a line says; raises KeyError, TypeError or ValueError where it says nonsense."""
+    """Apply a line to a conversation; raises KeyError, TypeError or ValueError if it is invalid."""
     kind = event["type"]
     if kind == "turn":
         conversation.add(_new_turn(conversation, event))
@@ -232,7 +233,7 @@ def _apply(conversation: Conversation, event: dict[str, Any]) -> None:
         conversation.system = _system(event)
     elif kind == "damaged":
         raise ValueError
-    # Lines of a kind this version does not know are notes of later ones within the same format.
+    # Other kinds come from later releases with the same format version, and are ignored.
 
 
 def _new_turn(conversation: Conversation, event: dict[str, Any]) -> Turn:
@@ -252,7 +253,7 @@ def _new_turn(conversation: Conversation, event: dict[str, Any]) -> Turn:
 
 
 def _grown(turn: Turn, event: dict[str, Any]) -> Turn:
-    """Return an answer as a `more` line leaves it: its ids added, or all of them made anew."""
+    """Return an answer after a `more` line: the line's ids are appended, or replace all ids."""
     text = turn.text + event["text"]
     if "tokenizer" in event:
         return replace(turn, text=text, token_ids=_ids(event), tokenizer=str(event["tokenizer"]))
@@ -260,7 +261,7 @@ def _grown(turn: Turn, event: dict[str, Any]) -> Turn:
 
 
 def _known(conversation: Conversation, turn_id: object) -> int:
-    """Return the id of a turn that is there, or ROOT."""
+    """Return the id of an existing turn, or ROOT; raises KeyError or TypeError for others."""
     number = _number(turn_id)
     return number if number == ROOT else conversation.turn(number).turn_id
 

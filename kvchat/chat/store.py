@@ -1,7 +1,7 @@
-"""SessionStore: the directory of session files. Create, open, list, rename, remove.
+"""SessionStore: the directory of session files. Create, open, list and remove sessions.
 
-One writer per session, by a file lock; files are private to the user. Knows files and locks; the
-format is `session_file.py`'s, and a conversation's meaning is nobody's here.
+A file lock allows one writer per session; files have mode 0600. `session_file.py` defines the
+format.
 """
 
 import errno
@@ -22,18 +22,21 @@ from kvchat.core.errors import SessionNotFound, StoreError
 from kvchat.core.paths import open_private, private_directory
 
 _SUFFIX = ".jsonl"
-# Some millions of turns; no conversation gets there.
+# Enough for millions of turns.
 MAX_SESSION_BYTES = 1 << 29
-# What is to take the place of a session's file, while it is written.
+# Suffix of the new version of a session file while it is written.
 NEW_SUFFIX = ".new"
-# Each time means that somebody put a new file in its place between opening and locking it.
+# A retry is needed when another process replaces the file between opening and locking it.
 _MAX_OPENINGS = 8
 _SESSION_ID = re.compile(r"^[0-9]{8}-[0-9]{6}-[0-9a-f]{4}$")
 
 
 @dataclass(frozen=True, slots=True)
 class SessionSummary:
-    """One line of a list of sessions. `is_readable` is false for a damaged file."""
+    """One line of a list of sessions. `is_readable` is false for a file that cannot be read.
+
+    `modified_s` is in seconds since the epoch.
+    """
 
     session_id: str
     title: str
@@ -43,10 +46,10 @@ class SessionSummary:
 
 
 class SessionLog:
-    """The open file of one session, held by its only writer.
+    """The open and locked file of one session; its owner is the only writer.
 
-    A line that cannot be written (a full disk) is kept and tried again with the next one, and so is
-    a wait for the disk: `write` then returns what to tell the user, and nothing is lost while the
+    A line that cannot be written (full disk) stays in memory, and the next `write` tries again; so
+    does a failed fsync. `write` then returns a sentence for the user. Nothing is lost while the
     process lives.
     """
 
@@ -63,9 +66,9 @@ class SessionLog:
         return not self._unwritten
 
     def write(self, line: str, durable: bool = False) -> str | None:
-        """Append a line; `durable` waits until it would survive a power loss.
+        """Append a line; with `durable`, wait until it would survive a power loss.
 
-        Returns None, or one sentence on why the file is behind.
+        Returns None, or one sentence on why lines are not yet in the file.
         """
         self._unwritten += line.encode()
         self._needs_sync |= durable
@@ -75,7 +78,7 @@ class SessionLog:
         return f"{problem}; trying again with each turn." if problem is not None else None
 
     def _catch_up(self, descriptor: int) -> str | None:
-        """Write what is missing; return None, or half a sentence on why it is still missing."""
+        """Write pending data; return None, or the problem as a clause without a full stop."""
         try:
             while self._unwritten:
                 num_written = os.write(descriptor, self._unwritten)
@@ -87,7 +90,7 @@ class SessionLog:
         return None
 
     def complete(self) -> None:
-        """Write what is missing; raises StoreError, and forgets nothing, where that cannot be."""
+        """Write pending data; if that fails, keep the data and raise StoreError."""
         if self._descriptor is None:
             return
         if (problem := self._catch_up(self._descriptor)) is not None:
@@ -97,14 +100,14 @@ class SessionLog:
         try:
             os.fsync(descriptor)
         except OSError as error:
-            if error.errno != errno.EINVAL:  # which says that this file system knows no waiting
+            if error.errno != errno.EINVAL:  # EINVAL: this file system does not support fsync
                 raise
         self._needs_sync = False
 
     def rewrite(self, change: Callable[[bytes], bytes]) -> None:
-        """Put something else in the place of all that was written, in one step.
+        """Replace the file's content by `change(content)`, atomically.
 
-        Raises StoreError where that cannot be, and then nothing is changed.
+        Raises StoreError, and changes nothing, if that fails.
         """
         if (problem := self.write("", durable=True)) is not None or self._descriptor is None:
             raise StoreError(problem or f"{self._name} is closed.")
@@ -129,10 +132,10 @@ class SessionLog:
         _settle_directory(self._path.parent)
 
     def close(self) -> str | None:
-        """Try once more to write what is missing, and release the file and its lock. Idempotent.
+        """Try again to write pending data, then release the file and its lock. Idempotent.
 
-        Returns None, or one sentence on what could not be saved. A file without even its first line
-        is nobody's conversation, and goes.
+        Returns None, or one sentence on what could not be saved. A file that lacks its complete
+        first line holds no conversation and is deleted.
         """
         if self._descriptor is None:
             return None
@@ -146,16 +149,16 @@ class SessionLog:
 
 
 class SessionStore:
-    """Session files in one directory, which is made on first use."""
+    """Session files in one directory, which is created on first use."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 
     def create(self, conversation: Conversation, model: str) -> SessionLog:
-        """Start the file of a new conversation and lock it.
+        """Create and lock the file of a new conversation; the caller closes the returned log.
 
-        A conversation whose id is taken gets another. A full disk is no reason not to talk: the log
-        tries again with each turn.
+        If the id is in use, the conversation gets another id. A full disk raises no error: the log
+        tries again with each turn. Raises StoreError if the directory or file cannot be used.
         """
         try:
             private_directory(self.directory)
@@ -168,7 +171,7 @@ class SessionStore:
         return log
 
     def _open_new(self, conversation: Conversation) -> SessionLog:
-        """Make a file that was not there. Ids drawn in one second meet now and then: draw again."""
+        """Create a file; draw another id while the id exists, which is possible within a second."""
         while True:
             try:
                 flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL
@@ -179,9 +182,9 @@ class SessionStore:
             conversation.session_id = new_session_id()
 
     def open(self, session_id: str) -> tuple[session_file.ReadSession, SessionLog]:
-        """Read a session and lock it for writing; a torn last line is cut off the file.
+        """Read a session and lock it for writing; an incomplete last line is cut off the file.
 
-        Raises SessionNotFound, or StoreError where another process is writing to it.
+        Raises SessionNotFound, or StoreError if another process has it open.
         """
         path = self._existing(session_id)
         log = self._open(session_id, os.O_RDWR | os.O_APPEND)
@@ -199,9 +202,9 @@ class SessionStore:
         return read, log
 
     def read(self, session_id: str) -> session_file.ReadSession:
-        """Read a session without locking it, as it is at this moment.
+        """Read a session in its current state, without locking it.
 
-        The file's name is the session's id: a copied file is a conversation of its own.
+        The session's id is taken from the file's name, so a copied file is a separate conversation.
         """
         path = self._path(session_id)
         read = session_file.read_session(self.read_bytes(session_id), path.name)
@@ -209,7 +212,7 @@ class SessionStore:
         return read
 
     def read_bytes(self, session_id: str) -> bytes:
-        """Return what is in a session's file, sound or not."""
+        """Return the bytes of a session file, without checking its format."""
         path = self._existing(session_id)
         try:
             with os.fdopen(open_private(path, os.O_RDONLY), "rb") as file:
@@ -222,12 +225,12 @@ class SessionStore:
     def _open(self, session_id: str, flags: int) -> SessionLog:
         path = self._path(session_id)
         descriptor = self._open_locked(path, flags)
-        with suppress(OSError):  # a process that was killed while it changed the file
+        with suppress(OSError):  # left by a process that was killed while it rewrote the file
             path.with_suffix(NEW_SUFFIX).unlink()
         return SessionLog(descriptor, path)
 
     def _open_locked(self, path: Path, flags: int) -> int:
-        """Open the file and lock it; again where its writer put another in its place meanwhile."""
+        """Open the file and lock it; try again if its writer replaced it meanwhile."""
         for _ in range(_MAX_OPENINGS):
             descriptor = open_private(path, flags)
             try:
@@ -246,7 +249,7 @@ class SessionStore:
     def ids(self) -> list[str]:
         """Return the ids of all sessions, the most recently changed first.
 
-        An empty file is none: whoever began it was killed before its first line.
+        Empty files are left out: the process was killed before it wrote the first line.
         """
         try:
             paths = [p for p in self.directory.iterdir() if p.suffix == _SUFFIX and _has_text(p)]
@@ -258,9 +261,9 @@ class SessionStore:
         return sorted(changed_ns, key=lambda session_id: -changed_ns[session_id])
 
     def latest(self) -> str:
-        """Return the id of the session changed last; raises SessionNotFound where there is none.
+        """Return the id of the session changed last; raises SessionNotFound if there is none.
 
-        One whose only messages were refused, as too long, is passed over: nobody means that.
+        Skips a session all of whose messages were refused as too long.
         """
         ids = self.ids()
         if not ids:
@@ -273,11 +276,14 @@ class SessionStore:
                 return True
             conversation = self.read(session_id).conversation
         except (StoreError, SessionNotFound):
-            return True  # whoever opens it says what is wrong
+            return True  # opening it reports the problem
         return conversation.tip_id != ROOT or not len(conversation)
 
     def find(self, text: str) -> str:
-        """Return the session id that `text` names: a full id or an unambiguous beginning."""
+        """Return the session id that `text` names: a full id or a unique prefix.
+
+        Raises SessionNotFound for no match or several.
+        """
         matches = [i for i in self.ids() if i == text] or [
             i for i in self.ids() if i.startswith(text)
         ]
@@ -303,7 +309,7 @@ class SessionStore:
         return session_file.read_summary(self.read_bytes(session_id), f"{session_id}{_SUFFIX}")
 
     def remove(self, session_id: str) -> None:
-        """Delete a session's file; raises StoreError while a process is writing to it."""
+        """Delete a session's file; raises StoreError while a process has it open."""
         self._existing(session_id)
         log = self._open(session_id, os.O_WRONLY | os.O_APPEND)
         try:
@@ -324,7 +330,7 @@ class SessionStore:
 
 
 def new_session_id(now_s: float | None = None) -> str:
-    """Return a fresh id: date, time and four random digits; nothing of the conversation."""
+    """Return a new id: date, time and four random hex digits, and no conversation text."""
     moment = datetime.fromtimestamp(time.time() if now_s is None else now_s)
     return f"{moment:%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
 
@@ -335,8 +341,8 @@ def _write_all(descriptor: int, data: bytes) -> None:
 
 
 def _settle_directory(directory: Path) -> None:
-    """Wait until a file's new name, and not only what is in it, would survive a power loss."""
-    with suppress(OSError):  # not every file system can
+    """Sync a directory, so that a file's new name survives a power loss."""
+    with suppress(OSError):  # not every file system supports it
         descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(descriptor)
@@ -345,7 +351,7 @@ def _settle_directory(directory: Path) -> None:
 
 
 def _is_at(path: Path, descriptor: int) -> bool:
-    """Tell whether an open file is the one its path names: what is written to another is lost."""
+    """Return whether an open file is still the one at its path; if not, writes would be lost."""
     try:
         return os.path.samestat(os.fstat(descriptor), path.lstat())
     except OSError:
@@ -353,7 +359,7 @@ def _is_at(path: Path, descriptor: int) -> bool:
 
 
 def _has_text(path: Path) -> bool:
-    """Tell whether a file holds anything; true for one that cannot be examined."""
+    """Return whether a file is not empty; true if that cannot be determined."""
     try:
         return path.stat().st_size > 0
     except OSError:
@@ -361,7 +367,7 @@ def _has_text(path: Path) -> bool:
 
 
 def _has_no_line(path: Path) -> bool:
-    """Tell whether a file ends before its first line does; false for one that cannot be read."""
+    """Return whether a file has no complete first line; false if it cannot be read."""
     try:
         return b"\n" not in path.read_bytes()
     except OSError:
@@ -369,7 +375,7 @@ def _has_no_line(path: Path) -> bool:
 
 
 def _modified_ns(path: Path) -> int:
-    """Return when a file was last changed; 0 for one that has just gone, or a dangling link."""
+    """Return a file's modification time; 0 for a missing file or a dangling link."""
     try:
         return path.stat().st_mtime_ns
     except OSError:

@@ -1,8 +1,8 @@
-"""ChatTemplate: what to append to a conversation's token ids for the next user turn.
+"""ChatTemplate: the token ids to append to a conversation for the next user turn.
 
-History is never rendered again: the first turn is rendered whole, every later one by rendering a
-stand-in conversation and keeping what follows the stand-in answer. Knows Jinja chat templates as
-transformers defines them; knows no conversation and no cache.
+The template is a Jinja chat template as transformers defines it. History is never rendered again:
+the first turn is rendered whole. For a later turn a placeholder conversation is rendered, and the
+text after the placeholder answer is used.
 """
 
 from collections.abc import Sequence
@@ -16,14 +16,14 @@ from kvchat.chat.tokenizer import ChatTokenizer, Segment
 from kvchat.core.errors import ModelError
 from kvchat.model.text_files import TextFiles
 
-# Letters and digits only, so that no template takes them apart.
+# Placeholders: letters and digits only, so that no template splits or changes them.
 _USER = "Kv7User3Stands9Here"
 _ANSWER = "Kv7Answer3Stands9Here"
 _EARLIER = "Kv7Earlier3Stands9Here"
 
 
 class Strategy(StrEnum):
-    """How a template treats history, as the certificate found; appending is what kvchat does."""
+    """How a template renders history, as `_certify` found it. kvchat always appends."""
 
     APPEND_SAFE = "append-safe"
     REWRITES_LAST_ANSWER = "rewrites the last answer"
@@ -32,7 +32,7 @@ class Strategy(StrEnum):
 
 
 class TurnFormat(Protocol):
-    """Turns user messages into the token ids to append; one implementation has no template."""
+    """Turns user messages into the token ids to append. Implementations: a template, plain text."""
 
     strategy: Strategy
 
@@ -44,12 +44,12 @@ class TurnFormat(Protocol):
 
     @property
     def closing_id(self) -> int | None:
-        """The token the template puts after an answer, if it puts one."""
+        """The control token that the template puts after an answer, None if it puts none there."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Spaces:
-    """Which white space around a message the template strips."""
+    """The white space characters that the template strips at each end of a message."""
 
     leading: str
     trailing: str
@@ -59,10 +59,10 @@ class _Spaces:
 
 
 class ChatTemplate:
-    """A checkpoint's own template. `enable_thinking` and such ride in `variables`.
+    """A checkpoint's own template. `variables` are passed to it, such as `enable_thinking`.
 
-    `process` renders it. Whatever renders raises ModelError where the template fails, and TimedOut
-    where it takes longer than the user allows.
+    `process` renders it. Every method that renders raises ModelError if the template fails, and
+    TimedOut if it exceeds the user's time limit.
     """
 
     def __init__(
@@ -90,15 +90,15 @@ class ChatTemplate:
     def opening(self, system: str | None, user: str, clock: datetime) -> list[int]:
         """Return the ids of a context that starts with this user turn.
 
-        A system prompt the template does not take is put in front of the user's text.
+        If the template does not accept a system prompt, the prompt is put before the user's text.
         """
         return self._tokenizer.encode(self._opening(system, user, clock))
 
     def following(self, user: str, last_id: int | None, clock: datetime) -> list[int]:
         """Return the ids to append after an answer that ended with `last_id`.
 
-        They close the answer, unless it has closed itself, add the user turn, and open the next
-        answer.
+        They close the answer, unless `last_id` is the closing token already, add the user turn, and
+        open the next answer.
         """
         ids = self._tokenizer.encode(self._following(user, clock))
         is_closed = ids[:1] == [last_id] and self._tokenizer.is_control(ids[0])
@@ -141,7 +141,7 @@ class ChatTemplate:
         return all(message["content"] in rendered for message in messages)
 
     def _fill(self, rendered: str, texts: dict[str, str]) -> list[Segment]:
-        """Put users' texts in place of their stand-ins in a rendered conversation."""
+        """Replace placeholders in a rendered conversation by the texts, as inert segments."""
         segments = [Segment(rendered)]
         for stand_in, text in texts.items():
             inert = Segment(self._spaces.strip(text), is_inert=True)
@@ -151,7 +151,7 @@ class ChatTemplate:
     # The certificate
 
     def _refuse_loss(self) -> None:
-        """Raise ModelError where the template cannot render two turns, or leaves out a message."""
+        """Raise ModelError if the template cannot render two turns or leaves out a message."""
         turns = (("user", _EARLIER), ("assistant", _ANSWER), ("user", _USER))
         rendered = self._render([_message(*turn) for turn in turns], self._probe_clock)
         before, _, after = rendered.partition(_ANSWER)
@@ -162,7 +162,7 @@ class ChatTemplate:
             )
 
     def _find_spaces(self) -> _Spaces:
-        """Find out what the template strips off a user's message."""
+        """Find the white space that the template strips from a user's message."""
         leading = trailing = ""
         for space in (" ", "\n", "\t"):
             run = 4 * space  # longer than any white space a template itself puts there
@@ -172,7 +172,7 @@ class ChatTemplate:
         return _Spaces(leading, trailing)
 
     def _certify(self) -> Strategy:
-        """Compare appending with rendering everything again, on a few small conversations.
+        """Compare appending with rendering the whole conversation, on a few short conversations.
 
         An answer that the template refuses to render again counts as rewritten history.
         """
@@ -204,7 +204,7 @@ class ChatTemplate:
 
 
 class PlainText:
-    """The format of a checkpoint without a template: texts follow one another."""
+    """The format of a checkpoint without a template: the texts are concatenated."""
 
     strategy = Strategy.NO_TEMPLATE
 
@@ -216,7 +216,7 @@ class PlainText:
         return None
 
     def opening(self, system: str | None, user: str, clock: datetime) -> list[int]:
-        """Return the ids of the text, a system prompt in front of it."""
+        """Return the ids of the text, with the system prompt before it."""
         text = user if system is None else f"{system}\n\n{user}"
         return self._tokenizer.encode_bare(text, is_first=True)
 
@@ -231,9 +231,9 @@ def turn_format(
     variables: dict[str, object] | None = None,
     process: TemplateProcess | None = None,
 ) -> TurnFormat:
-    """Return the format of a checkpoint: its template's, or plain text where it has none.
+    """Return the format of a checkpoint: its template, or plain text if it has none.
 
-    `process` has the template, where it was started already.
+    `process` is a process that was already started with the template; None starts one.
     """
     if files.chat_template is None:
         return PlainText(tokenizer)
@@ -251,7 +251,7 @@ def _text(segments: Sequence[Segment]) -> str:
 
 
 def _replace(segment: Segment, stand_in: str, inert: Segment) -> list[Segment]:
-    """Cut a segment at every stand-in and put the inert text there."""
+    """Split a segment at every placeholder and insert the inert text there."""
     if segment.is_inert:
         return [segment]
     parts: list[Segment] = []

@@ -1,9 +1,9 @@
-"""The process that renders a checkpoint's chat template: one JSON line in, one out.
+"""Child process that renders a checkpoint's chat template: one JSON line in, one JSON line out.
 
-A template is a program from somewhere: it may loop for ever, make gigabytes, or overflow a stack,
-within one call that no thread can be kept from. Here the kernel ends it. Jinja runs sandboxed, with
-the few names that transformers gives templates, and a clock that stands still. Runs as a program,
-started by `template_process.py`.
+A template is an untrusted program: one call may loop for ever, allocate gigabytes or overflow the
+stack, and a thread cannot be interrupted in such a call. In a process the kernel's limits end it.
+Jinja runs sandboxed, with the names that transformers gives templates and a fixed clock.
+`template_process.py` starts this process.
 """
 
 import json
@@ -21,7 +21,7 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-# What an expression in a template can raise besides Jinja's own errors.
+# Exceptions that an expression in a template can raise, besides Jinja's own errors.
 _FAULTS = (
     *(ArithmeticError, AttributeError, AssertionError, LookupError, NameError),
     *(RecursionError, RuntimeError, SyntaxError, TypeError, ValueError),
@@ -29,11 +29,11 @@ _FAULTS = (
 
 
 class TemplateFailed(Exception):
-    """The template is not valid, or refused or could not render a conversation; says why."""
+    """The template is not valid, or it refused or failed to render; the message says why."""
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}` marks answers for training; rendering just keeps what is inside."""
+    """`{% generation %}` marks answers for training; rendering keeps the text inside."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
 
@@ -55,7 +55,7 @@ class CompiledTemplate:
         clock: datetime,
         add_generation_prompt: bool,
     ) -> str:
-        """Render a conversation as of `clock`; raises TemplateFailed where the template refuses."""
+        """Render a conversation at the time `clock`; raises TemplateFailed if that fails."""
         try:
             return self._template.render(
                 messages=[dict(message) for message in messages],
@@ -72,7 +72,7 @@ class CompiledTemplate:
 
 
 def compile_template(source: str) -> CompiledTemplate:
-    """Compile a template; raises TemplateFailed where it is not valid Jinja."""
+    """Compile a template; raises TemplateFailed if it is not valid Jinja."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,
@@ -84,7 +84,7 @@ def compile_template(source: str) -> CompiledTemplate:
         return CompiledTemplate(environment.from_string(source))
     except jinja2.TemplateError as error:
         raise TemplateFailed(str(error).rstrip(".")) from error
-    except _FAULTS as error:  # Python compiles what Jinja makes of it, and has limits of its own
+    except _FAULTS as error:  # Python compiles Jinja's output, and its compiler has limits too
         raise TemplateFailed(f"{type(error).__name__}: {error}") from error
 
 
@@ -109,15 +109,15 @@ def _to_json(
     )
 
 
-_SHORTEST_S = 0.01  # nothing at all would set no timer
+_SHORTEST_S = 0.01  # 0 would disable the timer
 
 
 def main(cpu_limit_s: float, memory_bytes: int, text_bytes: int) -> None:
-    """Answer requests until standard input ends.
+    """Answer requests until standard input ends. The first request holds the template's source.
 
-    The first has the template's source. Work of more than `cpu_limit_s` on one request, or than the
-    request's own `limit_s`, ends the process by SIGPROF: seconds of the processor, so that a busy
-    machine makes no difference. Text of more than `text_bytes` is refused.
+    A request that needs more CPU time than `cpu_limit_s`, or than its own `limit_s`, ends the
+    process with SIGPROF. CPU time is used so that a busy machine makes no difference. Rendered text
+    of more than `text_bytes` is refused.
     """
     _limit(resource.RLIMIT_CORE, 0)
     _limit(resource.RLIMIT_AS, memory_bytes)
@@ -143,7 +143,7 @@ def main(cpu_limit_s: float, memory_bytes: int, text_bytes: int) -> None:
 
 
 def _limit(what: int, most: int) -> None:
-    """Lower a limit of this process; a system without it, or with a lower one, keeps its own."""
+    """Lower a resource limit of this process, if the system has it and its limit is not lower."""
     with suppress(ValueError, OSError):
         resource.setrlimit(what, (most, most))
 

@@ -1,6 +1,6 @@
-"""TemplateProcess: a chat template in a process of its own, bounded in time, memory and output.
+"""TemplateProcess: renders a chat template in its own process, with limits on time, memory, output.
 
-Knows processes and pipes. What a template is given and what its text becomes are `template.py`'s.
+`template.py` decides what to render and uses the text.
 """
 
 import json
@@ -21,10 +21,10 @@ from typing import IO, Any
 import kvchat
 from kvchat.core.errors import ModelError, TimedOut
 
-_CPU_LIMIT_S = 2.0  # a conversation takes a real template well under a millisecond
-_WALL_LIMIT_S = 60.0  # of a machine so busy that two seconds of work take that long
+_CPU_LIMIT_S = 2.0  # a real template renders a conversation in well under a millisecond
+_WALL_LIMIT_S = 60.0  # for a busy machine, where two seconds of CPU time can take that long
 _MEMORY_BYTES = 512 << 20
-_TEXT_BYTES = 1 << 20  # a system prompt that a template brings along, ten thousand times over
+_TEXT_BYTES = 1 << 20  # about ten thousand times a template's built-in system prompt
 _PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from kvchat.chat.template_child import main; main(*json.loads(sys.argv[2]))"
@@ -32,15 +32,15 @@ _PROGRAM = (
 
 
 class RenderingFailed(Exception):
-    """The template refused or could not render a conversation; says why, without a full stop."""
+    """The template refused or failed to render; the message says why, without a full stop."""
 
 
 class TemplateProcess:
-    """Renders one template; compiles it beside whatever else is being done.
+    """Renders one template. The process starts to compile it at once, in the background.
 
-    `limit_s` is the user's limit for one rendering, None where there is none; `child` is a process
-    that was started ahead. Safe to share between threads. A process that has ended, by itself or
-    for its limits, is started again when needed.
+    `limit_s` is the user's limit for one rendering in seconds, None for no limit. `child` is a
+    process that was started in advance. Thread-safe. If the process has ended, by itself or by its
+    limits, the next call starts it again.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class TemplateProcess:
         self._child.begin(source)
 
     def compile(self) -> None:
-        """Wait until the template is compiled; raises ModelError where it cannot be."""
+        """Wait until the template is compiled; raises ModelError if it is not valid."""
         with self._lock:
             try:
                 self._compiled()
@@ -66,10 +66,10 @@ class TemplateProcess:
     def render(
         self, messages: Sequence[dict[str, str]], variables: dict[str, object], clock: datetime
     ) -> str:
-        """Render a conversation as of `clock`, up to the start of the next answer.
+        """Render a conversation at the time `clock`, up to the start of the next answer.
 
-        Raises RenderingFailed where the template refuses or exceeds its limits, and TimedOut where
-        the user's limit is the shorter one.
+        Raises RenderingFailed if the template refuses or exceeds its limits, and TimedOut if the
+        limit that it exceeded is the user's `limit_s`.
         """
         request = {
             "messages": messages,
@@ -88,12 +88,12 @@ class TemplateProcess:
             self._child = RenderingChild()
             self._child.begin(self._source)
         if not self._child.is_compiled:
-            self._receive(self._child, None)  # how long a process takes to start is not its fault
+            self._receive(self._child, None)  # the user's limit does not include the start
             self._child.is_compiled = True
         return self._child
 
     def _receive(self, child: "RenderingChild", limit_s: float | None) -> dict[str, Any]:
-        """Wait for a reply within the limits; a process that owes one afterwards is ended."""
+        """Wait for a reply within the limits; end a process that has not replied by then."""
         try:
             reply = child.receive(time.monotonic() + _WALL_LIMIT_S)
         except TimeoutError as error:
@@ -104,7 +104,7 @@ class TemplateProcess:
                     "Raise --timeout, or use a checkpoint with a working template.",
                 ) from error
             raise RenderingFailed(f"it takes longer than {_CPU_LIMIT_S:g} s") from error
-        except BaseException:  # a signal, for example: the reply would be taken for the next one's
+        except BaseException:  # such as a signal: the next request would read this one's reply
             child.end()
             raise
         if "failed" in reply:
@@ -127,7 +127,7 @@ class RenderingChild:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C is for kvchat
+            start_new_session=True,  # so that Ctrl-C reaches kvchat only
         )
         assert self._process.stdout is not None
         self._reader: IO[bytes] = self._process.stdout
@@ -135,8 +135,8 @@ class RenderingChild:
         self.is_compiled = False
 
     def begin(self, source: str) -> None:
-        """Send the template, and wait for nothing; the reply says whether it is valid."""
-        # A large one fills the pipe before the process reads.
+        """Send the template without waiting; the reply says whether it is valid."""
+        # A thread, because a large template fills the pipe before the process reads.
         threading.Thread(target=self.send, args=({"source": source},), daemon=True).start()
 
     @property
@@ -144,11 +144,11 @@ class RenderingChild:
         return not self._end.alive or self._process.poll() is not None
 
     def end(self) -> None:
-        """End the process, whatever it does. Idempotent."""
+        """Kill the process. Idempotent."""
         self._end()
 
     def send(self, request: dict[str, Any]) -> None:
-        """Send a request; to a process that has ended it makes no difference."""
+        """Send a request; does nothing if the process has ended."""
         assert self._process.stdin is not None
         with suppress(OSError, ValueError):
             self._process.stdin.write(json.dumps(request).encode() + b"\n")
@@ -157,8 +157,8 @@ class RenderingChild:
     def receive(self, deadline_s: float) -> dict[str, Any]:
         """Return the next reply.
 
-        Raises TimeoutError at the deadline of `time.monotonic`, or where the process was ended for
-        its work, and RenderingFailed where it has ended for another reason.
+        `deadline_s` is a time of `time.monotonic`. Raises TimeoutError at the deadline, or if the
+        process was ended by its CPU limit; RenderingFailed if it ended for another reason.
         """
         data = b""
         waiting = select.poll()

@@ -1,7 +1,6 @@
-"""Tells a model's thinking from its answer in streamed text.
+"""Separates a model's thinking from its answer in streamed text, by the marks around thinking.
 
-Knows the marks models put around thinking. The ledger keeps everything; this is about what is
-shown.
+This is for display only; the ledger stores the whole text.
 """
 
 import re
@@ -12,7 +11,7 @@ THINKING_MARKS = {
     "<think>": "</think>",
     "<thinking>": "</thinking>",
     "[THINK]": "[/THINK]",
-    # Models that speak in channels close one and open the next; these tokens make up the marks.
+    # Models with channels close one channel and open the next; their marks are these tokens.
     "<|channel|>analysis<|message|>": "<|end|><|start|>assistant<|channel|>final<|message|>",
 }
 CHANNEL_TOKEN = "<|channel|>"
@@ -31,7 +30,7 @@ class Passage:
 
 
 class _Stage(Enum):
-    """Where in an answer the text is."""
+    """The part of an answer that the text has reached."""
 
     OPENING = auto()
     THINKING = auto()
@@ -40,10 +39,10 @@ class _Stage(Enum):
 
 
 class ThinkingSplitter:
-    """Splits a stream into passages. Thinking can only come first: marks later on are text.
+    """Splits a stream into passages. Thinking can only come first: later marks are text.
 
-    Blank lines around thinking belong to its marks and to no passage. `starts_thinking` is for
-    prompts that end inside an opened mark. How the text is cut into pieces makes no difference.
+    Blank lines around thinking are in no passage. `starts_thinking` is for prompts that end with an
+    opened mark. The passages' text does not depend on how the stream is cut into pieces.
     """
 
     def __init__(self, starts_thinking: bool = False) -> None:
@@ -73,12 +72,12 @@ class ThinkingSplitter:
         return passages
 
     def flush(self) -> list[Passage]:
-        """Return what was held back, once nothing more comes."""
+        """Return the text that was held back, at the end of the stream."""
         held, self._held = self._held, ""
         return self._passages(held)
 
     def _open(self) -> None:
-        """Wait until the beginning either is a mark or cannot become one."""
+        """Leave the opening stage once the beginning is a mark or cannot become one."""
         start = self._held.lstrip()
         for opener, closer in THINKING_MARKS.items():
             if start.startswith(opener):
@@ -113,9 +112,9 @@ class ThinkingSplitter:
 
 
 def whole_passages(text: str, starts_thinking: bool | None = None) -> list[Passage]:
-    """Return the passages of a whole text, one that was saved for example.
+    """Return the passages of a whole text, such as a saved one.
 
-    Such a text does not say whether its prompt opened a mark; by default its first mark tells.
+    With `starts_thinking` None, the prompt opened a mark if the text's first mark is a closing one.
     """
     if starts_thinking is None:
         starts_thinking = _first_mark_closes(text)
@@ -131,9 +130,9 @@ def split_thinking(text: str, starts_thinking: bool | None = None) -> tuple[str,
 
 
 def _first_mark_closes(text: str) -> bool:
-    """Tell whether a text ends thinking that it has not begun.
+    """Return whether the first mark in a text is a closing one.
 
-    A mark behind a backtick is spoken of, not used.
+    A mark directly after a backtick is quoted, and does not count.
     """
     match = _ANY_MARK.search(text)
     return match is not None and match[0] in THINKING_MARKS.values()

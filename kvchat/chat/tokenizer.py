@@ -1,7 +1,4 @@
-"""ChatTokenizer: text to token ids and back, with control tokens only where a template wrote them.
-
-Knows the tokenizers library. Does not know templates or conversations.
-"""
+"""ChatTokenizer: text to token ids and back. Only a template's text may give control tokens."""
 
 import hashlib
 import json
@@ -20,26 +17,26 @@ from kvchat.chat.detokenizer import TokenStream, faults_as_model_errors
 from kvchat.chat.thinking import CHANNEL_TOKEN, CHANNEL_TOKENS, THINKING_MARKS
 from kvchat.model.text_files import TextFiles
 
-# The roles of special tokens that steer a model. Padding does not: nothing is ever padded here.
+# Roles of the special tokens that control a model. Padding is not one: nothing is padded here.
 _STEERING = ("bos_token", "eos_token", "sep_token", "cls_token")
 
 _MOST_IDS = 2**32  # the library's ids have 32 bits
-# The library takes about 500 bytes of memory for each byte of a text.
+# Bounds memory: the library uses about 500 bytes for each byte of a text.
 _PIECE_CHARACTERS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A piece of a prompt. In an inert one nothing is a control token, whatever it spells."""
+    """A piece of a prompt. Text of an inert segment never becomes a control token."""
 
     text: str
     is_inert: bool = False
 
 
 class ChatTokenizer:
-    """One checkpoint's tokenizer. Safe to share between threads once made.
+    """One checkpoint's tokenizer. Thread-safe after construction.
 
-    Encoding and decoding raise ModelError where the tokenizer fails on a text.
+    Encoding and decoding raise ModelError if the tokenizer fails on a text.
     """
 
     def __init__(self, files: TextFiles) -> None:
@@ -53,7 +50,7 @@ class ChatTokenizer:
             self._bos = files.special_tokens.get("bos_token") if files.adds_bos else None
             self.stop_token_ids = self._stop_ids(files)
             steering, self._reserved = _reserved_ids(self._tokenizer, files, self.stop_token_ids)
-            # An unknown character may give the unknown token, unless that steers as well.
+            # An unknown character may give the unknown token, unless that is a control token too.
             self._control = self._reserved - (_unknown_ids(self._tokenizer, files) - steering)
             self._hidden = _hidden_ids(self._tokenizer, files.chat_template or "")
 
@@ -66,7 +63,7 @@ class ChatTokenizer:
 
     @cached_property
     def digest(self) -> str:
-        """Names the tokenizer: ids mean the same text only under the same digest."""
+        """Identifies the tokenizer: equal digests mean that ids stand for the same text."""
         return f"t1-{hashlib.sha256(self._json.encode()).hexdigest()[:16]}"
 
     def token_id(self, token: str) -> int | None:
@@ -75,46 +72,49 @@ class ChatTokenizer:
         return int(token_id) if token_id is not None else None
 
     def is_control(self, token_id: int) -> bool:
-        """Tell whether an id is a control token, by the tokenizer's or the template's word."""
+        """Return whether an id is a control token, in the tokenizer or in the template."""
         return token_id in self._control
 
     def encode(self, segments: Sequence[Segment]) -> list[int]:
         """Return the ids of a prompt's segments, without adding any special tokens.
 
-        Encoded in one piece where that gives no reserved tokens but those of the segments that are
-        not inert, so that the ids are those of the whole text; else what is inert is spelled out.
+        The joined text is encoded as one piece if its reserved tokens are exactly those of the
+        segments that are not inert. Otherwise inert text is encoded without reserved tokens.
         """
         ids = self._encode("".join(segment.text for segment in segments)).ids
         meant = [i for s in segments if not s.is_inert for i in self._encode(s.text).ids]
         if _among(ids, self._reserved) == _among(meant, self._reserved):
             return ids
         spelled = self._spell(segments)
-        # What remains may be the unknown token, for characters that no token has.
+        # If both differ from `meant` in the same way, it is the unknown token, for characters
+        # that the vocabulary lacks.
         is_same = _among(ids, self._reserved) == _among(spelled, self._reserved)
         return ids if is_same else spelled
 
     def encode_bare(self, text: str, is_first: bool) -> list[int]:
         """Return the ids of inert text with no template around it.
 
-        The first text of a context gets what the tokenizer puts before one by default, a BOS for
-        example.
+        With `is_first` the tokens that the tokenizer puts before a text by default, such as BOS,
+        come first.
         """
         ids = self.encode([Segment(text, is_inert=True)])
         return [*self._front, *ids] if is_first else ids
 
     def exceeds(self, text: str, limit: int) -> bool:
-        """Tell whether a long text certainly has more than `limit` tokens, without encoding all of
-        it: memory and time are bounded by the limit. False for what has to be encoded to be known.
+        """Return whether a long text certainly has more than `limit` tokens.
+
+        It does not encode the whole text: the limit bounds memory and time. False if that is not
+        certain without encoding all of it.
         """
         if len(text) <= max(4 * limit, _PIECE_CHARACTERS):
             return False
-        # Cutting a text makes some tokens more at each cut, but by far not twice as many.
+        # Each cut adds a few tokens, but far less than twice as many in total.
         return len(self.encode_front(text, 2 * limit)) > 2 * limit
 
     def encode_front(self, text: str, most: int) -> list[int]:
-        """Return the ids of inert text piece by piece, until they are more than `most`.
+        """Return the ids of inert text, encoded in pieces until there are more than `most` ids.
 
-        Where pieces meet they may be others than those of the whole text.
+        At the ends of pieces they may differ from the ids of the whole text.
         """
         ids: list[int] = []
         for start in range(0, len(text), _PIECE_CHARACTERS):
@@ -134,7 +134,7 @@ class ChatTokenizer:
         return [bos_id, *front] if bos_id is not None and front[:1] != [bos_id] else front
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of token ids, special tokens left out."""
+        """Return the text of token ids, without special tokens that are hidden from the user."""
         visible = [token for token in token_ids if token not in self._hidden]
         with faults_as_model_errors("The checkpoint's tokenizer cannot decode"):
             return str(self._tokenizer.decode(visible, skip_special_tokens=False))
@@ -147,9 +147,9 @@ class ChatTokenizer:
         return _encode_with(self._tokenizer, text, adds_special)
 
     def _spell(self, segments: Sequence[Segment]) -> list[int]:
-        """Return ids with added tokens only where segments that are not inert have them.
+        """Return ids in which added and reserved tokens come only from segments that are not inert.
 
-        All text between two of them is encoded as one piece, as the library does it.
+        All text between two such tokens is encoded as one piece, as the library does it.
         """
         ids: list[int] = []
         text = ""
@@ -165,7 +165,7 @@ class ChatTokenizer:
         return ids + self._encode_plain(text)
 
     def _written(self, text: str) -> Iterator[tuple[int, int, int]]:
-        """Yield the added and reserved tokens in a template's text, and where they stand."""
+        """Yield (id, begin, end) of the added and reserved tokens in a template's text."""
         encoding = self._encode(text)
         for token_id, (begin, end) in zip(encoding.ids, encoding.offsets, strict=True):
             if token_id in self._added or token_id in self._reserved:
@@ -173,18 +173,18 @@ class ChatTokenizer:
 
     def _encode_plain(self, text: str) -> list[int]:
         ids = _encode_with(self._plain, text).ids
-        # Only an unknown character can still give one, where the unknown token steers.
+        # An unknown character still gives a control token where the unknown token is one.
         return [token_id for token_id in ids if token_id not in self._control]
 
     @cached_property
     def _plain(self) -> Tokenizer:
-        """The same tokenizer, but nothing in a text is a reserved token."""
+        """The same tokenizer, but no text is encoded as a reserved token."""
         with faults_as_model_errors("The checkpoint's tokenizer has no plain twin"):
             return plain_tokenizer(self._json, self._reserved)
 
 
 def _encode_with(tokenizer: Tokenizer, text: str, adds_special: bool = False) -> Encoding:
-    # What the terminal could not decode arrives as lone surrogates, which no tokenizer takes.
+    # Undecodable terminal input arrives as lone surrogates, which tokenizers refuse.
     text = text.encode("utf-8", errors="replace").decode()
     with faults_as_model_errors(
         "The checkpoint's tokenizer cannot encode this text", "Use other words or another model."
@@ -199,11 +199,11 @@ def _among(token_ids: Iterable[int], wanted: Set[int]) -> list[int]:
 def _reserved_ids(
     tokenizer: Tokenizer, files: TextFiles, stop_ids: Set[int]
 ) -> tuple[frozenset[int], frozenset[int]]:
-    """Return the tokens that steer a model, and all that text is not to be taken for.
+    """Return the ids that control a model, and all ids that inert text must not become.
 
-    The latter are the former and all special tokens. Added tokens that are neither, such as HTML
-    tags, are ordinary text. So is white space, and an ordinary character that ends answers: text
-    cannot be written without them.
+    The second set is the first plus all special tokens. Other added tokens, such as HTML tags, are
+    ordinary text. So are white space and single characters, even if they end answers: text cannot
+    be written without them.
     """
     template = files.chat_template or ""
     added = tokenizer.get_added_tokens_decoder()
@@ -218,13 +218,13 @@ def _reserved_ids(
 
 
 def _is_letter(tokenizer: Tokenizer, token_id: int, is_added: bool) -> bool:
-    """Tell whether text cannot do without a token: white space, or an ordinary character."""
+    """Return whether text needs a token: white space, or a single ordinary character."""
     text = str(tokenizer.decode([token_id], skip_special_tokens=False)).strip()
     return not text if is_added else len(text) <= 1
 
 
 def _unknown_ids(tokenizer: Tokenizer, files: TextFiles) -> set[int]:
-    """Return the token for unknown characters; a model and its configuration may name two."""
+    """Return the ids for unknown characters: the tokenizer's and the configuration's may differ."""
     names = {files.special_tokens.get("unk_token"), getattr(tokenizer.model, "unk_token", None)}
     ids = {tokenizer.token_to_id(name) for name in names if name is not None}
     if isinstance(tokenizer.model, models.Unigram):
@@ -233,7 +233,7 @@ def _unknown_ids(tokenizer: Tokenizer, files: TextFiles) -> set[int]:
 
 
 def _hidden_ids(tokenizer: Tokenizer, template: str) -> frozenset[int]:
-    """Return the special tokens a reader never sees; marks of thinking are part of the text."""
+    """Return the special tokens that are never displayed; thinking marks stay in the text."""
     shown = {*THINKING_MARKS.keys(), *THINKING_MARKS.values()}
     if CHANNEL_TOKEN in template:
         shown |= CHANNEL_TOKENS
@@ -245,26 +245,26 @@ def _hidden_ids(tokenizer: Tokenizer, template: str) -> frozenset[int]:
 
 
 def plain_tokenizer(tokenizer_json: str, kept_out: Set[int]) -> Tokenizer:
-    """Return the same tokenizer without added tokens, and without the pieces of some ids.
+    """Return the same tokenizer without added tokens, and without the pieces of ids `kept_out`.
 
-    An id stays in its place under a name that no text can spell, so all other ids stay as they
-    are; an unknown character still gives the id of the unknown token, be that one of them.
+    Such an id keeps its place under a random name that no text contains, so all other ids stay the
+    same. An unknown character still gives the unknown token, even if that is in `kept_out`.
     """
     content = json.loads(tokenizer_json)
-    # None of them may stay: the library numbers those beyond the vocabulary anew.
+    # No added token may stay: the library renumbers those beyond the vocabulary.
     content |= {"added_tokens": [], "post_processor": None, "truncation": None, "padding": None}
     _rename(content["model"], kept_out)
     return Tokenizer.from_str(json.dumps(content))
 
 
 def check_merges(tokenizer_json: str) -> None:
-    """Raise ValueError for merges that the library ends the whole process at.
+    """Raise ValueError for merges that make the library abort the whole process.
 
-    It takes the prefix of pieces within a word off a merge's second part, and does not look whether
-    that has it.
+    The library removes the continuing-subword prefix from a merge's second part, and does not check
+    that the part has the prefix.
     """
     if not re.search(r'"continuing_subword_prefix"\s*:\s*"', tokenizer_json):
-        return  # hardly any tokenizer has both, and reading all of it takes a while
+        return  # few tokenizers have a prefix, and parsing the whole file is slow
     model = json.loads(tokenizer_json)["model"]
     prefix = model.get("continuing_subword_prefix")
     for merge in model.get("merges") or () if prefix else ():
@@ -274,7 +274,7 @@ def check_merges(tokenizer_json: str) -> None:
 
 
 def _rename(model: dict[str, Any], kept_out: Set[int]) -> None:
-    """Rename pieces in place, and drop the merges that make them or are made with them."""
+    """Rename pieces in place, and drop the merges that produce or use them."""
     chance = secrets.token_hex(16)
     vocab = model["vocab"]
     if isinstance(vocab, list):  # a unigram model lists its pieces with their scores

@@ -1,9 +1,9 @@
-"""Why a turn was read, or read again: how much of its context was there, and what cost the rest.
+"""Explains why a turn's context was prefilled: how much was cached, and why the rest was not.
 
-Functions over facts: the ids that were asked for, the ids of contexts that had been read before,
-and what the engine says of its caches. A conversation that begins like an earlier one may begin
-cold because its template writes another time, or is another one by now: within a conversation the
-template sees a frozen clock.
+Pure functions of the requested ids, the ids of contexts prefilled earlier, and the engine's counts
+of cached tokens. A conversation that begins like an earlier one may find no KV, because its
+template writes another time, or because the template changed. Within one conversation the
+template's clock is fixed.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,15 +17,15 @@ from kvchat.chat.store import SessionStore
 from kvchat.core.errors import KvchatError, StoreError
 from kvchat.core.types import CachedTokens, MissReason
 
-# Less than this is the rest of a block, which nobody keeps.
+# Fewer tokens than this are a partial block, which is never cached.
 NOT_WORTH_MENTIONING = 32
 _TEXT_CHARS = 40
-# What tiers say of contexts that they have never heard of.
+# The miss reasons of a context that no tier has ever held.
 _UNKNOWN = (None, MissReason.NEVER_WRITTEN, MissReason.NO_TIER)
 
 
 class Change(StrEnum):
-    """What is different about a context from one that was read before."""
+    """How a context differs from one that was prefilled before."""
 
     NEW = "new"
     EDITED = "edited"
@@ -38,13 +38,14 @@ class Change(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Reuse:
-    """What is known of one answered turn.
+    """The facts about one answered turn.
 
-    ids       the context that was asked for
-    before    the context read before that shares most with it; empty where there is none
-    change    how they come to differ; IMPORTED where what was read had been read by nobody
-    cached    tokens that were not computed, by tier
-    miss_reason   why a slower tier did not have more, None where it was not asked
+    ids           the token ids of the requested context
+    before        the ids of the earlier prefilled context with the longest common prefix; empty if
+                  there is none
+    change        why the two differ; IMPORTED if no model had prefilled the turns before
+    cached        tokens that were not computed, by tier
+    miss_reason   why a slower tier did not have more, None if it was not asked
     """
 
     ids: tuple[int, ...]
@@ -55,12 +56,12 @@ class Reuse:
 
     @property
     def num_shared(self) -> int:
-        """Leading tokens that both contexts have: as many might have been reused."""
+        """Length of the common prefix in tokens: the most that could have been reused."""
         return common_len(self.ids, self.before)
 
     @property
     def num_lost(self) -> int:
-        """Tokens that had been read before and were read again."""
+        """Tokens that had been prefilled before and were prefilled again."""
         lost = self.num_shared - self.cached.total
         return lost if lost >= NOT_WORTH_MENTIONING else 0
 
@@ -76,7 +77,7 @@ def common_len(one: Sequence[int], other: Sequence[int]) -> int:
 def reuse_of(
     conversation: Conversation, turn_id: int, cached: CachedTokens, miss_reason: MissReason | None
 ) -> Reuse:
-    """Gather what is known of an answer, or of the user turn that got none."""
+    """Return the facts about an answer, or about a user turn without an answer."""
     turn = conversation.turn(turn_id)
     asked = conversation.turn(turn.parent_id) if turn.role is Role.ASSISTANT else turn
     ids = tuple(conversation.context_ids(asked.turn_id))
@@ -100,7 +101,7 @@ def reuse_of(
 
 
 def _is_first_of_a_model(conversation: Conversation, asked: Turn, turn_id: int) -> bool:
-    """Whether a turn is the first answer of this model to what another one wrote."""
+    """Whether a turn is this model's first answer in a conversation of another model."""
     others = (turn for turn in conversation.turns() if turn.turn_id != turn_id)
     return any(turn.is_adopted for turn in conversation.path(asked.turn_id)) and not any(
         turn.role is Role.ASSISTANT and not (turn.is_adopted or turn.is_imported) for turn in others
@@ -108,8 +109,9 @@ def _is_first_of_a_model(conversation: Conversation, asked: Turn, turn_id: int) 
 
 
 def _unread(conversation: Conversation, turn_id: int) -> set[int]:
-    """Return the imported turns that no model had read before the answer `turn_id`: those that are
-    in the context of no other answer.
+    """Return the imported turns that no model had prefilled before the answer `turn_id`.
+
+    These are the imported turns that are in no other generated answer's context.
     """
     unread = {turn.turn_id for turn in conversation.turns() if turn.is_imported}
     for turn in conversation.turns() if unread else ():
@@ -119,7 +121,7 @@ def _unread(conversation: Conversation, turn_id: int) -> set[int]:
 
 
 def _last_but(conversation: Conversation, turn: Turn, unread: set[int]) -> Turn | None:
-    """Return the last turn on the way to another that has been read, None where none has."""
+    """Return the last turn on a turn's path that is not in `unread`, None if all are."""
     path = reversed(conversation.path(turn.turn_id))
     return next((each for each in path if each.turn_id not in unread), None)
 
@@ -127,7 +129,7 @@ def _last_but(conversation: Conversation, turn: Turn, unread: set[int]) -> Turn 
 def _reads_some(
     conversation: Conversation, asked: Turn, unread: set[int], cached: CachedTokens
 ) -> bool:
-    """Whether what a turn continues was imported, and had to be read for it."""
+    """Whether the turns before a turn were imported and had to be prefilled."""
     before = conversation.path(asked.parent_id) if asked.parent_id != ROOT else []
     if not any(turn.turn_id in unread for turn in before):
         return False
@@ -135,7 +137,7 @@ def _reads_some(
 
 
 def _is_copy(conversation: Conversation, turn: Turn) -> bool:
-    """Whether a turn was only written anew, as under another system prompt: nobody has read it."""
+    """Whether a turn is a copy, as under another system prompt; a copy was never prefilled."""
     return any(
         each.turn_id < turn.turn_id
         and (each.created_s, each.role, each.text) == (turn.created_s, turn.role, turn.text)
@@ -148,14 +150,14 @@ def _is_below(conversation: Conversation, turn: Turn, other: Turn) -> bool:
 
 
 def _closeness(conversation: Conversation, turn: Turn, ids: tuple[int, ...]) -> tuple[int, int]:
-    """Rank contexts: those that share most, and of these the one that differs from the ids."""
+    """Rank a context: by its common prefix with `ids`, then by whether it differs after it."""
     context = tuple(conversation.context_ids(turn.turn_id))
     shared = common_len(ids, context)
     return shared, min(len(context), len(ids)) - shared
 
 
 def _change(conversation: Conversation, asked: Turn, other: Turn, position: int) -> Change:
-    """Say how two contexts came to differ at a position."""
+    """Return why two contexts differ at a token position."""
     new, old = _turn_at(conversation, asked, position), _turn_at(conversation, other, position)
     if new.parent_id == ROOT and old.parent_id == ROOT and new.system != old.system:
         return Change.SYSTEM
@@ -167,7 +169,7 @@ def _change(conversation: Conversation, asked: Turn, other: Turn, position: int)
 
 
 def _turn_at(conversation: Conversation, turn: Turn, position: int) -> Turn:
-    """Return the turn of a path that has the token at a position."""
+    """Return the turn on a turn's path that holds the token at a position."""
     for each in conversation.path(turn.turn_id):
         position -= len(each.token_ids)
         if position < 0:
@@ -176,16 +178,17 @@ def _turn_at(conversation: Conversation, turn: Turn, position: int) -> Turn:
 
 
 def is_as_expected(conversation: Conversation, turn_id: int, cached: CachedTokens) -> bool:
-    """Whether an answer read no more than its own turn; quickly told, unlike why not."""
+    """Whether an answer prefilled no more than its own turn; a fast check before `reuse_of`."""
     asked = conversation.turn(conversation.turn(turn_id).parent_id)
     expected = len(conversation.context_ids(asked.parent_id)) if asked.parent_id != ROOT else 0
     return cached.total + NOT_WORTH_MENTIONING > expected
 
 
 def cause(reuse: Reuse) -> str:
-    """Return in a few words what a turn that read more than its own had to read that for: why what
-    had been read is not there, or what changed; "" where neither is so, as where nobody has read
-    it before.
+    """Return in a few words why a turn prefilled more than its own tokens.
+
+    The reason is why earlier KV was missing, or what changed in the context. Returns "" if the
+    context was never prefilled before.
     """
     if not reuse.num_lost:
         is_first = reuse.change in (Change.NEW, Change.IMPORTED)
@@ -194,9 +197,9 @@ def cause(reuse: Reuse) -> str:
 
 
 def _reason_of(reuse: Reuse) -> MissReason | None:
-    """Return why what was read again was not there, None where memory alone might have had it.
+    """Return why KV that was computed again was missing; None if only memory could have held it.
 
-    Of what is partly there more was kept once: that the rest was never written nobody can know.
+    If a part was cached, "never written" is not certain for the rest, so it counts as evicted.
     """
     if reuse.miss_reason is MissReason.NEVER_WRITTEN and reuse.cached.total:
         return MissReason.EVICTED
@@ -204,7 +207,7 @@ def _reason_of(reuse: Reuse) -> MissReason | None:
 
 
 def explain(reuse: Reuse, decode: Callable[[list[int]], str]) -> list[str]:
-    """Return what `/cache why` says, line by line; `decode` makes text of ids."""
+    """Return the lines of `/cache why`; `decode` turns ids into text."""
     total = len(reuse.ids)
     lines = [f"{reuse.cached.total:,} of {total:,} tokens were there{_places(reuse.cached)}."]
     num_read = total - reuse.cached.total
@@ -262,29 +265,29 @@ def _difference(reuse: Reuse, decode: Callable[[list[int]], str]) -> str:
     )
 
 
-# Of how many conversations, the ones changed last, the beginnings are compared.
+# How many conversations, the most recently changed, are compared.
 _MOST_COMPARED = 10
 
 
 def earlier(store: SessionStore | None, session_id: str) -> Iterator[Conversation]:
-    """Yield the other saved conversations that changed last."""
+    """Yield the other saved conversations that changed most recently; skip unreadable ones."""
     if store is None:
         return
-    with suppress(StoreError):  # what cannot be listed has nothing to say
+    with suppress(StoreError):  # the directory cannot be listed
         for other in store.ids()[:_MOST_COMPARED]:
             if other != session_id:
-                with suppress(KvchatError):  # nor has a damaged one
+                with suppress(KvchatError):  # the file is damaged
                     yield store.read(other).conversation
 
 
 def beside_earlier(
     reuse: Reuse, begun: Turn, model: ChatModel, conversations: Iterable[Conversation]
 ) -> Reuse:
-    """Return what is known of a conversation's first answer, with the earlier one that it would
-    share most with if the template wrote what it did then; as it is where there is none, and where
-    as much was there all the same.
+    """Complete `reuse`, of a conversation's first answer, by comparison with other conversations.
 
-    `begun` is the message that was answered.
+    Finds the conversation whose first message would share the longest prefix if the template still
+    wrote the same time or the same text. Returns `reuse` unchanged if there is none, or if as much
+    was cached anyway. `begun` is the message that was answered.
     """
     best, most = reuse, NOT_WORTH_MENTIONING - 1
     for conversation in conversations:
@@ -292,7 +295,7 @@ def beside_earlier(
         for turn in conversation.children(ROOT):
             if turn.tokenizer != begun.tokenizer:
                 continue
-            # What was there is no loss: another chat of today may have had it read.
+            # Cached tokens are no loss: a chat of the same day may have prefilled them.
             shared = max(common_len(reuse.ids, turn.token_ids), reuse.cached.total)
             now = _written(model, turn, conversation)
             for change, would_share in (
@@ -306,9 +309,12 @@ def beside_earlier(
 
 
 def _written(model: ChatModel, turn: Turn, conversation: Conversation) -> tuple[int, ...]:
-    """Return a first message's ids as of a conversation's time, by the template as it is now."""
+    """Return a first message's ids from the current template at a conversation's time.
+
+    Empty if the template refuses the message.
+    """
     empty = Conversation("", conversation.created_s)
     try:
         return model.user_ids(empty, ROOT, turn.text, turn.system)
-    except KvchatError:  # a template may refuse what an earlier one took
+    except KvchatError:  # the current template may refuse what an earlier one accepted
         return ()

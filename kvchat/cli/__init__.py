@@ -1,1 +1,1 @@
-"""Floor 6: the command line. Joins settings, model, engine and screen; nobody imports it."""
+"""Floor 6: the command line. Joins settings, model, engine and terminal; no package imports it."""

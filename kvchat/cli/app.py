@@ -1,7 +1,7 @@
-"""The typer application: `kvchat` itself and its subcommands.
+"""The typer application: `kvchat`, its subcommands and their flags.
 
-Knows flags. Each command builds what it needs, calls it and exits with its code; nothing heavy is
-imported before a command runs.
+Each command creates what it needs, runs it and exits with its code. Slow imports happen only when a
+command runs.
 """
 
 import os
@@ -24,7 +24,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-# What typer raises for a command line that it cannot read. It exports the children of this class.
+# The error of typer for a bad command line. typer exports only its subclasses.
 UsageFault: type[Any] = typer.BadParameter.__bases__[0]
 
 
@@ -35,7 +35,7 @@ def _show_version(value: bool) -> None:
 
 
 def _setting(name: str, *declarations: str, metavar: str | None = None) -> Any:
-    """Return the option of a setting, its help taken from the one table of settings."""
+    """Return the typer option of a setting; its help comes from the table of settings."""
     setting = BY_NAME[name]
     flags = declarations or (setting.flag,)
     return typer.Option(*flags, help=setting.help, metavar=metavar, show_default=False)
@@ -120,7 +120,7 @@ def chat(
     """Chat with local language models, and never read the same conversation twice.
 
     On a terminal this starts an interactive chat. With -p, or with input from a pipe, it answers
-    and leaves.
+    and exits.
     """
     _warn_of_unknown_variables(bool(quiet))
     if context.invoked_subcommand is not None:
@@ -206,7 +206,7 @@ _SessionId = Annotated[str, typer.Argument(metavar="ID", help="an id, or its beg
 
 
 def _given_before(context: typer.Context, name: str) -> Any:
-    """A flag's value from before the subcommand, where it means the same as after it."""
+    """Return a flag's value from before the subcommand, where it has the same meaning."""
     return context.parent.params.get(name) if context.parent is not None else None
 
 
@@ -277,7 +277,7 @@ def sessions_remove(
     context: typer.Context,
     session: Annotated[list[str], typer.Argument(metavar="ID...", help="ids")],
 ) -> None:
-    """Delete conversations for good."""
+    """Delete conversations permanently."""
     from kvchat.cli import sessions
 
     sessions.remove(sessions.open_store(context.obj), session)
@@ -285,7 +285,7 @@ def sessions_remove(
 
 @models_app.callback()
 def models_default(context: typer.Context) -> None:
-    """List the models on this machine, or say what one is and whether it is supported."""
+    """List the models on this machine, or describe one and say whether it is supported."""
     if context.invoked_subcommand is None:
         models_list()
 
@@ -304,7 +304,7 @@ def models_info(
     device: Annotated[str | None, _setting("device", metavar="NAME")] = None,
     json_: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
-    """Say what a model is, what its KV costs, and whether kvchat can run it."""
+    """Print a model's properties, the size of its KV, and whether kvchat can run it."""
     from kvchat.cli import models
 
     models.info(model, device or "auto", json_)
@@ -320,7 +320,7 @@ def cache_default(
     disk_cache: Annotated[str | None, _setting("disk_cache", metavar="SIZE")] = None,
     json_: _Json = False,
 ) -> None:
-    """Show, verify, tidy up or delete the KV kept on disk; deleting loses no word."""
+    """Show, verify, clean up or delete the KV on disk; conversations are kept."""
     flags = {"cache_dir": cache_dir, "disk_cache": disk_cache}
     context.obj = {name: value or _given_before(context, name) for name, value in flags.items()}
     if context.invoked_subcommand is None:
@@ -329,7 +329,7 @@ def cache_default(
 
 @cache_app.command("status")
 def cache_status(context: typer.Context, json_: _Json = False) -> None:
-    """Say where it is, how much, and when it was last used."""
+    """Print the store's directory, its size, and when it was last used."""
     from kvchat.cli import cache
 
     cache.show_status(cache.open_store(context.obj), json_)
@@ -337,7 +337,7 @@ def cache_status(context: typer.Context, json_: _Json = False) -> None:
 
 @cache_app.command("tree")
 def cache_tree(context: typer.Context) -> None:
-    """Print every pack below the one it continues."""
+    """Print every pack, below the pack that it continues."""
     from kvchat.cli import cache
 
     cache.show_tree(cache.open_store(context.obj))
@@ -345,7 +345,7 @@ def cache_tree(context: typer.Context) -> None:
 
 @cache_app.command("verify")
 def cache_verify(context: typer.Context) -> None:
-    """Read every pack; exit 1 if some were damaged, which are gone then."""
+    """Read every pack and remove damaged ones; exit 1 if there were any."""
     from kvchat.cli import cache
 
     raise typer.Exit(cache.verify(cache.open_store(context.obj)))
@@ -353,7 +353,7 @@ def cache_verify(context: typer.Context) -> None:
 
 @cache_app.command("gc")
 def cache_collect(context: typer.Context) -> None:
-    """Remove what is out of date, and what exceeds --disk-cache."""
+    """Remove KV that is out of date or exceeds --disk-cache."""
     from kvchat.cli import cache
 
     cache.collect(cache.open_store(context.obj))
@@ -364,7 +364,7 @@ def cache_clear(
     context: typer.Context,
     yes: Annotated[bool, typer.Option("--yes", help="ask nothing")] = False,
 ) -> None:
-    """Delete all of it."""
+    """Delete all KV on disk."""
     from kvchat.cli import cache
 
     cache.clear(cache.open_store(context.obj), yes)
@@ -372,7 +372,7 @@ def cache_clear(
 
 @cache_app.command("path")
 def cache_path(context: typer.Context) -> None:
-    """Print where it is."""
+    """Print the store's directory."""
     from kvchat.cli import cache
 
     cache.show_path(cache.open_store(context.obj))
@@ -388,7 +388,7 @@ def doctor(context: typer.Context, sessions_dir: _SessionsDir = None) -> None:
 
 @config_app.callback()
 def config_default(context: typer.Context) -> None:
-    """Show the settings in force, the configuration file, or change a setting in it."""
+    """Show the current settings or the configuration file's path, or change a setting in it."""
     if context.invoked_subcommand is None:
         config_show()
 
@@ -405,7 +405,7 @@ def config_show(
 
 @config_app.command("path")
 def config_path() -> None:
-    """Print where the configuration file is."""
+    """Print the path of the configuration file."""
     from kvchat.cli import config
 
     config.path()
@@ -422,7 +422,7 @@ def config_set(name: str, value: str) -> None:
 
 @config_app.command("unset")
 def config_unset(name: str) -> None:
-    """Take a setting out of the configuration file."""
+    """Remove a setting from the configuration file."""
     from kvchat.cli import config
 
     config.unset(name)

@@ -1,7 +1,4 @@
-"""`kvchat bench`: runs scenarios and prints their tables, then one JSON document.
-
-Knows flags; measures nothing.
-"""
+"""`kvchat bench`: runs scenarios and prints their tables, then one JSON document."""
 
 import shlex
 import sys
@@ -10,13 +7,13 @@ from pathlib import Path
 
 from kvchat.core.config import CacheConfig, ModelConfig, Size, parse_size
 
-# A peer and a second engine with weights of their own need room beside the KV.
+# A peer program and a second engine with its own weights need memory beside the KV.
 _SHARE_OF_A_GPU = Size(share=0.2)
 
 
 @dataclass(frozen=True, slots=True)
 class BenchRequest:
-    """What the command line asked for. `model` None measures random weights in `shape`."""
+    """The command line's arguments. `model` None measures random weights in `shape`."""
 
     scenarios: tuple[str, ...]
     model: str | None
@@ -35,7 +32,7 @@ class BenchRequest:
 
 
 def run_bench(request: BenchRequest) -> None:
-    """Run the scenarios asked for, or all of them; keep what they found where that is asked for."""
+    """Run the requested scenarios, or all of them; write the report if requested."""
     from kvchat.bench.report import print_json, print_result, record
     from kvchat.bench.scenarios import DEFAULT_NAMES, scenario
     from kvchat.bench.setup import BenchSetup, subject
@@ -48,7 +45,7 @@ def run_bench(request: BenchRequest) -> None:
     model = ModelConfig(
         request.model or "demo", request.device, "auto", request.threads, request.weights
     )
-    device = choose_device(model)  # before gigabytes of weights are made up for it
+    device = choose_device(model)  # fails before gigabytes of random weights are created
     if size is None and device.type == "cuda":
         size = _SHARE_OF_A_GPU
     cache = CacheConfig(block_size=request.block_size, device_bytes=size)
@@ -67,7 +64,7 @@ def run_bench(request: BenchRequest) -> None:
             results.append(function(setup))
             print_result(results[-1], sys.stdout)
     print_json(results, sys.stdout)
-    if request.record is not None:  # what was measured is told even where it cannot be kept
+    if request.record is not None:  # last, so that the results are printed even if this fails
         command = shlex.join(["kvchat", *sys.argv[1:]])
         for path in record(results, request.record, device, command):
             sys.stderr.write(f"{path}\n")

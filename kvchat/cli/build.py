@@ -1,6 +1,6 @@
-"""The wiring: settings -> directories, model text, engine, host. The only place that joins them.
+"""Creates directories, stores, the chat model, the engine and the host from the settings.
 
-Imports torch only on the engine's thread.
+torch is imported only on the engine's thread.
 """
 
 import threading
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kvchat.model.source import ModelSource
 
 
-# Thirty years; what waits for a lock counts nanoseconds in 64 bits.
+# Thirty years: a wait for a lock counts nanoseconds in 64 bits.
 _MAX_TIMEOUT_S = 1e9
 _MAX_SAMPLES = 1024
 
@@ -52,13 +52,13 @@ def session_store(settings: Settings) -> "SessionStore":
 
 
 def cache_directory(settings: Settings) -> Path:
-    """Return where KV is kept between runs."""
+    """Return the directory of the KV on disk."""
     directory = settings["cache_dir"]
     return user_path(directory) if directory else user_paths().cache / "kv"
 
 
 def store_admin(settings: Settings) -> "StoreAdmin":
-    """Return what looks after the KV kept between runs."""
+    """Return the administration of the KV store on disk."""
     from kvchat.cache.disk.admin import StoreAdmin
 
     return StoreAdmin(cache_directory(settings), settings.cache_config().disk_bytes)
@@ -91,7 +91,7 @@ def ask_options(settings: Settings, model_defaults: dict[str, float], samples: i
 
 
 def check(settings: Settings, samples: int = 1) -> None:
-    """Raise UsageError for a value that could not be used, before anything is done with any."""
+    """Raise UsageError for a setting that cannot be used, before any setting is used."""
     try:
         settings.model_config(), settings.cache_config(), settings.engine_config()
         ask_options(settings, {}, samples)
@@ -105,11 +105,11 @@ def open_host(
     model_name: str | None = None,
     child: "RenderingChild | None" = None,
 ) -> "ChatHost":
-    """Find the model, read its text side, and start loading it on the engine's thread.
+    """Find the model, read its text files, and start loading it on the engine's thread.
 
-    `child` is a process for its chat template that was started ahead. Raises what keeps the model
-    from being found at once; what fails later comes as an event. A hub download happens here, in
-    the foreground.
+    `child` is a process for its chat template that was started in advance. Raises ModelError if the
+    model is not found or its text files are bad; later failures come as load events. A hub download
+    happens here and blocks.
     """
     from kvchat.chat.chat_model import read_chat_model
     from kvchat.chat.host import ChatHost
@@ -119,13 +119,16 @@ def open_host(
     draft_name = settings.draft_name(source.name)
     draft = find_model(draft_name) if draft_name is not None else None
     store = None if settings["incognito"] else session_store(settings)
-    build, ahead = _build(settings, source, draft), _read_ahead(settings)
+    build, ahead = _build(settings, source, draft), _prefetch_pages(settings)
     model = read_chat_model(source, limit_s=settings["timeout"], child=child)
     return ChatHost(model, build, store, on_load, ahead)
 
 
-def _read_ahead(settings: Settings) -> "Callable[[list[int]], None] | None":
-    """Return what has a context's KV read while the weights load; None where none is kept."""
+def _prefetch_pages(settings: Settings) -> "Callable[[list[int]], None] | None":
+    """Return a function that reads a context's KV from disk while the weights load.
+
+    None if no KV is kept on disk.
+    """
     config = settings.cache_config(None if settings["incognito"] else cache_directory(settings))
     directory, block_size = config.directory, config.block_size
     if directory is None or not config.reuse:

@@ -1,7 +1,4 @@
-"""`kvchat cache`: what is kept of the KV on disk, and what may be done to it, without a model.
-
-Knows streams and exit codes; counting and deleting is the caretaker's, the words are the chat's.
-"""
+"""`kvchat cache`: shows, verifies and deletes the KV on disk, without loading a model."""
 
 import json
 import os
@@ -18,12 +15,12 @@ from kvchat.terminal.theme import ASCII_GLYPHS, Glyphs, is_utf8
 
 
 def open_store(flags: dict[str, Any]) -> StoreAdmin:
-    """Return what looks after the store that the settings name."""
+    """Return the administration of the store that the settings name."""
     return store_admin(resolve(flags, os.environ, user_paths().config))
 
 
 def show_status(kept: StoreAdmin, as_json: bool) -> None:
-    """Print where the store is and what it holds."""
+    """Print the store's directory and content."""
     status = kept.status()
     if as_json:
         _print([json.dumps(_object(status))])
@@ -32,25 +29,25 @@ def show_status(kept: StoreAdmin, as_json: bool) -> None:
 
 
 def show_tree(kept: StoreAdmin) -> None:
-    """Print a line per pack."""
+    """Print one line per pack."""
     has_unicode = is_utf8(sys.stdout.encoding)
     _print(cache_lines.tree_lines(kept.tree(), Glyphs() if has_unicode else ASCII_GLYPHS))
 
 
 def verify(kept: StoreAdmin) -> ExitCode:
-    """Read every pack and print what is sound; return the exit code."""
+    """Read every pack and print how many are sound or damaged; return the exit code."""
     found = kept.verify()
     _print([cache_lines.verified_line(found)])
     return ExitCode.OK if found.is_sound else ExitCode.GENERATION
 
 
 def collect(kept: StoreAdmin) -> None:
-    """Remove what is out of date or too much, and print how much that was."""
+    """Remove what is out of date or over the limit, and print the bytes freed."""
     _print([cache_lines.collected_line(kept.gc())])
 
 
 def clear(kept: StoreAdmin, is_sure: bool) -> None:
-    """Delete everything, after a question unless the user `is_sure`; print how much it was."""
+    """Delete everything and print the bytes freed; ask first unless `is_sure`."""
     if not is_sure and not _confirm(cache_lines.clearing_question(kept.status())):
         _print(["Nothing is deleted."])
         return
@@ -58,7 +55,7 @@ def clear(kept: StoreAdmin, is_sure: bool) -> None:
 
 
 def show_path(kept: StoreAdmin) -> None:
-    """Print where the store is, or would be."""
+    """Print the store's directory, which may not exist yet."""
     _print([str(kept.directory)])
 
 

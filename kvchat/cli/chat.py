@@ -1,7 +1,6 @@
-"""`kvchat`: decides between the interactive chat and the script modes, and sets either up.
+"""`kvchat`: chooses between the interactive chat and the script modes, and starts one of them.
 
-Knows terminals, standard input and exit codes. The chat itself is `terminal`'s, answering without
-a screen is `script.py`'s.
+`kvchat/terminal` implements the interactive chat, `script.py` the script modes.
 """
 
 import os
@@ -35,7 +34,7 @@ _INPUT_FORMATS = ("text", "lines", "jsonl")
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """What the command line asked for beside the settings."""
+    """The command line's arguments that are not settings."""
 
     prompt: str | None = None
     files: tuple[Path, ...] = ()
@@ -71,7 +70,7 @@ def _one_of(flag: str, value: str, allowed: tuple[str, ...]) -> None:
 
 
 def run_chat(flags: dict[str, Any], request: ChatRequest) -> int:
-    """Chat as asked; return the exit code."""
+    """Run the interactive chat or a script mode; return the exit code."""
     settings = resolve(flags, os.environ, user_paths().config)
     check(settings, request.num_samples)
     if settings["incognito"]:
@@ -89,7 +88,7 @@ def _is_terminal(stream: Any) -> bool:
 
 
 def _session_id(settings: Settings, request: ChatRequest) -> str | None:
-    """Return the conversation the user named; None where a new one is wanted."""
+    """Return the id of the conversation to resume; None for a new one."""
     if not request.resumes:
         return None
     store = session_store(settings)
@@ -99,7 +98,7 @@ def _session_id(settings: Settings, request: ChatRequest) -> str | None:
 def _open_session(
     host: "ChatHost", settings: Settings, request: ChatRequest, session_id: str | None
 ) -> "ChatSession | None":
-    """Open a saved conversation, or a copy of it where that is asked for or nothing is saved."""
+    """Open a saved conversation, or a copy of it with --fork or if nothing is saved."""
     if session_id is None:
         return None
     if request.is_forked or host.store is None:
@@ -113,10 +112,10 @@ def _open_controller(
     on_load: "Callable[[LoadEvent], None]",
     is_script: bool = False,
 ) -> "ChatController":
-    """Read what is attached, begin loading the model, and open the conversation, if one is named.
+    """Read attached files, start loading the model, and open the conversation, if one is named.
 
-    What a script begins is hardly gone on with.
-    What cannot be done is raised in this order, the cheapest to find out first.
+    Errors are raised in this order, the cheapest check first. A conversation that a script begins
+    counts as one-shot: it will probably not be continued.
     """
     from kvchat.chat.template_process import RenderingChild
 
@@ -200,14 +199,14 @@ def _run_script(
 
 
 def _let_go(controller: "ChatController") -> None:
-    """Close the session, and the engine, which may be writing KV; one still loading has none."""
+    """Close the session and an engine that may be writing KV; one that still loads has none."""
     controller.close_session()
     if controller.host.ready is not None:
         controller.host.close()
 
 
 def _stderr_look() -> "Look":
-    """Return how to write on stderr: plainly, and in ASCII unless a terminal takes more."""
+    """Return the look for stderr: plain lines, in ASCII unless the terminal supports Unicode."""
     from kvchat.terminal.theme import Look, is_utf8
 
     has_unicode = _is_terminal(sys.stderr) and is_utf8(sys.stderr.encoding)

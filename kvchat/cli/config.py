@@ -1,6 +1,6 @@
-"""`kvchat config`: show the settings in force, where they come from, and change the file.
+"""`kvchat config`: shows the current settings and their origins, and changes the file.
 
-Knows TOML well enough to write the few kinds of values settings have.
+It writes TOML itself, for the few kinds of values that settings have.
 """
 
 import json
@@ -22,7 +22,7 @@ from kvchat.cli.settings import (
 from kvchat.core.errors import StoreError, UsageError
 from kvchat.core.paths import open_private, private_directory, user_path
 
-# Read from a file they would depend on where kvchat happens to be started.
+# In the file their meaning would depend on the directory that kvchat is started in.
 _DIRECTORIES = ("cache_dir", "sessions_dir")
 
 
@@ -39,14 +39,14 @@ def show(with_origin: bool) -> None:
 
 
 def path() -> None:
-    """Print where the configuration file is, or would be."""
+    """Print the path of the configuration file, which may not exist yet."""
     sys.stdout.write(f"{user_paths().config}\n")
 
 
 def set_value(name: str, text: str) -> None:
-    """Set a value in the configuration file; the file's comments are not kept.
+    """Set a value in the configuration file; comments in the file are lost.
 
-    Raises UsageError for what no chat could begin with.
+    Raises UsageError for a value with which no chat could start.
     """
     if name in _DIRECTORIES:
         text = str(user_path(text).absolute())
@@ -56,13 +56,13 @@ def set_value(name: str, text: str) -> None:
 
 
 def unset(name: str) -> None:
-    """Take a setting out of the configuration file."""
+    """Remove a setting from the configuration file."""
     known(name)
     _change(lambda current: {key: item for key, item in current.items() if key != name})
 
 
 def _try_out(name: str, value: object) -> None:
-    """Have everybody look at a value who would refuse it later."""
+    """Run all checks of a value that a chat would run; raises UsageError."""
     defaults = {setting.name: setting.default for setting in SETTINGS}
     check(Settings({**defaults, name: value}))
 
@@ -84,7 +84,7 @@ def _change(change: Callable[[dict[str, object]], dict[str, object]]) -> None:
 
 
 def _document(values: list[tuple[str, object]], target: Path) -> bytes:
-    """Return a file that sets these values; raises UsageError for what none can be set to."""
+    """Return the TOML file that sets these values; raises UsageError for unsupported values."""
     try:
         return "".join(f"{_key(key)} = {_toml(item)}\n" for key, item in values).encode()
     except UnicodeEncodeError as error:
@@ -104,7 +104,7 @@ def _toml(value: object) -> str:
         return "true" if value else "false"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(_toml(item) for item in value) + "]"
-    # JSON's strings and numbers are TOML's too, but for one character.
+    # JSON's strings and numbers are valid TOML, except for one character.
     if not isinstance(value, str | int | float):
         raise TypeError
     return json.dumps(value, ensure_ascii=False, allow_nan=False).replace("\x7f", "\\u007f")

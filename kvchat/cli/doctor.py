@@ -1,6 +1,6 @@
-"""`kvchat doctor`: is everything as it should be? One screen, exit 0 only if all is well.
+"""`kvchat doctor`: checks the installation. One screen; exit 0 only if all is well.
 
-Knows how to ask; each check is a few lines and depends on nothing but its own part.
+Each check is independent of the others.
 """
 
 import errno
@@ -30,7 +30,7 @@ _LOW_SPACE_BYTES = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What one check found; `advice` is there where something is not well."""
+    """The result of one check; `advice` is set if there is a problem."""
 
     subject: str
     fact: str
@@ -62,7 +62,7 @@ def _run(check: Check) -> Iterator[Finding]:
 
 
 def _disk_advice(error: OSError | sqlite3.Error) -> str:
-    """Return what helps against an error that is the disk's: installing again does not."""
+    """Return advice for a disk error, where a new installation does not help."""
     number = error.errno if isinstance(error, OSError) else None
     if number in (errno.ENOSPC, errno.EDQUOT):
         return "The disk is full: free some space."
@@ -145,7 +145,7 @@ def _directories() -> Iterator[Finding]:
 
 
 def _directory(subject: str, path: Path) -> Finding:
-    """Try to write to a directory of kvchat's."""
+    """Check that a directory of kvchat is writable."""
     private_directory(path)
     with tempfile.NamedTemporaryFile(dir=path, buffering=0) as file:
         file.write(b"x")
@@ -155,13 +155,13 @@ def _directory(subject: str, path: Path) -> Finding:
 
 
 def _log_file() -> Iterator[Finding]:
-    """Say where the log is."""
+    """Report the path of the log file."""
     path = user_paths().state / LOG_NAME
     yield Finding("log", f"{path}" if path.exists() else f"{path} (nothing went wrong so far)")
 
 
 def _kv() -> Iterator[Finding]:
-    """What is kept between runs, and whether more can be."""
+    """Report the KV on disk, and whether more can be written."""
     status = store_admin(resolve({}, os.environ, user_paths().config)).status()
     directory = status.directory
     existing = nearest_existing(directory)

@@ -1,9 +1,9 @@
-"""The log file: what degraded or failed, in a private file of the state directory, without text.
+"""The log file: failures and degradations, in a private file of the state directory.
 
-A conversation's text can hide in the message of an exception, so the file gets an exception's type
-and the places it came through. Its message is written only for errors of the system, of SQLite and
-of torch, which speak of files, memory and shapes. With `--debug` everything goes to standard error
-too, messages included.
+It holds no conversation text. An exception's message may contain such text, so the file gets the
+exception's type and stack only. Messages are written only for errors of the system, SQLite and
+torch, which are about files, memory and shapes. With `--debug` everything also goes to standard
+error, including messages.
 """
 
 import logging
@@ -26,7 +26,7 @@ _MAX_BYTES = 1 << 20
 _NUM_OLD_FILES = 2
 _FORMAT = "%(asctime)s %(process)d %(levelname)s %(name)s: %(message)s"
 _LOGGERS = ("kvchat", "kvchat_kernels")
-# Errors whose messages come from the system, a store or a library that has seen no text.
+# Errors whose messages come from the system, a store or a library that handles no text.
 _SPEAKS_OF_NO_TEXT = (OSError, sqlite3.Error, MemoryError, RuntimeError, StoreError)
 
 _ErrorInfo = tuple[type[BaseException], BaseException, TracebackType | None]
@@ -34,10 +34,10 @@ _NoErrorInfo = tuple[None, None, None]
 
 
 def open_log(state_directory: Path, is_debug: bool) -> None:
-    """Send what kvchat logs to its log file; with `is_debug` more of it, and to stderr too.
+    """Send kvchat's log to its file; with `is_debug` log more, and to stderr too.
 
-    The file is made when the first line is written to it. Where it cannot be written to, nothing is
-    said: an answer must not be lost for a log.
+    The file is created at its first line. Errors of writing it are ignored: a log must not cost an
+    answer.
     """
     close_log()
     to_file = LogFile(state_directory / LOG_NAME)
@@ -53,19 +53,19 @@ def open_log(state_directory: Path, is_debug: bool) -> None:
 
 
 def close_log() -> None:
-    """Log nothing from now on, to no file and to no terminal: a chat may have to leave no trace."""
+    """Stop logging to the file and to the terminal, for a chat that must leave no trace."""
     for name in _LOGGERS:
         logger = logging.getLogger(name)
         for handler in [h for h in logger.handlers if isinstance(h, (LogFile, _Stderr))]:
             logger.removeHandler(handler)
             handler.close()
-        # Without a handler Python would print our warnings with their tracebacks.
+        # Without a handler Python prints our warnings with their tracebacks.
         if not logger.handlers:
             logger.addHandler(logging.NullHandler())
 
 
 class _Stderr(logging.StreamHandler[TextIO]):
-    """What `--debug` shows."""
+    """The stderr handler of `--debug`."""
 
 
 class LogFile(RotatingFileHandler):
@@ -90,7 +90,7 @@ class LogFile(RotatingFileHandler):
     def shouldRollover(self, record: logging.LogRecord) -> bool:
         stream = self.stream
         if stream is not None and not self._is_current(stream):
-            stream.close()  # another process has begun a new file
+            stream.close()  # another process has started a new file
             self.stream = self._open()
         return bool(super().shouldRollover(record))
 
@@ -101,13 +101,13 @@ class LogFile(RotatingFileHandler):
             return False
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Let a line go that cannot be written: the disk may be full."""
+        """Drop a line that cannot be written: the disk may be full."""
         with suppress(Exception):
             super().close()
 
 
 class _WithoutText(logging.Formatter):
-    """Formats an exception as its type, the places it came through, and no message of its own."""
+    """Formats an exception as its type and stack, without its message."""
 
     def formatException(self, ei: _ErrorInfo | _NoErrorInfo) -> str:
         error = ei[1]
@@ -121,7 +121,7 @@ class _WithoutText(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         own = logging.makeLogRecord(record.__dict__)
-        own.exc_text = None  # another handler may have put the message of the exception there
+        own.exc_text = None  # another handler may have stored the exception's message there
         if isinstance(own.args, tuple):
             own.args = tuple(
                 _without_text(value) if isinstance(value, BaseException) else value

@@ -1,6 +1,6 @@
-"""`kvchat`'s entry: runs the application and turns what went wrong into a sentence and a code.
+"""`kvchat`'s entry point: runs the application, and turns errors into a sentence and an exit code.
 
-The one place, beside the interactive loop, where errors become text.
+Only this module and the interactive loop turn errors into text.
 """
 
 import errno
@@ -17,9 +17,9 @@ from kvchat.core.text import one_line, sanitize
 
 _log = logging.getLogger(__name__)
 
-# What writing fails with. Our own files have errors of their own: what is left is stdout.
+# OSErrors of writing. Our own files raise StoreError, so these come from stdout.
 _UNWRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
-# With these the reader of the output has gone, or is not waited for.
+# With these exit codes the reader of the output has gone, or kvchat does not wait for it.
 _NOT_WAITED_FOR = (
     ExitCode.BROKEN_PIPE,
     ExitCode.HANGUP,
@@ -30,7 +30,7 @@ _MAX_FAULT_CHARS = 200
 
 
 def run() -> NoReturn:
-    """Run the command line and leave with its exit code."""
+    """Run the command line and exit with its code."""
     prepare_streams()
     code = _run()
     if code in _NOT_WAITED_FOR:
@@ -48,14 +48,14 @@ def run() -> NoReturn:
         code = ExitCode.INTERRUPT
         forget_streams()
     if code in _NOT_WAITED_FOR or _is_engine_busy():
-        os._exit(code)  # what is to be saved is saved; tearing torch down takes a second
+        os._exit(code)  # everything is saved already, and torch's shutdown takes a second
     sys.exit(code)
 
 
 def _is_engine_busy() -> bool:
     """Whether the engine is inside a long forward pass or still importing torch.
 
-    Neither has anything to save, and the shell's prompt would come back only after it.
+    In both cases there is nothing to save, and a normal exit would wait for it.
     """
     return any(thread.name == "kvchat-engine" for thread in threading.enumerate())
 
@@ -76,7 +76,7 @@ def _run() -> int:
 
 
 def _run_command() -> int:
-    """Parse the command line and do what it says; return the exit code."""
+    """Parse and run the command line; return the exit code."""
     from kvchat.cli.app import UsageFault, app
 
     try:
@@ -89,13 +89,13 @@ def _run_command() -> int:
 
 
 def _told(error: BaseException) -> int:
-    """Say in a sentence what ended the command; return the exit code that stands for it."""
+    """Print one sentence on the error that ended the command; return its exit code."""
     from kvchat.cli.streams import Interrupted
 
     if isinstance(error, KvchatError):
         return _said(str(error), error.exit_code)
     if isinstance(error, SystemExit):
-        # Of a closed pipe typer makes an ordinary 1.
+        # typer turns a closed pipe into exit code 1.
         is_pipe = isinstance(error.__context__, BrokenPipeError)
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
         return ExitCode.BROKEN_PIPE if is_pipe else code
@@ -116,7 +116,7 @@ def _told(error: BaseException) -> int:
 
 
 def _refused(error: OSError) -> int:
-    """Say what the system refused: what was printed could not be written, or a file not used."""
+    """Report an OSError: output could not be written, or a file could not be used."""
     if error.filename is None and error.errno in _UNWRITTEN:
         forget_stdout()
         return _said(f"Cannot write: {error.strerror}.", ExitCode.GENERATION)
@@ -129,16 +129,16 @@ def _said(sentence: str, code: int) -> int:
     return code
 
 
-# OpenMP's default is to spin at every barrier for milliseconds: beside one other busy process that
-# cost a factor of 3 to 20, until the engine goes over to one thread, and all the time in a prefill.
-# Not to spin long enough costs more than it looks: a thread that sleeps between two products has to
-# be woken for each. Two threads on two quiet cores, 135m: 28 tokens/s with 1,000 turns, 38 with
+# By default OpenMP spins at every barrier for milliseconds. Beside one other busy process this
+# costs a factor of 3 to 20, until the engine changes to one thread, and during all of a prefill.
+# Too short a spin is slow too, because a thread that sleeps between two products must be woken for
+# each. Two threads on two quiet cores, 135m model: 28 tokens/s with a spin count of 1,000, 38 with
 # 3,000, 42 with 40,000; beside a busy process 26, 18 and 4.
 _SPIN_COUNT = "3000"
 
 
 def set_library_environment() -> None:
-    """Set what torch, OpenMP and tokenizers will read."""
+    """Set the environment variables that torch, OpenMP and tokenizers read."""
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", _SPIN_COUNT)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -1,6 +1,6 @@
-"""`kvchat models`: what models there are, what one is, and whether it can be run.
+"""`kvchat models`: lists models, and prints a model's properties and whether it can be run.
 
-Knows what is printed. Reads configurations, not weights, wherever the answer can be had so.
+Reads configurations, and weights only where the configuration is not enough.
 """
 
 import json
@@ -35,7 +35,7 @@ def _hub_models() -> list[str]:
 
 
 def info(name: str, device: str, as_json: bool) -> None:
-    """Print a model's facts; raises ModelUnsupported after them where it cannot be run."""
+    """Print a model's properties, then raise ModelUnsupported if it cannot be run."""
     source = find_model(name)
     facts, refusal = _facts(source, device)
     if as_json:
@@ -72,7 +72,7 @@ def _loaded_spec(source: ModelSource, device: str) -> Any:
 
 
 def _size_facts(source: ModelSource, spec: Any, config: Any, device: str) -> dict[str, Any]:
-    """Return architecture and sizes; token counts say what fits in the default budgets."""
+    """Return architecture and sizes; token counts are for the default cache budgets."""
     import torch
 
     from kvchat.engine.assembly import device_budget, kv_geometry

@@ -1,7 +1,7 @@
-"""How answers leave the program in scripts: plain text, one JSON object, or a stream of JSON lines.
+"""Output of the script modes: plain text, one JSON object, or a stream of JSON lines.
 
-Knows the field names of the JSON contract. stdout carries the answer and nothing else; everything
-else is stderr's: notices, and while a model loads one line on a terminal.
+stdout carries the answer and nothing else. Notices go to stderr, and on a terminal one line while a
+model loads.
 """
 
 import json
@@ -22,7 +22,7 @@ Facts = Callable[[], ModelReady | None]
 
 @dataclass(slots=True, eq=False)
 class Exchange:
-    """What every object about one exchange says: its session, and of a batch which request.
+    """The fields of every object about one exchange: its session, or in a batch its request.
 
     A batch has no sessions.
     """
@@ -31,7 +31,7 @@ class Exchange:
     label: dict[str, object] = field(default_factory=dict)
     num_samples: int = 1
     has_started: bool = False
-    told: set[str] = field(default_factory=set)  # what stderr got about its answers
+    told: set[str] = field(default_factory=set)  # notices already printed about its answers
 
     def fields(self, sample: int | None = None) -> dict[str, object]:
         fields: dict[str, object] = {"session": self.session_id, **self.label}
@@ -44,10 +44,10 @@ class Writer(Protocol):
     """Writes one exchange after another."""
 
     def write(self, exchange: Exchange, event: ChatEvent, read_again: str = "") -> None:
-        """Take one event of an exchange; of its end, why something was read again, if it was."""
+        """Write one event; with the end, `read_again` says why KV was computed again, or ""."""
 
     def fail(self, error: KvchatError, fields: dict[str, object]) -> None:
-        """Report that there is no exchange to speak of."""
+        """Report an error that prevented an exchange."""
 
 
 def final_object(
@@ -55,7 +55,7 @@ def final_object(
 ) -> dict[str, object]:
     """Return the object that describes a finished answer, as `--json` prints it.
 
-    It has `thinking` and `read_again` only where there is something to say.
+    It has `thinking` and `read_again` only if they are not empty.
     """
     timing = ended.timing.as_dict(ended.usage)
     timing["load_s"] = round(ready.load_s, 4) if ready is not None else 0.0
@@ -75,7 +75,7 @@ def final_object(
 
 
 def model_object(ready: ModelReady | None) -> dict[str, object] | None:
-    """Return the object that names the model, None while it is not loaded."""
+    """Return the object that describes the model, None while it is not loaded."""
     if ready is None:
         return None
     return {
@@ -93,10 +93,10 @@ def error_object(error: KvchatError) -> dict[str, object]:
 
 
 class TextWriter:
-    """Prints answers as they come, each ended by a newline; thinking is left out.
+    """Prints answers as they arrive, without thinking; each ends with a newline.
 
-    Of several samples each is printed when it is complete, a blank line between them. `is_raw`
-    prints control characters too.
+    Several samples are printed when complete, with a blank line between them. `is_raw` keeps
+    control characters.
     """
 
     def __init__(self, stdout: TextIO, is_raw: bool) -> None:
@@ -156,7 +156,7 @@ class JsonWriter:
 
 
 class StreamJsonWriter:
-    """Prints every event as a line of its own, flushed."""
+    """Prints every event as one JSON line, flushed."""
 
     def __init__(self, stdout: TextIO, ready: Facts) -> None:
         self._stdout = stdout
@@ -196,13 +196,13 @@ class StreamJsonWriter:
 
 
 def print_json(stdout: TextIO, content: dict[str, object]) -> None:
-    """Print one JSON line and flush it; ASCII only, so that no terminal or locale is disturbed."""
+    """Print one JSON line and flush it; ASCII only, so that it works with any locale."""
     stdout.write(json.dumps(content, ensure_ascii=True) + "\n")
     stdout.flush()
 
 
 class Notices:
-    """What goes to stderr: one-line messages, what commands say; `is_quiet` keeps errors only."""
+    """Writes to stderr: one-line messages and output of commands; `is_quiet` keeps errors only."""
 
     def __init__(self, is_quiet: bool, stderr: TextIO | None = None) -> None:
         self._is_quiet = is_quiet
@@ -214,7 +214,7 @@ class Notices:
             self._stderr.flush()
 
     def show(self, text: str) -> None:
-        """Write whole lines that were asked for, as they are."""
+        """Write requested lines unchanged."""
         if not self._is_quiet:
             self._stderr.write(text)
             self._stderr.flush()
@@ -225,7 +225,7 @@ class Notices:
 
 
 def ending_notice(ended: AnswerEnded, context_limit: int) -> str | None:
-    """Return what a reader of the answer should know about its end.
+    """Return a notice about the end of an answer, None if it needs none.
 
     An answer is cut off at the end of the context, `context_limit` tokens, or at its own limit.
     """
@@ -240,7 +240,7 @@ _ERASE_LINE = "\r\x1b[K"
 
 
 class LoadingLine:
-    """Shows the stage of loading, and erases itself when loading ends."""
+    """Shows the stage of loading in one line, and erases it when loading ends."""
 
     def __init__(
         self,
@@ -253,7 +253,7 @@ class LoadingLine:
         self._is_shown = not is_quiet and stderr.isatty()
 
     def show(self, event: LoadEvent) -> None:
-        """Take a loading event."""
+        """Show a loading event."""
         if self._is_shown and self._can_write(self._stderr):
             self._draw(event)
 

@@ -1,7 +1,6 @@
-"""Answers without a screen: one prompt, one turn a line, or a batch of JSON requests.
+"""The script modes: one prompt, one turn a line, or a batch of JSON requests.
 
-Knows how scripts talk to kvchat: standard input, output formats, exit codes. Does not know how an
-answer comes about.
+Handles input, output formats, time limits, signals and exit codes.
 """
 
 import asyncio
@@ -33,15 +32,15 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-# JSON requests in flight at once: enough to fill any batch, few enough to keep files open.
+# JSON requests in flight at once: enough to fill a batch, below the limit of open files.
 _MAX_IN_FLIGHT = 128
 
 
 @dataclass(frozen=True, slots=True)
 class ScriptSetup:
-    """What a script run works with.
+    """The inputs of a script run.
 
-    controller         the conversation, its model, and how answers are generated
+    controller   the conversation, its model, and how answers are generated
     timeout_s    limits the loading of the model, and then each answer
     shows_stats  a line of figures follows every answer, drawn with `glyphs`
     """
@@ -55,10 +54,10 @@ class ScriptSetup:
 
 
 class Script:
-    """Runs exchanges one after another and remembers the exit code.
+    """Runs exchanges one after another and keeps the exit code.
 
-    It is the first failure's. A usage error, such as a command that there is not, gives way to any
-    other: the rest of the input was worked on all the same.
+    The exit code is the first failure's. Any other error replaces a usage error, such as an unknown
+    command, because the rest of the input was still processed.
     """
 
     def __init__(self, setup: ScriptSetup, interruption: Interruption) -> None:
@@ -73,7 +72,7 @@ class Script:
         self.exit_code = ExitCode.OK
 
     def answer(self, text: str) -> None:
-        """Answer one message and write what happens; errors are reported, not raised."""
+        """Answer one message and write its events; errors are reported, not raised."""
         try:
             reply = self._controller.ask(text)
         except KvchatError as error:
@@ -84,9 +83,9 @@ class Script:
     def answer_lines(
         self, commands: "ScriptCommands", lines: Iterator[str], last: str | None = None
     ) -> None:
-        """Take a turn a line, all in one conversation; `last` is one more message after them.
+        """Answer one turn a line, in one conversation; `last` is a message after the lines.
 
-        Slash commands are carried out. A signal ends the run after the answer it cut off.
+        Slash commands are run. A signal cuts off the current answer and ends the run.
         """
         from kvchat.terminal.commands import Message, Unknown  # and all that draws: not for one -p
 
@@ -106,7 +105,7 @@ class Script:
 
     @property
     def _is_over(self) -> bool:
-        """Whether nothing more is to be answered."""
+        """Whether the run must end before the next message."""
         is_interrupted = self._interruption.code is not None
         return is_interrupted or self._has_given_up or not self._is_heard
 
@@ -116,7 +115,7 @@ class Script:
         return {"session": session.session_id} if session is not None else {}
 
     def _carry_out(self, commands: "ScriptCommands", line: "Invocation") -> None:
-        """What commands say is stderr's, failures included; answers are written like others."""
+        """Run a command. Its output and errors go to stderr; an answer is written as usual."""
         try:
             request = commands.carry_out(line)
             self._shows_stats = commands.shows_stats
@@ -137,21 +136,21 @@ class Script:
                     if isinstance(event, AnswerEnded):
                         self._controller.note_ended(event)
                     self._handle(exchange, event, reply)
-        except TimedOut as error:  # while the model loads, which nothing ends but leaving
+        except TimedOut as error:  # loading cannot be cancelled: only an exit ends it
             self._has_given_up = True
             self.report(error, self._session_fields)
             return
         self._tell_trouble()
 
     def _tell_trouble(self) -> None:
-        """KV that is not kept is no reason to fail, but one to say so."""
+        """Print a new problem of the KV store or of speculation; the exit code stays."""
         if self._interruption.code is not None:
             return
         if trouble := asyncio.run(self._controller.engine.new_trouble()):
             self._setup.notices.tell(trouble)
 
     def report(self, error: KvchatError, fields: dict[str, object]) -> None:
-        """Report what kept an exchange from happening."""
+        """Report the error that prevented an exchange."""
         with self._listening(None):
             self._setup.writer.fail(error, fields)
         self._fail(error)
@@ -166,7 +165,7 @@ class Script:
 
     @contextmanager
     def _listening(self, reply: Reply | None) -> Iterator[None]:
-        """Stop talking where the output cannot be written any more; answers are kept."""
+        """End the run when the output cannot be written any more; answers are saved."""
         try:
             yield
         except BrokenPipeError:
@@ -179,7 +178,7 @@ class Script:
             reply.cancel()
 
     def _tell_load_notes(self) -> None:
-        """Say once what is odd about the model. Here, because the engine waits for no reader."""
+        """Print the notes of loading once. Not on the engine's thread: stderr may block."""
         ready = self._controller.host.ready
         if ready is not None and not self._has_told_notes:
             self._has_told_notes = True
@@ -200,7 +199,7 @@ class Script:
             self._tell_statistics(event, read_again)
             ready = self._controller.host.ready
             notice = ending_notice(event, ready.context_limit) if ready is not None else None
-            if notice is not None and notice not in exchange.told:  # of many samples, once
+            if notice is not None and notice not in exchange.told:  # once for many samples
                 exchange.told.add(notice)
                 self._setup.notices.tell(notice)
             if event.reason is FinishReason.TIMEOUT:
@@ -228,16 +227,18 @@ class Script:
     # A batch of JSON requests
 
     def answer_batch(self, requests: Iterator[JsonRequest | BadRequest]) -> None:
-        """Answer independent requests as one continuous batch; results come as they are ready.
+        """Answer independent requests as one continuous batch; write results as they are ready.
 
-        Requests are read on a thread of their own: whoever sends them may wait for an answer
-        before sending the next.
+        Requests are read on a separate thread, because the sender may wait for an answer before it
+        sends the next request.
         """
         inbox: queue.SimpleQueue[_Arrival] = queue.SimpleQueue()
         places = threading.Semaphore(_MAX_IN_FLIGHT)
         running: dict[int, _Running] = {}
         self._interruption.watch(lambda: _cancel_all(running))
-        threading.Thread(target=_read_ahead, args=(requests, inbox, places), daemon=True).start()
+        threading.Thread(
+            target=_queue_requests, args=(requests, inbox, places), daemon=True
+        ).start()
         number, is_open = 0, True
         while (is_open and self._interruption.code is None and self._is_heard) or running:
             try:
@@ -264,9 +265,8 @@ class Script:
             self._note(self._interruption.code)
 
     def _next_arrival(self, inbox: "queue.SimpleQueue[_Arrival]") -> "_Arrival":
-        """Wait for something to happen; wakes up for a signal even if nothing does.
-
-        Raises TimedOut where the model takes too long to load.
+        """Return the next request or event, None at the end of the input or after a signal.
+        Raises TimedOut if the model takes too long to load.
         """
         while True:
             if self._setup.timeout_s is not None:
@@ -289,7 +289,7 @@ class Script:
         try:
             options = request.options(self._controller.options)
             system = request.system if request.has_system else self._controller.system
-            # Independent requests are no conversation: there is none to be found again.
+            # Independent requests are not a conversation, so no session file is made.
             session = self._controller.host.unsaved_session(system)
             request.recall_history(session)
             reply = session.ask(request.prompt, options, lambda: inbox.put(number))
@@ -304,7 +304,7 @@ class Script:
         self._begin_timers(running)
 
     def _begin_timers(self, running: "dict[int, _Running]") -> None:
-        """Limit every reply that is not limited yet, once the model is loaded."""
+        """Start the timer of every reply without one, after the model is loaded."""
         if self._controller.host.ready is None:
             return
         for current in running.values():
@@ -316,7 +316,7 @@ class Script:
     ) -> None:
         current = running.get(number)
         if current is None:
-            return  # a notice that came after the last event was taken
+            return  # this notification came after the last event was taken
         for event in current.reply.poll():
             self._handle(current.exchange, event, current.reply)
         if not self._is_heard:
@@ -340,12 +340,12 @@ class _Running:
 _Arrival = JsonRequest | BadRequest | int | None
 
 
-def _read_ahead(
+def _queue_requests(
     requests: Iterator[JsonRequest | BadRequest],
     inbox: "queue.SimpleQueue[_Arrival]",
     places: threading.Semaphore,
 ) -> None:
-    """Hand requests over as places become free; None at the end, whatever that is."""
+    """Put requests into the inbox as places become free; None at the end or after an error."""
     try:
         for request in requests:
             places.acquire()
@@ -367,7 +367,7 @@ def _cancel_all(running: dict[int, _Running]) -> None:
 
 
 class _Limits:
-    """While entered: a time limit on a reply, and signals that end it."""
+    """Context manager: a time limit on a reply, and signals that cancel it."""
 
     def __init__(
         self,
@@ -394,7 +394,7 @@ class _Limits:
             self._timer.cancel()
 
     def _cancel(self) -> None:
-        if self._host.ready is None:  # loading cannot be ended in order, and has made nothing yet
+        if self._host.ready is None:  # loading cannot be cancelled, and has nothing to save
             assert self._interruption.code is not None
             raise Interrupted(self._interruption.code)
         self._reply.cancel()

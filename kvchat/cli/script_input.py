@@ -1,6 +1,6 @@
-"""Standard input of scripts: one message, a turn a line, or a JSON request a line.
+"""Reads standard input in the script modes: one message, a turn a line, or a JSON request a line.
 
-Knows bytes, encodings and lines, and how much of each is too much; knows no conversation.
+It decodes the bytes and limits the size of lines and messages.
 """
 
 import json
@@ -12,12 +12,12 @@ from kvchat.chat.json_requests import BadRequest, JsonRequest, label_of, parse_r
 from kvchat.cli.output import Notices
 from kvchat.core.errors import ContextTooLong, KvchatError, UsageError
 
-# Some four million tokens: more than any model's context holds.
+# About four million tokens: more than any model's context holds.
 _MAX_MESSAGE_BYTES = 16 << 20
 
 
 def read_text(stdin: BinaryIO, notices: Notices) -> str:
-    """Return all of standard input as one message, without its last line ends.
+    """Return all of standard input as one message, without line ends at its end.
 
     Raises ContextTooLong for more than any context holds.
     """
@@ -31,7 +31,7 @@ def read_text(stdin: BinaryIO, notices: Notices) -> str:
 
 
 def read_lines(stdin: BinaryIO, notices: Notices) -> Iterator[str]:
-    """Yield the lines of standard input as they come; empty ones are no turns.
+    """Yield the lines of standard input as they arrive, without empty lines.
 
     Raises ContextTooLong for a line longer than any context holds.
     """
@@ -44,7 +44,7 @@ def read_lines(stdin: BinaryIO, notices: Notices) -> Iterator[str]:
 
 
 def read_requests(stdin: BinaryIO, notices: Notices) -> Iterator[JsonRequest | BadRequest]:
-    """Yield the requests of standard input, an error in place of each line that is none."""
+    """Yield the requests of standard input, and a BadRequest for each invalid line."""
     for number, line in enumerate(_bounded_lines(stdin), start=1):
         if line is None:
             problem = _too_long(f"Line {number} of the input")
@@ -66,12 +66,12 @@ def _request(line: bytes, number: int) -> JsonRequest | BadRequest:
 
 
 def _no_constant(name: str) -> NoReturn:
-    """Refuse NaN and Infinity: Python reads and writes them, JSON does not know them."""
+    """Refuse NaN and Infinity: Python reads and writes them, but they are not JSON."""
     raise ValueError(name)
 
 
 def _finite(text: str) -> float:
-    """Read a number; one that is too large would be written again as Infinity."""
+    """Parse a number; refuse one that is too large, as it would be written as Infinity."""
     number = float(text)
     if not math.isfinite(number):
         raise ValueError(text)
@@ -79,7 +79,7 @@ def _finite(text: str) -> float:
 
 
 def _bounded_lines(stdin: BinaryIO) -> Iterator[bytes | None]:
-    """Yield line after line; None in place of one that is too long, which is not held in memory."""
+    """Yield the lines; None for a line that is too long, which is not held in memory."""
     try:
         while line := stdin.readline(_MAX_MESSAGE_BYTES + 1):
             is_whole = len(line) <= _MAX_MESSAGE_BYTES

@@ -1,7 +1,4 @@
-"""`kvchat sessions`: list, show, export, import, rename and delete saved conversations.
-
-Knows what is printed; reading and writing sessions is the chat floor's.
-"""
+"""`kvchat sessions`: lists, shows, exports, imports, renames and deletes saved conversations."""
 
 import json
 import os
@@ -85,7 +82,7 @@ def rename(store: SessionStore, text: str, title: str) -> None:
 
 
 def remove(store: SessionStore, texts: list[str]) -> None:
-    """Delete conversations for good."""
+    """Delete conversations permanently."""
     for session_id in [store.find(text) for text in texts]:
         store.remove(session_id)
         _print(f"deleted {session_id}")

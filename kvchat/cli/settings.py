@@ -1,7 +1,6 @@
-"""Every setting: its name, type, default and help, and where its value came from.
+"""Every setting: its name, type, default and help, and the origin of its value.
 
-Precedence: flags, `KVCHAT_*` environment, config.toml, defaults. Knows names and types; what a
-setting does is its user's business.
+Precedence: flags, `KVCHAT_*` environment, config.toml, defaults.
 """
 
 import difflib
@@ -30,7 +29,7 @@ ENVIRONMENT_PREFIX = "KVCHAT_"
 _MAX_CONFIG_BYTES = 1 << 20
 _MEND_IT = "Mend or remove it."
 _MAX_SHOWN_CHARS = 120
-# What a signed 64-bit number holds.
+# The largest signed 64-bit number.
 _LEAST, _MOST = -(2**63), 2**63 - 1
 
 
@@ -116,7 +115,7 @@ BY_NAME = {setting.name: setting for setting in SETTINGS}
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Resolved values, and for each one where it came from."""
+    """Resolved values, and the origin of each."""
 
     values: Mapping[str, Any]
     origins: Mapping[str, str] = field(default_factory=dict)
@@ -125,7 +124,7 @@ class Settings:
         return self.values[name]
 
     def blamed(self, error: UsageError) -> UsageError:
-        """The error about a setting's value, naming the flag it came from or where it is set."""
+        """Return an error about a setting's value that names its flag or other origin."""
         named = error.message.removeprefix("--")
         for setting in SETTINGS:
             if not named.startswith(f"{setting.flag.removeprefix('--')} "):
@@ -157,7 +156,7 @@ class Settings:
         return EngineConfig(max_context=self["max_context"], graphs=self["graphs"])
 
     def speculation_config(self, model_name: str) -> SpeculationConfig:
-        """Return what guesses ahead when `model_name` is chatted with."""
+        """Return the speculation settings for a chat with `model_name`."""
         draft = self["draft"]
         is_wanted = self["spec"]
         if is_wanted is None:
@@ -182,7 +181,7 @@ def resolve(
 ) -> Settings:
     """Merge the four sources; raises UsageError naming the source of a value that cannot be used.
 
-    `flags` holds None for what was not given.
+    `flags` holds None for flags that were not given.
     """
     file_values = _known_values(config_path)
     values: dict[str, Any] = {}
@@ -205,7 +204,7 @@ def resolve(
 
 
 def unknown_variables(environment: Mapping[str, str]) -> list[str]:
-    """Return a sentence for each variable that looks like a setting of ours and is none."""
+    """Return a sentence for each variable that looks like a kvchat setting but is none."""
     known_names = [setting.variable for setting in SETTINGS]
     sentences = []
     for name in sorted(environment):
@@ -218,7 +217,7 @@ def unknown_variables(environment: Mapping[str, str]) -> list[str]:
 
 
 def read_config(path: Path) -> dict[str, object]:
-    """Return what a configuration file sets, nothing where there is none; raises UsageError."""
+    """Return a configuration file's values, empty if there is no file; raises UsageError."""
     try:
         text = read_bounded(path, _MAX_CONFIG_BYTES).decode()
         return tomllib.loads(text)
@@ -242,7 +241,7 @@ def _known_values(path: Path) -> dict[str, object]:
 
 
 def _parsed(setting: Setting, text: str, origin: str) -> object:
-    """Turn the text of an environment variable or of a command into a value."""
+    """Convert the text of an environment variable or command to a value."""
     if setting.kind is bool:
         lowered = text.strip().lower()
         if lowered in ("1", "true", "yes", "on"):
@@ -264,12 +263,12 @@ _KIND_NAMES = {int: "a whole number", float: "a number", str: "text", list: "a l
 
 
 def parse_value(name: str, text: str) -> object:
-    """Turn text into a setting's value; raises UsageError for an unknown name or a bad value."""
+    """Convert text to a setting's value; raises UsageError for an unknown name or bad value."""
     return _parsed(known(name), text, name)
 
 
 def known(name: str) -> Setting:
-    """Return the setting of this name; raises UsageError where there is none."""
+    """Return the setting with this name; raises UsageError if there is none."""
     if name not in BY_NAME:
         raise UsageError(f"{shown(name)} is no setting.", "See `kvchat config show`.")
     return BY_NAME[name]

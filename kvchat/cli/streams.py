@@ -1,7 +1,7 @@
-"""Standard streams and signals of a script: open, patient with a slow reader, and ended in order.
+"""Standard streams and signals of the script modes.
 
-An unwritable stderr never costs an answer, and a stalled reader never keeps a signal from ending
-the program. The first signal ends the answer and keeps what there is of it.
+An unwritable stderr does not lose an answer. A stalled reader does not stop a signal from ending
+the program. The first signal ends the answer and keeps its text so far.
 """
 
 import io
@@ -16,16 +16,16 @@ from typing import TextIO
 
 from kvchat.core.errors import ExitCode
 
-# A write of this size returns, however slowly the reader reads, before anyone calls it stalled.
+# Write size: small enough that a slow reader takes it before the write counts as stalled.
 _PIECE_BYTES = 1 << 16
 
 
 class Stalled(BrokenPipeError):
-    """The reader of a stream has stopped reading, and the program is to end."""
+    """The reader of a stream has stopped reading, and the program must end."""
 
 
 class _Output(io.FileIO):
-    """The raw file of stdout or stderr. It knows how long its reader has kept a write waiting."""
+    """The raw file of stdout or stderr; it measures how long a write has waited for its reader."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number, "w", closefd=False)
@@ -33,14 +33,14 @@ class _Output(io.FileIO):
 
     @property
     def waits_s(self) -> float:
-        """Seconds that the write in progress has taken; 0 where there is none."""
+        """Seconds that the write in progress has taken; 0 if there is none."""
         return time.monotonic() - self._began_s if self._began_s is not None else 0.0
 
     def write(self, data) -> int:  # type: ignore[no-untyped-def]  # a Buffer
         self._began_s = time.monotonic()
         try:
             while (num_written := super().write(memoryview(data)[:_PIECE_BYTES])) is None:
-                # Another program has made this open file non-blocking, and it is full.
+                # Another program made this open file non-blocking, and its buffer is full.
                 poll = select.poll()
                 poll.register(self, select.POLLOUT)
                 poll.poll()
@@ -50,7 +50,7 @@ class _Output(io.FileIO):
 
 
 class _ForgivingOutput(_Output):
-    """What cannot be written is dropped: there is no place left to say so."""
+    """Drops output that cannot be written, because the error could not be reported either."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -68,32 +68,32 @@ class _ForgivingOutput(_Output):
 
 
 def prepare_streams() -> None:
-    """Open what is closed, and put our own files below stdout and stderr."""
+    """Open closed standard streams, and use our raw files below stdout and stderr."""
     _ensure_open()
     sys.stdout = _over(_Output(1), sys.stdout)
     sys.stderr = _over(_ForgivingOutput(2), sys.stderr)
-    # What the encoding of stdout lacks becomes a question mark; stderr has its own way.
+    # Characters that stdout's encoding lacks become question marks; stderr keeps its own setting.
     if sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="replace")
 
 
 def _over(raw: _Output, before: TextIO) -> io.TextIOWrapper:
-    """Return a text stream over a raw file, with the manners of the one it replaces."""
+    """Return a text stream over a raw file, with the settings of the stream it replaces."""
     assert isinstance(before, io.TextIOWrapper)
     return io.TextIOWrapper(
         io.BufferedWriter(raw),
         encoding=before.encoding,
         errors=before.errors,
         newline="\n",
-        # Python's stderr, and its stdout where that is asked for, keep nothing back.
+        # Python's stderr is unbuffered, and so is stdout if Python was told so.
         line_buffering=before.line_buffering or before.write_through,
     )
 
 
 def _ensure_open() -> None:
-    """Put the null device where a standard stream is closed, as it is under many a daemon.
+    """Open the null device for each closed standard stream, which many daemons have.
 
-    Otherwise the next file opened would get its number, and what is printed would go there.
+    Otherwise the next opened file would get the stream's number and receive the output.
     """
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         try:
@@ -109,9 +109,9 @@ def _ensure_open() -> None:
 
 
 def raise_if_stalled(seconds: float) -> None:
-    """Raise Stalled out of a write that the reader of a stream has kept waiting for so long.
+    """Raise Stalled if the write in progress has waited this long for the stream's reader.
 
-    To be called from a signal handler: what calls it is what waits.
+    Call it from a signal handler, which interrupts the waiting write.
     """
     for stream in (sys.stdout, sys.stderr):
         raw = getattr(getattr(stream, "buffer", None), "raw", None)
@@ -126,12 +126,12 @@ def can_write_at_once(stream: TextIO) -> bool:
 
 
 def forget_stdout() -> None:
-    """Point stdout nowhere, so that flushing it at exit does not complain about it once more."""
+    """Redirect stdout to the null device, so that flushing at exit reports no second error."""
     _forget(1)
 
 
 def forget_streams() -> None:
-    """Point stdout and stderr nowhere: flushing them at exit waits for no reader."""
+    """Redirect stdout and stderr to the null device, so that exit waits for no reader."""
     _forget(1)
     _forget(2)
 
@@ -147,13 +147,13 @@ _CODES = {
     signal.SIGTERM: ExitCode.TERMINATED,
     signal.SIGHUP: ExitCode.HANGUP,
 }
-# After a signal, a write that has waited for its reader this long is given up.
+# After a signal, a write that has waited this long for its reader is abandoned.
 _PATIENCE_S = 0.4
 _LOOK_AGAIN_S = 0.1
 
 
 class Interrupted(BaseException):
-    """A signal came while nothing was there to be ended in order."""
+    """A signal arrived while there was nothing to cancel."""
 
     def __init__(self, code: ExitCode) -> None:
         super().__init__(code)
@@ -161,11 +161,11 @@ class Interrupted(BaseException):
 
 
 class Interruption:
-    """Catches SIGINT, SIGTERM and SIGHUP while it is entered.
+    """Context manager that catches SIGINT, SIGTERM and SIGHUP.
 
-    With something to cancel, the first signal cancels it and `code` says what to exit with; a
-    second one leaves at once. With nothing to cancel, Interrupted is raised. A write that waits for
-    its reader all the while ends with Stalled.
+    If there is something to cancel, the first signal cancels it and sets `code`, the exit code; a
+    second signal exits at once. Otherwise Interrupted is raised. A write that still waits for its
+    reader then ends with Stalled.
     """
 
     def __init__(self) -> None:
@@ -185,7 +185,7 @@ class Interruption:
             signal.signal(number, handler)  # type: ignore[arg-type]
 
     def watch(self, cancel: Callable[[], None] | None) -> None:
-        """Say what the first signal is to cancel; None for nothing."""
+        """Set the function that the first signal calls; None for nothing to cancel."""
         self._cancel = cancel
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
@@ -193,7 +193,7 @@ class Interruption:
         if self.code is not None:
             os._exit(code)
         self.code = code
-        # A write in progress goes on after this handler: another signal has to end it.
+        # A write in progress continues after this handler: the alarm signal ends it.
         signal.setitimer(signal.ITIMER_REAL, _PATIENCE_S, _LOOK_AGAIN_S)
         if self._cancel is None:
             raise Interrupted(code)

@@ -1,1 +1,1 @@
-"""Floor 0: plain data every floor shares. Standard library only; knows nothing of the others."""
+"""Floor 0: plain data that all other packages share. Imports the standard library only."""

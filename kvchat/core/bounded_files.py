@@ -1,7 +1,7 @@
-"""Reads files that users and downloads supply: regular files only, and no more than so many bytes.
+"""Reads files from users and downloads: regular files only, up to a limit of bytes.
 
-A named pipe, a socket, a device or a directory in place of a file is refused, and never waited for.
-Symbolic links are followed: the user chose the path. What is private goes through `paths`.
+A named pipe, socket, device or directory is refused without waiting. Symbolic links are followed,
+because the user chose the path. `paths` opens kvchat's own private files.
 """
 
 import errno
@@ -20,12 +20,12 @@ _KINDS = (
 
 
 def open_regular(path: Path) -> int:
-    """Open a regular file for reading; return the descriptor, which is the caller's to close.
+    """Open a regular file for reading; return the descriptor, which the caller closes.
 
-    Raises OSError, FileNotFoundError where there is no file. Its `strerror` completes the sentence
+    Raises OSError, FileNotFoundError if there is no file. Its `strerror` completes the sentence
     "PATH cannot be read: ...".
     """
-    # O_NONBLOCK: to open a named pipe would wait for its other end.
+    # O_NONBLOCK: opening a named pipe would otherwise wait for its other end.
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
     try:
         descriptor = os.open(path, flags)
@@ -43,13 +43,13 @@ def open_regular(path: Path) -> int:
 
 
 def read_bounded(path: Path, max_bytes: int) -> bytes:
-    """Return all of a regular file of `max_bytes` or fewer; errors as `open_regular`.
+    """Return the content of a regular file of at most `max_bytes`; errors as `open_regular`.
 
-    A larger file raises OSError too, with errno EFBIG. No more than `max_bytes` are held in memory.
+    A larger file raises OSError with errno EFBIG. Memory use is bounded by `max_bytes`.
     """
     descriptor = open_regular(path)
     try:
-        # The size alone is not to be relied on: /proc says 0, and a file may grow meanwhile.
+        # The size alone is not reliable: it is 0 in /proc, and a file may grow meanwhile.
         if os.fstat(descriptor).st_size <= max_bytes:
             content = bytearray()
             while piece := os.read(descriptor, min(_PIECE_BYTES, max_bytes + 1 - len(content))):

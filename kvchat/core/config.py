@@ -1,7 +1,6 @@
-"""Settings, frozen and resolved once: what each floor is told when it is built.
+"""Frozen configuration of each package: defaults, units and allowed values.
 
-Knows names, defaults, units and what values are admissible. Does not know where a value came from
-(flags, environment, file): `cli/settings.py` does.
+`cli/settings.py` fills it from flags, environment and file.
 """
 
 import re
@@ -14,13 +13,13 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _SIZE = re.compile(r"(?ai)^\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*$")
 _SHARE = re.compile(r"(?a)^\s*(\d+(?:\.\d+)?)\s*%\s*$")
 _MAX_BYTES = 2**63 - 1
-# OpenMP starts as many as it is told, and ends the program where it cannot.
+# OpenMP starts as many threads as asked, and aborts the program if it cannot.
 _MAX_THREADS = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """An amount of memory: either bytes, or a share of whatever it is resolved against."""
+    """An amount of memory: bytes, or a share (0 to 1) of the amount given to `resolve`."""
 
     num_bytes: int | None = None
     share: float | None = None
@@ -43,7 +42,7 @@ class Size:
 
 
 _MAX_QUOTED_CHARS = 60
-# A smaller number without a unit is a unit forgotten.
+# A smaller number without a unit is refused: the user probably forgot the unit.
 _LEAST_PLAIN_BYTES = 1 << 20
 
 
@@ -51,12 +50,12 @@ def parse_size(text: str, name: str) -> Size:
     """Read `8G`, `512M`, `1.5g`, `20%` or plain bytes. Raises UsageError naming the setting."""
     if match := _SIZE.match(text):
         if text.strip()[-1].isdigit() and 0 < float(match[1]) < _LEAST_PLAIN_BYTES:
-            # A forgotten unit would empty a store that is larger than that.
+            # A store larger than this tiny limit would be emptied.
             number = match[1]
             hint = f"Give a unit: {number}G, or {number}B if bytes are meant."
             raise UsageError(f"{name} is {number} bytes.", hint)
         num_bytes = float(match[1]) * _UNITS[match[2].upper()]
-        if num_bytes > _MAX_BYTES:  # float's infinity too, which many digits make
+        if num_bytes > _MAX_BYTES:  # also infinity, the float of a number with many digits
             raise UsageError(f"{name} is {shown(text)}, which is more than any machine has.")
         return Size(num_bytes=int(num_bytes))
     if (match := _SHARE.match(text)) and 0 <= float(match[1]) <= 100:
@@ -65,15 +64,15 @@ def parse_size(text: str, name: str) -> Size:
 
 
 def shown(value: object) -> str:
-    """Return a value as an error quotes it: as Python writes it, and not at any length."""
+    """Return a value for quotation in an error: its repr, cut to 60 characters."""
     if isinstance(value, int) and abs(value) >= 10**_MAX_QUOTED_CHARS:
-        return "a number of too many digits"  # Python refuses to write thousands of them
+        return "a number of too many digits"  # Python refuses to convert thousands of digits
     text = repr(value)
     return text if len(text) <= _MAX_QUOTED_CHARS else f"{text[:_MAX_QUOTED_CHARS]}..."
 
 
 def format_bytes(num_bytes: int) -> str:
-    """Return a size for people: three or four digits and a binary unit."""
+    """Return a size for display: three or four digits and a binary unit."""
     value, unit = float(num_bytes), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if value < 1023.5:
@@ -84,9 +83,9 @@ def format_bytes(num_bytes: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Which model, and how it is held. `name` is `demo`, a directory or a hub id.
+    """The model, its device and its number formats. `name` is `demo`, a directory or a hub id.
 
-    `weights` packs them in fewer bits than the checkpoint's; `auto` does not.
+    `weights` int8 or int4 quantises the weights; `auto` keeps the checkpoint's precision.
     """
 
     name: str = "demo"
@@ -107,12 +106,12 @@ class ModelConfig:
 class CacheConfig:
     """Shape and budget of the KV cache. `block_size` counts tokens and is a power of two.
 
-    `device_bytes` bounds the KV held on the device; None takes the device's default share.
-    `host_bytes` bounds what is demoted from there to host memory; None takes the default share
-    beside a GPU, and nothing where the device's memory is the host's. `reuse` off makes every
-    request start cold, which only measurements and `--no-cache` want. `disk_bytes` bounds the KV
-    kept in `directory`, which survives the process: None takes the default share of what is free,
-    and without a directory nothing is kept.
+    device_bytes   bounds the KV on the device; None takes the device's default share
+    host_bytes     bounds the KV demoted to host memory; None takes the default share with a GPU,
+                   and nothing if the device's memory is host memory
+    reuse          False computes every prompt from the start, for measurements and `--no-cache`
+    disk_bytes     bounds the KV in `directory`; None takes the default share of the free space
+    directory      holds KV that survives the process; None keeps nothing on disk
     """
 
     block_size: int = 16
@@ -154,8 +153,9 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationConfig:
-    """What guesses ahead of the model: nothing, n-grams of the conversation, a draft model, or
-    whichever pays best. Can be switched later, to what was loaded.
+    """The drafter for speculation: none, n-grams of the conversation, a draft model, or auto.
+
+    `auto` chooses the fastest. The user can switch later to any drafter that was loaded.
     """
 
     mode: str = "off"
@@ -166,7 +166,7 @@ class SpeculationConfig:
 
 @dataclass(frozen=True, slots=True)
 class Paths:
-    """Where kvchat keeps things; directories are created on first use, private to the user."""
+    """kvchat's directories; created on first use with mode 0700."""
 
     config: Path
     sessions: Path

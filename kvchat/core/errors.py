@@ -1,8 +1,7 @@
-"""Every error a user can meet, with its exit code and a hint.
+"""Every error that a user can see, with its exit code and a hint.
 
-Knows the exit codes of the command line contract. Does not print, log or decide: the command line,
-its scripts and the interactive chat turn these into text, everyone else raises them or lets them
-pass.
+The exit codes are part of the command line's contract. The command line, its scripts and the
+interactive chat print these errors; all other code raises them or lets them pass.
 """
 
 from enum import IntEnum
@@ -26,7 +25,7 @@ class ExitCode(IntEnum):
 
 
 class KvchatError(Exception):
-    """Something the user can understand: one sentence, and a hint saying what to do next."""
+    """An error for the user: one sentence, and a hint on what to do next, "" for none."""
 
     exit_code = ExitCode.GENERATION
 
@@ -78,7 +77,7 @@ class StoreError(KvchatError):
 
 
 class StoreInUse(StoreError):
-    """Others are at it and do not let go: that passes, and the same may be tried again."""
+    """Another process holds a lock on the store. This passes: the caller may try again."""
 
 
 class TimedOut(KvchatError):

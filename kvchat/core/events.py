@@ -1,7 +1,4 @@
-"""What flows up from the engine: one event class per thing that can happen to a request or a model.
-
-Events are immutable and hold no tensors. Knows nothing of who listens.
-"""
+"""Events of the engine about requests and about loading a model. Immutable, without tensors."""
 
 from dataclasses import dataclass
 
@@ -19,7 +16,7 @@ class LoadProgress:
 
 @dataclass(frozen=True, slots=True)
 class ModelReady:
-    """The engine answers from now on; facts for the status line and the JSON contract.
+    """The model is loaded; holds the values for the status line and the JSON output.
 
     `draft` is the name of the draft model, None where there is none.
     """
@@ -64,8 +61,7 @@ class TokensGenerated:
 class SampleFinished:
     """One sample is complete. `stop_token` is the stop token that ended it, if one did.
 
-    `miss_reason` says why a slower tier did not have more of the prompt, None where it was not
-    asked for any.
+    `miss_reason` says why a slower tier did not have more of the prompt, None if it was not asked.
     """
 
     request_id: int
@@ -79,7 +75,7 @@ class SampleFinished:
 
 @dataclass(frozen=True, slots=True)
 class RequestFailed:
-    """A request ended without an answer; nothing more follows for it."""
+    """A request ended without an answer; it has no further events."""
 
     request_id: int
     error: KvchatError

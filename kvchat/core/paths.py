@@ -1,8 +1,4 @@
-"""Private directories and files: 0700 and 0600 whatever the umask, symlinks refused.
-
-Knows permissions, ownership and what `~` means. Does not know what is stored, or where the user's
-directories are.
-"""
+"""Private directories and files: modes 0700 and 0600 with any umask, symbolic links refused."""
 
 import errno
 import os
@@ -13,7 +9,7 @@ from kvchat.core.errors import StoreError, UsageError
 
 
 def user_path(text: str) -> Path:
-    """Return the path that a user's text means, `~` expanded; UsageError where it means none."""
+    """Return the path for a user's text, with `~` expanded; UsageError if it is not a path."""
     if "\0" in text:
         raise UsageError("A path cannot hold a NUL character.")
     try:
@@ -23,10 +19,10 @@ def user_path(text: str) -> Path:
 
 
 def private_directory(path: Path) -> Path:
-    """Create `path`, and what leads to it, with mode 0700 where they do not exist yet; return it.
+    """Create `path` and its missing parents with mode 0700; return `path`.
 
-    A directory that exists keeps its mode: it may be one the user chose and shares on purpose.
-    Raises StoreError if it cannot be created or belongs to somebody else.
+    An existing directory keeps its mode, because the user may share it on purpose. Raises
+    StoreError if it cannot be created or belongs to another user.
     """
     try:
         missing = [directory for directory in (path, *path.parents) if not directory.is_dir()]
@@ -48,15 +44,14 @@ def private_directory(path: Path) -> Path:
 def open_private(
     path: Path, flags: int, dir_fd: int | None = None, has_one_name: bool = False
 ) -> int:
-    """Open a file of the user's own with mode 0600; return the descriptor.
+    """Open a regular file of this user, with mode 0600; return the descriptor for the caller.
 
-    `flags` are those of os.open. A relative path is one in the directory of `dir_fd`. A symbolic
-    link, or a file of another user, raises StoreError, as does anything else that keeps the file
-    from being opened; so does a file with another name too, which may be anywhere, where it is to
-    have one or is to be emptied.
+    `flags` are those of os.open. A relative path is relative to the directory `dir_fd`. Raises
+    StoreError for a symbolic link, another user's file, or a file that cannot be opened. With
+    `has_one_name` or O_TRUNC it also refuses a file with a second hard link, which may be anywhere.
     """
     has_one_name |= bool(flags & os.O_TRUNC)
-    # O_NONBLOCK matters to a named pipe only, whose opening would wait for its other end.
+    # O_NONBLOCK: opening a named pipe would otherwise wait for its other end.
     flags |= os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
     try:
         descriptor = os.open(path, flags & ~os.O_TRUNC, 0o600, dir_fd=dir_fd)
@@ -64,7 +59,7 @@ def open_private(
         raise StoreError(f"Cannot open {path}: {error.strerror}.") from error
     try:
         _require_own(descriptor, path, has_one_name)
-        if flags & os.O_TRUNC:  # not before it is known what it is
+        if flags & os.O_TRUNC:  # only after the checks
             os.ftruncate(descriptor, 0)
     except OSError as error:
         os.close(descriptor)
@@ -76,7 +71,7 @@ def open_private(
 
 
 def _require_own(descriptor: int, path: Path, has_one_name: bool) -> None:
-    """Raise StoreError for what is no regular file of the user's; give one that is mode 0600."""
+    """Set mode 0600 on a regular file of this user; raise StoreError for any other file."""
     info = os.fstat(descriptor)
     if info.st_uid != os.getuid() or not stat.S_ISREG(info.st_mode):
         raise StoreError(f"{path} is not a regular file of this user.")
@@ -87,11 +82,11 @@ def _require_own(descriptor: int, path: Path, has_one_name: bool) -> None:
 
 
 def private_file(path: Path) -> None:
-    """Make a file of the user's own with mode 0600 where there is none, or check what is there.
+    """Create a file with mode 0600, or check an existing one without opening it.
 
-    What is there is not opened: closing any descriptor of a file ends every lock that this process
-    has on it, and another of its threads may have the file open in SQLite, which lives by such
-    locks. Raises StoreError as `open_private` does.
+    Closing any descriptor of a file releases all POSIX locks of this process on it, and another
+    thread may have the file open in SQLite, which relies on these locks. Raises StoreError as
+    `open_private` does.
     """
     try:
         os.close(open_private(path, os.O_RDWR | os.O_CREAT | os.O_EXCL))

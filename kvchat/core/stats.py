@@ -1,4 +1,4 @@
-"""What the engine, and the store it keeps KV in, say when asked: plain counts, no tensors."""
+"""Status of the engine and of the KV store: plain counts, no tensors."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,12 +8,12 @@ from kvchat.core.types import DraftUse
 
 @dataclass(frozen=True, slots=True)
 class TierStatus:
-    """Totals of a slower tier since it was opened, and what it holds at this moment.
+    """Totals of a slower tier since it was opened, and its current content.
 
-    bytes_read, bytes_written   KV only, without what surrounds it
-    num_quarantined             blocks that a forward pass has found to be of another model
-    num_held_up                 what was not done because others were at the store meanwhile
-    trouble                     the last thing that went wrong, in a sentence; empty if nothing did
+    bytes_read, bytes_written   bytes of KV, without headers
+    num_quarantined             blocks whose KV disagreed with a forward pass of this model
+    num_held_up                 operations skipped because another process used the store
+    trouble                     the last problem, in a sentence; empty if there was none
     """
 
     num_packs: int = 0
@@ -31,9 +31,10 @@ class TierStatus:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationStatus:
-    """What speculation is set to, and did since the engine was made.
+    """The mode of speculation, and its totals since the engine was created.
 
-    drafters   names of those there are; `failed` says of each that fell out why it did
+    drafters   names of the drafters in use
+    failed     one text per drafter that was dropped after an error: its name and why
     """
 
     mode: str
@@ -44,12 +45,13 @@ class SpeculationStatus:
 
 @dataclass(frozen=True, slots=True)
 class GraphStatus:
-    """What captured graphs of small steps did since the engine was made.
+    """Totals of captured graphs of small steps since the engine was created.
 
-    num_captured   shapes of steps there are graphs of
-    num_replayed   steps that a graph ran; `num_eager` were small enough, but there was none yet
+    num_captured   step shapes that have a graph
+    num_replayed   steps that a graph ran
+    num_eager      steps that were small enough for a graph, but had none yet
     capture_s      seconds that capturing took
-    trouble        why there are none, or fewer than there might be; empty if nothing is wrong
+    trouble        why there are no graphs, or fewer than possible; empty if there is no problem
     """
 
     num_captured: int = 0
@@ -61,17 +63,17 @@ class GraphStatus:
 
 @dataclass(frozen=True, slots=True)
 class EngineStatus:
-    """Totals since the engine was made, and the device tier's blocks at this moment.
+    """Totals since the engine was created, and the device tier's current blocks.
 
-    num_blocks    blocks the budget allows; of these `num_free` are free and `num_cached` hold KV
-                  that a later prompt may reuse (some of it in use right now)
+    num_blocks    blocks that the budget allows; of these `num_free` are free and `num_cached` hold
+                  KV that a later prompt may reuse (some of them are in use)
     block_bytes   bytes of one block over all layers
-    host          the tier in host memory, None where there is none
-    disk          the tier that outlives the process, None where there is none (yet)
-    disk_read_s   seconds that reading back from it and verifying took
-    graphs        None where steps are never captured
-    step_threads  on how many threads a step of one token runs at present, and how many there are;
-                  None where a GPU runs it
+    host          the tier in host memory, None if there is none
+    disk          the tier on disk, None if there is none or it is not open yet
+    disk_read_s   seconds spent on reading KV from disk and verifying it
+    graphs        None if steps are never captured
+    step_threads  the number of CPU threads for a step of one token, and the number available;
+                  None on a GPU
     """
 
     num_steps: int
@@ -96,10 +98,10 @@ class EngineStatus:
 
 @dataclass(frozen=True, slots=True)
 class ModelDirStatus:
-    """What a store keeps under one identity, which is a model and how it is run, in hex.
+    """The KV that a store holds for one identity: a hex digest of a model and how it is run.
 
-    last_used_s   seconds since the epoch, 0 where nobody knows
-    trouble       what keeps it from being read, in a few words; empty if nothing does
+    last_used_s   seconds since the epoch, 0 if not known
+    trouble       why it cannot be read, in a few words; empty if it can
     """
 
     identity: str
@@ -113,7 +115,7 @@ class ModelDirStatus:
 
 @dataclass(frozen=True, slots=True)
 class KeptPin:
-    """A context that is not to be forgotten: what the user calls it, and since when (epoch)."""
+    """A pinned context: the user's label, and when it was pinned in seconds since the epoch."""
 
     label: str
     num_tokens: int
@@ -122,9 +124,10 @@ class KeptPin:
 
 @dataclass(frozen=True, slots=True)
 class StoreStatus:
-    """What a store holds, all identities together, the one used last first. 0 allowed is off.
+    """The content of a store, by identity, the most recently used first.
 
-    `strangers` are directories that look like model directories and were not made by this kvchat.
+    limit_bytes   the disk budget; 0 means that the disk tier is off
+    strangers     directories that look like model directories but were not made by this kvchat
     """
 
     directory: Path
@@ -146,7 +149,7 @@ class StoreStatus:
 
     @property
     def trouble(self) -> str:
-        """What is wrong, in a sentence; empty if nothing is."""
+        """The first problem, in a sentence; empty if there is none."""
         for model_dir in self.model_dirs:
             if model_dir.trouble:
                 return f"{model_dir.identity[:8]} cannot be read: {model_dir.trouble}."
@@ -155,10 +158,11 @@ class StoreStatus:
 
 @dataclass(frozen=True, slots=True)
 class KeptPack:
-    """A pack of a store, and the place of the pack it continues in the same list, which is before.
+    """A pack of a store, in a list where a pack comes after the pack that it continues.
 
-    `parent` is None for a beginning; `is_orphan` where the beginning is gone, `is_pinned` where it
-    is not to be forgotten.
+    parent      index of the continued pack in the list, None for the beginning of a context
+    is_orphan   the beginning of its context is missing
+    is_pinned   eviction does not remove it
     """
 
     parent: int | None
@@ -171,9 +175,9 @@ class KeptPack:
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """What reading a whole store has shown; what was damaged is gone.
+    """The result of reading a whole store. Damaged packs have been removed.
 
-    `num_tables` counts the identities whose table was no good, and all that it led to with it.
+    `num_tables` counts the identities whose table was damaged and removed with all its packs.
     """
 
     num_sound: int = 0

@@ -1,8 +1,7 @@
-"""Text from outside: what of it may reach a terminal, and the whole numbers that users type.
+"""Makes untrusted text safe for a terminal, and parses whole numbers that users type.
 
-Everything that comes from a model, a file, a title or metadata passes through `sanitize` before it
-is drawn or piped. It maps single characters, so there is no state to fool: an escape sequence
-becomes visible text.
+Text of a model, a file, a title or metadata passes through `sanitize` before it is drawn or piped.
+It maps single characters and keeps no state, so an escape sequence always becomes visible text.
 """
 
 import re
@@ -33,12 +32,12 @@ _SUSPECT = re.compile("[" + "".join(re.escape(chr(code)) for code in _TABLE) + "
 
 
 def sanitize_characters(text: str) -> str:
-    """Map every character that could act; carriage returns are left alone."""
+    """Replace or drop every character that could control a terminal, except carriage returns."""
     return text.translate(_TABLE) if _SUSPECT.search(text) else text
 
 
 def sanitize(text: str) -> str:
-    """Return whole text as it may be shown: lines end in a line feed, nothing acts."""
+    """Return text that is safe to show: lines end in a line feed, without control characters."""
     return sanitize_characters(text.replace("\r\n", "\n").replace("\r", "\n"))
 
 
@@ -51,19 +50,19 @@ def sanitize_json(document: str) -> str:
 
 
 def one_line(text: str, max_chars: int = 80) -> str:
-    """Return text as a title or a file name may be shown: one safe line, cut if it is long."""
+    """Return text as one safe line of at most `max_chars`, for a title or a file name."""
     line = " ".join(sanitize(text).split())
     return line if len(line) <= max_chars else line[: max_chars - 1].rstrip() + "…"
 
 
 class Sanitizer:
-    """`sanitize` for text that comes in pieces, however they are cut."""
+    """`sanitize` for text in pieces; the result does not depend on how the text is cut."""
 
     def __init__(self) -> None:
         self._ended_with_return = False
 
     def feed(self, text: str) -> str:
-        """Take more text; return what of it may be shown."""
+        """Take more text; return its safe form."""
         if not text:
             return ""
         if self._ended_with_return and text[0] == "\n":
@@ -79,7 +78,7 @@ _MAX_DIGITS = 9
 
 
 def whole_number(text: str) -> int | None:
-    """Return the number that decimal digits spell, None for anything else and for absurd lengths.
+    """Return the number that up to nine decimal digits spell, None for any other text.
 
     `str.isdigit` is true of superscripts, and `int` raises ValueError for thousands of digits.
     """

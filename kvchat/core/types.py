@@ -1,6 +1,6 @@
-"""Plain data that crosses floors: sampling parameters, finish reasons, token counts, timings.
+"""Plain data that all packages share: sampling parameters, finish reasons, token counts, timings.
 
-Knows the field names of the JSON contract. Knows no tensors and does no I/O.
+Also writes them with the field names of the JSON output.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ class Tier(StrEnum):
 
 
 class MissReason(StrEnum):
-    """Why KV that a slower tier might have had did not come from there."""
+    """Why KV was not read from a slower tier."""
 
     NEVER_WRITTEN = "never written"
     EVICTED = "evicted"
@@ -57,7 +57,7 @@ class SamplingParams:
     """How the next token is chosen. `temperature` 0 is greedy decoding.
 
     top_k 0, top_p 1, min_p 0 and repetition_penalty 1 switch the respective filter off.
-    `seed` names the noise: the same seed at the same position draws the same noise.
+    The same `seed` draws the same noise at the same position.
     """
 
     temperature: float = 0.7
@@ -115,8 +115,9 @@ class DraftUse:
     """What speculation did for one request.
 
     num_verified   steps that verified a draft
-    gain           tokens a second as a multiple of plain decoding, None where that is not known
-    why_plain      why nothing was drafted at the end; empty where something was, or nothing could
+    gain           tokens a second as a multiple of plain decoding, None if not known
+    why_plain      why the end of the answer had no drafts; empty if it had, or if there is no
+                   drafter
     """
 
     num_drafted: int = 0
@@ -132,7 +133,7 @@ class DraftUse:
 
     @property
     def accepted_len(self) -> float:
-        """Mean tokens a verifying step gave, its own included; 0 without any."""
+        """Mean tokens per verifying step, including the model's own token; 0 without any step."""
         return 1 + self.num_accepted / self.num_verified if self.num_verified else 0.0
 
 
@@ -170,11 +171,11 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Seconds of one request, measured by the engine; `load_s` is counted apart from the rest, and
-    holds whatever a process does once before it answers.
+    """Durations of one request in seconds, measured by the engine.
 
-    `ttft_s` runs from submission, with the model loaded, to the first token. `decode_s` runs from
-    the first token to the last.
+    load_s     work that a process does once before it answers; not part of the other durations
+    ttft_s     from submission, with the model loaded, to the first token
+    decode_s   from the first token to the last
     """
 
     load_s: float = 0.0
@@ -194,5 +195,5 @@ class Timing:
 
 
 def rate(count: int, seconds: float) -> float:
-    """Return `count / seconds`, or 0.0 where nothing was measured."""
+    """Return `count / seconds`, or 0.0 unless both are positive."""
     return count / seconds if count > 0 and seconds > 0 else 0.0

@@ -1,1 +1,1 @@
-"""The interactive screen: a live prompt below, answers streaming above it."""
+"""The interactive chat: a live prompt at the bottom, and answers that stream above it."""

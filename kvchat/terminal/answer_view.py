@@ -1,7 +1,6 @@
-"""AnswerView: one reply on the screen: thinking, answer, what was measured.
+"""AnswerView: renders one reply's events as rows: thinking, answer and figures.
 
-The first sample streams; others are shown whole when they are complete. Knows chat events and
-rows; knows neither keys nor conversations.
+The first sample is shown as it streams; other samples are shown when they are complete.
 """
 
 import time
@@ -26,14 +25,14 @@ from kvchat.terminal.status import PrefillMeter, stats_line
 from kvchat.terminal.theme import Role
 from kvchat.terminal.view import View
 
-# Only a prompt that takes longer than this to read gets a bar.
+# Only a prefill that takes longer than this gets a bar.
 _BAR_AFTER_S = 0.4
 
 
 class AnswerRenderer:
-    """Turns an answer's text into rows: thinking quietly behind a line of its own, then the answer.
+    """Renders an answer's text as rows: dimmed thinking below a separate line, then the answer.
 
-    `feed` and `finish` give rows for good, `tail` those still open.
+    `feed` and `finish` return final rows; `tail` returns rows that may still change.
     """
 
     def __init__(self, painter: Painter) -> None:
@@ -87,17 +86,17 @@ class AnswerRenderer:
 
 @dataclass(slots=True)
 class _Other:
-    """A sample beside the first: collected, shown at the end."""
+    """A sample other than the first: collected, and shown at the end."""
 
     passages: list[AnswerText] = field(default_factory=list)
     ended: AnswerEnded | None = None
 
 
 class AnswerView:
-    """Turns one reply's events into rows. `failed` and `ended` hold what became of it.
+    """Turns one reply's events into rows. `failed` and `ended` hold its outcome.
 
-    `said_before` is what there is already of an answer that is continued: its last row is shown
-    again, with what follows.
+    `said_before` is the existing text of an answer that is continued: its last row is shown again,
+    with the new text.
     """
 
     def __init__(
@@ -122,7 +121,7 @@ class AnswerView:
         self.failed: AnswerFailed | None = None
 
     def take(self, events: list[ChatEvent]) -> list[Row]:
-        """Take in what has happened; return the rows to show for good."""
+        """Process events; return the final rows to show."""
         rows: list[Row] = []
         for event in _joined(events):
             rows += self._take(event)
@@ -130,13 +129,13 @@ class AnswerView:
 
     @property
     def tail(self) -> list[Row]:
-        """The rows still open, the newest of them where they are many."""
+        """The rows that may still change; only the newest if there are many."""
         most = self._view.max_tail_rows
         return self._renderer.tail(self._view.render_context)[-most:] if most else []
 
     @property
     def progress(self) -> str:
-        """The bar of a long prompt being read, else empty."""
+        """The bar of a long prefill, else ""."""
         now_s = self._clock()
         if self._has_text or now_s - self._began_s < _BAR_AFTER_S:
             return ""
@@ -171,7 +170,7 @@ class AnswerView:
 
     def _take_text(self, event: AnswerText) -> list[Row]:
         if event.is_thinking and not self._has_text and not self._renderer.is_thinking:
-            # What was said before was thinking too: its mark stood in the prompt.
+            # The earlier text was thinking too: the prompt held the opening mark.
             self._renderer = self._renderer_so_far(starts_thinking=True)
         self._has_text = True
         if event.sample:
@@ -187,7 +186,7 @@ class AnswerView:
         return [*self._renderer.finish(self._view.render_context), *self._closing(event)]
 
     def others(self) -> list[Row]:
-        """Return the samples beside the first as rows, once all are complete."""
+        """Return the rows of all samples but the first, when all are complete."""
         count = len(self._others) + 1
         rows: list[Row] = []
         for sample, other in sorted(self._others.items()):
@@ -201,7 +200,7 @@ class AnswerView:
         return rows
 
     def _closing(self, event: AnswerEnded) -> list[Row]:
-        """Return the line after an answer; how it ended is told even where figures are not."""
+        """Return the rows after an answer: how it ended, and the figures if they are on."""
         look = self._view.painter.look
         line = stats_line(event.usage, event.timing, event.reason, self._context_limit, look.glyphs)
         if not self._shows_stats:
@@ -224,7 +223,7 @@ class AnswerView:
 
 
 def _joined(events: list[ChatEvent]) -> list[ChatEvent]:
-    """Return events with texts that follow one another made one: parsing has a price per piece."""
+    """Return events with consecutive texts joined, because parsing has a cost per piece."""
     joined: list[ChatEvent] = []
     for event in events:
         last = joined[-1] if joined else None

@@ -1,6 +1,6 @@
-"""Answering: sends one message after another and follows its reply to the end, on a view.
+"""Answering: sends a message and shows its reply on a view until it ends.
 
-Knows the controller, replies and views; when it is a message's turn is the dialogue's business.
+The dialogue decides when a message is sent.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from kvchat.terminal.status import format_seconds, plural
 from kvchat.terminal.theme import Role
 from kvchat.terminal.view import Choice, LiveState, View, tell
 
-# Asks the chat floor for a reply; gets what the reply calls when something has happened.
+# Starts a reply; its argument is the function that the reply calls when it has events.
 _Ask = Callable[[Callable[[], None]], Reply]
 
 
@@ -36,7 +36,7 @@ class _Current:
 
 
 class Answering:
-    """At most one reply is followed at a time. `live_state` gives what the view shows besides."""
+    """Shows at most one reply at a time. `live_state` returns the state below the rows."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class Answering:
 
     @property
     def tail(self) -> list[Row]:
-        """Rows of the answer that are still open."""
+        """The rows of the answer that may still change."""
         return self._current.answer_view.tail if self._current is not None else []
 
     @property
@@ -66,7 +66,7 @@ class Answering:
 
     @property
     def words(self) -> str:
-        """What the answer in progress is doing, in a few words."""
+        """The activity of the answer in progress, in a few words."""
         current = self._current
         if current is None:
             return ""
@@ -78,7 +78,7 @@ class Answering:
         return f"{words} {format_seconds(float(seconds))}" if seconds else words
 
     def stop(self) -> None:
-        """End the answer at the engine's next step; what there is of it is kept and shown."""
+        """End the answer at the engine's next step; its text so far is saved and shown."""
         if self._current is not None:
             self._current.is_stopping = True
             self._current.reply.cancel()
@@ -86,9 +86,9 @@ class Answering:
             self._refresh()
 
     async def answer_message(self, text: str, shows_stats: bool) -> None:
-        """Send a message with what is attached to it, and show the answer.
+        """Send a message with its attached files, and show the answer.
 
-        What cannot be answered is in the prompt again, and its attachments are kept for it.
+        If it cannot be answered, it goes back into the prompt, and the files stay attached.
         """
         attached = self._controller.attached
         try:
@@ -126,7 +126,7 @@ class Answering:
             await self._pick(answer_view)
 
     async def continue_answer(self, shows_stats: bool) -> None:
-        """Show the last answer going on from where it was cut off."""
+        """Continue the cut-off last answer, and show it."""
         path = self._controller.require_conversation().path()
 
         def ask(notify: Callable[[], None]) -> Reply:
@@ -140,7 +140,7 @@ class Answering:
             tell(self._view, str(error), Role.ERROR)
 
     async def _follow(self, ask: _Ask, shows_stats: bool, said_before: str = "") -> AnswerView:
-        """Ask, and show the answer until it ends."""
+        """Start a reply, and show it until it ends."""
         ready = self._controller.host.ready
         limit = ready.context_limit if ready is not None else None
         answer_view = AnswerView(self._view, limit, shows_stats, said_before)
@@ -160,7 +160,7 @@ class Answering:
         return answer_view
 
     def _give_back(self, text: str, attached: tuple[Attached, ...]) -> None:
-        """Put a message back into the prompt, unless that is in use."""
+        """Put a message back into the prompt, unless the prompt has text."""
         self._controller.attached = attached
         if not self._view.prompt_text:
             self._view.put_back(text)
@@ -177,7 +177,7 @@ class Answering:
             self._view.show(self._live_state())
 
     async def _pick(self, answer_view: AnswerView) -> None:
-        """Let the user say which of several answers the conversation goes on from."""
+        """Let the user choose which of several answers becomes the tip."""
         ended = [answer_view.ended[sample] for sample in sorted(answer_view.ended)]
         choices = [
             Choice(f"answer {number}", one_line(answer.text, 56))

@@ -1,7 +1,4 @@
-"""What is said about the KV on disk and in host memory: counts in, lines of text out.
-
-The command line and the chat say the same.
-"""
+"""Formats the status of KV on disk and in host memory as lines, for command line and chat."""
 
 from collections.abc import Iterator, Sequence
 from datetime import datetime
@@ -19,7 +16,7 @@ _LABEL_CHARS = 64
 
 
 def status_lines(status: StoreStatus) -> list[str]:
-    """Return where the store is, how full, since when of no use, and what is wrong with it."""
+    """Return lines on the store's directory, size, last use and problems."""
     lines = [
         one_line(str(status.directory), _PATH_CHARS),
         f"{used_of_limit(status)}: {_packs(status)}",
@@ -81,7 +78,7 @@ def branch_lines(packs: list[KeptPack], glyphs: Glyphs) -> Iterator[str]:
 
 
 def verified_line(found: Verified) -> str:
-    """Return what reading everything has shown."""
+    """Return the result of verifying the store."""
     if found.is_sound:
         return f"All is sound: {plural(found.num_sound, 'pack')}."
     parts = [f"{plural(found.num_sound, 'pack')} sound"]
@@ -93,24 +90,24 @@ def verified_line(found: Verified) -> str:
 
 
 def collected_line(num_bytes: int) -> str:
-    """Return what collecting has freed."""
+    """Return a line on the bytes that gc freed."""
     return f"{format_bytes(num_bytes)} freed." if num_bytes else "There was nothing to free."
 
 
 def clearing_question(status: StoreStatus) -> str:
-    """Return what is asked before everything is deleted."""
+    """Return the question before everything is deleted."""
     size = format_bytes(status.num_bytes)
     directory = one_line(str(status.directory), _PATH_CHARS)
     return f"Delete {size} of KV in {directory}? No word of a conversation is lost."
 
 
 def cleared_line(num_bytes: int) -> str:
-    """Return what clearing has deleted."""
+    """Return a line on the bytes that clearing deleted."""
     return f"{format_bytes(num_bytes)} deleted." if num_bytes else "There was nothing to delete."
 
 
 def disk_lines(disk: TierStatus) -> list[str]:
-    """Return what a chat's own store holds and has done, for /stats."""
+    """Return the content and totals of the chat's disk tier, for /stats."""
     if disk.trouble and not disk.limit_bytes:  # it could not be opened
         return [f"disk:   {one_line(disk.trouble, _PATH_CHARS)}"]
     lines = [
@@ -125,7 +122,7 @@ def disk_lines(disk: TierStatus) -> list[str]:
 
 
 def host_lines(host: TierStatus) -> list[str]:
-    """Return what host memory holds and has done, for /stats."""
+    """Return the content and totals of the host tier, for /stats."""
     return [
         f"host:   {plural(host.num_packs, 'block')}; "
         f"{format_bytes(host.num_bytes)} of {format_bytes(host.limit_bytes)} taken; "

@@ -1,9 +1,8 @@
-"""Highlights code line by line as it comes, with the lexer's state kept from line to line.
+"""Highlights code line by line as it arrives, and keeps the lexer's state between lines.
 
-Pygments lexes whole texts; here every finished line is coloured once and never looked at again.
+Pygments lexes whole texts; here every finished line is coloured once.
 A line inside an open comment or string is lexed together with the lines since it was opened. A
-lexer that fails or does not come to an end leaves its block plain. Knows token types; knows no
-Markdown.
+lexer that fails or does not end leaves its block plain.
 """
 
 import signal
@@ -67,7 +66,7 @@ class _EndlessError(BaseException):
 
 @dataclass(slots=True)
 class _Trust:
-    """Whether the lexer of a block has failed: its copies need not find out again."""
+    """Whether the lexer of a block has failed; shared with copies, so that they do not retry."""
 
     is_lost: bool = False
 
@@ -170,7 +169,7 @@ def _tokens(lexer: Lexer, text: str, states: list[str]) -> list[tuple[_TokenType
     try:
         with _time_limit(_MAX_LEXING_S):
             return list(_lex(lexer, text, states))
-    except (Exception, _EndlessError):  # hundreds of lexers: none may cost an answer
+    except (Exception, _EndlessError):  # a bug in one of hundreds of lexers must not end an answer
         return None
 
 
@@ -178,7 +177,7 @@ def _tokens(lexer: Lexer, text: str, states: list[str]) -> list[tuple[_TokenType
 def _time_limit(seconds: float) -> Iterator[None]:
     """Raise _EndlessError in the block once it has taken too long, even inside a pattern's match.
 
-    An alarm can do that in the main thread only, and only while nobody else uses it.
+    An alarm works in the main thread only, and only while no other code uses it.
     """
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGALRM) is not signal.SIG_DFL:

@@ -1,8 +1,8 @@
-"""Slash commands: what one is, what a typed line means, and what a command may use.
+"""Slash commands: their definition, the parser of typed lines, and the interface they use.
 
-A line is a command only if its first word names one; anything that might be a path, a comment or a
-pasted text is a message. What the commands do is in `commands_*.py`. A CommandContext gives them
-the conversation and a page to write on; `Dialogue` and `ScriptCommands` implement it.
+A line is a command only if its first word names one. Anything that may be a path, a comment or a
+pasted text is a message. `commands_*.py` implement the commands. A CommandContext gives them the
+conversation and a page for output; `Dialogue` and `ScriptCommands` implement it.
 """
 
 import difflib
@@ -25,7 +25,7 @@ _MIN_PREFIX_CHARS = 3
 
 
 class Group(StrEnum):
-    """How /help arranges commands."""
+    """The groups of commands in /help."""
 
     CONVERSATION = "conversation"
     TURNS = "turns"
@@ -34,7 +34,7 @@ class Group(StrEnum):
 
 
 class Argument(StrEnum):
-    """What completes after a command's name."""
+    """The kind of argument that completion offers after a command's name."""
 
     NOTHING = "nothing"
     PATH = "path"
@@ -46,7 +46,7 @@ class Argument(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One command. `run` gets the dialogue and what was typed after the name."""
+    """One command. `run` receives the context and the text typed after the name."""
 
     name: str
     help: str
@@ -64,7 +64,7 @@ class Command:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """The line is for the model."""
+    """The line is a message for the model."""
 
     text: str
 
@@ -79,7 +79,7 @@ class Invocation:
 
 @dataclass(frozen=True, slots=True)
 class Unknown:
-    """The line looks like a command and is none; `suggestion` is the closest there is."""
+    """The line looks like a command but names none; `suggestion` is the closest name, or None."""
 
     name: str
     suggestion: str | None
@@ -105,7 +105,7 @@ class Registry:
                 self._by_word[word] = command
 
     def find(self, word: str) -> Command | None:
-        """Return the command of a name, an alias, or an unambiguous beginning of one."""
+        """Return the command with a name, an alias, or a unique prefix of one; None if none."""
         word = word.lower()
         if word in self._by_word:
             return self._by_word[word]
@@ -115,14 +115,14 @@ class Registry:
         return next(iter(found.values())) if len(found) == 1 else None
 
     def closest(self, word: str) -> str | None:
-        """Return the name most like a word that names nothing."""
+        """Return the name that is closest to an unknown word, None if no name is close."""
         word = word.lower()
         begun = [known for known in self._by_word if known.startswith(word)]
         close = begun or difflib.get_close_matches(word, self._by_word, n=1, cutoff=0.5)
         return close[0] if close else None
 
     def parse(self, line: str) -> Line:
-        """Decide what a typed line is."""
+        """Return a typed line as a message, a command, or an unknown command."""
         if line.strip() == "?":
             line = "/help"
         elif line.strip() == ":q":
@@ -139,7 +139,10 @@ class Registry:
 
 
 class CommandContext(ABC):
-    """Used on the event loop only. `shows_stats`: a line of figures follows every answer."""
+    """The interface that commands use, on the event loop only.
+
+    `shows_stats` says whether a line of figures follows every answer.
+    """
 
     controller: ChatController
     registry: Registry
@@ -148,21 +151,20 @@ class CommandContext(ABC):
     @property
     @abstractmethod
     def page(self) -> Page:
-        """Where commands write and ask."""
+        """The page for output and questions."""
 
-    # Talking
-
+    # Output and questions
     def say(self, text: str, role: Role = Role.NOTE, gap: bool = True) -> None:
-        """Tell the user something, for good."""
+        """Show a text permanently."""
         tell(self.page, text, role, gap)
 
     @abstractmethod
     def notice(self, text: str) -> None:
-        """Tell something that matters for the moment only."""
+        """Show a short text for a moment."""
 
     @abstractmethod
     def show_stage(self, stage: str) -> None:
-        """Show what is being loaded, nothing for nothing."""
+        """Show what is being loaded; "" shows nothing."""
 
     async def confirm(self, question: str) -> bool:
         """Ask a question whose safe answer is no."""
@@ -170,21 +172,20 @@ class CommandContext(ABC):
         return index == 1
 
     async def confirm_cost(self, cost: Cost | None, action: str) -> bool:
-        """Say what an action costs where that is a lot, and ask where it is very much."""
+        """Say what an action costs unless that is low, and ask the user if it is high."""
         if cost is None or cost.is_low:
             return True
         self.say(f"{action} {cost_line(cost)}.")
         return not cost.is_high or await self.confirm("Do it all the same?")
 
-    # Having something done
-
+    # Requests for after the command
     @abstractmethod
     def answer_again(self, options: AskOptions) -> None:
-        """Have the last message answered once more, after the command."""
+        """Answer the last message again, after the command."""
 
     @abstractmethod
     def continue_answer(self) -> None:
-        """Have the last answer gone on with, after the command."""
+        """Continue the last answer, after the command."""
 
     @abstractmethod
     def quit(self, code: int) -> None:
@@ -195,18 +196,17 @@ class CommandContext(ABC):
         self.shows_stats = is_on
         self.notice(f"Statistics are {'on' if is_on else 'off'}.")
 
-    # Being told
-
+    # Notifications
     @abstractmethod
     def conversation_changed(self) -> None:
-        """The tip has moved, or another conversation is open."""
+        """Update the view, after the tip moved or another conversation was opened."""
 
     @abstractmethod
     def refresh(self) -> None:
-        """Something that may be on the screen is stale."""
+        """Redraw, because something on the screen may be out of date."""
 
 
 def cost_line(cost: Cost) -> str:
-    """Return what an action costs, in words that follow the action's name."""
+    """Return a phrase on the cost of an action, to follow the action's name."""
     seconds = f", about {format_seconds(cost.seconds)}" if cost.seconds is not None else ""
     return f"re-reads {cost.num_read:,} of {cost.num_tokens:,} tokens{seconds}"

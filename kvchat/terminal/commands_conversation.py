@@ -1,4 +1,4 @@
-"""Commands about whole conversations: begin, resume, name, write out, delete, leave."""
+"""Commands on whole conversations: begin, resume, rename, export, import, delete, leave."""
 
 import asyncio
 import time
@@ -86,14 +86,14 @@ async def delete(context: "CommandContext", arguments: str) -> None:
         return
     if session_id == current:
         controller.begin_new()
-    with suppress(SessionNotFound):  # a file without its first line went as it was let go
+    with suppress(SessionNotFound):  # closing deletes a file without its first line
         store.remove(session_id)
     context.say(f"Deleted: {label}")
     context.conversation_changed()
 
 
 def _label(store: SessionStore, session_id: str) -> str:
-    """Return what a session is called; one that cannot be read goes by its id."""
+    """Return a session's label, or its id if it cannot be read."""
     try:
         return one_line(store.read(session_id).conversation.label, 48)
     except StoreError:
@@ -112,7 +112,7 @@ async def export(context: "CommandContext", arguments: str) -> None:
 
 
 def _export_target(arguments: str, session_id: str) -> tuple[str, Path]:
-    """Return the kind of document and its path; the name holds nothing of the conversation."""
+    """Return the kind of document and its path; the default name has no conversation text."""
     first, _, rest = arguments.partition(" ")
     if first in documents.KINDS:
         kind, name = first, rest.strip()
@@ -134,7 +134,7 @@ def _store(context: "CommandContext") -> SessionStore:
 async def _pick_session(
     context: "CommandContext", store: SessionStore, text: str, title: str
 ) -> str | None:
-    """Return the session that a number, an id or words of a title name; else let the user pick."""
+    """Return the session that a number, an id or title words name; else let the user pick one."""
     summaries = [s for s in store.summaries() if s.num_turns or not s.is_readable]
     if not summaries:
         raise SessionNotFound("There is no saved conversation yet.")
@@ -160,7 +160,7 @@ def _choice(summary: SessionSummary) -> Choice:
 
 
 def format_age(seconds: float) -> str:
-    """Return how long ago something was."""
+    """Return a phrase for a time this many seconds ago."""
     minutes = int(max(0.0, seconds)) // 60
     if minutes < 1:
         return "just now"

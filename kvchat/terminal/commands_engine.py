@@ -1,7 +1,7 @@
-"""Commands about the model and its engine, and the help that lists all commands.
+"""Commands on the model and its engine, and /help.
 
-/model loads another model beside the present one. The conversation stays; the present model answers
-until the other is there, and for good if it cannot be loaded.
+/model loads another model beside the current one. The conversation stays open. The current model
+answers until the other is loaded, and stays if that cannot be loaded.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ from kvchat.terminal.theme import Look, Role
 
 
 async def _in_thread(make: Callable[[], ChatHost]) -> ChatHost:
-    """Run a function on a thread that nobody waits for: a download must not keep kvchat alive."""
+    """Run a function on a daemon thread, so that a download does not delay the program's exit."""
     loop = asyncio.get_running_loop()
     made: asyncio.Future[ChatHost] = loop.create_future()
 
@@ -55,12 +55,12 @@ async def _in_thread(make: Callable[[], ChatHost]) -> ChatHost:
 
 
 async def change_model(context: "CommandContext", name: str) -> None:
-    """Load a model and go on with it; raises why it cannot be."""
+    """Load a model, switch to it and close the old one; raises the error if that fails."""
     controller = context.controller
     loop = asyncio.get_running_loop()
     outcome: asyncio.Future[ModelReady] = loop.create_future()
     relay = LoadRelay()
-    async with context.page.lent(takes_interrupts=False):  # a download shows its own bars
+    async with context.page.lent(takes_interrupts=False):  # a download draws its own bars
         host = await _in_thread(lambda: controller.new_host(name, relay.hear))
 
     def hear(event: LoadEvent) -> None:
@@ -148,11 +148,12 @@ async def stats(context: "CommandContext", arguments: str) -> None:
 
 
 async def _as_it_is_now(context: "CommandContext", disk: TierStatus) -> TierStatus:
-    """Return what a tier says of itself with the store's size of this moment, as /cache has it: the
-    tier looked when it last wrote, and others write too.
+    """Return the disk tier's status with the store's current size, as /cache shows it.
+
+    The tier measured its size at its last write, and other processes write too.
     """
     kept = context.controller.kept
-    with suppress(StoreError):  # the tier has said what is wrong
+    with suppress(StoreError):  # the tier's status already holds the problem
         if kept is not None:
             return replace(disk, num_bytes=await asyncio.to_thread(kept.num_bytes))
     return disk
@@ -198,7 +199,7 @@ async def context_(context: "CommandContext", arguments: str) -> None:
 
 
 def _bar(look: Look, share: float) -> str:
-    """Return a bar and a space; nothing for those who listen."""
+    """Return a bar and a space, or "" for spoken output."""
     if look.is_spoken:
         return ""
     full = min(_BAR_CELLS, round(_BAR_CELLS * share))
@@ -206,7 +207,7 @@ def _bar(look: Look, share: float) -> str:
 
 
 def _reading_again(warmth: float) -> str:
-    """Say how much of a context the next answer has to read, from the share that is cached."""
+    """Return a phrase on how much the next answer must prefill; `warmth` is the cached share."""
     if warmth >= 0.995:
         return "all of it is cached: the next answer reads only what is new"
     if warmth < 0.005:
@@ -250,7 +251,7 @@ def _key_rows(context: "CommandContext") -> list[Row]:
 
 
 def _entry(context: "CommandContext", name: str, meaning: str) -> list[Row]:
-    """Return a name and what it means beside it; after it where there is no room."""
+    """Return rows with a name and its meaning, side by side if the width allows it."""
     painter, width = context.page.painter, context.page.render_context.width
     if painter.look.is_spoken:
         return painter.wrapped(f"{name}: {meaning}", width)
@@ -312,7 +313,7 @@ COMMANDS = (
 
 
 def describe_model(controller: ChatController) -> str:
-    """Return what is known of the model, a fact a line."""
+    """Return the model's properties, one a line."""
     model, ready = controller.host.model, controller.host.ready
     facts = [("model", one_line(model.name)), ("template", str(model.format.strategy))]
     if ready is not None:

@@ -1,4 +1,4 @@
-"""Commands about what goes in: files, the system prompt, settings, the editor, the clipboard."""
+"""Commands on input: files, the system prompt, settings, the editor, the clipboard."""
 
 import re
 import shlex
@@ -145,7 +145,7 @@ async def copy(context: "CommandContext", arguments: str) -> None:
 
 
 def _wanted(answers: list[str], arguments: str) -> str:
-    """Return the answer or the code that /copy's argument names."""
+    """Return the answer or code block that /copy's argument selects."""
     if not answers:
         raise UsageError("There is no answer to copy yet.")
     if arguments == "code":

@@ -1,4 +1,4 @@
-"""/cache, /pin, /unpin and /forget: the KV on disk, what of it stays, what is forgotten."""
+"""/cache, /pin, /unpin and /forget: inspect, pin and remove the KV on disk."""
 
 import asyncio
 import shlex
@@ -59,7 +59,7 @@ async def _clear(context: "CommandContext", kept: KeptKv, needs_no_yes: bool) ->
 
 
 async def _while_wanted(work: "Callable[[Callable[[], bool]], T]") -> T:
-    """Run what takes long on a thread, which ends soon if nobody waits for it any more."""
+    """Run a long task on a thread; the thread ends soon if this coroutine is cancelled."""
     is_over = Event()
     try:
         return await asyncio.to_thread(work, lambda: not is_over.is_set())
@@ -89,7 +89,7 @@ async def pin(context: "CommandContext", arguments: str) -> None:
     if arguments:
         label, paths = _label_and_paths(arguments)
         now_s = time.time()
-        # Long files take seconds to read and tokenise: the prompt stays alive meanwhile.
+        # On a thread: long files take seconds to read and tokenise, and the prompt stays usable.
         token_ids = await asyncio.to_thread(file_context, controller, paths, now_s)
         openings = [file_context(controller, (), at_s) for at_s in (now_s, now_s + _ANOTHER_TIME_S)]
         is_dated = openings[0] != openings[1]
@@ -107,7 +107,7 @@ async def pin(context: "CommandContext", arguments: str) -> None:
 
 
 def _label_and_paths(arguments: str) -> tuple[str, list[Path]]:
-    """Read `[NAME] FILE...`: the first word is a name if it is no file and others follow."""
+    """Parse `[NAME] FILE...`: the first word is a name if it is not a file and others follow."""
     try:
         words = shlex.split(arguments)
     except ValueError:
@@ -173,7 +173,7 @@ async def forget(context: "CommandContext", arguments: str) -> None:
 
 
 def _texts(conversation: Conversation, is_last: bool) -> set[str]:
-    """Return what the user said in what is to be forgotten."""
+    """Return the texts of the user messages that /forget will remove."""
     turns = [turn.text for turn in conversation.turns() if turn.role is Role.USER]
     last = [turn.text for turn in conversation.path() if turn.role is Role.USER][-1:]
     return set(last if is_last else turns)

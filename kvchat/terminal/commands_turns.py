@@ -1,4 +1,4 @@
-"""Commands about turns: step back, answer again, edit, branch. None of them loses anything."""
+"""Commands on turns: undo, retry, edit, branch. None of them removes a turn."""
 
 import re
 from dataclasses import replace
@@ -121,7 +121,7 @@ def _show_where_it_stands(context: "CommandContext") -> None:
 
 
 def _trail(context: "CommandContext", leaf: Turn) -> str:
-    """Return a branch in a line: the number of its last turn, what was asked, what was said."""
+    """Return one line on a branch: its last turn's number, the last message and its answer."""
     path = context.controller.require_conversation().path(leaf.turn_id)
     texts = [turn_summary(turn, 32) for turn in path[-2:]]
     return f"{leaf.turn_id}. {': '.join(texts)}"

@@ -1,7 +1,4 @@
-"""Completes command names, what follows them, and @paths.
-
-Knows the registry and the file system; knows no screen.
-"""
+"""Completes command names, their arguments, and @paths."""
 
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -17,12 +14,12 @@ from kvchat.terminal.commands import Argument, Command, Registry
 
 _MAX_PATHS = 200
 
-# Gives (text to insert, what it is) for the sessions and the user's messages there are.
+# Returns (text to insert, description) of the existing sessions or user messages.
 Candidates = Callable[[], Iterable[tuple[str, str]]]
 
 
 class LineCompleter(Completer):
-    """Completes the line before the cursor. `sessions` and `turns` name what is there now."""
+    """Completes the line before the cursor. `sessions` and `turns` return current candidates."""
 
     def __init__(self, registry: Registry, sessions: Candidates, turns: Candidates) -> None:
         self._registry = registry
@@ -75,7 +72,7 @@ def _matching(candidates: Iterable[tuple[str, str]], typed: str) -> Iterator[Com
 
 
 def _paths(typed: str) -> Iterator[Completion]:
-    """Yield the files and directories that begin as typed; hidden ones only when asked for."""
+    """Yield files and directories with the typed prefix; hidden ones only if it has a dot."""
     directory, _, beginning = typed.rpartition("/")
     try:
         place = user_path(f"{directory}/" if "/" in typed else ".")
@@ -90,6 +87,6 @@ def _paths(typed: str) -> Iterator[Completion]:
         return
     for name, is_directory in found[:_MAX_PATHS]:
         if one_line(name, len(name) + 1) != name:
-            continue  # a name with control characters in it is not offered
+            continue  # names with control characters are not offered
         slash = "/" if is_directory else ""
         yield Completion(name + slash, -len(beginning), display=name + slash)

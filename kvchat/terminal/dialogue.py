@@ -1,7 +1,6 @@
-"""Dialogue: the back and forth: messages wait their turn, answers are shown, commands carried out.
+"""Dialogue: queues messages, shows answers and runs commands. Runs on the event loop.
 
-What a view hears arrives here. Lives on the event loop; knows no key and no escape sequence, and of
-the engine only what the controller tells.
+It receives all input from a view, and reaches the engine only through the controller.
 """
 
 import asyncio
@@ -28,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 
 class Dialogue(CommandContext):
-    """Implements what views tell (`Listener`). Runs with `work`, ends with an `exit_code`."""
+    """Implements `Listener` for views. `work` is its main loop; `exit_code` is set at the end."""
 
     def __init__(
         self, controller: ChatController, view: View, registry: Registry, shows_stats: bool
@@ -50,7 +49,7 @@ class Dialogue(CommandContext):
         self._num_context_tokens = len(controller.context_ids)
         self._wake = asyncio.Event()
         self._loaded = asyncio.Event()
-        # Held by an answer, and by a command that must not meet one.
+        # Held by an answer, and by a command that must not run during an answer.
         self._turn_lock = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -61,7 +60,7 @@ class Dialogue(CommandContext):
     # Loading
 
     def hear(self, event: LoadEvent) -> None:
-        """Take news of the model that the conversation began with."""
+        """Handle a load event of the model that the conversation began with."""
         if isinstance(event, LoadProgress):
             share = f" {event.fraction:.0%}" if event.fraction is not None else ""
             self._stage = one_line(event.stage) + share
@@ -76,17 +75,16 @@ class Dialogue(CommandContext):
         self.refresh()
 
     def show_stage(self, stage: str) -> None:
-        """Show what is being loaded, nothing for nothing."""
+        """Show what is being loaded; "" shows nothing."""
         self._stage = stage
         self.refresh()
 
     def _fail(self, event: LoadFailed) -> None:
-        """Without a model there is nothing to do here."""
+        """Leave with the error's exit code: the chat cannot run without a model."""
         self.failure = event.error
         self.quit(event.error.exit_code)
 
-    # What the view tells
-
+    # Listener: called by the view
     @property
     def is_answering(self) -> bool:
         return self._answering.is_running
@@ -97,7 +95,7 @@ class Dialogue(CommandContext):
 
     @property
     def has_been_used(self) -> bool:
-        """Whether there is something to come back to."""
+        """Whether there is a saved conversation to resume later."""
         is_saved = self.controller.host.store is not None
         return (
             is_saved
@@ -107,16 +105,16 @@ class Dialogue(CommandContext):
 
     @property
     def is_busy(self) -> bool:
-        """Whether something is being answered or waits to be."""
+        """Whether an answer is in progress or a message waits for one."""
         return self.is_answering or self.has_queue or self._asked is not None
 
     @property
     def is_at_work(self) -> bool:
-        """Whether more may be said without anything being typed."""
+        """Whether more output may come without further input."""
         return self.is_busy or self._num_commands > 0
 
     def accept(self, text: str) -> None:
-        """Take a line: a message waits its turn, a command is carried out."""
+        """Handle a typed line: queue a message, run a command."""
         self._notice = ""
         line = self.registry.parse(text)
         if isinstance(line, Message):
@@ -148,7 +146,7 @@ class Dialogue(CommandContext):
         self._wake.set()
 
     def _refuse(self, text: str, reason: str) -> None:
-        """Nothing typed is lost: it is in the prompt again."""
+        """Say why a line is refused, and put it back into the prompt."""
         self._view.put_back(text)
         self.say(reason, Role.WARNING)
 
@@ -202,7 +200,7 @@ class Dialogue(CommandContext):
 
     def input_ended(self) -> None:
         if self.exit_code is ExitCode.OK and self.is_answering:
-            self.exit_code = ExitCode.HANGUP  # nobody leaves in the middle of a sentence
+            self.exit_code = ExitCode.HANGUP  # the end of input during an answer is a hangup
 
     def terminal_lost(self) -> None:
         self.quit(ExitCode.HANGUP)
@@ -214,13 +212,13 @@ class Dialogue(CommandContext):
             self.report(error)
 
     async def _leave(self) -> None:
-        for task in self._tasks - {asyncio.current_task()}:  # a command that waits for something
+        for task in self._tasks - {asyncio.current_task()}:  # commands that are still waiting
             task.cancel()
         await self.settle()
         self._view.leave()
 
     async def settle(self) -> None:
-        """Stop the answer in progress, and wait until what there is of it is kept."""
+        """Stop the answer in progress, and wait at most 2 s until its text is saved."""
         self._queue.clear()
         self._asked = None
         self.stop()
@@ -233,7 +231,7 @@ class Dialogue(CommandContext):
     # Work
 
     async def work(self) -> None:
-        """Answer what waits, in order, as long as the program runs."""
+        """Answer waiting messages in order, until this task is cancelled."""
         while True:
             await self._loaded.wait()
             await self._wake.wait()
@@ -252,7 +250,7 @@ class Dialogue(CommandContext):
 
     async def _answer_message(self) -> None:
         if not self._queue.has_next:
-            return  # taken back for editing while a command held the lock
+            return  # the user took the message back for editing while a command held the lock
         text = self._queue.take()
         self.refresh()
         await self._answering.answer_message(text, self.shows_stats)
@@ -269,26 +267,26 @@ class Dialogue(CommandContext):
         self._spawn(self._tell_trouble())
 
     async def _tell_trouble(self) -> None:
-        """KV that is not kept is no reason to stop, but one to say so."""
+        """Show a new problem of the KV store or of speculation; the chat continues."""
         if trouble := await self.controller.engine.new_trouble():
             self.say(trouble[:1].upper() + trouble[1:], Role.WARNING)
 
     # For commands
 
     def answer_again(self, options: AskOptions) -> None:
-        """Answer the last message once more, once no answer or command holds the lock."""
+        """Answer the last message again, when no answer or command holds the lock."""
         self.controller.user_turn("")
         self._asked = lambda: self._answering.answer_again(options, self.shows_stats)
         self._wake.set()
 
     def continue_answer(self) -> None:
-        """Go on with the last answer, once no answer or command holds the lock."""
+        """Continue the last answer, when no answer or command holds the lock."""
         self.controller.require_conversation()
         self._asked = lambda: self._answering.continue_answer(self.shows_stats)
         self._wake.set()
 
     def conversation_changed(self) -> None:
-        """The tip has moved: the toolbar's figures are stale."""
+        """Update the toolbar's figures, after the tip has moved."""
         self._num_context_tokens = len(self.controller.context_ids)
         self._warmth = None
         self.refresh()
@@ -302,7 +300,7 @@ class Dialogue(CommandContext):
             self.refresh()
 
     def refresh(self) -> None:
-        """Show the state as it is now."""
+        """Show the current state."""
         self._view.show(self._live_state())
 
     # Carrying out commands
@@ -331,7 +329,7 @@ class Dialogue(CommandContext):
             self.refresh()
 
     def _spawn(self, work: Coroutine[object, object, None]) -> None:
-        """Run something beside the rest; what goes wrong in it is told, not thrown."""
+        """Run a coroutine as a task; an error in it is reported, not raised."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._task_ended)
@@ -342,7 +340,7 @@ class Dialogue(CommandContext):
             self.report(error)
 
     def report(self, error: BaseException) -> None:
-        """Tell of an error nobody foresaw, in one sentence; the log has the rest."""
+        """Report an unexpected error in one sentence, and log its traceback."""
         _log.error("unexpected error", exc_info=error)
         name = type(error).__name__
         self.say(

@@ -1,4 +1,4 @@
-"""Shows what a conversation holds: a turn in a line, the last exchange, all turns, the tree."""
+"""Shows a conversation: a turn in one line, the last exchange, all turns, the tree."""
 
 from rich.cells import cell_len
 from rich.text import Text
@@ -16,7 +16,7 @@ from kvchat.terminal.wrap import one_row
 
 
 def turn_summary(turn: Turn, room: int) -> str:
-    """Return what was said, without attached files, in one line of at most `room` cells."""
+    """Return a turn's text without attached files, in one line of at most `room` cells."""
     if turn.role is Role.ASSISTANT:
         return one_row(split_thinking(turn.text)[1], room)
     names, words = split_attached(turn.text)
@@ -24,7 +24,7 @@ def turn_summary(turn: Turn, room: int) -> str:
 
 
 def answer_rows(turn: Turn, page: Page) -> list[Row]:
-    """Return a saved answer as it looked when it came."""
+    """Return the rows of a saved answer, as it looked when it was generated."""
     renderer = AnswerRenderer(page.painter)
     rows: list[Row] = []
     for passage in whole_passages(turn.text):
@@ -47,7 +47,7 @@ def show_turns(turns: list[Turn], page: Page) -> None:
 
 
 def show_where_it_stands(conversation: Conversation, page: Page) -> None:
-    """Show the last exchange, and how much lies before it."""
+    """Show the last exchange, and the number of earlier messages."""
     path = conversation.path()
     last = next((i for i in range(len(path) - 1, -1, -1) if path[i].role is Role.USER), 0)
     if last:
@@ -78,7 +78,7 @@ def tree_rows(conversation: Conversation, ctx: RenderContext) -> list[Row]:
 def _branches(
     conversation: Conversation, parent_id: int, lead: str, ctx: RenderContext
 ) -> list[tuple[Turn, str, str]]:
-    """Return the children of a turn to be drawn, the first one last."""
+    """Return the children of a turn to draw, in reverse order."""
     children = conversation.children(parent_id)
     if len(children) < 2:
         return [(child, lead, lead) for child in children]

@@ -1,7 +1,7 @@
-"""PrivateHistory: what was typed, kept in a file only its user can read.
+"""PrivateHistory: the input history, in a file with mode 0600.
 
-One JSON string a line, appended in one write, so that two programs do not tear each other's
-lines; a damaged line is skipped. Knows files; knows no screen.
+One JSON string a line, appended in one write, so that lines of two processes do not mix. A damaged
+line is skipped.
 """
 
 import json
@@ -24,8 +24,9 @@ _log = logging.getLogger(__name__)
 
 
 class PrivateHistory(History):
-    """History in `path`, which is made on first use. Without a usable file it forgets at exit, and
-    with None it never looks for one.
+    """History in `path`, which is created on first use.
+
+    With `path` None or an unusable file, the history lasts until exit only.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -56,7 +57,10 @@ class PrivateHistory(History):
             _log.info("the history cannot be kept: %s", error)
 
     def forget(self, texts: Collection[str]) -> None:
-        """Remove what was typed of messages, from the file too; files may stand before it there."""
+        """Remove the entries of these messages, also from the file.
+
+        A message may have attached files before the typed text.
+        """
         self._loaded_strings = [s for s in self._loaded_strings if not _is_part(s, texts)]
         lines = self._lines()
         kept = [line for line in lines if not _is_part(_entry(line), texts)]
@@ -64,7 +68,7 @@ class PrivateHistory(History):
             self._shorten(kept)
 
     def _lines(self) -> list[bytes]:
-        """Return the file's lines, the newest last; none where it cannot be read."""
+        """Return the file's lines, the newest last; none if it cannot be read."""
         if self._path is None:
             return []
         try:
@@ -77,7 +81,7 @@ class PrivateHistory(History):
             return []
 
     def _shorten(self, lines: list[bytes]) -> None:
-        """Keep some of the entries only; the file changes in one step."""
+        """Keep only some of the entries; the file is replaced atomically."""
         assert self._path is not None
         shorter = self._path.with_suffix(".new")
         try:
@@ -90,9 +94,9 @@ class PrivateHistory(History):
 
 
 def _is_part(entry: str | None, texts: Collection[str]) -> bool:
-    """Whether an entry is one of the messages, or all of one behind its files.
+    """Whether an entry is one of the messages, or the text of one after its attached files.
 
-    An entry is as it was typed; of a block's three quotation marks the message knows nothing.
+    An entry is the typed text; it may have a block's quotation marks, which the message lacks.
     """
     typed = {entry, without_block_marks(entry)} - {""} if entry is not None else ()
     return any(text == each or text.endswith(f"\n{each}") for text in texts for each in typed)

@@ -1,7 +1,6 @@
-"""The key table: what each key does, idle and while an answer comes.
+"""The key bindings, idle and during an answer. They call the view's listener.
 
-Esc acts at once unless more keys came with it, so that Alt-Enter is not taken for Esc. Knows keys;
-what they mean to the conversation is the listener's business.
+Esc acts at once unless more keys arrive in the same read, so that Alt-Enter does not act as Esc.
 """
 
 import time
@@ -35,7 +34,7 @@ _ESCAPE_TWICE_S = 0.8
 
 
 class DoublePress:
-    """Tells the second of two presses within a time."""
+    """Detects the second of two presses within a time."""
 
     def __init__(self, within_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._within_s = within_s
@@ -43,7 +42,7 @@ class DoublePress:
         self._last_s = float("-inf")
 
     def press(self) -> bool:
-        """Count a press; true for the second of two. A third begins anew."""
+        """Count a press; true for the second of two. A third press counts as a first."""
         now_s = self._clock()
         is_second = now_s - self._last_s <= self._within_s
         self._last_s = float("-inf") if is_second else now_s
@@ -54,7 +53,7 @@ class DoublePress:
 
 
 def build_keys(prompt: "LivePrompt") -> KeyBindingsBase:
-    """Return all bindings beside prompt_toolkit's own editing keys."""
+    """Return all bindings in addition to prompt_toolkit's own editing keys."""
     _teach_shift_enter()
     bindings = KeyBindings()
     _bind_lines(bindings, prompt)
@@ -64,7 +63,7 @@ def build_keys(prompt: "LivePrompt") -> KeyBindingsBase:
 
 
 def _teach_shift_enter() -> None:
-    """Let prompt_toolkit read the two sequences terminals send for Shift-Enter as Ctrl-J."""
+    """Make prompt_toolkit read the two Shift-Enter sequences of terminals as Ctrl-J."""
     ANSI_SEQUENCES["\x1b[13;2u"] = Keys.ControlJ
     ANSI_SEQUENCES["\x1b[27;2;13~"] = Keys.ControlJ
 
@@ -78,7 +77,7 @@ def _bind_lines(bindings: KeyBindings, prompt: "LivePrompt") -> None:
         buffer = prompt.buffer
         state = buffer.complete_state
         if state is not None and state.current_completion is not None:
-            buffer.complete_state = None  # the menu's choice is taken, not yet sent
+            buffer.complete_state = None  # accept the menu's choice, but do not send yet
             return
         before = buffer.document.text_before_cursor
         if continues(before):
@@ -118,7 +117,7 @@ def _bind_lines(bindings: KeyBindings, prompt: "LivePrompt") -> None:
 
 
 def submit(prompt: "LivePrompt") -> None:
-    """Send what is in the prompt and remember it."""
+    """Send the prompt's text and add it to the history."""
     text = prompt.buffer.text
     if text.strip():
         prompt.buffer.append_to_history()
@@ -129,7 +128,7 @@ def submit(prompt: "LivePrompt") -> None:
 def _bind_stopping(bindings: KeyBindings, prompt: "LivePrompt") -> None:
     """Esc, Ctrl-C, Ctrl-D, Ctrl-Z."""
     leaving, clearing = DoublePress(_TWICE_S), DoublePress(_ESCAPE_TWICE_S)
-    # Keys that came in the same read belong together: this is Alt-something, not Esc.
+    # Keys of the same read belong together: Esc with another key means Alt and that key.
     stands_alone = Condition(lambda: not get_app().key_processor.input_queue)
 
     @bindings.add("escape", filter=stands_alone & ~is_searching, eager=True)
@@ -147,13 +146,13 @@ def _bind_stopping(bindings: KeyBindings, prompt: "LivePrompt") -> None:
         if prompt.is_lent:
             if prompt.interrupts_leave:
                 prompt.listener.quit(ExitCode.INTERRUPT)
-            return  # else meant for the program that has the terminal
+            return  # else another program has the terminal, and handles the key
         if prompt.listener.is_answering:
             leaving.forget()
             prompt.listener.stop()
             return
         if prompt.buffer.text:
-            leaving.forget()  # something was typed since: this one is meant for that
+            leaving.forget()  # text was typed since the first press: this one clears it
         _clear(prompt)
         if leaving.press():
             prompt.listener.quit(ExitCode.INTERRUPT)
@@ -173,7 +172,7 @@ def _bind_stopping(bindings: KeyBindings, prompt: "LivePrompt") -> None:
 
 
 def _clear(prompt: "LivePrompt") -> None:
-    """Empty the prompt; Up brings back what was in it."""
+    """Clear the prompt; its text goes to the history, so that Up restores it."""
     if prompt.buffer.text.strip():
         prompt.buffer.append_to_history()
     prompt.buffer.reset()
@@ -215,7 +214,7 @@ def _bind_moving(bindings: KeyBindings, prompt: "LivePrompt") -> None:
 
 
 def _edits_queue(prompt: "LivePrompt") -> bool:
-    """Whether the arrows mean the queue: there is one, and the prompt is empty or from it."""
+    """Whether arrows move in the queue: it has messages, and the prompt is empty or edits one."""
     listener = prompt.listener
     is_editing = prompt.region.state.edited is not None
     return listener.has_queue and (is_editing or not prompt.buffer.text)
@@ -228,7 +227,7 @@ def _edit_waiting(prompt: "LivePrompt", step: int) -> None:
 
 
 def _picker_keys(prompt: "LivePrompt") -> KeyBindingsBase:
-    """While a picker is open it gets every key."""
+    """The bindings of an open picker, which receives every key."""
     bindings = KeyBindings()
     is_picking = Condition(lambda: prompt.region.picker is not None)
 

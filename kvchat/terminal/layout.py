@@ -1,7 +1,4 @@
-"""What the live region looks like, from top to bottom.
-
-Knows prompt_toolkit's containers; the state it draws is the prompt's.
-"""
+"""The layout of the live region, from top to bottom, in prompt_toolkit's containers."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -41,7 +38,7 @@ _MAX_QUEUE_ROWS = 4
 
 @dataclass(slots=True)
 class LiveRegion:
-    """What is drawn: the dialogue's live state, and the picker while one is open."""
+    """The content to draw: the dialogue's live state, and the picker while one is open."""
 
     state: LiveState = field(default_factory=LiveState)
     picker: Picker | None = None
@@ -92,7 +89,7 @@ def build_layout(prompt: "LivePrompt") -> Layout:
 def _lines(
     text: Callable[[], Fragments], is_there: Callable[[], object], is_gap: bool = False
 ) -> Container:
-    """Return a container for text that is only sometimes there."""
+    """Return a container for text that is hidden while it is empty."""
     control = FormattedTextControl(text)
     height = 1 if is_gap else None
     window = Window(control, height=height, wrap_lines=not is_gap, dont_extend_height=True)
@@ -106,7 +103,7 @@ def _line_prefix(prompt: "LivePrompt", line: int, wrap: int) -> Fragments:
 
 
 def _queue(prompt: "LivePrompt") -> Fragments:
-    """Return the waiting messages, a line each; the last ones are counted where they are many."""
+    """Return the waiting messages, one a line; if there are many, only a count of the last ones."""
     state = prompt.region.state
     room = max(8, prompt.size.columns - 14)
     fragments: Fragments = []
@@ -143,7 +140,7 @@ def _menu() -> Window:
 
 
 def _toolbar(prompt: "LivePrompt") -> Window:
-    """One row: a notice while there is one, else how things stand."""
+    """Return one row: the notice if there is one, else the toolbar."""
 
     def text() -> Fragments:
         width = prompt.size.columns - 1

@@ -1,7 +1,7 @@
-"""LineView: plain lines for terminals that cannot move a cursor, and for people who listen.
+"""LineView: plain lines, for screen readers and for terminals that cannot move the cursor.
 
-The terminal's own line editing takes the input; output is whole lines, only ever appended, without
-an escape sequence among them. Pickers are numbered lists. Knows file descriptors; knows no keys.
+The terminal's own line editing handles input. Output is whole lines, which are only appended and
+have no escape sequences. Pickers are numbered lists.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ _READ_BYTES = 65536
 
 
 class LineView:
-    """Implements `View`. `columns` tells how wide lines may be."""
+    """Implements `View`. `columns` is the maximum width of lines."""
 
     def __init__(
         self, stdin: TextIO, stdout: TextIO, painter: Painter, columns: int, editor: str
@@ -39,7 +39,7 @@ class LineView:
         self._unread = ""
         self._leaving = DoublePress(_TWICE_S)
         self._picked: asyncio.Future[str] | None = None
-        self._kept_lines: list[str] = []  # read behind a picker's answer, for what comes next
+        self._kept_lines: list[str] = []  # lines read together with a picker's answer, for later
         self._left: asyncio.Event = asyncio.Event()
         self._listener: Listener | None = None
         self._num_queued = 0
@@ -60,7 +60,7 @@ class LineView:
         return ""
 
     def write(self, rows: Sequence[Row], state: LiveState | None = None) -> None:
-        """Show rows for good; the prompt that is waiting is given up for them."""
+        """Show rows permanently; they replace a waiting prompt."""
         text = self.painter.ansi(rows)
         if self._is_prompted and text:
             text = f"\n{text}"
@@ -69,7 +69,7 @@ class LineView:
         self._ask_soon()
 
     def write_turn(self, text: str, is_said_now: bool = True) -> None:
-        """What is typed the terminal has shown itself; what is from before is told."""
+        """Show an earlier message; the terminal itself has already shown typed text."""
         if not is_said_now:
             self.write(self.painter.wrapped(f"You: {text}\n", self._columns))
         elif text in self._told_queued:
@@ -77,7 +77,7 @@ class LineView:
             self.write(self.painter.wrapped(f"Now: {text}", self._columns))
 
     def show(self, state: LiveState) -> None:
-        """Tell of what is new and can be said in a line."""
+        """Print the new parts of the state that fit in a line."""
         if len(state.queue) > self._num_queued and self._is_answering:
             self._told_queued.append(state.queue[-1])
             self.write([self.painter.text("Queued.")])
@@ -89,7 +89,7 @@ class LineView:
         self._ask_soon()
 
     def put_text(self, text: str) -> None:
-        """A line cannot be put into the terminal's own editing: it is shown, to be typed anew."""
+        """Print the text for the user to type again: the terminal's input cannot be set."""
         if text:
             self.write(self.painter.wrapped(f"The text was: {text}", self._columns))
 
@@ -97,7 +97,7 @@ class LineView:
         self.put_text(text)
 
     async def choose(self, title: str, choices: Sequence[Choice], current: int = 0) -> int | None:
-        """Show a numbered list and take a number; an empty line picks nothing."""
+        """Show a numbered list and read a number; an empty line cancels."""
         lines = [f"{title}:"]
         for number, choice in enumerate(choices, start=1):
             detail = f", {choice.detail}" if choice.detail else ""
@@ -114,7 +114,7 @@ class LineView:
             self.write([self.painter.text(f"A number from 1 to {len(choices)}, please.")])
 
     async def _picked_line(self) -> str:
-        """Return the next line that is typed; those behind it are taken once it has been heeded."""
+        """Return the next typed line; further lines are handled after it."""
         loop = asyncio.get_running_loop()
         self._picked = loop.create_future()
         try:
@@ -144,7 +144,7 @@ class LineView:
         return ""
 
     def unlearn(self, texts: Collection[str]) -> None:
-        """Nothing that was typed is remembered here."""
+        """Do nothing: this view has no input history."""
 
     def copy(self, text: str) -> None:
         raise UsageError("This terminal cannot be asked to copy.", "/export writes a file.")
@@ -183,7 +183,7 @@ class LineView:
                 self._listener.terminal_lost()
 
     def _write(self, text: str) -> None:
-        """Write text, question marks for characters that the terminal's encoding does not have."""
+        """Write text, with question marks for characters that the terminal's encoding lacks."""
         try:
             self._stdout.write(text)
         except UnicodeEncodeError:
@@ -192,7 +192,7 @@ class LineView:
         self._stdout.flush()
 
     def _ask_soon(self) -> None:
-        """Show the prompt once nothing more is being said."""
+        """Show the prompt when no more output is coming."""
         if self._listener is not None:
             asyncio.get_running_loop().call_soon(self._ask)
 
@@ -218,7 +218,7 @@ class LineView:
                 self._picked.set_result("")
         elif self._is_answering:
             self._leaving.forget()
-            self._put("\n")  # the terminal shows the key itself
+            self._put("\n")  # the terminal echoes the key itself
             self._listener.stop()
         elif self._leaving.press():
             self._listener.quit(ExitCode.INTERRUPT)
@@ -241,7 +241,7 @@ class LineView:
             self._take(line)
 
     def _end(self) -> None:
-        """Ctrl-D: leaves, but never in the middle of an answer."""
+        """Leave at Ctrl-D, but not during an answer."""
         assert self._listener is not None
         if self._is_answering and os.isatty(self._stdin.fileno()):
             self.write([self.painter.text("An answer is coming: Ctrl-C stops it.")])

@@ -1,13 +1,13 @@
 """Streaming Markdown: text in as it is generated, finished rows out, each exactly once.
 
-A row once given is never taken back: it can go to the terminal's own scrollback. What is still open
-is short, and `tail` shows it as it would look if the text ended now. However the text is cut into
-pieces, the rows given in the end are the same.
+A returned row never changes, so it can go to the terminal's own scrollback. The open part is short;
+`tail` renders it as if the text ended now. The final rows do not depend on how the text is cut into
+pieces.
 
-Flow finds where blocks begin and end, line by line; lists and quotes hold flows of their own. It is
-more forgiving than CommonMark where models are: two columns of indentation continue a list item, a
-rule below a paragraph is a rule, a line break is a line break. How blocks look is in
-`markdown_blocks.py`.
+Flow finds the beginning and end of blocks, line by line; lists and quotes hold their own flows. It
+accepts more than CommonMark, for the Markdown that models write: two columns of indentation
+continue a list item, a rule below a paragraph is a rule, a line break is a line break.
+`markdown_blocks.py` renders the blocks.
 """
 
 import re
@@ -52,7 +52,7 @@ def indent_of(line: str) -> int:
 
 @dataclass(slots=True)
 class _Container:
-    """A list item or a quote: what its lines begin with, and the flow inside."""
+    """A list item or a quote: the marker of its lines, and the flow inside."""
 
     marker: Text
     continuation: Text
@@ -169,14 +169,14 @@ class Flow:
         return rows + self._put_here(line, ctx)
 
     def settle(self, ctx: RenderContext) -> list[Row]:
-        """Return the rows of open blocks that nothing to come can change."""
+        """Return the rows of open blocks that later text cannot change."""
         if self._child is not None:
             child = self._child
             return self._out(child.mark(child.inside.settle(child.render_context(ctx))))
         return self._out(self._block.settle(ctx)) if self._block is not None else []
 
     def close(self, ctx: RenderContext) -> list[Row]:
-        """End everything that is open."""
+        """End all open blocks; return their rows."""
         return self._close_child(ctx) + self._close_block(ctx)
 
     def _put_inside(self, child: _Container, line: str, ctx: RenderContext) -> list[Row]:
@@ -355,7 +355,7 @@ _TAB = " " * 4
 
 
 class MarkdownStream:
-    """Renders one text. Sanitises what it is fed."""
+    """Renders one text as it arrives. It sanitises its input."""
 
     def __init__(self) -> None:
         self._sanitizer = Sanitizer()
@@ -364,7 +364,7 @@ class MarkdownStream:
         self._is_inside_line = False
 
     def feed(self, text: str, ctx: RenderContext) -> list[Row]:
-        """Take more text; return the rows it finishes."""
+        """Take more text; return the rows that it completes."""
         rows: list[Row] = []
         safe = self._sanitizer.feed(text).replace("\t", _TAB)
         *lines, rest = safe.split("\n")
@@ -375,13 +375,13 @@ class MarkdownStream:
         return rows + self._flow.settle(ctx)
 
     def finish(self, ctx: RenderContext) -> list[Row]:
-        """Return all that is left: the text is over."""
+        """Return the remaining rows, at the end of the text."""
         rows = self._put("", ctx) if self._line else []
         self._is_inside_line = False
         return rows + self._flow.close(ctx)
 
     def tail(self, ctx: RenderContext) -> list[Row]:
-        """Return the rows still open, as they would look if the text ended here."""
+        """Return the rows that may still change, rendered as if the text ended here."""
         ahead = MarkdownStream()
         ahead._flow = self._flow.copy()
         ahead._line = self._line

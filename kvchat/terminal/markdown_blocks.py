@@ -1,7 +1,7 @@
 """The blocks that hold text: paragraph, heading, rule, code, table.
 
-Each takes source and gives rows back; a row once given is final and never given again. Knows how
-blocks look; where one begins and ends is `markdown.py`'s.
+Each block takes source text and returns rows; every row is returned once and is final.
+`markdown.py` finds where blocks begin and end.
 """
 
 import re
@@ -21,13 +21,13 @@ _MAX_RULE_COLUMNS = 48
 
 
 class Block(Protocol):
-    """A block of text in the making."""
+    """A block whose source is still arriving."""
 
     def settle(self, ctx: RenderContext) -> list[Row]:
-        """Give the rows that nothing to come can change, and forget them."""
+        """Return the rows that later text cannot change, and drop them here."""
 
     def close(self, ctx: RenderContext) -> list[Row]:
-        """Give what is left: the block is over."""
+        """Return the remaining rows, at the end of the block."""
 
     def copy(self) -> "Block":
         """Return an independent block in the same state, for a look ahead."""
@@ -95,7 +95,7 @@ def heading(level: int, source: str, ctx: RenderContext) -> list[Row]:
 
 
 def rule(ctx: RenderContext, label: str = "") -> list[Row]:
-    """Return a drawn line, with a label in it or without; nothing where it would be read aloud."""
+    """Return a drawn line, with or without a label in it; nothing for spoken output."""
     painter, glyph = ctx.painter, ctx.painter.look.glyphs.rule
     if painter.look.is_spoken:
         return []
@@ -185,7 +185,7 @@ def is_delimiter_row(line: str) -> bool:
 
 @dataclass(slots=True)
 class MarkdownTable:
-    """A table; held until it is complete, since a later row may widen a column."""
+    """A table; its rows wait until it is complete, because a later row may widen a column."""
 
     lines: list[str]
 

@@ -14,7 +14,7 @@ BLOCK_MARK = '"""'
 
 
 def is_block_open(text: str) -> bool:
-    """Tell whether a block begun with three quotation marks waits for its end.
+    """Return whether a block that began with three quotation marks is not yet closed.
 
     It ends with three at the end of the text. What is pasted may begin with three of its own, a
     Python module for example: they open nothing where a line ends in three and all have partners.
@@ -33,12 +33,12 @@ def _is_uneven(text: str) -> bool:
 
 
 def continues(line: str) -> bool:
-    """Tell whether a line ends in a backslash that asks for another line."""
+    """Return whether a line ends in a backslash that continues the message."""
     return line.endswith("\\") and not line.endswith("\\\\")
 
 
 def without_block_marks(text: str) -> str:
-    """Return the inside of a block, anything else as it is.
+    """Return the text inside a block's marks, and any other text unchanged.
 
     Where there are pairs of marks inside, only marks alone in their lines are taken for a block's:
     the first and the last may belong to two strings of a program.
@@ -59,14 +59,14 @@ def _is_block(text: str) -> bool:
 
 
 class InputBlocks:
-    """Collects lines until they make a message."""
+    """Collects lines until the message is complete."""
 
     def __init__(self) -> None:
         self._text = ""
 
     @property
     def is_open(self) -> bool:
-        """Whether the message goes on."""
+        """Whether the message needs more lines."""
         return bool(self._text)
 
     def take(self, line: str) -> str | None:
@@ -81,14 +81,14 @@ class InputBlocks:
         return without_block_marks(text)
 
     def clear(self) -> None:
-        """Forget what was collected."""
+        """Drop the collected lines."""
         self._text = ""
 
 
 async def edit_text(editor: str, text: str) -> str:
-    """Return a text as the user left it; raises UsageError where the editor does not run.
+    """Open a text in the user's editor and return the result; UsageError if it does not run.
 
-    `editor` is a command line. An editor that ends with an error leaves the text as it was.
+    `editor` is a command line. If the editor ends with an error, the text is returned unchanged.
     """
     try:
         arguments = shlex.split(editor)

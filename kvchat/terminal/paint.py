@@ -1,7 +1,6 @@
-"""Rows: styled lines of text, and how they become escape sequences or prompt_toolkit fragments.
+"""Rows: styled lines of text, converted to escape sequences or prompt_toolkit fragments.
 
-A row is a Rich Text of one line. Rich only ever renders to strings here; who writes them, and
-where, is the prompt's business.
+A row is a Rich Text of one line. Rich renders to strings only; the view writes them.
 """
 
 import io
@@ -33,7 +32,7 @@ _ANSI_NAMES = (
 
 
 class Painter:
-    """Turns texts into rows and rows into what a terminal takes, for one look."""
+    """Converts texts to rows, and rows to terminal output, for one look."""
 
     def __init__(self, look: Look) -> None:
         self.look = look
@@ -133,7 +132,7 @@ def prefixed(row: Row, prefix: Text) -> Row:
 
 @dataclass(frozen=True, slots=True)
 class RenderContext:
-    """What rows are laid out for: a painter and a width in cells."""
+    """The painter and the width in cells that rows are laid out for."""
 
     painter: Painter
     width: int

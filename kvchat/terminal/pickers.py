@@ -1,6 +1,6 @@
-"""Picker: a list to choose from: moved through with the arrows, filtered by typing.
+"""Picker: the state of a list to choose from: arrows move the cursor, typing filters.
 
-Pure state; drawing is the prompt's, keys are `keys.py`'s.
+`prompt.py` draws it; `keys.py` handles its keys.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from kvchat.terminal.wrap import first_cells, one_row
 
 
 class Picker:
-    """One choice in the making. `result` is what was picked, in the order the choices came."""
+    """An open picker. `result` is the index of the current choice in the unfiltered list."""
 
     def __init__(self, title: str, choices: Sequence[Choice], current: int = 0) -> None:
         assert choices
@@ -27,20 +27,20 @@ class Picker:
 
     @property
     def result(self) -> int | None:
-        """The choice the cursor is on, None where the filter leaves nothing."""
+        """The index of the choice at the cursor, None if no choice matches the filter."""
         return self._shown[self._position] if self._shown else None
 
     def move(self, step: int) -> None:
-        """Move the cursor, from the end to the beginning as well."""
+        """Move the cursor; it wraps around at the ends."""
         if self._shown:
             self._position = (self._position + step) % len(self._shown)
 
     def type(self, text: str) -> None:
-        """Narrow the list to what contains the words typed."""
+        """Add to the filter: only choices that contain the typed words are shown."""
         self._filter_by(self.filter + text)
 
     def erase(self) -> None:
-        """Take back the last character of the filter."""
+        """Remove the last character of the filter."""
         self._filter_by(self.filter[:-1])
 
     def _filter_by(self, text: str) -> None:
@@ -88,6 +88,6 @@ class Picker:
 
 
 def pick_by_number(text: str, count: int) -> int | None:
-    """Return the index that a typed number names, None for anything else."""
+    """Return the index of a typed number, None for any other text."""
     number = whole_number(text.strip())
     return number - 1 if number is not None and 1 <= number <= count else None

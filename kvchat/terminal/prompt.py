@@ -1,9 +1,9 @@
-"""LivePrompt: the view of a terminal that can move its cursor: a prompt that is always live.
+"""LivePrompt: the view for a terminal that can move its cursor; its prompt always takes input.
 
-Finished rows go to the terminal's own scrollback above it and are never touched again; below them
-is a small region that is redrawn: the open end of the answer, messages waiting, the prompt, a
-toolbar. No alternate screen. The one writer of the terminal. LiveApplication is the one place that
-uses prompt_toolkit's private parts (3.0.51 to 3.0.53).
+Finished rows go to the terminal's own scrollback and are never redrawn. Below them a small region
+is redrawn: the open end of the answer, waiting messages, the prompt and a toolbar. There is no
+alternate screen. Only this view writes to the terminal. Only LiveApplication uses private parts of
+prompt_toolkit (3.0.51 to 3.0.53).
 """
 
 import asyncio
@@ -47,7 +47,10 @@ from kvchat.terminal.view import Choice, Listener, LiveState
 
 
 class LiveApplication(Application[None]):
-    """`reflows` tells that the terminal breaks earlier lines anew when it gets narrower."""
+    """prompt_toolkit's application, with a redraw that handles terminals that reflow.
+
+    `reflows` says that the terminal wraps earlier lines again when it becomes narrower.
+    """
 
     def __init__(self, reflows: bool, held_output: HeldOutput, **settings: Any) -> None:
         self._reflows = reflows
@@ -57,23 +60,23 @@ class LiveApplication(Application[None]):
         self.after_render += self._remember_width
 
     def redraw_now(self) -> None:
-        """Draw before returning, where `invalidate` would draw some time later."""
+        """Draw before returning; `invalidate` would draw later."""
         self._redraw()
 
     def _remember_width(self, sender: object) -> None:
         self._drawn_columns = self.output.get_size().columns
 
     def _on_resize(self) -> None:
-        """Erase the region where it is now, which may be higher than where it was drawn."""
+        """Erase the region at its current place, which may be above the place it was drawn at."""
         with self._held_output.stroke():
             self.output.cursor_up(self._num_rows_added())
             super()._on_resize()
 
     def _num_rows_added(self) -> int:
-        """Return how many rows above the cursor a narrower terminal has broken in two.
+        """Return how many rows a narrower terminal has added above the cursor by wrapping.
 
-        Where it is not known that the terminal does that, going up would erase what is not ours;
-        a stale row is the lesser evil.
+        0 if the terminal is not known to reflow: moving up would then erase rows of other output,
+        which is worse than a stale row.
         """
         columns = self.output.get_size().columns
         screen = self.renderer.last_rendered_screen
@@ -93,14 +96,14 @@ _MAX_TEXT_COLUMNS = 100
 _MAX_ECHOED_ROWS = 12
 _MAX_COPIED_BYTES = 200_000
 
-# A lone Esc is told from the beginning of an arrow key by what does not follow it this soon.
+# Esc alone, and not the first byte of an arrow key, if no byte follows within this time.
 _ESCAPE_WAIT_S = 0.05
 _SEQUENCE_WAIT_S = 0.3
 
 
 @dataclass(frozen=True, slots=True)
 class Terminal:
-    """The terminal to live in. `get_size` and `stdin` are injectable for tests."""
+    """The terminal to use. Tests can replace `get_size` and `stdin`."""
 
     stdin: Input
     stdout: TextIO
@@ -109,7 +112,7 @@ class Terminal:
 
 
 class LivePrompt:
-    """Implements `View`. `run` owns the terminal from beginning to end."""
+    """Implements `View`. `run` owns the terminal while it runs."""
 
     def __init__(
         self,
@@ -148,7 +151,7 @@ class LivePrompt:
             input=terminal.stdin,
             output=self._output,
             erase_when_done=True,
-            terminal_size_polling_interval=None,  # SIGWINCH tells: nothing moves while idle
+            terminal_size_polling_interval=None,  # SIGWINCH reports it; no timer while idle
         )
         self._app.key_processor.before_key_press += lambda _: self.listener.key_pressed()
         self._app.ttimeoutlen = _ESCAPE_WAIT_S
@@ -182,7 +185,7 @@ class LivePrompt:
         return self._num_lent > 0
 
     def write(self, rows: Sequence[Row], state: LiveState | None = None) -> None:
-        """Show rows for good: erase the region, write, draw it again, all in one stroke."""
+        """Show rows permanently: erase the region, write, and redraw it, as one output."""
         if state is not None:
             self.region.state = state
         text = self.painter.ansi(rows).replace("\n", "\r\n")
@@ -195,7 +198,7 @@ class LivePrompt:
             self._app.redraw_now()
 
     def write_turn(self, text: str, is_said_now: bool = True) -> None:
-        """Show what the user said behind the prompt's glyph; of a very long text the beginning."""
+        """Show a user message after the prompt's glyph; of a long one only the first 12 rows."""
         glyph = self.painter.look.glyphs.prompt
         marker = Text(end="").append(f"{glyph} ", self.painter.style(Role.HEADING))
         below = Text(" " * marker.cell_len, end="")
@@ -222,12 +225,12 @@ class LivePrompt:
 
     def put_back(self, text: str) -> None:
         self.put_text(text)
-        # What is typed or pasted next, perhaps long ahead, is no part of it.
+        # The text is selected, so that the next typed or pasted text replaces it.
         self.buffer.selection_state = state = SelectionState(original_cursor_position=0)
         state.enter_shift_mode()
 
     async def choose(self, title: str, choices: Sequence[Choice], current: int = 0) -> int | None:
-        """Show a picker in place of the prompt until one is picked or given up."""
+        """Show a picker in place of the prompt; return the index picked, None if cancelled."""
         if not choices:
             return None
         self.region.picker = Picker(title, choices, current)
@@ -241,14 +244,14 @@ class LivePrompt:
             self._app.invalidate()
 
     def pick(self, index: int | None) -> None:
-        """End the picker with a choice or without; the next key is the prompt's again."""
+        """End the picker with an index, or None for no choice; the next key goes to the prompt."""
         self.region.picker = None
         if self._picked is not None and not self._picked.done():
             self._picked.set_result(index)
 
     @asynccontextmanager
     async def lent(self, takes_interrupts: bool = True) -> AsyncIterator[None]:
-        """Give the terminal away, as it was before; what is written meanwhile waits."""
+        """Release the terminal in its original state; output waits until the block ends."""
         with set_app(self._app):
             async with in_terminal():
                 self._num_lent += 1
@@ -266,7 +269,7 @@ class LivePrompt:
             return await edit_text(self._editor, text)
 
     def edit_prompt(self) -> None:
-        """Let the user edit the prompt's text in their editor, beside everything else."""
+        """Let the user edit the prompt's text in their editor, in a background task."""
 
         async def edit() -> None:
             try:
@@ -277,13 +280,13 @@ class LivePrompt:
         self._app.create_background_task(edit())
 
     def unlearn(self, texts: Collection[str]) -> None:
-        """Forget what was typed of these messages: Up does not bring it back."""
+        """Remove these messages from the input history."""
         if isinstance(self.buffer.history, PrivateHistory):
             self.buffer.history.forget(texts)
             self.buffer.reset()
 
     def copy(self, text: str) -> None:
-        """Ask the terminal to put a text on its clipboard (OSC 52)."""
+        """Ask the terminal to put a text on its clipboard (OSC 52); UsageError above 200 kB."""
         data = text.encode(errors="replace")
         if len(data) > _MAX_COPIED_BYTES:
             raise UsageError("This is too much for a clipboard.", "/export writes a file.")
@@ -291,7 +294,7 @@ class LivePrompt:
             self._output.write_raw(f"\x1b]52;c;{base64.b64encode(data).decode()}\x07")
 
     async def run(self, listener: Listener) -> None:
-        """Live until `leave`; ends as well when the input does."""
+        """Show the prompt and handle input until `leave` is called or the input ends."""
         self._listener = listener
         self._app.after_render += self._begin
         try:
@@ -320,7 +323,7 @@ class LivePrompt:
             self.buffer.insert_text(rest)
 
     def _begin(self, sender: object) -> None:
-        """Once the prompt is there, and keys are its own, write what was said before."""
+        """After the first drawing, when keys reach the prompt, write the rows that waited."""
         self._app.after_render -= self._begin
         asyncio.get_running_loop().call_soon(self._write_waiting)
 

@@ -1,4 +1,4 @@
-"""The one list of all slash commands."""
+"""The list of all slash commands."""
 
 from kvchat.terminal import (
     commands_conversation,
@@ -11,7 +11,7 @@ from kvchat.terminal.commands import Registry
 
 
 def build_registry() -> Registry:
-    """Return every command this version has."""
+    """Return all slash commands."""
     return Registry(
         (
             *commands_conversation.COMMANDS,

@@ -1,7 +1,7 @@
-"""The interactive chat: puts the parts together, runs them on one event loop, leaves cleanly.
+"""The interactive chat: creates its parts, runs them on one event loop, and ends cleanly.
 
-Beside `cli/main.py` the one place where errors become exit codes. Signals end the chat as keys do:
-the answer in progress is stopped and kept, and the terminal is as it was before.
+Errors become exit codes only here and in `cli/main.py`. SIGTERM and SIGHUP end the chat as keys do:
+the answer in progress is stopped and saved, and the terminal is restored.
 """
 
 import asyncio
@@ -35,12 +35,12 @@ from kvchat.terminal.view import View, tell
 
 @dataclass(frozen=True, slots=True)
 class ReplSetup:
-    """What an interactive chat starts from.
+    """The inputs of an interactive chat.
 
-    controller           its model loading, or done with it; owned by the chat from here on
-    relay          what the controller's host was given as `on_load`
-    history_path   where what is typed is kept; None forgets it
-    shows_stats    whether a line of figures follows every answer; by default unless it is spoken
+    controller     its model may still be loading; the chat owns it from now on
+    relay          passes on the load events of the controller's host
+    history_path   the file of the input history; None keeps no history
+    shows_stats    whether a line of figures follows every answer; None: unless output is spoken
     editor         the command line of the user's editor
     """
 
@@ -66,7 +66,7 @@ async def run_repl(setup: ReplSetup) -> int:
     controller = setup.controller
     registry = build_registry()
     view = _new_view(setup)
-    # Who listens to the answer is not read figures after each, unless asked: /stats on.
+    # Spoken output has no figures after answers, unless the user turns them on: /stats on.
     shows_stats = not setup.look.is_spoken if setup.shows_stats is None else setup.shows_stats
     dialogue = Dialogue(controller, view, registry, shows_stats)
     try:
@@ -107,7 +107,7 @@ def _new_view(setup: ReplSetup) -> View:
 
 
 def _greet(controller: ChatController, view: View) -> None:
-    """Say in a line what this is; show where an opened conversation stands."""
+    """Show one line about kvchat and its model, and the state of an opened conversation."""
     from kvchat import __version__
 
     parts = [f"kvchat {__version__}", model_label(controller.host.model.name), "/help for help"]
@@ -130,7 +130,7 @@ def _greet(controller: ChatController, view: View) -> None:
 
 @contextmanager
 def _signals(dialogue: Dialogue) -> Iterator[None]:
-    """TERM and HUP leave as the user would, with their own exit codes."""
+    """Leave at SIGTERM and SIGHUP as at /exit, with their own exit codes."""
     loop = asyncio.get_running_loop()
     codes = {signal.SIGTERM: ExitCode.TERMINATED, signal.SIGHUP: ExitCode.HANGUP}
     for number, code in codes.items():
@@ -143,7 +143,7 @@ def _signals(dialogue: Dialogue) -> Iterator[None]:
 
 
 def _take_leave(dialogue: Dialogue, has_been_used: bool, problem: str | None) -> None:
-    """Say the last words on stderr: why it ended, what of it is not saved, or how to go on."""
+    """Print to stderr why the chat ended, what is not saved, or how to resume it."""
     lines = [f"kvchat: {reason}" for reason in (dialogue.failure, problem) if reason is not None]
     is_left_well = dialogue.exit_code in (ExitCode.OK, ExitCode.INTERRUPT)
     if not lines and is_left_well and has_been_used:
@@ -162,9 +162,9 @@ _RESET = b"\x1b[0m\x1b[?25h\x1b[?7h\x1b[?2004l\x1b[?2026l"
 
 @contextmanager
 def terminal_guard(writes_sequences: bool) -> Iterator[None]:
-    """Leave the terminal of the standard streams as it is now.
+    """Restore the terminal of the standard streams at the end of the block.
 
-    `writes_sequences` false never writes an escape sequence, not even to undo others.
+    With `writes_sequences` false it writes no escape sequence, not even to reset modes.
     """
     descriptor = sys.stdin.fileno()
     try:
@@ -185,7 +185,7 @@ def terminal_guard(writes_sequences: bool) -> Iterator[None]:
 
 
 def _forget_if_lost(stream: TextIO) -> None:
-    """Point a stream whose terminal is gone nowhere: Python would complain about it at its end."""
+    """Redirect a stream whose terminal is gone to /dev/null; else Python reports it at exit."""
     try:
         stream.flush()
     except (OSError, ValueError):
@@ -198,9 +198,9 @@ _log = logging.getLogger(__name__)
 
 @contextmanager
 def error_hooks(tell: Callable[[BaseException], None]) -> Iterator[None]:
-    """Give errors to `tell`, on the event loop, until the end of the block.
+    """Pass unhandled errors to `tell`, on the event loop, until the end of the block.
 
-    Logging stays as it is configured; where it is not, nothing is printed in its stead.
+    The logging configuration stays; without one, nothing is printed to stderr.
     """
     loop = asyncio.get_running_loop()
 
@@ -211,7 +211,7 @@ def error_hooks(tell: Callable[[BaseException], None]) -> Iterator[None]:
 
     def in_callback(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         tell_soon(context.get("exception"))
-        # Its message is left out: it names a callback with its arguments, which may be text.
+        # Without its message: that shows a callback's arguments, which may be conversation text.
         _log.error("in a callback of the event loop", exc_info=context.get("exception"))
 
     def in_thread(arguments: threading.ExceptHookArgs) -> None:

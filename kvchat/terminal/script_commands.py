@@ -1,8 +1,7 @@
-"""Slash commands between the turns of a script: the chat's own commands, plain lines, no questions.
+"""Slash commands in script input: the chat's own commands, with plain lines and no questions.
 
-ScriptCommands carries them out one after another, each to its end, and hands back the answer that a
-command asks for. ScriptPage is what they write on; what needs a person at a screen is refused in a
-sentence.
+ScriptCommands runs them one after another, and returns the answer that a command requests.
+ScriptPage takes their output, and refuses what needs an interactive user.
 """
 
 import asyncio
@@ -21,7 +20,7 @@ from kvchat.terminal.view import Choice, Page
 
 
 class ScriptPage:
-    """Implements `Page`. `write_text` takes whole lines; `columns` is how wide they may be."""
+    """Implements `Page`. `write_text` takes whole lines of at most `columns` cells."""
 
     def __init__(self, write_text: Callable[[str], None], painter: Painter, columns: int) -> None:
         assert painter.look.is_plain, "a script's output has no escape sequences"
@@ -38,18 +37,18 @@ class ScriptPage:
         return ""
 
     def write(self, rows: Sequence[Row]) -> None:
-        """Write rows without the empty ones around them, which only part things on a screen."""
+        """Write rows without the empty rows around them, which only separate blocks on a screen."""
         text = self.painter.ansi(rows).strip("\n")
         if text:
             self._write_text(f"{text}\n")
 
     def write_turn(self, text: str, is_said_now: bool = True) -> None:
-        """Write what the user said before; what is said now is the script's own line."""
+        """Write an earlier user message; nothing for a current one, the script's own line."""
         if not is_said_now:
             self.write(self.painter.wrapped(f"You: {text}", self._columns))
 
     def put_text(self, text: str) -> None:
-        """There is no prompt to put it into: the script sends what it means to send."""
+        """Do nothing: a script has no prompt."""
 
     async def choose(self, title: str, choices: Sequence[Choice], current: int = 0) -> int | None:
         raise UsageError(
@@ -65,7 +64,7 @@ class ScriptPage:
         raise UsageError("An editor takes a terminal.", "In a script, a line is the message.")
 
     def unlearn(self, texts: Collection[str]) -> None:
-        """A script's lines are not remembered."""
+        """Do nothing: a script has no input history."""
 
     def copy(self, text: str) -> None:
         raise UsageError("A script has no clipboard.", "/export writes a file.")
@@ -73,14 +72,14 @@ class ScriptPage:
 
 @dataclass(frozen=True, slots=True)
 class AnswerRequest:
-    """An answer that is wanted: `ask` begins it."""
+    """An answer that a command requested; `ask` starts it."""
 
     ask: Callable[[], Reply]
     num_samples: int = 1
 
 
 class ScriptCommands(CommandContext):
-    """`has_left` once a command has ended the run."""
+    """Runs commands for a script. `has_left` is true after a command has ended the run."""
 
     def __init__(
         self, controller: ChatController, page: Page, registry: Registry, shows_stats: bool
@@ -97,7 +96,7 @@ class ScriptCommands(CommandContext):
         return self._page
 
     def carry_out(self, line: Invocation) -> AnswerRequest | None:
-        """Carry out a command; return the answer it wants. Raises what kept it from its work."""
+        """Run a command; return the answer that it requests, or None. Raises its KvchatError."""
         self._request = None
         asyncio.run(line.command.run(self, line.arguments))
         return self._request
@@ -108,13 +107,13 @@ class ScriptCommands(CommandContext):
         self.say(text)
 
     def show_stage(self, stage: str) -> None:
-        """Nobody watches it load."""
+        """Do nothing: a script does not show loading."""
 
     async def confirm(self, question: str) -> bool:
         raise UsageError(f"{question} Only somebody at a terminal can say yes to that.")
 
     async def confirm_cost(self, cost: Cost | None, action: str) -> bool:
-        """Say what it costs, and do it: a script asks for what it wants."""
+        """Print the cost and return true: a script is not asked for confirmation."""
         if cost is not None and not cost.is_low:
             self.say(f"{action} {cost_line(cost)}.")
         return True
@@ -131,7 +130,7 @@ class ScriptCommands(CommandContext):
         self.has_left = True
 
     def conversation_changed(self) -> None:
-        """There are no figures on display."""
+        """Do nothing: a script has no toolbar."""
 
     def refresh(self) -> None:
-        """There is nothing on display."""
+        """Do nothing: a script has no live region."""

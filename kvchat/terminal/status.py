@@ -1,7 +1,6 @@
-"""What the numbers say: the line after an answer, the toolbar, the bar of a long prefill.
+"""Formats figures as text: the line after an answer, the toolbar, the bar of a long prefill.
 
-Pure functions of the engine's own figures; parts that are zero or unknown are left out. Knows
-words and number formats; knows no screen.
+Pure functions of the engine's figures; parts that are zero or unknown are left out.
 """
 
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ _BAR_CELLS = 10
 
 
 def format_count(count: int) -> str:
-    """Return a number of tokens for people: 812, 4.1k, 32k."""
+    """Return a number of tokens as text: 812, 4.1k, 32k."""
     if count < 1000:
         return str(count)
     if count % 1024 == 0:
@@ -28,7 +27,7 @@ def format_count(count: int) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Return a duration for people: 84 ms, 1.2 s, 43 s, 2 min 5 s."""
+    """Return a duration as text: 84 ms, 1.2 s, 43 s, 2 min 5 s."""
     if seconds < 0.9995:
         return f"{seconds * 1000:.0f} ms"
     if seconds < 9.95:
@@ -61,10 +60,10 @@ def stats_line(
     read_again: str = "",
     load_s: float | None = None,
 ) -> str:
-    """Return the line after an answer. Where it is too long it breaks between its parts.
+    """Return the line after an answer. A line that is too long breaks between its parts.
 
-    `read_again` says why something was, "" where nothing was. `load_s` is what loading the model
-    took, where that belongs to the answer: the first one of a script.
+    `read_again` says why tokens were prefilled again, "" if none were. `load_s` is the loading time
+    of the model, for the first answer of a script.
     """
     used = usage.prompt_tokens + usage.completion_tokens
     parts = [
@@ -98,7 +97,7 @@ def _cached(usage: Usage, glyphs: Glyphs) -> str:
 
 
 def _tiers(cached: CachedTokens, glyphs: Glyphs) -> str:
-    """Return where the cached tokens lay, unless all of them were on the device already."""
+    """Return the tiers of the cached tokens, "" if all of them were on the device."""
     if cached.total == cached.device:
         return ""
     places = (("device", cached.device), ("host", cached.host), ("disk", cached.disk))
@@ -115,7 +114,7 @@ def _generated(usage: Usage, timing: Timing) -> str:
 
 
 def _drafted(usage: Usage) -> str:
-    """Return what guessing ahead did; nothing where nothing was guessed nor refused."""
+    """Return the draft figures of an answer; "" if it had no drafts and no reason for that."""
     drafts = usage.drafts
     parts = []
     if drafts.num_drafted:
@@ -128,7 +127,7 @@ def _drafted(usage: Usage) -> str:
 
 
 def speculation_lines(status: SpeculationStatus) -> list[str]:
-    """Return what guessing ahead is set to, and what it was good for so far."""
+    """Return the mode of speculation and its figures so far."""
     total, names = status.total, " and ".join(status.drafters) or "nothing"
     if status.mode == "off":
         lines = [f"drafts: off; there is {names}"]
@@ -146,7 +145,7 @@ def speculation_lines(status: SpeculationStatus) -> list[str]:
 
 
 def graph_lines(status: GraphStatus) -> list[str]:
-    """Return how many steps ran as captured graphs, and what keeps others from it."""
+    """Return how many steps ran as captured graphs, and why others did not."""
     captured = f"{plural(status.num_captured, 'shape')} captured"
     took = f" in {status.capture_s:.1f} s" if status.num_captured else ""
     small = status.num_replayed + status.num_eager
@@ -155,7 +154,7 @@ def graph_lines(status: GraphStatus) -> list[str]:
 
 
 class PrefillMeter:
-    """Watches a prompt being read and says how long it will still take."""
+    """Estimates the remaining time of a prefill from its progress events."""
 
     def __init__(self) -> None:
         self._first: tuple[float, int] | None = None
@@ -167,7 +166,7 @@ class PrefillMeter:
         self._last = (now_s, event)
 
     def remaining_s(self, now_s: float) -> float | None:
-        """Return the seconds left at the pace so far, None while there is none to speak of."""
+        """Return the seconds left at the rate so far, None while there is no useful rate."""
         if self._first is None or self._last is None:
             return None
         first_s, first_done = self._first
@@ -178,7 +177,7 @@ class PrefillMeter:
         return max(0.0, (event.total - event.done) / pace - (now_s - last_s))
 
     def line(self, now_s: float, glyphs: Glyphs) -> str:
-        """Return the bar, empty before the first event and once all is read."""
+        """Return the bar, "" before the first event and at the end of the prefill."""
         if self._last is None or self._last[1].done >= self._last[1].total:
             return ""
         event = self._last[1]
@@ -196,13 +195,13 @@ class PrefillMeter:
 
 @dataclass(frozen=True, slots=True)
 class ToolbarFacts:
-    """What the toolbar tells.
+    """The values that the toolbar shows.
 
-    warmth      share of the context whose KV is there, None where it is not known
-    branch      (which, of how many) answers to the last message, None where there is one
-    answering   what the answer in progress is doing, empty while idle
-    loading     the stage of loading, empty once the model is there
-    editing     which message the next one will stand in for
+    warmth      cached share of the context, 0 to 1, None if not known
+    branch      (number, count) of the answers to the last message, None if there is only one
+    answering   the activity of the answer in progress, empty while idle
+    loading     the stage of loading, empty when the model is loaded
+    editing     the message that the next one replaces
     """
 
     model: str
@@ -219,7 +218,7 @@ class ToolbarFacts:
 
 
 def toolbar(facts: ToolbarFacts, width: int, glyphs: Glyphs) -> str:
-    """Return the toolbar's text; what matters least is left out first where it is narrow."""
+    """Return the toolbar's text; at a small width the least important parts are left out."""
     urgent = [
         facts.loading,
         facts.answering,
@@ -244,7 +243,7 @@ def toolbar(facts: ToolbarFacts, width: int, glyphs: Glyphs) -> str:
 
 
 def _fitting(title: str, room: int, glyphs: Glyphs) -> str:
-    """Return a title cut to the room there is; too little of it says nothing."""
+    """Return a title cut to the width, "" if too little of it would remain."""
     if cell_len(title) <= room:
         return title
     cut = room - cell_len(glyphs.ellipsis)

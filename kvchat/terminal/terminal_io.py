@@ -1,8 +1,8 @@
-"""What goes to and comes from the terminal around the live prompt.
+"""Terminal input and output around the live prompt.
 
-HeldOutput: the prompt's output, each change of the screen in one write. StrayOutput: what libraries
-write to standard error meanwhile, as whole lines. `typed_ahead`: what was typed before the prompt
-was there; the terminal has turned its Enter into a line feed, which to the prompt is another key.
+HeldOutput writes each change of the screen in one write. StrayOutput collects what libraries write
+to standard error, as whole lines. `typed_ahead` returns text typed before the prompt started: the
+terminal turned its Enter into a line feed, which is another key to the prompt.
 """
 
 import asyncio
@@ -26,9 +26,9 @@ _log = logging.getLogger(__name__)
 
 
 class HeldOutput(Vt100_Output):
-    """Never asks where the cursor is: the answer could end up in the prompt.
+    """The prompt's output. It never queries the cursor, as the reply could end up in the prompt.
 
-    Once the terminal is gone writing does nothing; `on_lost` is called the first time.
+    After the terminal is gone, writing does nothing; the first failure calls `on_lost`.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class HeldOutput(Vt100_Output):
 
     @contextmanager
     def stroke(self) -> Iterator[None]:
-        """While entered nothing is flushed; on leaving everything is, in one write."""
+        """Context manager: hold all output in the block, and write it at once at the end."""
         if not self._num_held:
             self.write_raw(_BEGIN_SYNCHRONISED)
         self._num_held += 1
@@ -63,8 +63,8 @@ class HeldOutput(Vt100_Output):
     def erase_down(self) -> None:
         """Erase from the cursor, which is at the beginning of a row, to the end of the screen.
 
-        From the top left corner tmux takes that for clearing the screen, and keeps what was there
-        in its scrollback: the first row is erased by itself, the rest from beside the corner.
+        At the top left corner tmux treats this as clearing the screen, and copies the screen to its
+        scrollback. So the first row is erased separately, and the rest from beside the corner.
         """
         self.write_raw("\x1b[K\x1b[C\x1b[J\x1b[D")
 
@@ -82,8 +82,8 @@ class HeldOutput(Vt100_Output):
             self._buffer.clear()
             self._on_lost()
 
-    # Erasing resets the renderer, and that would switch bracketed paste off and on again: a paste
-    # that comes in between would be taken for typing, each of its lines for a message.
+    # Erasing resets the renderer, which would switch bracketed paste off and on again. A paste in
+    # between would count as typing, and each of its lines as a message.
 
     def enable_bracketed_paste(self) -> None:
         if not self._num_held:
@@ -100,9 +100,9 @@ _MAX_LINE_BYTES = 4096
 
 
 class StrayOutput:
-    """While `kept`, standard error goes to `show`, line by line, on the event loop.
+    """While `kept`, passes standard error to `show`, line by line, on the event loop.
 
-    Does nothing where standard error is not a terminal: then it is not in the way.
+    Does nothing if standard error is not a terminal: it then does not disturb the screen.
     """
 
     def __init__(self, show: Callable[[str], None]) -> None:
@@ -130,7 +130,7 @@ class StrayOutput:
             loop.remove_reader(self._source)
             self._read()
             if self._unread:
-                self._show_line(self._unread)  # the last line may have no end
+                self._show_line(self._unread)  # the last line may have no line feed
                 self._unread = b""
             for descriptor in (self._terminal, self._source, self._sink):
                 os.close(descriptor)
@@ -138,7 +138,7 @@ class StrayOutput:
 
     @contextmanager
     def let_through(self) -> Iterator[None]:
-        """Give standard error back to the terminal for a while: somebody else has the screen."""
+        """Restore standard error in the block, while another program uses the terminal."""
         if self._terminal is None:
             yield
             return
@@ -161,7 +161,7 @@ class StrayOutput:
 
 
 def typed_ahead(descriptor: int) -> tuple[list[str], str]:
-    """Return the complete lines waiting in a terminal, and the beginning of one after them."""
+    """Return the complete lines waiting in a terminal, and the incomplete text after them."""
     if not os.isatty(descriptor):
         return [], ""
     data = b""

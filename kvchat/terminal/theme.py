@@ -1,7 +1,7 @@
 """Look and theme: what the terminal can do, and every colour and glyph kvchat draws.
 
-Colours are the terminal's own sixteen, so that they fit a light and a dark background. Knows
-names, styles and symbols; draws nothing and reads no environment: the caller hands it one.
+Colours are the terminal's own sixteen, so that they fit a light and a dark background. The caller
+passes in the environment variables.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from rich.style import Style
 
 
 class Role(StrEnum):
-    """What a piece of text is, where that decides how it looks."""
+    """The kinds of text that have a style of their own."""
 
     PLAIN = "plain"
     USER = "user"
@@ -108,7 +108,7 @@ ASCII_GLYPHS = Glyphs(
     tip="*",
 )
 
-# Glyphs a screen reader says sensibly or skips.
+# Glyphs that a screen reader speaks well or skips.
 _SPOKEN_GLYPHS = Glyphs(
     prompt="",
     bullet="-",
@@ -126,14 +126,14 @@ _SPOKEN_GLYPHS = Glyphs(
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What the terminal is to be asked for.
+    """The terminal's features that kvchat uses.
 
     has_colour       colours may be used
     is_plain         lines only: no escape sequence of any kind, no toolbar, nothing redrawn
-    is_spoken        somebody listens to it: labels in words, no drawn lines
+    is_spoken        output for a screen reader: labels in words, no drawn lines
     has_unicode      symbols beyond ASCII can be shown
-    reflows          the terminal wraps earlier lines anew when it gets narrower; this decides how
-                     much is erased on a resize, and must be false where it is not known
+    reflows          the terminal wraps earlier lines again when it becomes narrower; this decides
+                     how much is erased on a resize, and must be false if not known
     """
 
     has_colour: bool = True
@@ -167,7 +167,7 @@ class Look:
         environment: Mapping[str, str],
         encoding: str = "utf-8",
     ) -> "Look":
-        """Decide how to address an interactive terminal.
+        """Return the look for an interactive terminal.
 
         `color` is auto, always or never. `environment` is the process's: NO_COLOR, TERM,
         ACCESSIBLE and the marks terminals leave there are looked at.

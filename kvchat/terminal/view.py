@@ -1,8 +1,8 @@
-"""View: what the conversation needs from a screen, and what a screen needs from the conversation.
+"""View and Listener: the interfaces between the chat and the terminal, in both directions.
 
-Two views exist: the live prompt (`prompt.py`) and plain lines (`line_view.py`) for terminals that
-cannot move a cursor and for people who listen. Of a view, commands use the Page alone, and scripts
-have no more than that (`script_commands.py`). Knows none of them.
+There are two views: the live prompt (`prompt.py`), and plain lines (`line_view.py`) for screen
+readers and for terminals that cannot move the cursor. Commands use only the Page part of a view;
+scripts implement only that part (`script_commands.py`).
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -16,7 +16,7 @@ from kvchat.terminal.theme import Role
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One line of a picker. `detail` is shown after it, quietly."""
+    """One line of a picker. `detail` is shown after the label, dimmed."""
 
     label: str
     detail: str = ""
@@ -24,13 +24,13 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class LiveState:
-    """What is shown below the finished rows, and changes.
+    """The content of the region below the finished rows, which is redrawn.
 
-    tail       rows of the answer that are still open
-    progress   one line about what takes time
-    notice     one line that answers a key, gone at the next
-    queue      messages waiting; `edited` is the place of the one in the prompt
-    toolbar    gives the toolbar's text for a width
+    tail       rows of the answer that may still change
+    progress   one line about a long operation
+    notice     one line in reply to a key; the next key removes it
+    queue      messages waiting; `edited` is the index of the one in the prompt
+    toolbar    returns the toolbar's text for a width in columns
     """
 
     tail: Sequence[Row] = ()
@@ -42,96 +42,97 @@ class LiveState:
 
 
 class Page(Protocol):
-    """Where commands write and ask. Used on the event loop only."""
+    """Output and questions of commands. Used on the event loop only."""
 
     painter: Painter
 
     @property
     def render_context(self) -> RenderContext:
-        """What rows are laid out for right now."""
+        """The painter and width that rows must currently be laid out for."""
 
     @property
     def prompt_text(self) -> str:
-        """What the user has typed so far."""
+        """The text in the prompt."""
 
     def write(self, rows: Sequence[Row]) -> None:
-        """Show rows for good."""
+        """Show rows permanently."""
 
     def write_turn(self, text: str, is_said_now: bool = True) -> None:
-        """Show for good what the user said; `is_said_now` where it has just been typed."""
+        """Show a user message permanently; `is_said_now` if it has just been typed."""
 
     def put_text(self, text: str) -> None:
-        """Put a text into the prompt in place of what is there."""
+        """Replace the prompt's text."""
 
     async def choose(self, title: str, choices: Sequence[Choice], current: int = 0) -> int | None:
-        """Let the user pick; None where they would rather not, UsageError where nobody is there."""
+        """Return the index that the user picks, None if cancelled; UsageError without a user."""
 
     def lent(self, takes_interrupts: bool = True) -> AbstractAsyncContextManager[None]:
-        """While entered the terminal is somebody else's: an editor's, a download bar's.
+        """Release the terminal to another program, such as an editor or a download bar.
 
-        Whoever has it either takes Ctrl-C as well, or Ctrl-C leaves the program.
+        `takes_interrupts` says that the other program handles Ctrl-C; if false, Ctrl-C leaves
+        kvchat.
         """
 
     async def edit(self, text: str) -> str:
-        """Let the user edit a text in their editor; return what came of it."""
+        """Let the user edit a text in their editor; return the edited text."""
 
     def unlearn(self, texts: Collection[str]) -> None:
-        """Forget what was typed of these messages, where it is remembered."""
+        """Remove these messages from the input history, if there is one."""
 
     def copy(self, text: str) -> None:
-        """Ask the user's terminal to put a text on its clipboard; UsageError where it cannot be."""
+        """Ask the user's terminal to put a text on its clipboard; UsageError if not possible."""
 
 
 class View(Page, Protocol):
-    """A screen: a page, and below it a prompt and what changes."""
+    """A page with a prompt and a changing region below it."""
 
     @property
     def max_tail_rows(self) -> int:
-        """How many rows of an open block are worth showing; 0 where they cannot be."""
+        """The most rows of an open block to show; 0 if the view cannot show any."""
 
     def write(self, rows: Sequence[Row], state: LiveState | None = None) -> None:
-        """Show rows for good, above the prompt, and in the same stroke another state below them."""
+        """Show rows permanently above the prompt, and with them a new state below, if given."""
 
     def put_back(self, text: str) -> None:
-        """Put text into the prompt that could not be used; what is typed next takes its place."""
+        """Put refused text back into the prompt; the next typed text replaces it."""
 
     def show(self, state: LiveState) -> None:
-        """Show something else below the finished rows, soon."""
+        """Show another state below the finished rows soon."""
 
     async def run(self, listener: "Listener") -> None:
-        """Take input until `leave` is called or the input ends."""
+        """Pass input to `listener` until `leave` is called or the input ends."""
 
     def leave(self) -> None:
-        """End `run` soon; the terminal is as it was before when it has ended."""
+        """End `run` soon; `run` restores the terminal before it returns."""
 
 
 def tell(page: Page, text: str, role: Role = Role.NOTE, gap: bool = True) -> None:
-    """Show a sentence or a few lines for good, an empty row after them unless told otherwise."""
+    """Show a sentence or a few lines permanently; with `gap`, an empty row follows."""
     rows = page.painter.wrapped(text, page.render_context.width, role)
     page.write([*rows, *([page.painter.text("")] if gap else [])])
 
 
 class Listener(Protocol):
-    """What a view tells: keys and lines. Everything returns at once."""
+    """Receives keys and lines from a view. No method blocks."""
 
     @property
     def is_answering(self) -> bool:
-        """Whether there is something Esc and Ctrl-C would stop."""
+        """Whether there is an answer that Esc and Ctrl-C would stop."""
 
     @property
     def is_busy(self) -> bool:
-        """Whether something is being answered or waits to be."""
+        """Whether an answer is in progress or a message waits for one."""
 
     @property
     def is_at_work(self) -> bool:
-        """Whether more may be said without anything being typed: an answer, a command's output."""
+        """Whether more output may come without input: an answer, or a running command's."""
 
     @property
     def has_queue(self) -> bool:
-        """Whether messages wait that could be edited."""
+        """Whether there are waiting messages to edit."""
 
     def accept(self, text: str) -> None:
-        """Take a message or a command."""
+        """Handle a message or a command."""
 
     def stop(self) -> None:
         """Stop the answer in progress."""
@@ -140,13 +141,13 @@ class Listener(Protocol):
         """Show a line until the next key."""
 
     def key_pressed(self) -> None:
-        """Any key: notices go."""
+        """Remove the notice, at any key."""
 
     def edit_queue(self, current: str, step: int) -> str | None:
-        """Move through the waiting messages; return the text to edit, None to leave the prompt."""
+        """Move through the waiting messages; return the text to edit, None to change nothing."""
 
     def stop_editing(self) -> None:
-        """The prompt was cleared: what was edited stays as it was."""
+        """Stop editing, after the prompt was cleared; the message keeps its earlier text."""
 
     def rewind(self) -> None:
         """Let the user go back to an earlier message."""
@@ -161,10 +162,10 @@ class Listener(Protocol):
         """Leave with an exit code."""
 
     def input_ended(self) -> None:
-        """There is no more input: the view ends."""
+        """The input has ended, and the view is ending."""
 
     def terminal_lost(self) -> None:
-        """The terminal cannot be written to any more."""
+        """Writing to the terminal has failed."""
 
     def failed(self, error: Exception) -> None:
-        """Something the view did by itself went wrong."""
+        """A background operation of the view has failed."""

@@ -1,7 +1,7 @@
-"""Where lines break: greedily, at spaces, between ideographs, and inside a word only as a must.
+"""Line breaking: greedy, at spaces and between ideographs, inside a word only if necessary.
 
-Greedy breaking never looks ahead, so the rows of a text that grows stay as they are but for the
-last. And where a line is cut that has one row. Knows cell widths; knows no styles.
+Greedy breaking does not look ahead, so only the last row of a growing text can change. Also cuts
+text to one row.
 """
 
 import re
@@ -66,7 +66,7 @@ def one_row(text: str, max_cells: int) -> str:
 
 
 def first_cells(text: str, max_cells: int) -> str:
-    """Return the beginning of a text that is at most so many cells wide."""
+    """Return the longest prefix of a text that fits into a width in cells."""
     cells = 0
     for index, character in enumerate(text):
         cells += get_character_cell_size(character)

@@ -9,7 +9,7 @@ import pytest
 
 from kvchat.chat.json_requests import BadRequest, JsonRequest
 from kvchat.cli.output import Notices
-from kvchat.cli.script import _read_ahead
+from kvchat.cli.script import _queue_requests
 from kvchat.cli.script_input import read_requests
 from kvchat.core.errors import UsageError
 
@@ -64,7 +64,7 @@ def test_input_that_cannot_be_read_is_an_end_too() -> None:
         raise OSError(5, "Input/output error")
 
     inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
-    _read_ahead(failing(), inbox, threading.Semaphore(5))  # type: ignore[arg-type]
+    _queue_requests(failing(), inbox, threading.Semaphore(5))  # type: ignore[arg-type]
 
     arrivals = [inbox.get(timeout=1.0) for _ in range(3)]
     assert isinstance(arrivals[0], JsonRequest)
