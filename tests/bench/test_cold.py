@@ -1,4 +1,4 @@
-"""`bench cold`: what it compares, when it refuses to, and once with real processes."""
+"""`bench cold`: its comparison, its refusals, and one run with real processes."""
 
 import os
 import sys

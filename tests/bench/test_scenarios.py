@@ -1,4 +1,4 @@
-"""Every scenario runs on a tiny model and reports figures that can be read, not quoted."""
+"""Every scenario runs on a tiny model and reports figures; their values are not meaningful."""
 
 import io
 import json

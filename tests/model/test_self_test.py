@@ -1,4 +1,4 @@
-"""The self-test catches what nothing else does, and its verdict is asked for once."""
+"""The self-test finds faults that no other check finds, and runs once per model."""
 
 import json
 from collections.abc import Callable
