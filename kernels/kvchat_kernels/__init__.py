@@ -1,4 +1,4 @@
-"""Floor 1: operations on paged KV memory, each with a torch reference and a faster twin.
+"""Floor 1: tensor operations on paged KV memory and in a model's layers.
 
-Knows torch tensors and Triton. Knows nothing of kvchat: no requests, trees or models.
+Each has a torch reference and a faster implementation. The package imports nothing from kvchat.
 """

@@ -1,8 +1,8 @@
-"""What torch's products cost on a CPU: dtypes that the processor multiplies in, and few sizes.
+"""Helpers for fast matrix products on a CPU: native dtypes, and a small set of sizes.
 
-oneDNN, which multiplies bfloat16 on a CPU, compiles every shape anew, 2 to 5 ms each, and keeps
-what it has compiled, 0.7 MB a shape: numbers of rows and keys are rounded up to few sizes.
-TorchScript compiles `linear_of_few_sizes` too, so that keeps to what TorchScript supports.
+oneDNN, torch's library for bfloat16 products on a CPU, compiles code for every shape: 2 to 5 ms and
+0.7 MB each. Therefore numbers of rows and keys are rounded up to few sizes. TorchScript compiles
+`linear_of_few_sizes` too, so that function uses only what TorchScript supports.
 """
 
 from functools import cache
@@ -10,7 +10,7 @@ from functools import cache
 import torch
 from torch.nn.functional import linear, pad
 
-# Instructions that multiply in a dtype.
+# The processor features with multiplication instructions for a dtype.
 _INSTRUCTIONS = {
     torch.bfloat16: ("avx512_bf16", "amx_bf16"),
     torch.float16: ("avx512_fp16", "amx_fp16"),
@@ -19,10 +19,10 @@ _INSTRUCTIONS = {
 
 @cache
 def multiplies_in(dtype: torch.dtype) -> bool:
-    """Tell whether there are instructions for products in `dtype`, bfloat16 or float16.
+    """Return whether the processor has instructions for products in `dtype`, bfloat16 or float16.
 
-    Without them torch converts, and is several times slower than in float32. A torch that does not
-    tell is taken to be on a processor that has them.
+    Without them torch converts, and is several times slower than in float32. Returns True if this
+    version of torch cannot tell.
     """
     if not hasattr(torch.cpu, "get_capabilities"):
         return True
@@ -31,7 +31,7 @@ def multiplies_in(dtype: torch.dtype) -> bool:
 
 
 def few_sizes(count: int) -> int:
-    """Return `count` up to 16, and above the next of 7 sizes up to 128 and 4 to each doubling."""
+    """Return `count` rounded up: exact to 16, multiples of 16 to 128, then 4 sizes per doubling."""
     if count <= 16:
         return count
     step = 16
@@ -43,8 +43,9 @@ def few_sizes(count: int) -> int:
 def linear_of_few_sizes(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return torch's linear of x [..., num_rows, in_features]; low precision with rows added to it
-    that are cut off again.
+    """Return torch's linear of x [..., num_rows, in_features].
+
+    In low precision pads the rows to one of few sizes, and removes them from the result.
     """
     count = x.shape[-2]
     size = few_sizes(count)

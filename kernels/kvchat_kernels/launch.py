@@ -1,8 +1,8 @@
-"""How a Triton kernel is called, and where kernels can run at all.
+"""Launches Triton kernels, and decides on which devices they can run.
 
-Every kernel's launcher returns a Launch: what the tests compile for a GPU that is not there is then
-exactly what a GPU would be given. Knows devices; imports Triton nowhere, for a machine without a
-GPU never needs it.
+Every kernel's launcher returns a Launch, so that tests without a GPU compile exactly what a GPU
+would run. Importing this module does not import Triton, because a machine without a GPU never needs
+it.
 """
 
 from collections.abc import Mapping
@@ -17,12 +17,12 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One call of a kernel, not yet made.
+    """A prepared call of a kernel.
 
     kernel     a function under `@triton.jit`
-    grid       programs along each axis; none at all if one of them is 0
-    values     one per parameter of the kernel
-    num_warps, num_stages   as Triton means them
+    grid       programs along each axis; nothing runs if one of them is 0
+    values     one value per parameter of the kernel, by name
+    num_warps, num_stages   Triton's launch options
     """
 
     kernel: Any
@@ -32,7 +32,7 @@ class Launch:
     num_stages: int = 3
 
     def run(self) -> None:
-        """Put the kernel on the current stream."""
+        """Queue the kernel on the current stream."""
         if 0 not in self.grid:
             self.kernel[self.grid](
                 **self.values, num_warps=self.num_warps, num_stages=self.num_stages
@@ -40,9 +40,9 @@ class Launch:
 
 
 def uses_triton(device: torch.device, impl: str) -> bool:
-    """Tell whether an operation on `device` goes through its Triton kernel.
+    """Return whether an operation on `device` uses its Triton kernel.
 
-    impl   auto, triton or reference; auto takes the kernel where the device can run it
+    impl   auto, triton or reference; auto uses the kernel if the device can run it
     """
     assert impl in ("auto", "triton", "reference"), impl
     if impl == "auto":
@@ -52,9 +52,9 @@ def uses_triton(device: torch.device, impl: str) -> bool:
 
 @cache
 def kernel_refusal(device: torch.device) -> str | None:
-    """Return why no kernel can run on a CUDA device, as the end of a sentence; None if they can.
+    """Return why kernels cannot run on a CUDA device, as the end of a sentence; None if they can.
 
-    Compiles and runs a small one to find out, the first time it is asked.
+    The first call for a device compiles and runs a small kernel.
     """
     # Before compute capability 8.0 there is no bfloat16 and no asynchronous copy.
     if torch.cuda.get_device_capability(device) < (8, 0):
@@ -72,14 +72,14 @@ def next_power_of_2(number: int) -> int:
 
 
 def dense(rows: torch.Tensor) -> torch.Tensor:
-    """Return rows whose last dimension lies densely: a copy if need be."""
+    """Return rows with a stride of 1 in the last dimension: a copy if needed."""
     return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 
 def evenly_spaced(rows: torch.Tensor) -> torch.Tensor:
-    """Return rows of the last dimension that are dense and equally far apart: a copy if need be."""
+    """Return dense rows with one constant stride between them: a copy if needed."""
     is_dense = rows.stride(-1) == 1 or rows.shape[-1] == 1
-    # From the last leading dimension to the first, each must continue where the one after ends.
+    # Each leading dimension's stride must be the size times the stride of the next one.
     leading = list(zip(rows.shape[:-1], rows.stride()[:-1], strict=True))
     leading = [(size, stride) for size, stride in leading if size > 1]
     is_even = all(
@@ -89,7 +89,7 @@ def evenly_spaced(rows: torch.Tensor) -> torch.Tensor:
 
 
 def row_stride(rows: torch.Tensor) -> int:
-    """Return how many elements lie between rows of the last dimension; see `evenly_spaced`."""
+    """Return the stride between rows, in elements; the rows come from `evenly_spaced`."""
     if rows.ndim == 1 or not rows.numel():
         return rows.shape[-1]
     return rows.view(-1, rows.shape[-1]).stride(0)

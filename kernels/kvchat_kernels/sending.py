@@ -1,7 +1,7 @@
-"""How numbers of the host's get to a device that is still computing: without waiting for it.
+"""Copies numbers from the host to a device without waiting for the device.
 
-torch.tensor on a CUDA device copies from memory that is not pinned, and returns once everything
-that was queued before is done: a step's results, say. Knows devices.
+`torch.tensor(..., device="cuda")` copies from unpinned memory, and returns only after all earlier
+queued work, such as the current step, has finished.
 """
 
 from collections.abc import Sequence
@@ -11,13 +11,14 @@ import torch
 
 
 def on_device(numbers: Sequence[Any], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return numbers, or rows of them, as a new tensor on `device`, for whatever is queued next.
+    """Return numbers, or rows of numbers, as a new tensor on `device`.
 
-    On a CUDA device this is only queued, on the current stream. Not for steps that are captured.
+    On a CUDA device the copy is queued on the current stream, so only work queued after it sees the
+    values. Must not be called while a graph is captured.
     """
     if device.type != "cuda":
         return torch.tensor(numbers, dtype=dtype, device=device)
-    # The pinned memory is not used again before it was read: its allocator sees to that.
+    # torch's pinned-memory allocator does not reuse the memory before the copy has finished.
     return torch.tensor(numbers, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
 
 

@@ -1,7 +1,7 @@
-"""The smoke test: one small kernel, run to see whether Triton works on a device at all.
+"""The smoke test: runs one small kernel to check that Triton works on a device.
 
-Installed is not enough: Triton compiles with a C compiler and Python's headers at run time, which
-many machines with a GPU do not have. Knows Triton's ways to fail.
+An installed Triton may still fail: at run time it needs a C compiler and Python's headers, which
+many machines with a GPU lack.
 """
 
 import subprocess
@@ -24,7 +24,7 @@ def double_kernel(number_ptr, size, BLOCK: tl.constexpr):
 
 
 def smoke_test_error(device: torch.device) -> str | None:
-    """Return why kernels do not run on `device`, as the end of a sentence; None where they do."""
+    """Return why kernels do not run on `device`, as the end of a sentence; None if they run."""
     numbers = torch.arange(float(_SIZE), device=device)
     try:
         double_kernel[(triton.cdiv(_SIZE, 64),)](numbers, _SIZE, BLOCK=64)
@@ -32,4 +32,4 @@ def smoke_test_error(device: torch.device) -> str | None:
     except _FAILURES as error:
         lines = str(error).strip().splitlines()
         return f"Triton does not work here: {lines[0] if lines else type(error).__name__}"
-    return None if is_right else "Triton computes wrong numbers here"
+    return None if is_right else "Triton computes wrong results here"

@@ -1,1 +1,1 @@
-"""Floor 5: measurements. Every figure beside its ceiling or its peer, measured in the same run."""
+"""Floor 5: benchmarks. Each figure is printed beside a ceiling or peer from the same run."""

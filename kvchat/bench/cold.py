@@ -1,11 +1,10 @@
-"""Scenario `cold`: what it costs a whole process that a conversation has a long history.
+"""Scenario `cold`: the cost of a long history for a new process.
 
-One conversation is made and kept. Then new processes go on with it, `kvchat -c`, in turn with
-others that load the same weights and have nothing to bring back; both are timed from outside, from
-their start to the first text. What is read while the weights load costs nothing, so that there
-should be little between them. The demo model, where no other is named: random weights have no
-tokenizer. No figure where the history was not brought back from the disk, or where the answer is
-another one than of a process that computes all of it.
+Saves one conversation. Then new processes continue it (`kvchat -c`), alternating with processes
+that load the same weights and have no history to restore. Both are timed from outside, from process
+start to the first text. KV is read while the weights load, so the times should be nearly equal.
+Uses the demo model if none is named, because random weights have no tokenizer. Gives no figures if
+the history did not come from the disk, or if the answer differs from a full recomputation's.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,15 +26,15 @@ _HISTORY = 3072
 _DEMO = "demo"
 _MESSAGE = "hi"
 _COMPARED_TOKENS = 8
-# Enough lines to learn from how many tokens one has.
+# Sample lines from which the tokens per line are estimated.
 _SAMPLE_LINES = 32
 
 Ask = Callable[[Sequence[str], str], Answered]
-"""Has a new process with these arguments answer a message. Raises ProcessFailed."""
+"""Starts a process with these arguments; returns its answer to a message. Raises ProcessFailed."""
 
 
 def run(setup: BenchSetup) -> Result:
-    """Time processes that go on with a conversation, and others that begin one."""
+    """Time processes that continue a conversation, and processes that start one."""
     is_demo = setup.model.name == _DEMO
     source = find_model(_DEMO) if is_demo else setup.source
     with private_home() as environment:
@@ -67,7 +66,7 @@ def _size(size: Size) -> str:
 
 
 def _text(model: ChatModel, num_tokens: int) -> str:
-    """Return a message of about so many tokens."""
+    """Return a message of about `num_tokens` tokens."""
 
     def lines(count: int) -> str:
         return "\n".join(f"Ship {n} carries {n * 7 % 91} crates." for n in range(count))
@@ -78,11 +77,11 @@ def _text(model: ChatModel, num_tokens: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Chats:
-    """The processes that are compared. Each is new; what `begin` and `go_on` say is kept.
+    """The processes that are compared. `ask` starts one; `begin` and `go_on` save the conversation.
 
-    `ask` starts one. Those that have nothing to bring back keep their words in `elsewhere`, where
-    no chat goes on with them. They are not incognito: then nothing is remembered of the model
-    either, and loading it takes longer.
+    Processes without history save their sessions in the directory `elsewhere`, so that no later
+    process continues them. They are not incognito, because an incognito process also stores no
+    facts about the model, and then loads more slowly.
     """
 
     ask: Ask
@@ -95,7 +94,7 @@ class Chats:
         return self.ask(["-c", "--max-tokens", str(max_tokens)], _MESSAGE)
 
     def compute_all(self, max_tokens: int) -> Answered:
-        """Answer what `go_on` would be asked next, and leave no trace."""
+        """Answer the message that `go_on` sends next, without the cache and without saving."""
         arguments = ["-c", "--no-cache", "--incognito", "--max-tokens", str(max_tokens)]
         return self.ask(arguments, _MESSAGE)
 
@@ -105,9 +104,9 @@ class Chats:
 
 
 def measured(setup: BenchSetup, chats: Chats, name: str, history: str) -> Result:
-    """Compare processes that go on after `history` with such as begin another conversation.
+    """Compare processes that continue after `history` with processes that start a conversation.
 
-    Raises ProcessFailed where one does not answer.
+    Raises ProcessFailed if one does not answer.
     """
     made = chats.begin(history)
     settings = {
@@ -119,7 +118,7 @@ def measured(setup: BenchSetup, chats: Chats, name: str, history: str) -> Result
     }
     refused = partial(Result, "cold", settings)
     expected = chats.compute_all(_COMPARED_TOKENS)
-    before = chats.go_on(_COMPARED_TOKENS)  # by now all that is read has been read before
+    before = chats.go_on(_COMPARED_TOKENS)  # also puts every file into the page cache
     if before.text != expected.text:
         return refused(refusal="resumed and recomputed answers differ")
     resumed: list[Answered] = []
@@ -127,11 +126,11 @@ def measured(setup: BenchSetup, chats: Chats, name: str, history: str) -> Result
     for _ in range(setup.repeats):
         others.append(chats.begin_another())
         resumed.append(chats.go_on())
-        # Only full blocks are kept, and all of those.
+        # All full blocks are saved, and nothing else.
         if resumed[-1].disk_tokens + setup.cache.block_size <= before.prompt_tokens:
             return refused(
-                refusal=f"of {before.prompt_tokens:,} tokens that were kept only "
-                f"{resumed[-1].disk_tokens:,} came from the disk"
+                refusal=f"only {resumed[-1].disk_tokens:,} of {before.prompt_tokens:,} saved "
+                "tokens came from the disk"
             )
         before = resumed[-1]
     return Result("cold", settings, _figures(resumed, others))
@@ -143,22 +142,22 @@ def _figures(resumed: Sequence[Answered], others: Sequence[Answered]) -> tuple[F
     last = resumed[-1]
     return (
         Figure(
-            "kvchat -c, from its start to the first text",
+            "kvchat -c, from process start to the first text",
             ours.median,
             "s",
             theirs.median,
-            "the same weights, nothing to bring back",
+            "the same weights, no history",
             ours.median / theirs.median,
             "times that",
             "1.1",
             ours.spread,
         ),
         Figure(
-            "its first token, model loaded",
+            "its time to first token, model loaded",
             loaded.median * 1e3,
             "ms",
             beside.median * 1e3,
-            "the same weights, nothing to bring back",
+            "the same weights, no history",
             loaded.median / beside.median,
             "times that",
             spread=loaded.spread,

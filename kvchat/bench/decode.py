@@ -45,8 +45,8 @@ def run(setup: BenchSetup) -> Result:
     refusal = _difference(assembled, peer)
     if refusal:
         return Result("decode", settings, refusal=refusal)
-    # Comparing rebinds the model to pools of its own; measure on a fresh engine, for which there
-    # may be no room beside the first.
+    # The comparison binds the model to other pools, so measure on a new engine. Free the first one
+    # before: both may not fit in memory.
     del assembled, loaded
     free_memory()
     assembled = new_engine(setup.source, setup.model, setup.cache)
@@ -59,7 +59,7 @@ def run(setup: BenchSetup) -> Result:
             figures += [beside_peer, *moved]
             rates[length + _NUM_TOKENS // 2] = beside_peer.value
     lengths = [middle - _NUM_TOKENS // 2 for middle in rates]
-    del peer  # its weights would be in the way
+    del peer  # free its weights
     llama, note = _beside_llama_cpp(setup, assembled, lengths)
     notes = (str(bandwidth), note)
     return Result(
@@ -68,7 +68,7 @@ def run(setup: BenchSetup) -> Result:
 
 
 def _difference(assembled: AssembledEngine, peer: Transformers) -> str:
-    """Return why the two cannot be compared: they compute different things. Empty if they agree."""
+    """Return why kvchat and transformers cannot be compared; empty if their results agree."""
     loaded = assembled.loaded
     prompt = random_ids(48, loaded.spec.vocab_size, seed=1)
     own, _ = peer.generate(prompt, 16)
@@ -77,7 +77,7 @@ def _difference(assembled: AssembledEngine, peer: Transformers) -> str:
         return (
             "" if compare_with_own(loaded) > _MIN_COSINE else "the paged pass differs from its own"
         )
-    # Low precision may turn a near tie the other way; then the logits must still agree.
+    # In low precision a near tie may be decided differently; then the logits must still agree.
     is_close = loaded.dtype != torch.float32 and compare_with_own(loaded) > _MIN_COSINE
     return "" if ours == own or is_close else "greedy tokens differ from transformers'"
 
@@ -135,7 +135,7 @@ def _decode_rate(engine: Engine, prompt: Sequence[int]) -> float:
 
 
 def _fit(assembled: AssembledEngine, bandwidth: Bandwidth, rates: dict[int, float]) -> list[Figure]:
-    """Return a token's time as a + b * context, least squares over the contexts measured."""
+    """Return the figures of the fit a + b * context: least squares over the measured contexts."""
     if len(rates) < 2 or not all(rates.values()):
         return []
     slope, start = statistics.linear_regression(list(rates), [1 / r for r in rates.values()])
@@ -166,13 +166,13 @@ def _fit(assembled: AssembledEngine, bandwidth: Bandwidth, rates: dict[int, floa
 def _beside_llama_cpp(
     setup: BenchSetup, assembled: AssembledEngine, lengths: Sequence[int]
 ) -> tuple[list[Figure], str]:
-    """Return our rates beside llama.cpp's, and a note on what it was or why it was not run."""
+    """Return our rates beside llama.cpp's, and a note on its model or why it did not run."""
     if setup.gguf is None:
         return [], "llama.cpp: not run; give the same model as GGUF by --gguf"
     if importlib.util.find_spec("llama_cpp") is None:
         return [], "llama.cpp: llama_cpp is not installed"
     peer = LlamaCpp(setup.gguf, torch.get_num_threads())
-    vocab_size = min(peer.vocab_size, assembled.loaded.spec.vocab_size)  # it may be padded
+    vocab_size = min(peer.vocab_size, assembled.loaded.spec.vocab_size)  # one may be padded
     figures = []
     for length in lengths:
         prompt = random_ids(length, vocab_size, seed=2)
@@ -198,7 +198,7 @@ def _beside_llama_cpp(
 
 
 def streamed_bytes(assembled: AssembledEngine) -> int:
-    """Return the weight bytes a token needs: all but an embedding table that is only looked up."""
+    """Return the weight bytes read per token: all weights except an untied embedding table."""
     module = assembled.loaded.module
     total = sum(parameter.nbytes for parameter in module.parameters())
     packs = [pack_of(layer) for layer in module.modules()]

@@ -1,7 +1,4 @@
-"""Engines under measurement: built from a subject, driven without threads, counted.
-
-Knows how to run requests to their end and read off what they cost.
-"""
+"""Builds engines for benchmarks and runs requests on them to their end, without threads."""
 
 import gc
 from collections.abc import Sequence
@@ -24,7 +21,7 @@ GREEDY = SamplingParams(temperature=0.0)
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What one request generated and what it cost."""
+    """The tokens of one request, and its usage and timing."""
 
     token_ids: tuple[int, ...]
     finished: SampleFinished
@@ -37,12 +34,12 @@ def new_engine(
     engine: EngineConfig | None = None,
     state: Path | None = None,
 ) -> AssembledEngine:
-    """Build an engine; what it learns about the model is kept between runs in `state` only."""
+    """Build an engine. It stores facts about the model in `state`, or nowhere if that is None."""
     return build_engine(source, model, cache, engine or EngineConfig(), state, lambda event: None)
 
 
 def free_memory() -> None:
-    """Give back what engines held that nothing refers to any more, before another is built."""
+    """Free the memory of engines that are no longer referenced, before the next is built."""
     gc.collect()
     torch.cuda.empty_cache()
 
@@ -55,13 +52,16 @@ def complete(engine: Engine, prompt_ids: Sequence[int], max_tokens: int) -> Comp
 def complete_all(
     engine: Engine, prompts: Sequence[Sequence[int]], max_tokens: int
 ) -> list[Completion]:
-    """Run greedy requests together to their end, in the order given."""
+    """Run greedy requests together to their end; return completions in the prompts' order."""
     specs = [RequestSpec(tuple(prompt), GREEDY, max_tokens=max_tokens) for prompt in prompts]
     return complete_requests(engine, specs)
 
 
 def complete_requests(engine: Engine, specs: Sequence[RequestSpec]) -> list[Completion]:
-    """Run requests together to their end, in the order given."""
+    """Run requests together to their end; return completions in the same order.
+
+    Raises GenerationError if a request fails.
+    """
     ids = [engine.submit(spec) for spec in specs]
     generated: dict[int, list[int]] = {request_id: [] for request_id in ids}
     finished: dict[int, SampleFinished] = {}
@@ -77,7 +77,7 @@ def complete_requests(engine: Engine, specs: Sequence[RequestSpec]) -> list[Comp
 
 
 def random_ids(count: int, vocab_size: int, seed: int) -> list[int]:
-    """Return token ids of no meaning; the same seed gives the same ids."""
+    """Return `count` random token ids; the same seed gives the same ids."""
     generator = torch.Generator().manual_seed(seed)
     ids: list[int] = torch.randint(0, vocab_size, (count,), generator=generator).tolist()
     return ids

@@ -1,9 +1,10 @@
 """Scenario `equality`: does an answer depend on where the KV of its context came from?
 
-Conversations are held greedily in several ways: every turn read anew, KV kept from turn to turn, KV
-brought back from the disk, and with drafts. Counted are conversations that anywhere differ from the
-first way. transformers' own model stands beside it: its cache kept, against its cache made anew.
-In low precision some differ, for sums of other lengths round differently; in float32 none may.
+Runs the same greedy conversations in several modes: without cache, with KV cached from turn to
+turn, with KV restored from the disk, and with drafts. Counts the conversations with any difference
+from the first mode. Beside it stands transformers' count: its cache kept against a new cache per
+turn. In low precision some differ, because sums of other lengths round differently; in float32 none
+may differ.
 """
 
 import random
@@ -32,27 +33,27 @@ from kvchat.model.source import DEMO, DEMO_DRAFT, find_model
 _NUM_CONVERSATIONS = 48
 _NUM_TURNS = 4
 _NUM_TOKENS = 24
-# Of turns without words: short ones, and a few that are read in several steps.
+# The lengths of random-token turns: mostly short, one long enough for several prefill steps.
 _TURN_LENGTHS = (9, 14, 23, 37, 60, 98, 700)
 _CLOCK = datetime(2026, 1, 2, 3, 4, 5)
 
 Answers = list[tuple[int, ...]]
-# Holds a context's next turn: the ids of the context -> the ids of the answer, without a stop.
+# (conversation's number, ids of the context) -> ids of the answer.
 Reply = Callable[[int, list[int]], tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
 class _Script:
-    """What the user says in one conversation, turn by turn.
+    """The user's turns of one conversation.
 
-    `words` are messages for a model with a tokenizer; `ids` are tokens of no meaning.
+    `words` are messages, for a model with a tokenizer; `ids` are random tokens, for one without.
     """
 
     words: tuple[str, ...] = ()
     ids: tuple[tuple[int, ...], ...] = ()
 
     def turn(self, model: ChatModel | None, index: int, context: Sequence[int]) -> list[int]:
-        """Return the ids that a turn adds to what was said before it."""
+        """Return the ids that turn `index` appends to `context`."""
         if model is None:
             return list(self.ids[index])
         if not context:
@@ -61,7 +62,7 @@ class _Script:
 
 
 def run(setup: BenchSetup) -> Result:
-    """Hold every conversation in every way, and count."""
+    """Run every conversation in every mode and count the differences."""
     try:
         model = read_chat_model(setup.source)
         messages = _messages(setup.sessions or Path("sessions"))
@@ -97,7 +98,7 @@ def _num_different(one: list[Answers], other: list[Answers]) -> int:
 
 
 def _messages(directory: Path) -> list[str]:
-    """Return what users said in the recorded conversations."""
+    """Return the users' messages of under 400 characters in the recorded conversations."""
     return [
         turn.text
         for path in sorted(directory.glob("*.jsonl"))
@@ -107,7 +108,7 @@ def _messages(directory: Path) -> list[str]:
 
 
 class _Chats:
-    """The same conversations, held in one way after another."""
+    """Runs the same conversations in one mode after another."""
 
     def __init__(self, setup: BenchSetup, model: ChatModel | None, messages: Sequence[str]) -> None:
         self._setup = setup
@@ -123,7 +124,7 @@ class _Chats:
         ]
 
     def held(self) -> dict[str, list[Answers]]:
-        """Return the answers of every way."""
+        """Return the answers of every mode, by its name."""
         held = {"no cache": self._hold(self._plain)}
         self._plain.engine.close()
         held["cached"] = self._hold_and_close(self._engine(self._setup.cache))
@@ -132,7 +133,7 @@ class _Chats:
         return held
 
     def held_by_transformers(self) -> tuple[list[Answers], list[Answers]]:
-        """Return its answers with a cache made anew each turn, and with one that is kept."""
+        """Return transformers' answers with a new cache per turn, and with a kept cache."""
         free_memory()
         peer = Transformers(self._setup.source, self.device, getattr(torch, self.dtype))
         anew = self._all(lambda number, context: self._cut(peer.generate(context, _NUM_TOKENS)[0]))
@@ -166,7 +167,7 @@ class _Chats:
             assembled.engine.close()
 
     def _restarted(self) -> list[Answers]:
-        """Hold each turn of all conversations in an engine of its own, over one directory."""
+        """Run each turn of all conversations in a new engine, over one cache directory."""
         answers: list[Answers] = [[] for _ in self.scripts]
         with TemporaryDirectory(prefix="kvchat-bench-") as directory:
             for turn in range(_NUM_TURNS):
@@ -193,7 +194,7 @@ class _Chats:
         return held
 
     def _context(self, script: _Script, answers: Sequence[tuple[int, ...]]) -> list[int]:
-        """Return what is said up to the answer that comes next."""
+        """Return the ids of the conversation up to the next answer."""
         ids = script.turn(self._model, 0, [])
         for index, answer in enumerate(answers):
             ids += answer
@@ -201,7 +202,7 @@ class _Chats:
         return ids
 
     def _cut(self, ids: Sequence[int]) -> tuple[int, ...]:
-        """Return an answer up to where it stops."""
+        """Return an answer's ids before its first stop token."""
         end = next((i for i, token in enumerate(ids) if token in self._stops), len(ids))
         return tuple(ids[:end])
 

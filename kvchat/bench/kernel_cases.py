@@ -1,7 +1,7 @@
-"""The kernels as things to be measured: data, the bytes that have to move, a twin, peers.
+"""The cases of the kernel benchmark: data, minimum bytes, a torch reference and peers.
 
-Shapes are those of a decode step; for paged attention also verifications and prefills, beside SDPA
-on contiguous KV, and FlashInfer on the same blocks where it is installed. Measures nothing.
+Shapes are those of a decode step. Paged attention also has verifications and prefills; its peers
+are SDPA on contiguous KV, and FlashInfer on the same blocks if installed. `kernels` measures them.
 """
 
 import importlib
@@ -25,7 +25,7 @@ from kvchat_kernels.skinny_linear import skinny_linear
 
 @dataclass(frozen=True, slots=True)
 class KernelShape:
-    """The sizes of a model that its kernels see."""
+    """The sizes of a model that determine its kernels' shapes."""
 
     hidden: int
     intermediate: int
@@ -37,7 +37,7 @@ class KernelShape:
 
     @classmethod
     def of(cls, config: Any) -> "KernelShape":
-        """Read them from a configuration of transformers."""
+        """Read the sizes from a transformers configuration."""
         num_heads = config.num_attention_heads
         return cls(
             hidden=config.hidden_size,
@@ -52,7 +52,7 @@ class KernelShape:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where cases live: device, dtype, bytes of the cache that must not hold what is measured."""
+    """The device and dtype of the cases, and the bytes of the device's L2 cache."""
 
     device: torch.device
     dtype: torch.dtype
@@ -62,15 +62,15 @@ class Place:
         return torch.randn(*shape, dtype=self.dtype, device=self.device)
 
     def copies(self, num_bytes: int) -> int:
-        """Return how many sets of `num_bytes` are more than the cache holds twice over."""
+        """Return how many sets of `num_bytes` exceed twice the cache; 64 at most."""
         return min(64, 1 + 2 * self.cache_bytes // num_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Another library's kernel for the same, which `run` runs on the i-th set of data.
+    """Another library's kernel for the same operation; `run` runs it on the i-th set of data.
 
-    Where `is_same` is false it leaves something out, a mask say, and is compared by time alone.
+    If `is_same` is false, it omits a part (a mask, for example), and only its time is compared.
     """
 
     name: str
@@ -82,12 +82,12 @@ class Peer:
 class KernelCase:
     """One kernel on one shape.
 
-    num_bytes        what has to be read and written, each once
-    is_read_only     nearly all of that is reading
+    num_bytes        the bytes to read and write, each once
+    is_read_only     whether nearly all of them are reads
     run              runs the kernel on the i-th of `num_sets` sets of data
-    twin             computes in plain torch what `run` returns for set 0
-    peers            what the kernel is to be better than
-    num_flops        multiplications and additions of a kernel that these bound, not bytes; else 0
+    twin             computes the result for set 0 in plain torch
+    peers            kernels to compare with
+    num_flops        the FLOP of a compute-bound kernel; 0 for a memory-bound one
     """
 
     name: str
@@ -100,11 +100,14 @@ class KernelCase:
     num_flops: int = 0
 
     def is_right(self) -> bool:
-        """Compare with the twin: equal integers, or all numbers as close as their dtype tells."""
+        """Return whether `run` agrees with the twin on set 0; see `is_near_twin`."""
         return self.is_near_twin(self.run(0))
 
     def is_near_twin(self, ours: torch.Tensor) -> bool:
-        """Compare a result on the first set with the twin's."""
+        """Return whether a result for set 0 is the twin's.
+
+        Integers must be equal; floats may differ by 8 epsilons of the largest value.
+        """
         expected = self.twin()
         if not ours.is_floating_point():
             return torch.equal(ours, expected)
@@ -113,13 +116,13 @@ class KernelCase:
 
 
 BLOCK_SIZE = 16
-_CHUNK = 512  # new tokens on a context that is known
+_CHUNK = 512  # new tokens after a cached context
 _BATCH = 8  # sequences that decode together
 _WORKSPACE_BYTES = 128 << 20  # as FlashInfer recommends
 
 
 def attention_cases(shape: KernelShape, place: Place, context: int) -> Iterator[KernelCase]:
-    """Yield the cases of one context one by one; each is given up before the next."""
+    """Yield the cases of one context one by one; the caller drops each before the next."""
     for num_rows in (1, 5):
         yield _attention(
             _AttentionStep(shape, place, context, num_rows), few_rows(context, num_rows)
@@ -166,15 +169,17 @@ def _prefill(shape: KernelShape, place: Place, context: int, num_rows: int) -> K
     )
     if num_rows < context:
         return case(lambda: step.attend(0, "reference"), tuple(_flashinfer(step)))
-    # The reference would hold all scores at once.
+    # The reference would need memory for all scores at once, so SDPA is the twin.
     whole = partial(step.contiguous, is_causal=True)
     peers = (Peer("SDPA, contiguous KV, causal", whole), *_flashinfer(step))
     return case(lambda: whole(0), peers)
 
 
 class _AttentionStep:
-    """New tokens of sequences of one length, and their KV, paged and contiguous, in as many sets
-    as it takes."""
+    """New tokens of equally long sequences, and their KV, paged and contiguous.
+
+    Has enough sets of KV (`Place.copies`) to exceed the cache.
+    """
 
     def __init__(
         self, shape: KernelShape, place: Place, context: int, num_rows: int, num_sequences: int = 1
@@ -200,7 +205,7 @@ class _AttentionStep:
         return paged_attention(self.query, *pools, self._sequences, scale=self.scale, impl=impl)
 
     def contiguous(self, index: int, is_causal: bool = False) -> torch.Tensor:
-        """Return what SDPA makes of the same, [num_sequences * num_rows, num_heads, dim]."""
+        """Return SDPA's result for the same data, [num_sequences * num_rows, num_heads, dim]."""
         key, value = self._contiguous[index]
         rows = self.query.unflatten(0, (self.num_sequences, self.num_rows)).transpose(1, 2)
         out = functional.scaled_dot_product_attention(
@@ -225,7 +230,7 @@ def has_flashinfer() -> bool:
 
 
 def _flashinfer(step: _AttentionStep) -> Iterator[Peer]:
-    """Yield FlashInfer's kernel for few or many rows on the same blocks, where it is installed."""
+    """Yield FlashInfer's kernel on the same blocks, if it is installed."""
     if not has_flashinfer():
         return
     device, blocks = step.query.device, step.tables.shape[1]
@@ -257,7 +262,7 @@ _ROWS = (1, 5, 16)
 def kernel_cases(
     shape: KernelShape, place: Place, contexts: tuple[int, ...]
 ) -> Iterator[KernelCase]:
-    """Yield the cases one by one: each is given up before the next takes its memory."""
+    """Yield the cases one by one; the caller drops each before the next allocates memory."""
     yield _norm(shape, place)
     yield _gate(shape, place)
     for num_rows in (1, 512):
@@ -325,7 +330,7 @@ def _block_copies(shape: KernelShape, place: Place) -> Iterator[KernelCase]:
     pools = PoolTensors(tensors)
     size = (num_blocks, pools.image_bytes)
     images, expected = (torch.empty(size, dtype=torch.uint8, device=place.device) for _ in range(2))
-    # On the device already: a graph cannot capture the ids' way there.
+    # Block ids on the device: a graph cannot capture a copy from the host.
     blocks = torch.arange(0, 2 * num_blocks, 2, device=place.device)
 
     def gather(images: torch.Tensor, impl: str = "auto") -> torch.Tensor:

@@ -1,7 +1,7 @@
-"""Scenario `kernels`: the time of each kernel on a GPU, beside what memory bandwidth allows.
+"""Scenario `kernels`: the time of each kernel on a GPU, beside the memory bandwidth's limit.
 
-Captured in CUDA graphs, as a decode step runs them, on data that the cache does not hold. No figure
-where a kernel does not compute what its twin does.
+Runs kernels in CUDA graphs, as a decode step does, on data that is not in the GPU's cache. Gives no
+figures if a kernel's result differs from its torch reference's.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +25,7 @@ from kvchat.model.device import choose_device
 
 _CONTEXTS = (1024, 8192, 32768)
 _MIN_CALLS = 64
-# From so many bytes on a call is bound by them rather than by its launch.
+# A call of fewer bytes is limited by its launch, not by the bandwidth.
 _BYTES_BOUND = 16e6
 
 
@@ -47,7 +47,7 @@ def run(setup: BenchSetup) -> Result:
         notes.append("FlashInfer: not installed")
     for case in kernel_cases(shape, place, contexts):
         if not case.is_right():
-            reason = f"{case.name}: not what plain torch computes"
+            reason = f"{case.name}: the result differs from plain torch's"
             return Result("kernels", settings, refusal=reason)
         found, missing = case_figures(case, ceilings, lambda call: _on_gpu(call, setup.repeats))
         figures += found
@@ -58,7 +58,7 @@ def run(setup: BenchSetup) -> Result:
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """`products` in multiplications and additions a second."""
+    """`products` is in FLOP per second."""
 
     bandwidth: Bandwidth
     products: float
@@ -67,9 +67,10 @@ class Ceilings:
 def case_figures(
     case: KernelCase, ceilings: Ceilings, measure: Callable[[Callable[[], int]], Sample]
 ) -> tuple[list[Figure], list[str]]:
-    """Return a kernel's time beside its ceilings' and its peers', and why a peer is left out.
+    """Return a kernel's time beside its ceilings and peers, and the reasons for missing peers.
 
-    measure   takes what makes some calls and returns their number; returns seconds per call
+    measure   takes a function that makes some calls and returns their number; returns the seconds
+              per call
     """
     ours = measure(_every_set(case, case.run))
     figures = list(_beside_ceilings(case, ceilings, ours))
@@ -77,10 +78,10 @@ def case_figures(
     for peer in case.peers:
         try:
             if peer.is_same and not case.is_near_twin(peer.run(0)):
-                missing.append(f"{case.name}: {peer.name} computes something else")
+                missing.append(f"{case.name}: {peer.name} computes another result")
                 continue
             theirs = measure(_every_set(case, peer.run))
-        except Exception as error:  # a peer's code may fail with anything
+        except Exception as error:  # peers raise any type
             missing.append(f"{case.name}: {peer.name} failed, {type(error).__name__}")
             continue
         figures.append(_beside_peer(case, ours, theirs, peer.name))
@@ -88,7 +89,10 @@ def case_figures(
 
 
 def _beside_ceilings(case: KernelCase, ceilings: Ceilings, ours: Sample) -> Iterator[Figure]:
-    """Yield a kernel's time beside the first ceiling's, and its rate beside the others."""
+    """Yield a kernel's time beside the time at the first ceiling, and its rate beside the others.
+
+    A kernel with `num_flops` has one figure: its FLOP rate.
+    """
     if case.num_flops:
         rate = case.num_flops / ours.median
         yield Figure(
@@ -127,7 +131,7 @@ def _beside_ceilings(case: KernelCase, ceilings: Ceilings, ours: Sample) -> Iter
 
 def _beside_peer(case: KernelCase, ours: Sample, theirs: Sample, name: str) -> Figure:
     return Figure(
-        f"{case.name}: beside others",
+        f"{case.name}: beside a peer",
         ours.median * 1e6,
         "us",
         theirs.median * 1e6,
@@ -138,7 +142,7 @@ def _beside_peer(case: KernelCase, ours: Sample, theirs: Sample, name: str) -> F
 
 
 def verifying_figures(figures: Sequence[Figure], contexts: Sequence[int]) -> Iterator[Figure]:
-    """Yield what verifying five tokens takes beside decoding one, by context."""
+    """Yield the attention time of verifying five tokens beside decoding one, for each context."""
     times = {figure.name: figure.value for figure in figures if figure.unit == "us"}
     for context in contexts:
         one, five = (
@@ -158,7 +162,7 @@ def verifying_figures(figures: Sequence[Figure], contexts: Sequence[int]) -> Ite
 
 
 def _every_set(case: KernelCase, call: Callable[[int], object]) -> Callable[[], int]:
-    """Return what calls once or more for each set of data, one after another."""
+    """Return a function that calls `call` on every set of data, at least once, in order."""
     rounds = max(1, _MIN_CALLS // case.num_sets)
 
     def calls() -> int:
@@ -171,8 +175,8 @@ def _every_set(case: KernelCase, call: Callable[[int], object]) -> Callable[[], 
 
 
 def _on_gpu(calls: Callable[[], int], repeats: int) -> Sample:
-    """Capture the calls in a graph and replay it; seconds per call by the device's clock."""
-    num_calls = calls()  # compiles, and fills what is computed once
+    """Capture the calls in a graph and replay it; return seconds per call by the device's clock."""
+    num_calls = calls()  # warm-up: compiles kernels and fills caches
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

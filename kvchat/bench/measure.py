@@ -1,7 +1,7 @@
-"""How things are measured: warm-up, repeats, medians, and what this machine cannot exceed.
+"""Measurement: warm-up, repeats, medians, and the machine's ceilings.
 
-The ceilings are memory bandwidth and the rate of products, both measured; a GPU's bandwidth is also
-known from its datasheet.
+The ceilings are the memory bandwidth and the rate of matrix products. Both are measured; for known
+GPUs the datasheet's bandwidth is added.
 """
 
 import statistics
@@ -14,7 +14,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Repeated measurements of one thing, in one unit."""
+    """Repeated measurements of one quantity, in one unit. There is at least one."""
 
     values: tuple[float, ...]
 
@@ -27,12 +27,12 @@ class Sample:
 
     @property
     def spread(self) -> float:
-        """The range of the values as a share of their median: how quiet the machine was."""
+        """(max - min) / median: shows how stable the machine was."""
         return (max(self.values) - min(self.values)) / self.median if self.median else 0.0
 
 
 def timed(function: Callable[[], object], repeats: int, warm_up: int = 1) -> Sample:
-    """Return the seconds `function` takes, waiting for the device before each reading."""
+    """Return the seconds per call of `function`; waits for the device before each clock reading."""
     for _ in range(warm_up):
         function()
     return Sample(tuple(_seconds(function) for _ in range(repeats)))
@@ -41,9 +41,9 @@ def timed(function: Callable[[], object], repeats: int, warm_up: int = 1) -> Sam
 def alternated(
     one: Callable[[], float], other: Callable[[], float], repeats: int
 ) -> tuple[Sample, Sample]:
-    """Measure two things in turn, so that a machine that changes its speed changes it for both.
+    """Measure two functions alternately, so that a change of machine speed affects both.
 
-    Each returns its own measurement. Neither has a warm-up but its first call, which is dropped.
+    Each function returns its own measurement. The first call of each is a warm-up and is dropped.
     """
     one(), other()
     pairs = [(one(), other()) for _ in range(repeats)]
@@ -59,7 +59,7 @@ def _seconds(function: Callable[[], object]) -> float:
 
 
 def wait_for_device() -> None:
-    """Wait until the GPU has done what it was given; returns at once without one."""
+    """Wait until the GPU has finished its queued work; return at once without a GPU."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
@@ -67,7 +67,7 @@ def wait_for_device() -> None:
 _BYTES = {"cpu": 512 * 2**20, "cuda": 4 * 2**30}
 _PRODUCT_SIZE = {"cpu": 2048, "cuda": 8192}
 _REPEATS = 7
-# Bytes a second that makers promise, by the name torch has for a device.
+# Bandwidth in bytes per second from the datasheets, by torch's device name.
 _DATASHEETS = {
     "NVIDIA B200": 8.0e12,
     "NVIDIA H200": 4.8e12,
@@ -79,9 +79,9 @@ _DATASHEETS = {
 
 @dataclass(frozen=True, slots=True)
 class Bandwidth:
-    """Bytes per second; a copy counts what it reads and what it writes.
+    """Memory bandwidth in bytes per second; a copy counts both reads and writes.
 
-    `datasheet` is what the device's maker promises, None where that is not known.
+    `datasheet` is the manufacturer's figure, None if unknown.
     """
 
     read: float
@@ -89,7 +89,7 @@ class Bandwidth:
     datasheet: float | None = None
 
     def ceilings(self) -> Iterator[tuple[str, float]]:
-        """Yield each by a name to be read in a table."""
+        """Yield (name for a table, bytes per second) of each known bandwidth."""
         yield "reading, measured", self.read
         yield "a copy, measured", self.copy
         if self.datasheet is not None:
@@ -101,7 +101,7 @@ class Bandwidth:
 
 
 def measure_bandwidth(device: torch.device) -> Bandwidth:
-    """Measure by a sum and by a copy of a buffer far larger than any cache; best of several."""
+    """Measure a sum and a copy of a buffer far larger than any cache; the best of several runs."""
     num_bytes = _BYTES[device.type]
     source = torch.ones(num_bytes // 4, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
@@ -114,7 +114,7 @@ def measure_bandwidth(device: torch.device) -> Bandwidth:
 
 
 def measure_products(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the multiplications and additions a second of one large product; best of several."""
+    """Return FLOP per second of one large matrix product; the best of several runs."""
     size = _PRODUCT_SIZE[device.type]
     one = torch.randn(size, size, dtype=dtype, device=device)
     other = torch.randn(size, size, dtype=dtype, device=device)

@@ -1,6 +1,6 @@
-"""Scenario `memory`: how much allocated KV memory holds nothing, on a load of mixed lengths.
+"""Scenario `memory`: the unused share of allocated KV memory, for requests of mixed lengths.
 
-Against a cache that reserves the longest context for every request. Every step counts.
+Compares with a cache that reserves the longest context for every request. Sums over all steps.
 """
 
 import random
@@ -18,7 +18,7 @@ _LONGEST = 2048
 
 @dataclass(slots=True)
 class _Totals:
-    """Token places summed over steps."""
+    """Token slots summed over all steps and requests."""
 
     allocated: int = 0
     used: int = 0
@@ -26,7 +26,7 @@ class _Totals:
 
 
 def run(setup: BenchSetup) -> Result:
-    """Run requests of mixed lengths together and add up what they hold."""
+    """Run requests of mixed lengths together and sum their allocated and used slots."""
     assembled = new_engine(setup.source, setup.model, setup.cache)
     longest = min(setup.scaled(_LONGEST), assembled.engine.max_context - 80)
     rng = random.Random(0)
@@ -52,7 +52,7 @@ def run(setup: BenchSetup) -> Result:
                 waste * 100,
                 "%",
                 contiguous * 100,
-                "one contiguous cache a request",
+                "one contiguous cache per request",
                 waste / contiguous,
                 "ours over contiguous",
                 "< 4 %",

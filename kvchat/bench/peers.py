@@ -1,7 +1,7 @@
-"""Peers that run beside us on the same weights: transformers' own generation, and llama.cpp.
+"""The peers that benchmarks compare with: transformers' generation, and llama.cpp.
 
-Each is used as its makers advise. For a restart each has what it needs to answer at once: its
-weights are loaded and its file is written, transformers' cache in a file, llama.cpp's state.
+Each is used as its documentation recommends. When a restart is measured, a peer's weights are
+already loaded and its cache is already saved: transformers' in a file, llama.cpp's in memory.
 """
 
 import importlib
@@ -25,7 +25,7 @@ from kvchat.model.source import ModelSource
 
 
 class LlamaCpp:
-    """llama.cpp on a GGUF file, through llama_cpp, which must be installed."""
+    """llama.cpp on a GGUF file, through the package llama_cpp, which must be installed."""
 
     def __init__(self, path: Path, num_threads: int) -> None:
         llama_cpp = importlib.import_module("llama_cpp")
@@ -46,14 +46,14 @@ class LlamaCpp:
         self._model.eval([prompt_ids[-1]])
         start_s = time.perf_counter()
         for _ in range(max_tokens - 1):
-            # Which token it is makes no difference to the time it takes.
+            # The time does not depend on which token it is.
             self._model.eval([prompt_ids[0]])
         return (max_tokens - 1) / (time.perf_counter() - start_s)
 
     def state_load_s(self, context_ids: Sequence[int], new_ids: Sequence[int]) -> float:
-        """Return the seconds from a saved state of a context to the first token after `new_ids`.
+        """Return the seconds to load a context's saved state, prefill `new_ids` and draw a token.
 
-        The state is kept in memory: reading it from a file is left out, in the peer's favour.
+        The state is in memory, so the time to read a file is excluded, in the peer's favour.
         """
         self._read(list(context_ids))
         state = self._model.save_state()
@@ -67,9 +67,9 @@ class LlamaCpp:
         return seconds
 
     def _read(self, prompt_ids: list[int]) -> None:
-        """Have a prompt and nothing else in the context; one that is there is not read again."""
+        """Set the context to exactly this prompt; skip the prefill if it is already there."""
         if self._prompt_ids == prompt_ids:
-            self._model.n_tokens = len(prompt_ids)  # what lies behind is dropped by the next eval
+            self._model.n_tokens = len(prompt_ids)  # the next eval drops the tokens after these
             return
         self._model.reset()
         self._model.eval(prompt_ids)
@@ -94,9 +94,9 @@ class Transformers:
     def generate(
         self, prompt_ids: Sequence[int], max_tokens: int, cache: DynamicCache | None = None
     ) -> tuple[list[int], float]:
-        """Generate greedily by `generate`; return the new ids and the seconds it took.
+        """Generate greedily with `generate`; return the new ids and the seconds taken.
 
-        `cache` holds the keys and values of a beginning of the prompt, and is extended.
+        `cache` holds the KV of a prefix of the prompt, and is extended in place.
         """
         prompt = torch.tensor([list(prompt_ids)], device=self._device)
         wait_for_device()
@@ -125,7 +125,7 @@ class Transformers:
 
     @torch.inference_mode()
     def prefill_s(self, prompt_ids: Sequence[int]) -> float:
-        """Return the seconds of one forward pass over a prompt, to the last row's logits."""
+        """Return the seconds of one forward pass over a prompt, with the last row's logits."""
         ids = torch.tensor([list(prompt_ids)], device=self._device)
         cache = DynamicCache(config=self.model.config)
         wait_for_device()
@@ -136,7 +136,7 @@ class Transformers:
 
     @torch.inference_mode()
     def filled_cache(self, prompt_ids: Sequence[int]) -> DynamicCache:
-        """Return a cache that holds a prompt's keys and values."""
+        """Return a new cache with a prompt's KV."""
         cache = DynamicCache(config=self.model.config)
         ids = torch.tensor([list(prompt_ids)], device=self._device)
         self.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
@@ -147,7 +147,7 @@ _MIN_COSINE = 0.98
 
 
 class SavedTransformers:
-    """transformers with its DynamicCache of a context in a safetensors file, as a user keeps it."""
+    """transformers, with a context's DynamicCache saved in a safetensors file."""
 
     def __init__(self, peer: Transformers, context: Sequence[int], directory: Path) -> None:
         self._peer = peer
@@ -162,8 +162,9 @@ class SavedTransformers:
         self.num_bytes = self._file.stat().st_size
 
     def answer(self, prompt_ids: Sequence[int], max_tokens: int) -> tuple[list[int], float]:
-        """Return the ids that follow a prompt which begins with the context, and the seconds until
-        the first of them: load the cache, compute the rest, draw.
+        """Return the ids after a prompt that starts with the context, and the seconds to the first.
+
+        The seconds cover loading the cache, prefilling the rest of the prompt and drawing.
         """
         _, first_s = self._generate(prompt_ids, 1)
         ids, _ = self._generate(prompt_ids, max_tokens)
@@ -189,9 +190,7 @@ class SavedTransformers:
 def beside_llama_cpp(
     gguf: Path | None, history_len: int, num_new: int, ours_s: float
 ) -> tuple[list[Figure], str]:
-    """Return our time to the first token beside llama.cpp's, and a note on what it was, or why it
-    was not run.
-    """
+    """Return our time to first token beside llama.cpp's, and a note on its model or why not."""
     if gguf is None:
         return [], "llama.cpp: not run; give the same model as GGUF by --gguf"
     if importlib.util.find_spec("llama_cpp") is None:
@@ -211,20 +210,20 @@ def beside_transformers(
     ours: tuple[Sequence[int], float],
     directory: Path,
 ) -> tuple[list[Figure], str]:
-    """Return our time to the first token beside transformers' with a saved cache, and a note.
+    """Return our time to first token beside transformers' with a saved cache, and a note.
 
-    `ours` are the ids that we generated after `prompt`, and the seconds until the first.
+    `ours` are the ids that kvchat generated after `prompt`, and the seconds to the first.
     """
     peer = Transformers(loaded.source, loaded.device, loaded.dtype)
     saved = SavedTransformers(peer, history, directory)
     ids, theirs_s = saved.answer(prompt, len(ours[0]))
     note = f"transformers' cache in a file: {format_bytes(saved.num_bytes)}"
     if list(ours[0]) != ids:
-        # Low precision may turn a near tie the other way; then the logits must still agree.
+        # In low precision a near tie may be decided differently; then the logits must still agree.
         is_close = loaded.dtype != torch.float32 and compare_with_own(loaded) > _MIN_COSINE
         if not is_close:
-            return [], "transformers answers otherwise from its saved cache: not compared"
-        note += "; a near tie fell the other way"
+            return [], "transformers gives another answer from its saved cache: not compared"
+        note += "; one near tie was decided differently"
     return [_first_token(ours[1], theirs_s, "transformers, its cache loaded from a file")], note
 
 

@@ -24,7 +24,7 @@ _MIN_COSINE = 0.98
 
 
 def run(setup: BenchSetup) -> Result:
-    """Measure reading prompts of several lengths to the first token."""
+    """Measure the prefill of prompts of several lengths, to the first token."""
     assembled = new_engine(setup.source, setup.model, setup.cache)
     loaded = assembled.loaded
     settings = {
@@ -36,8 +36,8 @@ def run(setup: BenchSetup) -> Result:
     }
     if compare_with_own(loaded) < _MIN_COSINE:
         return Result("prefill", settings, refusal="the paged pass differs from the model's own")
-    # Comparing rebinds the model to pools of its own; measure on a fresh engine, for which there
-    # may be no room beside the first.
+    # The comparison binds the model to other pools, so measure on a new engine. Free the first one
+    # before: both may not fit in memory.
     del assembled, loaded
     free_memory()
     assembled = new_engine(setup.source, setup.model, setup.cache)
@@ -54,7 +54,7 @@ def run(setup: BenchSetup) -> Result:
 
 @dataclass(frozen=True, slots=True)
 class _Ceilings:
-    """`products` in multiplications and additions a second."""
+    """`products` is in FLOP per second."""
 
     bandwidth: Bandwidth
     products: float
@@ -88,7 +88,7 @@ def _measure(
 def _beside_ceilings(
     assembled: AssembledEngine, ceilings: _Ceilings, length: int, own: Figure
 ) -> Iterator[Figure]:
-    """Yield what a prompt multiplies and what it moves, a second, each beside its ceiling."""
+    """Yield the FLOP per second and bytes per second of a prefill, each beside its ceiling."""
     prompts_per_s = own.value / length
     flops = num_flops(assembled, length)
     yield Figure(
@@ -118,11 +118,11 @@ def _beside_ceilings(
 
 
 def num_flops(assembled: AssembledEngine, length: int) -> int:
-    """Return the multiplications and additions of reading a prompt.
+    """Return the FLOP (multiplications and additions) of the prefill of `length` tokens.
 
-    Two for each token and each weight of a linear layer, the head's for the last token alone, and
-    for each pair of a token and one it sees two for each dimension of a key and of a value. As for
-    a dense model: where tokens go to some experts only, it is more than there are.
+    2 per token and linear-layer weight, the output head for the last token only; plus 2 per visible
+    (query, key) pair, head and dimension of key and value. Correct for dense models; too high for a
+    mixture of experts, where a token uses only some experts.
     """
     loaded = assembled.loaded
     head = loaded.module.get_output_embeddings()

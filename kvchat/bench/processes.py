@@ -1,7 +1,4 @@
-"""Whole processes of kvchat, in a home of their own, timed from outside.
-
-Knows how one is started and what it prints for scripts; knows no scenario.
-"""
+"""Runs kvchat as a separate process in a temporary home directory, and times it from outside."""
 
 import json
 import os
@@ -21,17 +18,17 @@ _DEADLINE_S = 1800.0
 
 
 class ProcessFailed(Exception):
-    """A process that did not answer; says why in a sentence."""
+    """A process did not answer; the message gives the reason in one sentence."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """What a process told that answered one message, and when.
+    """A process's report on its answer to one message.
 
-    first_s          seconds from its start to the first text of the answer
-    ttft_s           seconds from the request to the first token, with the model loaded, as it says
-    disk_tokens      of the prompt's tokens those whose KV came from the disk
-    prefilled_tokens those that were computed
+    first_s          seconds from the process's start to the first text of the answer
+    ttft_s           its own seconds from the request to the first token, with the model loaded
+    disk_tokens      prompt tokens whose KV came from the disk
+    prefilled_tokens prompt tokens that were computed
     """
 
     first_s: float
@@ -46,7 +43,7 @@ class Answered:
 
 @contextmanager
 def private_home() -> Iterator[dict[str, str]]:
-    """Yield an environment whose directories are all new, and in which no setting is made."""
+    """Yield an environment with new, empty directories and without KVCHAT_* settings."""
     with tempfile.TemporaryDirectory(prefix="kvchat-bench-") as home:
         kept = {k: v for k, v in os.environ.items() if not k.startswith("KVCHAT_")}
         kinds = ("CONFIG", "DATA", "STATE", "CACHE")
@@ -55,9 +52,9 @@ def private_home() -> Iterator[dict[str, str]]:
 
 
 def answer(arguments: Sequence[str], environment: Mapping[str, str], message: str) -> Answered:
-    """Have a new process answer a message, which it is given by standard input.
+    """Start a process, send it `message` on standard input and return its answer.
 
-    Raises ProcessFailed where it does not, or not within half an hour.
+    Raises ProcessFailed if it fails or does not answer within half an hour.
     """
     command = [*COMMAND, *arguments, "--output-format", "stream-json"]
     with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as errors:
@@ -73,7 +70,7 @@ def answer(arguments: Sequence[str], environment: Mapping[str, str], message: st
             first_s, end = _followed(process, start_s)
         finally:
             timer.cancel()
-            process.kill()  # harmless where it has ended
+            process.kill()  # no effect if it has ended
             process.wait()
         if end is None or process.returncode:
             errors.seek(0)
@@ -85,7 +82,7 @@ def answer(arguments: Sequence[str], environment: Mapping[str, str], message: st
 def _followed(
     process: "subprocess.Popen[bytes]", start_s: float
 ) -> tuple[float, dict[str, Any] | None]:
-    """Read a process's events to its end; return when the first text came, and the last event."""
+    """Read a process's events to the end; return the seconds to the first text, and the `end`."""
     assert process.stdout is not None
     first_s, end = 0.0, None
     with process.stdout:

@@ -1,6 +1,6 @@
-"""Scenario `radix`: how long it takes to find a long prompt's prefix among many cached blocks.
+"""Scenario `radix`: the time of a prefix match of a long prompt among many cached blocks.
 
-Works on the tree alone; tokens and blocks are numbers.
+Measures the radix tree alone, without KV.
 """
 
 from kvchat.bench.engines import random_ids
@@ -17,7 +17,7 @@ _VOCAB_SIZE = 32_000
 
 
 def run(setup: BenchSetup) -> Result:
-    """Measure a match, and for comparison the packing of ids that it begins with."""
+    """Measure a match, and for comparison only its first part, the packing of the ids."""
     block_size = setup.cache.block_size
     num_blocks = _NUM_BLOCKS // 32 if setup.is_quick else _NUM_BLOCKS
     prompt = random_ids(setup.scaled(_PROMPT_TOKENS), _VOCAB_SIZE, seed=0)
@@ -47,7 +47,7 @@ def run(setup: BenchSetup) -> Result:
 
 
 def _grown_tree(prompt: list[int], num_blocks: int, block_size: int) -> RadixTree:
-    """Return a tree with the prompt, in pieces as turns leave it, among many conversations."""
+    """Return a tree of many conversations with the prompt, split into nodes as turns split it."""
     tree = RadixTree(block_size)
     length = len(prompt) // block_size * block_size
     step = max(block_size, length // 64 // block_size * block_size)
@@ -64,7 +64,7 @@ def _grown_tree(prompt: list[int], num_blocks: int, block_size: int) -> RadixTre
 
 
 def _insert(tree: RadixTree, token_ids: list[int], block_size: int) -> None:
-    """Insert as a request does that matched what is known; a locked node is not grown in place."""
+    """Insert as a request does after a match. The locks keep the node from growing in place."""
     found = tree.match(encode_ids(token_ids))
     known = len(found.blocks)
     rest = token_ids[known * block_size :]

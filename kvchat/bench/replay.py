@@ -1,8 +1,7 @@
-"""Scenario `replay`: recorded conversations, turn by turn, with the words that were said.
+"""Scenario `replay`: runs recorded conversations again, turn by turn.
 
-Every branch of every session in a directory is held again: each of the user's turns is read and
-answered with one token, which is what counts, and then the recorded answer takes its place. Knows
-session files; needs a model with a tokenizer.
+For every branch of every session file in a directory, prefills each user turn and times its first
+token, then continues with the recorded answer. Needs a model with a tokenizer.
 """
 
 from collections.abc import Iterator
@@ -22,7 +21,7 @@ from kvchat.engine.assembly import AssembledEngine
 
 @dataclass(frozen=True, slots=True)
 class _Replayed:
-    """What a conversation cost: tokens of its turns, tokens read, seconds to each first token."""
+    """The cost of a conversation: new tokens, prefilled tokens, seconds to each first token."""
 
     num_new: int
     num_read: int
@@ -30,15 +29,15 @@ class _Replayed:
 
 
 def run(setup: BenchSetup) -> Result:
-    """Replay all sessions of the directory given, each as in a process of its own."""
+    """Replay all sessions of the directory, each with an empty cache."""
     settings = {"model": setup.source.name, "sessions": str(setup.sessions)}
     paths = sorted(setup.sessions.glob("*.jsonl")) if setup.sessions is not None else []
     if not paths:
-        return Result("replay", settings, refusal="there are no sessions; name some by --sessions")
+        return Result("replay", settings, refusal="there are no sessions; give some by --sessions")
     try:
         model = read_chat_model(setup.source)
     except KvchatError as error:
-        return Result("replay", settings, refusal=f"the model holds no conversation: {error}")
+        return Result("replay", settings, refusal=f"the model cannot chat: {error}")
     figures: list[Figure] = []
     assembled = new_engine(setup.source, setup.model, setup.cache)
     for path in paths:
@@ -55,7 +54,7 @@ def _read(path: Path) -> Conversation:
 
 
 def longest(conversation: Conversation) -> int:
-    """Return the tokens of the longest branch."""
+    """Return the number of tokens of the longest branch."""
     return max(len(conversation.context_ids(turn.turn_id)) for turn in conversation.leaves())
 
 
@@ -73,7 +72,7 @@ def _replay(assembled: AssembledEngine, conversation: Conversation) -> _Replayed
 
 
 def exchanges(conversation: Conversation) -> Iterator[tuple[Turn, Turn]]:
-    """Yield every answer with the turn before it, in the order they were given."""
+    """Yield every (question, answer) pair of turns, in recorded order."""
     for turn in conversation.turns():
         if turn.role is Role.ASSISTANT and turn.parent_id:
             yield conversation.turn(turn.parent_id), turn
@@ -83,13 +82,13 @@ def _figures(name: str, replayed: _Replayed, assembled: AssembledEngine) -> list
     turns = replayed.first_token_s
     return [
         Figure(
-            f"{name}: read in {len(turns.values)} turns",
+            f"{name}: prefilled in {len(turns.values)} turns",
             replayed.num_read,
             "tokens",
             replayed.num_new,
             "new tokens",
             replayed.num_read / max(1, replayed.num_new),
-            "read over new",
+            "prefilled over new",
             f"+{assembled.engine.cache.block_size} a turn",
         ),
         Figure(

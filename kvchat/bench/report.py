@@ -1,6 +1,6 @@
-"""The results of a run: a table to read, one JSON line to parse, and two files that keep both.
+"""The results of a benchmark run, as a table, as one JSON line, and as two report files.
 
-The files are named after the device that was measured.
+The files are named after the measured device.
 """
 
 import io
@@ -23,11 +23,11 @@ from kvchat.core.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One measured number.
+    """One measured number, `value` in `unit`.
 
-    `beside` is what it is to be read against, in the same unit and from the same run: a peer or a
-    ceiling, named by `beside_name`. `ratio` is the number that counts, as `ratio_name` says, and
-    `must` the bound it should keep, None where there is none. None stands for unknown.
+    `beside` is a peer's or ceiling's value in the same unit from the same run, named by
+    `beside_name`. `ratio` compares both, as `ratio_name` says; `must` is its required bound, empty
+    if there is none. `spread` is that of the Sample. None means unknown.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What one scenario found. Figures are left out where `refusal` says why they cannot stand."""
+    """The result of one scenario. If `refusal` is set, it says why there are no valid figures."""
 
     scenario: str
     settings: dict[str, Any]
@@ -53,7 +53,7 @@ class Result:
 
 
 def machine() -> dict[str, Any]:
-    """Return what the figures depend on: processor, threads, device, versions."""
+    """Return the facts that figures depend on: processor, threads, device, versions, load."""
     facts: dict[str, Any] = {
         "kvchat": __version__,
         "python": platform.python_version(),
@@ -132,9 +132,9 @@ _NAMED_SO = re.compile(r"[^a-z0-9]+")
 def record(
     results: Sequence[Result], directory: Path, device: torch.device, command: str
 ) -> tuple[Path, Path]:
-    """Write `<device>.md` and `<device>.json`; return their paths. An earlier run's are replaced.
+    """Write `<device>.md` and `<device>.json` and return their paths; overwrites earlier ones.
 
-    `command` is what was typed. Raises UsageError where the directory cannot be written to.
+    `command` is the command line. Raises UsageError if the directory cannot be written.
     """
     facts = {**machine(), "commit": _commit(), "date": time.strftime("%Y-%m-%d")}
     name = str(facts["gpu"] if device.type == "cuda" else facts["processor"] or "cpu")
@@ -164,7 +164,7 @@ def _page(name: str, facts: dict[str, object], results: Sequence[Result], comman
 
 
 def _commit() -> str:
-    """Return the commit of the sources that run; nothing where they are no checkout's."""
+    """Return the git commit of the running sources; empty outside a checkout."""
     try:
         found = subprocess.run(
             ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"],

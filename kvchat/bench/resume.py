@@ -1,9 +1,8 @@
-"""Scenario `resume`: what a restart costs a conversation.
+"""Scenario `resume`: the cost of continuing a conversation after a restart.
 
-A context is computed once and kept on disk; then engines that have never seen it, their weights
-loaded, answer a turn after it. Measures the time to the first token beside that of computing
-everything again and that of peers that keep what they have computed in a file, and how fast the
-bytes came back beside plainly reading them.
+Computes a context once and saves it on disk. Then new engines, with loaded weights and an empty
+device tier, answer a turn after it. Compares the time to first token with a full recomputation and
+with peers that saved their caches, and the read rate with plain reads of the same files.
 """
 
 import shutil
@@ -26,13 +25,13 @@ from kvchat.engine.assembly import AssembledEngine, engine_around
 _HISTORY = 4096
 _NEW_TOKENS = 24
 _ANSWER_TOKENS = 8
-# More than any cache between the memory and a core.
-_CHILL_BYTES = 1 << 28
+# Larger than any processor cache.
+_FLUSH_BYTES = 1 << 28
 _DISK = Size(num_bytes=8 << 30)
 
 
 def run(setup: BenchSetup) -> Result:
-    """Measure a resumed turn against a recomputed one."""
+    """Compare a resumed turn with a recomputed one."""
     with _directory() as directory:
         cold = replace(setup.cache, directory=None)
         kept = replace(setup.cache, directory=directory / "kv", disk_bytes=_DISK)
@@ -56,12 +55,12 @@ def _measured(
     resumed: list[_Turn] = []
     raw: list[float] = []
     for number in range(setup.repeats):
-        # A turn of its own each time: one asked before would come back from the disk as well.
+        # A new turn each time: an old one would be restored from the disk too.
         prompt = history + random_ids(_NEW_TOKENS, vocab_size, seed=2 + number)
         recomputed.append(_turn(assembled, cold, prompt))
-        _chill()
+        _flush_cpu_caches()
         raw.append(_raw_rate(kept.directory))
-        _chill()
+        _flush_cpu_caches()
         resumed.append(_turn(assembled, kept, prompt))
     settings = {
         "model": setup.source.name,
@@ -84,14 +83,14 @@ def _measured(
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """An answered turn, and how many bytes of KV a second were read for it and verified."""
+    """An answered turn, and the rate of its disk reads, with verification, in bytes per second."""
 
     completion: Completion
     read_rate: float
 
 
 def _turn(assembled: AssembledEngine, config: CacheConfig, prompt: list[int]) -> _Turn:
-    """Answer a prompt with an engine that has nothing in its device tier."""
+    """Answer a prompt with a new engine, whose device tier is empty."""
     state = config.directory.parent if config.directory is not None else None
     engine = engine_around(assembled.loaded, config, EngineConfig(), state)
     try:
@@ -137,7 +136,7 @@ def _figures(
             rate.median / 1e9,
             "GB/s",
             beside.median / 1e9,
-            "reading the same files, no more",
+            "only reading the same files",
             rate.median / beside.median,
             "of that",
             "0.6",
@@ -154,18 +153,14 @@ def _first_tokens(turns: list[_Turn]) -> Sample:
     return Sample(tuple(turn.completion.finished.timing.ttft_s for turn in turns))
 
 
-def _chill() -> None:
-    """Drive everything else out of the processor's caches: a process that reads files then finds
-    them in the system's page cache, and no nearer.
-    """
-    memory = fresh_memory(_CHILL_BYTES, is_for_all=True)
+def _flush_cpu_caches() -> None:
+    """Evict the processor's caches, so that file reads come from the system's page cache."""
+    memory = fresh_memory(_FLUSH_BYTES, is_for_all=True)
     memory[:] = bytes(len(memory))
 
 
 def _raw_rate(directory: Path) -> float:
-    """Return the bytes a second of reading every file of a store, no more, into memory that is
-    there already.
-    """
+    """Return the bytes per second of reading every file of a store into one allocated buffer."""
     paths = [path for path in directory.rglob("*") if path.is_file()]
     sizes = [path.stat().st_size for path in paths]
     buffer = memoryview(fresh_memory(max(sizes), is_for_all=True))

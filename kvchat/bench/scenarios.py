@@ -1,7 +1,4 @@
-"""The scenarios by name, and what each is given.
-
-Knows which scenarios there are; each measures in a file of its own.
-"""
+"""The table of benchmark scenarios by name. Each scenario has a module of its own."""
 
 from collections.abc import Callable
 
@@ -13,7 +10,7 @@ Scenario = Callable[[BenchSetup], Result]
 
 
 def scenario(name: str) -> Scenario:
-    """Return a scenario's function; raises UsageError for a name there is not."""
+    """Return a scenario's function; raises UsageError for an unknown name."""
     if name not in NAMES:
         raise UsageError(f"There is no scenario {name!r}.", f"Choose from {', '.join(NAMES)}.")
     from kvchat.bench import (
@@ -51,8 +48,8 @@ def scenario(name: str) -> Scenario:
     }[name]
 
 
-# What measures without being asked for: `replay` and `weights` need recordings, `kernels` a GPU,
-# and `equality` takes its time.
+# The scenarios that run by default. Of the others `replay` and `weights` need recordings, `kernels`
+# needs a GPU, and `equality` is slow.
 DEFAULT_NAMES = (
     "turns",
     "resume",

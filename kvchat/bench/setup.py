@@ -1,6 +1,6 @@
-"""What a run of the bench measures: its settings, and the checkpoint, given or of random weights.
+"""The settings of a benchmark run, and its checkpoint: the user's, or random weights.
 
-Random weights in a real model's shape run exactly as fast as trained ones, and need no download.
+Random weights in a real model's shape run as fast as trained ones, and need no download.
 """
 
 import shutil
@@ -22,10 +22,10 @@ from kvchat.model.source import ModelSource, find_model
 
 @dataclass(frozen=True, slots=True)
 class BenchSetup:
-    """What every scenario works with. `is_quick` shrinks it to a check that it runs at all.
+    """The settings of every scenario. `is_quick` shrinks the work to a check that it runs.
 
-    `sessions` is a directory of recorded conversations, for those that replay some; `gguf` is the
-    same model for llama.cpp.
+    `sessions` is a directory of recorded conversations, for scenarios that replay them; `gguf` is
+    the same model as GGUF, for llama.cpp.
     """
 
     source: ModelSource
@@ -37,13 +37,13 @@ class BenchSetup:
     gguf: Path | None = None
 
     def scaled(self, length: int) -> int:
-        """Return a length in tokens, or a small one in a quick run."""
+        """Return `length` in tokens; in a quick run 1/32 of it, at least 32."""
         return max(32, length // 32) if self.is_quick else length
 
 
 _LLAMA = {"model_type": "llama", "rms_norm_eps": 1e-5, "tie_word_embeddings": False}
 SHAPES: dict[str, dict[str, Any]] = {
-    # Small enough for a test of the bench itself.
+    # Small, for tests of the benchmarks.
     "tiny": {
         **_LLAMA,
         "hidden_size": 64,
@@ -90,9 +90,10 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 @contextmanager
 def subject(model: str | None, shape: str, dtype: str) -> Iterator[ModelSource]:
-    """Yield a checkpoint to measure: the model named, or random weights in `shape`.
+    """Yield a checkpoint to measure: the named model, or random weights in `shape`.
 
-    The random checkpoint is a temporary directory, removed afterwards.
+    The random checkpoint is a temporary directory, removed on exit. Raises UsageError for an
+    unknown shape.
     """
     if model is not None:
         yield find_model(model)
@@ -111,10 +112,10 @@ def _write_random(directory: Path, shape: dict[str, Any], dtype: str) -> None:
     settings = dict(shape)
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)
     torch.manual_seed(0)
-    # Eight billion random numbers take a GPU a moment, and a processor minutes.
+    # Eight billion random numbers take a moment on a GPU, and minutes on a CPU.
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
     transformers_logging.disable_progress_bar()
     model.save_pretrained(directory)
     del model
-    torch.cuda.empty_cache()  # what torch keeps counts as taken; without a GPU there is nothing
+    torch.cuda.empty_cache()  # cached memory counts as used; does nothing without a GPU

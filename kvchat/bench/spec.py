@@ -1,8 +1,8 @@
-"""Scenario `spec`: decoding with speculation on and off, in turn, on texts of several kinds.
+"""Scenario `spec`: decoding with speculation on and off, alternating, on several kinds of text.
 
-Recorded conversations are answered again; a text that no drafter can guess is the worst case. For
-random weights an oracle drafts: it has the text that is coming, and is right as often as it is
-told. Beside every measured gain stands the one that the engine computes from its steps' costs.
+Answers recorded conversations again; random text at a high temperature is the worst case. With
+random weights an oracle drafts: it has the coming text, and each draft is correct with a given
+probability. Each measured gain stands beside the gain that the engine predicts from step costs.
 """
 
 import random
@@ -35,7 +35,7 @@ from kvchat.model.source import DEMO, DEMO_DRAFT, find_model
 class OracleDrafter:
     """Drafts `future`, the completion of every request, each token right with probability `rate`.
 
-    Whether a token is right depends on its place alone, so that every run is like the others.
+    Whether a token is right depends only on its position, so all runs are equal.
     """
 
     name = "draft"
@@ -52,26 +52,26 @@ class OracleDrafter:
         return Offer(self._source, left, is_free=True) if left > 0 else None
 
     def prepare(self) -> None:
-        """It knows everything already."""
+        """There is nothing to prepare."""
 
     def catch_up(self, wanted: Sequence[Wanted]) -> None:
-        """It knows everything already."""
+        """The drafts do not depend on the context."""
 
     def propose(self, wanted: Sequence[Wanted]) -> list[Sequence[int]]:
         starts = [want.request.num_generated for want in wanted]
         return [self._ids[s : s + w.num_tokens] for s, w in zip(starts, wanted, strict=True)]
 
     def update(self, requests: Sequence[Request], seconds: float) -> None:
-        """It knows everything already."""
+        """The drafts do not depend on the requests."""
 
     def learn(self, contexts: Sequence[Sequence[int]]) -> None:
-        """It knows everything already."""
+        """The drafts do not depend on the contexts."""
 
     def forget(self, contexts: Sequence[tuple[Sequence[int], int]]) -> None:
-        """What it knows is no context."""
+        """No contexts are stored."""
 
     def close(self) -> None:
-        """It holds nothing."""
+        """There is nothing to release."""
 
 
 _KINDS = {"repetitive": "1.3", "code": "", "pinned-document": "", "free-text": ""}
@@ -84,7 +84,7 @@ _HOT = SamplingParams(temperature=3.0)
 
 @dataclass(frozen=True, slots=True)
 class _Question:
-    """A prompt to be answered, on and off."""
+    """A prompt to answer with speculation on and off."""
 
     prompt: tuple[int, ...]
     sampling: SamplingParams
@@ -93,11 +93,11 @@ class _Question:
 
 @dataclass(slots=True)
 class _Tally:
-    """What one pass over a text took in one mode."""
+    """The totals of one pass over a text in one mode."""
 
     num_tokens: int = 0
     seconds: float = 0.0
-    reckoned_s: float = 0.0
+    predicted_s: float = 0.0
     num_drafted: int = 0
     num_accepted: int = 0
     num_verified: int = 0
@@ -109,7 +109,7 @@ class _Tally:
 
 @dataclass(frozen=True, slots=True)
 class _Pass:
-    """One pass over a text: without drafts, with them, and how many answers were the same."""
+    """One pass over a text without drafts and with drafts, and the number of equal answers."""
 
     off: _Tally
     on: _Tally
@@ -120,13 +120,13 @@ class _Pass:
         return self.on.rate / self.off.rate
 
     @property
-    def reckoned(self) -> float:
-        """The gain that the engine reckons from what its steps cost."""
-        return self.on.reckoned_s / self.on.seconds if self.on.seconds else 1.0
+    def predicted(self) -> float:
+        """The gain that the engine predicts from the costs of its steps."""
+        return self.on.predicted_s / self.on.seconds if self.on.seconds else 1.0
 
 
 def run(setup: BenchSetup) -> Result:
-    """Measure every kind of text there is for the model."""
+    """Measure every kind of text that is available for the model."""
     is_demo = setup.source.name == DEMO
     draft = find_model(DEMO_DRAFT) if is_demo else None
     assembled = build_speculating_engine(
@@ -156,16 +156,16 @@ def run(setup: BenchSetup) -> Result:
         if differing and assembled.loaded.dtype == torch.float32:
             return Result("spec", settings, refusal=f"drafts changed an answer to {name}")
         if differing:
-            notes.append(f"{name}: {differing} answers took another turn at a near tie")
+            notes.append(f"{name}: {differing} answers differ, after a near tie")
         figures += _figures(name, passes, _KINDS.get(name, _MUST_NOT_SLOW))
     if not texts:
         figures += _oracle_figures(bench)
-        notes.append("no conversations: the drafts are an oracle's, right as often as named")
+        notes.append("no conversations: an oracle drafts, correct with the probability in its name")
     return Result("spec", settings, tuple(figures), notes=tuple(notes))
 
 
 def _texts(setup: BenchSetup, vocab_size: int) -> dict[str, list[_Question]]:
-    """Return the questions of each kind of text; none without a tokenizer or conversations."""
+    """Return the questions of each kind of text; empty without a tokenizer or conversations."""
     try:
         model = read_chat_model(setup.source)
     except KvchatError:
@@ -194,7 +194,7 @@ def _recorded(path: Path, model: ChatModel) -> list[_Question]:
 
 
 class _Bench:
-    """Answers questions with speculation off and on, in turn, on one engine."""
+    """Answers questions with speculation off and on, alternating, on one engine."""
 
     def __init__(self, assembled: AssembledEngine, max_tokens: int, repeats: int) -> None:
         self.engine: Engine = assembled.engine
@@ -203,11 +203,11 @@ class _Bench:
         self._repeats = repeats
 
     def passes(self, questions: Sequence[_Question]) -> list[_Pass]:
-        """Answer all questions several times; the first time is for warming up."""
+        """Answer all questions several times; the first pass is a warm-up and is dropped."""
         return [self._pass(questions) for _ in range(1 + self._repeats)][1:]
 
     def _pass(self, questions: Sequence[_Question]) -> _Pass:
-        """Answer all questions as one conversation would: drafts know what was said before."""
+        """Answer all questions as one conversation: the drafter has the earlier contexts."""
         self.engine.speculation.forget([])
         off, on, num_same = _Tally(), _Tally(), 0
         for question in questions:
@@ -238,11 +238,11 @@ class _Bench:
 
 
 def _count(tally: _Tally, finished: SampleFinished) -> None:
-    """Add what an answer took, from its first token to its last."""
+    """Add an answer's tokens and seconds after its first token, and its drafts."""
     drafts, seconds = finished.usage.drafts, finished.timing.decode_s
     tally.num_tokens += finished.usage.completion_tokens - 1
     tally.seconds += seconds
-    tally.reckoned_s += seconds * (drafts.gain if drafts.gain is not None else 1.0)
+    tally.predicted_s += seconds * (drafts.gain if drafts.gain is not None else 1.0)
     tally.num_drafted += drafts.num_drafted
     tally.num_accepted += drafts.num_accepted
     tally.num_verified += drafts.num_verified
@@ -251,7 +251,7 @@ def _count(tally: _Tally, finished: SampleFinished) -> None:
 def _figures(name: str, passes: Sequence[_Pass], must: str) -> list[Figure]:
     on, off = Sample(tuple(p.on.rate for p in passes)), Sample(tuple(p.off.rate for p in passes))
     gain = statistics.median(p.gain for p in passes)
-    reckoned = statistics.median(p.reckoned for p in passes)
+    predicted = statistics.median(p.predicted for p in passes)
     drafted = sum(p.on.num_drafted for p in passes)
     accepted = sum(p.on.num_accepted for p in passes)
     verified = sum(p.on.num_verified for p in passes)
@@ -271,24 +271,24 @@ def _figures(name: str, passes: Sequence[_Pass], must: str) -> list[Figure]:
             f"{name}: gain",
             gain,
             "x",
-            reckoned,
-            "reckoned from the costs of steps",
-            gain / reckoned,
-            "measured over reckoned",
+            predicted,
+            "predicted from step costs",
+            gain / predicted,
+            "measured over predicted",
             "0.9",
         ),
     ]
     if drafted:
         share, length = 100 * accepted / drafted, 1 + accepted / verified
         accepted_figure = Figure(
-            f"{name}: accepted", share, "%", ratio=length, ratio_name="tokens a verifying step"
+            f"{name}: accepted", share, "%", ratio=length, ratio_name="tokens per verify step"
         )
         figures.append(accepted_figure)
     return figures
 
 
 def _oracle_figures(bench: _Bench) -> list[Figure]:
-    """Check what the engine reckons at acceptances that are known."""
+    """Check the engine's predictions at known acceptance rates."""
     prompt = tuple(random_ids(48, bench.vocab_size, seed=3))
     question = _Question(prompt, SamplingParams(temperature=0.0))
     future = bench.answer(question, Mode.OFF, _Tally())

@@ -1,8 +1,8 @@
-"""Scenario `startup`: how long until kvchat does something for the user.
+"""Scenario `startup`: the time until kvchat responds.
 
-Whole processes, timed from outside: the help text, the first prompt on a terminal, the first token
-of a one-shot answer. Of the model named, the first prompt of a process beside later ones: each
-measurement has a process of its own, whose first prompt waits while the model loads.
+Times whole processes from outside: the help text, the input prompt on a terminal, the first token
+of a one-shot answer. For the named model, compares the first request of a process with later ones;
+each measurement is a new process whose first request waits while the model loads.
 """
 
 import json
@@ -41,14 +41,14 @@ if TYPE_CHECKING:
     from kvchat.engine.engine import Engine
 
 
-_LENGTH = 129  # two steps of a small model, and a row that only decoding's weights are for
+_LENGTH = 129  # two prefill steps of a small model; the second has one row, as a decode step has
 _NUM_LATER = 3
 _PATIENCE_S = 1800.0
 
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """Seconds of one process: loading the model, and to the first token of prompts."""
+    """Seconds of one process: the model's loading, and the time to first token of its prompts."""
 
     load_s: float
     first_s: float
@@ -56,7 +56,7 @@ class Prompts:
 
 
 def figures(setup: BenchSetup) -> list[Figure]:
-    """Measure processes one after another; each finds what the one before has remembered."""
+    """Measure processes one after another. They share stored facts about the model."""
     with TemporaryDirectory(prefix="kvchat-bench-") as state:
         _in_a_process(setup, Path(state))
         runs = [_in_a_process(setup, Path(state)) for _ in range(setup.repeats)]
@@ -85,7 +85,7 @@ def _in_a_process(setup: BenchSetup, state: Path) -> Prompts:
 
 
 def measure(setup: BenchSetup, state: Path | None) -> Prompts:
-    """Load the model and read prompts, the first of which was there before."""
+    """Load the model and run prompts; the first is submitted before the model is loaded."""
     ready: queue.SimpleQueue[LoadEvent] = queue.SimpleQueue()
 
     def build(progress: Callable[[LoadProgress], None]) -> "tuple[Engine, ModelReady]":
@@ -98,7 +98,7 @@ def measure(setup: BenchSetup, state: Path | None) -> Prompts:
 
     thread = EngineThread(build, hear)
     try:
-        # Ids that any vocabulary has.
+        # The ids are below 256, which every vocabulary has.
         first_s = _first_token_s(thread, seed=0)
         loaded = ready.get(timeout=_PATIENCE_S)
         assert isinstance(loaded, ModelReady)
@@ -124,7 +124,7 @@ _PROMPT_DEADLINE_S = 30.0
 
 
 def run(setup: BenchSetup) -> Result:
-    """Time each start, in a home directory of its own."""
+    """Time each kind of start, in a temporary home directory."""
     with private_home() as environment:
         python = _repeat(setup, lambda: _run([sys.executable, "-c", "pass"], environment))
         usage = _repeat(setup, lambda: _run([*COMMAND, "--help"], environment))
@@ -204,10 +204,10 @@ def _time_to_prompt(environment: dict[str, str]) -> float:
 
 
 def _wait_for(terminal: int, wanted: bytes, deadline_s: float) -> None:
-    """Read until `wanted` has been drawn by the program, not merely echoed by the terminal.
+    """Read until the program itself has printed `wanted`.
 
-    The terminal's own echo comes before the program has switched it off, in one piece; what the
-    program draws comes after its first escape sequence.
+    The terminal's echo comes first, in one piece, before the program turns it off. The program's
+    own output follows its first escape sequence.
     """
     seen = b""
     while b"\x1b" not in seen or wanted not in seen[seen.index(b"\x1b") :]:

@@ -1,8 +1,8 @@
-"""Scenario `tiers`: what the disk tier costs, and how fast it and host memory are.
+"""Scenario `tiers`: the rates of the disk and host memory tiers, and the disk tier's cost.
 
-Packs are written and read beside plain files of the same bytes. KV is demoted to host memory and
-promoted again beside one plain copy of the same bytes; on a CPU both ends are the same memory. A
-chat of several turns runs with the disk on and off: the disk tier should not slow it down.
+Compares writing and reading packs with plain files of the same bytes. Compares demoting KV to host
+memory and promoting it with one plain copy of the same bytes; on a CPU both are host memory. Runs a
+chat of several turns with the disk on and off, because the disk tier should not slow it down.
 """
 
 import os
@@ -39,7 +39,7 @@ _PATIENCE_S = 60.0
 def host_figures(
     geometry: KvGeometry, device: torch.device, repeats: int, is_quick: bool
 ) -> list[Figure]:
-    """Measure both ways, and the plain copies beside them in turn."""
+    """Measure demotion and promotion, alternating with plain copies of the same bytes."""
     num_blocks = max(2, (_QUICK_BYTES if is_quick else _BYTES) // geometry.block_bytes)
     offload, plain = _Offload(geometry, device, num_blocks), _Plain(geometry, device, num_blocks)
     down, plain_down = alternated(offload.down, plain.down, repeats)
@@ -67,7 +67,7 @@ def _copy_rate(name: str, num_bytes: int, ours: Sample, plain: Sample) -> Figure
 
 
 class _Offload:
-    """One context that fills the device, is demoted whole and promoted whole."""
+    """One context that fills the device and is demoted and promoted as a whole."""
 
     def __init__(self, geometry: KvGeometry, device: torch.device, num_blocks: int) -> None:
         self._manager = CacheManager(KvPool(geometry, num_blocks + 1, device))
@@ -80,7 +80,7 @@ class _Offload:
         self._ids = random_ids(num_blocks * geometry.block_size, 1000, seed=0)
 
     def down(self) -> float:
-        """Return the seconds it takes until all of it is in host memory, which had nothing."""
+        """Return the seconds to demote the whole context to empty host memory."""
         self._manager.clear()
         table = self._manager.match(self._ids)
         assert self._manager.reserve(table, 0, len(self._ids))
@@ -95,7 +95,7 @@ class _Offload:
         return seconds
 
     def up(self) -> float:
-        """Return the seconds it takes until all of it is on the device again."""
+        """Return the seconds to promote the whole context to the device."""
         self._manager.evict_cold(self._num_blocks)
         assert self._offload.flush(_PATIENCE_S)
         wait_for_device()
@@ -115,7 +115,7 @@ class _Offload:
 
 
 class _Plain:
-    """The ceiling: one contiguous tensor on the device, one in host memory."""
+    """The ceiling: a copy between one contiguous tensor on the device and one in host memory."""
 
     def __init__(self, geometry: KvGeometry, device: torch.device, num_blocks: int) -> None:
         num_bytes = num_blocks * geometry.block_bytes
@@ -148,7 +148,7 @@ _DISK = Size(num_bytes=8 << 30)
 
 
 def run(setup: BenchSetup) -> Result:
-    """Measure rates, the cost of the warm path, and the bytes that are written."""
+    """Measure the tiers' rates, the disk tier's cost in a chat, and the bytes it writes."""
     with _directory() as directory:
         figures = _rates(setup, directory / "rates")
         assembled = new_engine(setup.source, setup.model, setup.cache, state=directory)
@@ -197,7 +197,7 @@ def _rate(name: str, num_bytes: int, ours: Sample, plain: Sample, must: str) -> 
 
 
 class _Files:
-    """The ceiling: files written, and read into memory of their own, and nothing else."""
+    """The ceiling: plain files, written and read into new memory."""
 
     def __init__(self, directory: Path, images: list[bytes]) -> None:
         directory.mkdir()
@@ -220,7 +220,7 @@ class _Files:
 
 
 class _Packs:
-    """The tier, with as many conversations of one pack."""
+    """The disk tier, with one conversation of one pack per image."""
 
     def __init__(self, directory: Path, images: list[bytes]) -> None:
         self._directory, self._images = directory, images
@@ -323,7 +323,7 @@ def _chat(assembled: AssembledEngine, config: CacheConfig, state: Path, num_turn
 
 
 def _payload_bytes(directory: Path) -> int:
-    """Return what lies in files: all that grows with KV; the table is a few kilobytes a pack."""
+    """Return the bytes of all files of a store; the table is only some kilobytes per pack."""
     return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
 
 

@@ -1,7 +1,7 @@
-"""Scenario `turns`: what a further turn of a conversation costs.
+"""Scenario `turns`: the cost of another turn of a conversation.
 
-Counts what a 20-turn chat reads again, and compares the time to the first token after a long
-history with that after a short one, and with transformers keeping its cache as we keep ours.
+Counts the tokens that a 20-turn chat prefills. Compares the time to first token after a long
+history with that after a short history, and with transformers, which keeps its cache in memory.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ _SHORT, _LONG = 512, 8192
 
 
 def run(setup: BenchSetup) -> Result:
-    """Measure re-reading and time to the first token."""
+    """Measure prefilled tokens and time to first token."""
     assembled = new_engine(setup.source, setup.model, setup.cache)
     settings = {
         "model": setup.source.name,
@@ -37,7 +37,7 @@ def run(setup: BenchSetup) -> Result:
 
 @dataclass(frozen=True, slots=True)
 class _Chat:
-    """What a chat of several turns read, and how much of it was new."""
+    """The prefilled tokens of a chat, and the tokens that were new."""
 
     num_new: int
     num_read: int
@@ -46,19 +46,19 @@ class _Chat:
 def _reread(assembled: AssembledEngine) -> Figure:
     chat = _chat(assembled)
     return Figure(
-        f"read in {_NUM_TURNS} turns",
+        f"prefilled in {_NUM_TURNS} turns",
         chat.num_read,
         "tokens",
         chat.num_new,
         "new tokens",
         chat.num_read / chat.num_new,
-        "read over new",
+        "prefilled over new",
         f"+{assembled.engine.cache.block_size} a turn",
     )
 
 
 def _chat(assembled: AssembledEngine) -> _Chat:
-    """Hold a chat in which each turn appends to what came before, answers included."""
+    """Run a chat in which each turn follows all earlier turns and answers."""
     vocab_size = assembled.loaded.spec.vocab_size
     context: list[int] = []
     num_new = num_read = 0
@@ -106,7 +106,7 @@ def _first_tokens(
 
 
 class _Ours:
-    """A conversation with a history of some length that is asked something new each time."""
+    """A conversation with a history of a given length and a new message each time."""
 
     def __init__(self, assembled: AssembledEngine) -> None:
         self._engine = assembled.engine
@@ -123,7 +123,7 @@ class _Ours:
 
 
 class _Theirs:
-    """The same with transformers, its cache filled with the history beforehand."""
+    """The same with transformers, whose cache already holds the history."""
 
     def __init__(self, setup: BenchSetup, assembled: AssembledEngine) -> None:
         loaded = assembled.loaded

@@ -1,7 +1,7 @@
-"""Scenario `weights`: what fewer bits a weight cost in quality and gain in speed and memory.
+"""Scenario `weights`: the effect of quantised weights on quality, speed and memory.
 
-Quality is the perplexity of recorded conversations, read a few tokens at a time, which is what
-decoding computes. Knows session files; needs a model with a tokenizer.
+Quality is the perplexity of recorded conversations, computed in steps of a few tokens, because
+decoding uses such steps. Needs a model with a tokenizer.
 """
 
 import math
@@ -31,14 +31,14 @@ _PROMPT = 128
 
 
 def run(setup: BenchSetup) -> Result:
-    """Measure every form of the weights on the same texts."""
+    """Measure every weight format on the same texts."""
     settings = {"model": setup.source.name, "sessions": str(setup.sessions)}
     try:
         texts = _texts(setup)
     except KvchatError as error:
-        return Result("weights", settings, refusal=f"the model holds no conversation: {error}")
+        return Result("weights", settings, refusal=f"the model cannot chat: {error}")
     if not texts:
-        return Result("weights", settings, refusal="there are no sessions; name some by --sessions")
+        return Result("weights", settings, refusal="there are no sessions; give some by --sessions")
     settings["tokens"] = str(sum(len(text) - 1 for text in texts))
     figures: list[Figure] = []
     notes = []
@@ -93,7 +93,7 @@ def _measured(
     decode()
     speed = Sample(tuple(decode() for _ in range(setup.repeats)))
     kept = [text[: setup.scaled(limit)] for text in texts]
-    # Last, for it binds the model to pools of its own.
+    # Perplexity last: it rebinds the model's attention.
     return {
         "tokens a second": (speed.median, "tokens/s"),
         "weights": (_weight_bytes(assembled) / 2**20, "MiB"),
@@ -122,7 +122,7 @@ def _losses(assembled: AssembledEngine, text: list[int]) -> list[float]:
     block_size = pool.geometry.block_size
     blocks = range(1, 2 + len(text) // block_size)
     assert blocks[-1] < pool.num_blocks
-    # In the engine's own pool, with nothing of it in use: block 0 is scratch.
+    # Use the engine's own pool after clearing it; block 0 is the scratch block.
     assembled.engine.cache.clear()
     model = PagedModel(loaded, pool.layers)
     losses: list[float] = []

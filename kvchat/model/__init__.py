@@ -1,1 +1,1 @@
-"""Floor 2: weights and the forward pass. Knows transformers; knows no radix tree and no request."""
+"""Floor 2: loads checkpoints and runs the forward pass. It is the only user of transformers."""

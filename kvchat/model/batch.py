@@ -1,7 +1,4 @@
-"""ForwardBatch: everything one forward pass needs, complete at birth.
-
-Knows shapes. Does not know who asked for the tokens, or where blocks come from.
-"""
+"""ForwardBatch: the inputs of one forward pass, built from the pieces of several sequences."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,9 +16,9 @@ class ForwardBatch:
     token_ids      [num_tokens] int64
     positions      [num_tokens] int64, absolute position of each token in its sequence
     slot_mapping   [num_tokens] int64, where each token's KV is written
-    sequences      lengths and block tables; the new tokens' KV is included in the context lengths.
-                   DeviceSequences where the tensors are filled anew for every step
-    logit_rows     [num_rows] int64, the rows of the batch whose logits are wanted
+    sequences      lengths and block tables; context lengths include the new tokens.
+                   DeviceSequences where the same tensors are refilled for every step
+    logit_rows     [num_rows] int64, the rows of the batch to compute logits for
     """
 
     token_ids: torch.Tensor
@@ -39,8 +36,8 @@ class ForwardBatch:
 class SequencePiece:
     """The new tokens of one sequence: `token_ids` follow `start` tokens whose KV is in `blocks`.
 
-    `blocks` are the sequence's block ids in position order, with room for the new tokens. Logits
-    are wanted for the last `num_logit_rows` of them.
+    `blocks` are the sequence's block ids in position order, with room for the new tokens. The
+    forward pass computes logits for the last `num_logit_rows` new tokens.
     """
 
     token_ids: Sequence[int]
@@ -53,7 +50,7 @@ class SequencePiece:
         return self.start + len(self.token_ids)
 
     def slots(self, block_size: int) -> list[int]:
-        """Return where each new token's KV is written."""
+        """Return the slot of each new token's KV, in order."""
         return [
             self.blocks[position // block_size] * block_size + position % block_size
             for position in range(self.start, self.end)
@@ -63,7 +60,7 @@ class SequencePiece:
 def build_batch(
     pieces: Sequence[SequencePiece], block_size: int, device: torch.device
 ) -> ForwardBatch:
-    """Lay several pieces out as one flattened batch on `device`."""
+    """Concatenate the pieces into one batch without padding, with its tensors on `device`."""
     positions = [position for piece in pieces for position in range(piece.start, piece.end)]
     rows: list[int] = []
     start = 0
@@ -92,7 +89,7 @@ def build_batch(
 def _block_tables(
     pieces: Sequence[SequencePiece], block_size: int, device: torch.device
 ) -> torch.Tensor:
-    """Return [num_sequences, max_blocks] int32, each row cut to the blocks its context covers."""
+    """Return [num_sequences, max_blocks] int32: the blocks of each context, padded with 0."""
     lengths = [-(-piece.end // block_size) for piece in pieces]
     width = max(lengths)
     table = [

@@ -1,9 +1,9 @@
 """Reads a checkpoint's files: bounded text files, and the headers of its safetensors files.
 
-Anyone may have written them. Text files are regular files up to a bound, and each fault is a
-ModelError of one sentence. Only the weight files named here are mapped, hashed and counted:
-transformers is given their tensors and looks for no file itself, so it cannot be led to a pickle.
-Imports neither torch nor transformers.
+The files are untrusted. A text file must be a regular file below a size limit, and each fault
+raises a ModelError of one sentence. Only the weight files found here are mapped, hashed and
+counted. transformers receives their tensors and opens no weight file itself, so no checkpoint can
+make it open a pickle. Imports neither torch nor transformers, so that errors appear fast.
 """
 
 import json
@@ -19,14 +19,17 @@ from typing import Any
 from kvchat.core.bounded_files import open_regular, read_bounded
 from kvchat.core.errors import ModelError
 
-# The largest known are a tenth of these: 12 MB of index, 40 MB of tokenizer.json.
+# About ten times the largest known files: 12 MB for an index, 40 MB for tokenizer.json.
 MAX_CONFIG_BYTES = 8 << 20
 MAX_INDEX_BYTES = 64 << 20
 MAX_TOKENIZER_BYTES = 256 << 20
 
 
 def read_text(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> str | None:
-    """Return a UTF-8 file's text, None where there is no file; raises ModelError."""
+    """Return a UTF-8 file's text, or None if it does not exist.
+
+    Raises ModelError if it is larger than `max_bytes`, is not a regular file or is not UTF-8.
+    """
     try:
         return read_bounded(path, max_bytes).decode()
     except FileNotFoundError:
@@ -40,13 +43,13 @@ def read_text(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> str | None:
 
 
 def read_json(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any] | None:
-    """Return the object in a JSON file, None where there is no file; raises ModelError."""
+    """Return the object in a JSON file, or None if it does not exist; raises ModelError."""
     text = read_text(path, max_bytes)
     return None if text is None else parse_json(path, text)
 
 
 def parse_json(path: Path, text: str) -> dict[str, Any]:
-    """Return the object that `text`, the content of `path`, describes; raises ModelError."""
+    """Parse `text`, the content of `path`, as a JSON object; raises ModelError."""
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -64,15 +67,15 @@ def unreadable(path: Path, reason: str | None) -> ModelError:
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _SUFFIX, _INDEX_SUFFIX = ".safetensors", ".safetensors.index.json"
-# The library's own bound is 100 MB, of which Python would make a gigabyte of objects.
+# safetensors itself allows 100 MB, which would become about 1 GB of Python objects.
 _MAX_HEADER_BYTES = 32 << 20
 _MAX_DIMS = 64
-_MOST_PER_BYTE = 2  # the smallest dtype of the format has four bits
+_MOST_PER_BYTE = 2  # elements; the smallest dtype of the format has four bits
 
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One tensor of a file: its bytes are `start` to `end`, counted behind the header."""
+    """One tensor of a file. Its bytes are [start, end), counted from the end of the header."""
 
     name: str
     shape: tuple[int, ...]
@@ -81,13 +84,13 @@ class TensorEntry:
 
     @property
     def num_elements(self) -> int:
-        """How many numbers it holds, packed ones counted as the file's dtype counts them."""
+        """The number of elements of the file's dtype; a packed value counts as the file states."""
         return prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
 class WeightHeader:
-    """The header of a safetensors file: its bytes, length included, and what they say."""
+    """A safetensors header: its raw bytes (with the 8-byte length), file size and tensors."""
 
     raw: bytes
     file_bytes: int
@@ -95,11 +98,11 @@ class WeightHeader:
 
 
 def weight_paths(directory: Path, config: dict[str, Any]) -> tuple[Path, ...]:
-    """Return the files that hold the weights, in the order they are loaded; () for none.
+    """Return the weight files in loading order; () if there are none.
 
-    Looks where transformers looks: the file config.json names, the single file, the index. Where
-    two files hold a tensor of one name, the later counts. Raises ModelError for an index that
-    cannot be used, and for anything it names that is no safetensors file of this checkpoint.
+    Looks where transformers looks: the file config.json names, the single file, the index. If two
+    files hold a tensor of the same name, the later file wins. Raises ModelError for an unusable
+    index, and for a named file that is not a safetensors file inside this directory.
     """
     for name in (config.get("transformers_weights"), SINGLE, INDEX):
         if name is None or (name in (SINGLE, INDEX) and not os.path.lexists(directory / name)):
@@ -112,14 +115,14 @@ def weight_paths(directory: Path, config: dict[str, Any]) -> tuple[Path, ...]:
 
 
 def check_weights(paths: tuple[Path, ...]) -> None:
-    """Raise ModelError where one of the files is missing, unreadable or no regular file."""
+    """Raise ModelError if a file is missing, unreadable or not a regular file."""
     for path in paths:
         with _opened(path):
             pass
 
 
 def read_header(path: Path) -> WeightHeader:
-    """Read a safetensors file's header; raises ModelError where the file cannot be what it says."""
+    """Read a safetensors header; raises ModelError if it is invalid or the file is too short."""
     with _opened(path) as descriptor:
         size = os.fstat(descriptor).st_size
         try:
@@ -146,7 +149,7 @@ def read_header(path: Path) -> WeightHeader:
 
 
 def mark(path: Path) -> str:
-    """Return what tells a file from any other, and from what it was before it was written to."""
+    """Return device, inode, size and change times of a file: a new value after every write."""
     info = path.stat()
     return f"{info.st_dev}:{info.st_ino}:{info.st_size}:{info.st_mtime_ns}:{info.st_ctime_ns}"
 
@@ -164,7 +167,7 @@ def _opened(path: Path) -> Iterator[int]:
 
 
 def _indexed(index: Path) -> list[str]:
-    """Return the names an index gives to files, sorted, as transformers sorts them."""
+    """Return the file names in an index, in the order transformers uses (sorted)."""
     weight_map = (read_json(index, MAX_INDEX_BYTES) or {}).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise unreadable(index, "it maps no tensor to a file")
@@ -172,10 +175,10 @@ def _indexed(index: Path) -> list[str]:
 
 
 def _inside(directory: Path, name: object, origin: str, suffix: str) -> Path:
-    """Return the path of a file below `directory`; raises ModelError where `name` is anything else.
+    """Return the path of `name` inside `directory`; raises ModelError if it is outside.
 
-    The file itself may be a symbolic link, as in the hub's cache; a directory on the way to it may
-    not lead out.
+    The file itself may be a symbolic link, as in the hub's cache. A directory on its path must not
+    be a link that leads out of `directory`.
     """
     path = PurePosixPath(str(name))
     if not str(name).endswith(suffix):
@@ -197,7 +200,7 @@ def _inside(directory: Path, name: object, origin: str, suffix: str) -> Path:
 
 
 def _entry(name: str, entry: dict[str, Any], num_bytes: int) -> TensorEntry:
-    """Return what the header says of one tensor; raises ValueError where it cannot be true."""
+    """Return one tensor's entry; raises ValueError if its shape and offsets are impossible."""
     start, end = entry["data_offsets"]
     shape = tuple(entry["shape"])
     if len(shape) > _MAX_DIMS or any(

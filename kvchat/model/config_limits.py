@@ -1,8 +1,8 @@
-"""Limits on what config.json may ask for, taken from what the weight files can hold.
+"""Limits on the model that config.json describes, computed from the size of the weight files.
 
-A configuration may ask for a million layers: building them takes hours, and filling what the files
-lack takes all memory. Counts are checked before transformers reads them, and building stops when a
-model grows beyond its files.
+A bad config.json can ask for a million layers. Building them takes hours, and initialising the
+tensors that the files lack takes all memory. Layer counts are checked before transformers reads
+them, and building stops when the model has more parameters than its files can hold.
 """
 
 import re
@@ -17,15 +17,15 @@ from torch.nn.modules import module as hooks
 from kvchat.core.errors import ModelError
 from kvchat.model.checkpoint_files import WeightHeader
 
-# Configuration classes make lists as long as their counts of layers; no model has that many.
+# Configuration classes build lists with one entry per layer. No model has this many layers.
 _LAYER_COUNT = re.compile(r"(layers?|depths?)$")
 _MAX_LAYERS = 4096
-# Tables of angles and masks, which are computed and in no file.
+# Buffers (rotary tables, masks) are computed, so the files give no limit for them.
 _MAX_BUFFER_BYTES = 1 << 30
-# A tied output layer is counted twice while it is built; a tiny checkpoint gets an exact message
-# about the tensors that are missing, later on.
+# Building counts a tied output layer twice, hence the factor. The spare amounts let a tiny
+# checkpoint pass: loading it gives a more exact message about its missing tensors.
 _SHARE, _SPARE_ELEMENTS, _SPARE_TENSORS = 2, 1 << 20, 10_000
-# Files may hold the parts of what a model holds as one tensor, and the other way round.
+# A file may store several tensors of the model as one, or one as several.
 _SPLIT = 16
 _QUANTISED_PER_BYTE = 8
 
@@ -41,16 +41,16 @@ class TooLarge(ModelError):
 
 @dataclass(frozen=True, slots=True)
 class ParameterLimit:
-    """The most parameters that a model may have, by their number and by their elements."""
+    """The largest number of parameter tensors, and of their elements, that a model may have."""
 
     num_tensors: int
     num_elements: int
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """While entered: raise TooLarge from the building of a module that exceeds this.
+        """Inside this context, building a module that exceeds the limit raises TooLarge.
 
-        Watches all modules that the process builds; one model is loaded at a time.
+        The hooks count every module that the process builds; only one model is loaded at a time.
         """
         num_tensors = num_elements = buffer_bytes = 0
 
@@ -79,7 +79,7 @@ class ParameterLimit:
 
 
 def parameter_limit(headers: Sequence[WeightHeader], config: dict[str, Any]) -> ParameterLimit:
-    """Return how large a model the files with these headers may belong to."""
+    """Return the limit for a model whose weight files have these headers."""
     num_tensors = sum(len(header.tensors) for header in headers)
     if config.get("quantization_config"):
         num_elements = _QUANTISED_PER_BYTE * sum(header.file_bytes for header in headers)
@@ -94,7 +94,7 @@ def parameter_limit(headers: Sequence[WeightHeader], config: dict[str, Any]) -> 
 
 
 def check_counts(content: Any) -> None:
-    """Raise TooLarge where a configuration counts more layers than any model has."""
+    """Raise TooLarge if a layer count anywhere in a configuration exceeds `_MAX_LAYERS`."""
     if isinstance(content, list):
         for part in content:
             check_counts(part)

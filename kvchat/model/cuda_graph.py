@@ -1,8 +1,7 @@
-"""Captures a step as a CUDA graph, replays it, and finds steps that no graph can repeat.
+"""Captures a step as a CUDA graph and replays it; detects steps that cannot be captured.
 
-A captured graph repeats its kernels; what the host read, decided or copied in between stays as it
-was. `trapping_host_reads` raises where a step does any of that, on any device. Does not decide
-which steps are captured, or when.
+A graph repeats kernels only. A value that the host reads, decides by or copies during the step is
+frozen at capture. `trapping_host_reads` raises for such a step, on any device.
 """
 
 import traceback
@@ -19,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 _aten = torch.ops.aten
 
-# What the size or the course of a computation comes from: each makes the host read a tensor.
+# Operators that make the host read a tensor, because a size or a branch depends on its values.
 _READING = frozenset(
     {
         _aten._local_scalar_dense,
@@ -43,15 +42,15 @@ _FLAGS = (torch.bool, torch.uint8)
 
 
 class NotGraphable(Exception):
-    """Why a forward pass cannot be captured, as the end of a sentence."""
+    """A forward pass cannot be captured; the message is the end of a sentence."""
 
 
 @contextmanager
 def trapping_host_reads() -> Iterator[None]:
-    """Raise NotGraphable where code inside reads values of tensors, or copies between devices.
+    """Inside this context, reading tensor values or copying between devices raises NotGraphable.
 
-    On any device: on torch's meta device there are no values to read, and what is raised there for
-    want of them says the same.
+    Works on every device. On the meta device torch itself raises for such a read; that error is
+    converted.
     """
     try:
         with _Trap(), _SendingTrap():
@@ -65,7 +64,7 @@ def trapping_host_reads() -> Iterator[None]:
 
 
 class _Trap(TorchDispatchMode):
-    """Sees every operator before it runs."""
+    """Checks every operator before it runs."""
 
     def __torch_dispatch__(
         self,
@@ -86,7 +85,7 @@ class _Trap(TorchDispatchMode):
 
 
 class _SendingTrap(TorchFunctionMode):
-    """Sees tensors made of the host's numbers, which on some devices no operator shows."""
+    """Checks tensors built from Python numbers: on some devices no operator reveals the copy."""
 
     def __torch_function__(
         self,
@@ -97,7 +96,7 @@ class _SendingTrap(TorchFunctionMode):
     ) -> Any:
         out = func(*args, **(kwargs or {}))
         if func in _MAKING and out.device.type != "cpu" and not _is_there_already(args, kwargs):
-            raise NotGraphable("numbers of the host's are sent to the device")
+            raise NotGraphable("host values are copied to the device")
         return out
 
 
@@ -111,24 +110,24 @@ def _repeats_by_values(func: Any) -> bool:
 
 
 def _check_indices(packet: Any, args: tuple[Any, ...]) -> None:
-    """Raise where rows have to be counted first, or indices have to be sent to the device."""
+    """Raise if a mask's true elements must be counted, or indices must be copied to the device."""
     indices = [index for index in args[1] if index is not None]
-    # Setting a single number where a mask holds needs no counting.
+    # Assigning one scalar under a mask needs no count.
     sets_one_number = packet is not _aten.index and args[2].numel() == 1
     if any(index.dtype in _FLAGS for index in indices) and not sets_one_number:
-        raise NotGraphable("rows are selected by flags")
+        raise NotGraphable("rows are selected by a mask")
     if any(index.device != args[0].device for index in indices):
-        raise NotGraphable("rows are selected by indices of the host's")
+        raise NotGraphable("rows are selected by indices on the host")
 
 
 def _crosses_devices(args: tuple[Any, ...], out: Any) -> bool:
-    """Tell whether an operator's tensors lie on several devices. Numbers of the host's may be."""
+    """Tell whether an operator's tensors are on several devices. Python numbers do not count."""
     tensors = [leaf for leaf in tree_leaves((args, out)) if isinstance(leaf, torch.Tensor)]
     return len({tensor.device for tensor in tensors}) > 1
 
 
 def _place(error: BaseException) -> str:
-    """Return where in a model's code an error came up, the innermost line outside of torch."""
+    """Return file and line of the innermost frame outside torch, as ` (file.py:12)`."""
     package = str(Path(torch.__file__).parent)
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if not frame.filename.startswith(package) and frame.filename != __file__:
@@ -138,30 +137,29 @@ def _place(error: BaseException) -> str:
 
 _T = TypeVar("_T")
 
-# Before a capture everything that is made at first use must have been: kernels compiled and loaded,
-# workspaces of the stream allocated.
+# Warm-up steps before a capture do the first-use work: compile and load kernels, allocate the
+# stream's workspaces.
 _NUM_WARM_UPS = 2
 
 
 class CudaGraphs:
-    """Captures steps on one device; their graphs share memory, so only one is replayed at a time.
+    """Captures steps on one device. The graphs share memory, so only one may run at a time.
 
-    A replay's output holds until any of them is replayed again.
+    A replay's output is valid until the next replay of any of these graphs.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
         self._pool: Any = None
-        # Those whose memory lies in the pool.
+        # The live replays whose memory is in `_pool`.
         self._replays: WeakSet[Callable[[], object]] = WeakSet()
 
     def capture(self, step: Callable[[], _T]) -> Callable[[], _T]:
-        """Run `step` a few times, then record it; return what replays it on the current stream.
+        """Run `step` a few times, then capture it; return its replay on the current stream.
 
-        `step` reads and writes tensors that outlive it, and the host takes no part in it. Raises
-        whatever it raises, and RuntimeError where it cannot be recorded; the current stream is then
-        as it was.
+        `step` reads and writes tensors that outlive it, and needs no value on the host. Raises what
+        `step` raises, and RuntimeError if the capture fails; the current stream stays current.
         """
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
@@ -175,12 +173,12 @@ class CudaGraphs:
         return replay
 
     def _record(self, step: Callable[[], _T]) -> Callable[[], _T]:
-        # Not torch.cuda.graph: it frees all cached memory first, which the next eager step would
-        # have to ask the driver for again, and leaves its stream current where recording fails.
+        # Not torch.cuda.graph: it frees all cached memory first, so the next eager step must ask
+        # the driver for it again; and it leaves its own stream current when the capture fails.
         graph = torch.cuda.CUDAGraph()
         if not self._replays:  # torch refuses a pool that all of its graphs have left
             self._pool = torch.cuda.graph_pool_handle()
-        # Other threads copy KV meanwhile, which is none of this graph's business.
+        # thread_local: other threads copy KV during the capture, which must not make it fail.
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         try:
             output = step()
@@ -198,10 +196,11 @@ class CudaGraphs:
         try:
             graph.capture_end()
         except RuntimeError:
-            # Until 2.12, torch's allocator believes from then on that a recording is under way, and
-            # keeps all memory that two streams have used (pytorch pull request 180395).
+            # Before torch 2.12, the allocator then stays in capture mode and never frees memory
+            # that two streams have used (pytorch pull request 180395).
             with suppress(RuntimeError, AttributeError):
                 torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
-            # Its allocator of pinned memory does too, and would not record to this pool again.
+            # The pinned-memory allocator stays in that mode too and refuses this pool: make a new
+            # pool at the next capture.
             self._replays = WeakSet()
             raise

@@ -1,7 +1,4 @@
-"""Which device and dtype a model runs on, how many threads it uses, and how much memory is free.
-
-Knows torch's devices and Linux's memory accounting. Decides nothing about caches.
-"""
+"""Chooses a model's device, dtype and number of threads, and measures free memory."""
 
 import os
 from pathlib import Path
@@ -19,7 +16,7 @@ _DTYPES = {
 
 
 def choose_device(config: ModelConfig) -> torch.device:
-    """Return the device to run on. Raises ModelError where CUDA is asked for and absent."""
+    """Return the device to run on. Raises ModelError if CUDA is requested and unusable."""
     has_cuda = torch.cuda.is_available()
     if config.device == "cuda" and not has_cuda:
         raise ModelError("There is no usable CUDA device.", "Use --device cpu.")
@@ -29,7 +26,7 @@ def choose_device(config: ModelConfig) -> torch.device:
 
 
 def device_name(device: torch.device) -> str:
-    """Return what speeds measured on a device are kept under: which GPU it is, or `cpu`."""
+    """Return the GPU's name or `cpu`: the key under which measured speeds are stored."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
@@ -44,18 +41,21 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def can_change_threads() -> bool:
-    """Tell whether torch's threads are OpenMP's, whose number may change from step to step."""
+    """Tell whether torch uses OpenMP threads; only their number may change between steps."""
     return "ATen parallel backend: OpenMP" in torch.__config__.parallel_info()
 
 
 def set_threads(config: ModelConfig) -> None:
-    """Use as many threads as asked for; torch's own choice, the physical cores, otherwise."""
+    """Set torch's number of threads if configured; torch's default is the physical cores."""
     if config.threads is not None:
         torch.set_num_threads(config.threads)
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return the memory that could be taken on `device` without pushing anything out."""
+    """Return the bytes that can be allocated on `device` without swapping.
+
+    On the CPU: MemAvailable of /proc/meminfo, or what the cgroup's limit leaves if that is less.
+    """
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free)

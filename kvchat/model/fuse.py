@@ -318,7 +318,7 @@ class _Fuser:
             self._to_do.clear()
 
     def finish(self) -> Fusion:
-        """Fuse what hangs on all else being fused; return what was."""
+        """Fuse the parts that require all other parts to be fused; return those fused."""
         if self._fusion is None:
             self._script_layers()
             is_whole = self._num_layers == len(self._spec.layers) and self._head is not None

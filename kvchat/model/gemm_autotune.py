@@ -1,10 +1,10 @@
-"""Autotuning of products of few rows: which linear layers take kvchat's kernel, which torch's.
+"""GEMM autotuning: chooses kvchat's kernel or torch's for linear layers with few input rows.
 
-At load both are run over the model's own weights, compared and timed, for every shape and bucket of
-rows that was not timed on this machine before. On CUDA the times are those of captured graphs, as a
-decode step runs them. Timings are kept in a file of the user's own; one that cannot be read, or
-holds what no timing can be, counts as none. The choice is made once, by shape and number of rows
-alone, so that what captures a step later captures the same kernels.
+At load it runs both on the model's own weights, compares the results and times them, for every
+shape and bucket of rows without a stored timing on this machine. On CUDA it times captured graphs,
+as a decode step runs them. Timings are stored in the user's state directory; an unreadable file or
+an impossible value counts as no timing. The choice is made once and depends only on shape and
+number of rows, so that later graph captures contain the same kernels.
 """
 
 import json
@@ -38,19 +38,19 @@ from kvchat_kernels.launch import kernel_refusal
 
 _log = logging.getLogger(__name__)
 
-# A number of rows has the outcome of the smallest of these that holds it.
+# A number of rows uses the outcome of the smallest bucket that is not below it.
 ROW_BUCKETS = (1, 2, 4, 8, 16)
-# Below this times are as good as equal, and torch's own product is the one that many have tried.
+# Below this speedup the times count as equal, and torch's kernel is better tested.
 _MIN_GAIN = 1.03
 _NUM_REPEATS = 25
 _BUDGET_S = 2.0
-# Compiling has a budget of its own: it is done once, and would leave no time to measure in.
+# The limit with compilation, which happens once and could use up the whole measuring budget.
 _LIMIT_S = 10.0
-# A pass reads as much, where a model has as much: more than any GPU's cache holds twice over.
+# The bytes of weights that a pass reads, if the model has as many: over twice any GPU's cache.
 _PASS_BYTES = 256 << 20
 _MAX_PRODUCTS = 32
-# How far two right results may be apart, as a share of an output and of the outputs' usual size.
-# Both round once; torch may round the parts of a sum as well.
+# The allowed difference, relative to |output| + the row's root mean square. Both kernels round
+# once; torch may also round partial sums.
 _SLACK = {torch.float32: 3e-5, torch.float16: 4e-3, torch.bfloat16: 0.016}
 
 LinearFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
@@ -58,23 +58,23 @@ Pass = Callable[[], torch.Tensor]
 
 
 class Stopwatch(Protocol):
-    """What stops the time on the device that weights lie on."""
+    """Measures time on the device that holds the weights."""
 
     def now_s(self) -> float:
-        """Return seconds of a clock that goes on whatever the device does."""
+        """Return the host's monotonic time in seconds."""
         ...
 
     def times_s(self, passes: Sequence[Pass], num_repeats: int) -> list[list[float]]:
-        """Run the passes in turn, all of them `num_repeats` times; return each one's times.
+        """Run the passes in turn, `num_repeats` times each; return the seconds, pass by pass.
 
-        A pass may be run more often, and first without its time being taken.
+        May run passes more often, for example untimed warm-up runs.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Seconds per product of either; or why kvchat's kernel was left out, and then no times."""
+    """Seconds per product of both kernels; or the reason why kvchat's was refused, untimed."""
 
     torch_s: float = 0.0
     kernel_s: float = 0.0
@@ -82,16 +82,16 @@ class Outcome:
 
     @property
     def is_faster(self) -> bool:
-        """Whether the kernel is to be used."""
+        """Whether to use kvchat's kernel."""
         return not self.refusal and self.kernel_s * _MIN_GAIN <= self.torch_s
 
 
-# By shape and bucket of rows; what is missing has not been timed.
+# By (shape, bucket of rows); a missing key was not timed.
 Outcomes = Mapping[tuple[LinearShape, int], Outcome]
 
 
 def rows_for_kernel(outcomes: Outcomes, shape: LinearShape) -> frozenset[int]:
-    """Return for which numbers of rows layers of a shape are to take the kernel."""
+    """Return the numbers of rows for which layers of this shape use kvchat's kernel."""
     return frozenset(
         num_rows
         for num_rows in range(1, ROW_BUCKETS[-1] + 1)
@@ -100,16 +100,16 @@ def rows_for_kernel(outcomes: Outcomes, shape: LinearShape) -> frozenset[int]:
 
 
 def bucket_of(num_rows: int) -> int:
-    """Return the bucket for 1 to 16 rows."""
+    """Return the bucket of `num_rows`, 1 to 16."""
     return next(bucket for bucket in ROW_BUCKETS if num_rows <= bucket)
 
 
 class GemmAutotuner:
-    """Times `kernel` and `own`, torch's product, for about `budget_s` seconds at the most.
+    """Compares and times `kernel` (kvchat's) and `own` (torch's product).
 
-    Checking that both compute the same, which compiles what was never run before, is not counted,
-    but with it no more than `limit_s` go by. No shape is begun once either is over; what was begun
-    is ended.
+    Timing takes about `budget_s` seconds at most. The comparison, which also compiles, does not
+    count towards it. Everything together is limited to about `limit_s` seconds. After either limit
+    no new shape is started; the current one is finished.
     """
 
     def __init__(
@@ -131,10 +131,10 @@ class GemmAutotuner:
     def run(
         self, layers: Mapping[LinearShape, Sequence[Operands]], known: Outcomes
     ) -> dict[tuple[LinearShape, int], Outcome]:
-        """Return what is known, and the outcome of whatever there was time to measure beside.
+        """Return `known` and the new outcomes that the time limits allowed.
 
-        A single row and the largest shapes come first: that is where a decode spends its time.
-        Never raises for what a product does.
+        Measures single rows and the largest shapes first, because a decode spends most time there.
+        Errors of a kernel do not raise; they become a refusal.
         """
         began_s, self._checking_s = self._stopwatch.now_s(), 0.0
         outcomes, refusals = dict(known), list[str]()
@@ -144,7 +144,7 @@ class GemmAutotuner:
                 if (shape, num_rows) in outcomes:
                     continue
                 if self._is_over(began_s):
-                    _log.info("no time was left to time %s of %d rows", shape, num_rows)
+                    _log.info("autotuning hit its time limit before %s, %d rows", shape, num_rows)
                     return _telling(outcomes, refusals)
                 outcome = self._outcome(layers[shape], num_rows)
                 if outcome is None:
@@ -159,18 +159,18 @@ class GemmAutotuner:
         return seconds >= self._limit_s or seconds - self._checking_s >= self._budget_s
 
     def _outcome(self, layers: Sequence[Operands], num_rows: int) -> Outcome | None:
-        """Return one outcome; None where there was no memory to find it out in."""
+        """Return the outcome for one shape and bucket; None if memory was too small to measure."""
         try:
             rows = _random_rows(num_rows, layers[0].weight)
             chosen = _rotation(layers)
             if not self._all_agree(rows, chosen):
-                return Outcome(refusal="it computes other numbers than torch")
+                return Outcome(refusal="it computes other results than torch")
             passes = [partial(_run, product, rows, chosen) for product in (self._own, self._kernel)]
             own, kernel = self._stopwatch.times_s(passes, _NUM_REPEATS)
             return Outcome(median(own) / len(chosen), median(kernel) / len(chosen))
         except torch.OutOfMemoryError:
             return None
-        except Exception as error:  # a compiler or a driver may fail with anything
+        except Exception as error:  # compilers and drivers raise any type
             lines = str(error).strip().splitlines() or [""]
             return Outcome(refusal=f"{type(error).__name__}: {lines[0][:120]}")
 
@@ -182,14 +182,14 @@ class GemmAutotuner:
             self._checking_s += self._stopwatch.now_s() - began_s
 
     def _agree(self, rows: torch.Tensor, layer: Operands) -> bool:
-        """Tell whether both give the same numbers, every single one of them."""
+        """Return whether every element of both results agrees within `_SLACK`."""
         expected = self._own(rows, layer.weight, layer.bias).float()
         found = self._kernel(rows, layer.weight, layer.bias)
         if found.dtype != rows.dtype or found.shape != expected.shape:
             return False
         usual = expected.square().mean(dim=-1, keepdim=True).sqrt()
         allowed = _SLACK[rows.dtype] * (expected.abs() + usual)
-        # Not the other way round: a difference that is no number is none that is allowed.
+        # `all(... <= ...)` and not `any(... > ...)`, so that a NaN counts as a difference.
         return bool(((found.float() - expected).abs() <= allowed).all())
 
 
@@ -201,7 +201,7 @@ def _run(product: LinearFunction, rows: torch.Tensor, layers: Sequence[Operands]
 
 
 def _rotation(layers: Sequence[Operands]) -> list[Operands]:
-    """Return the layers that a pass runs through, over and over where there are few."""
+    """Return the layers of one pass; a few layers repeat until `_PASS_BYTES` are read."""
     wanted = -(-_PASS_BYTES // max(1, layers[0].weight.nbytes))
     return list(islice(cycle(layers), max(1, min(wanted, _MAX_PRODUCTS))))
 
@@ -219,7 +219,7 @@ def _random_rows(num_rows: int, weight: torch.Tensor) -> torch.Tensor:
 def _telling(
     outcomes: dict[tuple[LinearShape, int], Outcome], refusals: Sequence[str]
 ) -> dict[tuple[LinearShape, int], Outcome]:
-    """Say once why the kernel is not used where it could not be; return the outcomes."""
+    """Log the refusals in one warning; return the outcomes."""
     if refusals:
         more = f", and {len(refusals) - 1} more" if len(refusals) > 1 else ""
         _log.warning("torch's own product is used for %s%s", refusals[0], more)
@@ -227,7 +227,7 @@ def _telling(
 
 
 class CudaStopwatch:
-    """Times passes on `device`, by events around the replays of their graphs."""
+    """Times passes on `device` with CUDA events around the replays of their graphs."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -237,14 +237,14 @@ class CudaStopwatch:
         return time.perf_counter()
 
     def times_s(self, passes: Sequence[Pass], num_repeats: int) -> list[list[float]]:
-        """See Stopwatch. Raises what a pass raises, and RuntimeError where one has no graph."""
+        """See Stopwatch. Raises what a pass raises, and RuntimeError if a capture fails."""
         replays = [self._graphs.capture(one) for one in passes]
         for replay in replays:
-            replay()  # the first brings the graph to the device
+            replay()  # the first replay uploads the graph
         stream = torch.cuda.current_stream(self._device)
         marks: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in replays]
-        # All of it is put on the stream at once, and in turn: the device never waits for the host,
-        # and a clock that rises or falls meanwhile does so for each of them.
+        # Queue all replays at once, alternating: the device never waits for the host, and a change
+        # of the GPU's clock affects all passes equally.
         for _ in range(num_repeats):
             for replay, own_marks in zip(replays, marks, strict=True):
                 start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -265,9 +265,10 @@ _SHAPE = re.compile(r"(\d{1,9})x(\d{1,9}) (\w+)( with bias)?, (\d{1,2}) rows")
 
 
 class AutotuneCache:
-    """The outcomes on one `machine`, a device and what runs on it, in `directory`; None keeps none.
+    """The stored outcomes of one `machine` (see `machine_name`), in a file in `directory`.
 
-    The last to write wins where two processes do: what is lost is timed again.
+    Stores nothing if `directory` is None. If two processes write, the last one wins; the lost
+    outcomes are measured again.
     """
 
     def __init__(self, directory: Path | None, machine: str) -> None:
@@ -275,11 +276,11 @@ class AutotuneCache:
         self._machine = machine
 
     def read(self) -> dict[tuple[LinearShape, int], Outcome]:
-        """Return the outcomes kept, by shape and bucket of rows."""
+        """Return the stored outcomes, by shape and bucket of rows."""
         return _parsed(self._read_all().get(self._machine))
 
     def write(self, outcomes: Outcomes) -> None:
-        """Keep outcomes beside those kept already. What cannot be written is timed again."""
+        """Add outcomes to the stored ones. A failed write is logged; they are measured again."""
         if self._path is None:
             return
         machines = self._read_all()
@@ -298,7 +299,7 @@ class AutotuneCache:
                 json.dump({"version": _VERSION, "machines": kept}, file)
             fresh.replace(self._path)
         except (StoreError, OSError) as error:
-            _log.warning("outcomes of autotuning not kept: %s", error)
+            _log.warning("autotuning outcomes not saved: %s", error)
             with suppress(OSError):
                 fresh.unlink(missing_ok=True)
 
@@ -315,7 +316,7 @@ class AutotuneCache:
 
 
 def _parsed(kept: object) -> dict[tuple[LinearShape, int], Outcome]:
-    """Leave out what no outcome can be."""
+    """Return the valid entries of a stored table."""
     outcomes = {}
     for name, value in kept.items() if isinstance(kept, Mapping) else ():
         match, outcome = _SHAPE.fullmatch(str(name)), _outcome(value)
@@ -339,11 +340,11 @@ def _outcome(value: object) -> Outcome | None:
 def autotune_products(
     loaded: LoadedModel, directory: Path | None, tuner: GemmAutotuner | None = None
 ) -> tuple[str, ...]:
-    """Let products take the kernel where it has won; return where it has, sorted, in words.
+    """Use kvchat's kernel where it is faster; return those shapes and row counts as sorted text.
 
-    Times what was not timed yet on this machine, which takes seconds at the most, and keeps the
-    outcomes in `directory`; None keeps none. Without a `tuner` of the caller's there is one on CUDA
-    devices only. Nothing that goes wrong costs more than speed.
+    Measures shapes without a stored timing on this machine, which takes at most some seconds, and
+    stores the outcomes in `directory`; None stores nothing. If `tuner` is None, only CUDA devices
+    are tuned. Every failure costs only speed.
     """
     if loaded.fusing is None:
         return ()
@@ -365,7 +366,7 @@ def autotune_products(
 
 
 def machine_name(device: torch.device) -> str:
-    """Return what times depend on: the device, and the versions of what computes on it."""
+    """Return what timings depend on: the device and the versions of torch, Triton and kvchat."""
     name = device_name(device)
     try:
         triton = version("triton")
@@ -384,5 +385,5 @@ def _install(
             product.take_kernel(rows_for_kernel(outcomes, product.operands.shape))
     own = {key: found for key, found in outcomes.items() if key[0] in layers}
     won = sorted(f"{shape}, {rows} rows" for (shape, rows), found in own.items() if found.is_faster)
-    _log.info("kvchat's product is faster for %d of %d sizes", len(won), len(own))
+    _log.info("kvchat's kernel is faster for %d of %d sizes", len(won), len(own))
     return tuple(won)

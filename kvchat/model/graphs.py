@@ -1,9 +1,9 @@
-"""GraphRunner: runs small steps as captured graphs, and says why where it does not.
+"""GraphRunner: runs small steps as captured graphs and reports why a step has none.
 
-A decode of a few rows is hundreds of kernels that each take no longer than their launch; a graph
-launches all of them at once, the sampler's too. Shapes are captured once they have been wanted,
-each is compared with the step it was captured of, and whatever has no graph is left to the eager
-forward pass. Knows shapes and when to capture; the device's way to capture is given.
+A decode step of a few rows is hundreds of kernels, each as short as its own launch. A graph
+launches all of them at once, including the sampler. A shape is captured after it was requested a
+few times, and each graph is compared with the eager step it was captured from. A step without a
+graph runs eagerly.
 """
 
 import logging
@@ -28,7 +28,7 @@ _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 
 _ROW_BUCKETS = (1, 2, 4, 8, 16)
-# A token alone, and verifications of up to 1, 2, 4, 8 and 16 drafts.
+# One token, and the verification of up to 1, 2, 4, 8 and 16 drafts.
 _QUERY_BUCKETS = (1, 2, 3, 5, 9, 17)
 _MAX_TOKENS = 64
 SHAPES = tuple(
@@ -41,20 +41,20 @@ SHAPES = tuple(
         key=lambda shape: (shape.num_tokens, shape.query_len),
     )
 )
-# A capture costs a few eager steps: it has to be for something that comes again.
+# A capture costs a few eager steps, so only a shape that recurs is worth one.
 _WANTED_OFTEN = 3
 _MAX_FAILURES = 2
-# A replay runs the kernels of the step it was captured of. Only sums whose order is left to chance
-# may differ.
+# The largest difference, relative to the largest logit. A replay runs the same kernels as the eager
+# step; only sums in a nondeterministic order may differ.
 _TOLERANCE = 0.02
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What a captured step computes for each of its tokens, padding included.
+    """The output of a captured step for each of its tokens, padding included.
 
     logits   [num_tokens, vocab_size] float32
-    tokens   [num_tokens] int64, drawn from them; -1 where a logit is not a number
+    tokens   [num_tokens] int64, drawn from the logits; -1 where a logit is NaN
     """
 
     logits: torch.Tensor
@@ -62,20 +62,20 @@ class StepOutput:
 
 
 class Capturing(Protocol):
-    """A device's way to capture a step."""
+    """Captures a step on a device."""
 
     def capture(self, step: Callable[[], _T]) -> Callable[[], _T]:
-        """Return what runs `step` again, over whatever its tensors hold by then.
+        """Return a function that runs `step` again, on the current content of its tensors.
 
-        What that returns holds until anything captured here is run again.
+        Its output is valid until the next replay of any step captured here.
         """
         ...
 
 
 class GraphRunner:
-    """Runs steps of `model` by graphs. One thread owns it, and the model's pools with it.
+    """Runs steps of `model` as graphs. Not thread-safe: one thread owns it and the model's pools.
 
-    `scratch_block` of the pools belongs to it: padding writes there. No context is longer than
+    It owns `scratch_block` of the pools; padding tokens write there. Contexts have at most
     `max_context` tokens.
     """
 
@@ -105,7 +105,7 @@ class GraphRunner:
         self._capture_s = 0.0
 
     def status(self) -> GraphStatus:
-        """Return counts for people."""
+        """Return counts, the capture time in seconds and the last problem, for display."""
         return GraphStatus(
             num_captured=len(self._replays),
             num_replayed=self._num_replayed,
@@ -115,9 +115,9 @@ class GraphRunner:
         )
 
     def run(self, pieces: Sequence[SequencePiece]) -> torch.Tensor | None:
-        """Run a step if there is a graph for it; None where it is to be run eagerly.
+        """Run a step by its graph; return None if there is none and it must run eagerly.
 
-        Returns [num_rows, vocab_size] float32, the logits the pieces ask for, in order, owned by
+        Returns [num_rows, vocab_size] float32: the logits the pieces ask for, in order, owned by
         the caller.
         """
         best, captured = self._shapes_for(pieces)
@@ -129,11 +129,11 @@ class GraphRunner:
     def draw(
         self, pieces: Sequence[SequencePiece], draws: Sequence[RowDraw | None]
     ) -> torch.Tensor | None:
-        """Run a step as `run` does, and draw a token from each row of logits, in the same graph.
+        """Run a step as `run` does, and draw a token from each row of logits in the same graph.
 
-        `draws` say how, piece by piece; None for one that asks for no logits. Returns [num_rows]
-        int64, owned by the caller, as `sample_tokens` does. Where there is no graph for it, `run`
-        is to be asked, which takes that down.
+        `draws` has one entry per piece, None for a piece without logits. Returns [num_rows] int64,
+        as `sample_tokens` does, owned by the caller. Returns None if there is no graph, and does
+        not count that; the caller then calls `run`, which counts the missing shape.
         """
         best, captured = self._shapes_for(pieces)
         if captured is None:
@@ -152,7 +152,7 @@ class GraphRunner:
         try:
             self._buffers.fill(pieces, shape, draws)
             rows = _wanted_rows(take(self._replays[shape]()), pieces)
-        except Exception as error:  # the eager pass can still answer, or say what is wrong
+        except Exception as error:  # the eager pass may still succeed, or raises the real error
             self._give_up(f"a replay failed: {_line(error)}")
             self._num_eager += 1
             return None
@@ -171,7 +171,7 @@ class GraphRunner:
         return (fitting[0] if fitting else None), captured
 
     def _note(self, best: StepShape | None, captured: StepShape | None) -> None:
-        """Take in which shape was wanted, and which one there was."""
+        """Count a requested shape that has no graph of its own."""
         if best is None or best == captured:
             return
         if self._captures(best):
@@ -182,14 +182,14 @@ class GraphRunner:
         return shape not in self._refused and len(self._refused) < _MAX_FAILURES
 
     def capture_wanted(self) -> bool:
-        """Capture one shape that was wanted a few times, if any; tell whether one was.
+        """Capture one shape that was requested a few times; return whether there was one.
 
-        Takes as long as a few steps: for a moment at which no request waits for a first token.
+        Takes as long as a few steps, so call it when no request waits for its first token.
         """
         due = [shape for shape, count in self._num_wanted.items() if count >= _WANTED_OFTEN]
         if not due:
             return False
-        # Of several the largest, in whose memory the others then find room.
+        # The largest first: the smaller graphs then reuse its memory.
         shape = max(due, key=lambda shape: shape.num_tokens)
         del self._num_wanted[shape]
         began_s = self._clock()
@@ -197,12 +197,12 @@ class GraphRunner:
             self._replays[shape] = self._capture(shape)
         except NotGraphable as error:
             self._give_up(f"this model runs eagerly: {error}")
-        except Exception as error:  # a model's own code and a driver can fail with anything
+        except Exception as error:  # model code and drivers raise any type
             self._refused.add(shape)
             self._trouble = f"no graph of {shape.num_tokens} rows: {_line(error)}"
             _log.warning("capture failed shape=%s", shape, exc_info=error)
             if len(self._refused) >= _MAX_FAILURES:
-                self._num_wanted.clear()  # what has been captured goes on being replayed
+                self._num_wanted.clear()  # graphs captured earlier stay in use
         else:
             seconds = self._clock() - began_s
             self._capture_s += seconds
@@ -223,8 +223,8 @@ class GraphRunner:
                 step()
             self._was_tried = True
         replay = self._capturing.capture(step)
-        # Other tokens, positions, slots, lengths and ways to draw than at capture: none may have
-        # been baked in.
+        # Check with other tokens, positions, slots, lengths and sampling settings than at capture:
+        # the graph must not have frozen any of them.
         buffers.fill_for_check(shape)
         expected = self._model.forward(batch)
         output = replay()
@@ -232,11 +232,11 @@ class GraphRunner:
         if not torch.equal(
             output.tokens, sample_tokens(output.logits, buffers.sampler_rows(shape))
         ):
-            raise RuntimeError("a replay draws other tokens from its logits")
+            raise RuntimeError("a replay draws other tokens than sampling its logits eagerly")
         return replay
 
     def _give_up(self, reason: str) -> None:
-        """Run everything eagerly from now on."""
+        """Turn graphs off: run every later step eagerly."""
         _log.warning("graphs are off: %s", reason)
         self._trouble, self._is_off = reason, True
         self._replays.clear()
@@ -244,7 +244,7 @@ class GraphRunner:
 
 
 def _wanted_rows(all_rows: torch.Tensor, pieces: Sequence[SequencePiece]) -> torch.Tensor:
-    """Copy the rows that the pieces ask for out of those of all tokens, [num_tokens, ...]."""
+    """Return a copy of the rows the pieces ask for, out of `all_rows` [num_tokens, ...]."""
     rows: list[int] = []
     start = 0
     for piece in pieces:
@@ -257,10 +257,10 @@ def _wanted_rows(all_rows: torch.Tensor, pieces: Sequence[SequencePiece]) -> tor
 
 
 def _require_equal(logits: torch.Tensor, expected: torch.Tensor) -> None:
-    """Raise RuntimeError where a replay computes something else than the step it was made of."""
+    """Raise RuntimeError if a replay's logits differ from the eager step's."""
     difference = float((logits - expected).abs().max())
     largest = float(expected.abs().max())
-    if not difference <= _TOLERANCE * largest:  # nor where it is no number
+    if not difference <= _TOLERANCE * largest:  # `not <=`, so that NaN fails too
         raise RuntimeError(f"a replay differs by {difference:.3g} from logits of {largest:.3g}")
 
 

@@ -1,9 +1,9 @@
-"""What is changed in a transformers model so that it runs paged.
+"""The changes to a transformers model that make it run on a paged KV cache.
 
-Its attention calls ours: a function registered under one name, and on each attention module a
-binding that says which layer it is and which step is running. Position encodings whose frequencies
-depend on the longest position of a batch (longrope, dynamic NTK) are fixed to the longest context,
-so that a cached key means the same in every batch.
+Attention modules call kvchat's attention function, which is registered with transformers. A binding
+on each attention module holds its layer and the running step. Rotary frequencies that depend on the
+longest position of a batch (longrope, dynamic NTK) are fixed to the longest context, so that a
+cached key is valid in every batch.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,8 +21,8 @@ from kvchat.model.spec import LayerSpec
 from kvchat_kernels.kv_write import kv_write
 from kvchat_kernels.paged_attention import AttentionSpan, paged_attention
 
-# Must not look like a kernel repository ("a/b") or contain sdpa, flash or flex: transformers gives
-# such names a meaning.
+# Must not look like a kernel repository ("a/b") or contain sdpa, flash or flex: transformers treats
+# such names specially.
 PAGED = "kvchat_paged"
 _BINDING = "_kvchat_binding"
 
@@ -30,9 +30,9 @@ AttentionFunction = Callable[..., tuple[torch.Tensor, None]]
 
 
 class StepContext:
-    """Holds the batch of the forward pass that is running; one per model, shared by its layers.
+    """The batch of the running forward pass; one object per model, shared by its layers.
 
-    `memo` is for what layers would otherwise make again and again in one pass.
+    `memo` caches values that several layers need in the same pass.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class StepContext:
 
     @contextmanager
     def running(self, batch: ForwardBatch) -> Iterator[None]:
-        """Be inside the forward pass of `batch`."""
+        """Set `batch` for the duration of a forward pass; clear it and `memo` afterwards."""
         self.batch = batch
         try:
             yield
@@ -52,7 +52,7 @@ class StepContext:
 
 @dataclass(frozen=True, slots=True)
 class LayerBinding:
-    """What one attention module needs to know: its layer, its KV pools, and the running step."""
+    """The data an attention module needs: its layer, its KV pools and the running step."""
 
     layer: LayerSpec
     keys: torch.Tensor
@@ -61,21 +61,21 @@ class LayerBinding:
 
 
 def bind(module: nn.Module, binding: LayerBinding) -> None:
-    """Tie an attention module to its layer; replaces an earlier binding.
+    """Attach a binding to an attention module; replaces an earlier one.
 
-    The binding rides on the module and not in keyword arguments, because some models drop those on
-    the way. It bypasses nn.Module's bookkeeping: it is neither a parameter nor a submodule.
+    It is stored on the module, because some models drop keyword arguments on the way to attention.
+    It is written to `__dict__`, so nn.Module does not register it as a parameter or submodule.
     """
     module.__dict__[_BINDING] = binding
 
 
 def unbind(module: nn.Module) -> None:
-    """Undo `bind`, if it was done."""
+    """Remove a module's binding, if it has one."""
     module.__dict__.pop(_BINDING, None)
 
 
 def binding_of(module: nn.Module) -> LayerBinding:
-    """Return what `bind` has tied to an attention module."""
+    """Return the binding of an attention module."""
     binding: LayerBinding = module.__dict__[_BINDING]
     return binding
 
@@ -100,9 +100,9 @@ def paged_attention_function(
 
     query            [1, num_heads, num_tokens, key_dim], after position encoding
     key, value       [1, num_kv_heads, num_tokens, key_dim or value_dim]
-    attention_mask   ignored; the layer's span was read from the model's own mask by the probe
+    attention_mask   ignored; the probe read the layer's span from the model's own mask
 
-    Returns [1, num_tokens, num_heads, value_dim] and no weights.
+    Returns [1, num_tokens, num_heads, value_dim] in the query's dtype, and None as the weights.
     """
     binding = binding_of(module)
     batch, layer = binding.context.batch, binding.layer
@@ -129,27 +129,27 @@ def paged_attention_function(
 
 
 def find_sinks(module: nn.Module, kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """Return the layer's sink logits, [num_heads], wherever the model keeps them."""
+    """Return the layer's sink logits, [num_heads], from the call or the module; None if absent."""
     sinks = kwargs.get("s_aux")
     return sinks if sinks is not None else getattr(module, "sinks", None)
 
 
 def register_attention() -> None:
-    """Make the function known to transformers; doing it twice does no harm.
+    """Register the attention function with transformers. May be called again.
 
-    No mask function goes by this name, so transformers builds no masks for us.
+    No mask function is registered under this name, so transformers builds no masks.
     """
     AttentionInterface.register(PAGED, paged_attention_function)
 
 
 @dataclass(frozen=True, slots=True)
 class OwnAttention:
-    """An attention class that computes scores in a method of its own instead of the interface.
+    """An attention class that does not use transformers' attention interface.
 
     class_name   of the attention module; its method `_attn(query, key, value, mask)` is replaced on
                  each instance
-    scaling      what the class multiplies scores with
-    span         reads an instance's span
+    scaling      the factor the class multiplies scores by
+    span         returns an instance's span
     """
 
     class_name: str
@@ -177,7 +177,7 @@ def replace_own_attention(model: Any, own: OwnAttention, function: AttentionFunc
 
 @contextmanager
 def own_attention(model: Any) -> Iterator[None]:
-    """Let a model run its own eager attention for a while, to compare ours with."""
+    """Inside this context the model runs its own eager attention, as the reference for ours."""
     own = OWN_ATTENTION.get(model.config.model_type)
     replaced = {}
     if own is not None:
@@ -214,7 +214,10 @@ _FLOATING = frozenset({"longrope", "dynamic"})
 
 
 def freeze_rope(model: nn.Module, max_context: int) -> tuple[str, ...]:
-    """Fix floating frequencies to `max_context` positions, in place; return the kinds frozen."""
+    """Fix length-dependent frequencies to `max_context` tokens, in place.
+
+    Returns the rope types that were fixed, sorted.
+    """
     frozen = set()
     for module in model.modules():
         rope_type = getattr(module, "rope_type", None)
@@ -238,7 +241,7 @@ def _freeze(module: Any, kind: str, max_context: int, layer_type: str | None) ->
     frequencies, scaling = ROPE_INIT_FUNCTIONS[kind](
         module.config, buffer.device, seq_len=max_context, **arguments
     )
-    # A new tensor, not a copy into the old one: the probe's forward pass may have put a tensor of
-    # inference mode there, which nothing may write to.
+    # Register a new tensor instead of copying into the old one: the probe's forward pass may have
+    # left an inference-mode tensor there, which must not be written.
     module.register_buffer(f"{prefix}inv_freq", frequencies.to(buffer.dtype), persistent=False)
     setattr(module, f"{prefix}attention_scaling", scaling)

@@ -1,8 +1,8 @@
-"""Digests of a checkpoint's weights: a quick one of samples, and one of every byte.
+"""Digests of a checkpoint's weights: a fast one over samples, and one over every byte.
 
-Both differ when the numbers a model computes would differ. `sample_digest` reads three samples of
-every tensor, cheap enough for every start, and misses a change outside them. `content_digest` reads
-everything once, and remembers the digest by inode, size and time of change of each file.
+They identify the model whose KV a cache holds. `sample_digest` reads three samples of every tensor,
+which is fast enough for every start, and misses a change outside the samples. `content_digest`
+reads everything once, and stores each file's digest under its inode, size and change time.
 """
 
 import errno
@@ -22,10 +22,10 @@ _SAMPLE_BYTES = 4096
 
 
 def sample_digest(source: ModelSource) -> str:
-    """Return `s1-` and 32 hex digits over config, tensor headers and three samples a tensor.
+    """Return `s1-` and 32 hex digits over config, tensor headers and three samples per tensor.
 
-    Covers the files that are loaded, in their order, and no others; raises ModelError where one
-    cannot be read.
+    Covers exactly the files that are loaded, in loading order. Raises ModelError if one cannot be
+    read.
     """
     digest = hashlib.sha256()
     digest.update((read_text(source.config_file) or "").encode())
@@ -48,7 +48,7 @@ def sample_digest(source: ModelSource) -> str:
 
 
 def _sample_offsets(start: int, end: int) -> tuple[int, ...]:
-    """Return where to sample: the beginning, the middle and the end of a tensor."""
+    """Return the byte offsets of the samples: the tensor's start, middle and end."""
     last = max(start, end - _SAMPLE_BYTES)
     return tuple(sorted({start, (start + last) // 2, last}))
 
@@ -60,10 +60,10 @@ _log = logging.getLogger(__name__)
 
 
 def content_digest(source: ModelSource, state_directory: Path | None) -> str:
-    """Return 32 hex digits over config and the weights that are loaded, in their order.
+    """Return 32 hex digits over config.json and the files that are loaded, in loading order.
 
-    Digests of files are remembered in `state_directory`; None remembers none. Raises OSError where
-    a file cannot be read or changes meanwhile, ModelError where its place cannot be told.
+    Stores the files' digests in `state_directory`, or nowhere if it is None. Raises OSError if a
+    file cannot be read or changes while it is read, ModelError if the weight files cannot be found.
     """
     known = _read_memory(state_directory)
     digests: dict[str, str] = {}
@@ -97,7 +97,7 @@ def _read_memory(directory: Path | None) -> dict[str, str]:
 
 
 def _write_memory(directory: Path | None, entries: dict[str, str]) -> None:
-    """Keep the newest entries; a directory that cannot be written costs time, not the chat."""
+    """Store the newest entries. An unwritable directory is logged: digests are recomputed later."""
     if directory is None:
         return
     fresh = directory / f"{_MEMORY_NAME}.{os.getpid()}"
@@ -108,4 +108,4 @@ def _write_memory(directory: Path | None, entries: dict[str, str]) -> None:
             json.dump(dict(list(entries.items())[-_MAX_REMEMBERED:]), file)
         fresh.replace(directory / _MEMORY_NAME)
     except (StoreError, OSError) as error:
-        _log.warning("digests of weights not kept: %s", error)
+        _log.warning("weight digests not saved: %s", error)

@@ -1,7 +1,7 @@
-"""Checkpoint directory -> module, on its device, ready to be bound to KV pools.
+"""Loads a checkpoint directory into a module on its device, ready to be bound to KV pools.
 
-Safetensors only, no remote code, weights mapped and not copied where dtype and device allow. Knows
-transformers' loading; knows no pools and no requests.
+Reads safetensors only and runs no remote code. Maps the weights instead of copying them where dtype
+and device allow.
 """
 
 import logging
@@ -42,19 +42,19 @@ Progress = Callable[[LoadProgress], None]
 
 _log = logging.getLogger(__name__)
 
-# transformers sets torch's process-wide default dtype while it builds a model: one at a time.
+# Load one model at a time: transformers changes torch's process-wide default dtype meanwhile.
 _LOADING = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A module with its weights on its device, and everything known about it.
+    """A module with its weights on its device, and the facts about it.
 
-    `max_context` is the longest sequence it may be run on; floating position encodings are frozen
-    to it, so it belongs to the identity of its KV. `marks` are those of the files as they were
-    loaded, see `ModelSource.marks`. `notes` tells the user what was odd about the
-    files. `step` is the step that is running, for the code of its modules; `fusing` says which
-    modules run other code than transformers' during one.
+    `max_context` is the longest sequence in tokens. Length-dependent position encodings are fixed
+    to it, so it is part of the KV's identity. `identity` is the files' `sample_digest`. `marks`
+    are the files' marks at loading, see `ModelSource.marks`. `notes` are warnings about the files
+    for the user. `step` holds the running step for the module's code. `fusing` replaces modules'
+    code during a step; None leaves them as transformers wrote them. `load_s` is in seconds.
     """
 
     source: ModelSource
@@ -73,12 +73,15 @@ class LoadedModel:
 
     @property
     def weights(self) -> str:
-        """The form of the weights that numbers depend on: `own`, or what copies are held in."""
+        """The weight format that results depend on: `own`, or the format of the copies."""
         return self.fusing.weights if self.fusing is not None else "own"
 
 
 def read_config(source: ModelSource) -> Any:
-    """Return the transformers config of a checkpoint; raises ModelError where there is none."""
+    """Return a checkpoint's transformers config.
+
+    Raises ModelError if config.json is unreadable, ModelUnsupported if transformers rejects it.
+    """
     _keep_quiet()
     content = read_json(source.config_file) or {}
     check_counts(content)
@@ -91,7 +94,7 @@ def read_config(source: ModelSource) -> Any:
         config = AutoConfig.from_pretrained(
             source.directory, trust_remote_code=False, local_files_only=True
         )
-    except Exception as error:  # every configuration class has its own way to refuse a value
+    except Exception as error:  # each configuration class raises its own error types
         raise ModelUnsupported(
             f"transformers cannot use the configuration of {source.name}: {_first_line(error)}",
             "Models that bring their own code are not run.",
@@ -100,7 +103,7 @@ def read_config(source: ModelSource) -> Any:
 
 
 def inspect_model(source: ModelSource) -> tuple[Any, ModelSpec | None]:
-    """Return a checkpoint's config and, where it can be told without weights, its spec."""
+    """Return a checkpoint's config and its spec; None as the spec if the probe needs weights."""
     config = read_config(source)
     headers = [read_header(path) for path in source.weight_files]
     try:
@@ -112,10 +115,10 @@ def inspect_model(source: ModelSource) -> tuple[Any, ModelSpec | None]:
 def load_model(
     source: ModelSource, config: ModelConfig, max_context: int | None, progress: Progress
 ) -> LoadedModel:
-    """Load a checkpoint. `max_context` lowers the model's own limit where it is given.
+    """Load a checkpoint. `max_context` (tokens) can only lower the model's own limit.
 
-    Raises ModelUnsupported before any weight is read where the architecture cannot be paged, and
-    ModelError where the files or the memory do not suffice.
+    Raises ModelUnsupported if the architecture cannot be paged, before any weight is read, and
+    ModelError if files are missing or damaged, or memory is too small.
     """
     start_s = time.perf_counter()
     progress(LoadProgress("reading the model's configuration"))
@@ -176,8 +179,8 @@ def _read_weights(
     own = OWN_ATTENTION.get(hf_config.model_type)
     implementation = "eager" if own else PROBE if needs_probe else PAGED
     try:
-        # Given the tensors and no directory, transformers looks for no file: neither for pickles
-        # that an index names, nor for adapters or checkpoints of other kinds beside the weights.
+        # With tensors and no directory, transformers opens no files: no pickles that an index
+        # names, no adapters and no other checkpoints beside the weights.
         model_class, class_config = _causal_class(hf_config)
         module, report = model_class.from_pretrained(
             None,
@@ -199,7 +202,7 @@ def _read_weights(
     except MemoryError as error:
         raise ModelError(f"{source.name} does not fit in memory.") from error
     except Exception as error:
-        # safetensors, transformers and torch each have errors of their own for a damaged file.
+        # safetensors, transformers and torch each raise their own errors for a damaged file.
         raise ModelError(
             f"The weights of {source.name} cannot be read: {_first_line(error)}",
             "Is the download complete?",
@@ -209,8 +212,9 @@ def _read_weights(
 
 
 def _causal_class(config: Any) -> tuple[Any, Any]:
-    """Return the class of a config's model, and the config it takes, as AutoModelForCausalLM
-    chooses them; that itself loads from directories only.
+    """Return a config's model class and the config that class takes.
+
+    Repeats AutoModelForCausalLM's choice, because that class loads from directories only.
     """
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     text_class = config.sub_configs.get("text_config")
@@ -223,9 +227,9 @@ def _causal_class(config: Any) -> tuple[Any, Any]:
 
 
 def _tensors(source: ModelSource) -> dict[str, torch.Tensor]:
-    """Return every tensor of the weight files, mapped, so that nothing is read before it is used.
+    """Return every tensor of the weight files, memory-mapped: data is read at first use.
 
-    Where two files hold a tensor of one name, the later counts, as it does for transformers.
+    If two files hold a tensor of the same name, the later file wins, as in transformers.
     """
     tensors: dict[str, torch.Tensor] = {}
     for path in source.weight_files:
@@ -235,7 +239,7 @@ def _tensors(source: ModelSource) -> dict[str, torch.Tensor]:
 
 
 def _refuse_gaps(source: ModelSource, report: dict[str, Any]) -> None:
-    """Raise ModelError where tensors were not in the files: transformers makes random ones up."""
+    """Raise ModelError for missing tensors, which transformers would initialise at random."""
     gaps = sorted(report["missing_keys"]) + sorted(key[0] for key in report["mismatched_keys"])
     if gaps:
         raise ModelError(
@@ -246,8 +250,10 @@ def _refuse_gaps(source: ModelSource, report: dict[str, Any]) -> None:
 
 
 def _leftovers(source: ModelSource, report: dict[str, Any]) -> tuple[str, ...]:
-    """Return a note on tensors that no part of the model took; those it declares to be are left
-    out by transformers."""
+    """Return a note on tensors the model does not use.
+
+    transformers has already removed those that the model class declares as expected.
+    """
     extra = sorted(report["unexpected_keys"])
     if not extra:
         return ()
@@ -258,7 +264,7 @@ def _leftovers(source: ModelSource, report: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _move(module: Any, device: torch.device, progress: Progress) -> None:
-    """Move the weights tensor by tensor, so that progress can be told; tied weights stay tied."""
+    """Move the weights one tensor at a time, to report progress. Tied weights stay tied."""
     if device.type != "cpu":
         tensors = [*module.parameters(), *module.buffers()]
         total = sum(tensor.nbytes for tensor in tensors)
@@ -276,7 +282,7 @@ def _move(module: Any, device: torch.device, progress: Progress) -> None:
 
 
 def _keep_quiet() -> None:
-    """Silence transformers' bars and advice: kvchat reports progress and problems itself."""
+    """Silence transformers' progress bars and warnings; kvchat reports both itself."""
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
 

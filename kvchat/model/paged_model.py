@@ -1,7 +1,4 @@
-"""PagedModel: a loaded module bound to KV pools; ForwardBatch in, logits out.
-
-Knows how to run one step. Does not know what the tokens are for.
-"""
+"""PagedModel: a loaded module bound to KV pools. It turns a ForwardBatch into logits."""
 
 import inspect
 from collections.abc import Sequence
@@ -27,9 +24,9 @@ KvLayers = Sequence[tuple[torch.Tensor, torch.Tensor]]
 class PagedModel:
     """Runs forward passes over paged KV.
 
-    `pools[i]` are the key and value tensors of storing layer i, shaped as `kvchat_kernels` says;
-    they belong to the caller, and every step writes to them. Binding is by module, so only the
-    last PagedModel made of a LoadedModel may be run.
+    `pools[i]` are the key and value tensors of storing layer i, each [num_blocks, block_size,
+    num_kv_heads, dim] in the model's dtype. The caller owns them; every step writes to them. The
+    binding is stored on the modules, so only the newest PagedModel of a LoadedModel may run.
     """
 
     def __init__(self, loaded: LoadedModel, pools: KvLayers) -> None:
@@ -44,7 +41,7 @@ class PagedModel:
         own = OWN_ATTENTION.get(loaded.spec.model_type)
         if own is not None:
             replace_own_attention(self._module, own, paged_attention_function)
-        _keep_from_looking_for_padding(self._module)
+        _disable_padding_check(self._module)
         parameters = inspect.signature(self._module.forward).parameters
         self._keeps_rows = "logits_to_keep" in parameters
 
@@ -58,9 +55,9 @@ class PagedModel:
 
     @property
     def is_checked(self) -> bool:
-        """Whether every step is computed once: none is run twice, to be compared.
+        """Whether no later step runs twice to compare fused code with the plain code.
 
-        Waits for what is still being fused, as a small step would.
+        Waits for fusing that is still in progress, as a small step does.
         """
         fusing = self.loaded.fusing
         if fusing is None:
@@ -70,7 +67,7 @@ class PagedModel:
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        """Run one step: write the new tokens' KV, return the logits of `batch.logit_rows`.
+        """Run one step: write the new tokens' KV and return the logits of `batch.logit_rows`.
 
         Returns [num_rows, vocab_size] float32, owned by the caller.
         """
@@ -82,7 +79,7 @@ class PagedModel:
             return self._run(batch) if whole is None else whole.logits(batch, self._run)
 
     def _run(self, batch: ForwardBatch) -> torch.Tensor:
-        # Rows are named by a tensor: given a number, some models drop rows before attention.
+        # Select rows by a tensor: with an integer, some models drop rows before attention.
         rows = {"logits_to_keep": batch.logit_rows} if self._keeps_rows else {}
         output = self._module(
             input_ids=batch.token_ids[None],
@@ -96,15 +93,15 @@ class PagedModel:
         return logits.float()
 
 
-def _keep_from_looking_for_padding(module: nn.Module) -> None:
-    """Spare models that warn of padding the look at each step's first and last token.
+def _disable_padding_check(module: nn.Module) -> None:
+    """Disable transformers' padding warning, which reads each step's first and last token.
 
-    There is none, and looking makes the host wait for the device.
+    Batches have no padding, and the read makes the host wait for the device.
     """
     for part in module.modules():
         if hasattr(part, _PADDING_WARNING):
-            part.__dict__[_PADDING_WARNING] = _look_at_nothing
+            part.__dict__[_PADDING_WARNING] = _do_nothing
 
 
-def _look_at_nothing(*args: object) -> None:
+def _do_nothing(*args: object) -> None:
     pass

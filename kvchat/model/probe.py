@@ -1,9 +1,9 @@
-"""The probe: can this architecture be paged, and what does each of its layers do?
+"""The probe finds out whether an architecture can be paged, and the facts about each layer.
 
-Runs nine tokens through the model's own code without weights (on torch's meta device) and records
-every attention call. The span of a layer is read from transformers' mask function, a function of
-(batch, head, query position, key position), by evaluating it: some models state their window
-nowhere else. Reads no checkpoint.
+It runs nine tokens through the model's own code without weights (on torch's meta device) and
+records every attention call. It reads a layer's span by evaluating transformers' mask function, a
+function of (batch, head, query position, key position): some models state their window nowhere
+else. Reads no checkpoint.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,7 +24,7 @@ from kvchat_kernels.paged_attention import FULL, AttentionSpan
 
 MaskFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
-# Positions far enough apart that any window or chunk a model could have shows at one of them.
+# Far enough apart that any plausible window or chunk size changes the mask at one of them.
 _QUERY_POSITIONS = (0, 1, 5, 63, 1_000, 4_095, 65_537, 1_048_575, 4_194_303)
 
 
@@ -33,7 +33,10 @@ class UnknownMask(Exception):
 
 
 def read_span(mask_function: MaskFunction) -> AttentionSpan:
-    """Return the span `mask_function` describes; raises UnknownMask for any other shape."""
+    """Return the span that `mask_function` describes: full, windowed or chunked.
+
+    Raises UnknownMask for any other mask.
+    """
     sees = _evaluator(mask_function)
     last = _QUERY_POSITIONS[-1]
     first = _first_visible(sees, last)
@@ -58,7 +61,10 @@ def _evaluator(mask_function: MaskFunction) -> Callable[[int, int], bool]:
 
 
 def _first_visible(sees: Callable[[int, int], bool], query: int) -> int:
-    """Find the lowest key a query sees, by bisection: visible keys are one run that ends at it."""
+    """Return the lowest visible key of a query, by bisection.
+
+    The visible keys must be one contiguous range that ends at the query.
+    """
     if not sees(query, query):
         raise UnknownMask
     low, high = 0, query
@@ -72,7 +78,7 @@ def _first_visible(sees: Callable[[int, int], bool], query: int) -> int:
 
 
 def _chunk_size(sees: Callable[[int, int], bool], first: int) -> int:
-    """Return how many queries see the key `first`, by bisection: the chunk's size if it is one."""
+    """Return the number of queries that see key `first`, by bisection: a chunk's size."""
     low, high = first, first + _QUERY_POSITIONS[-1]
     while low < high:
         middle = (low + high + 1) // 2
@@ -95,7 +101,7 @@ def _agrees(sees: Callable[[int, int], bool], span: AttentionSpan, query: int) -
 PROBE = "kvchat_probe"
 _RECORDER = "_kvchat_recorder"
 _NUM_TOKENS = 9
-# Without weights any dtype will do, but grouped expert products exist on meta in bfloat16 only.
+# bfloat16, because grouped expert products support no other dtype on the meta device.
 _PROBE_DTYPE = torch.bfloat16
 _KNOWN_TENSORS = frozenset({"s_aux", "position_ids", "cache_position"})
 _DEFAULT_CONTEXT = 4096
@@ -104,14 +110,14 @@ _ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_a
 
 @dataclass(frozen=True, slots=True)
 class MaskDescriptor:
-    """Stands in for a mask: carries the function that decides what is visible."""
+    """Takes the place of a mask tensor and holds the mask function."""
 
     mask_function: Any
 
 
 @dataclass(slots=True)
 class _Recorder:
-    """Collects the attention calls of one forward pass."""
+    """Records the attention calls of one forward pass."""
 
     own_span: Any = None
     layers: list[LayerSpec] = field(default_factory=list)
@@ -131,9 +137,9 @@ class _Recorder:
         scaling: float | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
-        """Record one call; return an output of the right shape."""
+        """Record one call; return an uninitialised output of the right shape."""
         _refuse_strange_calls(module, key, kwargs)
-        if isinstance(scaling, complex):  # a negative setting's root
+        if isinstance(scaling, complex):  # the square root of a negative setting
             raise Refusal("scales its attention by a number that is not real")
         if module in self.modules:
             raise Refusal("runs attention more than once per layer")
@@ -164,7 +170,7 @@ class _Recorder:
         if mask is None:
             span = FULL
         elif isinstance(mask, MaskDescriptor):
-            # Evaluating a mask is slow and the layers of one type share theirs.
+            # Evaluating a mask is slow, and layers of one type share a mask.
             if id(mask) not in self.spans:
                 self.spans[id(mask)] = read_span(mask.mask_function)
             span = self.spans[id(mask)]
@@ -172,17 +178,17 @@ class _Recorder:
             raise Refusal("changes the attention mask itself")
         window = kwargs.get("sliding_window")
         if window is not None and span.window is None:
-            # The mask is built per layer type, the argument per layer: the narrower one holds.
+            # The mask is per layer type, the argument per layer: use the narrower one.
             span = AttentionSpan(window=int(window), chunk=span.chunk)
         return span
 
 
 class Refusal(Exception):
-    """Why an architecture cannot be paged; the text completes "the architecture X ..."."""
+    """An architecture cannot be paged; the message completes "it ..."."""
 
 
 class ProbeInconclusive(Exception):
-    """The model does not run without weights; only `probe_loaded` can tell."""
+    """The model does not run without weights; use `probe_loaded` on the loaded model."""
 
 
 def _refuse_strange_calls(module: nn.Module, key: torch.Tensor, kwargs: dict[str, Any]) -> None:
@@ -196,11 +202,10 @@ def _refuse_strange_calls(module: nn.Module, key: torch.Tensor, kwargs: dict[str
 
 
 def probe(config: Any, limit: ParameterLimit | None = None) -> ModelSpec:
-    """Return the facts of a transformers config's model, without its weights.
+    """Return the spec of a transformers config's model, without its weights.
 
-    A model that does not fit in `limit` raises TooLarge. Raises ModelUnsupported, naming the
-    architecture and the reason, where KV cannot be paged, and ProbeInconclusive where the model's
-    code needs real values.
+    Raises TooLarge if the model exceeds `limit`; ModelUnsupported, with the architecture and the
+    reason, if its KV cannot be paged; ProbeInconclusive if its code needs real values.
     """
     with _refusing(config):
         _refuse_layer_types(config)
@@ -209,7 +214,10 @@ def probe(config: Any, limit: ParameterLimit | None = None) -> ModelSpec:
 
 
 def probe_loaded(model: Any) -> ModelSpec:
-    """Do the same on a model that has its weights and was built for the attention named PROBE."""
+    """Return the spec of a loaded model that was built with the attention named PROBE.
+
+    Raises ModelUnsupported if its KV cannot be paged.
+    """
     with _refusing(model.config):
         try:
             return _record(model, model.config)
@@ -218,14 +226,14 @@ def probe_loaded(model: Any) -> ModelSpec:
 
 
 def register_probe() -> None:
-    """Make the probe known to transformers under the name PROBE; doing it twice does no harm."""
+    """Register the probe with transformers under the name PROBE. May be called again."""
     AttentionInterface.register(PROBE, _attend)
     AttentionMaskInterface.register(PROBE, _describe_mask)
 
 
 @contextmanager
 def _refusing(config: Any) -> Iterator[None]:
-    """Turn a refusal into the sentence a user reads."""
+    """Turn a Refusal into a ModelUnsupported for the user."""
     try:
         yield
     except Refusal as refusal:
@@ -252,15 +260,18 @@ def _refuse_layer_types(config: Any) -> None:
 
 
 def _refuse_own_positions(config: Any) -> None:
-    """Llama 4 tunes its attention by positions it counts within a batch, and only far into a
-    context, where no short test looks."""
+    """Refuse Llama 4's temperature tuning.
+
+    It scales attention by positions counted within the batch, and only far into a context, so the
+    short self-test would not notice.
+    """
     text_config = config.get_text_config()
     if text_config.model_type == "llama4_text" and text_config.attn_temperature_tuning:
         raise Refusal("tunes its attention by positions it counts itself")
 
 
 def _record(model: Any, config: Any) -> ModelSpec:
-    """Run the forward pass and turn what was recorded into a spec."""
+    """Run the forward pass and make a spec of the recorded calls."""
     if getattr(type(model), "_is_stateful", False):
         raise Refusal("keeps recurrent state beside attention")
     own = OWN_ATTENTION.get(config.model_type)
@@ -274,7 +285,7 @@ def _record(model: Any, config: Any) -> ModelSpec:
 
 def _run(model: Any) -> None:
     token_ids = torch.zeros(1, _NUM_TOKENS, dtype=torch.long, device=model.device)
-    # With a mask given, transformers does not look for packed sequences, which needs real values.
+    # With a mask, transformers skips its search for packed sequences, which needs real values.
     mask = torch.ones_like(token_ids)
     try:
         with torch.inference_mode():
@@ -284,8 +295,8 @@ def _run(model: Any) -> None:
             "uses an attention mask that is neither causal, windowed nor chunked"
         ) from error
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        # What a model trips over that treats our stand-in for a mask as a tensor, or that needs
-        # values where there are none, differs from class to class.
+        # A model that uses the MaskDescriptor as a tensor, or needs real values, fails with an
+        # error type that differs between classes.
         if MaskDescriptor.__name__ in str(error):
             raise Refusal("computes with the attention mask itself") from error
         raise ProbeInconclusive(_line(error)) from error
@@ -309,7 +320,7 @@ def _spec(recorder: _Recorder, model: Any, config: Any) -> ModelSpec:
 
 
 def _build(config: Any, limit: ParameterLimit | None) -> Any:
-    """Build the model without memory, its attention wired to the probe."""
+    """Build the model on the meta device, with the probe as its attention."""
     own = OWN_ATTENTION.get(config.model_type)
     config = deepcopy(config)  # transformers writes the attention's name and the dtype into it
     register_probe()
@@ -319,11 +330,11 @@ def _build(config: Any, limit: ParameterLimit | None) -> Any:
                 config,
                 attn_implementation="eager" if own else PROBE,
                 dtype=_PROBE_DTYPE,
-                trust_remote_code=False,  # left open, it asks on the terminal
+                trust_remote_code=False,  # None would make transformers ask on the terminal
             ).eval()
     except TooLarge:
         raise
-    except Exception as error:  # every model class fails in its own way
+    except Exception as error:  # each model class raises its own error types
         if PROBE in str(error):
             raise Refusal("does not use transformers' attention interface") from error
         if "Unrecognized configuration class" in str(error):
@@ -335,7 +346,7 @@ def _build(config: Any, limit: ParameterLimit | None) -> Any:
 
 
 def _attend(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
-    """The attention function of the probe: hands the call to the recorder of the module's model."""
+    """The probe's attention function: pass the call to the model's recorder."""
     recorder: _Recorder = module.__dict__[_RECORDER]
     return recorder.attend(module, *args, **kwargs)
 

@@ -1,7 +1,7 @@
-"""Weights in 8 or 4 bits for models on a CPU, activations as exact as ever.
+"""Quantises weights to 8 or 4 bits for models on a CPU; activations keep their precision.
 
-Replaces the forward of linear layers and frees their own weights. Knows torch's packed formats and
-what is wrong with them; does not know what a layer is for.
+Replaces the forward of linear layers and frees their own weights. Uses torch's packed formats and
+works around their faults.
 """
 
 import warnings

@@ -1,8 +1,8 @@
-"""The self-test: does the paged forward pass compute what the model's own does?
+"""The self-test compares the paged forward pass with the model's own.
 
-About 24 tokens, once through the model's own attention and once paged, in chunks, with a second
-sequence mixed in. It alone catches models that keep positions or state outside attention. Verdicts
-are remembered by configuration and versions, for the test costs a few forward passes.
+It runs 24 tokens through the model's own attention, and again paged, in chunks, beside a second
+sequence. Only this test finds models that keep positions or state outside attention. It costs a few
+forward passes, so a pass is stored under configuration, dtype, device and versions.
 """
 
 import hashlib
@@ -31,20 +31,21 @@ _log = logging.getLogger(__name__)
 _BLOCK_SIZE = 8
 _CHUNKS = (10, 6, 1, 1, 4, 1, 1)
 _OTHER_CHUNKS = (3, 1, 1, 2, 1, 1, 1)
-# A verdict's key ends so where a model is trusted running its own code only.
+# The key's suffix for a model that passes only with fused code off.
 _UNFUSED = "-unfused"
-# A model computing in low precision may differ a little in every logit, and a mixture of experts a
-# lot in a few rows where two experts score alike; both keep the direction of most rows.
+# In low precision every logit may differ a little, and a mixture of experts may differ much in a
+# few rows where two experts have nearly equal scores. Most rows keep their direction.
 _MIN_COSINE = {torch.float32: 0.9999, torch.bfloat16: 0.98, torch.float16: 0.99}
 
 
 def ensure_trusted(loaded: LoadedModel, state_directory: Path | None) -> None:
-    """Run the self-test unless it is known to pass; raises ModelUnsupported where it fails.
+    """Run the self-test unless a stored verdict says that it passes.
 
-    Verdicts, and where kvchat's products are faster than torch's, are kept in `state_directory`;
-    None keeps none. A directory that cannot be used costs time, not the chat.
+    Also runs the GEMM autotuning. Stores both results in `state_directory`, or nowhere if it is
+    None; an unusable directory is logged and the test runs again next time. Raises ModelUnsupported
+    if the outputs differ, ModelError if the logits are NaN.
     """
-    # First, so that what is tested is what will run.
+    # Autotune first: the test must run the kernels that will be used.
     key = _verdict_key(loaded, autotune_products(loaded, state_directory))
     path = state_directory / "self_test.json" if state_directory is not None else None
     known = _read_verdicts(path)
@@ -63,25 +64,25 @@ def ensure_trusted(loaded: LoadedModel, state_directory: Path | None) -> None:
 
 
 def _passes_fused(loaded: LoadedModel, fusing: Fusing) -> bool:
-    """Test the model as it is fused; where that fails, unfuse it, which costs speed only."""
+    """Test the model with fused code; if that fails, turn fusing off, which costs only speed."""
     try:
         similarity = compare_with_own(loaded)
         if similarity >= _MIN_COSINE[loaded.dtype]:
             return True
         _log.warning("self-test model=%s fused cosine=%.6f", loaded.spec.model_type, similarity)
-    except Exception as error:  # a model's own code, with parts that are not
+    except Exception as error:  # model code raises any type when parts of it are replaced
         _log.warning("self-test model=%s fused: %r", loaded.spec.model_type, error)
     fusing.abandon()
     return False
 
 
 def _require_pass(loaded: LoadedModel) -> None:
-    """Test the model as it is; raises ModelError or ModelUnsupported where it fails."""
+    """Test the model as it is; raises ModelError or ModelUnsupported if it fails."""
     similarity = compare_with_own(loaded)
     _log.info("self-test model=%s cosine=%.6f", loaded.spec.model_type, similarity)
     if math.isnan(similarity):
         raise ModelError(
-            f"{loaded.source.name} computes no numbers in {dtype_name(loaded.dtype)}.",
+            f"{loaded.source.name} computes NaN in {dtype_name(loaded.dtype)}.",
             "Its weights are damaged, or need another --dtype.",
         )
     if similarity < _MIN_COSINE[loaded.dtype]:
@@ -93,12 +94,12 @@ def _require_pass(loaded: LoadedModel) -> None:
 
 
 def compare_with_own(loaded: LoadedModel) -> float:
-    """Return the cosine similarity of paged and own logits over the rows of a short text.
+    """Return the cosine similarity of paged and own logits over 24 random tokens.
 
-    In float32 that of the worst row, in low precision the median; NaN where any logit is.
+    The smallest over the rows in float32, the median in low precision; NaN if any logit is NaN.
     """
     if loaded.fusing is not None:
-        loaded.fusing.wait()  # it runs modules too, and the attention they are set to is changed
+        loaded.fusing.wait()  # it runs the modules too, and the attention changes below
     count = sum(_CHUNKS)
     generator = torch.Generator().manual_seed(0)
     limit = min(loaded.spec.vocab_size, 1 << 15)
@@ -117,7 +118,7 @@ def _own_logits(loaded: LoadedModel, token_ids: torch.Tensor) -> torch.Tensor:
 
 
 def _paged_logits(loaded: LoadedModel, one: list[int], other: list[int]) -> torch.Tensor:
-    """Compute the logits of every token of `one`, `other` running beside it in each step."""
+    """Return the logits of every token of `one`, with tokens of `other` in the same steps."""
     blocks_each = -(-len(one) // _BLOCK_SIZE)
     model = PagedModel(loaded, _small_pools(loaded, 1 + 2 * blocks_each))
     tables = (range(1, 1 + blocks_each), range(1 + blocks_each, 1 + 2 * blocks_each))
@@ -174,4 +175,4 @@ def _write_verdicts(path: Path | None, passed: list[str]) -> None:
         with os.fdopen(descriptor, "w") as file:
             json.dump({"passed": passed[-200:]}, file)
     except (OSError, StoreError) as error:
-        _log.warning("self-test verdict not kept: %s", error)
+        _log.warning("self-test verdict not saved: %s", error)

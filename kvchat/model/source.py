@@ -1,7 +1,7 @@
-"""Where a model's files are: the shipped demo, a directory, or a Hugging Face hub id.
+"""Finds a model's files: the shipped demo, a directory, or a Hugging Face hub id.
 
-Knows hub downloads and what a checkpoint directory must hold. Loads no weights and imports neither
-torch nor transformers, so that a wrong name is told at once.
+Downloads hub models and checks that a checkpoint directory is complete. Loads no weights and
+imports neither torch nor transformers, so that a wrong name is reported at once.
 """
 
 import errno
@@ -35,7 +35,7 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """A checkpoint directory that exists and holds safetensors, and the name the user gave it."""
+    """A checkpoint directory with safetensors weights, and the name the user gave for it."""
 
     name: str
     directory: Path
@@ -47,11 +47,11 @@ class ModelSource:
 
     @property
     def weight_files(self) -> tuple[Path, ...]:
-        """The safetensors files that are loaded, in this order; raises as `weight_paths`."""
+        """The safetensors files to load, in loading order; raises as `weight_paths` does."""
         return weight_paths(self.directory, read_json(self.config_file) or {})
 
     def marks(self) -> dict[Path, str]:
-        """Return a mark of every file that numbers depend on, which changes when the file does."""
+        """Return the `mark` of config.json and each weight file; it changes when the file does."""
         try:
             return {path: mark(path) for path in (self.config_file, *self.weight_files)}
         except OSError as error:
@@ -64,10 +64,10 @@ def demo_directory(part: str = "target") -> Path:
 
 
 def find_model(name: str) -> ModelSource:
-    """Turn `demo`, a directory or a hub id into a checkpoint directory, downloading if need be.
+    """Return the checkpoint for `demo`, a directory or a hub id; downloads a hub id if needed.
 
-    A hub download shows huggingface_hub's own progress bars on stderr. Raises ModelError with one
-    sentence on what to do for everything that can be wrong with a name or a directory.
+    A download shows huggingface_hub's progress bars on stderr. Raises ModelError, with a hint, if
+    the name is wrong, the directory is incomplete or the download fails.
     """
     if name == DEMO:
         return _checked(ModelSource(DEMO, demo_directory()))
@@ -78,7 +78,7 @@ def find_model(name: str) -> ModelSource:
         is_directory, is_other = path.is_dir(), path.exists()
     except UsageError as error:
         raise ModelError(error.message) from error
-    except OSError as error:  # a directory on the way that may not be searched, a name too long
+    except OSError as error:  # no permission on a parent directory, or the name is too long
         raise ModelError(f"{name} cannot be read: {error.strerror}.", "Give another.") from error
     if is_directory:
         return _checked(ModelSource(name, path))
@@ -94,7 +94,7 @@ def find_model(name: str) -> ModelSource:
 
 
 def _checked(source: ModelSource) -> ModelSource:
-    """Return the source, every file that is needed for its numbers being there and readable."""
+    """Return the source; raises ModelError if config.json or a weight file is missing."""
     directory = source.directory
     try:
         names = frozenset(os.listdir(directory))
@@ -116,7 +116,7 @@ def _checked(source: ModelSource) -> ModelSource:
 
 
 def _no_weights(name: str, names: frozenset[str]) -> ModelError:
-    """Return the error that says what there is in place of safetensors weights."""
+    """Return the error for a checkpoint without safetensors; it names the format found instead."""
     if any(fnmatch(file, pattern) for file in names for pattern in _PICKLES):
         return ModelError(
             f"{name} has its weights in pickle files only, which kvchat never opens.",
@@ -128,7 +128,7 @@ def _no_weights(name: str, names: frozenset[str]) -> ModelError:
 
 
 def _hub_snapshot(name: str) -> Path:
-    """Return the snapshot directory of a hub id: the local one if it is complete, else download."""
+    """Return a hub id's snapshot directory: the local one if complete, else a download."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -154,21 +154,21 @@ def _hub_snapshot(name: str) -> Path:
         return snapshot(local_files_only=False)
     except ModelError:
         raise
-    except Exception as error:  # each of the hub client's transports has errors of its own
+    except Exception as error:  # each transport of the hub client raises its own error types
         raise _download_error(name, error) from error
 
 
 def _weights_below(directory: Path) -> list[str]:
-    """Return the weights that a snapshot's index names in directories below it.
+    """Return the weight files that a snapshot's index names in subdirectories, as relative paths.
 
-    They are asked for by name: what else lies there are copies in other forms.
+    They are downloaded by name, because subdirectories also hold copies in other formats.
     """
     paths = ModelSource("", directory).weight_files
     return [str(path.relative_to(directory)) for path in paths if path.parent != directory]
 
 
 def _is_complete(directory: Path) -> bool:
-    """Tell whether every file the weights are in is there."""
+    """Return whether the index and every weight file are present and readable."""
     try:
         paths = ModelSource("", directory).weight_files
         check_weights(paths)
@@ -178,7 +178,7 @@ def _is_complete(directory: Path) -> bool:
 
 
 def _download_error(name: str, error: Exception) -> ModelError:
-    """Say in one sentence why a download failed, and what to do."""
+    """Return the error that says why a download failed, with a hint."""
     from huggingface_hub.errors import (
         GatedRepoError,
         LocalEntryNotFoundError,
@@ -196,7 +196,7 @@ def _download_error(name: str, error: Exception) -> ModelError:
     if getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error):
         return ModelError(
             f"The disk is full; {name} was not downloaded.",
-            "Free some space or set HF_HOME to a larger disk; what is there will be reused.",
+            "Free some space or set HF_HOME to a larger disk; the download continues there.",
         )
     if isinstance(error, (LocalEntryNotFoundError, ConnectionError)):
         return ModelError(

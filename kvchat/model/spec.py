@@ -1,7 +1,7 @@
-"""ModelSpec: the facts about a model that other packages plan with.
+"""ModelSpec: the facts about a model that other packages use.
 
-The probe fills it in, the cache is shaped by it. Holds numbers, no modules and no tensors. Also
-says in words which paged attention its layers run with on a device.
+The probe computes it, and the cache takes its shapes from it. It holds no modules and no tensors.
+`attention_in_words` describes which paged attention implementation its layers use on a device.
 """
 
 from collections import Counter
@@ -15,10 +15,10 @@ from kvchat_kernels.paged_attention import AttentionSpan, Implementation, implem
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """One attention layer, as the probe saw it run.
+    """One attention layer, as the probe recorded it.
 
-    `module_name` finds the layer's attention module in the model. `pool_index` names the KV pool
-    the layer reads; one that shares the KV of an earlier layer (`stores_kv` false) writes nothing.
+    `module_name` is the attention module's path in the model. `pool_index` is the KV pool the layer
+    reads. A layer that shares the KV of an earlier layer has `stores_kv` false and writes no KV.
     """
 
     module_name: str
@@ -35,7 +35,7 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A supported model: its layers in the order they run, its vocabulary and its limits."""
+    """A supported model: its layers in execution order, its sizes and limits (in tokens)."""
 
     architecture: str
     model_type: str
@@ -59,7 +59,7 @@ def attention_in_words(
     dtype: torch.dtype,
     choose: Callable[..., Implementation] = implementation_for,
 ) -> str:
-    """Return one phrase: `Triton kernels`, or which layers run otherwise and why."""
+    """Return one phrase: `Triton kernels`, or how many layers run on what, and why."""
     counts = Counter(choose(device, layer.key_dim, layer.value_dim, dtype) for layer in spec.layers)
     if len(counts) == 1:
         return _in_words(next(iter(counts)))

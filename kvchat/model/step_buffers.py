@@ -1,8 +1,7 @@
-"""StepBuffers: one step's inputs in tensors that stay where they are, filled anew for every step.
+"""StepBuffers: the input tensors of captured steps, at fixed addresses, refilled for every step.
 
-What a captured step reads: its tokens, where their KV lies, and how tokens are drawn from its
-logits. Knows how pieces are padded to the shape of a captured step, and where padding may write;
-knows no graphs.
+They hold a step's tokens, the slots and blocks of its KV, and its sampling settings. StepBuffers
+pads the pieces to the shape of a captured step; padding writes to a scratch block.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,15 +15,15 @@ from kvchat_kernels.sampler import RowDraw, SamplerRows
 from kvchat_kernels.sending import on_device
 
 _NOT_WRITTEN = -1
-# What draws for padding, and for pieces whose logits are asked for instead.
+# The draw (greedy) of padding rows, and of pieces whose drawn tokens are not used.
 _LIKELIEST = RowDraw()
 
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """Room for `num_rows` sequences of `query_len` new tokens each, or as many tokens otherwise.
+    """Room for `num_rows` sequences of `query_len` new tokens each, or shorter sequences.
 
-    A decode has a `query_len` of 1, the verification of k drafts one of k + 1.
+    A decode step has a `query_len` of 1, a verification of k drafts k + 1.
     """
 
     num_rows: int
@@ -36,11 +35,11 @@ class StepShape:
 
     @property
     def num_sequences(self) -> int:
-        """Places for sequences: where some are shorter than others, padding needs its own."""
+        """The most sequences of the step; if some are short, padding needs its own sequences."""
         return self.num_rows if self.query_len == 1 else 2 * self.num_rows
 
     def holds(self, lengths: Sequence[int]) -> bool:
-        """Tell whether pieces of so many new tokens can be padded to this shape."""
+        """Return whether pieces with these numbers of new tokens can be padded to this shape."""
         num_padding = self.num_tokens - sum(lengths)
         num_sequences = len(lengths) + -(-num_padding // self.query_len)
         return (
@@ -51,10 +50,10 @@ class StepShape:
 
 
 class StepBuffers:
-    """Tensors on `device` for steps of up to the largest of `shapes`; smaller ones use their front.
+    """Tensors on `device`, sized for the largest of `shapes`; a smaller shape uses their start.
 
-    Contexts may have `max_context` tokens. Padding tokens are sequences of their own, as long as a
-    shape's `query_len` at most, whose KV lies in `scratch_block` and which read nothing else.
+    Contexts have at most `max_context` tokens. Padding tokens form sequences of their own, of at
+    most `query_len` tokens, that read and write only `scratch_block`.
     """
 
     def __init__(
@@ -68,26 +67,27 @@ class StepBuffers:
         self.block_size = block_size
         self.max_context = max_context
         self.scratch_block = scratch_block
-        # Where rows begin at multiples of 16 bytes, kernels need not be compiled another time.
+        # Rows start at multiples of 16 bytes: Triton compiles a second kernel for other alignments.
         self._max_tokens = _rounded(max(shape.num_tokens for shape in shapes), 4)
         self._max_sequences = _rounded(max(shape.num_sequences for shape in shapes) + 1, 4)
         self._width = -(-max_context // block_size)
-        # Token ids, positions, slots; and the first row of each sequence, its context length.
+        # _tokens: token ids, positions, slots. _lengths: each sequence's first row, its context
+        # length.
         self._tokens = torch.zeros(3, self._max_tokens, dtype=torch.int64, device=device)
         self._lengths = torch.zeros(2, self._max_sequences, dtype=torch.int32, device=device)
         shape = self._max_sequences, self._width
         self._tables = torch.full(shape, scratch_block, dtype=torch.int32, device=device)
         self._rows = torch.arange(self._max_tokens, device=device)
-        # Temperature, top-p and min-p of each row; top-k; seeds.
+        # _shares: temperature, top-p and min-p of each row.
         self._shares = torch.zeros(3, self._max_tokens, device=device)
         self._top_k = torch.zeros(self._max_tokens, dtype=torch.int32, device=device)
         self._seeds = torch.zeros(self._max_tokens, dtype=torch.int64, device=device)
-        self._draws: list[RowDraw] = []  # what these were last filled with
-        # What each row of the tables was last filled with, behind which old ids may stand.
+        self._draws: list[RowDraw] = []  # the content of these three
+        # The blocks last written to each table row; the columns after them may hold old ids.
         self._known: list[list[int]] = [[] for _ in range(self._max_sequences)]
 
     def batch(self, shape: StepShape) -> ForwardBatch:
-        """Return the batch of a step of this shape: views of the buffers, every row's logits."""
+        """Return the batch of a step of this shape: views of the buffers, logits for every row."""
         num_tokens, num_sequences = shape.num_tokens, shape.num_sequences
         return ForwardBatch(
             token_ids=self._tokens[0, :num_tokens],
@@ -105,8 +105,9 @@ class StepBuffers:
         )
 
     def sampler_rows(self, shape: StepShape) -> SamplerRows:
-        """Return how such a step's rows draw what follows them: views, but for the positions, which
-        are computed when this is called.
+        """Return the sampling settings of this shape's rows: views of the buffers.
+
+        The positions, of the tokens drawn, are a new tensor that this call computes.
         """
         num_tokens = shape.num_tokens
         temperature, top_p, min_p = self._shares[:, :num_tokens]
@@ -120,7 +121,7 @@ class StepBuffers:
         )
 
     def has_room_for(self, pieces: Sequence[SequencePiece]) -> bool:
-        """Tell whether the pieces' contexts are no longer than the tables are wide."""
+        """Return whether every piece's context has at most `max_context` tokens."""
         return all(piece.end <= self.max_context for piece in pieces)
 
     def fill(
@@ -129,9 +130,9 @@ class StepBuffers:
         shape: StepShape,
         draws: Sequence[RowDraw | None] = (),
     ) -> None:
-        """Lay out a step of these pieces, which `shape` holds, and pad it.
+        """Fill the buffers with the pieces and pad them to `shape`, which must hold them.
 
-        `draws` say how each piece's rows draw, if their tokens are wanted.
+        `draws` has one entry per piece; empty if the caller does not use the drawn tokens.
         """
         padding = list(self._padding(pieces, shape))
         slots = [slot for piece in pieces for slot in piece.slots(self.block_size)]
@@ -143,10 +144,10 @@ class StepBuffers:
         self._fill_draws([way or _LIKELIEST for way in rows], shape)
 
     def fill_for_check(self, shape: StepShape) -> None:
-        """Lay out a step of no request, which is unlike one of padding in everything.
+        """Fill the buffers with a test step that differs from padding in every input.
 
-        Its contexts are long, and lie in the scratch block over and over. Each slot is written by
-        one token: steps that do the same leave the same. Its rows draw in different ways.
+        Its contexts are long and repeat the scratch block. At most one token writes each slot, so
+        that equal steps leave equal KV. Its rows use different sampling settings.
         """
         first = max(0, min(self.max_context - shape.query_len, 300))
         num_blocks = -(-(first + shape.query_len) // self.block_size)
@@ -171,7 +172,7 @@ class StepBuffers:
     def _padding(
         self, pieces: Sequence[SequencePiece], shape: StepShape
     ) -> Iterator[SequencePiece]:
-        """Yield sequences of the scratch block that make up for the tokens that are missing."""
+        """Yield sequences in the scratch block that fill the shape's unused tokens."""
         missing = shape.num_tokens - sum(len(piece.token_ids) for piece in pieces)
         while missing > 0:
             length = min(missing, shape.query_len)
@@ -180,9 +181,9 @@ class StepBuffers:
             missing -= length
 
     def _scratch_slots(self, count: int) -> list[int]:
-        """Return slots for so many padding tokens; more than a block holds write over each other.
+        """Return slots in the scratch block for `count` padding tokens.
 
-        They read what they find there, which is never of another sequence.
+        More tokens than a block holds overwrite each other. Only padding reads these slots.
         """
         first = self.scratch_block * self.block_size
         return [first + index % self.block_size for index in range(count)]
@@ -197,7 +198,7 @@ class StepBuffers:
         starts = [0]
         for piece in pieces:
             starts.append(starts[-1] + len(piece.token_ids))
-        # Places without a sequence begin behind the last row, and have neither tokens nor context.
+        # Unused sequences start after the last row, with no tokens and a context of 0.
         rest = shape.num_sequences + 1 - len(pieces)
         starts += [shape.num_tokens] * (rest - 1)
         ends = [piece.end for piece in pieces] + [0] * rest
@@ -207,7 +208,7 @@ class StepBuffers:
             self._fill_table(row, list(piece.blocks[: -(-piece.end // self.block_size)]))
 
     def _fill_draws(self, draws: list[RowDraw], shape: StepShape) -> None:
-        """Write how rows draw, unless it is written: from step to step only positions change."""
+        """Write the sampling settings, unless they are unchanged, as in most steps."""
         draws = draws + [_LIKELIEST] * (shape.num_tokens - len(draws))
         if self._draws[: len(draws)] == draws:
             return
@@ -224,7 +225,7 @@ class StepBuffers:
         self._draws = draws + self._draws[len(draws) :]
 
     def _fill_table(self, row: int, blocks: list[int]) -> None:
-        """Write a row of the tables, unless it says so already: most steps add no block."""
+        """Write a row of the block tables, unless it is unchanged: most steps add no block."""
         if self._known[row][: len(blocks)] == blocks:
             return
         ids = on_device(blocks, torch.int32, self._tables.device)

@@ -1,7 +1,7 @@
-"""The text side of a checkpoint: tokenizer, chat template, special tokens, stop ids, defaults.
+"""Reads a checkpoint's text files: tokenizer, chat template, special tokens, stop ids, defaults.
 
-Also tells whether two checkpoints share a vocabulary. Reads files only; tokenising and rendering
-are done in `kvchat.chat`. Imports transformers only for a checkpoint without tokenizer.json.
+Also compares the vocabularies of two checkpoints. `kvchat.chat` tokenises and renders. Imports
+transformers only for a checkpoint without tokenizer.json.
 """
 
 import json
@@ -18,7 +18,7 @@ from kvchat.model.checkpoint_files import MAX_TOKENIZER_BYTES, read_json, read_t
 from kvchat.model.source import ModelSource
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
-# Where transformers looks for vocabularies, beside tokenizer.json.
+# The files, besides tokenizer.json, in which transformers looks for a vocabulary.
 _TOKENIZER_FILES = (
     "config.json",
     "tokenizer_config.json",
@@ -39,16 +39,16 @@ _CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_
 
 @dataclass(frozen=True, slots=True)
 class TextFiles:
-    """What a checkpoint says about text.
+    """The text settings of a checkpoint.
 
-    tokenizer_json      the whole of tokenizer.json
-    chat_template       Jinja source, None where the checkpoint has none
-    special_tokens      the strings templates know as bos_token, eos_token and so on
-    stop_token_ids      ids its configuration says end a completion
+    tokenizer_json      the content of tokenizer.json
+    chat_template       Jinja source, None if the checkpoint has none
+    special_tokens      strings by the template's variable name: bos_token, eos_token and so on
+    stop_token_ids      the ids that end a completion, by its configuration
     sampling_defaults   the author's sampling parameters, by SamplingParams' names
-    adds_bos            whether its tokenizer configuration wants a BOS before a bare prompt
-    max_context         most tokens of a context, None where its configuration does not say
-    vocab_size          how many ids have an embedding, None where its configuration does not say
+    adds_bos            whether a bare prompt starts with BOS, by its tokenizer configuration
+    max_context         the most tokens of a context, None if its configuration does not state it
+    vocab_size          the number of ids with an embedding, None if not stated
     """
 
     tokenizer_json: str
@@ -62,7 +62,7 @@ class TextFiles:
 
 
 def read_text_files(source: ModelSource) -> TextFiles:
-    """Read a checkpoint's text files; raises ModelError where there is no usable tokenizer."""
+    """Read a checkpoint's text files; raises ModelError if there is no usable tokenizer."""
     directory = source.directory
     tokenizer_config = read_json(directory / "tokenizer_config.json") or {}
     generation = read_json(directory / "generation_config.json") or {}
@@ -85,10 +85,10 @@ def _tokenizer_json(source: ModelSource) -> str:
 
 
 def _converted_tokenizer(source: ModelSource) -> str:
-    """Let transformers build a fast tokenizer from whatever older files there are.
+    """Build tokenizer.json with transformers from the checkpoint's older tokenizer files.
 
-    It sees copies of files that were read here, not the checkpoint: what it opens is regular,
-    bounded, and not named by the checkpoint.
+    transformers reads copies, not the checkpoint. So it opens only regular files below the size
+    limit, and no file that the checkpoint's settings name.
     """
     with TemporaryDirectory(prefix="kvchat-tokenizer-") as copies:
         for name in _TOKENIZER_FILES:
@@ -111,7 +111,7 @@ def _copy_tokenizer_file(path: Path, copy: Path) -> None:
 
 
 def _names_files(setting: str) -> bool:
-    """Whether transformers would open what a setting of tokenizer_config.json names, or run it."""
+    """Return whether transformers would open or run what this tokenizer_config.json key names."""
     return setting.endswith("_file") or setting in ("vocab", "merges", "init_inputs", "auto_map")
 
 
@@ -124,7 +124,7 @@ def _built_tokenizer(name: str, directory: str) -> str:
         )
         return str(tokenizer.backend_tokenizer.to_str())
     except Exception as error:
-        # Every tokenizer class fails in its own way; the user can only fetch tokenizer.json.
+        # Each tokenizer class raises its own error types; the remedy is always tokenizer.json.
         raise ModelError(
             f"{name} has no tokenizer.json, and none could be made from its other files.",
             "Save its tokenizer once with transformers and add the file.",
@@ -169,7 +169,7 @@ def _stop_ids(generation: dict[str, Any], config: dict[str, Any]) -> tuple[int, 
 
 
 def _largest(config: dict[str, Any], *names: str) -> int | None:
-    """Return a size that a configuration, or the part of it that is about text, states."""
+    """Return the largest positive integer of these names in a config or its `text_config`."""
     places = [place for place in (config, config.get("text_config")) if _is_object(place)]
     values = [place.get(name) for place in places for name in names]
     return max((value for value in values if type(value) is int and value > 0), default=None)
@@ -180,7 +180,7 @@ def _is_object(value: object) -> TypeGuard[dict[str, Any]]:
 
 
 def _sampling_defaults(generation: dict[str, Any]) -> dict[str, float]:
-    """Return the author's parameters; one that is no admissible value is left out."""
+    """Return the author's sampling parameters, without the invalid ones."""
     if generation.get("do_sample") is False:
         return {"temperature": 0.0}
     defaults: dict[str, float] = {}
@@ -196,14 +196,15 @@ def _sampling_defaults(generation: dict[str, Any]) -> dict[str, float]:
     return defaults
 
 
-# A vocabulary may be padded, or lack another's latest control tokens, but no more than this of it.
+# The smallest shared part of the larger vocabulary: one may be padded, or lack the newest control
+# tokens of the other.
 _LEAST_SHARED = 0.9
 
 
 def same_vocabulary(first: ModelSource, second: ModelSource) -> bool:
-    """Whether no id means different tokens to the two, and nearly all ids are known to both.
+    """Return whether every shared id is the same token, and at least 90% of the ids are shared.
 
-    Raises ModelError where one has no usable tokenizer.
+    Raises ModelError if either has no usable tokenizer.
     """
     first_text = read_text_files(first).tokenizer_json
     second_text = read_text_files(second).tokenizer_json
@@ -227,7 +228,7 @@ def _tokens_of(source: ModelSource, tokenizer_json: str) -> dict[int, str]:
 
 
 def _tokens(tokenizer_json: str) -> dict[int, str]:
-    """Return every id's token, the added ones included."""
+    """Return the token of every id, including added tokens."""
     content = json.loads(tokenizer_json)
     vocabulary = content["model"]["vocab"]
     if isinstance(vocabulary, dict):

@@ -1,4 +1,4 @@
-"""`bench cold`: what it compares, when it refuses to, and once with real processes."""
+"""`bench cold`: its comparison, its refusals, and one run with real processes."""
 
 import os
 import sys
@@ -80,7 +80,7 @@ def test_processes_that_go_on_are_compared_in_turn_with_such_that_begin() -> Non
     ("fake", "refusal"),
     [
         (FakeProcesses(computed_text="no"), "resumed and recomputed answers differ"),
-        (FakeProcesses(num_lost=BLOCK), "of 102 tokens that were kept only 80 came from the disk"),
+        (FakeProcesses(num_lost=BLOCK), "only 80 of 102 saved tokens came from the disk"),
     ],
     ids=["another answer", "read again"],
 )

@@ -136,7 +136,7 @@ def test_a_peer_that_fails_or_computes_something_else_costs_a_note(cases: list[K
     assert len(figures) == 1
     assert missing == [
         f"{case.name}: One failed, RuntimeError",
-        f"{case.name}: Other computes something else",
+        f"{case.name}: Other computes another result",
     ]
 
 

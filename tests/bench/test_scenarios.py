@@ -1,4 +1,4 @@
-"""Every scenario runs on a tiny model and reports figures that can be read, not quoted."""
+"""Every scenario runs on a tiny model and reports figures; their values are not meaningful."""
 
 import io
 import json
@@ -109,7 +109,7 @@ def test_recorded_conversations_are_replayed(checkpoint: Path, tmp_path: Path) -
     result = scenario("replay")(quick(checkpoint, tmp_path / "sessions"))
 
     read, _ = result.figures
-    assert "read in 3 turns" in read.name
+    assert "prefilled in 3 turns" in read.name
     assert read.ratio == pytest.approx(1.0, abs=0.2)
     assert_readable(result)
 

@@ -1,6 +1,6 @@
-"""The architecture, enforced: who may import whom, and who owns which library.
+"""Checks the architecture: which package may import which, and which owns which library.
 
-Reads the sources only. Lazy and typing-only imports count too, so that cycles cannot hide.
+Reads the sources only. Lazy and typing-only imports count too, so every cycle is found.
 """
 
 import ast

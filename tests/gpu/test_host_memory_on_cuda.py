@@ -1,4 +1,4 @@
-"""Host memory beside a CUDA device: pinned, copied on a stream of its own, the same bits, ids."""
+"""The host tier of a CUDA device: pinned memory, a stream of its own, equal bits and equal ids."""
 
 from pathlib import Path
 

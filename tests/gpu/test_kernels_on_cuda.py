@@ -1,6 +1,6 @@
 """The kernels beside attention on a CUDA device: the interpreter's checks, real shapes, graphs.
 
-bfloat16, which the interpreter cannot show, is the dtype that counts here.
+The main dtype is bfloat16, because the interpreter cannot compute it correctly.
 """
 
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What a decode step does on the host until it asks for its tokens: wait for the device, never."""
+"""A decode step never waits for the device on the host before it reads its tokens."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,8 +1,8 @@
 """Runs functions in a process where Triton interprets kernels on CPU tensors.
 
 Triton decides when it is imported whether kernels are compiled or interpreted, so the two cannot
-share a process. Knows processes only. What the interpreter does not show: races, instructions,
-limits of the hardware, and anything in bfloat16, whose arithmetic is silently wrong there.
+share a process. The interpreter does not show races, instructions or limits of the hardware, and
+its bfloat16 arithmetic is silently wrong.
 """
 
 import multiprocessing

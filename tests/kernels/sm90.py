@@ -1,6 +1,6 @@
-"""Compiles a Triton kernel for Hopper on a machine without a GPU, and reads what came out.
+"""Compiles a Triton kernel for Hopper on a machine without a GPU, and reads the compiled code.
 
-Knows Triton's compiler and the two NVIDIA tools in its wheel. Compiles exactly what a launch with
+Uses Triton's compiler and the two NVIDIA tools in its wheel. Compiles exactly what a launch with
 the same values would: types, divisibility and constants are derived from them as Triton's own
 launcher derives them. Needs a process in which kernels are not interpreted.
 

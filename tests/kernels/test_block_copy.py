@@ -1,4 +1,4 @@
-"""Copying whole blocks of all tensors at once: the twin, and the kernels as it."""
+"""Copying whole blocks of all tensors at once: the reference is right, and the kernels equal it."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What is decided once a step leads to the tokens that every layer would have found by itself."""
+"""The plan made once per step gives the same tokens as each layer would find by itself."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""Writing KV to slots, plainly and after norm and rotation: the twins, and the kernels as they."""
+"""Writing KV to slots, plain or after norm and rotation: references, and kernels equal to them."""
 
 from dataclasses import replace
 

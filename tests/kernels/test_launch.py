@@ -1,4 +1,4 @@
-"""Where kernels run: on devices on which one has run, and nowhere else unless told to."""
+"""Kernels run on devices that pass the smoke test, and elsewhere only if `impl` forces it."""
 
 from collections.abc import Iterator
 from itertools import product

@@ -1,4 +1,4 @@
-"""Numbers of the host's on a device: the same numbers, and on a CUDA device nobody waits."""
+"""Numbers copied from the host to a device are equal, and on CUDA the host does not wait."""
 
 from types import SimpleNamespace
 from typing import Any

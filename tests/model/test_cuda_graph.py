@@ -1,6 +1,6 @@
-"""What is asked of CUDA when a step is captured, and in which order, by a device that is not there.
+"""The calls to CUDA when a step is captured, and their order, on a fake device.
 
-That real graphs compute the same is held in tests/gpu.
+tests/gpu checks that real graphs compute the same.
 """
 
 from collections.abc import Iterator

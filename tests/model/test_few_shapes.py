@@ -1,7 +1,7 @@
 """Over chats of every length a bfloat16 model on a CPU hands few shapes to torch's products.
 
-Its library compiles each shape and keeps it: a gigabyte after a thousand turns, when there were as
-many shapes as lengths of turns.
+torch's library compiles each shape and keeps the code. With one shape per length of a turn this was
+a gigabyte after a thousand turns.
 """
 
 import os

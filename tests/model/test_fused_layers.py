@@ -1,7 +1,7 @@
 """Layers run as scripts: the same operations in the same order, so the same bits, or Python's.
 
 The plain twin is the layer as `FusedLayer` runs it without a script, on the same weights. Models
-are not run as a whole here: see `test_fuse_whole.py`.
+are not run as a whole here: see `test_whole_model.py`.
 """
 
 import weakref

@@ -1,7 +1,6 @@
 """Fused parts by kernels, as on a GPU: here by the kernels' twins, and with the same logits and KV.
 
-What each kernel computes is the matter of tests/kernels; that it is given the right things, of
-this.
+tests/kernels checks what each kernel computes; these tests check its arguments.
 """
 
 from collections.abc import Callable

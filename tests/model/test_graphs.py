@@ -1,8 +1,8 @@
 """Small steps through the tensors of a captured graph are the eager steps, at any length.
 
-There is no GPU here: what replays a graph is a recorder that runs the captured step again over its
-static tensors. So buffers, padding, buckets and the way back are held to the eager pass, and the
-capture itself is left to tests/gpu.
+There is no GPU here: a recorder takes the place of a graph and runs the captured step again over
+its static tensors. The tests compare buffers, padding, buckets and the fallback with the eager
+pass; tests/gpu tests the capture itself.
 """
 
 import random

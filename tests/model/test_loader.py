@@ -1,4 +1,4 @@
-"""Checkpoints as the world breaks them: every fault has its sentence, and none loads by halves."""
+"""Damaged checkpoints: every fault gives one clear sentence, and none is loaded in part."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Weights in fewer bits: exact but for the bits, row by row the same in any company, or refused."""
+"""Quantised weights: exact except for the rounding, equal in every batch, or refused."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Frequencies that float with the batch are fixed once: a key means the same whoever reads it."""
+"""Frequencies that depend on the batch's length are fixed: a cached key is valid in every batch."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The self-test catches what nothing else does, and its verdict is asked for once."""
+"""The self-test finds faults that no other check finds, and runs once per model."""
 
 import json
 from collections.abc import Callable
@@ -105,7 +105,7 @@ def test_logits_that_are_no_numbers_are_refused(specimen: GetSpecimen) -> None:
     kept = weight.clone()
     weight[0] = float("nan")
     try:
-        with pytest.raises(ModelError, match="computes no numbers in float32"):
+        with pytest.raises(ModelError, match="computes NaN in float32"):
             ensure_trusted(loaded, None)
     finally:
         weight.copy_(kept)

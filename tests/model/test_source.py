@@ -1,4 +1,4 @@
-"""Where models are: every wrong name, directory or hub answer has its sentence and exit code 3."""
+"""Finding models: every wrong name, directory or hub answer gives one sentence and exit code 3."""
 
 import errno
 import json

@@ -1,4 +1,4 @@
-"""Which attention runs where, and how that is said."""
+"""The attention implementation of each layer by device, and its description."""
 
 from dataclasses import replace
 

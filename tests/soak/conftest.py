@@ -1,4 +1,4 @@
-"""What the soak tests share, and what all of them together amount to, printed at the end."""
+"""The soak tests' shared fixtures, and their totals, printed at the end."""
 
 from collections import Counter
 from collections.abc import Iterator

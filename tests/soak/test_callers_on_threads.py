@@ -1,7 +1,7 @@
-"""Callers on many threads share one engine thread: each hears of its own requests, and all of it.
+"""Callers on many threads share one engine thread: each gets all events of its own requests only.
 
-They submit, cancel at odd moments, ask the engine questions and give up on the answers. The
-remembering model says what every request must be told; the engine is closed under them at the end.
+They submit, cancel at random moments, query the engine and abandon answers. The remembering model
+computes the events that every request must get. At the end the engine closes while they run.
 """
 
 import queue

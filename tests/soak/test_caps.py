@@ -1,7 +1,7 @@
-"""The limit of a store on disk holds at every instant, whoever writes, whatever it is told.
+"""The limit of a store on disk holds at every moment, for all writers and operations.
 
-Processes write ten times the limit between them, under two identities, with pins and gc, while
-another looks at the disk all the time, as `du` does.
+Several processes together write ten times the limit, under two identities, with pins and gc, while
+another process measures the disk all the time, as `du` does.
 """
 
 import multiprocessing

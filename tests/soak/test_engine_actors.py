@@ -1,9 +1,8 @@
 """Random callers of a whole engine on real architectures: every token is transformers' own.
 
-Prompts share beginnings and go on from finished answers; callers cancel, stop strings strike, pools
-are far too small, and now and then the model fails under them. A finished sample is held against
-one forward pass of transformers' eager model over everything it holds, which is told nothing of
-blocks, chunks, batches or caches.
+Prompts share prefixes and continue finished answers; callers cancel, stop strings match, pools are
+much too small, and sometimes the model fails. A finished sample is compared with one pass of
+transformers' eager model over all its tokens, without blocks, chunks, batches or caches.
 """
 
 import random

@@ -1,7 +1,7 @@
-"""A disk that fails at random: the chat goes on, says it once, and catches up when it can.
+"""A disk that fails at random: the chat continues, reports it once, and saves when it can again.
 
-The session store writes through a file layer whose writes are cut short, refused, or not brought to
-the disk; the errors are those of a full disk, a broken one and one turned read-only.
+The session store writes through a file layer whose writes are cut short, refused or not synced. The
+errors are those of a full disk, a broken disk and a disk that became read-only.
 """
 
 import errno

@@ -1,8 +1,8 @@
-"""A store whose files fail under it: every call in turn, with every error a disk knows.
+"""A store whose file calls fail: every call in turn, with every error a disk can return.
 
-The walk lets call number 0 of a life fail, then 1, and so on to the last. Whatever fails, nothing
-is raised, KV that comes back is right, an answer is what a cold run gives, and the next life on the
-same directory works as if nothing had been.
+In the first run call 0 fails, in the next call 1, and so on to the last. In every case nothing is
+raised, restored KV is right, an answer equals a cold run's, and the next run on the same directory
+works normally.
 """
 
 import errno

@@ -1,6 +1,6 @@
-"""Random command lines, variables, files and input: a documented exit code, a sentence, an end.
+"""Random command lines, variables, files and input: kvchat ends with a documented exit code.
 
-Nothing is asked of what an answer says, and everything of how a refusal is told.
+The tests do not check the text of answers. They check that a refusal is one clear sentence.
 """
 
 import json

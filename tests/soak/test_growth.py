@@ -1,6 +1,6 @@
-"""A process that answers for long takes no more than one that has just warmed up.
+"""A process that answers for a long time uses no more resources than after its warm-up.
 
-Memory, descriptors, threads and Python's objects, over a long chat of short turns and over
+Counts memory, descriptors, threads and Python's objects, over a long chat of short turns and over
 independent requests of mixed lengths, with a disk tier, in bfloat16 and in float32.
 """
 

@@ -1,6 +1,6 @@
-"""Copy whole blocks, all layers at once: to other blocks, into images, and from images.
+"""Copies whole blocks, of all layers at once: to other blocks, into images, and from images.
 
-For copy-on-write and for the tiers. Knows block ids and bytes; not why a block is copied.
+Copy-on-write and the host and disk tiers use it.
 """
 
 import torch
@@ -22,9 +22,10 @@ def copy_blocks(
 ) -> None:
     """Copy block `sources[i]` to block `targets[i]` in every tensor, in place.
 
-    Targets are distinct, and none of them is also a source. Ids are numbers on the host, which are
-    checked, or [num_blocks] int64 tensors on the device, which are not. `impl` is auto, triton or
-    reference; on a GPU this is one kernel for all tensors, and does not wait for it.
+    Targets are distinct, and none of them is also a source. Ids are numbers on the host, whose
+    range is checked, or [num_blocks] int64 tensors on the device, whose range is not checked.
+    `impl` is auto, triton or reference. On a GPU one kernel copies all tensors; the call does not
+    wait for it.
     """
     assert len(sources) == len(targets)
     _check(pools, sources)
@@ -44,7 +45,8 @@ def gather_blocks(
 ) -> None:
     """Fill `images`, [len(blocks), image_bytes] uint8 on the pools' device, with blocks' images.
 
-    `images` is contiguous, the caller's, and starts at a multiple of 16 bytes on a GPU.
+    `images` is contiguous and owned by the caller. On a GPU its address should be a multiple of 16
+    bytes; otherwise the kernel copies single bytes.
     """
     _check(pools, blocks)
     _check_images(pools, blocks, images)
@@ -61,7 +63,7 @@ def gather_blocks(
 def scatter_blocks(
     pools: PoolTensors, blocks: BlockIds, images: torch.Tensor, *, impl: str = "auto"
 ) -> None:
-    """Fill distinct `blocks` with what `gather_blocks` made; the shapes are the same."""
+    """Fill distinct `blocks` from images that `gather_blocks` made; the shapes are the same."""
     _check(pools, blocks)
     _check_images(pools, blocks, images)
     if not len(blocks):
@@ -84,7 +86,7 @@ def _check(pools: PoolTensors, blocks: BlockIds) -> None:
     if isinstance(blocks, torch.Tensor):
         assert blocks.dtype == torch.int64
         assert blocks.device == pools.device
-    else:  # a kernel would write wherever a wrong id points
+    else:  # a kernel would write outside the pool for a wrong id
         assert all(0 <= block < pools.num_blocks for block in blocks), blocks
 
 

@@ -1,7 +1,7 @@
 """The block copies as Triton kernels over a table of addresses, one launch for all tensors.
 
-Legend: W words of a part of a row. A word has WORD bytes, and ALIGNED words in a row are known to
-start at a multiple of ALIGNED * WORD bytes: that is what makes a load 16 bytes wide.
+Shapes: W words of a part of a row. A word has WORD bytes. Groups of ALIGNED words are declared to
+start at a multiple of ALIGNED * WORD bytes, so that the compiler can use 16-byte loads.
 """
 
 import torch
@@ -18,7 +18,7 @@ _PART_BYTES = 8192
 def _copy_part(
     source, target, row_bytes, part, WORD: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Copy BLOCK words between two addresses, given as int64 numbers."""
+    """Copy part `part`, of BLOCK words, of a row between two addresses, given as int64."""
     word: tl.constexpr = tl.core.get_int_dtype(8 * WORD, True)
     source_ptr = tl.multiple_of(source.to(tl.pointer_type(word)), WORD * ALIGNED)
     target_ptr = tl.multiple_of(target.to(tl.pointer_type(word)), WORD * ALIGNED)
@@ -98,6 +98,6 @@ def _grid(pools: PoolTensors, num_blocks: int) -> tuple[int, int, int]:
 
 
 def _words(alignment: int) -> dict[str, int]:
-    """Return the constants of a kernel whose addresses and lengths `alignment` bytes divide."""
+    """Return a kernel's constants; `alignment` (bytes) divides all its addresses and lengths."""
     word = min(alignment, 4)
     return {"WORD": word, "ALIGNED": alignment // word, "BLOCK": _PART_BYTES // word}

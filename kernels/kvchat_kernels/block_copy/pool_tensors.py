@@ -1,7 +1,4 @@
-"""PoolTensors: the tensors that together hold a block, and where each stands in a block's image.
-
-Knows addresses and bytes; nothing of layers, heads or dtypes.
-"""
+"""PoolTensors: the tensors that together hold all blocks, and their order in a block's image."""
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property
@@ -17,7 +14,7 @@ class PoolTensors:
     """Contiguous tensors of `num_blocks` rows each, on one device, in the order of the image.
 
     Row i of every tensor is a part of block i. The image of a block is its rows, one tensor after
-    another, without gaps. Holds the tensors, so that their addresses stay theirs.
+    another, without gaps. Keeps references to the tensors, so that the addresses stay valid.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -38,11 +35,11 @@ class PoolTensors:
 
     @property
     def largest_row(self) -> int:
-        """Bytes of the longest row."""
+        """The bytes of the longest row."""
         return max(rows.shape[1] for rows in self._rows)
 
     def columns(self) -> Iterator[tuple[torch.Tensor, int, int]]:
-        """Yield each tensor as [num_blocks, row_bytes] uint8, and the image bytes it fills."""
+        """Yield (tensor as [num_blocks, row_bytes] uint8, its start and its end in the image)."""
         start = 0
         for rows in self._rows:
             yield rows, start, start + rows.shape[1]

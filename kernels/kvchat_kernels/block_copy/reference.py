@@ -1,6 +1,6 @@
-"""The torch twin of the block copies: tensor after tensor.
+"""The torch reference of the block copies: one copy per tensor.
 
-Fast on a CPU, where a copy of neighbouring blocks is one memcpy.
+It is fast on a CPU, where a copy of adjacent blocks is one memcpy.
 """
 
 import torch
@@ -27,7 +27,7 @@ def scatter_blocks_reference(pools: PoolTensors, blocks: BlockIds, images: torch
 
 
 def _selector(blocks: BlockIds) -> slice | list[int] | torch.Tensor:
-    """Return what selects `blocks`: a slice where they lie side by side, which is much faster."""
+    """Return an index for `blocks`: a slice if they are adjacent, which is much faster."""
     if isinstance(blocks, torch.Tensor):
         return blocks
     first, last = blocks[0], blocks[-1] + 1

@@ -1,7 +1,6 @@
-"""Write a step's keys and values into their slots.
+"""Writes a step's keys and values to their slots.
 
-Knows pools and slots; not which sequence owns a slot. Keys that still need their norm or their
-rotation go through `rope_kv_write` instead.
+`rope_kv_write` does the same for keys that still need their norm or rotation.
 """
 
 import torch
@@ -23,14 +22,14 @@ def kv_write(
 ) -> None:
     """Scatter new keys and values into the pools, in place.
 
-    key            [num_tokens, num_kv_heads, key_dim], cast to the pool's dtype; any strides, but
-                   on a GPU a last dimension that is not dense is copied first
+    key            [num_tokens, num_kv_heads, key_dim], cast to the pool's dtype; any strides. On a
+                   GPU a last dimension that is not dense is copied first
     value          [num_tokens, num_kv_heads, value_dim], likewise
     key_pool       [num_blocks, block_size, num_kv_heads, key_dim], contiguous
     value_pool     [num_blocks, block_size, num_kv_heads, value_dim], contiguous
-    slot_mapping   [num_tokens] int64, `block_id * block_size + offset`; a token at slot -1 is not
-                   written; padding rows name slots of the scratch block 0, and may repeat; all
-                   other slots are distinct
+    slot_mapping   [num_tokens] int64, `block_id * block_size + offset`. A token at slot -1 is not
+                   written. Padding rows use slots of the scratch block, which may repeat; all other
+                   slots are distinct
     impl           auto, triton or reference
     """
     if uses_triton(key.device, impl):

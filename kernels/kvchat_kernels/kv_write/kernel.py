@@ -1,7 +1,4 @@
-"""The KV write as one Triton kernel for keys and values together.
-
-Legend: E elements of one token's keys, or of its values.
-"""
+"""The KV write as one Triton kernel for keys and values together."""
 
 import torch
 import triton

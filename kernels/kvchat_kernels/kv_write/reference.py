@@ -1,4 +1,4 @@
-"""The torch twin of the KV write: two scatters."""
+"""The torch reference of the KV write: two scatters."""
 
 import torch
 
@@ -16,8 +16,8 @@ def kv_write_reference(
     if value.dtype != value_pool.dtype:
         value = value.to(value_pool.dtype)
     if slot_mapping.device.type in ("cpu", "meta"):
-        # Slots of -1 are rare on a CPU, and looking for them would cost every step of every layer.
-        # Without values there are none.
+        # Slots of -1 are rare on a CPU, and a search for them would cost time in every layer of
+        # every step: so try without. On the meta device there are no values to check.
         try:
             _scatter(key, value, key_pool, value_pool, slot_mapping)
         except IndexError:

@@ -1,6 +1,6 @@
-"""Attention over paged KV: one entrance, several implementations of the same formula.
+"""Attention over paged KV: one public function, several implementations of the same formula.
 
-Knows shapes. Which implementation runs is decided in choice.py; the derivation is in README.md.
+choice.py selects the implementation; README.md has the derivation.
 """
 
 import torch
@@ -44,13 +44,15 @@ def paged_attention(
     sinks: torch.Tensor | None = None,
     impl: str = "auto",
 ) -> torch.Tensor:
-    """Attend each new token to its own sequence, whose KV (its own included) lies in the pools.
+    """Attend each new token to its own sequence. The pools must already hold the new tokens' KV.
 
     query        [num_tokens, num_heads, key_dim], the new tokens of all sequences in order
     key_pool     [num_blocks, block_size, num_kv_heads, key_dim]
     value_pool   [num_blocks, block_size, num_kv_heads, value_dim]
-    sinks        [num_heads], an extra logit per head that takes weight but adds no value
+    span         which earlier tokens a token sees
     scale        multiplies the scores, before `softcap`
+    softcap      bounds the scores: softcap * tanh(score / softcap); None for none
+    sinks        [num_heads], an extra logit per head in the softmax's denominator; None for none
     impl         auto, triton, cpu, reference or shapes; see `implementation_for`
 
     Returns [num_tokens, num_heads, value_dim] in the query's dtype, owned by the caller. Slots that

@@ -1,7 +1,6 @@
-"""Which implementation of paged attention a layer runs with, and why not a faster one.
+"""Selects the implementation of paged attention for a layer, and says why a faster one cannot run.
 
-Knows devices, head dims and dtypes. Imports Triton only where a layer is run with it: it is slow to
-import, and not there on every system.
+Imports Triton only if a layer runs with it, because the import is slow and Triton may be missing.
 """
 
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from kvchat_kernels.paged_attention.reference import paged_attention_reference
 from kvchat_kernels.paged_attention.tiles import unsupported
 from kvchat_kernels.paged_attention.torch_cpu import paged_attention_cpu
 
-# Implementations that launch the same whatever the lengths are: steps with them can be captured.
+# Implementations whose launches do not depend on the lengths, so that their steps can be captured.
 READS_LENGTHS_ON_DEVICE = frozenset({"triton", "shapes"})
 
 
@@ -24,7 +23,7 @@ class Implementation:
     """The implementation of a layer's attention.
 
     name      triton, cpu, reference or shapes
-    refusal   why the device's fast one is not used; None where it is
+    refusal   why the device's fast implementation cannot run; None if it is used
     """
 
     name: str
@@ -35,9 +34,9 @@ class Implementation:
 def implementation_for(
     device: torch.device, key_dim: int, value_dim: int, dtype: torch.dtype
 ) -> Implementation:
-    """Choose by device: Triton on CUDA where it can run the layer, torch's own everywhere else.
+    """Choose by device: Triton on CUDA if it can run the layer, torch otherwise.
 
-    On torch's meta device there are no values, so rows of the right shape are all there is.
+    On the meta device, `shapes` returns uninitialised rows of the right shape.
     """
     if device.type in ("cpu", "meta"):
         return Implementation("cpu" if device.type == "cpu" else "shapes")
@@ -48,7 +47,7 @@ def implementation_for(
 
 
 def implementation(name: str) -> Callable[..., torch.Tensor]:
-    """Return the function behind a name; its parameters are those of `reference.py`."""
+    """Return the function of an implementation, with the parameters of `reference.py`'s."""
     if name == "triton":
         from kvchat_kernels.paged_attention.triton_gpu import paged_attention_triton
 

@@ -1,8 +1,7 @@
-"""A step of one sequence on a CPU, decided once for all layers that are alike.
+"""Plans a CPU step of one sequence once, for all layers with equal shapes.
 
-The way from a block table to the fused kernel, or to gathered keys, is the same in every layer, and
-finding it took longer than the kernel. Knows when which is taken, as `torch_cpu.py` does, and what
-it needs.
+The choice between the fused kernel and gathered keys, and their inputs, are the same in every such
+layer, and computing them took longer than the kernel. Makes the same choices as `torch_cpu.py`.
 """
 
 from collections.abc import Sequence
@@ -18,17 +17,17 @@ from kvchat_kernels.paged_attention.torch_cpu import FEW_ROWS, KernelChoice, add
 
 @dataclass(frozen=True, slots=True)
 class FusedStep:
-    """Where a sequence's tokens lie in any pool of a kind, and what its rows may not see.
+    """The slots of a sequence's tokens, valid for all pools of equal shape, and its mask.
 
-    Of a step that the fused kernel takes:
+    For the fused kernel:
 
-    runs               first slots and the slots behind the last, in position order
-    mask               as `attend_fused` takes it
-    keys, values       [num_tokens, num_kv_heads, dim] to copy the runs to; empty where there is one
-                       that is read where it lies. Every layer's to overwrite
+    runs               (first slot, slot after the last) of each run, in position order
+    mask               see `attend_fused`
+    keys, values       [num_tokens, num_kv_heads, dim], buffers to copy the runs to; empty if a
+                       single run is read in place. Every layer overwrites them
 
-    Of a step that `attend_gathered` takes, `places` and `num_keys`, and `keys` and `values`, are
-    what Gathering holds; `places` is None of any other.
+    For `attend_gathered`, `places`, `num_keys`, `keys` and `values` are those of Gathering.
+    Otherwise `places` is None.
     """
 
     runs: list[tuple[int, int]]
@@ -40,7 +39,7 @@ class FusedStep:
 
 
 def columns_of(steps: Sequence[FusedStep]) -> tuple[list[Any], ...]:
-    """Return what FusedStep holds, a list of each over all layers, in the order it is held in."""
+    """Return one list per field of FusedStep, over all layers, in the fields' order."""
     return (
         [step.runs for step in steps],
         [step.mask for step in steps],
@@ -59,9 +58,9 @@ def fused_step(
     num_heads: int,
     span: AttentionSpan,
 ) -> FusedStep | None:
-    """Return how a layer with such pools reaches its tokens, None where it goes another way.
+    """Return the plan for a layer with such pools; None if neither of the two ways applies.
 
-    `slots` are the step's own, where its new tokens are written: none may be -1.
+    `slots` are the slots of the step's new tokens; if one is -1 there is no plan.
     """
     if not isinstance(sequences, PagedSequences):
         return None

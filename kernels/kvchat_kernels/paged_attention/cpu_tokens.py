@@ -1,9 +1,9 @@
-"""A sequence's keys or values on a CPU: read in runs as they lie in the pool, or gathered by head.
+"""A sequence's keys or values on a CPU: read in runs from the pool, or gathered head by head.
 
-A chat's blocks follow each other but for gaps where other sequences took some: reading each run
-where it lies costs nothing, and copying them all cost a decode step up to half its time. One row
-over many keys is two products over gathered keys and values: torch's products take batches that lie
-one after another, and copy what does not.
+A chat's blocks are mostly adjacent, with gaps where other sequences took blocks. Reading each run
+in place costs nothing; copying all runs cost up to half of a decode step. For one row over many
+keys, keys and values are gathered for two matrix products, because torch's products need contiguous
+batches and copy any others.
 """
 
 import math
@@ -14,19 +14,19 @@ import torch
 
 from kvchat_kernels.paged_attention.sequences import PagedSequences
 
-# Beyond this many runs one gather is cheaper than to look at each.
+# With more runs than this, one gather is cheaper than reading each run.
 MOST_RUNS = 8
-# From about this many tokens on the fused kernel reads a copy sooner than the pool, the copying
-# included: it goes through the tokens head by head, and the copy is in the caches by then.
+# From about this many tokens on, copying and reading the copy is faster for the fused kernel than
+# reading the pool: it reads the tokens once per head, and the copy is then in the caches.
 WORTH_COPYING = 2048
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Runs of tokens in position order: [num_tokens, num_heads, head_dim] each, views where may be.
+    """Runs of tokens in position order, each [num_tokens, num_heads, head_dim].
 
-    They belong to the pool: read only. `count` is the number of tokens of all runs. `are_copies`
-    where they had to be gathered or made another dtype.
+    They are read-only views of the pool if possible. `are_copies` is true if they were gathered or
+    converted to another dtype. `count` is the number of tokens of all runs.
     """
 
     runs: tuple[torch.Tensor, ...]
@@ -38,8 +38,10 @@ class Tokens:
         return self.runs[0].dtype
 
     def joined(self, sequences: PagedSequences, name: str) -> torch.Tensor:
-        """Return all tokens as one tensor; a copy in the step's scratch memory `name` where there
-        are several runs, or many tokens that still lie in the pool.
+        """Return all tokens as one tensor.
+
+        It is a copy in the step's scratch buffer `name` for several runs, or for many tokens that
+        are still in the pool.
         """
         first = self.runs[0]
         if len(self.runs) == 1 and (self.are_copies or self.count < WORTH_COPYING):
@@ -48,8 +50,9 @@ class Tokens:
         return torch.cat(self.runs, out=out)
 
     def by_head(self, sequences: PagedSequences, name: str, size: int) -> torch.Tensor:
-        """Return a copy [num_heads, size, head_dim], in the step's scratch memory `name`; zeros
-        behind the last token.
+        """Return a copy [num_heads, size, head_dim] in the step's scratch buffer `name`.
+
+        It holds zeros after the last token.
         """
         first = self.runs[0]
         shape = (first.shape[1], size, first.shape[2])
@@ -85,7 +88,7 @@ def tokens_from(
 def scratch(
     room: dict[Hashable, torch.Tensor], name: str, shape: Sequence[int], dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return the memory called `name` as a tensor of `shape`, with any content."""
+    """Return the buffer `name` of `room` as a tensor of `shape`, with undefined content."""
     num_elements = math.prod(shape)
     memory = room.get((name, dtype))
     if memory is None or memory.numel() < num_elements:
@@ -93,19 +96,18 @@ def scratch(
     return memory[:num_elements].view(shape)
 
 
-# The library makes a product's code anew for each length, 2 to 5 ms a step: so many take turns.
+# Lengths are rounded up to this, because oneDNN compiles new code for each length (2 to 5 ms).
 _LENGTH_STEP = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Gathering:
-    """Where a sequence's tokens lie, head by head, in any pool of a kind.
+    """The places of a sequence's tokens, head by head, in all pools of equal shape.
 
-    places         [num_kv_heads * length] int64, rows of a pool seen as one head of one slot each;
-                   beyond `num_keys` of a head they name its first token again, which may be read
-                   and is not seen
-    keys, values   [num_kv_heads, length, dim] to gather to, one after the other, mostly in the
-                   same memory; every layer's to overwrite
+    places         [num_kv_heads * length] int64, rows of a pool seen as [slots * heads, dim]. After
+                   a head's `num_keys` they repeat its first token, which is masked
+    keys, values   [num_kv_heads, length, dim], buffers to gather to, first the keys, then the
+                   values; mostly the same memory. Every layer overwrites them
     """
 
     places: torch.Tensor
@@ -121,7 +123,7 @@ def gathering(
     key_pool: torch.Tensor,
     value_pool: torch.Tensor,
 ) -> Gathering:
-    """Return how a sequence's tokens from position `first` on are gathered, decided once a step."""
+    """Return the Gathering of a sequence's tokens from position `first` on, cached for the step."""
     kind = (index, first, key_pool.shape[2:], value_pool.shape[3], key_pool.dtype)
     known = sequences.plans.get(kind)
     if known is None:
@@ -162,15 +164,15 @@ def attend_gathered(
     """Attend a single row: [1, num_heads, value_dim].
 
     query          [1, num_heads, key_dim]
-    keys, values   the pools' tokens, [num_slots, num_kv_heads, key_dim or value_dim], and then what
-                   Gathering holds
+    keys, values   the pools' tokens, [num_slots, num_kv_heads, key_dim or value_dim]
 
-    TorchScript compiles it too: it keeps to what that knows.
+    The other arguments are a Gathering's fields. TorchScript compiles this function too, so it uses
+    only what TorchScript supports.
     """
     num_heads, num_kv_heads = query.shape[1], keys.shape[1]
     rows = query.view(num_kv_heads, num_heads // num_kv_heads, query.shape[2])
     torch.index_select(keys.flatten(0, 1), 0, places, out=key_room.flatten(0, 1))
-    # Scaled inside the product, where it costs no rounding; what it would be added to is not read.
+    # Scale inside the product, which costs no extra rounding. With beta=0 the input is not read.
     scores = torch.baddbmm(rows.new_empty(1), rows, key_room.transpose(1, 2), beta=0.0, alpha=scale)
     scores[:, :, num_keys:].fill_(float("-inf"))
     if sinks is not None:

@@ -1,7 +1,7 @@
-"""Attention of many rows: one program per tile of rows walks all the keys they see.
+"""Attention of many rows: one program per tile of rows loops over all keys that the rows see.
 
-Knows device memory only. Tiles and the order of arithmetic are FlashAttention-2's (Dao, 2023); the
-keys come through block tables, and the rows of a tile are all query heads of one KV head.
+Tiles and the order of arithmetic are FlashAttention-2's (Dao, 2023). Keys are found through block
+tables, and a tile's rows are all query heads of one KV head.
 """
 
 import triton
@@ -50,10 +50,10 @@ def paged_attention_prefill_kernel(
     BLOCK_V: tl.constexpr,
     BLOCK_B: tl.constexpr,
 ):
-    """Attend one tile of rows of one KV head; sequences under `min_query_len` tokens are not ours.
+    """Attend one tile of rows of one KV head; skips sequences of under `min_query_len` new tokens.
 
-    Grid: (KV heads, row tiles of all our sequences). The last tiles of a sequence see most keys;
-    they start first, so that none of them is left alone at the end.
+    Grid: (KV heads, row tiles of all handled sequences). The last tiles of a sequence see the most
+    keys; they start first, so that no long tile runs alone at the end.
     """
     kv_head = tl.program_id(0)
     tile = tl.num_programs(1) - 1 - tl.program_id(1)
@@ -101,7 +101,7 @@ def paged_attention_prefill_kernel(
     total = tl.zeros((BLOCK_M, BLOCK_V), dtype=tl.float32)
     top = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
     weight = tl.zeros((BLOCK_M,), dtype=tl.float32)
-    # The edges of a window, what every row sees, the diagonal. Only the middle is long.
+    # Three ranges: a window's start (masked), keys that every row sees, the diagonal (masked).
     for part in tl.static_range(0 if WINDOW > 0 or CHUNK > 0 else 1, 3):
         total, top, weight = attend_keys(
             total,

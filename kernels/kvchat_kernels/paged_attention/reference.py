@@ -1,6 +1,6 @@
-"""Paged attention the obvious way: gather one sequence, softmax in float32, no cleverness.
+"""The reference of paged attention: gather each sequence, then softmax in float32.
 
-The twin every faster implementation is held equal to.
+The tests compare every faster implementation with it.
 """
 
 import torch

@@ -1,8 +1,7 @@
-"""Which rows of a step belong to which sequence, where its KV lies, and what a query may see.
+"""The rows, lengths and block tables of a step's sequences, and the span that a query sees.
 
-PagedSequences is made for one step and has its lengths on the host. DeviceSequences is made once
-and filled anew for every step: its lengths are on the device only. AttentionSpan holds positions
-only. None depends on a layer, a head or a weight: one serves every layer of a forward pass.
+PagedSequences belongs to one step and has its lengths on the host. DeviceSequences is refilled for
+every step and has its lengths on the device only. All layers of a forward pass share them.
 """
 
 from collections.abc import Hashable
@@ -27,7 +26,7 @@ class AttentionSpan:
     chunk: int | None = None
 
     def first_visible(self, position: int) -> int:
-        """Return the lowest position a query at `position` sees."""
+        """Return the lowest position that a query at `position` sees."""
         first = 0
         if self.window is not None:
             first = max(first, position - self.window + 1)
@@ -51,11 +50,10 @@ FULL = AttentionSpan()
 
 @dataclass(frozen=True)
 class PagedSequences:
-    """The sequences of one flattened batch, complete at birth and shared by all layers.
+    """The sequences of one flattened batch, shared by all layers.
 
-    Rows of a batch are the new tokens of its sequences, one sequence after another. Lengths exist
-    twice: as tuples for code that runs on the host, and as device tensors for kernels, which must
-    not wait for the host.
+    The rows of a batch are the new tokens of its sequences, one sequence after another. Lengths
+    exist twice: as tuples for code on the host, and as device tensors for kernels.
 
     query_lens      new tokens per sequence
     context_lens    tokens per sequence including the new ones
@@ -92,19 +90,19 @@ class PagedSequences:
 
     @cached_property
     def masks(self) -> dict[Hashable, torch.Tensor]:
-        """Room for masks that every layer of a step would make alike, by whatever sets them."""
+        """A cache of masks that are equal in several layers of the step."""
         return {}
 
     @cached_property
     def plans(self) -> dict[Hashable, Any]:
-        """Room for what every layer of a step would decide alike, by whatever decides."""
+        """A cache of decisions that are equal in several layers of the step."""
         return {}
 
     @cached_property
     def scratch(self) -> dict[Hashable, torch.Tensor]:
-        """Memory that a layer fills and is done with before the next one, by what it is used for.
+        """Buffers by name and dtype. A layer uses them only until the next layer starts.
 
-        Memory used again is in the caches, and its pages need no zeroing by the system.
+        Reused memory is in the processor's caches, and the system need not zero its pages.
         """
         return {}
 
@@ -117,10 +115,10 @@ class PagedSequences:
         return {}
 
     def runs(self, sequence: int, first_token: int) -> tuple[tuple[int, int], ...]:
-        """Return where a sequence's tokens from `first_token` on lie in a pool, in position order.
+        """Return the runs of slots of a sequence's tokens from `first_token` on, in position order.
 
-        Each run is a first slot and the slot behind its last: tokens that lie one after another,
-        whose blocks do. Found once and remembered: every layer asks the same.
+        A run is (first slot, slot after the last) of adjacent tokens in adjacent blocks. The result
+        is cached, because every layer needs it.
         """
         key = (sequence, first_token)
         runs = self._runs.get(key)
@@ -144,7 +142,7 @@ class PagedSequences:
         return tuple(runs)
 
     def blocks_of(self, sequence: int, first_token: int) -> torch.Tensor:
-        """Return the ids of the blocks that hold `first_token` and everything after it.
+        """Return the ids of the blocks from the one that holds `first_token` on.
 
         [num_blocks] int32; `first_token` is a multiple of the block size.
         """
@@ -155,17 +153,16 @@ class PagedSequences:
 
 @dataclass(frozen=True)
 class DeviceSequences:
-    """The sequences of a step that is run again and again with other contents of its tensors.
+    """The sequences of a captured step, which is replayed with other contents of these tensors.
 
-    A captured CUDA graph repeats its launches as they were. So what the host plans with here are
-    bounds, which hold for every step: so many rows, so many sequences, none with more new tokens
-    than `max_query_len`. A sequence may have no tokens at all; those that have some come first, and
-    together they own every row.
+    A captured CUDA graph repeats the same launches. So the host plans with bounds that hold for
+    every step: the numbers of rows and of sequences, and `max_query_len`. A sequence may have no
+    tokens. Sequences with tokens come first, and together they have all rows.
 
     num_tokens       rows of the step
-    max_query_len    most new tokens of one sequence
+    max_query_len    the most new tokens of one sequence
     query_starts     [num_sequences + 1] int32, first rows, then `num_tokens`
-    context_lens     [num_sequences] int32, tokens including the new ones; 0 where there are none
+    context_lens     [num_sequences] int32, tokens including the new ones; 0 without tokens
     block_tables     [num_sequences, max_blocks] int32, as in PagedSequences; any row stride
     block_size       tokens per block
 
@@ -187,9 +184,10 @@ class DeviceSequences:
         assert 0 < self.max_query_len <= self.num_tokens <= num_sequences * self.max_query_len
 
     def read(self) -> PagedSequences:
-        """Return the step as it stands now, read back from the device.
+        """Return the step's current content, read back from the device.
 
-        For implementations that run on the host. A step that needs this cannot be captured.
+        For implementations that need lengths on the host. A step that calls this cannot be
+        captured.
         """
         starts, ends = self.query_starts[:-1].tolist(), self.query_starts[1:].tolist()
         query_lens = [end - start for start, end in zip(starts, ends, strict=True)]

@@ -1,7 +1,7 @@
-"""Attention of a few rows to long contexts: the keys are split among programs, then merged.
+"""Attention of a few rows to long contexts: keys are split among programs, then results merged.
 
-Knows device memory only: lengths and tables are read there, and how the keys are split is computed
-there, so that a captured launch stays right when they change. README.md derives the division.
+The kernels read lengths and tables from device memory and compute the splits on the device, so a
+captured launch stays correct when they change. README.md derives the division.
 """
 
 import triton
@@ -24,11 +24,11 @@ def divide_keys(
     WINDOW: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Return [B] how many splits each sequence gets, and the scalar length of a split.
+    """Return [B] the number of splits of each sequence, and the scalar length of a split in keys.
 
-    Sequences with fewer or more new tokens than given are not ours and get none. All splits of a
-    step are equally long, so that a long sequence gets many and a short one few: at most
-    num_splits and one for each of our sequences.
+    Sequences with fewer than `min_query_len` or more than `max_query_len` new tokens get none. All
+    splits of a step have the same length, so a long sequence gets many. In total there are at most
+    `num_splits` + the number of handled sequences.
     """
     sequence = tl.arange(0, BLOCK_B)
     there = sequence < num_sequences
@@ -43,7 +43,7 @@ def divide_keys(
     return tl.cdiv(num_keys, split_len), split_len
 
 
-# What changes from step to step must not be compiled in: 1 and multiples of 16 would be.
+# do_not_specialize: Triton would compile a new kernel when such a value is 1 or a multiple of 16.
 @triton.jit(
     do_not_specialize=[
         "num_sequences",
@@ -95,9 +95,9 @@ def paged_attention_split_kernel(
 ):
     """Attend the rows of one KV head of one sequence to one split of its keys.
 
-    Grid: (row tiles * KV heads, num_splits + our sequences). Writes the rows' weighted mean of the
-    values, [splits, max_query_len * GROUP, KV heads, VALUE_DIM] float32, and the log2 of their
-    weights' sum, the same without the last dimension.
+    Grid: (row tiles * KV heads, num_splits + handled sequences). Writes the rows' weighted mean of
+    the values, [splits, max_query_len * GROUP, KV heads, VALUE_DIM] float32, and the log2 of the
+    sum of their weights, the same shape without the last dimension.
     """
     kv_head = tl.program_id(0) % NUM_KV_HEADS
     row_tile = tl.program_id(0) // NUM_KV_HEADS
@@ -175,7 +175,7 @@ def paged_attention_split_kernel(
         MASKED=True,
     )
 
-    # A row that saw no key of this split has weight 0: its mean is 0 and its logarithm -inf.
+    # A row that sees no key of this split has weight 0: its mean is 0 and its logarithm -inf.
     mean = total / tl.where(weight == 0.0, 1.0, weight)[:, None]
     place = (split.to(tl.int64) * max_query_len * GROUP + row) * NUM_KV_HEADS + kv_head
     dim = tl.arange(0, BLOCK_V)
@@ -214,7 +214,7 @@ def merge_splits_kernel(
     BLOCK_S: tl.constexpr,
     MIN_SPLIT: tl.constexpr,
 ):
-    """Merge one row's splits by their weights, the sink's weight among them.
+    """Merge one row's splits by their weights, including the sink's weight.
 
     Grid: (tokens of the step, query heads).
     """
@@ -251,7 +251,7 @@ def merge_splits_kernel(
     top = tl.full((), float("-inf"), dtype=tl.float32)
     weight = tl.zeros((), dtype=tl.float32)
     if HAS_SINKS:
-        # exp(sink) in units of log2, as the scores are; of itself it weighs 1.
+        # The sink in units of log2, like the scores; its own weight is then 1.
         top = tl.load(sinks_ptr + head).to(tl.float32) * 1.4426950408889634
         weight += 1.0
     for tile in range(begin, end, BLOCK_S):

@@ -1,10 +1,8 @@
-"""What both attention kernels do with one tile of keys: find, load, score, add.
+"""The functions that both attention kernels use for a tile of keys: find, load, score, add.
 
-Knows one program's rows and one tile of one sequence. Does not know how the work was divided.
-
-    M   rows of the tile: (token, query head of the group) pairs, token by token
-    N   keys of the tile
-    K   key dim, padded to a power of two; V likewise the value dim
+M   rows of the tile: (token, query head of the group) pairs, token by token
+N   keys of the tile
+K   key dim, padded to a power of two; V likewise the value dim
 """
 
 import triton
@@ -26,7 +24,7 @@ def first_visible(position, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
 def load_blocks(table_ptr, token, end, BLOCK_SIZE: tl.constexpr):
     """Return the ids of the blocks that hold each token, 0 for tokens from `end` on."""
     ids = tl.load(table_ptr + token // BLOCK_SIZE, mask=token < end, other=0)  # [N]
-    # A pool passes 2^31 elements at 4 GB of bfloat16: the id is wide before anything multiplies it.
+    # A pool exceeds 2^31 elements at 4 GB of bfloat16: widen the id before it is multiplied.
     return ids.to(tl.int64)
 
 
@@ -43,7 +41,7 @@ def load_rows(
     KEY_DIM: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Return the queries of a program's rows, zero where there is no such row or dimension."""
+    """Return the queries of a program's rows, zero for padding rows and dimensions."""
     dim = tl.arange(0, BLOCK_K)
     token = (first_token + row // GROUP).to(tl.int64)
     head = kv_head * GROUP + row % GROUP
@@ -94,8 +92,8 @@ def attend_keys(
     offset = tl.arange(0, BLOCK_N)
     key_dim, value_dim = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
     lowest = first_visible(position, WINDOW, CHUNK)
-    # Block ids are loaded one tile ahead. Were they loaded in the iteration that needs them, the
-    # pipeline would spend its stages on them and leave keys and values with a single buffer.
+    # Load block ids one tile ahead. If they were loaded in the iteration that needs them, Triton's
+    # pipeline would spend its stages on them and have only one buffer for keys and values.
     blocks = load_blocks(table_ptr, begin + offset, end, BLOCK_SIZE)
     for tile in range(begin, end, BLOCK_N):
         token = tile + offset  # [N]
@@ -106,7 +104,7 @@ def attend_keys(
         key_there = key_dim[:, None] < KEY_DIM
         value_there = value_dim[None, :] < VALUE_DIM
         if MASKED:
-            # Slots behind the end may hold anything, NaN included, and 0 * NaN is NaN.
+            # Slots after the end may hold any value, including NaN, and 0 * NaN is NaN.
             key_there = key_there & (token[None, :] < end)
             value_there = value_there & (token[:, None] < end)
         key = tl.load(key_ptr + key_offset[None, :] + key_dim[:, None], mask=key_there, other=0.0)
@@ -125,7 +123,7 @@ def attend_keys(
         new_top = tl.maximum(top, tl.max(scores, 1))
         base = new_top
         if MASKED:
-            # A row that has seen nothing yet: -inf - -inf is NaN.
+            # For a row without a visible key so far, -inf - -inf would be NaN.
             base = tl.where(new_top == float("-inf"), 0.0, new_top)
         shrink = tl.exp2(top - base)
         weights = tl.exp2(scores - base[:, None])

@@ -1,25 +1,25 @@
-"""Which tile sizes, warps and stages each attention kernel runs with: fixed tables, no tuning runs.
+"""The tile sizes, warps and stages of the attention kernels: fixed tables, without tuning runs.
 
-Knows head dims, dtypes and row counts. Every tile named here is compiled for Hopper by a test.
+A test compiles every tile for Hopper.
 """
 
 from dataclasses import dataclass
 
 import torch
 
-# Above this the accumulator and one pair of tiles no longer fit a program.
+# Above this the accumulator and one pair of tiles do not fit in a program's registers and memory.
 MAX_HEAD_DIM = 256
-# A split is at least this long: below it merging costs more than the parallelism brings.
+# The smallest split, in keys: with shorter ones merging costs more than the parallelism gains.
 MIN_SPLIT = 256
 
 
-# Splits that the merge takes at once: all of a lone sequence's on 8 KV heads, on 132 processors.
+# Splits that the merge handles at once: all of a single sequence on 8 KV heads and 132 processors.
 MERGE_BLOCK = 32
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """How a program works: rows and keys of its tile, warps, and the pipeline's depth."""
+    """The rows and keys of a program's tile, its warps, and the depth of its pipeline."""
 
     block_m: int
     block_n: int
@@ -28,7 +28,7 @@ class Tile:
 
 
 def padded(dim: int) -> int:
-    """Return the power of two a head dim is padded to; tensor cores take no fewer than 16."""
+    """Return the power of two that a head dim is padded to; tensor cores need at least 16."""
     return max(16, 1 << (dim - 1).bit_length())
 
 
@@ -46,10 +46,10 @@ def split_tile(key_dim: int, value_dim: int, dtype: torch.dtype, num_rows: int) 
     block_m = 16 if num_rows <= 16 else 32 if num_rows <= 32 else 64
     widest = max(padded(key_dim), padded(value_dim))
     if dtype == torch.float32:
-        # No tensor core keeps float32 whole: small tiles, whose operands fit the registers. With a
-        # third stage Triton 3.6 spills two of them at head dim 128.
+        # Tensor cores do not compute full float32, so small tiles whose operands fit in registers.
+        # With a third stage Triton 3.6 spills two registers at head dim 128.
         return Tile(16, 16, 4, 2)
-    # With four, two programs of a decode still share a multiprocessor's memory.
+    # With four stages, two programs of a decode still fit in a multiprocessor's shared memory.
     num_stages = 4 if block_m == 16 else 3
     if widest <= 64:
         return Tile(block_m, 128 if block_m == 16 else 64, 4, num_stages)
@@ -59,14 +59,14 @@ def split_tile(key_dim: int, value_dim: int, dtype: torch.dtype, num_rows: int) 
 
 
 def prefill_tile(key_dim: int, value_dim: int, dtype: torch.dtype) -> Tile:
-    """Return the tile for long chunks."""
+    """Return the tile of the prefill kernel."""
     widest = max(padded(key_dim), padded(value_dim))
     if dtype == torch.float32:
-        # With a second stage Triton 3.7 spills two registers where values are wider than keys.
+        # With a second stage Triton 3.7 spills two registers if values are wider than keys.
         return Tile(16, 16, 8, 2 if widest <= 128 else 1)
     return Tile(128, 64 if widest <= 128 else 32, 8, 3)
 
 
 def merge_warps(value_dim: int) -> int:
-    """Return the warps of the merge."""
+    """Return the number of warps of the merge kernel."""
     return 4 if padded(value_dim) <= 128 else 8

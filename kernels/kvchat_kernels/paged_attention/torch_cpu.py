@@ -1,6 +1,6 @@
-"""Paged attention on a CPU, with torch alone; README.md says why it is built this way.
+"""Paged attention on a CPU, with torch's kernels; README.md gives the reasons and the times.
 
-Knows torch's CPU kernels and their speeds. Equal to `reference.py` within rounding.
+Equal to `reference.py` within rounding.
 """
 
 from collections.abc import Hashable
@@ -20,17 +20,17 @@ from kvchat_kernels.paged_attention.cpu_tokens import (
 )
 from kvchat_kernels.paged_attention.sequences import AttentionSpan, PagedSequences
 
-# Rows are taken in slabs with at most this many bytes of scores, so that they stay in the caches
-# between the two products and the softmax: larger slabs took up to twice as long per score.
+# Rows are processed in slabs of at most this many bytes of scores, which then stay in the caches
+# between the products and the softmax: larger slabs took up to twice as long per score.
 _SLAB_BYTES = 1 << 22
-# The fused kernel starts sooner than two products and a softmax, which for several rows are the
-# faster from about this many keys on. It is meant for few rows.
+# The fused kernel has less overhead than two products and a softmax. For several rows the products
+# are faster from about this many keys on.
 _SHORT_CONTEXT = 1024
 FEW_ROWS = 16
-# In low precision it attends every row that has few keys in one layer.
+# In low precision the fused kernel attends every row with at most this many bytes of keys.
 _FEW_KEY_BYTES = 5 << 16
-# Where no two query heads share a KV head, the fused kernel multiplies a single row by each head's
-# keys, which it does several times slower than rows: it is left from so many keys of all heads on.
+# If no query heads share a KV head, the fused kernel multiplies one row at a time, several times
+# slower than several rows. Then it is used only up to this many keys of all heads.
 _FEW_KEYS_OF_ALL_HEADS = 2048
 
 
@@ -99,10 +99,10 @@ def _attend_long(
 
 @dataclass(frozen=True, slots=True)
 class KernelChoice:
-    """Which rows of layers of one kind torch's fused kernel attends, softcaps aside.
+    """Chooses the rows that torch's fused kernel attends, for layers of one shape without softcap.
 
-    In low precision it hangs on the row's own position alone: the kernel and the products round
-    differently, and a token's numbers must not depend on how many others are computed beside it.
+    In low precision the choice depends only on the row's own position: the kernel and the products
+    round differently, and a token's result must not depend on the other tokens of the step.
     """
 
     num_heads: int
@@ -112,7 +112,7 @@ class KernelChoice:
     span: AttentionSpan
 
     def prefers_fused(self, sequences: PagedSequences, index: int) -> bool:
-        """Tell whether a sequence's rows are attended by the kernel; of `split` ones all alike."""
+        """Return whether the kernel attends a sequence's rows; the sequence comes from `split`."""
         num_rows, end = sequences.query_lens[index], sequences.context_lens[index]
         if self.dtype != torch.float32:
             return self._is_short(end - 1)
@@ -120,9 +120,7 @@ class KernelChoice:
         return num_rows == 1 or (num_rows <= FEW_ROWS and num_keys < _SHORT_CONTEXT)
 
     def split(self, sequences: PagedSequences) -> PagedSequences:
-        """Return sequences whose rows all go one way: one that does not becomes several, which
-        follow each other. Found once a step.
-        """
+        """Split sequences so that all rows of each use the same kernel; cached for the step."""
         if self.dtype == torch.float32 or sequences.num_tokens == len(sequences.query_lens):
             return sequences
         found = sequences.plans.get(self)
@@ -145,9 +143,9 @@ class KernelChoice:
         return PagedSequences(query_lens, ends, tables, sequences.block_size)
 
     def _is_short(self, position: int) -> bool:
-        """Tell whether a row has so few keys that the kernel is the faster one."""
+        """Return whether a row has so few keys that the fused kernel is faster."""
         if not multiplies_in(self.dtype):
-            return True  # products convert their operands, number by number
+            return True  # products would convert every element
         num_keys = position + 1 - self.span.first_visible(position)
         if self.num_heads == self.num_kv_heads:
             return num_keys * self.num_kv_heads <= _FEW_KEYS_OF_ALL_HEADS
@@ -166,16 +164,16 @@ def attend_fused(
 
     query        [num_rows, num_heads, key_dim]
     key, value   [num_keys, num_kv_heads, key_dim or value_dim]
-    mask         added to the scores; rows are those of the query heads that share a KV head, one
-                 head after another
+    mask         [group * num_rows, num_keys], added to the scores: the rows of the query heads that
+                 share a KV head, one head after another; None for a single row
 
-    TorchScript compiles it too: it keeps to what that knows.
+    TorchScript compiles this function too, so it uses only what TorchScript supports.
     """
     num_rows, num_heads = query.shape[0], query.shape[1]
     num_kv_heads, value_dim = value.shape[1], value.shape[2]
     query, key, value = _equal_head_dims(query, key, value)
-    # The operator behind scaled_dot_product_attention, by its own name: only that one returns the
-    # log-sum-exp, which sinks need.
+    # The operator behind scaled_dot_product_attention: only it returns the log-sum-exp, which sinks
+    # need.
     out, lse = torch._scaled_dot_product_flash_attention_for_cpu(
         _rows_by_head(query, num_kv_heads),
         key[None].transpose(1, 2),
@@ -185,7 +183,7 @@ def attend_fused(
         attn_mask=mask,
         scale=scale,
     )
-    if num_rows == 1:  # the order in which they are: nothing is moved
+    if num_rows == 1:  # already in the right order
         out = out.view(1, num_heads, -1)
     else:
         out = out.reshape(num_heads, num_rows, -1).transpose(0, 1)
@@ -214,10 +212,9 @@ def additive_mask(
     group: int,
     dtype: torch.dtype,
 ) -> torch.Tensor | None:
-    """Return what keeps a sequence's rows from what they may not see, None for a single row.
+    """Return a sequence's mask, [group * num_rows, num_keys] in `dtype`; None for a single row.
 
-    [group * num_rows, num_keys] in `dtype`, minus infinity where hidden. Made once a step and not
-    once a layer.
+    It is 0 where visible and minus infinity where hidden. Cached for the step.
     """
     num_rows, end = sequences.query_lens[index], sequences.context_lens[index]
     if num_rows == 1:
@@ -235,7 +232,7 @@ def additive_mask(
 def _equal_head_dims(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Pad with zeros where K and V dims differ: zeros change no score and are cut off later."""
+    """Pad with zeros if K and V dims differ; zeros change no score, and the caller removes them."""
     missing = value.shape[-1] - key.shape[-1]
     if missing > 0:
         query = torch.nn.functional.pad(query, [0, missing])
@@ -247,9 +244,9 @@ def _equal_head_dims(
 
 @dataclass(frozen=True, slots=True)
 class Slabs:
-    """Attention of many rows, a slab of them at a time, over keys from position `first` to `end`.
+    """Attention of many rows in slabs, over the keys of positions [`first`, `end`).
 
-    The memory of scores and weights is kept in `room` from slab to slab and layer to layer.
+    `room` holds the buffers of scores and weights, which slabs and layers reuse.
     """
 
     span: AttentionSpan
@@ -261,10 +258,10 @@ class Slabs:
     room: dict[Hashable, torch.Tensor]
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Attend the rows at the end of `key`'s positions: [num_rows, num_heads, value_dim].
+        """Attend the rows of the last positions: [num_rows, num_heads, value_dim].
 
-        `key` and `value` are [num_kv_heads, num_keys, dim], zeros behind the last. Each slab sees
-        the keys up to its own last row, from the first one any of its rows may see.
+        `key` and `value` are [num_kv_heads, num_keys, dim], with zeros after the last key. Each
+        slab uses the keys from the first that any of its rows sees to its last row's.
         """
         num_rows, num_heads, _ = query.shape
         start = self.end - num_rows
@@ -289,7 +286,7 @@ class Slabs:
         hidden: torch.Tensor,
         end: int,
     ) -> torch.Tensor:
-        """Two products with a softmax between them, over `end` keys and zeros behind them."""
+        """Attend one slab: two products and a softmax over `end` keys, followed by zeros."""
         count = query.shape[0]
         query = pad(query, [0, 0, 0, 0, 0, _size_of(count, query.dtype) - count])
         num_rows, num_heads, head_dim = query.shape
@@ -297,7 +294,7 @@ class Slabs:
         rows = query.view(num_rows, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)
         rows = rows.reshape(num_kv_heads, -1, head_dim)
         shape = (num_kv_heads, rows.shape[1], num_keys)
-        # Scaled inside the product, where it costs no rounding and no pass over the scores.
+        # Scale inside the product, which costs no extra rounding and no pass over the scores.
         scores = scratch(self.room, "scores", shape, rows.dtype)
         scores.baddbmm_(rows, key.transpose(1, 2), beta=0, alpha=self.scale)
         scores = scores.view(num_heads, num_rows, num_keys)
@@ -321,12 +318,12 @@ class Slabs:
 
 
 def _size_of(count: int, dtype: torch.dtype) -> int:
-    """Return how many rows or keys products are given for `count`."""
+    """Return the padded number of rows or keys for products of `count`."""
     return count if dtype == torch.float32 else few_sizes(count)
 
 
 def _slab_rows(num_rows: int, row_bytes: int, dtype: torch.dtype) -> int:
-    """Return how many rows to take at a time: in low precision a power of two, for few sizes."""
+    """Return the number of rows per slab; in low precision a power of two, to have few sizes."""
     most_rows = max(1, _SLAB_BYTES // row_bytes)
     if dtype != torch.float32:
         return 1 << (most_rows.bit_length() - 1)
@@ -335,10 +332,10 @@ def _slab_rows(num_rows: int, row_bytes: int, dtype: torch.dtype) -> int:
 
 
 def _hidden(span: AttentionSpan, begin: int, end: int, num_rows: int) -> torch.Tensor:
-    """Return what the last `num_rows` positions before `end` may not see, of those from `begin` on.
+    """Return which positions of [`begin`, `end`) are hidden from the last `num_rows` of them.
 
     [num_rows, num_columns] bool, true where hidden. Without a window or chunks only the last
-    columns can be, and only they are there.
+    `num_rows` columns can be hidden, and only those are returned.
     """
     if span.window is None and span.chunk is None:
         begin = end - num_rows

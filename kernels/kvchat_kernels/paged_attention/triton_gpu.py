@@ -1,10 +1,9 @@
-"""Paged attention on a GPU: which kernels a step needs, with which values.
+"""Paged attention on a GPU: plans the kernels of a step and their parameters.
 
-Knows the kernels' parameters and the host's view of a step. Equal to `reference.py` within
-rounding. Reads no device memory, and of the host's lengths only those of the queries: a captured
-step may be replayed with other context lengths and tables in the same tensors, and one of
-DeviceSequences with other query lengths too, within their bound. A row whose context is 0 tokens
-becomes zero.
+Equal to `reference.py` within rounding. Reads no device memory, and on the host only the query
+lengths. So a captured step may be replayed with other context lengths and block tables in the same
+tensors, and with DeviceSequences also with other query lengths within their bound. The output of a
+row with a context of 0 tokens is zero.
 """
 
 import math
@@ -32,18 +31,17 @@ from kvchat_kernels.paged_attention.tiles import (
     split_tile,
 )
 
-# Queries up to this long always have their keys split; longer ones where they fill few programs.
+# Queries of up to this many tokens always use split keys; longer ones do if they fill few programs.
 MAX_SPLIT_QUERY = 16
 _MAX_SPLIT_CHUNK = 256
-# Splits are cut so that about this many programs run on each multiprocessor: one loads while
-# another computes.
+# The splits give each multiprocessor about this many programs, so one can load while one computes.
 _PROGRAMS_PER_PROCESSOR = 2
 _LOG2_E = math.log2(math.e)
 
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """One layer's attention in one step: what `paged_attention` was given, and where it goes."""
+    """One layer's attention in one step: the arguments of `paged_attention`, and its output."""
 
     query: torch.Tensor
     key_pool: torch.Tensor
@@ -69,7 +67,7 @@ class AttentionCall:
 
     @property
     def query_lens(self) -> tuple[int, ...]:
-        """New tokens of each sequence; where only the device knows, the most there may be."""
+        """New tokens of each sequence; for DeviceSequences the upper bound."""
         if isinstance(self.sequences, DeviceSequences):
             return (self.sequences.max_query_len,) * self.sequences.block_tables.shape[0]
         return self.sequences.query_lens
@@ -94,7 +92,7 @@ def paged_attention_triton(
 ) -> torch.Tensor:
     """Attend every row of `query` to its own sequence; see `paged_attention` for the shapes.
 
-    All tensors are of one dtype; neighbours of the pools' last dimension are neighbours in memory.
+    All tensors have one dtype, and the pools' last dimension has a stride of 1.
     """
     assert query.dtype == key_pool.dtype == value_pool.dtype
     assert key_pool.stride(-1) == value_pool.stride(-1) == 1
@@ -109,7 +107,7 @@ def paged_attention_triton(
 
 @cache
 def num_processors(device: torch.device) -> int:
-    """Return how many multiprocessors there are; for a CPU, which interprets, enough to divide."""
+    """Return the number of multiprocessors; 4 for a CPU, where Triton's interpreter runs."""
     if device.type != "cuda":
         return 4
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -119,7 +117,7 @@ def plan_launches(call: AttentionCall, processors: int) -> Iterator[Launch]:
     """Yield the kernels that together write every row of the step, in order."""
     query_lens = call.query_lens
     if isinstance(call.sequences, DeviceSequences):
-        # Any sequence may turn out short or long: one launch has to serve all there can be.
+        # Every sequence may be short or long at a replay, so one launch must handle all lengths.
         yield from split_launches(call, 1, max(query_lens), processors)
         return
     if min(query_lens) <= MAX_SPLIT_QUERY:
@@ -134,10 +132,10 @@ def plan_launches(call: AttentionCall, processors: int) -> Iterator[Launch]:
 
 
 def _fills_few_processors(call: AttentionCall, processors: int) -> bool:
-    """Tell whether prefilling the long queries would leave most of the GPU idle.
+    """Return whether the prefill kernel would leave most of the GPU idle for the long queries.
 
-    However long their contexts are, a tile of rows is one program. Very long queries are prefilled
-    all the same, for the partial results of splits would be large.
+    It runs one program per tile of rows, however long the contexts are. Very long queries use it in
+    any case, because the partial results of splits would be large.
     """
     if max(call.query_lens) > _MAX_SPLIT_CHUNK:
         return False
@@ -159,9 +157,9 @@ def split_launches(
     tile: Tile | None = None,
     min_split: int = MIN_SPLIT,
 ) -> Iterator[Launch]:
-    """Yield the split kernel and the merge, for our sequences: those within the query lengths.
+    """Yield the split and merge kernels, for the sequences within the two query lengths.
 
-    tile, min_split   other than `tiles.py` says, for tests
+    tile, min_split   override those of `tiles.py`, for tests
     """
     ours = [n for n in call.query_lens if min_query_len <= n <= max_query_len]
     max_rows = max(ours) * call.group
@@ -216,7 +214,7 @@ def _sequence_block(call: AttentionCall) -> int:
 
 
 def _shared(call: AttentionCall) -> dict[str, Any]:
-    """The values all kernels take."""
+    """The parameters that all kernels take."""
     return {
         "GROUP": call.group,
         "VALUE_DIM": call.dims[1],
@@ -227,7 +225,7 @@ def _shared(call: AttentionCall) -> dict[str, Any]:
 
 
 def _inputs(call: AttentionCall) -> dict[str, Any]:
-    """The values of the kernels that read keys. Scores are in units of log2."""
+    """The parameters of the kernels that read keys. Scores are in units of log2."""
     if call.softcap is None:
         scale, cap = call.scale * _LOG2_E, 0.0
     else:
@@ -260,7 +258,7 @@ def _inputs(call: AttentionCall) -> dict[str, Any]:
 
 
 def _output(call: AttentionCall) -> dict[str, Any]:
-    """The values of the kernels that write rows."""
+    """The parameters of the kernels that write rows."""
     return {
         "sinks_ptr": call.sinks,
         "out_ptr": call.out,

@@ -1,7 +1,4 @@
-"""Root mean square norm of rows, alone or right after a residual addition.
-
-Knows rows and weights; not where in a network it stands.
-"""
+"""Root mean square norm of rows, alone or after a residual addition."""
 
 import torch
 
@@ -23,12 +20,13 @@ def rms_norm(
 
     hidden   [..., size]; rows that are not dense, or not equally far apart, are copied first
     weight   [size]
-    offset   1.0 for Gemma, which stores its weights less one
+    offset   1.0 for Gemma, which stores its weights minus one; otherwise 0.0
     impl     auto, triton or reference
 
     Returns a contiguous tensor of the shape and dtype of `hidden`, owned by the caller. The kernel
-    computes in float32 and rounds once; the twin rounds before the weights too, as Llama's module
-    does, unless there is an offset. Source: Zhang and Sennrich, NeurIPS 2019.
+    computes in float32 and rounds once. The reference also rounds before multiplying with the
+    weights, as Llama's module does, unless there is an offset. Source: Zhang and Sennrich, NeurIPS
+    2019.
     """
     assert weight.shape == hidden.shape[-1:], (weight.shape, hidden.shape)
     if uses_triton(hidden.device, impl):
@@ -50,12 +48,12 @@ def add_rms_norm(
     offset: float = 0.0,
     impl: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Add a residual stream and norm the sum; return the normed rows and the sum.
+    """Add a residual and norm the sum; return the normed rows and the sum.
 
-    residual   as `hidden`, in its shape and dtype; neither is changed
+    residual   has the shape and dtype of `hidden`; neither is changed
 
-    The sum is rounded to the dtype before it is normed, as when it is kept between two modules.
-    Everything else as `rms_norm`.
+    The sum is rounded to the dtype before the norm, as it is when separate modules store it.
+    Otherwise as `rms_norm`; both results are new tensors, owned by the caller.
     """
     assert hidden.shape == residual.shape
     assert hidden.dtype == residual.dtype

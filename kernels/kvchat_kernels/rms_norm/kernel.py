@@ -1,6 +1,6 @@
-"""The RMS norm as a Triton kernel, a program for each row.
+"""The RMS norm as a Triton kernel, one program per row.
 
-Legend: S elements of a row, padded to a power of two.
+Shapes: S is the elements of a row, padded to a power of two.
 """
 
 import torch
@@ -15,7 +15,7 @@ def rms_norm_kernel(
     hidden_ptr, residual_ptr, weight_ptr, out_ptr, total_ptr, hidden_stride, residual_stride, eps,
     offset, SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program (row,): the whole row lies in its registers, so it is read once."""
+    """Program (row,) norms one row. It holds the row in registers and reads it once."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)  # [S]
     inside = column < SIZE
@@ -23,7 +23,7 @@ def rms_norm_kernel(
     hidden = hidden.to(tl.float32)
     if residual_ptr is not None:
         residual = tl.load(residual_ptr + row * residual_stride + column, mask=inside, other=0.0)
-        # What is normed is what the next layer will find: the rounded sum.
+        # Norm the rounded sum, because the next layer reads the rounded sum too.
         total = (hidden + residual.to(tl.float32)).to(total_ptr.dtype.element_ty)
         tl.store(total_ptr + row * SIZE + column, total, mask=inside)
         hidden = total.to(tl.float32)
@@ -42,7 +42,7 @@ def rms_norm_launch(
     out: torch.Tensor,
     total: torch.Tensor | None,
 ) -> Launch:
-    """Return the launch that fills `out`, and with a residual `total`; both are contiguous."""
+    """Return the launch that fills `out` and, with a residual, `total`; both are contiguous."""
     size = hidden.shape[-1]
     block = next_power_of_2(size)
     values = {
@@ -58,6 +58,6 @@ def rms_norm_launch(
         "SIZE": size,
         "BLOCK": block,
     }
-    # Eight elements a thread and load, up to 16 warps: the sum waits for the last of them.
+    # Eight elements per thread, with up to 16 warps; the sum synchronises all of them.
     num_warps = min(16, max(1, block // 256))
     return Launch(rms_norm_kernel, (out.numel() // size,), values, num_warps=num_warps)

@@ -1,4 +1,4 @@
-"""The torch twin of the RMS norm: the formula in float32, rounded as transformers' models do."""
+"""The torch reference of the RMS norm: the formula in float32, rounded as in transformers."""
 
 import torch
 
@@ -9,7 +9,7 @@ def rms_norm_reference(
     """Return the normed rows in the dtype of `hidden`; see `rms_norm` for the shapes."""
     wide = hidden.float()
     normed = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
-    if offset:  # as Gemma: one rounding, after the weights
+    if offset:  # Gemma rounds once, after multiplying with the weights
         return (normed * (weight.float() + offset)).to(hidden.dtype)
     return (weight * normed.to(hidden.dtype)).to(hidden.dtype)
 

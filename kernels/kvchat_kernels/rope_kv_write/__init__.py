@@ -1,7 +1,7 @@
-"""Turn a step's projections into what attention needs: rotated queries, and KV in its slots.
+"""Prepares a step's projections for attention, in one pass over a merged QKV projection.
 
-Norms each head where a family does that, rotates queries and keys, and writes keys and values to
-the pools: one pass over a merged QKV projection. Knows positions only as angles.
+Norms each head where the model family does, rotates queries and keys, and writes keys and values to
+their slots in the pools. Positions are given as angles.
 """
 
 import torch
@@ -30,10 +30,10 @@ def rope_kv_write(
     value         [num_tokens, num_kv_heads, value_dim]
     impl          auto, triton or reference
 
-    The three may be views of one merged projection: any strides, though a last dimension that is
-    not dense is copied first. Rotated queries are new, [num_tokens, num_heads, key_dim] contiguous
-    in the query's dtype, and the caller's; keys and values are cast to the dtypes of their pools.
-    The kernel's arithmetic is float32 throughout and rounded once.
+    The three may be views of one merged projection, with any strides; a last dimension that is not
+    dense is copied first. Returns new rotated queries, [num_tokens, num_heads, key_dim] contiguous
+    in the query's dtype, owned by the caller. Keys and values are cast to their pools' dtypes. The
+    kernel computes in float32 and rounds once.
     """
     num_tokens, _, key_dim = query.shape
     assert key.shape[0] == value.shape[0] == destination.slot_mapping.shape[0] == num_tokens

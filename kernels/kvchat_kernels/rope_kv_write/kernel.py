@@ -1,8 +1,8 @@
-"""The fused write as one Triton kernel.
+"""The fused norm, rotation and KV write as one Triton kernel.
 
-Legend: H heads of a tile, P pairs of dimensions, R dimensions that are not rotated, D dimensions of
-a value. A head is held in three pieces, `first` and `second` of each pair and the rest, for the
-partners of a rotation must sit in the same thread.
+Shapes: H heads of a tile, P pairs of dimensions, R dimensions that are not rotated, D dimensions of
+a value. A head is held in three pieces: `first` and `second` of each pair, and the rest. So both
+dimensions of a rotation are in the same thread.
 """
 
 import torch
@@ -12,7 +12,7 @@ import triton.language as tl
 from kvchat_kernels.launch import Launch, next_power_of_2
 from kvchat_kernels.rope_kv_write.operands import HeadNorms, Rotation, StepKv
 
-# Elements of a tile: eight for each of its 64 threads where heads have 128 dimensions.
+# Elements of a tile: with heads of 128 dimensions, 16 per thread, 8 in each half of the head.
 _TILE = 1024
 _NUM_WARPS = 2
 
@@ -96,7 +96,7 @@ def rope_kv_write_kernel(
     PAIRS: tl.constexpr, IS_INTERLEAVED: tl.constexpr, BLOCK_H: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Program (token, tile): tiles of query heads come first, then of key heads, then of values."""
+    """Program (token, tile): first the query heads' tiles, then the keys', then the values'."""
     token = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     query_tiles = tl.cdiv(HEADS, BLOCK_H)

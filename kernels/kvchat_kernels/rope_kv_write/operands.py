@@ -1,6 +1,6 @@
-"""What the fused write is given, in three parts: the rotation, the norms of heads, the KV's place.
+"""The operands of `rope_kv_write`: the rotation, the head norms and the KV's destination.
 
-Knows shapes. One Rotation serves all layers of a step that share their frequencies.
+One Rotation serves all layers of a step that share their frequencies.
 """
 
 from dataclasses import dataclass
@@ -13,13 +13,12 @@ class Rotation:
     """Rotary position encoding of one step (RoFormer: Su et al., 2021).
 
     cos, sin        [num_tokens, rotary_dim / 2], any dtype and strides, attention scaling included.
-                    transformers hands over each angle twice: take `[..., : rotary_dim // 2]` of
-                    what is doubled by `cat`, `[..., ::2]` of what is doubled by
-                    `repeat_interleave`
+                    transformers' tensors have each angle twice: pass `[..., : rotary_dim // 2]` if
+                    it doubles them by `cat`, `[..., ::2]` if by `repeat_interleave`
     is_interleaved  pairs are dimensions (2i, 2i + 1), as in Cohere and GLM; otherwise
                     (i, i + rotary_dim / 2), as in Llama
 
-    Only the first `rotary_dim` dimensions of a head are rotated; the others pass.
+    Only the first `rotary_dim` dimensions of a head are rotated; the others are copied.
     """
 
     cos: torch.Tensor
@@ -37,11 +36,11 @@ class Rotation:
 
 @dataclass(frozen=True, slots=True)
 class HeadNorms:
-    """RMS norms of each query head and each key head, before they are rotated.
+    """RMS norms of each query head and each key head, applied before the rotation.
 
     query_weight, key_weight   [key_dim]
     eps                        added to the mean square
-    offset                     added to the weights: 1.0 for Gemma, which stores them less one
+    offset                     added to the weights: 1.0 for Gemma, which stores them minus one
     """
 
     query_weight: torch.Tensor
@@ -52,12 +51,12 @@ class HeadNorms:
 
 @dataclass(frozen=True, slots=True)
 class StepKv:
-    """Where a step's keys and values go.
+    """The destination of a step's keys and values.
 
     key_pool       [num_blocks, block_size, num_kv_heads, key_dim], contiguous
     value_pool     [num_blocks, block_size, num_kv_heads, value_dim], contiguous
-    slot_mapping   [num_tokens] int64; -1 writes nothing, padding rows name slots of the scratch
-                   block 0 and may repeat, all others are distinct
+    slot_mapping   [num_tokens] int64; -1 writes nothing. Padding rows use slots of the scratch
+                   block, which may repeat; all other slots are distinct
     """
 
     key_pool: torch.Tensor

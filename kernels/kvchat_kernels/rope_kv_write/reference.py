@@ -1,4 +1,4 @@
-"""The torch twin of the fused write: norm, rotation and two scatters, one after another."""
+"""The torch reference of the fused write: norm, rotation and two scatters in sequence."""
 
 import torch
 
@@ -25,7 +25,7 @@ def rope_kv_write_reference(
 
 
 def rotate(heads: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-    """Turn each pair of dimensions by its angle: [num_tokens, num_heads, dim], in its dtype."""
+    """Rotate each pair of dimensions by its angle: [num_tokens, num_heads, dim], same dtype."""
     rotary_dim = rotation.rotary_dim
     turned, passed = heads[..., :rotary_dim], heads[..., rotary_dim:]
     if rotation.is_interleaved:

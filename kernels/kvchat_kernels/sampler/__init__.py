@@ -1,7 +1,6 @@
-"""Logits -> token ids without the host: temperature, top-k, top-p, min-p, counter-based noise.
+"""Draws token ids from logits on the device: temperature, top-k, top-p, min-p, hashed noise.
 
-Knows one row's parameters at a time; no requests and no text. README.md says how a token is drawn
-from what the filters leave without sorting anything.
+README.md describes how the kernels filter without sorting.
 """
 
 import torch
@@ -17,12 +16,13 @@ def sample_tokens(logits: torch.Tensor, rows: SamplerRows, *, impl: str = "auto"
     """Draw one token id per row.
 
     logits   [num_rows, vocab_size] float32, bfloat16 or float16, last dimension dense; not changed
+    rows     each row's parameters
     impl     auto, triton or reference
 
-    Returns [num_rows] int64 on the device, owned by the caller; -1 where a logit is not a number.
-    What a row draws depends on its own logits and parameters alone. The filters apply in the order
-    top-k, top-p, min-p, each to the probabilities that the one before left, and always leave the
-    likeliest token; among equal logits the lower id counts as the likelier.
+    Returns [num_rows] int64 on the device, owned by the caller; -1 for a row with a NaN. A row's
+    token depends only on its own logits and parameters. The filters apply in the order top-k,
+    top-p, min-p, each to the probabilities that the previous one left. They always keep the most
+    likely token. Of equal logits the lower id counts as more likely.
     """
     assert logits.ndim == 2, logits.shape
     assert logits.shape[0] == rows.temperature.shape[0]

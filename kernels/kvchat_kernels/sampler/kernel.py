@@ -1,10 +1,10 @@
 """The sampler as three Triton kernels: likeliest tokens, draws, decisions.
 
-A draw that top-k, top-p and min-p refuse is decided by counting, in passes over one row's logits.
-Tokens stand in the order of their scaled logits, equal ones in that of their ids: `above` a token
-are those before it. What the filters keep is the beginning of that order.
+Whether the filters keep a drawn token is decided by counting, in passes over the row's logits.
+Tokens are ordered by descending scaled logit, then by id; `above` a token are the tokens before it.
+The filters keep a prefix of this order.
 
-Legend: V elements of a chunk or tile of a row's logits, C chunks of a row. `scaled` logits are
+Shapes: V elements of a chunk or tile of a row's logits, C chunks of a row. `scaled` logits are
 divided by the temperature, and the largest of them is 0.
 """
 
@@ -18,7 +18,7 @@ from kvchat_kernels.sampler.operands import SamplerRows
 
 @triton.jit
 def scaled_logits(logits, largest, temperature):
-    """Divide by the temperature; a tiny one overflows to -inf only."""
+    """Divide by the temperature; with a tiny temperature the result may be -inf, never NaN."""
     return tl.div_rn(logits - largest, tl.maximum(temperature, 1.1754943508222875e-38))
 
 
@@ -35,8 +35,8 @@ def row_key(seed, position):
 def gumbel(token, first, second):
     """Return standard Gumbel noise for int32 token ids, float32.
 
-    In float64 up to the first logarithm: near 1, where the largest noise comes from, a fast
-    logarithm of float32 is off by a share of its result.
+    Computes in float64 up to the first logarithm. The largest noise comes from the smallest uniform
+    numbers, where a fast float32 logarithm of 1 - u has a large relative error.
     """
     bits = _mix(_mix(token.to(tl.uint32, bitcast=True) ^ first) ^ second)
     uniform = ((bits.to(tl.float64) + 0.5) * 2.3283064365386963e-10).to(tl.float32)
@@ -64,9 +64,9 @@ def decide(
     row_ptr, drawn, mass, largest, temperature, top_k, top_p, min_p, seed, position,
     VOCAB: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Return the draw from what the filters keep, beginning with a draw from more than that.
+    """Return the draw from the tokens the filters keep, starting with a draw from a superset.
 
-    drawn   the id with the best noisy score among a superset of what is kept
+    drawn   the id with the best noisy score in a superset of the kept tokens
     mass    the sum of all scaled logits' exponentials
     """
     first, second = row_key(seed, position)
@@ -82,7 +82,7 @@ def decide(
         is_refused |= tl.exp(scaled) < min_p
         is_refused &= num_above > 0
         if is_refused:
-            # What stands below a refused token would be refused as well.
+            # The filters refuse every token below a refused one, so draw from those above it.
             drawn = _draw_above(
                 row_ptr, drawn, scaled, largest, temperature, first, second, VOCAB, BLOCK_V
             )
@@ -100,7 +100,7 @@ def _tile(row_ptr, start, largest, temperature, VOCAB: tl.constexpr, BLOCK_V: tl
 def _above(
     row_ptr, drawn, scaled, largest, temperature, VOCAB: tl.constexpr, BLOCK_V: tl.constexpr
 ):
-    """Count the tokens above one, and sum their exponentials."""
+    """Return the number of tokens above `drawn`, and the sum of their exponentials."""
     count = tl.zeros((BLOCK_V,), dtype=tl.int32)
     mass = tl.zeros((BLOCK_V,), dtype=tl.float32)
     for start in range(0, VOCAB, BLOCK_V):
@@ -116,7 +116,7 @@ def _draw_above(
     row_ptr, drawn, scaled, largest, temperature, first, second, VOCAB: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Return the id of the best noisy score above a token; there is one above it."""
+    """Return the id of the best noisy score above `drawn`; there must be a token above it."""
     best = tl.full((BLOCK_V,), float("-inf"), dtype=tl.float32)
     best_id = tl.full((BLOCK_V,), 2147483647, dtype=tl.int32)
     for start in range(0, VOCAB, BLOCK_V):
@@ -133,9 +133,9 @@ def _draw_above(
 def _mass_of_top_k(
     row_ptr, top_k, largest, temperature, VOCAB: tl.constexpr, BLOCK_V: tl.constexpr
 ):
-    """Sum the exponentials of the `top_k` largest scaled logits.
+    """Return the sum of the exponentials of the `top_k` largest scaled logits.
 
-    Finds the top_k-th among them by its bits: a scaled logit is no more than 0, so the bits of its
+    Finds the top_k-th one by bisection of its bits: a scaled logit is at most 0, so the bits of its
     absolute value, read as an integer, grow as the logit falls.
     """
     low = tl.full((), -1, tl.int32)  # fewer than top_k tokens have at most these bits
@@ -150,14 +150,14 @@ def _mass_of_top_k(
         else:
             low = middle
     count, mass = _within(row_ptr, high, largest, temperature, VOCAB, BLOCK_V)
-    # Of tokens that are equal to the top_k-th, only some are among the top_k.
+    # Of the tokens equal to the top_k-th, only some are among the top_k: subtract the others.
     last = tl.exp(-high.to(tl.float32, bitcast=True))
     return mass - (count - top_k).to(tl.float32) * last
 
 
 @triton.jit
 def _within(row_ptr, bits, largest, temperature, VOCAB: tl.constexpr, BLOCK_V: tl.constexpr):
-    """Count the tokens whose bits are no more than `bits`, and sum their exponentials."""
+    """Return the number of tokens whose bits are at most `bits`, and their exponentials' sum."""
     count = tl.zeros((BLOCK_V,), dtype=tl.int32)
     mass = tl.zeros((BLOCK_V,), dtype=tl.float32)
     for start in range(0, VOCAB, BLOCK_V):
@@ -177,7 +177,7 @@ def likeliest_kernel(
     logits_ptr, peak_ptr, peak_id_ptr, row_stride, num_chunks, VOCAB: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, chunk) finds a chunk's largest logit, and its id or -1 where one is a NaN."""
+    """Program (row, chunk) finds a chunk's largest logit and its id, or -1 if a logit is NaN."""
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     token = chunk * BLOCK_V + tl.arange(0, BLOCK_V)  # [V]
@@ -197,7 +197,7 @@ def draw_kernel(
     score_ptr, drawn_ptr, row_stride, num_chunks, VOCAB: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, chunk) sums a chunk's exponentials, and draws from what may be kept of it."""
+    """Program (row, chunk) sums a chunk's exponentials, and draws from a superset of its kept."""
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     temperature = tl.load(temperature_ptr + row)
@@ -236,7 +236,7 @@ def decide_kernel(
     peak_id_ptr, mass_ptr, score_ptr, drawn_ptr, chosen_ptr, row_stride, num_chunks,
     VOCAB: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Program (row,) takes the best draw, and draws again as long as the filters refuse it."""
+    """Program (row,) takes the best draw, and draws again while the filters refuse it."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK_C)  # [C]
     inside = column < num_chunks

@@ -1,6 +1,6 @@
-"""How each row of a step draws its token: on the host, and as tensors on the device.
+"""The sampling parameters of each row: RowDraw on the host, SamplerRows as device tensors.
 
-Knows numbers only. They are tensors so that a captured graph can be replayed with other values.
+The parameters are tensors so that a captured graph can be replayed with other values.
 """
 
 from dataclasses import dataclass, fields
@@ -10,9 +10,9 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class RowDraw:
-    """How one row draws, but for the position of its token; see SamplerRows.
+    """The sampling parameters of one row, without its position; see SamplerRows.
 
-    `seed` is within int64, `top_k` within int32.
+    `seed` must fit int64, `top_k` int32.
     """
 
     temperature: float = 0.0
@@ -26,12 +26,12 @@ class RowDraw:
 class SamplerRows:
     """Parameters of each row, all [num_rows] on the device of the logits.
 
-    temperature   float32, 0 takes the likeliest token
-    top_k         int32, tokens to draw from, 0 for all
-    top_p         float32, share of the probability to draw from, 1 for all
-    min_p         float32, least probability relative to the likeliest token's, 0 for any
+    temperature   float32; 0 takes the most likely token
+    top_k         int32, the number of tokens to draw from; 0 for all
+    top_p         float32, the share of the probability to draw from; 1 for all
+    min_p         float32, the smallest probability relative to the most likely token's; 0 for any
     seeds         int64, the low 64 bits of each seed
-    positions     int64, the index of the token to be drawn in its sequence
+    positions     int64, the index in its sequence of the token to draw
     """
 
     temperature: torch.Tensor

@@ -1,6 +1,6 @@
-"""The torch twin of the sampler: sort, filter, add noise, take the largest.
+"""The torch reference of the sampler: sort, filter, add noise, take the largest.
 
-The noise is a hash of seed, position and token id, bit for bit the engine's own.
+The noise is a hash of seed, position and token id, with the same bits as the engine's sampler.
 """
 
 import torch
@@ -25,7 +25,7 @@ def sample_tokens_reference(logits: torch.Tensor, rows: SamplerRows) -> torch.Te
 
 
 def _kept(values: torch.Tensor, rows: SamplerRows) -> torch.Tensor:
-    """Tell what the filters keep of logits in descending order: [num_rows, vocab_size] bool."""
+    """Return which of the descending logits the filters keep: [num_rows, vocab_size] bool."""
     rank = torch.arange(values.shape[-1], device=values.device)
     top_k = torch.where(rows.top_k > 0, rows.top_k, values.shape[-1])
     kept = rank < top_k[:, None]
@@ -44,8 +44,7 @@ def gumbel_noise(
     seeds, positions   [num_rows] int64
     token_ids          [num_rows, num_candidates] int64
 
-    The uniform number keeps half a step away from 0, and from 1 by float32's last place, so that
-    both logarithms are finite.
+    The uniform number is at least 2**-33 and at most 1 - 2**-24, so both logarithms are finite.
     """
     state = _times(seeds, 0x9E3779B97F4A7C15) + positions + 1
     state = _splitmix(_splitmix(state) ^ seeds)
@@ -56,7 +55,7 @@ def gumbel_noise(
 
 
 def _splitmix(state: torch.Tensor) -> torch.Tensor:
-    """Scramble 64 bits (Steele et al., OOPSLA 2014); int64 arithmetic wraps, as it must."""
+    """Mix 64 bits (Steele et al., OOPSLA 2014); relies on the wrap-around of int64 arithmetic."""
     state = state + _signed(0x9E3779B97F4A7C15)
     state = _times(state ^ _shifted(state, 30), 0xBF58476D1CE4E5B9)
     state = _times(state ^ _shifted(state, 27), 0x94D049BB133111EB)
@@ -64,7 +63,7 @@ def _splitmix(state: torch.Tensor) -> torch.Tensor:
 
 
 def _mix(bits: torch.Tensor) -> torch.Tensor:
-    """Scramble 32 bits held in int64 (the finaliser of MurmurHash3, Appleby)."""
+    """Mix 32 bits held in int64 (the finaliser of MurmurHash3, Appleby)."""
     bits = bits & _MASK_32
     bits = ((bits ^ (bits >> 16)) * 0x85EBCA6B) & _MASK_32
     bits = ((bits ^ (bits >> 13)) * 0xC2B2AE35) & _MASK_32
@@ -76,7 +75,7 @@ def _times(state: torch.Tensor, factor: int) -> torch.Tensor:
 
 
 def _shifted(state: torch.Tensor, count: int) -> torch.Tensor:
-    """Shift right as if there were no sign."""
+    """Shift right logically, as an unsigned number."""
     return (state >> count) & ((1 << (64 - count)) - 1)
 
 

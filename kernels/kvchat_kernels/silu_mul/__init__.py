@@ -1,7 +1,4 @@
-"""The gate of a gated feed-forward layer: an activation of one half times the other.
-
-Knows elements; not which weights made the halves.
-"""
+"""The gate of a gated feed-forward layer: the activation of one half times the other half."""
 
 import torch
 
@@ -14,19 +11,19 @@ __all__ = ["gelu_tanh_mul", "silu_mul"]
 def silu_mul(gate: torch.Tensor, up: torch.Tensor, *, impl: str = "auto") -> torch.Tensor:
     """Return `silu(gate) * up` (SwiGLU: Shazeer, 2020).
 
-    gate, up   [..., size] of one shape and dtype, best the halves of a merged projection,
-               `merged.chunk(2, dim=-1)`; rows that are not dense, or not equally far apart, are
-               copied first
+    gate, up   [..., size] of one shape and dtype; the halves of a merged projection,
+               `merged.chunk(2, dim=-1)`, need no copy. Rows that are not dense, or not equally far
+               apart, are copied first
     impl       auto, triton or reference
 
     Returns a contiguous tensor of their shape and dtype, owned by the caller. The kernel computes
-    in float32 and rounds once; the twin rounds the activation too, as the modules do.
+    in float32 and rounds once; the reference also rounds the activation, as transformers does.
     """
     return _gated(gate, up, "silu", impl)
 
 
 def gelu_tanh_mul(gate: torch.Tensor, up: torch.Tensor, *, impl: str = "auto") -> torch.Tensor:
-    """Return `gelu(gate, approximate="tanh") * up`, as Gemma has it; otherwise as `silu_mul`."""
+    """Return `gelu(gate, approximate="tanh") * up`, as in Gemma; otherwise as `silu_mul`."""
     return _gated(gate, up, "gelu_tanh", impl)
 
 

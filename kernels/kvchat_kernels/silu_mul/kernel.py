@@ -1,6 +1,6 @@
-"""The gates as one Triton kernel, element by element.
+"""The gates as one elementwise Triton kernel.
 
-Legend: E elements of a part of a row.
+Shapes: E is the elements of a part of a row.
 """
 
 import torch
@@ -17,14 +17,14 @@ def gated_mul_kernel(
     gate_ptr, up_ptr, out_ptr, gate_stride, up_stride, size, IS_GELU: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, part) makes BLOCK elements of a row."""
+    """Program (row, part) computes BLOCK elements of a row."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)  # [E]
     inside = column < size
     gate = tl.load(gate_ptr + row * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + row * up_stride + column, mask=inside, other=0.0).to(tl.float32)
     if IS_GELU:
-        # (1 + tanh(z)) / 2 is sigmoid(2 z): no tanh, and no difference of nearly equal numbers.
+        # (1 + tanh(z)) / 2 = sigmoid(2 z): needs no tanh and has no cancellation.
         share = tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
     else:
         share = tl.sigmoid(gate)
@@ -37,8 +37,8 @@ def gated_mul_launch(
 ) -> Launch:
     """Return the launch that fills `out`, which is contiguous; `activation` is silu or gelu_tanh.
 
-    A part has eight elements for each thread of four warps: with few rows, parts are what fills
-    the device.
+    A part has eight elements for each thread of four warps. With few rows, the parts of a row give
+    the device enough programs.
     """
     assert out.is_contiguous()
     size = gate.shape[-1]

@@ -1,4 +1,4 @@
-"""The torch twins of the gates: what transformers' modules compute."""
+"""The torch references of the gates: what transformers' modules compute."""
 
 import torch
 from torch.nn import functional

@@ -1,6 +1,6 @@
-"""A linear layer on at most 16 rows: the weights are read once, and reading them is all it costs.
+"""A linear layer on at most 16 rows, where the cost is reading the weights once.
 
-Knows one product; not when it is better than torch's own. README.md says how it is built.
+README.md describes the kernels. The caller decides when they are faster than torch's product.
 """
 
 import torch
@@ -27,8 +27,8 @@ def skinny_linear(
     bias     [out_size] or None
     impl     auto, triton or reference
 
-    Returns [num_rows, out_size] in the dtype of `rows`, owned by the caller. The sum of an output
-    runs in an order that does not depend on how many other rows there are, from two rows on.
+    Returns [num_rows, out_size] in the dtype of `rows`, owned by the caller. From two rows on, the
+    order in which an output is summed does not depend on the number of rows.
     """
     assert rows.ndim == 2, rows.shape
     assert 0 < rows.shape[0] <= MAX_ROWS, rows.shape

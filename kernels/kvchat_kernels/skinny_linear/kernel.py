@@ -1,6 +1,6 @@
-"""The skinny product as two Triton kernels: one row, and up to sixteen.
+"""The skinny product as two Triton kernels: for one row, and for 2 to 16 rows.
 
-Legend: M rows, padded to 16; N outputs of a tile; K inputs of a step.
+Shapes: M rows, padded to 16; N outputs of a tile; K inputs of a loop step.
 """
 
 import torch
@@ -10,7 +10,7 @@ import triton.language as tl
 from kvchat_kernels.launch import Launch
 
 _ROWS_OF_A_TILE = 16
-# With as many outputs, tiles of 32 still give each multiprocessor of a large GPU two programs.
+# From this many outputs on, tiles of 32 give each of a large GPU's 132 multiprocessors 2 programs.
 _OUTPUTS_FOR_WIDE_TILES = 2 * 132 * 32
 
 
@@ -19,7 +19,7 @@ def one_row_kernel(
     row_ptr, weight_ptr, bias_ptr, out_ptr, out_size, IN_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile,) makes BLOCK_N outputs; each thread sums its own columns until the end."""
+    """Program (tile,) computes BLOCK_N outputs; each thread sums its own columns, then all add."""
     output = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]  # [N, 1]
     inner = tl.arange(0, BLOCK_K)[None, :]  # [1, K]
     weights = weight_ptr + output.to(tl.int64) * IN_SIZE + inner
@@ -36,14 +36,14 @@ def one_row_kernel(
     tl.store(out_ptr + output, result.to(out_ptr.dtype.element_ty), mask=output < out_size)
 
 
-# One compilation for all numbers of rows: none of them makes it another.
+# do_not_specialize: one compilation for all numbers of rows.
 @triton.jit(do_not_specialize=["num_rows"])
 def few_rows_kernel(
     rows_ptr, weight_ptr, bias_ptr, out_ptr, num_rows, out_size, IN_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     IS_EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile,) makes BLOCK_N outputs of all rows on the tensor cores."""
+    """Program (tile,) computes BLOCK_N outputs of all rows on the tensor cores."""
     row = tl.arange(0, BLOCK_M)[:, None]  # [M, 1]
     output = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]  # [1, N]
     inner = tl.arange(0, BLOCK_K)

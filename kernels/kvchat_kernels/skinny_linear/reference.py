@@ -1,4 +1,4 @@
-"""The torch twin of the skinny product: torch's own."""
+"""The torch reference of the skinny product: torch's own linear."""
 
 import torch
 
