@@ -24,7 +24,7 @@ from kvchat.model.spec import LayerSpec
 from kvchat_kernels.cpu_products import linear_of_few_sizes, multiplies_in
 from kvchat_kernels.kv_write import kv_write
 from kvchat_kernels.paged_attention import paged_attention
-from kvchat_kernels.paged_attention.cpu_step import FusedStep, fused_step
+from kvchat_kernels.paged_attention.cpu import FusedStep, fused_step
 from kvchat_kernels.rms_norm import add_rms_norm, rms_norm
 from kvchat_kernels.rope_kv_write import HeadNorms, Rotation, StepKv, rope_kv_write
 from kvchat_kernels.silu_mul import gelu_tanh_mul, silu_mul

@@ -6,10 +6,16 @@ import pytest
 import torch
 
 from kvchat_kernels.paged_attention import AttentionSpan, PagedSequences, paged_attention
-from kvchat_kernels.paged_attention.cpu_step import FusedStep, fused_step
-from kvchat_kernels.paged_attention.cpu_tokens import MOST_RUNS, WORTH_COPYING, attend_gathered
+from kvchat_kernels.paged_attention.cpu import (
+    MOST_RUNS,
+    WORTH_COPYING,
+    FusedStep,
+    KernelChoice,
+    attend_fused,
+    attend_gathered,
+    fused_step,
+)
 from kvchat_kernels.paged_attention.sequences import FULL
-from kvchat_kernels.paged_attention.torch_cpu import KernelChoice, attend_fused
 
 BLOCK_SIZE = 8
 NUM_HEADS, NUM_KV_HEADS = 6, 2
@@ -154,10 +160,8 @@ GATHERED = {
 
 @pytest.fixture
 def long_from_the_first_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvchat_kernels.paged_attention.torch_cpu._FEW_KEY_BYTES", 0)
-    monkeypatch.setattr(
-        "kvchat_kernels.paged_attention.torch_cpu.multiplies_in", lambda dtype: True
-    )
+    monkeypatch.setattr("kvchat_kernels.paged_attention.cpu._FEW_KEY_BYTES", 0)
+    monkeypatch.setattr("kvchat_kernels.paged_attention.cpu.multiplies_in", lambda dtype: True)
 
 
 @pytest.mark.usefixtures("long_from_the_first_key")
@@ -213,9 +217,7 @@ def test_a_verify_over_many_keys_goes_the_way_of_the_single_rows_it_stands_for()
 def test_single_rows_of_heads_that_share_no_keys_are_soon_long(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(
-        "kvchat_kernels.paged_attention.torch_cpu.multiplies_in", lambda dtype: True
-    )
+    monkeypatch.setattr("kvchat_kernels.paged_attention.cpu.multiplies_in", lambda dtype: True)
     one_row = PagedSequences((1,), (300,), torch.arange(1, 20, dtype=torch.int32)[None], 16)
     shared = KernelChoice(32, 8, 64, torch.bfloat16, FULL)
     single = KernelChoice(8, 8, 64, torch.bfloat16, FULL)

@@ -131,13 +131,13 @@ def test_large_scores_stay_finite() -> None:
 def test_many_rows_are_computed_in_slabs_and_stay_exact(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    from kvchat_kernels.paged_attention import torch_cpu
+    from kvchat_kernels.paged_attention import cpu
 
     case = CASES[name]
     problem = paged_problem(case, [(130, 200)])
     whole = attend(problem, case, "cpu")
 
-    monkeypatch.setattr(torch_cpu, "_SLAB_BYTES", 3 * 4 * 200 * 4)
+    monkeypatch.setattr(cpu, "_SLAB_BYTES", 3 * 4 * 200 * 4)
 
     assert torch.allclose(attend(problem, case, "cpu"), whole, atol=1e-6)
 

@@ -51,9 +51,9 @@ class Shapes(TorchDispatchMode):
 
 @pytest.fixture
 def on_a_processor_with_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("kvchat.model.fused_parts", "kvchat_kernels.paged_attention.torch_cpu"):
+    for module in ("kvchat.model.fused_parts", "kvchat_kernels.paged_attention.cpu"):
         monkeypatch.setattr(f"{module}.multiplies_in", lambda dtype: True)
-    monkeypatch.setattr("kvchat_kernels.paged_attention.torch_cpu._FEW_KEY_BYTES", 4096)
+    monkeypatch.setattr("kvchat_kernels.paged_attention.cpu._FEW_KEY_BYTES", 4096)
 
 
 def loaded(directory: Path, model_type: str) -> LoadedModel:

@@ -20,7 +20,7 @@ from kvchat.model.fused_layers import LayerParts, LayerScript, script_of
 from kvchat.model.loader import LoadedModel, load_model
 from kvchat.model.paged_model import PagedModel
 from kvchat.model.source import find_model
-from kvchat_kernels.paged_attention.cpu_step import FusedStep
+from kvchat_kernels.paged_attention.cpu import FusedStep
 from support.architectures import SUPPORTED
 from support.checkpoints import save_checkpoint, tiny_model
 from support.specimens import random_ids

@@ -143,10 +143,8 @@ def test_many_keys_are_gathered(
     case = Case(load(saved(tmp_path, name)))
     step = (1, 299, (*range(20, 39), *range(1, 20)), 1)
     by_kernel = case.plain_results(batch_of(*step), monkeypatch)
-    monkeypatch.setattr("kvchat_kernels.paged_attention.torch_cpu._FEW_KEY_BYTES", 0)
-    monkeypatch.setattr(
-        "kvchat_kernels.paged_attention.torch_cpu.multiplies_in", lambda dtype: True
-    )
+    monkeypatch.setattr("kvchat_kernels.paged_attention.cpu._FEW_KEY_BYTES", 0)
+    monkeypatch.setattr("kvchat_kernels.paged_attention.cpu.multiplies_in", lambda dtype: True)
     batch = batch_of(*step)  # how it is attended was decided once for the other
     plain = case.plain_results(batch, monkeypatch)
     runs.by_layers = runs.as_a_whole = 0

@@ -5,8 +5,9 @@ Copy-on-write and the host and disk tiers use it.
 
 import torch
 
-from kvchat_kernels.block_copy.pool_tensors import BlockIds, PoolTensors
 from kvchat_kernels.block_copy.reference import (
+    BlockIds,
+    PoolTensors,
     copy_blocks_reference,
     gather_blocks_reference,
     scatter_blocks_reference,

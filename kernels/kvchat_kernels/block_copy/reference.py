@@ -1,11 +1,61 @@
-"""The torch reference of the block copies: one copy per tensor.
+"""The tensors that together hold a block, and the torch reference of the block copies."""
 
-It is fast on a CPU, where a copy of adjacent blocks is one memcpy.
-"""
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from math import gcd
 
 import torch
 
-from kvchat_kernels.block_copy.pool_tensors import BlockIds, PoolTensors
+# Ids on the host, or [num_blocks] int64 on the device of the pools.
+BlockIds = Sequence[int] | torch.Tensor
+
+
+class PoolTensors:
+    """Contiguous tensors of `num_blocks` rows each, on one device, in the order of the image.
+
+    Row i of every tensor is a part of block i. The image of a block is its rows, one tensor after
+    another, without gaps. Keeps references to the tensors, so that the addresses stay valid.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        assert tensors
+        assert all(tensor.is_contiguous() for tensor in tensors)
+        assert len({(tensor.shape[0], tensor.device) for tensor in tensors}) == 1
+        self.num_blocks = tensors[0].shape[0]
+        self.device = tensors[0].device
+        self._rows = tuple(tensor.view(self.num_blocks, -1).view(torch.uint8) for tensor in tensors)
+
+    @property
+    def image_bytes(self) -> int:
+        return sum(rows.shape[1] for rows in self._rows)
+
+    @property
+    def num_tensors(self) -> int:
+        return len(self._rows)
+
+    @property
+    def largest_row(self) -> int:
+        """The bytes of the longest row."""
+        return max(rows.shape[1] for rows in self._rows)
+
+    def columns(self) -> Iterator[tuple[torch.Tensor, int, int]]:
+        """Yield (tensor as [num_blocks, row_bytes] uint8, its start and its end in the image)."""
+        start = 0
+        for rows in self._rows:
+            yield rows, start, start + rows.shape[1]
+            start += rows.shape[1]
+
+    @cached_property
+    def table(self) -> torch.Tensor:
+        """[num_tensors, 3] int64 on the device: a tensor's address, bytes of a row, image start."""
+        entries = [(rows.data_ptr(), rows.shape[1], start) for rows, start, _ in self.columns()]
+        return torch.tensor(entries, dtype=torch.int64, device=self.device)
+
+    @cached_property
+    def alignment(self) -> int:
+        """The largest power of two up to 16 that divides every address and every row's bytes."""
+        numbers = [number for rows in self._rows for number in (rows.data_ptr(), rows.shape[1])]
+        return gcd(16, *numbers)
 
 
 def copy_blocks_reference(pools: PoolTensors, sources: BlockIds, targets: BlockIds) -> None:

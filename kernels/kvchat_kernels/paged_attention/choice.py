@@ -10,9 +10,9 @@ from functools import cache
 import torch
 
 from kvchat_kernels.launch import kernel_refusal
+from kvchat_kernels.paged_attention.cpu import paged_attention_cpu
 from kvchat_kernels.paged_attention.reference import paged_attention_reference
 from kvchat_kernels.paged_attention.tiles import unsupported
-from kvchat_kernels.paged_attention.torch_cpu import paged_attention_cpu
 
 # Implementations whose launches do not depend on the lengths, so that their steps can be captured.
 READS_LENGTHS_ON_DEVICE = frozenset({"triton", "shapes"})

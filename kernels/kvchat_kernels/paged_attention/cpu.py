@@ -1,24 +1,192 @@
 """Paged attention on a CPU, with torch's kernels; README.md gives the reasons and the times.
 
-Equal to `reference.py` within rounding.
+A step of few rows reads its tokens where they lie (torch's fused kernel, run by run), or gathers
+them head by head for two matrix products. `fused_step` decides that once for all layers of a step
+that are alike; `paged_attention_cpu` serves every other step. Equal to `reference.py` within
+rounding.
 """
 
-from collections.abc import Hashable
+import math
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
 import torch
 from torch.nn.functional import pad
 
 from kvchat_kernels.cpu_products import few_sizes, multiplies_in
-from kvchat_kernels.paged_attention.cpu_tokens import (
-    Gathering,
-    attend_gathered,
-    gathering,
-    scratch,
-    tokens_from,
-)
-from kvchat_kernels.paged_attention.sequences import AttentionSpan, PagedSequences
+from kvchat_kernels.paged_attention.sequences import AttentionSpan, PagedSequences, Sequences
+
+# With more runs than this, one gather is cheaper than reading each run.
+MOST_RUNS = 8
+# From about this many tokens on, copying and reading the copy is faster for the fused kernel than
+# reading the pool: it reads the tokens once per head, and the copy is then in the caches.
+WORTH_COPYING = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Runs of tokens in position order, each [num_tokens, num_heads, head_dim].
+
+    They are read-only views of the pool if possible. `are_copies` is true if they were gathered or
+    converted to another dtype. `count` is the number of tokens of all runs.
+    """
+
+    runs: tuple[torch.Tensor, ...]
+    count: int
+    are_copies: bool = False
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.runs[0].dtype
+
+    def joined(self, sequences: PagedSequences, name: str) -> torch.Tensor:
+        """Return all tokens as one tensor.
+
+        It is a copy in the step's scratch buffer `name` for several runs, or for many tokens that
+        are still in the pool.
+        """
+        first = self.runs[0]
+        if len(self.runs) == 1 and (self.are_copies or self.count < WORTH_COPYING):
+            return first
+        out = scratch(sequences.scratch, name, (self.count, *first.shape[1:]), first.dtype)
+        return torch.cat(self.runs, out=out)
+
+    def by_head(self, sequences: PagedSequences, name: str, size: int) -> torch.Tensor:
+        """Return a copy [num_heads, size, head_dim] in the step's scratch buffer `name`.
+
+        It holds zeros after the last token.
+        """
+        first = self.runs[0]
+        shape = (first.shape[1], size, first.shape[2])
+        out = scratch(sequences.scratch, name, shape, first.dtype)
+        start = 0
+        for run in self.runs:
+            end = start + run.shape[0]
+            out[:, start:end].copy_(run.transpose(0, 1))
+            start = end
+        out[:, start:].zero_()
+        return out
+
+
+def tokens_from(
+    pool: torch.Tensor, sequences: PagedSequences, index: int, first: int, dtype: torch.dtype
+) -> Tokens:
+    """Return a sequence's tokens from position `first` on, in `dtype`."""
+    count = sequences.context_lens[index] - first
+    slots = sequences.runs(index, first)
+    is_scattered = len(slots) > MOST_RUNS
+    if is_scattered:
+        offset = first % sequences.block_size
+        gathered = pool.index_select(0, sequences.blocks_of(index, first - offset)).flatten(0, 1)
+        runs = [gathered[offset : offset + count]]
+    else:
+        tokens = pool.flatten(0, 1)
+        runs = [tokens[start:end] for start, end in slots]
+    if pool.dtype != dtype:
+        runs = [run.to(dtype) for run in runs]
+    return Tokens(tuple(runs), count, are_copies=is_scattered or pool.dtype != dtype)
+
+
+def scratch(
+    room: dict[Hashable, torch.Tensor], name: str, shape: Sequence[int], dtype: torch.dtype
+) -> torch.Tensor:
+    """Return the buffer `name` of `room` as a tensor of `shape`, with undefined content."""
+    num_elements = math.prod(shape)
+    memory = room.get((name, dtype))
+    if memory is None or memory.numel() < num_elements:
+        memory = room[name, dtype] = torch.empty(num_elements, dtype=dtype)
+    return memory[:num_elements].view(shape)
+
+
+# Lengths are rounded up to this, because oneDNN compiles new code for each length (2 to 5 ms).
+_LENGTH_STEP = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Gathering:
+    """The places of a sequence's tokens, head by head, in all pools of equal shape.
+
+    places         [num_kv_heads * length] int64, rows of a pool seen as [slots * heads, dim]. After
+                   a head's `num_keys` they repeat its first token, which is masked
+    keys, values   [num_kv_heads, length, dim], buffers to gather to, first the keys, then the
+                   values; mostly the same memory. Every layer overwrites them
+    """
+
+    places: torch.Tensor
+    num_keys: int
+    keys: torch.Tensor
+    values: torch.Tensor
+
+
+def gathering(
+    sequences: PagedSequences,
+    index: int,
+    first: int,
+    key_pool: torch.Tensor,
+    value_pool: torch.Tensor,
+) -> Gathering:
+    """Return the Gathering of a sequence's tokens from position `first` on, cached for the step."""
+    kind = (index, first, key_pool.shape[2:], value_pool.shape[3], key_pool.dtype)
+    known = sequences.plans.get(kind)
+    if known is None:
+        num_keys, num_heads = sequences.context_lens[index] - first, key_pool.shape[2]
+        length = -(-num_keys // _LENGTH_STEP) * _LENGTH_STEP
+        rooms = (
+            scratch(sequences.scratch, "gathered", (num_heads, length, pool.shape[3]), pool.dtype)
+            for pool in (key_pool, value_pool)
+        )
+        places = _places(sequences, index, first, length, num_heads)
+        known = sequences.plans[kind] = Gathering(places, num_keys, *rooms)
+    assert isinstance(known, Gathering)
+    return known
+
+
+def _places(
+    sequences: PagedSequences, index: int, first: int, length: int, num_heads: int
+) -> torch.Tensor:
+    end, size = sequences.context_lens[index], sequences.block_size
+    positions = torch.arange(first, first + length)
+    positions[end - first :] = first
+    blocks = sequences.block_tables[index].long()
+    slots = blocks[positions // size] * size + positions % size
+    return (slots * num_heads + torch.arange(num_heads)[:, None]).flatten()
+
+
+def attend_gathered(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    places: torch.Tensor,
+    num_keys: int,
+    key_room: torch.Tensor,
+    value_room: torch.Tensor,
+    scale: float,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attend a single row: [1, num_heads, value_dim].
+
+    query          [1, num_heads, key_dim]
+    keys, values   the pools' tokens, [num_slots, num_kv_heads, key_dim or value_dim]
+
+    The other arguments are a Gathering's fields. TorchScript compiles this function too, so it uses
+    only what TorchScript supports.
+    """
+    num_heads, num_kv_heads = query.shape[1], keys.shape[1]
+    rows = query.view(num_kv_heads, num_heads // num_kv_heads, query.shape[2])
+    torch.index_select(keys.flatten(0, 1), 0, places, out=key_room.flatten(0, 1))
+    # Scale inside the product, which costs no extra rounding. With beta=0 the input is not read.
+    scores = torch.baddbmm(rows.new_empty(1), rows, key_room.transpose(1, 2), beta=0.0, alpha=scale)
+    scores[:, :, num_keys:].fill_(float("-inf"))
+    if sinks is not None:
+        column = sinks.to(scores.dtype).view(num_kv_heads, -1, 1)
+        weights = torch.softmax(torch.cat([scores, column], dim=-1), dim=-1)[:, :, :-1]
+    else:
+        weights = torch.softmax(scores, dim=-1)
+    torch.index_select(values.flatten(0, 1), 0, places, out=value_room.flatten(0, 1))
+    return torch.bmm(weights, value_room).view(1, num_heads, -1)
+
 
 # Rows are processed in slabs of at most this many bytes of scores, which then stay in the caches
 # between the products and the softmax: larger slabs took up to twice as long per score.
@@ -341,3 +509,95 @@ def _hidden(span: AttentionSpan, begin: int, end: int, num_rows: int) -> torch.T
         begin = end - num_rows
     positions = torch.arange(begin, end)
     return ~span.mask(positions[-num_rows:], positions)
+
+
+@dataclass(frozen=True, slots=True)
+class FusedStep:
+    """The slots of a sequence's tokens, valid for all pools of equal shape, and its mask.
+
+    For the fused kernel:
+
+    runs               (first slot, slot after the last) of each run, in position order
+    mask               see `attend_fused`
+    keys, values       [num_tokens, num_kv_heads, dim], buffers to copy the runs to; empty if a
+                       single run is read in place. Every layer overwrites them
+
+    For `attend_gathered`, `places`, `num_keys`, `keys` and `values` are those of Gathering.
+    Otherwise `places` is None.
+    """
+
+    runs: list[tuple[int, int]]
+    mask: torch.Tensor | None
+    keys: torch.Tensor
+    values: torch.Tensor
+    places: torch.Tensor | None = None
+    num_keys: int = 0
+
+
+def columns_of(steps: Sequence[FusedStep]) -> tuple[list[Any], ...]:
+    """Return one list per field of FusedStep, over all layers, in the fields' order."""
+    return (
+        [step.runs for step in steps],
+        [step.mask for step in steps],
+        [step.keys for step in steps],
+        [step.values for step in steps],
+        [step.places for step in steps],
+        [step.num_keys for step in steps],
+    )
+
+
+def fused_step(
+    sequences: Sequences,
+    key_pool: torch.Tensor,
+    value_pool: torch.Tensor,
+    slots: torch.Tensor,
+    num_heads: int,
+    span: AttentionSpan,
+) -> FusedStep | None:
+    """Return the plan for a layer with such pools; None if neither of the two ways applies.
+
+    `slots` are the slots of the step's new tokens; if one is -1 there is no plan.
+    """
+    if not isinstance(sequences, PagedSequences):
+        return None
+    key = (span, num_heads, key_pool.shape[2:], value_pool.shape[3], key_pool.dtype)
+    try:
+        plan: FusedStep | None = sequences.plans[key]
+    except KeyError:
+        plan = sequences.plans[key] = None
+        if int(slots.min()) >= 0:
+            plan = _decide(sequences, key_pool, value_pool, num_heads, span)
+            sequences.plans[key] = plan
+    return plan
+
+
+def _decide(
+    sequences: PagedSequences,
+    key_pool: torch.Tensor,
+    value_pool: torch.Tensor,
+    num_heads: int,
+    span: AttentionSpan,
+) -> FusedStep | None:
+    dtype = key_pool.dtype
+    if len(sequences.query_lens) > 1 or dtype not in (torch.bfloat16, torch.float32):
+        return None
+    (num_rows,), (end,) = sequences.query_lens, sequences.context_lens
+    first = span.first_visible(end - num_rows)
+    count, heads = end - first, key_pool.shape[2]
+    choice = KernelChoice(num_heads, heads, key_pool.shape[3], dtype, span)
+    prefers_fused = choice.prefers_fused(sequences, 0)
+    if num_rows == 1 and not prefers_fused:
+        found = gathering(sequences, 0, first, key_pool, value_pool)
+        return FusedStep([], None, found.keys, found.values, found.places, found.num_keys)
+    if num_rows > FEW_ROWS or not prefers_fused or choice.split(sequences) is not sequences:
+        return None
+    runs = list(sequences.runs(0, first))
+    if len(runs) > MOST_RUNS:
+        return None
+    is_copied = len(runs) > 1 or count >= WORTH_COPYING
+    keys, values = (
+        scratch(sequences.scratch, name, (count * is_copied, heads, pool.shape[3]), dtype)
+        for name, pool in (("keys", key_pool), ("values", value_pool))
+    )
+    mask = additive_mask(sequences, 0, span, first, num_heads // heads, dtype)
+    return FusedStep(runs, mask, keys, values)
