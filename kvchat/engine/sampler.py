@@ -140,8 +140,9 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[int]:
     chosen = logits.argmax(dim=-1)
     if logits.gather(-1, chosen[:, None]).isnan().any():
         raise ValueError(_NOT_NUMBERS)
-    plain = [i for i, row in enumerate(rows) if not row.params.is_greedy and not _filters(row)]
-    filtered = [i for i, row in enumerate(rows) if not row.params.is_greedy and _filters(row)]
+    drawn = [index for index, row in enumerate(rows) if not row.params.is_greedy]
+    plain = [index for index in drawn if not _filters(rows[index])]
+    filtered = [index for index in drawn if _filters(rows[index])]
     if plain:
         chosen[plain] = _draw(logits[plain], [rows[i] for i in plain])
     if filtered:

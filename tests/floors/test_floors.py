@@ -133,6 +133,20 @@ def test_nothing_is_unpickled_and_no_foreign_code_is_run(path: Path) -> None:
                 assert allowed is None or ast.unparse(keyword.value) == allowed
 
 
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_no_error_is_swallowed(path: Path) -> None:
+    """A handler of every error raises again, logs, or hands the error on to what does."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(node, ast.ExceptHandler) or node.type is None:
+            continue
+        if ast.unparse(node.type) not in {"Exception", "BaseException"}:
+            continue
+        parts = [part for statement in node.body for part in ast.walk(statement)]
+        names = {part.id for part in parts if isinstance(part, ast.Name)}
+        is_raised = any(isinstance(part, ast.Raise) for part in parts)
+        assert is_raised or names & {"_log", node.name}, f"{path}:{node.lineno} swallows errors"
+
+
 @pytest.mark.parametrize(
     "statement",
     [
