@@ -22,7 +22,7 @@ from kvchat.cache.disk.quota import disk_budget, least_bytes, why_nothing_fits
 from kvchat.cache.disk.tier import DiskTier
 from kvchat.cache.host_offload import HostOffload
 from kvchat.cache.host_tier import HostTier
-from kvchat.cache.kv_pool import KvGeometry, KvPool, LayerGeometry
+from kvchat.cache.kv_pool import KvGeometry, KvPool, LayerGeometry, PlainFormat
 from kvchat.cache.rates import RateMemory
 from kvchat.cache.tier import Layout
 from kvchat.cache.transfer import TransferThread
@@ -73,6 +73,8 @@ def kv_identity(loaded: LoadedModel, geometry: KvGeometry, content_digest: str) 
         "layers": [(x.num_kv_heads, x.key_dim, x.value_dim) for x in geometry.layers],
         "rope": [*loaded.frozen_rope, loaded.max_context] if loaded.frozen_rope else [],
     }
+    if geometry.format.name != PlainFormat().name:  # plain KV has no format in its older stores
+        facts["kv_format"] = geometry.format.name
     return hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).digest()
 
 

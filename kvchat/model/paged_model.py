@@ -12,24 +12,26 @@ from torch import nn
 from kvchat.model.batch import ForwardBatch
 from kvchat.model.hf_adapter import (
     OWN_ATTENTION,
-    LayerBinding,
     bind,
+    binding_to,
     paged_attention_function,
     replace_own_attention,
 )
 from kvchat.model.loader import LoadedModel
+from kvchat_kernels.kv_layer import KvLayer, PlainKv
 
 _PADDING_WARNING = "warn_if_padding_and_no_attention_mask"
 
-KvLayers = Sequence[tuple[torch.Tensor, torch.Tensor]]
+# A pair of tensors is plain KV.
+KvLayers = Sequence[KvLayer | tuple[torch.Tensor, torch.Tensor]]
 
 
 class PagedModel:
     """Runs forward passes over paged KV.
 
-    `pools[i]` are the key and value tensors of storing layer i, shaped as `kvchat_kernels` says;
-    they belong to the caller, and every step writes to them. Binding is by module, so only the
-    last PagedModel made of a LoadedModel may be run.
+    `pools[i]` is the KV of storing layer i, which belongs to the caller; every step writes to it.
+    Fused layers read plain KV only: over another, every module runs its own code from then on.
+    Binding is by module, so only the last PagedModel made of a LoadedModel may be run.
     """
 
     def __init__(self, loaded: LoadedModel, pools: KvLayers) -> None:
@@ -37,10 +39,12 @@ class PagedModel:
         self.loaded = loaded
         self._module = loaded.module
         context = loaded.step
+        layers = [PlainKv(*pool) if isinstance(pool, tuple) else pool for pool in pools]
+        if not all(isinstance(kv, PlainKv) for kv in layers):
+            _unfuse(loaded)
         for layer in loaded.spec.layers:
-            keys, values = pools[layer.pool_index]
             module = self._module.get_submodule(layer.module_name)
-            bind(module, LayerBinding(layer, keys, values, context))
+            bind(module, binding_to(layer, layers[layer.pool_index], context))
         own = OWN_ATTENTION.get(loaded.spec.model_type)
         if own is not None:
             replace_own_attention(self._module, own, paged_attention_function)
@@ -94,6 +98,14 @@ class PagedModel:
         if not self._keeps_rows:
             logits = logits[batch.logit_rows]
         return logits.float()
+
+
+def _unfuse(loaded: LoadedModel) -> None:
+    fusing = loaded.fusing
+    if fusing is not None:
+        if fusing.can_abandon:
+            fusing.abandon()
+        assert fusing.weights == "own", "packed weights are for fused layers only"
 
 
 def _keep_from_looking_for_padding(module: nn.Module) -> None:
