@@ -12,7 +12,7 @@ import torch
 
 from kvchat.cache.keys import encode_ids
 from kvchat.cache.kv_pool import KvPool
-from kvchat.cache.radix_tree import Node, RadixTree, TreeInsert
+from kvchat.cache.radix_tree import Node, RadixTree, StateSnapshot, TreeInsert
 from kvchat.core.errors import GenerationError
 from kvchat.core.types import TokenIds
 
@@ -252,6 +252,39 @@ class CacheManager:
         self.kv_pool.copy_block(source, target)
         self._num_copied += 1
         return target
+
+    # State of recurrent layers, beside the KV
+
+    def match_state(self, token_ids: TokenIds) -> tuple[BlockTable, StateSnapshot | None]:
+        """As `match`, for a model that goes on from a state: as far as the longest state reaches.
+
+        The snapshot, that of the table's tokens, is the cache's, and stays as long as the table is
+        held. None, and a table of no tokens, where there is none.
+        """
+        state = self._tree.match(encode_ids(token_ids[:-1])).state if self._reuse else None
+        if state is None:
+            return self._hold(self._tree.root, [], 0, 0), None
+        num_tokens = state.num_blocks * self.block_size
+        found = self._tree.match(encode_ids(token_ids[:num_tokens]))
+        table = self._hold(found.node, list(found.blocks), num_tokens, state.num_blocks)
+        return table, state.snapshot
+
+    def attach_state(self, table: BlockTable, snapshot: StateSnapshot) -> None:
+        """Keep the state after the blocks that `commit` has entered for a table, one at least.
+
+        The cache owns it: it goes with the last of those blocks, or at once where it is known.
+        """
+        if self._reuse:
+            self._tree.attach(table.node, snapshot)
+        else:
+            snapshot.release()
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of all states kept."""
+        return self._tree.state_bytes
+
+    # Growing
 
     def reserve(self, table: BlockTable, start: int, end: int) -> bool:
         """Make positions `start` to `end - 1` writable; false, changing nothing, without room.

@@ -1,14 +1,18 @@
-"""KvPool: the tensors of the device tier, one K and one V per layer.
+"""KvPool: the layers of the device tier, and whole blocks of all of them at once.
 
-Knows geometry, bytes and devices. Does not know which block belongs to whom.
+Knows geometry, bytes and devices; a KvFormat knows what the bytes mean. Does not know which block
+belongs to whom.
 """
 
+import math
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from kvchat.cache.page_memory import fresh_memory
 from kvchat_kernels.block_copy import PoolTensors, copy_blocks, gather_blocks, scatter_blocks
+from kvchat_kernels.kv_layer import KvLayer, PlainKv
 
 _SMALLEST_SQUARE = 1e-30
 # Of images that are copied together to see whether they hold numbers.
@@ -28,50 +32,111 @@ class LayerGeometry:
         return self.num_kv_heads * (self.key_dim + self.value_dim)
 
 
+class KvFormat(Protocol):
+    """How the KV of a layer is stored, and what the images of its blocks mean.
+
+    The image of a block is what `KvLayer.tensors` hold of it, layer after layer.
+    """
+
+    @property
+    def name(self) -> str:
+        """Part of the identity of stored KV: another meaning of the bytes needs another name."""
+
+    def block_bytes(self, layer: LayerGeometry, geometry: "KvGeometry") -> int:
+        """Return the bytes of a block of `layer`: those of its rows in the tensors."""
+
+    def new_layer(
+        self, layer: LayerGeometry, geometry: "KvGeometry", num_blocks: int, device: torch.device
+    ) -> KvLayer:
+        """Return a layer of `num_blocks` blocks on `device`, all zeros."""
+
+    def read(self, images: torch.Tensor, geometry: "KvGeometry") -> list[torch.Tensor]:
+        """Return the numbers in images, [num_blocks, geometry.block_bytes] uint8.
+
+        They are floating tensors [num_blocks, num_parts, block_size, width]: every part holds the
+        keys, or the values, of one layer. Views of `images` where that can be.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class PlainFormat:
+    """Keys and values as they are, in the geometry's dtype."""
+
+    name: str = "plain"
+
+    def block_bytes(self, layer: LayerGeometry, geometry: "KvGeometry") -> int:
+        return layer.token_elements * geometry.block_size * geometry.dtype.itemsize
+
+    def new_layer(
+        self, layer: LayerGeometry, geometry: "KvGeometry", num_blocks: int, device: torch.device
+    ) -> KvLayer:
+        shape = (num_blocks, geometry.block_size, layer.num_kv_heads)
+        return PlainKv(
+            zeroed((*shape, layer.key_dim), geometry.dtype, device),
+            zeroed((*shape, layer.value_dim), geometry.dtype, device),
+        )
+
+    def read(self, images: torch.Tensor, geometry: "KvGeometry") -> list[torch.Tensor]:
+        widths = [
+            layer.num_kv_heads * dim
+            for layer in geometry.layers
+            for dim in (layer.key_dim, layer.value_dim)
+        ]
+        size, numbers = geometry.block_size, images.view(geometry.dtype)
+        if len(set(widths)) == 1:  # all at once
+            return [numbers.view(len(images), len(widths), size, widths[0])]
+        parts = numbers.split([size * width for width in widths], dim=1)
+        return [p.view(len(images), 1, size, w) for p, w in zip(parts, widths, strict=True)]
+
+
+def zeroed(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return zeros; on a CPU the kernel fills them in, and a page costs nothing until a token is
+    written to it.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    memory = fresh_memory(math.prod(shape) * dtype.itemsize, is_for_all=False)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
+
+
 @dataclass(frozen=True, slots=True)
 class KvGeometry:
-    """Shape of a whole model's KV: its storing layers, dtype, and tokens per block."""
+    """Shape of a whole model's KV: its storing layers, dtype, tokens per block, and their format.
+
+    `dtype` is that of keys and values as they were before `format` stored them.
+    """
 
     layers: tuple[LayerGeometry, ...]
     dtype: torch.dtype
     block_size: int
+    format: KvFormat = PlainFormat()
 
     @property
     def token_bytes(self) -> int:
-        return sum(layer.token_elements for layer in self.layers) * self.dtype.itemsize
+        """Bytes of a token, rounded up where a block's do not divide."""
+        return -(-self.block_bytes // self.block_size)
 
     @property
     def block_bytes(self) -> int:
-        return self.token_bytes * self.block_size
+        return sum(self.format.block_bytes(layer, self) for layer in self.layers)
 
 
 class KvPool:
     """Device memory for `num_blocks` blocks, zeroed at birth so that no slot ever holds a NaN.
 
-    `layers[i]` is the pair of layer i's tensors, `[num_blocks, block_size, num_kv_heads, dim]`,
-    owned by the pool. On a CPU the memory is anonymous and zero-filled by the kernel: a page costs
-    nothing until a token is written to it.
+    `layers[i]` is storing layer i's KV, owned by the pool.
     """
 
     def __init__(self, geometry: KvGeometry, num_blocks: int, device: torch.device) -> None:
         self.geometry = geometry
         self.num_blocks = num_blocks
         self.device = device
-        self.layers: tuple[tuple[torch.Tensor, torch.Tensor], ...] = tuple(
-            (self._allocate(layer, layer.key_dim), self._allocate(layer, layer.value_dim))
+        self.layers: tuple[KvLayer, ...] = tuple(
+            geometry.format.new_layer(layer, geometry, num_blocks, device)
             for layer in geometry.layers
         )
-        self._tensors = PoolTensors([tensor for pair in self.layers for tensor in pair])
-
-    def _allocate(self, layer: LayerGeometry, dim: int) -> torch.Tensor:
-        geometry = self.geometry
-        shape = (self.num_blocks, geometry.block_size, layer.num_kv_heads, dim)
-        if self.device.type != "cpu":
-            return torch.zeros(shape, dtype=geometry.dtype, device=self.device)
-        num_elements = self.num_blocks * geometry.block_size * layer.num_kv_heads * dim
-        num_bytes = num_elements * geometry.dtype.itemsize
-        memory = fresh_memory(num_bytes, is_for_all=False)
-        return torch.frombuffer(memory, dtype=geometry.dtype).view(shape)
+        self._tensors = PoolTensors([tensor for layer in self.layers for tensor in layer.tensors])
+        assert self._tensors.image_bytes == geometry.block_bytes
 
     def warm_up(self) -> None:
         """Copy a block in every way there is, onto itself.
@@ -95,22 +160,14 @@ class KvPool:
         The usual length, not the token's own: some tokens have values of next to nothing, whose
         rounding errors come of greater terms.
         """
-        images = torch.frombuffer(self.gather([block, other]), dtype=self.geometry.dtype)
-        widths = [tensor[0, 0].numel() for tensors in self.layers for tensor in tensors]
-        size = self.geometry.block_size
-        if len(set(widths)) == 1:  # all at once
-            pairs = [images.view(2, len(widths), size, widths[0])]
-        else:
-            parts = images.view(2, -1).split([size * width for width in widths], dim=1)
-            pairs = [p.view(2, 1, size, w) for p, w in zip(parts, widths, strict=True)]
-        return torch.cat(
-            [_kv_error(pair[0].float(), pair[1, :, slot].float(), slot) for pair in pairs]
-        )
+        images = torch.frombuffer(self.gather([block, other]), dtype=torch.uint8).view(2, -1)
+        parts = self.geometry.format.read(images, self.geometry)
+        return torch.cat([_kv_error(p[0].float(), p[1, :, slot].float(), slot) for p in parts])
 
     def zero(self, block: int, first_slot: int) -> None:
         """Zero a block from a slot on, as it was at birth."""
-        for tensors in self.layers:
-            for tensor in tensors:
+        for layer in self.layers:
+            for tensor in layer.tensors:
                 tensor[block, first_slot:] = 0
 
     def num_finite(self, blocks: list[int]) -> int:
@@ -121,24 +178,24 @@ class KvPool:
         """
         size = max(1, _LOOKED_AT_BYTES // self.geometry.block_bytes)
         for start in range(0, len(blocks), size):
-            images = self.stage(blocks[start : start + size]).view(self.geometry.dtype)
-            are_finite: list[bool] = images.isfinite().all(dim=1).tolist()
+            parts = self._read(blocks[start : start + size])
+            found = [part.isfinite().flatten(1).all(dim=1) for part in parts]
+            are_finite: list[bool] = torch.stack(found).all(dim=0).tolist()
             if not all(are_finite):
                 return start + are_finite.index(False)
         return len(blocks)
 
     def is_finite(self, block: int, num_slots: int) -> bool:
         """Whether the first slots of a block hold numbers, neither NaN nor infinity."""
-        return all(
-            bool(tensor[block, :num_slots].isfinite().all())
-            for tensors in self.layers
-            for tensor in tensors
-        )
+        return all(bool(p[:, :, :num_slots].isfinite().all()) for p in self._read([block]))
+
+    def _read(self, blocks: list[int]) -> list[torch.Tensor]:
+        return self.geometry.format.read(self.stage(blocks), self.geometry)
 
     def gather(self, blocks: list[int]) -> memoryview:
         """Return the images of `blocks`, one after another, as bytes of the caller's own.
 
-        An image is what a block holds: layer after layer, K then V.
+        An image is what a block holds: layer after layer, tensor after tensor.
         """
         image = bytearray(len(blocks) * self.geometry.block_bytes)
         if blocks:

@@ -1,7 +1,8 @@
 """RadixTree: which runs of token ids have their KV in which blocks.
 
 A compressed trie over token ids, cut at block boundaries. It holds integers and bytes only: no
-tensors, no reference counts. The naive twin in the tests is a dict of prefixes.
+tensors, no reference counts. The naive twin in the tests is a dict of prefixes. Where a model has
+recurrent layers, a context's state after some of its blocks is attached to them.
 
 Source of the idea: RadixAttention, Zheng et al., SGLang, 2024. What differs: a leaf may hold a
 partly filled block (a *tail*), and a match may end inside a block, whose head can then be copied.
@@ -11,18 +12,43 @@ import heapq
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import count
+from typing import Protocol
 
 from kvchat.cache.keys import TOKEN_BYTES, common_tokens
+
+
+class StateSnapshot(Protocol):
+    """State of a model after the tokens of a context, beside their KV: of recurrent layers.
+
+    The tree owns what is attached to it. A snapshot is never changed: its user copies it.
+    """
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of memory it holds; the same as long as it lives."""
+
+    def release(self) -> None:
+        """Give its memory back; nobody uses it from then on. Called once."""
 
 
 class Node:
     """An edge of the tree: `key` holds the encoded token ids of `blocks`, in order.
 
     A tail is a leaf of one block whose key is shorter than a block. `lock_count` counts locks taken
-    at this node or below it.
+    at this node or below it. `states` are the snapshots after so many of its blocks, 1 to all of
+    them; None where there were never any.
     """
 
-    __slots__ = ("blocks", "children", "key", "last_used", "lock_count", "parent", "tails")
+    __slots__ = (
+        "blocks",
+        "children",
+        "key",
+        "last_used",
+        "lock_count",
+        "parent",
+        "states",
+        "tails",
+    )
 
     def __init__(self, parent: "Node | None", key: bytes, blocks: list[int], now: int) -> None:
         self.parent = parent
@@ -32,6 +58,7 @@ class Node:
         self.tails: list[Node] = []
         self.lock_count = 0
         self.last_used = now
+        self.states: dict[int, StateSnapshot] | None = None
 
     @property
     def is_leaf(self) -> bool:
@@ -62,12 +89,22 @@ class TreeMatch:
     node     the node whose end is the end of the matched full blocks
     blocks   the full blocks, in order
     head     a further block whose first `head_len` tokens match, or None
+    state    the longest state on the way to `node`'s end, which stays as long as it is locked
     """
 
     node: Node
     blocks: tuple[int, ...]
     head: int | None
     head_len: int
+    state: "FoundState | None" = None
+
+
+@dataclass(frozen=True, slots=True)
+class FoundState:
+    """A snapshot that the tree owns, of the state after the first `num_blocks` blocks."""
+
+    num_blocks: int
+    snapshot: StateSnapshot
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +136,7 @@ class RadixTree:
         self._serial = count()
         self._num_blocks = 0
         self._num_locked_blocks = 0
+        self._num_states = self._state_bytes = 0
         # Candidates for eviction, oldest first; entries go stale and are checked when popped.
         self._candidates: list[tuple[int, int, Node]] = []
         self.root = Node(None, b"", [], 0)
@@ -113,6 +151,11 @@ class RadixTree:
         """Blocks that eviction may not take, because their node or one below it is locked."""
         return self._num_locked_blocks
 
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of all snapshots attached."""
+        return self._state_bytes
+
     # Looking up
 
     def match(self, encoded: bytes) -> TreeMatch:
@@ -126,7 +169,8 @@ class RadixTree:
             node = self._split(node, matched)
         self._touch(node)
         head, head_len = self._best_head(node, encoded[len(blocks) * self._block_bytes :])
-        return TreeMatch(node, tuple(blocks), head, head_len)
+        state = _state_of(node) if self._num_states else None
+        return TreeMatch(node, tuple(blocks), head, head_len, state)
 
     def num_cached_tokens(self, encoded: bytes) -> int:
         """Return how many leading tokens a match would find in full blocks; changes nothing."""
@@ -267,7 +311,34 @@ class RadixTree:
         node.key = node.key[cut:]
         node.blocks = node.blocks[num_blocks:]
         upper.children[node.key[: self._block_bytes]] = node
+        if node.states is not None:
+            upper.states = {n: state for n, state in node.states.items() if n <= num_blocks}
+            node.states = {n - num_blocks: s for n, s in node.states.items() if n > num_blocks}
         return upper
+
+    def attach(self, node: Node, snapshot: StateSnapshot) -> None:
+        """Give the tree the state after the last of a node's blocks, which the caller has locked.
+
+        The tree releases it once that block goes, or at once where it has one of the same tokens.
+        """
+        assert node.blocks, "the empty context has the model's first state"
+        assert node.lock_count, "a node that may go at any time"
+        node.states = {} if node.states is None else node.states
+        if len(node.blocks) in node.states:
+            snapshot.release()
+        else:
+            node.states[len(node.blocks)] = snapshot
+            self._num_states += 1
+            self._state_bytes += snapshot.num_bytes
+
+    def _drop_states(self, node: Node, num_kept: int) -> None:
+        """Release the states of a node after more than its first `num_kept` blocks."""
+        if node.states is not None:
+            for n in [n for n in node.states if n > num_kept]:
+                gone = node.states.pop(n)
+                self._num_states -= 1
+                self._state_bytes -= gone.num_bytes
+                gone.release()
 
     # Keeping and forgetting
 
@@ -326,6 +397,7 @@ class RadixTree:
         while node.blocks and len(blocks) < most and not is_shared(node.blocks[-1]):
             blocks.append(node.blocks.pop())
         self._num_blocks -= len(blocks)
+        self._drop_states(node, len(node.blocks))
         if node.blocks:
             node.key = node.key[: len(node.blocks) * self._block_bytes]
         elif blocks:
@@ -357,6 +429,7 @@ class RadixTree:
         while pending:
             lower = pending.pop()
             lower.parent = None
+            self._drop_states(lower, 0)
             gone.extend(lower.blocks)
             pending.extend((*lower.children.values(), *lower.tails))
         self._num_blocks -= len(gone)
@@ -398,18 +471,27 @@ class RadixTree:
     def check(self) -> None:
         """Re-derive every invariant; raises AssertionError with the values that disagree."""
         seen: set[int] = set()
+        states: list[StateSnapshot] = []
         candidates = {id(node) for stamp, _, node in self._candidates if stamp == node.last_used}
         for node in self.nodes():
             self._check_node(node)
             assert seen.isdisjoint(node.blocks), "a block stands in two nodes"
             seen.update(node.blocks)
+            states.extend((node.states or {}).values())
             if self._is_evictable(node):
                 assert id(node) in candidates, "an evictable leaf is not a candidate"
         assert len(seen) == self._num_blocks, (len(seen), self._num_blocks)
         locked = sum(len(node.blocks) for node in self.nodes() if node.lock_count)
         assert locked == self._num_locked_blocks, (locked, self._num_locked_blocks)
+        assert len({id(state) for state in states}) == len(states), "a state stands in two places"
+        assert len(states) == self._num_states, (len(states), self._num_states)
+        state_bytes = sum(state.num_bytes for state in states)
+        assert state_bytes == self._state_bytes, (state_bytes, self._state_bytes)
 
     def _check_node(self, node: Node) -> None:
+        assert all(0 < n <= len(node.blocks) for n in node.states or ()), (
+            "a state without its block"
+        )
         assert node.lock_count >= sum(child.lock_count for child in node.children.values())
         assert node.last_used >= max((c.last_used for c in node.children.values()), default=0)
         for first, child in node.children.items():
@@ -421,6 +503,7 @@ class RadixTree:
             assert tail.parent is node
             assert tail.is_leaf
             assert tail.lock_count == 0
+            assert not tail.states
             assert len(tail.blocks) == 1
             assert 0 < len(tail.key) < self._block_bytes
             others = [*node.children.values(), *(t for t in node.tails if t is not tail)]
@@ -430,3 +513,15 @@ class RadixTree:
 def _context_of(node: Node) -> bytes:
     """Return the encoded ids of everything from the root to a node's end."""
     return b"".join([part.key for part in path_to_root(node)][::-1])
+
+
+def _state_of(node: Node) -> FoundState | None:
+    """Return the longest state on the way to a node's end, None where there is none."""
+    path = list(path_to_root(node))
+    end = sum(len(part.blocks) for part in path)
+    for part in path:
+        end -= len(part.blocks)
+        if part.states:
+            num_blocks = max(part.states)
+            return FoundState(end + num_blocks, part.states[num_blocks])
+    return None

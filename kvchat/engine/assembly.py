@@ -9,7 +9,9 @@ import hashlib
 import json
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,9 +24,10 @@ from kvchat.cache.disk.quota import disk_budget, least_bytes, why_nothing_fits
 from kvchat.cache.disk.tier import DiskTier
 from kvchat.cache.host_offload import HostOffload
 from kvchat.cache.host_tier import HostTier
-from kvchat.cache.kv_pool import KvGeometry, KvPool, LayerGeometry
+from kvchat.cache.kv_pool import KvGeometry, KvPool, LayerGeometry, PlainFormat
 from kvchat.cache.rates import RateMemory
 from kvchat.cache.tier import Layout
+from kvchat.cache.tier_list import TierOpener, open_tiers
 from kvchat.cache.transfer import TransferThread
 from kvchat.core.config import (
     CacheConfig,
@@ -73,6 +76,8 @@ def kv_identity(loaded: LoadedModel, geometry: KvGeometry, content_digest: str) 
         "layers": [(x.num_kv_heads, x.key_dim, x.value_dim) for x in geometry.layers],
         "rope": [*loaded.frozen_rope, loaded.max_context] if loaded.frozen_rope else [],
     }
+    if geometry.format.name != PlainFormat().name:  # plain KV has no format in its older stores
+        facts["kv_format"] = geometry.format.name
     return hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).digest()
 
 
@@ -250,18 +255,43 @@ def new_connector(
     state_directory: Path | None,
     is_draft: bool = False,
 ) -> KvConnector | None:
-    """Return what keeps KV in the configured directory; None where nothing is to be kept."""
+    """Return what keeps KV in the slower tiers; None where nothing is to be kept."""
+    geometry = cache.kv_pool.geometry
+    openers = tier_openers(config, geometry.block_bytes, is_draft) if config.reuse else []
+    if not openers:
+        return None
+
+    def layout() -> Layout:
+        digest = content_digest(loaded.source, state_directory)
+        if loaded.source.marks() != loaded.marks:
+            raise StoreError(
+                f"The files of {loaded.source.name} changed after they were loaded.",
+                "Start kvchat again.",
+            )
+        identity = kv_identity(loaded, geometry, digest)
+        return Layout(identity, geometry.block_size, geometry.block_bytes)
+
+    rates = rate_memory(loaded, state_directory)
+    return KvConnector(cache, partial(open_tiers, openers, layout), rates=rates)
+
+
+def tier_openers(config: CacheConfig, block_bytes: int, is_draft: bool) -> list[TierOpener]:
+    """Return what opens the configured tiers behind host memory, the fastest first."""
+    openers = [_disk_opener(config, block_bytes, is_draft)]
+    return [opener for opener in openers if opener is not None]
+
+
+def _disk_opener(config: CacheConfig, block_bytes: int, is_draft: bool) -> TierOpener | None:
     directory = config.directory
-    if directory is None or not config.reuse:
+    if directory is None:
         return None
     limit = disk_budget(config.disk_bytes, directory)
     why_nothing = why_nothing_fits(config.disk_bytes, directory)
     if limit == 0 and not why_nothing:
         return None
-    geometry = cache.kv_pool.geometry
 
-    def open_tier() -> DiskTier:
-        least = least_bytes(geometry.block_bytes)
+    def open_disk(layout: Callable[[], Layout]) -> DiskTier:
+        least = least_bytes(block_bytes)
         if limit < least:
             if config.disk_bytes is None or config.disk_bytes.num_bytes is None:
                 # A disk that is full for the moment is no reason to lose what is kept.
@@ -271,17 +301,9 @@ def new_connector(
                 f"--disk-cache allows only {format_bytes(limit)}, too little for KV.",
                 f"Raise it to {format_bytes(least)} at least.",
             )
-        digest = content_digest(loaded.source, state_directory)
-        if loaded.source.marks() != loaded.marks:
-            raise StoreError(
-                f"The files of {loaded.source.name} changed after they were loaded.",
-                "Start kvchat again.",
-            )
-        identity = kv_identity(loaded, geometry, digest)
-        layout = Layout(identity, geometry.block_size, geometry.block_bytes)
-        return DiskTier(directory, layout, limit, is_draft=is_draft)
+        return DiskTier(directory, layout(), limit, is_draft=is_draft)
 
-    return KvConnector(cache, open_tier, rates=rate_memory(loaded, state_directory))
+    return open_disk
 
 
 def rate_memory(loaded: LoadedModel, state_directory: Path | None) -> RateMemory:

@@ -31,6 +31,7 @@ from kvchat.model.fused_parts import (
 from kvchat.model.hf_adapter import LayerBinding, StepContext, bind, unbind
 from kvchat.model.quantise import PACKED_NOISE, SharedInputProducts
 from kvchat.model.spec import LayerSpec
+from kvchat_kernels.kv_layer import PlainKv
 
 _SEED = 0
 _BLOCK_SIZE = 4
@@ -178,7 +179,8 @@ class Comparison:
         piece = SequencePiece([0] * _NUM_ROWS, _NUM_EARLIER, blocks, 1)
         shape = (1 + max(blocks), _BLOCK_SIZE, layer.num_kv_heads)
         pools = [self._random(*shape, dim) for dim in (layer.key_dim, layer.value_dim)]
-        binding = LayerBinding(layer, pools[0], pools[1], StepContext())
+        keys, values = pools
+        binding = LayerBinding(layer, PlainKv(keys, values), StepContext(), keys, values)
         bind(attention, binding)
         try:
             with binding.context.running(build_batch([piece], _BLOCK_SIZE, self._device)):

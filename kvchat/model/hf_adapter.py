@@ -18,8 +18,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from kvchat.model.batch import ForwardBatch
 from kvchat.model.spec import LayerSpec
-from kvchat_kernels.kv_write import kv_write
-from kvchat_kernels.paged_attention import AttentionSpan, paged_attention
+from kvchat_kernels.kv_layer import KvLayer, PlainKv
+from kvchat_kernels.paged_attention import AttentionSpan
 
 # Must not look like a kernel repository ("a/b") or contain sdpa, flash or flex: transformers treats
 # such names specially.
@@ -51,16 +51,30 @@ class StepContext:
 
 
 @dataclass(frozen=True, slots=True)
-class LayerBinding:
-    """The data an attention module needs: its layer, its KV pools and the running step."""
+class KvBinding:
+    """The data an attention module needs: its layer, its layer's KV and the running step."""
 
     layer: LayerSpec
-    keys: torch.Tensor
-    values: torch.Tensor
+    kv: KvLayer
     context: StepContext
 
 
-def bind(module: nn.Module, binding: LayerBinding) -> None:
+@dataclass(frozen=True, slots=True)
+class LayerBinding(KvBinding):
+    """The binding of a layer whose KV is plain: fused layers read its two tensors directly."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+
+def binding_to(layer: LayerSpec, kv: KvLayer, context: StepContext) -> KvBinding:
+    """Return a layer's binding: a LayerBinding if its KV is plain."""
+    if isinstance(kv, PlainKv):
+        return LayerBinding(layer, kv, context, kv.keys, kv.values)
+    return KvBinding(layer, kv, context)
+
+
+def bind(module: nn.Module, binding: KvBinding) -> None:
     """Attach a binding to an attention module; replaces an earlier one.
 
     It is stored on the module, because some models drop keyword arguments on the way to attention.
@@ -75,7 +89,7 @@ def unbind(module: nn.Module) -> None:
 
 
 def binding_of(module: nn.Module) -> LayerBinding:
-    """Return the binding of an attention module."""
+    """Return the binding of an attention module whose KV is plain."""
     binding: LayerBinding = module.__dict__[_BINDING]
     return binding
 
@@ -104,21 +118,13 @@ def paged_attention_function(
 
     Returns [1, num_tokens, num_heads, value_dim] in the query's dtype, and None as the weights.
     """
-    binding = binding_of(module)
+    binding: KvBinding = module.__dict__[_BINDING]
     batch, layer = binding.context.batch, binding.layer
     assert batch is not None, "attention outside of a step"
     if layer.stores_kv:
-        kv_write(
-            key[0].transpose(0, 1),
-            value[0].transpose(0, 1),
-            binding.keys,
-            binding.values,
-            batch.slot_mapping,
-        )
-    out = paged_attention(
-        query[0].transpose(0, 1).to(binding.keys.dtype),
-        binding.keys,
-        binding.values,
+        binding.kv.write(key[0].transpose(0, 1), value[0].transpose(0, 1), batch.slot_mapping)
+    out = binding.kv.attend(
+        query[0].transpose(0, 1),
         batch.sequences,
         span=layer.span,
         scale=layer.key_dim**-0.5 if scaling is None else float(scaling),

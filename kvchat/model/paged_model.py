@@ -9,24 +9,27 @@ from torch import nn
 from kvchat.model.batch import ForwardBatch
 from kvchat.model.hf_adapter import (
     OWN_ATTENTION,
-    LayerBinding,
     bind,
+    binding_to,
     paged_attention_function,
     replace_own_attention,
 )
 from kvchat.model.loader import LoadedModel
+from kvchat_kernels.kv_layer import KvLayer, PlainKv
 
 _PADDING_WARNING = "warn_if_padding_and_no_attention_mask"
 
-KvLayers = Sequence[tuple[torch.Tensor, torch.Tensor]]
+# A pair of tensors is plain KV.
+KvLayers = Sequence[KvLayer | tuple[torch.Tensor, torch.Tensor]]
 
 
 class PagedModel:
     """Runs forward passes over paged KV.
 
-    `pools[i]` are the key and value tensors of storing layer i, each [num_blocks, block_size,
-    num_kv_heads, dim] in the model's dtype. The caller owns them; every step writes to them. The
-    binding is stored on the modules, so only the newest PagedModel of a LoadedModel may run.
+    `pools[i]` is the KV of storing layer i: a KvLayer, or two tensors [num_blocks, block_size,
+    num_kv_heads, dim] of plain KV. The caller owns it; every step writes to it. Fused layers read
+    plain KV only: with any other, every module runs its own code from then on. The binding is
+    stored on the modules, so only the newest PagedModel of a LoadedModel may run.
     """
 
     def __init__(self, loaded: LoadedModel, pools: KvLayers) -> None:
@@ -34,10 +37,12 @@ class PagedModel:
         self.loaded = loaded
         self._module = loaded.module
         context = loaded.step
+        layers = [PlainKv(*pool) if isinstance(pool, tuple) else pool for pool in pools]
+        if not all(isinstance(kv, PlainKv) for kv in layers):
+            _unfuse(loaded)
         for layer in loaded.spec.layers:
-            keys, values = pools[layer.pool_index]
             module = self._module.get_submodule(layer.module_name)
-            bind(module, LayerBinding(layer, keys, values, context))
+            bind(module, binding_to(layer, layers[layer.pool_index], context))
         own = OWN_ATTENTION.get(loaded.spec.model_type)
         if own is not None:
             replace_own_attention(self._module, own, paged_attention_function)
@@ -91,6 +96,15 @@ class PagedModel:
         if not self._keeps_rows:
             logits = logits[batch.logit_rows]
         return logits.float()
+
+
+def _unfuse(loaded: LoadedModel) -> None:
+    """Give every module its own code back."""
+    fusing = loaded.fusing
+    if fusing is not None:
+        if fusing.can_abandon:
+            fusing.abandon()
+        assert fusing.weights == "own", "packed weights are for fused layers only"
 
 
 def _disable_padding_check(module: nn.Module) -> None:
