@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import diskcache
@@ -150,3 +151,17 @@ class _File:
         if self._faults.strikes("read"):
             raise self._faults.os_error()
         return self._file.read(size)
+
+
+class StuckFiles:
+    """A disk that deletes no file whose name ends with one of `endings`, while they are set."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.endings: tuple[str, ...] = ()
+        self._unlink = os.unlink
+        patch.setattr(os, "unlink", self._try)
+
+    def _try(self, name: str | Path, *, dir_fd: int | None = None) -> None:
+        if str(name).endswith(self.endings):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        self._unlink(name, dir_fd=dir_fd)

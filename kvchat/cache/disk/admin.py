@@ -66,7 +66,7 @@ class StoreAdmin:
 
     def num_bytes(self) -> int:
         """Return what all of it takes at most: as `status` says, and sooner."""
-        return sum(tree_bytes(path) for path in stored_model_dirs(self.directory))
+        return sum(map(_bytes_in, stored_model_dirs(self.directory)))
 
     def tree(self) -> list[tuple[ModelDirStatus, list[KeptPack]]]:
         """Return every model directory and its packs, each after the one it continues."""
@@ -152,11 +152,13 @@ class StoreAdmin:
         found = stored_model_dirs(self.directory)
         if not found:
             return 0
-        with StoreLock(self.directory / LOCK_NAME, _LOCK_PATIENCE_S).held():
+        lock = StoreLock(self.directory / LOCK_NAME, _LOCK_PATIENCE_S)
+        with lock.held(), self._looking():
             before = _files(found)
             num_bytes = sum(drop(path) for path in found)
+            after = _files(found)
         # What others made anew meanwhile is no file that was to be deleted.
-        if before & _files(found):
+        if before & after:
             raise StoreError(f"Not all of {self.directory} can be deleted.", "Check who owns it.")
         return num_bytes
 
@@ -178,8 +180,14 @@ class StoreAdmin:
 
     @property
     def _limit_bytes(self) -> int:
-        try:
+        with self._looking():
             return disk_budget(self._size, self.directory)
+
+    @contextmanager
+    def _looking(self) -> Iterator[None]:
+        """Raise StoreError for what cannot be looked at."""
+        try:
+            yield
         except OSError as error:
             raise StoreError(
                 f"Cannot use the directory {self.directory}: {error.strerror}."
@@ -193,7 +201,8 @@ class StoreAdmin:
 
         Raises StoreError where something was not done because others held the store.
         """
-        used_s = last_used(path)
+        with self._looking():
+            used_s = last_used(path)
         found = read_model_dir(path)
         try:
             tier = DiskTier(self.directory, found.layout, limit_bytes, clock=clock)
@@ -218,14 +227,27 @@ def _status_of(model_dir: ModelDir) -> ModelDirStatus:
         num_tokens=sum(
             stored.head.num_blocks(layout) * layout.block_size for stored in model_dir.heads
         ),
-        num_bytes=tree_bytes(model_dir.path),
-        last_used_s=last_used(model_dir.path),
+        num_bytes=_bytes_in(model_dir.path),
+        last_used_s=_last_used(model_dir.path),
         trouble=model_dir.trouble,
         pins=tuple(
             KeptPin(pin.label, len(pin.keys) * layout.block_size, pin.made_s)
             for pin in model_dir.pins
         ),
     )
+
+
+def _bytes_in(path: Path) -> int:
+    """Return what a model directory takes, 0 where it cannot be looked into."""
+    with suppress(OSError):
+        return tree_bytes(path)
+    return 0
+
+
+def _last_used(path: Path) -> float:
+    with suppress(OSError):
+        return last_used(path)
+    return 0.0
 
 
 def _keys(layout: Layout, contexts: Iterable[bytes]) -> set[bytes]:

@@ -59,10 +59,11 @@ class StoreLock:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Hold the lock; `has_leftovers` then says whether a holder ended before it was done.
+        """Hold the lock; `has_leftovers` then says whether a holder ended before it was done, or
+        could not delete all that it was to delete.
 
-        It says so until whoever has tidied up sets it back. Raises StoreHeld where the lock cannot
-        be had, StoreBusy where only too many others want it.
+        It says so, to later holders too, until one that has tidied up sets it back. Raises
+        StoreHeld where the lock cannot be had, StoreBusy where only too many others want it.
         """
         if self._depth:
             yield
@@ -79,8 +80,9 @@ class StoreLock:
                 yield
             finally:
                 self._depth -= 1
-                with suppress(OSError):
-                    os.ftruncate(descriptor, 0)
+                if not self.has_leftovers:
+                    with suppress(OSError):
+                        os.ftruncate(descriptor, 0)
         finally:
             os.close(descriptor)
 
@@ -124,7 +126,7 @@ def is_held(error: Exception) -> bool:
 
 class PackDb:
     """Owns the table in `own`, a model directory of the store in `directory`; one thread at a time
-    uses it, and `thread` is the one that did last.
+    uses it, and `thread` is the one that did last, None while the table is closed.
 
     `note_trouble` hears of every error. A table waits `patience_s` for whoever else writes to it.
     """
@@ -146,8 +148,16 @@ class PackDb:
         self._may_begin_anew = True
         self.is_begun_anew = False  # a table that was there could not be used, and another is there
         self._file: tuple[int, int] | None = None
-        self.thread = threading.get_ident()
+        self.thread: int | None = None
         self.table = self._opened()
+
+    def close(self) -> None:
+        """Close the table and its directory, whatever error still refers to them. Idempotent.
+
+        `follow` opens it again.
+        """
+        self.table.abandon()
+        self.thread = None
 
     def follow(self) -> PackTable:
         """Return the table, opened again where its file is not the one it was.
@@ -158,7 +168,7 @@ class PackDb:
         is_the_same = file_number(self._table_path) == self._file
         is_the_same = is_the_same and model_dirs.has_only_files(self._own)
         if not is_the_same or threading.get_ident() != self.thread:
-            self.table.close_all()
+            self.close()
             self.table = self._opened()
         return self.table
 
@@ -166,10 +176,16 @@ class PackDb:
     def changing(self) -> Iterator[PackTable]:
         """Hold the store's lock; yields the table as it is under the lock.
 
-        Whoever deletes a store holds it too: what was looked at before may be gone.
+        Whoever deletes a store holds it too: what was looked at before may be gone. What the
+        lock says of leftovers holds for the table's disk, and afterwards the other way round.
         """
         with self._lock.held():
-            yield self.follow()
+            table = self.follow()
+            table.disk.has_leftovers |= self._lock.has_leftovers
+            try:
+                yield table
+            finally:
+                self._lock.has_leftovers |= table.disk.has_leftovers
 
     def attempt(self, action: Callable[[], T], otherwise: T) -> T:
         """Do something with the table; where that fails, `otherwise`.

@@ -20,7 +20,7 @@ from typing import Any
 
 from kvchat.cache.disk import model_dirs
 from kvchat.cache.disk.format import Pin, decode_head, decode_pin, layout_of
-from kvchat.cache.disk.model_dirs import DATABASE, file_bytes, find_model_dirs, last_used
+from kvchat.cache.disk.model_dirs import DATABASE, file_bytes, last_used, list_model_dirs
 from kvchat.cache.disk.table import HEAD, PAYLOAD, RawDisk, is_busy, is_pack_file
 from kvchat.cache.keys import TOKEN_BYTES, chain_keys, encode_ids, root_key
 from kvchat.cache.tier import DamagedRecord, Layout, PackHead
@@ -71,7 +71,7 @@ def stored_model_dirs(directory: Path) -> list[Path]:
         if directory.is_symlink():
             raise StoreError(f"{directory} is a symbolic link.", "Remove it.")
         with os.scandir(directory):
-            return sorted(find_model_dirs(directory), key=last_used, reverse=True)
+            return sorted(list_model_dirs(directory), key=last_used, reverse=True)
     except FileNotFoundError:
         return []
     except OSError as error:

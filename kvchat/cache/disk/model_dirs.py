@@ -4,7 +4,7 @@ The user may name any directory for the store, and other programs name theirs by
 digits too. So a directory is ours only if it holds a mark that bears its own name, and only names
 that we give are ever deleted in it. A directory is held by its descriptor: whatever is put in the
 place of its name meanwhile, nothing outside is reached. What vanishes while it is looked at counts
-as nothing.
+as nothing; what cannot be looked at raises OSError, or a failing disk would look like an empty one.
 """
 
 import os
@@ -26,6 +26,8 @@ PACK_FILE = re.compile(r"[0-9a-f]{32}\.kv")
 IDENTITY_NAME = re.compile(r"[0-9a-f]{32}")
 
 _TABLE_FILES = tuple(f"{DATABASE}{end}" for end in ("", "-wal", "-shm", "-journal"))
+# What looking for a file raises where there is none.
+_ABSENT = (FileNotFoundError, NotADirectoryError)
 _FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -35,7 +37,7 @@ def is_ours(path: Path) -> bool:
 
 
 def _is_directory(path: Path) -> bool:
-    with suppress(OSError):
+    with suppress(*_ABSENT, PermissionError):
         return stat.S_ISDIR(path.lstat().st_mode)
     return False
 
@@ -49,7 +51,7 @@ def _is_mark(path: Path, descriptor: int | None = None) -> bool:
             dir_fd=descriptor,
             follow_symlinks=False,
         )
-    except OSError:
+    except (*_ABSENT, PermissionError):
         return False
     return stat.S_ISREG(info.st_mode) and info.st_uid == os.getuid()
 
@@ -119,13 +121,13 @@ def open_in(path: Path, name: str, flags: int) -> int:
 def sizes(path: Path) -> dict[str, int]:
     """Return the files of ours in a directory of ours and their lengths; nothing elsewhere.
 
-    What others have put there does not count.
+    What others have put there does not count. Raises OSError where it cannot be looked at.
     """
     found = {}
-    with suppress(OSError, StoreError), held(path) as descriptor:
+    with suppress(*_ABSENT, StoreError), held(path) as descriptor:
         for name in os.listdir(descriptor):
             if _is_our_name(name, path):
-                with suppress(OSError):
+                with suppress(FileNotFoundError):
                     info = os.stat(name, dir_fd=descriptor, follow_symlinks=False)
                     if not stat.S_ISDIR(info.st_mode):
                         found[name] = info.st_size
@@ -222,8 +224,15 @@ _CLOCK_STEP_S = 2.0
 
 
 def find_model_dirs(directory: Path) -> list[Path]:
-    """Return the directories in a store that belong to it."""
+    """Return the directories in a store that belong to it; none where it cannot be looked at."""
     with suppress(OSError):
+        return list_model_dirs(directory)
+    return []
+
+
+def list_model_dirs(directory: Path) -> list[Path]:
+    """Return the directories in a store that belong to it, all of them, or raise OSError."""
+    with suppress(*_ABSENT):
         return [path for path in directory.iterdir() if is_ours(path)]
     return []
 
@@ -245,7 +254,7 @@ def strangers(directory: Path) -> list[Path]:
 
 def has_pins(model_dir: Path) -> bool:
     """Whether a model directory is not to be dropped without need."""
-    return os.path.lexists(model_dir / PIN_MARK)
+    return _info(model_dir / PIN_MARK) is not None
 
 
 class Sizes:
@@ -280,11 +289,15 @@ def _stamp(model_dir: Path) -> object:
 
 
 def _times(path: Path) -> tuple[int, int, int] | None:
-    try:
-        info = path.lstat()
-    except OSError:
-        return None
-    return info.st_ino, info.st_size, info.st_mtime_ns
+    info = _info(path)
+    return (info.st_ino, info.st_size, info.st_mtime_ns) if info is not None else None
+
+
+def _info(path: Path) -> os.stat_result | None:
+    """Return what is known of a file, None where there is none."""
+    with suppress(*_ABSENT):
+        return path.lstat()
+    return None
 
 
 def drop(model_dir: Path) -> int:
@@ -296,11 +309,8 @@ def drop(model_dir: Path) -> int:
 
 def last_used(model_dir: Path) -> float:
     """Return when a model directory's table last changed, in seconds; 0 where it has none."""
-    times = [0.0]
-    for end in ("", "-wal"):
-        with suppress(OSError):
-            times.append((model_dir / f"{DATABASE}{end}").lstat().st_mtime)
-    return max(times)
+    found = (_info(model_dir / f"{DATABASE}{end}") for end in ("", "-wal"))
+    return max((info.st_mtime for info in found if info is not None), default=0.0)
 
 
 def set_last_used(model_dir: Path, used_s: float) -> None:
@@ -320,8 +330,8 @@ def beside_packs_bytes(model_dir: Path) -> int:
     """Return what the files of a model directory take at most that hold no pack, without a
     search.
     """
-    paths = [model_dir / name for name in names_beside_packs(model_dir)]
-    return sum(file_bytes(p) + FILE_OVERHEAD_BYTES for p in paths if os.path.lexists(p))
+    found = (_info(model_dir / name) for name in names_beside_packs(model_dir))
+    return sum(info.st_size + FILE_OVERHEAD_BYTES for info in found if info is not None)
 
 
 def file_bytes(path: Path) -> int:

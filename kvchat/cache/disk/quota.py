@@ -8,6 +8,7 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,9 +21,9 @@ from kvchat.cache.disk.model_dirs import (
     beside_packs_bytes,
     drop,
     file_bytes,
-    find_model_dirs,
     has_pins,
     last_used,
+    list_model_dirs,
     tree_bytes,
 )
 from kvchat.cache.disk.table import LOG_PAGES, PAGE_BYTES, PackTable
@@ -44,7 +45,9 @@ def disk_budget(size: Size | None, directory: Path) -> int:
     if size is not None and size.num_bytes is not None:
         return size.num_bytes
     existing = nearest_existing(directory)
-    kept = sum(tree_bytes(path) for path in find_model_dirs(directory))
+    kept = 0
+    with suppress(OSError):  # what cannot be looked at makes the limit smaller, and breaks no chat
+        kept = sum(tree_bytes(path) for path in list_model_dirs(directory))
     available = shutil.disk_usage(existing).free + kept
     if size is not None:
         return size.resolve(available)
@@ -121,12 +124,21 @@ class DiskQuota:
         return max(growth, min(_MOST_SPARE_BYTES, int(_SPARE_SHARE * self.limit_bytes)))
 
     def held_bytes(self, table: PackTable) -> int:
-        """Return what is kept in the directory, counted as `tree_bytes` does but without a search:
-        what `used_bytes` sets aside, for tables that are still to grow, is not in it.
+        """Return what is kept in the directory, counted as `tree_bytes` does: what `used_bytes`
+        sets aside, for tables that are still to grow, is not in it.
+
+        The own files are searched only where the table may not know all of them. Raises OSError
+        where something cannot be looked at: what is not seen would not count.
         """
-        packs = int(table.reset("size")) + table.num_files() * FILE_OVERHEAD_BYTES
         others = sum(map(self._sizes.of, self._others()))
+        if table.disk.has_leftovers:
+            return tree_bytes(self.own) + others
+        packs = int(table.reset("size")) + table.num_files() * FILE_OVERHEAD_BYTES
         return packs + beside_packs_bytes(self.own) + others
+
+    def has_room(self, table: PackTable, num_bytes: int) -> bool:
+        """Whether `num_bytes` more fit as it is."""
+        return self._excess(table, num_bytes) <= 0
 
     def make_room(
         self, table: PackTable, packs: Callable[[], Packs], num_bytes: int, parent: bytes
@@ -184,9 +196,11 @@ class DiskQuota:
             if not keys:
                 break
             self._evict(table, keys)
+            if table.disk.has_leftovers and self._excess(table, num_bytes) >= excess:
+                break  # nothing can be deleted: to forget the rest too would free nothing
         if to_free > 0 and (not num_bytes or self._excess(table, num_bytes) <= self._loose_bytes()):
             self._drop_older(math.inf)  # not where even that is in vain
-        return self._excess(table, num_bytes) <= 0
+        return self.has_room(table, num_bytes)
 
     def _worth_least(
         self, table: PackTable, known: Packs, parent: bytes, to_free: int
@@ -246,4 +260,4 @@ class DiskQuota:
 
     def _others(self) -> list[Path]:
         """Return what other models, or other settings of this one, have left here."""
-        return [path for path in find_model_dirs(self.directory) if path != self.own]
+        return [path for path in list_model_dirs(self.directory) if path != self.own]

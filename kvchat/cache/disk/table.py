@@ -6,7 +6,7 @@ is large, and its head, so that a head vouches for a payload. Columns that diskc
 here say how a pack was used, without a word of what is in it.
 """
 
-import errno
+import logging
 import os
 import sqlite3
 import stat
@@ -27,6 +27,8 @@ from kvchat.cache.disk.model_dirs import DATABASE, PACK_FILE, PIN_MARK, has_only
 from kvchat.cache.page_memory import ReadBuffers
 from kvchat.core.errors import StoreError
 from kvchat.core.paths import open_private
+
+_log = logging.getLogger(__name__)
 
 _RAW, FILE_MODE = 1, 2  # diskcache's numbers for a value in the table, and for one in a file
 # No pack comes near it. A file that claims to be longer is damaged, and must not fill the memory.
@@ -67,17 +69,23 @@ class RawDisk(diskcache.Disk):
     """Keys and values are bytes; large values are files of mode 0600.
 
     The directory is held by its descriptor as long as the disk lives: what is put in the place of
-    its name meanwhile is neither read nor written. `has_leftovers` says that a file could not be
-    removed: the table no longer counts it, and it takes room until a sweep removes it.
+    its name meanwhile is neither read nor written. `has_leftovers` says that there may be files
+    that the table does not count, as those that could not be removed: until a sweep has removed
+    all of them, and before the first, only a search tells what the directory takes.
     """
 
     def __init__(self, directory: str, **settings: Any) -> None:
         super().__init__(directory, **settings)
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
         self.descriptor = os.open(directory, flags)
+        self.has_leftovers = True
         # Closes the descriptor: when it is called, or else when the disk is no longer referenced.
-        self.has_leftovers = False
-        self.release = weakref.finalize(self, os.close, self.descriptor)
+        self._close = weakref.finalize(self, os.close, self.descriptor)
+
+    def release(self) -> None:
+        """Close the directory, for good: its descriptor's number may soon be another file's."""
+        self._close()
+        self.descriptor = -1
 
     def put(self, key: object) -> tuple[Any, bool]:
         if not isinstance(key, bytes):
@@ -150,8 +158,9 @@ class RawDisk(diskcache.Disk):
                 os.unlink(file_path, dir_fd=self.descriptor)
             except FileNotFoundError:  # another process has removed it already
                 pass
-            except OSError:
+            except OSError as error:
                 self.has_leftovers = True
+                _log.warning("a file of a pack could not be removed: %s", error.strerror)
 
 
 class RawCache(diskcache.Cache):
@@ -185,18 +194,14 @@ class RawCache(diskcache.Cache):
             sqlite_wal_autocheckpoint=LOG_PAGES,
         )
 
-    def close_all(self) -> None:
-        """Close the connections of all threads; none may be using its own. What is done with the
-        table afterwards opens one again.
+    def abandon(self) -> None:
+        """Close all there is, for good: the connections of all threads, of which none may be using
+        its own, and the directory.
         """
         connections, self._connections = self._connections, []
         self._local = threading.local()
         for connection in connections:
             connection.close()
-
-    def abandon(self) -> None:
-        """Close all there is, for good: after this the table cannot be used."""
-        self.close_all()
         if hasattr(self, "_disk"):
             self._disk.release()
 
@@ -251,30 +256,24 @@ class RawCache(diskcache.Cache):
     def sweep(self) -> None:
         """Remove files that the table does not know as they are, while nobody else is writing.
 
-        Raises OSError, after all others are gone, where one cannot be removed: what is in the
-        directory then is more than the table says.
+        Where one cannot be removed, the disk has leftovers still.
         """
         rows = self._sql("SELECT filename, size FROM Cache WHERE filename IS NOT NULL")
         known = dict(rows.fetchall())
         if sum(known.values()) != self.reset("size"):
             raise ValueError("the table has lost count of its files")
-        failure: int | None = None  # no exception: kept in a frame of its own, it would live on
-        for name in filter(is_pack_file, os.listdir(self.disk.descriptor)):
-            try:
-                self._sweep_file(name, known.get(name))
-            except FileNotFoundError:
-                continue
-            except OSError as error:
-                failure = error.errno or errno.EIO
-        if failure is not None:
-            raise OSError(failure, os.strerror(failure))
+        names = list(filter(is_pack_file, os.listdir(self.disk.descriptor)))
+        unknown = [name for name in names if self._is_unknown(name, known.get(name))]
         self.disk.has_leftovers = False
+        for name in unknown:
+            self.disk.remove(name)
 
-    def _sweep_file(self, name: str, known_bytes: int | None) -> None:
-        directory = self.disk.descriptor
-        info = os.stat(name, dir_fd=directory, follow_symlinks=False)
-        if info.st_size != known_bytes and not stat.S_ISDIR(info.st_mode):  # that is not ours
-            os.unlink(name, dir_fd=directory)
+    def _is_unknown(self, name: str, known_bytes: int | None) -> bool:
+        """Whether a file is not one of `known_bytes`; what is no file is not ours."""
+        with suppress(FileNotFoundError):
+            info = os.stat(name, dir_fd=self.disk.descriptor, follow_symlinks=False)
+            return info.st_size != known_bytes and not stat.S_ISDIR(info.st_mode)
+        return False
 
 
 def is_pack_file(name: object) -> bool:

@@ -249,7 +249,7 @@ class DiskTier:
             self._attempt(self._reader.warm_up, None)
             self._look()
         except BaseException:  # Ctrl-C too
-            self._db.table.abandon()
+            self._db.close()
             raise
 
     @property
@@ -296,15 +296,13 @@ class DiskTier:
 
     def _write(self, head: PackHead, image: memoryview, is_one_shot: bool) -> bool:
         with self._db.changing() as table:
-            if self._lock.has_leftovers or table.disk.has_leftovers:
+            if table.disk.has_leftovers:
                 self._collect(table)
             if self._reader.head(table, head.keys(self._layout)[0]) is not None:
                 return True
             followed = self._last_of(head.parent)
             self._note_uses(table)  # what was found may be on its way up: it is not to go for this
-            num_bytes = len(image) + 2 * len(head.ids) + FILE_OVERHEAD_BYTES
-            if len(image) < MIN_FILE_BYTES:  # it is in the log, and then in the table too
-                num_bytes += len(image)
+            num_bytes = _kept_bytes(head, image)
             packs = partial(self._reader.known_packs, table)
             if trouble := self._quota.make_room(table, packs, num_bytes, head.parent):
                 self._stats.say(trouble)
@@ -336,7 +334,7 @@ class DiskTier:
         try:
             table.keep(key, data, Parts(prefix, image), use)
         except Exception:
-            self._lock.has_leftovers = True
+            table.disk.has_leftovers = True
             raise
 
     def _last_of(self, parent: bytes) -> bytes | None:
@@ -400,7 +398,9 @@ class DiskTier:
             image = image[: num_kept * self._layout.block_bytes]
             ids = head.ids[: num_kept * self._layout.ids_bytes]
             cut = replace(head, ids=ids, checksum=payload_checksum(image), fingerprint=None)
-            self._keep(table, cut, image, use)
+            # The old file may still be there: a disk that fails does not delete it.
+            if self._quota.has_room(table, _kept_bytes(cut, image)):
+                self._keep(table, cut, image, use)
 
     def quarantine(self, keys: Sequence[bytes]) -> None:
         """Never give out again the packs that hold one of these blocks, nor what continues them."""
@@ -455,7 +455,6 @@ class DiskTier:
             with self._db.changing() as table:
                 self._collect(table)
 
-        self._lock.has_leftovers = True  # where this fails, the next write does it first
         self._attempt(collect, None)
 
     def _collect(self, table: PackTable) -> None:
@@ -464,13 +463,19 @@ class DiskTier:
         trouble = self._quota.collect(table, lambda: self._reader.known_packs(table), self._clock())
         if trouble:
             self._stats.say(trouble)
-        self._lock.has_leftovers = False
+        self._lock.has_leftovers = table.disk.has_leftovers
 
     def close(self) -> None:
         """Let go of the store. Idempotent."""
         if self._used:
             self._attempt(lambda: self._note_uses(self._db.table), None)
-        self._db.table.close_all()
+        self._db.close()
+
+
+def _kept_bytes(head: PackHead, image: memoryview) -> int:
+    """Return how many bytes a pack takes at most, with its head."""
+    num_copies = 1 if len(image) >= MIN_FILE_BYTES else 2  # it is in the log, and then in the table
+    return num_copies * len(image) + 2 * len(head.ids) + FILE_OVERHEAD_BYTES
 
 
 def _literal(directory: Path) -> Path:
