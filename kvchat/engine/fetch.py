@@ -111,7 +111,7 @@ class Fetcher:
             waiter.restore = self._connector.begin(waiter.ids, is_one_shot=is_one_shot)
 
     def promote(self, request: Request) -> bool:
-        """Begin a promotion for a request about to start, unless it has one; return whether one began.
+        """Begin a promotion for a request about to start, unless it has one; whether one began.
 
         Blocks may have been demoted since `begin`: the request waited, or it was preempted.
         """

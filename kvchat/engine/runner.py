@@ -46,7 +46,7 @@ class WarmupModel(Protocol):
 
     @property
     def is_checked(self) -> bool:
-        """Whether all checks of its fused step are done: steps are no longer computed twice."""
+        """Whether no later step runs twice to compare fused code with the plain code."""
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Run one step; return its rows of logits."""
@@ -190,7 +190,7 @@ class Runner:
         return self._graphs.status() if self._graphs is not None else None
 
     def step_threads(self) -> tuple[int, int] | None:
-        """Return the threads a one-token step uses and the most it may use; None without `threads`."""
+        """Return the threads of a one-token step, and the most possible; None without `threads`."""
         threads = self._threads
         return (threads.num_threads(), threads.most) if threads is not None else None
 
