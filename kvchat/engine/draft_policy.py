@@ -18,10 +18,10 @@ MAX_DRAFTED = 16
 _COST_WEIGHT = 0.2
 _ACCEPTANCE_WEIGHT = 1 / 20
 # A longer context or a busier machine raises the cost of all counts of rows: each measurement
-# also moves the other counts by this power.
+# also moves the other counts, by this power of its surprise.
 _SHARED_DRIFT = 0.15
 _NUM_FIRST = 3
-# The ratio of measured to expected seconds is limited to this factor, either way: more is an outlier.
+# The ratio of measured to expected seconds is limited to this factor: more is an outlier.
 _MOST_SURPRISE = 2.0
 # The least expected gain for which drafts are used: a smaller one is within measuring errors.
 _LEAST_GAIN = 0.03
@@ -95,7 +95,7 @@ class CostCurve:
 
 
 def _grade(rows: int) -> int:
-    """Return the rows up to 32 exactly, above that rounded down to an eighth of a power of two."""
+    """Return counts up to 32 as they are; round larger ones down to eighths of a power of two."""
     if rows <= 32:
         return rows
     unit = 1 << (rows.bit_length() - 4)
@@ -145,7 +145,7 @@ class Acceptance:
 
 @dataclass(frozen=True, slots=True)
 class Chance:
-    """One request's chances: `survival[i]` is the probability that its first i + 1 drafts are right.
+    """One request: `survival[i]` is the probability that its first i + 1 drafts are all right.
 
     `is_free` says that making its drafts costs no time.
     """

@@ -64,10 +64,10 @@ class Drafter(Protocol):
         """
 
     def propose(self, wanted: Sequence[Wanted]) -> list[Sequence[int]]:
-        """Draft for several requests at once; each draft has at most the number of tokens offered."""
+        """Draft for several requests at once, for each at most as many tokens as it was offered."""
 
     def update(self, requests: Sequence[Request], seconds: float) -> None:
-        """After a step: drop the state of all but the unfinished `requests`, and catch up with those.
+        """After a step: drop the state of all but the unfinished `requests`; catch up with those.
 
         `seconds` is about how long this may take.
         """
