@@ -110,7 +110,7 @@ def build_engine(
 ) -> AssembledEngine:
     """Load a model and build the engine around it.
 
-    `state_directory` keeps self-test results and measured rates between runs; None keeps none.
+    `state_directory` keeps self-test results, digests and measured rates between runs, if not None.
     Raises ModelError or ModelUnsupported with a message for the user.
     """
     began_s = time.perf_counter()
@@ -197,7 +197,7 @@ def step_tokens(spec: ModelSpec, device: torch.device) -> int:
 
 
 def new_kv_pool(geometry: KvGeometry, config: CacheConfig, device: torch.device) -> KvPool:
-    """Allocate the blocks the budget allows; raises ModelError for too small or too large a budget."""
+    """Allocate the blocks the budget allows; raises ModelError if it is too small or too large."""
     budget = device_budget(config, device)
     num_blocks = budget // geometry.block_bytes
     if num_blocks < 2:
@@ -252,7 +252,7 @@ def new_connector(
     state_directory: Path | None,
     is_draft: bool = False,
 ) -> KvConnector | None:
-    """Return the connector to the store in the configured directory; None if no KV is to be kept."""
+    """Return the connector to the configured store; None if no KV is to be kept."""
     directory = config.directory
     if directory is None or not config.reuse:
         return None

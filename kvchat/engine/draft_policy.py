@@ -320,7 +320,7 @@ class FixedDraftPolicy:
 
 
 @dataclass(slots=True)
-class _Habit:
+class _SourceRecord:
     """The record of one request and one source of drafts."""
 
     acceptance: Acceptance
@@ -337,19 +337,19 @@ class _Habit:
 class _Record:
     """The records of one request by source, and its latest refusals."""
 
-    habits: dict[str, _Habit] = field(default_factory=dict)
+    sources: dict[str, _SourceRecord] = field(default_factory=dict)
     why_plain: str = ""
     num_refused: int = 0
     num_to_rest: int = 0
 
-    def note_refusal(self, habit: _Habit, why: str) -> None:
+    def note_refusal(self, source_record: _SourceRecord, why: str) -> None:
         """Record one more refusal; after many in a row the request is not asked for some steps."""
         self.why_plain = why
         self.num_refused += 1
-        habit.num_refused += 1
+        source_record.num_refused += 1
         if self.num_refused >= _REFUSALS_BEFORE_REST:
             self.num_to_rest = _STEPS_OF_REST
-            habit.num_refused += _STEPS_OF_REST  # count the offers of the skipped steps
+            source_record.num_refused += _STEPS_OF_REST  # count the offers of the skipped steps
 
 
 @dataclass(slots=True)
@@ -420,24 +420,27 @@ class AdaptiveDraftPolicy:
         return best
 
     def _chance(self, request: Request, offer: Offer, costs: _Costs) -> Chance:
-        acceptance = self._habit(request, offer.source).acceptance
+        acceptance = self._source_record(request, offer.source).acceptance
         is_unknown = not costs.knows_drafting and not offer.is_free
         most = min(offer.most, _UNKNOWN_COST_TRIAL) if is_unknown else offer.most
         return Chance(acceptance.survival(most), offer.is_free)
 
     def _take(self, request: Request, offer: Offer, length: int) -> Taken | None:
         """Accept an offer, or refuse it; after enough refusals accept a short trial."""
-        record, habit = self._record(request), self._habit(request, offer.source)
+        record, source_record = self._record(request), self._source_record(request, offer.source)
         if length:
             record.why_plain = ""
-            record.num_refused = habit.num_refused = habit.num_trials = 0
+            record.num_refused = source_record.num_refused = source_record.num_trials = 0
             return Taken(offer, length)
-        likely = habit.acceptance.survival(1)[0]
-        record.note_refusal(habit, f"too dear for guesses {likely:.0%} likely")
-        if habit.num_refused < habit.wait or habit.num_trials >= _MOST_TRIALS:
+        likely = source_record.acceptance.survival(1)[0]
+        record.note_refusal(source_record, f"too dear for guesses {likely:.0%} likely")
+        if (
+            source_record.num_refused < source_record.wait
+            or source_record.num_trials >= _MOST_TRIALS
+        ):
             return None
-        habit.num_refused = 0
-        habit.num_trials += 1
+        source_record.num_refused = 0
+        source_record.num_trials += 1
         return Taken(offer, min(_FREE_TRIAL if offer.is_free else _TRIAL, offer.most))
 
     def note_drafting(self, num_requests: int, longest: int, seconds: float) -> None:
@@ -450,7 +453,7 @@ class AdaptiveDraftPolicy:
         costs.steps_since_plain = 0 if is_plain else costs.steps_since_plain + 1
 
     def note_verified(self, request: Request, source: str, drafted: int, accepted: int) -> None:
-        self._habit(request, source).acceptance.note(drafted, accepted)
+        self._source_record(request, source).acceptance.note(drafted, accepted)
         self._general[source].note(drafted, accepted)
 
     def plain_s(self, num_decoding: int) -> float | None:
@@ -471,12 +474,12 @@ class AdaptiveDraftPolicy:
     def _record(self, request: Request) -> _Record:
         return self._records.setdefault(request, _Record())
 
-    def _habit(self, request: Request, source: str) -> _Habit:
-        habits = self._record(request).habits
-        if source not in habits:
+    def _source_record(self, request: Request, source: str) -> _SourceRecord:
+        sources = self._record(request).sources
+        if source not in sources:
             general = self._general.setdefault(source, Acceptance(_PRIOR))
-            habits[source] = _Habit(general.renewed())
-        return habits[source]
+            sources[source] = _SourceRecord(general.renewed())
+        return sources[source]
 
 
 def _draft_s(costs: _Costs) -> Callable[[int], float]:

@@ -138,7 +138,7 @@ class Fetcher:
     def settle(self, requests: Sequence[Request]) -> bool:
         """Take in KV from slower tiers; return whether a request or a prefetch waits for more.
 
-        If no request can run before, it blocks until the next delivery, for a short time.
+        If no request can run until then, it blocks until the next delivery, for a short time.
         """
         if self._is_idle(requests):
             return False

@@ -80,7 +80,7 @@ def tolerance(*dtypes: torch.dtype) -> Tolerance:
 def fingerprint_of(logits: torch.Tensor) -> LogitFingerprint | None:
     """Return the fingerprint of a token's logits, [vocab_size] float32.
 
-    Returns None if one of its logits is not finite.
+    Returns None if one of its top logits is not finite.
     """
     values, token_ids = logits.topk(min(_NUM_LOGITS, len(logits)))
     found = [float(value) for value in values.tolist()]
@@ -114,7 +114,7 @@ def kv_deviation(kv_errors: Sequence[torch.Tensor]) -> Deviation:
     if not bool(distances.isfinite().all() and products.isfinite().all()):
         return Deviation(math.inf, math.inf, math.inf)
     is_enough = len(kv_errors) >= _FEWEST_FOR_A_MIDDLE
-    # A token with tiny values would show rounding as an error of scale.
+    # Without the bound, rounding of a token with tiny values would look like an error of scale.
     scales = products / own.clamp_min(0.5)
     return Deviation(
         most=float(distances.max()) if not is_enough else 0.0,

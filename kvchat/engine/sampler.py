@@ -86,10 +86,10 @@ class DeviceTokenIds:
         assert len(ids) >= self._num_settled
         end = len(ids) + len(drafts)
         self._make_room_for(end)
-        news = [*ids[self._num_settled :], *drafts]
-        if news:
+        new_ids = [*ids[self._num_settled :], *drafts]
+        if new_ids:
             place = self._ids[self._num_settled : end]
-            place.copy_(on_device(news, torch.int64, self._ids.device))
+            place.copy_(on_device(new_ids, torch.int64, self._ids.device))
         self._num_settled = len(ids)
         return self._ids[:end]
 

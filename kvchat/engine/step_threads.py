@@ -91,7 +91,7 @@ class _Race:
         self._rival: int | None = None
         self._steps_left = TRIED  # the first steps load code and touch memory for the first time
         self._pause = SOON
-        self._num_in_vain = 0
+        self._num_unchanged = 0
         self._seconds: dict[int, list[float]] = {}
         self._usual_s = 0.0
         self._recent: deque[bool] = deque(maxlen=2 * _MANY_SLOWER)
@@ -136,12 +136,12 @@ class _Race:
         self._recent.clear()
         self._is_for_fewer = rival < own
         if rival_s < _WORTH * own_s:
-            self.best, self._pause, self._num_in_vain = rival, SOON, 0
+            self.best, self._pause, self._num_unchanged = rival, SOON, 0
             self._steps_left = 1 if self._next_rival() != own else SOON
             return
         self._is_for_fewer = not self._is_for_fewer
-        self._num_in_vain += 1
+        self._num_unchanged += 1
         # Both directions are tried before the pause grows.
-        if self._num_in_vain % 2 == 0:
+        if self._num_unchanged % 2 == 0:
             self._pause = min(2 * self._pause, SELDOM)
         self._steps_left = self._pause

@@ -193,9 +193,9 @@ class EngineThread:
                 continue
             if isinstance(message, _Close):
                 return
-            self._obey(engine, message, ready_s)
+            self._handle(engine, message, ready_s)
 
-    def _obey(self, engine: "Engine", message: _Message, ready_s: float) -> None:
+    def _handle(self, engine: "Engine", message: _Message, ready_s: float) -> None:
         if isinstance(message, _Submit):
             self._submit(engine, message, ready_s)
         elif isinstance(message, _Cancel):
