@@ -1,1 +1,1 @@
-"""Floor 3: requests, scheduling, sampling. Joins the cache with the model; knows no text."""
+"""Floor 3: requests, scheduling, sampling. Joins the cache and the model; works on token ids."""

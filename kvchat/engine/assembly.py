@@ -1,8 +1,9 @@
 """Builds an engine from settings: model, pools sized to the budget, cache, scheduler, drafters.
 
-The one place where the model's facts become the cache's geometry and the identity of stored KV. A
-draft model's KV shares the device budget with the target's, block for block, and lies in the same
-store under an identity of its own. A draft that cannot be used costs a sentence, never the answer.
+It derives the cache's geometry and the identity of stored KV from the model. A draft model's cache
+gets the same number of blocks as the target's, from the same device budget. Its KV is in the same
+store, under its own identity. If the draft model cannot be used, the target answers without it, and
+a note says why.
 """
 
 import hashlib
@@ -58,7 +59,7 @@ from kvchat.model.source import ModelSource
 from kvchat.model.spec import ModelSpec
 from kvchat.model.text_files import same_vocabulary
 
-# Raise it whenever what a slot holds for the same token changes: the layout of a block image, or
+# Increase it when the content of a slot changes for the same token: the layout of a block image, or
 # what the attention writes to it.
 _KV_VERSION = 3
 
@@ -84,12 +85,12 @@ def kv_identity(loaded: LoadedModel, geometry: KvGeometry, content_digest: str) 
 _log = logging.getLogger(__name__)
 
 _DEFAULT_SHARE = {"cpu": Size(share=0.25), "cuda": Size(share=0.80)}
-# Beside a CPU's memory there is no other that KV could be demoted to.
+# On a CPU, the device is host memory: there is no other memory to demote KV to.
 _DEFAULT_HOST_SHARE = {"cpu": Size(num_bytes=0), "cuda": Size(share=0.10)}
 _MAX_DEFAULT_HOST_BYTES = 16 << 30
-# Prefill work per step on a CPU, in multiply-adds: about a tenth of a second on two cores, so that
-# a step, which nothing interrupts, ends soon after Esc. Fixed, not measured: the same settings must
-# cut the same prompt into the same chunks, or low-precision rounding would differ from run to run.
+# Prefill work per step on a CPU, in multiply-adds: about a tenth of a second on two cores. A step
+# cannot be interrupted, so this bounds the wait after Esc. It is fixed, not measured: the same
+# settings must cut a prompt into the same chunks, or low-precision rounding would vary by run.
 _CPU_STEP_MACS = 4e10
 _CPU_STEP_TOKENS = (16, 512)
 _CUDA_STEP_TOKENS = 4096
@@ -97,7 +98,7 @@ _CUDA_STEP_TOKENS = 4096
 
 @dataclass(frozen=True, slots=True)
 class AssembledEngine:
-    """An engine ready to run, and what the floors above need to know about it."""
+    """An engine ready to run, its loaded model, and the event that reports it ready."""
 
     engine: Engine
     loaded: LoadedModel
@@ -114,8 +115,8 @@ def build_engine(
 ) -> AssembledEngine:
     """Load a model and build the engine around it.
 
-    `state_directory` keeps self-test verdicts between runs; None keeps none. Raises ModelError or
-    ModelUnsupported with a sentence for the user.
+    `state_directory` keeps self-test results, digests and measured rates between runs, if not None.
+    Raises ModelError or ModelUnsupported with a message for the user.
     """
     began_s = time.perf_counter()
     loaded = load_trusted(
@@ -132,7 +133,7 @@ def load_trusted(
     state_directory: Path | None,
     progress: Progress,
 ) -> LoadedModel:
-    """Load a model whose paged forward pass is known to be right; errors as `build_engine`."""
+    """Load a model and check its paged forward pass; raises the errors of `build_engine`."""
     loaded = load_model(source, config, max_context, progress)
     progress(LoadProgress("checking the paged forward pass"))
     ensure_trusted(loaded, state_directory)
@@ -146,7 +147,7 @@ def engine_around(
     state_directory: Path | None,
     speculation: Speculation | None = None,
 ) -> Engine:
-    """Build pools, cache and engine around a loaded model, which serves one engine at a time."""
+    """Build pools, cache and engine for a loaded model; a model serves one engine at a time."""
     geometry = kv_geometry(loaded.spec, cache_config, loaded.dtype)
     kv_pool = new_kv_pool(geometry, cache_config, loaded.device)
     cache = CacheManager(kv_pool, cache_config.reuse)
@@ -201,7 +202,7 @@ def step_tokens(spec: ModelSpec, device: torch.device) -> int:
 
 
 def new_kv_pool(geometry: KvGeometry, config: CacheConfig, device: torch.device) -> KvPool:
-    """Make as many blocks as the budget allows; raises ModelError where there is no such memory."""
+    """Allocate the blocks the budget allows; raises ModelError if it is too small or too large."""
     budget = device_budget(config, device)
     num_blocks = budget // geometry.block_bytes
     if num_blocks < 2:
@@ -222,21 +223,22 @@ def new_kv_pool(geometry: KvGeometry, config: CacheConfig, device: torch.device)
 
 
 def new_graphs(model: PagedModel, cache: CacheManager, config: EngineConfig) -> GraphRunner | None:
-    """Return what captures small steps of `model` over `cache`; None where nothing can or may."""
+    """Return the graph runner for small steps; None off CUDA, if turned off, or without memory."""
     if model.device.type != "cuda" or not config.graphs:
         return None
     max_context = min(model.loaded.max_context, cache.max_tokens)
     try:
         capturing = CudaGraphs(model.device)
         return GraphRunner(model, cache.block_size, max_context, SCRATCH_BLOCK, capturing)
-    except RuntimeError as error:  # a device without memory for them can still answer
-        _log.warning("no graphs", exc_info=error)
+    except RuntimeError as error:  # such as too little memory: steps run eagerly
+        _log.warning("graphs are not available", exc_info=error)
         return None
 
 
 def new_threads(device: torch.device) -> StepThreads | None:
-    """Return what finds how many threads small steps run on; None where a GPU runs them, or where
-    their number is fixed once work has begun.
+    """Return the chooser of the number of threads of small steps.
+
+    Returns None on a GPU, and where that number cannot change after the first step.
     """
     if device.type != "cpu" or not can_change_threads():
         return None
@@ -244,7 +246,7 @@ def new_threads(device: torch.device) -> StepThreads | None:
 
 
 def new_warmup(model: PagedModel, cache: CacheManager) -> Warmup:
-    """Return what lets `model` prove itself over `cache` before its steps are timed."""
+    """Return the warm-up of `model` over `cache`, to run before its steps are timed."""
     return Warmup(model, model.loaded.spec.vocab_size, cache.block_size)
 
 
@@ -255,7 +257,7 @@ def new_connector(
     state_directory: Path | None,
     is_draft: bool = False,
 ) -> KvConnector | None:
-    """Return what keeps KV in the slower tiers; None where nothing is to be kept."""
+    """Return the connector to the configured tiers; None if no KV is to be kept."""
     geometry = cache.kv_pool.geometry
     openers = tier_openers(config, geometry.block_bytes, is_draft) if config.reuse else []
     if not openers:
@@ -294,9 +296,9 @@ def _disk_opener(config: CacheConfig, block_bytes: int, is_draft: bool) -> TierO
         least = least_bytes(block_bytes)
         if limit < least:
             if config.disk_bytes is None or config.disk_bytes.num_bytes is None:
-                # A disk that is full for the moment is no reason to lose what is kept.
+                # The user set no byte limit, so the disk is full for now: keep what is stored.
                 raise StoreError(why_nothing, "Free some, or choose another with --cache-dir.")
-            StoreAdmin(directory).clear()  # the limit is one for what was kept before, too
+            StoreAdmin(directory).clear()  # the limit applies to stored KV too
             raise StoreError(
                 f"--disk-cache allows only {format_bytes(limit)}, too little for KV.",
                 f"Raise it to {format_bytes(least)} at least.",
@@ -307,7 +309,7 @@ def _disk_opener(config: CacheConfig, block_bytes: int, is_draft: bool) -> TierO
 
 
 def rate_memory(loaded: LoadedModel, state_directory: Path | None) -> RateMemory:
-    """Return what remembers how fast this machine computes, reads and copies a model's KV."""
+    """Return the memory of how fast this machine computes, reads and copies a model's KV."""
     subject = f"{loaded.identity} {dtype_name(loaded.dtype)} {device_name(loaded.device)}"
     return RateMemory(state_directory, subject)
 
@@ -315,7 +317,7 @@ def rate_memory(loaded: LoadedModel, state_directory: Path | None) -> RateMemory
 def new_offload(
     cache: CacheManager, config: CacheConfig, connector: KvConnector | None, memory: RateMemory
 ) -> HostOffload | None:
-    """Return what demotes KV to host memory; None where nothing may."""
+    """Return the demotion of KV to host memory; None if it is off or its budget is too small."""
     pool = cache.kv_pool
     limit = host_budget(config, pool.device)
     if not config.reuse or limit < pool.geometry.block_bytes:
@@ -327,7 +329,7 @@ def new_offload(
 
 
 def model_ready(loaded: LoadedModel, engine: Engine, began_s: float) -> ModelReady:
-    """Return the event that says an engine answers from now on; loading began at `began_s`."""
+    """Return the event that reports the engine ready; loading began at `began_s`."""
     return ModelReady(
         name=loaded.source.name,
         identity=loaded.identity,
@@ -339,7 +341,8 @@ def model_ready(loaded: LoadedModel, engine: Engine, began_s: float) -> ModelRea
     )
 
 
-_HELD_BY_A_CACHE = 4 << 20  # bytes of weights
+# Bytes of weights that a CPU cache holds.
+_HELD_BY_A_CACHE = 4 << 20
 
 
 def build_speculating_engine(
@@ -352,9 +355,9 @@ def build_speculating_engine(
     state_directory: Path | None,
     progress: Progress,
 ) -> AssembledEngine:
-    """Load a model, and a draft model where there is one, and build the engine around them.
+    """Load a model and, if given, a draft model, and build the engine for them.
 
-    As `build_engine`; what keeps the draft from being used is told in the notes of the model.
+    Otherwise as `build_engine`. If the draft model cannot be used, the model's notes say why.
     """
     began_s = time.perf_counter()
     target = load_trusted(
@@ -363,7 +366,7 @@ def build_speculating_engine(
     build = _DraftBuild(target, model_config, cache_config, engine_config, state_directory)
     try:
         draft = build.drafter(draft_source) if draft_source is not None else None
-    except Exception as error:  # whatever is wrong with a draft, the target can answer
+    except Exception as error:  # without a draft model, the target can still answer
         _log.warning("no draft model", exc_info=error)
         note = f"Answers come without the draft model: {_sentence(error)}"
         target = replace(target, notes=(*target.notes, note))
@@ -380,7 +383,7 @@ def build_speculating_engine(
 
 @dataclass(frozen=True, slots=True)
 class _Draft:
-    """What drafts, and the budget that is left to the target."""
+    """A drafter, and the cache settings with the budget left for the target."""
 
     drafter: ModelDrafter
     target_cache: CacheConfig
@@ -388,7 +391,7 @@ class _Draft:
 
 @dataclass(frozen=True, slots=True)
 class _DraftBuild:
-    """Everything a draft model for `target` is built from."""
+    """The settings from which a draft model for `target` is built."""
 
     target: LoadedModel
     model_config: ModelConfig
@@ -397,7 +400,7 @@ class _DraftBuild:
     state_directory: Path | None
 
     def drafter(self, source: ModelSource) -> _Draft:
-        """Load a draft model and give it its share of the budget; raises where that cannot be."""
+        """Load a draft model and give it its share of the budget; raises if that fails."""
         target = self.target
         if not same_vocabulary(target.source, source):
             raise ModelError(f"{source.name} has another vocabulary than {target.source.name}.")
@@ -431,10 +434,10 @@ class _DraftBuild:
 
 
 def _piece_rows(loaded: LoadedModel) -> int | None:
-    """Return how many rows a fused step has, where one after the other is faster than all at once.
+    """Return the most rows of a fused step if several are faster than one large step, else None.
 
-    All at once takes transformers' own forward pass, and reads the weights once; a cache holds
-    those of a tiny model, so that reading them again costs next to nothing.
+    A large step uses transformers' own forward pass, and reads the weights once. The weights of a
+    tiny model stay in the CPU cache, so reading them again costs almost nothing.
     """
     num_bytes = sum(p.numel() * p.element_size() for p in loaded.module.parameters())
     is_tiny = num_bytes <= _HELD_BY_A_CACHE
@@ -442,7 +445,7 @@ def _piece_rows(loaded: LoadedModel) -> int | None:
 
 
 def _say_nothing(event: LoadProgress) -> None:
-    """Loading a draft takes no time worth a bar of its own."""
+    """Report no progress: a draft model loads too quickly for it."""
 
 
 def _sentence(error: Exception) -> str:

@@ -1,10 +1,11 @@
-"""ModelDrafter: a small model of the same vocabulary guesses what the large one will say.
+"""ModelDrafter: drafts with a small model that has the target's vocabulary.
 
-It keeps its own KV, paged, in a tree and on tiers of its own, so that a branch or a conversation of
-yesterday is drafted for as well as one it has just read. What of it is missing is computed behind
-the answer's first token, a little in each step. Knows requests and their ids; verifies nothing.
+The draft model has its own paged KV cache, with a radix tree and tiers, so it can draft for a
+branch or an older conversation without recomputing it. Missing KV is computed after the answer's
+first token, a part in each step.
 
-It draws with the target's own noise: where both models expect the same, they draw the same.
+It draws with the target's noise: if both models give the same distribution, they draw the same
+token.
 """
 
 import time
@@ -27,20 +28,22 @@ if TYPE_CHECKING:
     from kvchat.cache.connector import KvConnector
     from kvchat.cache.restore import Restore
 
-# So many missing tokens are computed at once before a draft; more take their time.
+# At most this many missing tokens are computed before a draft; more take several steps.
 _MOST_BEHIND = 64
-# And so many along with the first that is drafted: what a verified draft leaves.
+# At most this many are computed with the first drafted token: a verified draft leaves that many.
 _MOST_ALONG = MAX_DRAFTED + 1
+# Tokens computed in one step to catch up with a request.
 _LEAST_CAUGHT_UP, _MOST_CAUGHT_UP = 32, 1024
+# The weight of the newest measurement in the average speed.
 _NEWEST = 0.3
 
 
 @dataclass(slots=True)
 class _DraftState:
-    """One request's KV in the draft's cache.
+    """One request's KV in the draft model's cache.
 
     # [0, num_computed)            KV of the request's own ids
-    # and len(tail) tokens more    KV of drafts, right as far as the request has grown by them
+    # then len(tail) tokens        KV of drafts, valid as far as the request accepted them
     """
 
     table: BlockTable
@@ -52,11 +55,11 @@ class _DraftState:
 class ModelDrafter:
     """Drafts with `model`, whose pools are those of `cache`.
 
-    `vocab_size` and `max_context` are the draft model's own: it has nothing to offer for a context
-    beyond them. With `connector` its KV is kept, and found again; the drafter closes it. `graphs`
-    are those of the draft model's small steps, `threads` what it runs them on, `warmup` its.
-    `piece_rows` is how many rows at a time the little that is missing is computed in, where that is
-    sooner done than at once.
+    `vocab_size` and `max_context` are the draft model's own: it makes no offer for a context beyond
+    them. With `connector`, its KV is kept on the disk and restored; the drafter closes it. `graphs`
+    are graphs of the draft model's small steps, `threads` chooses their number of threads, `warmup`
+    is its warm-up. `piece_rows` is the number of rows in which a few missing tokens are computed,
+    if pieces are faster than one step; None for one step.
     """
 
     name = "draft"
@@ -110,7 +113,7 @@ class ModelDrafter:
                 self._make_up(request, state, start, end)
 
     def _make_up(self, request: Request, state: _DraftState, start: int, end: int) -> None:
-        """Compute what is missing in pieces, but for what the next draft computes along with it."""
+        """Compute missing tokens in pieces, except those that the next draft step computes."""
         while end - start > self._most_along:
             stop = min(end, start + self._piece_rows)
             self._compute(request, state, start, stop)
@@ -130,7 +133,7 @@ class ModelDrafter:
         return [drafts.get(want.request, []) for want in wanted]
 
     def _draft_one_more(self, due: list[Request], drafts: dict[Request, list[int]]) -> None:
-        """Compute what is missing, the newest draft the last of it, and draw the next."""
+        """Compute the missing tokens, the newest draft last, and draw the next token."""
         if not due:
             return
         pieces = []
@@ -156,13 +159,13 @@ class ModelDrafter:
         return sample(self._runner.run_pieces(pieces), rows)
 
     def _rewound(self, state: _DraftState, request: Request) -> int:
-        """Settle which drafts have come true; return how many tokens have their KV."""
+        """Keep the KV of accepted drafts, drop the rest; return how many tokens have KV."""
         known = state.num_computed
         for token in state.tail:
             if known >= len(request.ids) or request.ids[known] != token:
                 break
             known += 1
-        # The newest token is computed again rather than not at all: its logits are wanted.
+        # The newest token is always computed, because its logits are needed.
         state.num_computed, state.tail = min(known, len(request.ids) - 1), []
         self.cache.rewind(state.table, state.num_computed)
         self.cache.commit(state.table, request.ids, state.num_computed)
@@ -185,8 +188,9 @@ class ModelDrafter:
             self._go_on(request, self._states[request], seconds / len(behind))
 
     def _state(self, request: Request) -> _DraftState | None:
-        """Return a request's draft state, begun now if need be; None while its KV may be on its
-        way.
+        """Return a request's draft state, made on first use.
+
+        Returns None while a restore is not over, or if the context is too long.
         """
         state = self._states.get(request)
         if state is None and self._is_ready(request):
@@ -200,17 +204,17 @@ class ModelDrafter:
         return has_room and (restore is None or restore.is_over)
 
     def _restore(self, request: Request) -> None:
-        """Ask for the KV of a request when it comes in, and take what has come of it."""
+        """Begin a restore for a new request; take in what has arrived."""
         if self.connector is None:
             return
         if request not in self._restores:
             ids, is_one_shot = list(request.ids), request.spec.is_one_shot
-            # Nothing is computed before it is there or given up, no front of it either.
+            # As a prefetch: nothing is computed until the restore is over, so it needs no front.
             self._restores[request] = self.connector.begin(ids, True, is_one_shot)
         restore = self._restores[request]
         if restore is not None and not restore.is_over:
             self.connector.settle(restore)
-        # Wrong KV would make wrong drafts, and those are refused: no check is needed.
+        # Wrong KV only makes wrong drafts, which the target refuses: no check is needed.
         self.connector.restorer.take_unverified(of_all=True)
 
     def _give_up(self, restore: "Restore | None") -> None:
@@ -218,7 +222,7 @@ class ModelDrafter:
             restore.give_up()
 
     def _go_on(self, request: Request, state: _DraftState, seconds: float) -> None:
-        """Compute a part of what is missing, as much as fits in `seconds`, but some of it."""
+        """Compute the missing tokens that fit in `seconds`, but at least `_LEAST_CAUGHT_UP`."""
         start = self._rewound(state, request)
         if len(request.ids) - start <= _MOST_BEHIND:
             return
@@ -237,7 +241,7 @@ class ModelDrafter:
             self.connector.planner.note_prefill(end - start, elapsed_s)
 
     def _compute(self, request: Request, state: _DraftState, start: int, end: int) -> None:
-        """Compute tokens of a request whose blocks are reserved, and wait for it."""
+        """Compute tokens of a request, whose blocks are reserved, and wait for the result."""
         missing = request.ids[start:end]
         self._runner.run_pieces([SequencePiece(missing, start, state.table.blocks, 1)])
         self._runner.wait()
@@ -245,7 +249,7 @@ class ModelDrafter:
         self.cache.commit(state.table, request.ids, end)
 
     def _leave(self, request: Request) -> None:
-        """Drop a request, and keep its KV for others."""
+        """Drop a request's state; its KV stays cached, and is saved if the request finished."""
         state = self._states.pop(request)
         computed = request.ids[: self._rewound(state, request)]
         self.cache.release(state.table, computed)
@@ -253,7 +257,7 @@ class ModelDrafter:
             self.connector.save(computed, is_one_shot=request.spec.is_one_shot)
 
     def learn(self, contexts: Sequence[Sequence[int]]) -> None:
-        """What a model has not been asked about it need not read."""
+        """Does nothing: KV is computed only for requests."""
 
     def forget(self, contexts: Sequence[tuple[Sequence[int], int]]) -> WhenWritten | None:
         for token_ids, num_kept in contexts:

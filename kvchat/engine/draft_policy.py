@@ -1,8 +1,8 @@
-"""DraftPolicy: which offers of drafts are taken up, and for how many tokens.
+"""DraftPolicy: chooses which offers of drafts to accept, and for how many tokens.
 
-Decides by what has been measured so far: what steps cost by their rows, how often drafts are right,
-and so which lengths give the most tokens per second. Offers that do not pay are tried again now and
-then. Requests are keys only here; nothing is drafted.
+It uses measurements: the cost of steps by their number of rows, and the share of drafts that were
+right. From these it chooses the lengths that give the most tokens per second. Offers that do not
+pay are tried again from time to time. Requests are used only as keys.
 """
 
 from bisect import bisect_left
@@ -14,25 +14,26 @@ from kvchat.engine.drafters import Offer
 from kvchat.engine.request import Request
 
 MAX_DRAFTED = 16
-# A measured cost or a counted acceptance weighs at least this much in its moving average.
+# The least weight of a new measurement in the moving average of a cost or an acceptance.
 _COST_WEIGHT = 0.2
 _ACCEPTANCE_WEIGHT = 1 / 20
-# A longer context or a busier machine makes other counts of rows dearer as well.
+# A longer context or a busier machine raises the cost of all counts of rows: each measurement
+# also moves the other counts, by this power of its surprise.
 _SHARED_DRIFT = 0.15
 _NUM_FIRST = 3
-# Seconds of one step beyond these multiples of what was expected are a hiccup of the machine.
+# The ratio of measured to expected seconds is limited to this factor: more is an outlier.
 _MOST_SURPRISE = 2.0
-# Drafting has to promise at least this much, or measuring errors would decide.
+# The least expected gain for which drafts are used: a smaller one is within measuring errors.
 _LEAST_GAIN = 0.03
-# No request beside others may be slowed by more than this for the others' sake.
+# No request may get slower by more than this share through the drafts of others.
 _MOST_SLOWDOWN = 0.05
 
 
 class CostCurve:
-    """Seconds by a count of rows, measured where there was occasion and estimated between.
+    """Seconds of a step by its count of rows: measured for some counts, interpolated between them.
 
-    Before anything is known about more than one count, each row more is taken to cost `slope` of
-    the first. Never falls: more rows do not cost less.
+    Outside the measured counts, each further row is taken to cost `slope` times the first. The
+    curve never falls: more rows never cost less.
     """
 
     def __init__(self, slope: float) -> None:
@@ -48,17 +49,17 @@ class CostCurve:
 
     @property
     def num_noted(self) -> int:
-        """Return how many steps have been taken in."""
+        """Return how many steps have been recorded."""
         return sum(self._visits)
 
     def num_measured(self, rows: int) -> int:
-        """Return how often this count of rows was measured."""
+        """Return how often the grade of this count of rows was measured."""
         place = bisect_left(self._rows, _grade(rows))
         is_there = place < len(self._rows) and self._rows[place] == _grade(rows)
         return self._visits[place] if is_there else 0
 
     def note(self, rows: int, seconds: float) -> None:
-        """Take in one measured step."""
+        """Record one measured step."""
         rows = _grade(rows)
         place = bisect_left(self._rows, rows)
         if place == len(self._rows) or self._rows[place] != rows:
@@ -68,8 +69,8 @@ class CostCurve:
             return
         self._visits[place] += 1
         if self._visits[place] <= _NUM_FIRST:
-            # What a first step has to do besides makes it slower, never quicker; and what seems
-            # too dear is not taken again, so that nothing would ever put it right.
+            # One-time work can only make a first step slower. The least of the first steps counts:
+            # a count that seems too expensive is not used again, and would never be corrected.
             self._seconds[place] = min(self._seconds[place], seconds)
             return
         surprise = max(1 / _MOST_SURPRISE, min(_MOST_SURPRISE, seconds / self._seconds[place]))
@@ -77,7 +78,7 @@ class CostCurve:
         self._seconds[place] *= surprise**_COST_WEIGHT
 
     def seconds(self, rows: int) -> float:
-        """Return what so many rows cost; something has been measured before."""
+        """Return the cost of so many rows; at least one count must have been measured."""
         assert self._rows
         place = bisect_left(self._rows, rows)
         if place == 0:
@@ -94,7 +95,7 @@ class CostCurve:
 
 
 def _grade(rows: int) -> int:
-    """Count exactly up to 32, and beyond in steps of an eighth."""
+    """Return counts up to 32 as they are; round larger ones down to eighths of a power of two."""
     if rows <= 32:
         return rows
     unit = 1 << (rows.bit_length() - 4)
@@ -102,14 +103,14 @@ def _grade(rows: int) -> int:
 
 
 class Acceptance:
-    """How likely a draft is right at each position, where those before it were right."""
+    """The probability that a draft is right at each position, given that those before are right."""
 
     def __init__(self, prior: float) -> None:
         self._likely = [prior] * MAX_DRAFTED
         self._counts = [0] * MAX_DRAFTED
 
     def note(self, num_drafted: int, num_accepted: int) -> None:
-        """Take in one verified draft."""
+        """Record one verified draft."""
         for place in range(min(num_accepted, MAX_DRAFTED)):
             self._move(place, 1.0)
         if num_accepted < min(num_drafted, MAX_DRAFTED):
@@ -121,9 +122,9 @@ class Acceptance:
         self._likely[place] += weight * (outcome - self._likely[place])
 
     def survival(self, count: int) -> list[float]:
-        """Return how likely the first, the first two, ... the first `count` drafts are all right.
+        """Return the probabilities that the first 1, 2, ... `count` drafts are all right.
 
-        A position that was never reached is taken to be like the last that was.
+        A position that was never reached uses the value of the nearest one before it that was.
         """
         chances: list[float] = []
         survived, likely = 1.0, self._likely[0]
@@ -135,7 +136,7 @@ class Acceptance:
         return chances
 
     def renewed(self) -> "Acceptance":
-        """Return the same expectation, held less firmly: for a text of its own."""
+        """Return a copy for a new request, whose counts are cut to 3 so that it adapts quickly."""
         copy = Acceptance(0.0)
         copy._likely = list(self._likely)
         copy._counts = [min(count, 3) for count in self._counts]
@@ -144,9 +145,9 @@ class Acceptance:
 
 @dataclass(frozen=True, slots=True)
 class Chance:
-    """What one request may gain: `survival[i]` is how likely its first i + 1 drafts are right.
+    """One request: `survival[i]` is the probability that its first i + 1 drafts are all right.
 
-    `is_free` where its drafts cost no time of their own.
+    `is_free` says that making its drafts costs no time.
     """
 
     survival: Sequence[float]
@@ -155,8 +156,9 @@ class Chance:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """`lengths[i]` tokens to draft for request i; `gain` is the tokens per second expected of that,
-    as a multiple of plain decoding.
+    """`lengths[i]` is the number of tokens to draft for request i.
+
+    `gain` is the expected tokens per second, as a multiple of plain decoding.
     """
 
     lengths: tuple[int, ...]
@@ -177,10 +179,10 @@ def choose_lengths(
     verify_s     seconds of a step by its rows
     draft_s      seconds of drafting by the longest draft that is not free
 
-    Drafts join one by one, the likeliest first. None join where that promises too little, or where
-    some request would get its tokens noticeably slower than it does plainly. Looks no further than
-    where no draft that is left could pay for what those before it cost: seconds never fall with
-    rows or with depth.
+    Drafts are added one by one, the most likely first. Lengths are refused if their gain is too
+    small, or if some request would get its tokens noticeably slower than in plain decoding. The
+    search stops when even all remaining drafts could not pay for the cost so far. That is safe:
+    seconds never fall with rows or with depth.
     """
     plain = (0,) * len(chances)
     offered = [
@@ -214,28 +216,28 @@ def choose_lengths(
     return best
 
 
-# Before it is measured: what a row more, and a drafted token more, costs of the first.
+# Costs before measurement: a further row, and a further drafted token, relative to the first.
 _VERIFY_SLOPE, _DRAFT_SLOPE = 0.05, 1.0
 _PRIOR = 0.6
 _NUM_PLAIN_FIRST = 2
-# The first drafts of a process have other things to do besides: what drafting costs is not known
-# before so many.
+# The first drafts of a process do one-time work too: the cost of drafting counts as unknown before
+# this many.
 _NUM_DRAFTED_FIRST = 3
-# Drafts are measured against plain steps, which are therefore taken now and then.
+# Drafts are compared with plain steps, so a plain step is run after this many others.
 _STEPS_BETWEEN_PLAIN = 64
 _FIRST_WAIT, _LONGEST_WAIT = 32, 512
 _MOST_TRIALS = 5
-# Asking costs time as well, a twentieth of a small model's step: whoever was refused so often in a
-# row is asked again only after so many steps.
+# Asking drafters costs time too, a twentieth of a small model's step. A request refused this often
+# in a row is asked again only after this many steps.
 _REFUSALS_BEFORE_REST, _STEPS_OF_REST = 16, 3
-# While drafting costs time, a trial asks for little; what it costs is not known without one.
+# Lengths of trials: short where drafting costs time, as only a trial can measure that cost.
 _FREE_TRIAL, _TRIAL = 3, 1
 _UNKNOWN_COST_TRIAL = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Asking:
-    """A decoding request and what it is offered, the preferred first."""
+    """A decoding request and its offers, the preferred first."""
 
     request: Request
     offers: tuple[Offer, ...]
@@ -243,47 +245,48 @@ class Asking:
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """An offer taken up for `num_tokens` tokens; for none it is refused."""
+    """An accepted offer, for `num_tokens` tokens."""
 
     offer: Offer
     num_tokens: int
 
 
 class DraftPolicy(Protocol):
-    """What decides how much is drafted."""
+    """Decides how many tokens are drafted."""
 
     def is_to_ask(self, request: Request) -> bool:
-        """Say whether to look for drafts for a decoding request at all; called once a step."""
+        """Return whether to ask drafters for a decoding request; called once a step."""
 
     def choose(
         self, asking: Sequence[Asking], num_rows: int, num_others: int
     ) -> list[Taken | None]:
-        """Say for each request what to draft in a step of `num_rows` rows before drafts.
+        """Return for each request the accepted offer, None for no draft.
 
-        `num_others` counts the decoding requests in it that are offered nothing.
+        `num_rows` counts the rows of the step before drafts, `num_others` its decoding requests
+        without an offer.
         """
 
     def note_drafting(self, num_requests: int, longest: int, seconds: float) -> None:
-        """Take in what drafting has cost that is not free."""
+        """Record the cost of drafting that is not free; `longest` is the longest draft."""
 
     def note_step(self, num_decoding: int, num_rows: int, seconds: float) -> None:
-        """Take in what a step has cost."""
+        """Record the cost of a step."""
 
     def note_verified(self, request: Request, source: str, drafted: int, accepted: int) -> None:
-        """Take in how many drafts of a request were right."""
+        """Record how many of a request's drafts were right."""
 
     def plain_s(self, num_decoding: int) -> float | None:
-        """Return what a step of so many requests costs without drafts, None where unknown."""
+        """Return the seconds of a step of so many requests without drafts; None if unknown."""
 
     def why_plain(self, request: Request) -> str:
-        """Return why a request's last offers were refused; empty where one was taken up."""
+        """Return why a request's last offer was refused; empty if it was accepted."""
 
     def settle(self, requests: Sequence[Request]) -> None:
-        """Forget what belongs to requests that have left."""
+        """Forget the records of all but the unfinished `requests`."""
 
 
 class FixedDraftPolicy:
-    """Takes the first offer, for up to `num_tokens` tokens, whatever it costs."""
+    """Accepts the first offer, for up to `num_tokens` tokens, at any cost."""
 
     def __init__(self, num_tokens: int) -> None:
         self._num_tokens = num_tokens
@@ -317,8 +320,8 @@ class FixedDraftPolicy:
 
 
 @dataclass(slots=True)
-class _Habit:
-    """What one request has shown about one source of drafts."""
+class _SourceRecord:
+    """The record of one request and one source of drafts."""
 
     acceptance: Acceptance
     num_refused: int = 0
@@ -326,32 +329,32 @@ class _Habit:
 
     @property
     def wait(self) -> int:
-        """How many refused offers are between two trials."""
+        """The number of refused offers before the next trial."""
         return min(_LONGEST_WAIT, _FIRST_WAIT << self.num_trials)
 
 
 @dataclass(slots=True)
 class _Record:
-    """What is known of one request: its habits by source, and how its last offers fared."""
+    """The records of one request by source, and its latest refusals."""
 
-    habits: dict[str, _Habit] = field(default_factory=dict)
+    sources: dict[str, _SourceRecord] = field(default_factory=dict)
     why_plain: str = ""
     num_refused: int = 0
     num_to_rest: int = 0
 
-    def note_refusal(self, habit: _Habit, why: str) -> None:
-        """Take in one more refusal; after many in a row the request rests for a while."""
+    def note_refusal(self, source_record: _SourceRecord, why: str) -> None:
+        """Record one more refusal; after many in a row the request is not asked for some steps."""
         self.why_plain = why
         self.num_refused += 1
-        habit.num_refused += 1
+        source_record.num_refused += 1
         if self.num_refused >= _REFUSALS_BEFORE_REST:
             self.num_to_rest = _STEPS_OF_REST
-            habit.num_refused += _STEPS_OF_REST  # what it would have been offered meanwhile
+            source_record.num_refused += _STEPS_OF_REST  # count the offers of the skipped steps
 
 
 @dataclass(slots=True)
 class _Costs:
-    """What steps with some number of decoding requests cost."""
+    """Costs of steps with one number of decoding requests."""
 
     verify: CostCurve = field(default_factory=lambda: CostCurve(_VERIFY_SLOPE))
     draft: CostCurve = field(default_factory=lambda: CostCurve(_DRAFT_SLOPE))
@@ -359,12 +362,12 @@ class _Costs:
 
     @property
     def knows_drafting(self) -> bool:
-        """Whether drafting has been measured often enough to be believed."""
+        """Whether drafting has been measured often enough to use its cost."""
         return self.draft.num_noted >= _NUM_DRAFTED_FIRST
 
 
 class AdaptiveDraftPolicy:
-    """Takes what promises the most tokens per second, and nothing where plain decoding does."""
+    """Accepts the offers with the most expected tokens per second; none if plain decoding wins."""
 
     def __init__(self) -> None:
         self._costs: dict[int, _Costs] = {}
@@ -396,8 +399,8 @@ class AdaptiveDraftPolicy:
         ]
 
     def _needs_plain(self, costs: _Costs, num_rows: int, num_decoding: int) -> bool:
-        """Whether this step had better be a plain one, to be compared with."""
-        if num_rows > num_decoding:  # a prompt beside it decides what the step costs
+        """Whether this step should be a plain one, to measure what drafts are compared with."""
+        if num_rows > num_decoding:  # with prefill in the step its cost says little
             return costs.verify.is_empty
         return (
             costs.verify.num_measured(num_rows) < _NUM_PLAIN_FIRST
@@ -405,7 +408,7 @@ class AdaptiveDraftPolicy:
         )
 
     def _best_offer(self, ask: Asking, costs: _Costs, num_rows: int) -> Offer:
-        """Return the offer that would gain most by itself; the preferred one where none would."""
+        """Return the offer with the largest gain by itself; the preferred one if none has any."""
         best, best_gain = ask.offers[0], 1.0
         if len(ask.offers) == 1:
             return best
@@ -417,24 +420,27 @@ class AdaptiveDraftPolicy:
         return best
 
     def _chance(self, request: Request, offer: Offer, costs: _Costs) -> Chance:
-        acceptance = self._habit(request, offer.source).acceptance
+        acceptance = self._source_record(request, offer.source).acceptance
         is_unknown = not costs.knows_drafting and not offer.is_free
         most = min(offer.most, _UNKNOWN_COST_TRIAL) if is_unknown else offer.most
         return Chance(acceptance.survival(most), offer.is_free)
 
     def _take(self, request: Request, offer: Offer, length: int) -> Taken | None:
-        """Take an offer up, or refuse it but for a trial after a while."""
-        record, habit = self._record(request), self._habit(request, offer.source)
+        """Accept an offer, or refuse it; after enough refusals accept a short trial."""
+        record, source_record = self._record(request), self._source_record(request, offer.source)
         if length:
             record.why_plain = ""
-            record.num_refused = habit.num_refused = habit.num_trials = 0
+            record.num_refused = source_record.num_refused = source_record.num_trials = 0
             return Taken(offer, length)
-        likely = habit.acceptance.survival(1)[0]
-        record.note_refusal(habit, f"too dear for guesses {likely:.0%} likely")
-        if habit.num_refused < habit.wait or habit.num_trials >= _MOST_TRIALS:
+        likely = source_record.acceptance.survival(1)[0]
+        record.note_refusal(source_record, f"too dear for guesses {likely:.0%} likely")
+        if (
+            source_record.num_refused < source_record.wait
+            or source_record.num_trials >= _MOST_TRIALS
+        ):
             return None
-        habit.num_refused = 0
-        habit.num_trials += 1
+        source_record.num_refused = 0
+        source_record.num_trials += 1
         return Taken(offer, min(_FREE_TRIAL if offer.is_free else _TRIAL, offer.most))
 
     def note_drafting(self, num_requests: int, longest: int, seconds: float) -> None:
@@ -447,7 +453,7 @@ class AdaptiveDraftPolicy:
         costs.steps_since_plain = 0 if is_plain else costs.steps_since_plain + 1
 
     def note_verified(self, request: Request, source: str, drafted: int, accepted: int) -> None:
-        self._habit(request, source).acceptance.note(drafted, accepted)
+        self._source_record(request, source).acceptance.note(drafted, accepted)
         self._general[source].note(drafted, accepted)
 
     def plain_s(self, num_decoding: int) -> float | None:
@@ -468,14 +474,14 @@ class AdaptiveDraftPolicy:
     def _record(self, request: Request) -> _Record:
         return self._records.setdefault(request, _Record())
 
-    def _habit(self, request: Request, source: str) -> _Habit:
-        habits = self._record(request).habits
-        if source not in habits:
+    def _source_record(self, request: Request, source: str) -> _SourceRecord:
+        sources = self._record(request).sources
+        if source not in sources:
             general = self._general.setdefault(source, Acceptance(_PRIOR))
-            habits[source] = _Habit(general.renewed())
-        return habits[source]
+            sources[source] = _SourceRecord(general.renewed())
+        return sources[source]
 
 
 def _draft_s(costs: _Costs) -> Callable[[int], float]:
-    """Return what drafting costs by its length; nothing until it has been tried a few times."""
+    """Return the seconds of drafting by length; 0 until it was measured a few times."""
     return costs.draft.seconds if costs.knows_drafting else lambda longest: 0.0

@@ -1,6 +1,6 @@
-"""Drafter: what guesses the tokens that come next, whatever it is made of.
+"""Drafter: the interface of everything that guesses the next tokens, and its data types.
 
-The interface alone, and what passes through it. A drafter cannot change a text, only its speed.
+A drafter cannot change a text, only its speed: every draft is verified by the target model.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,16 +11,16 @@ import torch
 
 from kvchat.engine.request import Request
 
-# Calls what it is given, once, perhaps on another thread.
+# Calls its argument once, when pending writes are done, perhaps on another thread.
 WhenWritten = Callable[[Callable[[], None]], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What a drafter could do for a request now: at least one token and at most `most`.
+    """A drafter's offer for a request: at least one token and at most `most`.
 
-    `source` names the kind of guess: how often guesses are right is remembered by it. `is_free`
-    where drafting costs nothing worth counting, however many tokens are drafted.
+    `source` names the kind of guess; acceptance is recorded for each source. `is_free` says that
+    the cost of drafting is too small to count, for any number of tokens.
     """
 
     source: str
@@ -30,10 +30,10 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """`num_tokens` tokens wanted after a request's newest one.
+    """An order for `num_tokens` tokens after a request's newest one.
 
-    `hidden`, [hidden_size], is the target's last hidden state of the request, for drafters that
-    are heads on the target; None where nobody asked for it.
+    `hidden`, [hidden_size], is the target's last hidden state of the request, for drafters that are
+    heads on the target; None if it was not computed.
     """
 
     request: Request
@@ -42,43 +42,45 @@ class Wanted:
 
 
 class Drafter(Protocol):
-    """Belongs to one engine and its thread. It may raise: then it is not asked again."""
+    """Belongs to one engine and its thread. If it raises, the engine stops using it."""
 
     @property
     def name(self) -> str:
-        """What users switch it by: `ngram` or `draft`."""
+        """The name users select it by: `ngram` or `draft`."""
 
     def offer(self, request: Request, most: int) -> Offer | None:
-        """Say what could be drafted for a decoding request; None where nothing can.
+        """Return an offer for a decoding request; None if nothing can be drafted.
 
-        Costs little, whether or not the offer is taken up before the next one is asked for.
+        Costs little. The engine may ask again without having accepted the offer.
         """
 
     def prepare(self) -> None:
-        """Spend the time of a few steps on making others faster: nobody waits for a first token."""
+        """Do one-time work that makes later steps faster; it may take the time of a few steps."""
 
     def catch_up(self, wanted: Sequence[Wanted]) -> None:
-        """Make up for what was left undone while nobody asked, so that drafting costs what it will
-        cost from now on. Every `propose` of the same requests follows one.
+        """Compute what is missing for these requests, so that `propose` takes its usual time.
+
+        The engine calls it before every `propose`, with the same requests.
         """
 
     def propose(self, wanted: Sequence[Wanted]) -> list[Sequence[int]]:
-        """Draft for several requests at once, for each at most as many tokens as it has offered."""
+        """Draft for several requests at once, for each at most as many tokens as it was offered."""
 
     def update(self, requests: Sequence[Request], seconds: float) -> None:
-        """After a step: let go of all but the unfinished `requests`, and catch up with those.
+        """After a step: drop the state of all but the unfinished `requests`; catch up with those.
 
-        `seconds` is about how long that may take.
+        `seconds` is about how long this may take.
         """
 
     def learn(self, contexts: Sequence[Sequence[int]]) -> None:
-        """Take in contexts that no request has asked for, such as other branches of a chat."""
+        """Learn contexts that no request has asked for, such as other branches of a chat."""
 
     def forget(self, contexts: Sequence[tuple[Sequence[int], int]]) -> WhenWritten | None:
-        """Forget contexts behind so many tokens of each, and more where that is easier.
+        """Forget contexts except the given number of leading tokens of each; may forget more.
 
-        Returns at once: what tells when nothing of theirs is still to be written, None for now.
+        Does not wait. Returns a function that reports when no write of them is pending, or None if
+        none is pending now.
         """
 
     def close(self) -> None:
-        """Keep what is worth keeping, and let go of everything. Idempotent."""
+        """Store what is worth keeping, and release everything. Idempotent."""

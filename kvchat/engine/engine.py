@@ -1,6 +1,6 @@
 """Engine: submit, step, cancel. One thread owns it and everything below it.
 
-The door to the parts that plan, compute and append. Knows no text, no files and no threads.
+It calls the parts that plan a step, compute it and append its tokens to the requests.
 """
 
 import logging
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-# How long a step without other work waits for room for KV that is to be kept.
+# How long a step without other work waits for room in the write queue, in seconds.
 _ROOM_PATIENCE_S = 0.02
 
 
@@ -42,9 +42,9 @@ class Engine:
     """Runs requests over one model and one cache.
 
     `max_context` is the longest context of any request, prompt and completion together; prompts
-    hold ids below `vocab_size`. `clock` returns seconds. With `connector` prompts are looked for
-    on a slower tier too, and finished contexts are kept there; the engine closes it. `speculation`
-    is what drafts; the engine closes it too.
+    hold ids below `vocab_size`. `clock` returns seconds. With `connector`, prompts are looked up on
+    the disk tier too, and finished contexts are kept there. With `offload`, KV is promoted from
+    host memory. `speculation` adds drafts. The engine closes all three.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Engine:
         offload: "HostOffload | None" = None,
     ) -> None:
         self.cache = cache
-        self._kv_verifier = KvVerifier(cache, connector, runner.dtype)  # takes a block for its own
+        self._kv_verifier = KvVerifier(cache, connector, runner.dtype)  # reserves a block
         self.max_context = min(max_context, cache.max_tokens)
         self._is_cache_the_limit = cache.max_tokens < max_context
         self._vocab_size = vocab_size
@@ -93,7 +93,7 @@ class Engine:
         return self._scheduler.has_work or self._fetcher.is_busy or self._kv_verifier.has_work
 
     def status(self) -> EngineStatus:
-        """Return counts for people; changes nothing."""
+        """Return the counts shown to users; changes nothing."""
         cache = self.cache.status()
         return EngineStatus(
             num_steps=self._num_steps,
@@ -117,14 +117,14 @@ class Engine:
         )
 
     def running(self) -> list[Request]:
-        """Return the requests that hold blocks, for those who measure."""
+        """Return the requests that hold blocks."""
         return [r for r in self._scheduler.requests() if r.table is not None]
 
     def submit(self, spec: RequestSpec, submitted_s: float | None = None) -> int:
-        """Queue a request; return its id. `submitted_s` is when it was asked for, if not now.
+        """Queue a request; return its id. `submitted_s` is the time of submission, if not now.
 
-        Raises ContextTooLong where the prompt leaves no room for a token, and GenerationError for
-        an id the model has no embedding for, which would fail its step's other requests too.
+        Raises ContextTooLong if the prompt leaves no room for a token. Raises GenerationError for
+        an id without an embedding: it would fail the other requests of its step too.
         """
         length = len(spec.prompt_ids)
         if length >= self.max_context:
@@ -133,10 +133,10 @@ class Engine:
                 "Shorten it or start a new conversation"
                 + (", or raise --device-cache." if self._is_cache_the_limit else "."),
             )
-        strangers = [token for token in spec.prompt_ids if not 0 <= token < self._vocab_size]
-        if strangers:
+        unknown_ids = [token for token in spec.prompt_ids if not 0 <= token < self._vocab_size]
+        if unknown_ids:
             raise GenerationError(
-                f"The prompt holds token {strangers[0]}, and the model has {self._vocab_size}.",
+                f"The prompt holds token {unknown_ids[0]}, and the model has {self._vocab_size}.",
                 "Its tokenizer and its weights do not belong together.",
             )
         request_id = next(self._request_ids)
@@ -147,7 +147,7 @@ class Engine:
         return request_id
 
     def cached_tokens(self, token_ids: Sequence[int]) -> CachedTokens:
-        """Return how much of a context needs no computing, by tier in memory; changes nothing."""
+        """Return how many tokens of a context each memory tier has cached; changes nothing."""
         device = self.cache.num_cached_tokens(token_ids)
         host = (
             self._offload.num_cached_tokens(token_ids, device) if self._offload is not None else 0
@@ -155,14 +155,17 @@ class Engine:
         return CachedTokens(device=device, host=host)
 
     def prefetch(self, token_ids: Sequence[int]) -> None:
-        """Bring a context's KV up from slower tiers, for a request that will probably follow.
+        """Load a context's KV from slower tiers, for a request that will probably follow.
 
-        One at a time: the newest is the likeliest.
+        A new prefetch replaces the one before: the newest context is the most likely one.
         """
         self._fetcher.prefetch(token_ids)
 
     def pin(self, token_ids: Sequence[int], label: str, done: Callable[[int], None]) -> None:
-        """Never forget a context's KV; `done` hears how many tokens, perhaps on another thread."""
+        """Pin a context's KV on the disk tier, so that it is not evicted.
+
+        `done` is called with the number of pinned tokens, perhaps on another thread.
+        """
         if self._connector is None:
             done(0)
             return
@@ -172,13 +175,13 @@ class Engine:
     def forget(
         self, contexts: Sequence[tuple[Sequence[int], int]], done: Callable[[], None]
     ) -> None:
-        """Drop the KV of contexts behind so many tokens of each.
+        """Drop the KV of contexts; each keeps the KV of its given number of leading tokens.
 
-        `done` is called, perhaps on another thread, when nothing of theirs is still to be written:
-        what a slower tier has of them can then be removed.
+        `done` is called, perhaps on another thread, once no write of these contexts is pending:
+        the caller can then remove them from the disk.
         """
         self._keep_waiting()
-        self._fetcher.give_up_prefetch()  # it may be bringing up what is to go
+        self._fetcher.give_up_prefetch()  # it may be loading one of these contexts
         waits = self.speculation.forget(contexts)
         for token_ids, num_kept in contexts:
             self.cache.forget(tuple(token_ids), num_kept)
@@ -186,39 +189,39 @@ class Engine:
                 self._connector.forget(tuple(token_ids))
         if self._connector is not None:
             waits.append(self._connector.when_written)
-        for wait in waits:  # one after another, each on the thread of the one before
+        for wait in waits:  # in sequence: each starts the next on its own thread
             done = partial(wait, done)
         done()
 
     def _keep_waiting(self) -> None:
-        """Have everything written that waits for a step to go with."""
+        """Run the pending checks now, so that all contexts to keep go to the connector."""
         self._invalidate(self._kv_verifier.begin(self._run_alone))
         self._invalidate(self._kv_verifier.end_alone(self._run_alone))
 
     def cancel(self, request_id: int, reason: FinishReason = FinishReason.CANCELLED) -> None:
-        """End a request at the next step, all its samples; what was generated stays."""
+        """End all samples of a request at the next step; generated tokens stay."""
         for request in self._scheduler.requests():
             if request.request_id == request_id:
                 request.cancelled_for = reason
 
     def step(self) -> list[RequestEvent]:
-        """Run one forward pass over whatever is due; return what happened."""
+        """Run one forward pass over the scheduled tokens; return the events."""
         events = self._step()
         if self.speculation.is_on:
             self.speculation.update(self._scheduler.requests())
         return events
 
     def prepare(self) -> None:
-        """Do now what the first decode steps would wait for: weights laid out, replacements proven.
+        """Do one-time work now instead of in the first decode steps.
 
-        What is done is not done again.
+        Examples are weight layouts and checks of replacement kernels. Later calls do not repeat it.
         """
         self._runner.prepare()
         if self.speculation.is_on:
             self.speculation.prepare()
 
     def _keep_backlog(self) -> None:
-        """Have written what there was no room for; with nothing else to do, wait for room."""
+        """Offer some of the write backlog; wait for room only if there is no other work."""
         if self._connector is not None and self._connector.write_behind.has_backlog:
             patience_s = 0.0 if self._has_answers_due else _ROOM_PATIENCE_S
             self._connector.write_behind.go_on(patience_s)
@@ -229,11 +232,11 @@ class Engine:
         events = self._output.end_cancelled(requests)
         is_fetching = self._fetcher.settle(requests)
         if requests and all(request.is_decoding for request in requests):
-            self.prepare()  # no request waits for its first token
+            self.prepare()  # no request waits for its first token, so this delays none
         self._begin_checks(requests)
         try:
             plan = self._plan()
-        except Exception as error:  # one request too odd to plan must not end all that follow
+        except Exception as error:  # it must not stop the engine for later requests
             _log.exception("no step could be planned")
             self._invalidate(self._kv_verifier.end_alone(self._run_alone))
             return events + self._output.fail_all(_explain(error))
@@ -243,15 +246,16 @@ class Engine:
         if self._kv_verifier.pieces:
             self._invalidate(self._kv_verifier.end_alone(self._run_alone))
             return events
-        # Those that have just met the front they waited for are waiting for KV only now.
+        # Planning may have found a front already computed, or begun a promotion: such requests now
+        # wait for KV.
         is_fetching |= any(request.is_fetching for request in self._scheduler.requests())
         is_fetching |= self._fetcher.is_copying
         return events if is_fetching else events + self._output.end_stuck()
 
     def _begin_checks(self, requests: Sequence[Request]) -> None:
-        """Have the coming step compute what verifies restored KV and what contexts are kept by."""
-        is_met = any(not request.is_fetching for request in requests)
-        self._invalidate(self._kv_verifier.begin(self._run_alone, of_all=is_met))
+        """Add rows to the next step that verify restored KV and fingerprint contexts to keep."""
+        is_shared = any(not request.is_fetching for request in requests)
+        self._invalidate(self._kv_verifier.begin(self._run_alone, of_all=is_shared))
 
     def _plan(self) -> list[ScheduledRequest]:
         """Choose the requests of the next step, with drafts where speculation is on."""
@@ -261,7 +265,7 @@ class Engine:
         return plan
 
     def close(self) -> None:
-        """Keep what unfinished requests have computed, and finish writing, within bounds."""
+        """Keep the KV of unfinished requests, and finish pending writes within a time limit."""
         self.speculation.close()
         self._fetcher.give_up(self._scheduler.requests())
         if self._connector is not None:
@@ -272,15 +276,15 @@ class Engine:
             for restored in (*wrong, *self._kv_verifier.end_alone(self._run_alone)):
                 self._connector.quarantine(restored)
             self._connector.close()
-        if self._offload is not None:  # last: both may share a thread
+        if self._offload is not None:  # last: it may share the connector's thread
             self._offload.close()
 
     def _compute(self, plan: Sequence[ScheduledRequest]) -> list[RequestEvent]:
-        """Run the plan as one batch; where that fails, request by request.
+        """Run the plan as one batch; if that fails, run each request alone.
 
-        One request that cannot be answered, or a batch too large for the device's memory, must not
-        cost the others their answers. Running a request again is harmless: it writes the same
-        slots. Drafts are left out then, for the failure may be theirs.
+        So one bad request, or a batch too large for the device's memory, does not fail the others.
+        A second run of a request is safe: it writes the same slots. It runs without drafts, because
+        the drafts may have caused the failure.
         """
         began_s = self._clock()
         checks = self._kv_verifier.pieces
@@ -290,7 +294,7 @@ class Engine:
                 logits = self._runner.run(plan, checks)
                 num_rows = len(logits) - len(checks)
                 if checks and self._fails(logits[num_rows:]):
-                    return []  # nothing was counted: what still runs is computed again
+                    return []  # nothing was counted, so the remaining requests are computed again
                 tokens = draw(plan, logits[:num_rows])
         except Exception as error:  # a model's own code can fail with anything
             _log.error("step failed requests=%d", len(plan), exc_info=error)
@@ -298,19 +302,19 @@ class Engine:
         else:
             self._note_step(plan, tokens, self._clock() - began_s)
             return self._advance(plan, tokens)
-        # Outside the handler: the error held on to the failed step's tensors.
+        # Outside the handler: the error object keeps the failed step's tensors alive.
         if is_alone:
             return self._output.fail(plan[0].request, explanation)
         self._invalidate(self._kv_verifier.end_alone(self._run_alone))
         events: list[RequestEvent] = []
         for scheduled in plan:
-            # It may have failed meanwhile, with another of its samples.
+            # An earlier failure of another sample may have ended it.
             if scheduled.request.state is State.RUNNING:
                 events.extend(self._compute([replace(scheduled, drafts=())]))
         return events
 
     def _fails(self, logits: torch.Tensor) -> bool:
-        """End the checks of a step by their rows of logits, and invalidate the KV that is wrong."""
+        """Finish a step's checks with their logits rows; return whether any KV was wrong."""
         failed = self._kv_verifier.end(logits, self._run_alone)
         self._invalidate(failed)
         return bool(failed)
@@ -318,7 +322,7 @@ class Engine:
     def _draw_at_once(
         self, plan: Sequence[ScheduledRequest]
     ) -> dict[ScheduledRequest, list[int]] | None:
-        """Compute the plan and draw by one graph; None where there is none, or it cannot draw."""
+        """Compute the plan and draw in one graph; None if no graph fits or it cannot draw."""
         if not self._runner.has_graphs or self._kv_verifier.pieces:
             return None
         draws = draws_of(plan)
@@ -333,9 +337,9 @@ class Engine:
         return events
 
     def _keep_whole_packs(self, plan: Sequence[ScheduledRequest]) -> None:
-        """Have the KV of what still grows written behind, as far as it fills packs.
+        """Write the KV of running requests to disk as it fills whole packs.
 
-        A process that is killed within its first answer has then not lost a long document's.
+        So the KV of a long document survives if the process is killed during its first answer.
         """
         if self._connector is None:
             return
@@ -352,9 +356,11 @@ class Engine:
         return self._runner.run((), pieces)
 
     def _invalidate(self, failed: "Sequence[RestoredContext]") -> None:
-        """What came up is not this model's: have it forgotten, and begin again whoever uses it."""
+        """Quarantine restored KV that failed its check, and restart the requests that use it."""
         for restored in failed:
-            _log.warning("restored KV is wrong tokens=%d", len(restored.ids) - restored.num_trusted)
+            _log.warning(
+                "restored KV failed its check tokens=%d", len(restored.ids) - restored.num_trusted
+            )
             self._scheduler.invalidate(restored.ids, restored.num_trusted)
             assert self._connector is not None
             self._connector.quarantine(restored)
@@ -365,7 +371,7 @@ class Engine:
         tokens: dict[ScheduledRequest, list[int]],
         seconds: float,
     ) -> None:
-        """Count a step, and note its cost where restoring and drafting are weighed."""
+        """Count a step, and record its cost for decisions about drafts, restores and promotions."""
         num_rows = sum(scheduled.num_rows for scheduled in plan)
         self._num_steps += 1
         self._num_tokens += num_rows

@@ -1,7 +1,7 @@
-"""Fetcher: KV that slower tiers have of the prompts, brought to the device before they run.
+"""Fetcher: loads prompts' KV from slower tiers to the device before the requests run.
 
-Host memory comes first (a promotion), and what only the disk has behind it (a restore). A prefetch
-is the same for a context that no request has asked for yet. Computes nothing.
+First a promotion loads what host memory has. Then a restore loads what only the disk has after
+that. A prefetch does the same for a context that no request has asked for yet.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class _Prefetch:
-    """A context that no request has asked for yet; `restore` follows the promotion."""
+    """A context that no request has asked for yet; `restore` begins after the promotion."""
 
     ids: tuple[int, ...]
     promotion: "Promotion | None"
@@ -42,7 +42,7 @@ class _Prefetch:
 class Fetcher:
     """Begins and settles the promotions and restores of one engine, from `offload` and `connector`.
 
-    One prefetch at a time: the newest is the likeliest.
+    There is one prefetch at a time: the newest context is the most likely one.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Fetcher:
         self._connector = connector
         self._offload = offload
         self._prefetch: _Prefetch | None = None
-        # Their restore follows their promotion.
+        # Promotions not yet over; a restore follows each.
         self._promoting: list[Request | _Prefetch] = []
 
     @property
@@ -65,20 +65,17 @@ class Fetcher:
 
     @property
     def is_copying(self) -> bool:
-        """Whether copies from host memory are under way, given up or not.
-
-        They hold blocks until they are done.
-        """
+        """Whether copies from host memory are under way, even if given up: they hold blocks."""
         return self._offload is not None and self._offload.is_promoting
 
     def prefetch(self, token_ids: Sequence[int]) -> None:
-        """Bring a context's KV up for a request that will probably follow."""
+        """Load a context's KV for a request that will probably follow."""
         self.give_up_prefetch()
         self._prefetch = _Prefetch((*token_ids, 0), None, None)
         self._begin(self._prefetch)
 
     def begin(self, request: Request) -> None:
-        """Begin to bring a prompt's KV up, or go on with the prefetch of it."""
+        """Begin to load a prompt's KV, or take over the prefetch of its beginning."""
         prefetch = self._prefetch
         if prefetch is not None:
             context = prefetch.ids[:-1]
@@ -104,7 +101,7 @@ class Fetcher:
             self._restore(waiter)
 
     def _restore(self, waiter: "Request | _Prefetch") -> None:
-        """Ask the disk; for what no request has asked for yet nobody would compute a front."""
+        """Begin a restore. A prefetch gets no front to compute, because no request runs for it."""
         if self._connector is None:
             return
         if isinstance(waiter, _Prefetch):
@@ -114,9 +111,9 @@ class Fetcher:
             waiter.restore = self._connector.begin(waiter.ids, is_one_shot=is_one_shot)
 
     def promote(self, request: Request) -> bool:
-        """Whether some of a request that is about to run comes up from host memory first.
+        """Begin a promotion for a request about to start, unless it has one; whether one began.
 
-        Asked once each time it begins to wait: it may have waited long, or been sent back.
+        Blocks may have been demoted since `begin`: the request waited, or it was preempted.
         """
         if self._offload is None or request.promotion is not None:
             return False
@@ -129,7 +126,7 @@ class Fetcher:
         self._prefetch = None
 
     def give_up(self, requests: Sequence[Request]) -> None:
-        """End everything, or the disk's reader would wait for a place to put a piece."""
+        """End all transfers; otherwise the disk reader would wait for room to put a piece."""
         self.give_up_prefetch()
         self._promoting.clear()
         for request in requests:
@@ -139,9 +136,9 @@ class Fetcher:
                 request.restore.give_up()
 
     def settle(self, requests: Sequence[Request]) -> bool:
-        """Take in what slower tiers have delivered; whether a request still waits for more.
+        """Take in KV from slower tiers; return whether a request or a prefetch waits for more.
 
-        Where all requests wait it waits with them, for the next delivery or a moment.
+        If no request can run until then, it blocks until the next delivery, for a short time.
         """
         if self._is_idle(requests):
             return False
@@ -158,7 +155,7 @@ class Fetcher:
         return any(request.awaits_kv for request in requests) or self._is_prefetching
 
     def _is_idle(self, requests: Sequence[Request]) -> bool:
-        """Whether nothing can arrive, and no memory has to be watched."""
+        """Whether no KV can arrive and there is no host tier, which needs regular calls."""
         if self._offload is not None or self._prefetch is not None:
             return False
         return all(r.restore is None and r.promotion is None for r in requests)
@@ -170,7 +167,7 @@ class Fetcher:
             self._connector.wait_for_news()
 
     def _follow_promotions(self) -> None:
-        """Where a promotion is over, go on with what the disk has behind it."""
+        """After each finished promotion, begin a restore of what the disk has after it."""
         for waiter in list(self._promoting):
             if waiter.promotion is not None and not waiter.promotion.is_over:
                 continue

@@ -1,17 +1,17 @@
-"""KvVerifier: tokens of a kept context computed once more, beside whatever else a step computes.
+"""KvVerifier: recomputes a few tokens of a context in the next batch, to verify its KV.
 
-A context about to be kept gets its fingerprint that way, of its last token. A restored context is
-verified by three: its last, and two others, drawn anew for every restore. Each looks back at all
-that came before it, and is computed in a block of its own, so that its KV is still there to
-compare. Costs rows of a batch that has to run anyway; alone it is a step of three tokens. Where no
-block is free the last token is computed alone, in a spare block. Knows contexts and rows of logits;
-knows no request and no tier.
+A context to be kept gets a fingerprint: the top logits of its last token, recomputed. A restored
+context is verified by three tokens: its last, and two others drawn at random for every restore.
+Each token attends to all tokens before it. It is computed in a block of its own, so that the old KV
+is still there to compare. The check adds rows to a batch that runs anyway; alone it is a step of
+three tokens. If no block is free, only the last token is computed, in a spare block.
 
-`tests/engine/test_kv_verifier_finds.py` has a table of what is found. What cannot be, at a price
-that nobody feels: a few wrong values in a token that is not drawn, where what others find in it is
-less than rounding; in 16 bits also a change of some percent in weights that make neither keys nor
-values themselves (q_proj, o_proj, the MLP). Checksums find what goes wrong on a disk, and a digest
-of the weights keeps another model's KV apart: this is for what neither sees.
+Checksums detect damage on the disk, and a digest of the weights separates the KV of different
+models. This check is for errors that neither detects. `tests/engine/test_kv_verifier_finds.py` has
+a table of the errors it finds. It cannot find, at this low cost, a few wrong values in a token that
+was not drawn, if their effect on other tokens is below rounding. In 16 bits it also cannot find a
+change of a few percent in weights that do not make keys or values themselves (q_proj, o_proj, the
+MLP).
 """
 
 import logging
@@ -34,18 +34,18 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-# Follows no context.
+# A token id that no context holds.
 _NO_TOKEN = -1
-# Of what came back, beside its last token: so many others are computed again.
+# How many tokens of a restored context are recomputed, besides its last.
 _NUM_DRAWN = 2
 
-# Computes pieces, alone, and returns a row of logits for each.
+# Computes pieces in a step of their own; returns a row of logits for each.
 Run = Callable[[Sequence[SequencePiece]], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """A context to be kept; `is_one_shot` where whoever asked will hardly go on."""
+    """A context to keep; `is_one_shot` if a later request is unlikely to continue it."""
 
     ids: list[int]
     is_one_shot: bool
@@ -53,8 +53,9 @@ class _Kept:
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """`ids` end with the token that is computed again, in the last block of `table`, which is the
-    row's own.
+    """A token to recompute: the last of `ids`, in the last block of `table`.
+
+    No other table uses that block.
     """
 
     ids: list[int]
@@ -66,17 +67,17 @@ class _Row:
 
     @property
     def piece(self) -> SequencePiece:
-        """What is to be computed; the logits of its one token are wanted."""
+        """The piece that computes the token and returns its row of logits."""
         return SequencePiece(self.ids[-1:], self.position, self.table.blocks, num_logit_rows=1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KvCheck:
-    """Tokens of the context `ids` that are computed again: the last first. Their tables are the
-    check's until it ends.
+    """The tokens of the context `ids` to recompute; the last token is the first row.
 
-    `kept` is the context to be kept, None where `restored` says what is to be verified; of that
-    `ids` are what is left.
+    The check holds the rows' tables until it ends. Exactly one of `kept`, a context to keep, and
+    `restored`, a context to verify, is set. For a restored context, `ids` are the leading tokens
+    that the device still has.
     """
 
     ids: list[int]
@@ -86,7 +87,7 @@ class KvCheck:
 
     @property
     def fingerprint(self) -> LogitFingerprint | None:
-        """What the logits have to be, None where that is not known of the last token left."""
+        """The expected logits of the last token of `ids`; None if they are not known."""
         is_whole = self.restored is not None and len(self.ids) == len(self.restored.ids)
         return self.restored.fingerprint if self.restored is not None and is_whole else None
 
@@ -96,10 +97,10 @@ class KvCheck:
 
 
 class KvVerifier:
-    """The checks of one engine, which without `connector` has none.
+    """The checks of one engine; without `connector` there are none.
 
-    `dtype` is what its model computes in. Every `begin` is followed by a step that ends what was
-    begun. The engine's thread owns it.
+    `dtype` is the dtype the model computes in. After every `begin`, the step calls `end` or
+    `end_alone`. The engine's thread owns it.
     """
 
     def __init__(
@@ -111,7 +112,7 @@ class KvVerifier:
         self._draws = random.Random(0)
         self._to_keep: list[_Kept] = []
         self._open: list[KvCheck] = []
-        # What the coming step is to compute beside its plan: a row of logits each, in order.
+        # Pieces the next step computes after its plan; each gives a row of logits, in this order.
         self.pieces: list[SequencePiece] = []
         if connector is not None:
             cache.reserve_spare_block()
@@ -123,15 +124,16 @@ class KvVerifier:
         return bool(self._to_keep) or self._connector.restorer.has_unverified
 
     def save(self, ids: Sequence[int], is_one_shot: bool = False) -> None:
-        """Keep a context, with its fingerprint, after the next step."""
+        """Queue a context: the next step computes its fingerprint, then the connector keeps it."""
         if self._connector is not None and self._connector.write_behind.lacks(ids):
             self._to_keep.append(_Kept(list(ids), is_one_shot))
 
     def begin(self, run: Run, of_all: bool = False) -> list[RestoredContext]:
-        """Hold what is to be computed in the coming step; return what has failed before it.
+        """Hold the tokens to recompute in the next step; return contexts that have failed already.
 
-        `of_all` where others may meet what is still coming up. What there is no room for is
-        computed by `run` at once: nobody runs on what is not verified.
+        `of_all` also takes restores that are not over, for when other requests may use their KV.
+        Checks without room in the cache are computed by `run` at once, so that no request uses KV
+        that is not verified.
         """
         if self._connector is None or not (self._to_keep or self._connector.restorer.unverified):
             return []
@@ -144,15 +146,16 @@ class KvVerifier:
         for due in all_due:
             try:
                 failed.extend(self._begin(due, run))
-            except Exception:  # what cannot be looked at is not believed, and not kept
-                _log.exception("a check could not be begun")
+            except Exception:  # without a check, restored KV has failed and a context is not kept
+                _log.exception("a KV check could not start")
                 failed.extend([due] if isinstance(due, RestoredContext) else [])
         self.pieces = [piece for check in self._open for piece in check.pieces]
         return failed
 
     def _begin(self, due: RestoredContext | _Kept, run: Run) -> list[RestoredContext]:
-        """Hold a check, or compute it at once; return what has failed. Raises, and holds nothing
-        then.
+        """Hold a check, or compute it at once; return the contexts that failed.
+
+        If it raises, it holds no blocks.
         """
         if isinstance(due, RestoredContext):
             if not (ids := self._left_of(due)):
@@ -168,28 +171,29 @@ class KvVerifier:
             raise
 
     def _begin_rows(self, check: KvCheck, run: Run) -> list[RestoredContext]:
-        """Hold the rows of a check that there is room for, or compute the last token at once."""
+        """Hold the rows that have room; if the last token has none, compute it at once."""
         if not self._add_row(check, len(check.ids)):
             return self._compute_aside(check, run)
         for length in (
             self._drawn(check.restored, len(check.ids)) if check.restored is not None else ()
         ):
             if not self._add_row(check, length):
-                self._cache.release(check.rows.pop().table, [])  # fewer will have to do
+                self._cache.release(check.rows.pop().table, [])  # check fewer tokens
                 break
         self._open.append(check)
         return []
 
     def _add_row(self, check: KvCheck, length: int) -> bool:
-        """Have a check hold the first `length` tokens; whether the last of them can be written."""
+        """Hold the first `length` tokens for a check; return whether the last is writable."""
         ids = check.ids[:length]
         row = _Row(ids, self._held(ids))
         check.rows.append(row)
         return self._is_there(row) and self._cache.reserve(row.table, length - 1, length)
 
     def _drawn(self, restored: RestoredContext, num_left: int) -> list[int]:
-        """Return how many tokens end with each that is drawn, one from each of equal parts of what
-        came up.
+        """Draw one token from each of `_NUM_DRAWN` equal parts of the restored tokens.
+
+        Returns for each the length of the context that ends with it.
         """
         num_tokens = num_left - 1 - restored.num_trusted
         edges = [restored.num_trusted + num_tokens * i // _NUM_DRAWN for i in range(_NUM_DRAWN + 1)]
@@ -197,11 +201,10 @@ class KvVerifier:
         return [1 + self._draws.choice(part) for part in parts if part]
 
     def _left_of(self, restored: RestoredContext) -> list[int]:
-        """Return what the device still has of what is to be verified, nothing where that is
-        trusted.
+        """Return the leading tokens the device still has, or [] if all of those are trusted.
 
-        What was demoted to host memory meanwhile could be promoted unverified, and is forgotten
-        there.
+        Tokens that have left the device may be in host memory. They are forgotten there, because
+        they could be promoted without a check.
         """
         num_left = self._cache.num_cached_tokens(restored.ids)
         if num_left < len(restored.ids):
@@ -209,8 +212,10 @@ class KvVerifier:
         return restored.ids[:num_left] if num_left > restored.num_trusted else []
 
     def _held(self, ids: list[int]) -> BlockTable:
-        """Hold all blocks of a context, the last too: to make room for a copy of that it would
-        otherwise be forgotten itself, and there would be nothing to compare.
+        """Hold all blocks of a context, the last included.
+
+        Otherwise making room for a copy of the last block could evict it, and there would be
+        nothing to compare.
         """
         return self._cache.match([*ids, _NO_TOKEN])
 
@@ -222,10 +227,11 @@ class KvVerifier:
             self._cache.release(row.table, [])
 
     def _compute_aside(self, check: KvCheck, run: Run) -> list[RestoredContext]:
-        """Compute a check in the spare block; return what has failed.
+        """Compute a check in the spare block; return the contexts that failed.
 
-        A device tier of a single block has none: there contexts are kept without a fingerprint, and
-        nothing ever comes up. Of a context that is gone meanwhile nothing is kept either.
+        A device tier of a single block has no spare: there contexts are kept without a
+        fingerprint, and nothing is ever restored. Nothing is kept of a context that was evicted
+        meanwhile.
         """
         [row] = check.rows
         if self._is_there(row) and self._cache.use_spare_block(row.table):
@@ -236,18 +242,17 @@ class KvVerifier:
         return [check.restored] if check.restored is not None else []
 
     def end(self, logits: torch.Tensor, run: Run) -> list[RestoredContext]:
-        """Take the rows of `pieces`, [num_pieces, vocab_size] float32; return what has failed.
+        """Take the rows of `pieces`, [num_pieces, vocab_size] float32; return the failed contexts.
 
-        What fails gets a second look, computed alone by `run`: low bits depend on what else is in
-        a batch, and where a model chooses experts by them, more than low bits.
+        A check that fails is repeated alone by `run`. The low bits of a row depend on the rest of
+        the batch, and in a model that routes to experts by them, so do more than the low bits.
         """
         return self._end(self._taken(), list(logits), run)
 
     def end_alone(self, run: Run) -> list[RestoredContext]:
-        """Compute what was begun in a step of its own; return what has failed.
+        """Compute the held checks in a step of their own; return the failed contexts.
 
-        Where that cannot be, contexts are kept without a fingerprint and what came up is not
-        believed.
+        If that step fails, contexts are kept without a fingerprint, and restored ones have failed.
         """
         checks = self._taken()
         return self._end_alone(checks, run) if checks else []
@@ -261,7 +266,7 @@ class KvVerifier:
         try:
             logits: list[torch.Tensor | None] = list(run(pieces))
         except Exception:  # a model's own code can fail with anything
-            _log.exception("checks failed contexts=%d", len(checks))
+            _log.exception("KV checks could not run contexts=%d", len(checks))
             logits = [None] * len(pieces)
         return self._end(checks, logits, run)
 
@@ -283,7 +288,7 @@ class KvVerifier:
         return failed
 
     def _keep(self, kept: _Kept, row: torch.Tensor | None) -> None:
-        """Keep a context; one whose KV makes no numbers is better computed again."""
+        """Keep a context, unless its logits are not finite: then its KV is computed anew."""
         assert self._connector is not None
         fingerprint = fingerprint_of(row) if row is not None else None
         if row is None or fingerprint is not None:
@@ -302,13 +307,14 @@ class KvVerifier:
         return is_right
 
     def _is_verified(self, check: KvCheck, row: torch.Tensor | None, run: Run) -> bool:
-        """Whether restored KV is right, at the first look or at the second; what cannot be looked
-        at, for want of memory mostly, does not.
+        """Whether restored KV is right, by `row` or by a second computation.
+
+        A check that raises, mostly for lack of memory, does not verify it.
         """
         for look in (lambda: row, lambda: run(check.pieces)[0]):
             try:
                 if self._holds(check, look()):
                     return True
             except Exception:
-                _log.exception("restored KV could not be looked at")
+                _log.exception("restored KV could not be checked")
         return False

@@ -1,28 +1,24 @@
-"""Logit fingerprints, and KV errors: whether what a forward pass computes again is what was kept of
-a context.
+"""Logit fingerprints and KV errors: compare recomputed tokens of a context with its stored KV.
 
-A checksum proves that KV came back as it was written. What it cannot prove is that it was right
-then, and that it is this model's: that is what computing a few of its tokens once more is for.
-Three things are compared:
+A checksum proves that KV was read as it was written. It does not prove that the KV was right when
+written, or that it belongs to this model. For that, a few tokens are recomputed. Three things are
+compared:
 
-- The top logits of the last token, with those that were kept: its *fingerprint*. They are blind to
-much
-  of a model: that a middle layer makes other keys hardly changes what one token finds among a
-  thousand.
-- The keys and values of each of these tokens, with those that came back: how far they lie apart.
-- How much longer or shorter these are than those: an error of scale shows in the sum of many
-  numbers long before it shows in any of them.
+- The top logits of the last token with the stored ones, its *fingerprint*. They miss many errors:
+  wrong keys in a middle layer hardly change the logits of one token among a thousand.
+- The recomputed keys and values of each token with the restored ones: their distance.
+- The lengths of these vectors: an error of scale shows in the sum of many numbers long before it
+  shows in a single number.
 
-Tolerances are several times what right KV was off at most, computed alone and beside 5, 21 and 100
-other rows after prefills and decoding, three tokens at a time; demo model of 8 layers, and random
-weights in the shapes of llama, qwen3 and gemma3; `--weights` as they are:
+Tolerances are several times the largest deviations of right KV. Those were measured alone and
+beside 5, 21 and 100 other rows, after prefill and after decoding, three tokens at a time. The
+models were the demo model (8 layers) and random weights in the shapes of llama, qwen3 and gemma3;
+`--weights` as they are:
 
     .             logits    farthest token   middle token   scale, of one token
     float32       1.4e-6    5.7e-6           1.9e-6         1.7e-7
     float16       -         4.7e-3           1.9e-3         4.0e-4
     bfloat16      6.8e-3    8.1e-2           1.8e-2         5.2e-3
-
-Knows tensors and numbers; knows no tier and no request.
 """
 
 import math
@@ -34,18 +30,19 @@ import torch
 from kvchat.cache.tier import LogitFingerprint
 
 _NUM_LOGITS = 8
-# Of fewer tokens the middle one may be the one that rounding has hit hardest.
+# With fewer tokens, the median may be the token with the largest rounding error.
 _FEWEST_FOR_A_MIDDLE = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Deviation:
-    """How far the KV of a few tokens, computed again, is off; infinite where it is no number.
+    """How far the recomputed KV of a few tokens is off; infinite if a value is not finite.
 
-    `typical` is the distance of the middle token's keys or values, over the usual length, in the
-    layer where that is largest: one of three may be far off, as where two experts score alike and
-    rounding chooses between them (0.7, once in 400 right restores). Of fewer tokens `most` is that
-    of the farthest. `scale` is the middle token's relative difference of length.
+    Distances are relative to the usual length of a key or value. `typical` is the median distance
+    over three or more tokens, in the tensor where it is largest. One of three tokens may be far off
+    in right KV: where two experts score alike, rounding chooses between them (a distance of 0.7,
+    once in 400 right restores). With fewer tokens, `most` is the largest distance instead. `scale`
+    is the median relative difference of length.
     """
 
     most: float = 0.0
@@ -55,13 +52,13 @@ class Deviation:
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """How far a right forward may be off: its logits, and its keys and values."""
+    """How far a right forward pass may be off: its logits, and its keys and values."""
 
     logits: float
     kv: Deviation
 
     def allows(self, logits: float, kv: Deviation) -> bool:
-        """Whether these deviations are rounding; what is no number is not."""
+        """Whether these deviations can be rounding; NaN and infinity cannot."""
         is_near = kv.most <= self.kv.most and kv.typical <= self.kv.typical
         return logits <= self.logits and is_near and kv.scale <= self.kv.scale
 
@@ -74,15 +71,16 @@ _TOLERANCES = {
 
 
 def tolerance(*dtypes: torch.dtype) -> Tolerance:
-    """Return what the coarsest of the dtypes that take part allows."""
+    """Return the tolerance of the coarsest of `dtypes`; others count as bfloat16."""
     coarsest = _TOLERANCES[torch.bfloat16]
     found = [_TOLERANCES.get(dtype, coarsest) for dtype in dtypes]
     return max(found, key=lambda each: each.kv.most)
 
 
 def fingerprint_of(logits: torch.Tensor) -> LogitFingerprint | None:
-    """Return the fingerprint of a token's logits, [vocab_size] float32; None where one is no
-    number.
+    """Return the fingerprint of a token's logits, [vocab_size] float32.
+
+    Returns None if one of its top logits is not finite.
     """
     values, token_ids = logits.topk(min(_NUM_LOGITS, len(logits)))
     found = [float(value) for value in values.tolist()]
@@ -92,8 +90,10 @@ def fingerprint_of(logits: torch.Tensor) -> LogitFingerprint | None:
 
 
 def logit_deviation(fingerprint: LogitFingerprint, logits: torch.Tensor) -> float:
-    """Return how far logits, [vocab_size] float32, lie from a fingerprint: the largest distance,
-    over the fingerprint's largest logit. Infinity where something is no number.
+    """Return how far logits, [vocab_size] float32, are from a fingerprint.
+
+    The result is the largest difference over the fingerprint's largest absolute logit. It is
+    infinite if a value is not finite, or a token id is not in the vocabulary.
     """
     if max(fingerprint.token_ids) >= len(logits):
         return math.inf
@@ -106,7 +106,7 @@ def logit_deviation(fingerprint: LogitFingerprint, logits: torch.Tensor) -> floa
 
 
 def kv_deviation(kv_errors: Sequence[torch.Tensor]) -> Deviation:
-    """Return how far tokens are off, of which `CacheManager.kv_error` has told one each."""
+    """Return how far tokens are off; `kv_errors` has one `CacheManager.kv_error` for each."""
     if not kv_errors:
         return Deviation()
     squares, products, own = torch.stack(list(kv_errors)).unbind(dim=2)  # [num_tokens, num_tensors]
@@ -114,7 +114,7 @@ def kv_deviation(kv_errors: Sequence[torch.Tensor]) -> Deviation:
     if not bool(distances.isfinite().all() and products.isfinite().all()):
         return Deviation(math.inf, math.inf, math.inf)
     is_enough = len(kv_errors) >= _FEWEST_FOR_A_MIDDLE
-    # Where a token has values of next to nothing rounding would be taken for an error of scale.
+    # Without the bound, rounding of a token with tiny values would look like an error of scale.
     scales = products / own.clamp_min(0.5)
     return Deviation(
         most=float(distances.max()) if not is_enough else 0.0,

@@ -1,12 +1,11 @@
-"""NgramDrafter: what followed these tokens before will follow them again.
+"""NgramDrafter: drafts the tokens that followed the same last tokens earlier.
 
-Looks the last tokens up in every context it has met, attached files and other branches of the same
-conversation included. Needs no model and no memory on the device.
+It looks the last tokens up in all contexts it has seen, including attached files and other branches
+of the conversation. It needs no model and no memory on the device.
 
-NgramIndex finds where they stood before by hash chains over n-grams, as LZ77 compressors find their
-matches: each place remembers the place before it where the same few tokens stood, so a lookup walks
-candidates from the newest to the oldest and extends each backwards. The plain twin in the tests
-scans everything.
+NgramIndex finds earlier occurrences by hash chains over n-grams, as LZ77 compressors do. Each place
+stores the previous place with the same few tokens before it. A lookup walks these from the newest
+to the oldest and extends each match backwards. The tests compare it with a full scan.
 
 Source of the idea: prompt lookup decoding (Saxena, 2023) and LLMA (Yang et al., 2023).
 """
@@ -17,14 +16,15 @@ from dataclasses import dataclass, field
 from kvchat.engine.drafters import Offer, Wanted
 from kvchat.engine.request import Request
 
-# Where something has stood everywhere, the newest places are as good as any.
+# A frequent n-gram has many places: only the newest are compared.
 _MAX_CANDIDATES = 48
 
 
 @dataclass(slots=True, eq=False)
 class Text:
-    """One run of token ids that grows at its end. `earlier[i]` continues the chain of the n-gram
-    that ends before place i; None ends it.
+    """One sequence of token ids that grows at its end.
+
+    `earlier[i]` is the previous place of the n-gram that ends with `ids[i]`; None if there is none.
     """
 
     ids: list[int] = field(default_factory=list)
@@ -36,9 +36,9 @@ Place = tuple[Text, int]
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The `length` tokens before `start` in `text` are those asked for; what follows is a guess.
+    """The `length` tokens before `start` in `text` match; the tokens from `start` are the guess.
 
-    `is_own` where they were found in the very text that was asked for.
+    `is_own` says that `text` is the text of the lookup itself.
     """
 
     text: Text
@@ -49,8 +49,8 @@ class Match:
     def continuation(self, count: int) -> list[int]:
         """Return up to `count` tokens that followed, at least one.
 
-        Where its own text ends it goes on with what it has just guessed: a repetition that is
-        still running, such as a ruled line, is copied on.
+        If the match is in its own text and reaches its end, the guess repeats itself: that
+        continues a repetition, such as a ruled line.
         """
         ids = self.text.ids[self.start : self.start + count]
         period = len(ids)
@@ -60,9 +60,9 @@ class Match:
 
 
 class NgramIndex:
-    """Remembers every place where at least `shortest` tokens came before.
+    """Indexes every place that has at least `shortest` tokens before it.
 
-    Matches are extended to `longest` tokens. Not for several threads.
+    Matches are extended up to `longest` tokens. Not thread-safe.
     """
 
     def __init__(self, shortest: int, longest: int) -> None:
@@ -79,16 +79,16 @@ class NgramIndex:
             text.ids.append(token)
             end = len(text.ids)
             key = tuple(text.ids[end - n :])
-            # The chain of a place at the end is there before anything follows.
+            # The chain of the place at the end is set before any token follows it.
             text.earlier.append(self._newest.get(key) if end >= n else None)
             if end >= n:
                 self._newest[key] = (text, end)
         self.num_tokens += len(ids)
 
     def longest_match(self, text: Text) -> Match | None:
-        """Find where the last tokens of `text` stood before: the longest run, of these the newest.
+        """Find an earlier occurrence of the last tokens of `text`: the longest, then the newest.
 
-        Only runs of `shortest` tokens and more count.
+        Occurrences have at least `shortest` tokens; only the newest candidates are compared.
         """
         if len(text.ids) < self._shortest:
             return None
@@ -100,7 +100,7 @@ class NgramIndex:
             candidate, end = place
             place = candidate.earlier[end - 1]
             if end == len(candidate.ids):
-                continue  # nothing has followed it so far
+                continue  # no token follows it yet
             length = self._common_len(candidate, end, text)
             if best is None or length > best.length:
                 best = Match(candidate, end, length, candidate is text)
@@ -109,7 +109,7 @@ class NgramIndex:
         return best
 
     def _common_len(self, candidate: Text, end: int, text: Text) -> int:
-        """Return how many tokens before `end` are the last ones of `text`."""
+        """Return how many tokens before `end` equal the last ones of `text`."""
         most = min(end, len(text.ids), self._longest)
         ids, others = text.ids, candidate.ids
         length = self._shortest
@@ -119,17 +119,20 @@ class NgramIndex:
 
 
 _SHORTEST, _LONGEST = 3, 24
-# The longer the match, the likelier it goes on: acceptance is remembered apart for each.
+# A longer match is more likely to continue, so acceptance is recorded for each of these lengths.
 _GRADES = (12, 6, 4, _SHORTEST)
-# A context is entered once, however many requests share its beginning: it is known by pieces.
+# Shared beginnings of contexts are entered once: they are recognised by pieces of this length.
 _PIECE = 32
-# Some forty megabytes of index at the most; then it begins anew.
+# About forty megabytes of index; above this it is emptied at the next lookup.
 _MAX_TOKENS = 1 << 18
 
 
 @dataclass(slots=True)
 class _Entered:
-    """How far a request's context stands in the index, and in which text."""
+    """How many tokens of a request's context are in the index, and in which text.
+
+    `chain` is the hash of the context's whole pieces so far.
+    """
 
     text: Text
     num_tokens: int
@@ -137,7 +140,7 @@ class _Entered:
 
 
 class NgramDrafter:
-    """Drafts by looking up. `max_tokens` bounds what it remembers over all contexts."""
+    """Drafts by lookup. `max_tokens` bounds the index over all contexts."""
 
     name = "ngram"
 
@@ -146,7 +149,7 @@ class NgramDrafter:
         self.forget()
 
     def forget(self, contexts: Sequence[tuple[Sequence[int], int]] = ()) -> None:
-        """Forget everything: which texts hold a piece of a context nobody keeps account of."""
+        """Forget everything: the index does not record which texts hold a context."""
         self._index = NgramIndex(_SHORTEST, _LONGEST)
         self._known: set[int] = set()
         self._entered: dict[Request, _Entered] = {}
@@ -160,10 +163,10 @@ class NgramDrafter:
         return Offer(f"ngram {grade}", num_tokens, is_free=True)
 
     def prepare(self) -> None:
-        """Looking up is as fast as it gets."""
+        """Does nothing: lookups need no preparation."""
 
     def catch_up(self, wanted: Sequence[Wanted]) -> None:
-        """An offer has entered all there is."""
+        """Does nothing: `offer` has already entered the whole context."""
 
     def propose(self, wanted: Sequence[Wanted]) -> list[Sequence[int]]:
         drafts: list[Sequence[int]] = []
@@ -178,7 +181,7 @@ class NgramDrafter:
     def update(self, requests: Sequence[Request], seconds: float) -> None:
         unfinished = set(requests)
         for request in [r for r in self._entered if r not in unfinished]:
-            self._enter(request)  # what it ended with is worth remembering too
+            self._enter(request)  # its last tokens are useful for later requests too
             del self._entered[request]
 
     def close(self) -> None:
@@ -201,7 +204,7 @@ class NgramDrafter:
         return entered
 
     def _extend(self, entered: _Entered, ids: Sequence[int]) -> None:
-        """Bring a text up to the end of the context that it is of."""
+        """Append the new tokens of a context to its text."""
         new = ids[entered.num_tokens :]
         if new:
             self._index.extend(entered.text, new)
@@ -210,7 +213,7 @@ class NgramDrafter:
             entered.chain = self._note_pieces(ids, start, entered.chain)
 
     def _begin(self, ids: Sequence[int]) -> _Entered:
-        """Begin a text where a context leaves what is known, a few tokens before it included."""
+        """Begin a text after the known pieces of a context, with the last few tokens of those."""
         chain, start = 0, 0
         while start + _PIECE <= len(ids):
             longer = hash((chain, *ids[start : start + _PIECE]))

@@ -1,6 +1,6 @@
-"""OutputProcessor: drawn tokens make requests grow, fork and end, and become events.
+"""OutputProcessor: appends drawn tokens to requests, forks and ends requests, makes the events.
 
-Knows when a request is done. Knows no logits, no text and no plans.
+It also ends cancelled, stuck and failed requests.
 """
 
 import logging
@@ -29,7 +29,7 @@ class OutputProcessor:
     """Appends to the requests of one scheduler, and ends them.
 
     `max_context` bounds prompt and completion together; `clock` returns seconds. Finished contexts
-    are left to `kv_verifier` to be kept.
+    go to `kv_verifier`, which has them kept.
     """
 
     def __init__(
@@ -55,12 +55,12 @@ class OutputProcessor:
     def advance(
         self, plan: Sequence[ScheduledRequest], tokens: dict[ScheduledRequest, list[int]]
     ) -> list[RequestEvent]:
-        """Count what was computed, enter full blocks in the tree, and append what was drawn."""
+        """Count the computed tokens, add full blocks to the tree, and append the drawn tokens."""
         events: list[RequestEvent] = []
         for scheduled in plan:
             request = scheduled.request
             if request.state is State.FINISHED:
-                continue  # it has failed with another of its samples
+                continue  # another of its samples failed, which ended this one
             assert request.table is not None
             request.num_computed += scheduled.num_tokens
             self._cache.commit(request.table, request.ids, request.num_computed)
@@ -79,7 +79,7 @@ class OutputProcessor:
     ) -> list[RequestEvent]:
         """Append the accepted drafts and the token drawn after them, until one ends the request.
 
-        The KV of an accepted draft is there already; that of the others is never read.
+        The step has written the KV of all drafts; that of refused ones is never read.
         """
         num_accepted = accepted_len(drafts, tokens)
         start = len(request.ids)
@@ -93,18 +93,18 @@ class OutputProcessor:
         return [*_generated(request, start), *ending]
 
     def _append_drawn(self, request: Request, tokens: list[int]) -> list[RequestEvent]:
-        """Append one drawn token to the request, and one each to the siblings it forks into."""
+        """Fork the request's siblings, then append one drawn token to the request and to each."""
         events: list[RequestEvent] = []
         siblings = self._fork(request)
         for sibling, token in zip([request, *siblings], tokens, strict=True):
-            if sibling.state is not State.FINISHED:  # or it has failed with another sample
+            if sibling.state is not State.FINISHED:  # another sample may have failed
                 start = len(sibling.ids)
                 ending = self._append(sibling, token, is_computed=False)
                 events.extend([*_generated(sibling, start), *ending])
         return events
 
     def _fork(self, request: Request) -> list[Request]:
-        """Make the siblings that share the prompt's blocks from here on."""
+        """Make the siblings, which share the prompt's blocks."""
         assert request.table is not None
         siblings = []
         for number in range(1, 1 + request.num_siblings_to_fork):
@@ -116,7 +116,10 @@ class OutputProcessor:
         return siblings
 
     def _append(self, request: Request, token: int, is_computed: bool) -> list[RequestEvent]:
-        """Append a token, whose KV may be there already; return what ends the request, if any."""
+        """Append a token; return the events that end the request, if it ends.
+
+        `is_computed` says that the token's KV is already written.
+        """
         now_s = self._clock()
         if request.clock.first_token_s is None:
             request.clock.first_token_s = now_s
@@ -128,7 +131,7 @@ class OutputProcessor:
         request.num_computed += is_computed
         try:
             is_stopped = request.watcher is not None and request.watcher.feed(token)
-        except Exception as error:  # a watcher reads text, which is not the engine's own work
+        except Exception as error:  # a watcher is the caller's code
             _log.error("a stop watcher failed", exc_info=error)
             failure = GenerationError("Looking for stop strings failed.", "Answer without --stop.")
             return self.fail(request, failure)
@@ -160,7 +163,7 @@ class OutputProcessor:
         )
 
     def end_cancelled(self, requests: list[Request]) -> list[RequestEvent]:
-        """End those that were cancelled since the last step, and take them out of `requests`.
+        """End the requests cancelled since the last step, and remove them from `requests`.
 
         What was generated stays.
         """
@@ -169,13 +172,13 @@ class OutputProcessor:
             if request.cancelled_for is not None:
                 ending = self._finish(request, request.cancelled_for)
                 requests.remove(request)
-                # OutputProcessor that were still to fork end with it: every sample has an end.
+                # Siblings not yet forked end too: every sample gets its end event.
                 samples = range(request.sample, request.sample + 1 + request.num_siblings_to_fork)
                 events.extend(replace(ending, sample=sample) for sample in samples)
         return events
 
     def end_stuck(self) -> list[RequestEvent]:
-        """With nothing running and nothing admissible, waiting longer would not help."""
+        """Fail all requests; called when none runs and none can start, so waiting is useless."""
         events: list[RequestEvent] = []
         for request in self._scheduler.requests():
             self._scheduler.finish(request)
@@ -184,7 +187,7 @@ class OutputProcessor:
         return events
 
     def fail_all(self, error: KvchatError) -> list[RequestEvent]:
-        """End every request; those that cannot even be released are let go of as they are."""
+        """End every request; one whose release fails is dropped with its blocks held."""
         events: list[RequestEvent] = []
         for request in self._scheduler.requests():
             try:
@@ -197,9 +200,10 @@ class OutputProcessor:
         return events
 
     def fail(self, failed: Request, error: KvchatError) -> list[RequestEvent]:
-        """End a request, all its samples; what they had computed before stays, if it is numbers.
+        """End all samples of a request; their computed KV stays cached as far as it is finite.
 
-        A chunk whose keys or values are none fails no step by itself, but all that look back at it.
+        A chunk with keys or values that are not finite does not fail its own step. It fails every
+        later step that attends to it.
         """
         with_nan = []
         for request in self._scheduler.requests():
@@ -216,17 +220,20 @@ class OutputProcessor:
         return [RequestFailed(failed.request_id, error)]
 
     def _num_finite(self, table: BlockTable, num_computed: int) -> int:
-        """Return how many tokens' KV can stay: none, where there is no memory to look at it."""
+        """Return how many leading tokens have finite KV; 0 if there is no memory to check.
+
+        Also zeroes the slots written after them.
+        """
         try:
             self._cache.zero(table, num_computed)
             return self._cache.num_finite(table, num_computed)
-        except (RuntimeError, MemoryError):  # of which torch's own out of memory is one
-            _log.warning("KV of a failed request could not be looked at, and goes")
+        except (RuntimeError, MemoryError):  # torch's out of memory is a RuntimeError
+            _log.warning("KV of a failed request could not be checked, dropping it")
             return 0
 
 
 def _generated(request: Request, start: int) -> list[TokensGenerated]:
-    """Return the event of the tokens from `start` on; none where there are none."""
+    """Return the event for the tokens from `start` on; empty if there are none."""
     token_ids = tuple(request.ids[start:])
     return [TokensGenerated(request.request_id, request.sample, token_ids)] if token_ids else []
 

@@ -1,7 +1,4 @@
-"""RequestSpec and Request: what a caller asks for, and one generation on its way.
-
-Knows token ids and lengths. Does not know blocks' contents, logits or text.
-"""
+"""RequestSpec, what a caller asks for, and Request, the state of one sample being generated."""
 
 from array import array
 from collections.abc import Callable
@@ -29,14 +26,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RequestSpec:
-    """One generation as a caller asks for it.
+    """What a caller asks for: a prompt and how to complete it.
 
     prompt_ids         the whole context, at least one token
-    max_tokens         most tokens to generate; None for as many as the context holds
-    stop_token_ids     ids that end the completion; they are reported apart, not generated
+    max_tokens         most tokens to generate; None for as many as fit in the context
+    stop_token_ids     ids that end the completion; reported separately, not added to its tokens
     new_stop_watcher   makes a watcher for stop strings, one per sample
-    num_samples        completions wanted for the same prompt; sample i draws noise of its own
-    is_one_shot        nobody is likely to go on with it: what is kept of it is forgotten first
+    num_samples        completions wanted for the same prompt; each sample has its own noise
+    is_one_shot        a later request is unlikely to continue it: its stored KV is evicted first
     """
 
     prompt_ids: tuple[int, ...]
@@ -54,7 +51,7 @@ class RequestSpec:
 
 
 class State(Enum):
-    """Where a request is in its life."""
+    """The state of a request in the scheduler."""
 
     WAITING = auto()
     RUNNING = auto()
@@ -63,7 +60,7 @@ class State(Enum):
 
 @dataclass(slots=True)
 class Clock:
-    """When things happened to a request, in seconds of the engine's clock."""
+    """Times of a request's events, in seconds of the engine's clock."""
 
     submitted_s: float
     started_s: float | None = None
@@ -84,7 +81,7 @@ class Clock:
 
 @dataclass(slots=True)
 class Drafting:
-    """Counts of drafts, and the seconds decoding has taken and would have taken without them."""
+    """Counts of drafts; seconds spent decoding, and the estimate for the same without drafts."""
 
     num_drafted: int = 0
     num_accepted: int = 0
@@ -94,7 +91,7 @@ class Drafting:
     why_plain: str = ""
 
     def use(self) -> DraftUse:
-        """Return the counts for those who read them."""
+        """Return the counts for reports; the gain is None where it is not known."""
         gain = self.plain_s / self.spent_s if self.spent_s > 0 and self.num_verified else None
         return DraftUse(
             self.num_drafted, self.num_accepted, self.num_verified, gain, self.why_plain
@@ -103,18 +100,17 @@ class Drafting:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One sample of a spec. Three lengths carry it; everything else is derived.
+    """One sample of a spec. Its progress is three lengths:
 
     # [0, num_computed)            KV is in the table's blocks
-    # [num_computed, len(ids))     to be computed by the coming steps
-    # ids[:num_prompt_tokens]      the prompt; what follows was generated
+    # [num_computed, len(ids))     to compute in the next steps
+    # ids[:num_prompt_tokens]      the prompt; the rest is generated
 
-    `ids` are 32-bit integers in one piece of memory, the form in which the radix tree compares
-    them: a waiting request is looked up at every step. `table` is there while the request runs.
-    `steps_waited` counts since it last ran. `promotion` and `restore` are what host memory and
-    a slower tier have of it, on its way up before it runs. `num_offered` counts the tokens
-    whose KV was last offered to be kept. `device_ids` are its ids on the device, where a
-    repetition penalty wants them.
+    `ids` are contiguous 32-bit integers, the form that the radix tree compares: a waiting request
+    is looked up at every step. `table` is set while the request runs. `steps_waited` counts the
+    steps since it last ran. `promotion` and `restore` are its transfers from host memory and from
+    the disk. `num_offered` counts the leading tokens whose KV was last offered to be written.
+    `device_ids` are its ids on the device, for a repetition penalty.
     """
 
     request_id: int
@@ -151,7 +147,7 @@ class Request:
         )
 
     def sibling(self, sample: int, table: "BlockTable") -> "Request":
-        """Return another sample of the same prompt, computed as far as this one, on `table`."""
+        """Return another sample of the same prompt, with as many tokens computed, on `table`."""
         maker = self.spec.new_stop_watcher
         return Request(
             request_id=self.request_id,
@@ -186,21 +182,21 @@ class Request:
         return is_promoting or (self.restore is not None and not self.restore.is_over)
 
     def end_fetching(self) -> None:
-        """Let go of what slower tiers had of the prompt, once no more can come."""
+        """Drop `promotion` and `restore` once they are over; keep the reason for a miss."""
         if not self.is_fetching:
             self.told_miss_reason = self.miss_reason
             self.restore = self.promotion = None
 
     @property
     def miss_reason(self) -> MissReason | None:
-        """Why no more of the prompt came from a slower tier; None where none was asked."""
+        """Why no more of the prompt came from a slower tier; None if no reason is known."""
         if self.told_miss_reason is None and self.restore is not None:
             return self.restore.miss_reason
         return self.told_miss_reason
 
     @property
     def num_due(self) -> int:
-        """Tokens to compute as soon as there is room: while more comes up, those before it."""
+        """Tokens that can be computed now: only those of the front while KV still arrives."""
         if not self.is_fetching:
             return self.num_uncomputed
         front = self.restore.num_front if self.restore is not None else 0
@@ -208,12 +204,12 @@ class Request:
 
     @property
     def awaits_kv(self) -> bool:
-        """Whether it has nothing to compute before more comes up."""
+        """Whether it can compute nothing until more KV arrives."""
         return self.is_fetching and not self.num_due
 
     @property
     def is_to_join(self) -> bool:
-        """Whether something has come up behind the front that it has computed."""
+        """Whether restored KV can be joined to the front that it has computed."""
         if self.restore is None or not self.restore.num_front:
             return False
         return not self.is_fetching or self.restore.num_arrived > self.num_computed

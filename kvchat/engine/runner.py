@@ -1,7 +1,8 @@
-"""Runner: a step's plan -> one ForwardBatch -> logits -> the tokens drawn from them.
+"""Runner, Warmup and draws: a step's plan -> one ForwardBatch -> logits -> tokens.
 
-Here blocks from the cache meet the model, and rows of logits meet the requests and drafts they
-belong to. Nothing is appended to a request here, and no ending is decided.
+Runner runs the model on pieces of requests and their blocks. Warmup runs dummy steps before steps
+are timed. `draw` and its helpers assign rows of logits to requests, drafts and siblings, and draw
+their tokens. Appending the tokens to the requests is the OutputProcessor's work.
 """
 
 import logging
@@ -32,32 +33,32 @@ from kvchat_kernels.sending import on_device
 
 _log = logging.getLogger(__name__)
 
-_NUM_ROWS = (8, 1)  # a verify and a plain step, which reads what the verify has written
+_NUM_ROWS = (8, 1)  # a verify step, then a plain step that reads the KV of the first
 _NUM_TOKENS = sum(_NUM_ROWS)
 
 
 class WarmupModel(Protocol):
-    """A model, as far as the warm-up knows it."""
+    """The part of a model that the warm-up needs."""
 
     @property
     def device(self) -> torch.device:
-        """Where its batches lie."""
+        """The device of its batches."""
 
     @property
     def is_checked(self) -> bool:
-        """Whether its steps are computed once, as they always will be from now on."""
+        """Whether no later step runs twice to compare fused code with the plain code."""
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        """Run a step."""
+        """Run one step; return its rows of logits."""
 
 
 class Warmup:
     """Warm-up: two dummy decode steps of one model, run before steps are timed.
 
-    A model that has yet to prove that it may run as a whole computes its first steps twice: that
-    time would be taken for the cost of a step, and drafts be held to be too dear. Tokens are below
-    `vocab_size`, in blocks of `block_size`. The steps write to the scratch block, which nobody else
-    reads. Where it has not room for them all, the first real steps prove what there is to prove.
+    A model whose fused step is not checked yet computes its first steps twice. If those were timed,
+    steps would look slower and drafts too expensive. Tokens are below `vocab_size`, in blocks of
+    `block_size`. The steps write to the scratch block, which no request reads. If that block is too
+    small for them, the warm-up does nothing, and the first real steps do the checks.
     """
 
     def __init__(self, model: WarmupModel, vocab_size: int, block_size: int) -> None:
@@ -67,7 +68,7 @@ class Warmup:
         self._is_over = block_size < _NUM_TOKENS
 
     def run(self) -> None:
-        """Run the steps, once. A model that fails in them will say so where it is asked."""
+        """Run the steps, once. An error is only logged: a real step will report it again."""
         if self._is_over:
             return
         self._is_over = True
@@ -78,8 +79,8 @@ class Warmup:
             _log.warning("the warm-up failed", exc_info=error)
 
     def _run(self) -> None:
-        # Each token is another: equal ones would have equal values, and whatever attention does to
-        # those gives the same.
+        # The tokens differ: equal tokens have equal values, and then the result would not depend on
+        # attention.
         ids = [(2 * i + 1) * self._vocab_size // (2 * _NUM_TOKENS) for i in range(_NUM_TOKENS)]
         start = 0
         for num_rows in _NUM_ROWS:
@@ -92,8 +93,8 @@ class Warmup:
 class Runner:
     """Runs steps on one model whose pools have blocks of `block_size` tokens.
 
-    By `graphs` where there are some and one fits, otherwise eagerly; on a CPU on as many threads as
-    `threads` finds best, on those there are where it is None. `warmup` is of the same model.
+    A step runs by one of `graphs` if one fits, otherwise eagerly. On a CPU, `threads` chooses the
+    number of threads; if it is None, that number stays as it is. `warmup` is for the same model.
     """
 
     def __init__(
@@ -114,7 +115,7 @@ class Runner:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the model computes in."""
+        """The dtype the model computes in."""
         return self._model.dtype
 
     @property
@@ -124,21 +125,20 @@ class Runner:
     def run(
         self, plan: Sequence[ScheduledRequest], checks: Sequence[SequencePiece] = ()
     ) -> torch.Tensor:
-        """Compute the plan's tokens; return rows of logits for each scheduled request that
-        completes, in order.
+        """Compute the plan's tokens; return the rows of logits of its completing requests.
 
-        Each has one row, and one more for each of its drafts: what follows where they are right.
-        Whatever `checks` ask for is computed beside it, and their rows come last. Returns
-        [num_rows + num_check_rows, vocab_size] float32.
+        Each of those requests has one row, and one more for each of its drafts: the logits after
+        that draft. `checks` are computed in the same batch; their rows come last. Returns
+        [num_rows + num_check_rows, vocab_size] float32, in the order of the plan.
         """
         pieces = [*(_piece(scheduled) for scheduled in plan), *checks]
         return self.run_pieces(pieces)
 
     def run_pieces(self, pieces: Sequence[SequencePiece]) -> torch.Tensor:
-        """Compute pieces; return the rows of logits they ask for, in order, [num_rows, vocab].
+        """Compute pieces; return the rows of logits they ask for, in order.
 
-        On a GPU rows may still be on their way, and whoever reads them waits. Where none are asked
-        for nobody would: then this does.
+        Returns [num_rows, vocab_size] float32. On a GPU the rows may not be computed yet: reading
+        them waits. If no rows are asked for, this call waits instead.
         """
         logits = self._graphs.run(pieces) if self._graphs is not None else None
         if logits is None:
@@ -150,17 +150,17 @@ class Runner:
     def draw(
         self, plan: Sequence[ScheduledRequest], draws: Sequence[RowDraw | None]
     ) -> torch.Tensor | None:
-        """Compute the plan's tokens and draw from their rows at once, where a graph does both.
+        """Compute the plan's tokens and draw from their rows in one graph, if there is one.
 
-        `draws` say how, request by request. Returns one token for each row that `run` would return,
-        [num_rows] int64, -1 where a logit is not a number; None where nothing was computed.
+        `draws` says how each scheduled request draws. Returns one token for each row that `run`
+        would return, [num_rows] int64, -1 if a logit is NaN. Returns None if nothing was computed.
         """
         return self.draw_pieces([_piece(scheduled) for scheduled in plan], draws)
 
     def draw_pieces(
         self, pieces: Sequence[SequencePiece], draws: Sequence[RowDraw | None]
     ) -> torch.Tensor | None:
-        """Do the same for pieces."""
+        """Do the same as `draw` for pieces."""
         tokens = self._graphs.draw(pieces, draws) if self._graphs is not None else None
         if tokens is not None and not len(tokens):
             self.wait()
@@ -173,24 +173,24 @@ class Runner:
         return self._threads.run(batch.token_ids.shape[0], lambda: self._model.forward(batch))
 
     def wait(self) -> None:
-        """Wait until all that was run has been computed, for whoever takes its time."""
+        """Wait until all submitted steps are computed, so that they can be timed."""
         device = self._model.device
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
 
     def prepare(self) -> None:
-        """Spend the time of a few steps on making others faster, where that pays."""
+        """Capture wanted graphs and run the warm-up; takes the time of a few steps."""
         if self._graphs is not None:
             self._graphs.capture_wanted()
         if self._warmup is not None:
             self._warmup.run()
 
     def graph_status(self) -> GraphStatus | None:
-        """Return counts for people; None where steps are never captured."""
+        """Return the counts shown to users; None if there are no graphs."""
         return self._graphs.status() if self._graphs is not None else None
 
     def step_threads(self) -> tuple[int, int] | None:
-        """Return on how many threads a step of one token runs, of how many; None on a GPU."""
+        """Return the threads of a one-token step, and the most possible; None without `threads`."""
         threads = self._threads
         return (threads.num_threads(), threads.most) if threads is not None else None
 
@@ -212,8 +212,9 @@ _HOST = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class _Owner:
-    """Whose draw it is: row `row` of a scheduled request, for the request or a sibling about to
-    fork.
+    """One draw: row `row` of a scheduled request, for sample `sibling` after the request's own.
+
+    `sibling` 0 is the request itself; the others are about to fork from it.
     """
 
     scheduled: ScheduledRequest
@@ -228,8 +229,7 @@ def draw(
 
     logits   [num_rows, vocab_size] float32, as a Runner returns them
 
-    For a request with drafts the tokens are those of consecutive positions, one for each of its
-    rows.
+    A request with drafts gets one token for each of its rows, at consecutive positions.
     """
     owners: list[_Owner] = []
     rows_of_logits: list[int] = []
@@ -256,9 +256,10 @@ def draw(
 
 
 def draws_of(plan: Sequence[ScheduledRequest]) -> list[RowDraw | None] | None:
-    """Return how the rows of each completing request draw without the host, None for the others;
-    None at all where one of them cannot: a penalty sees its context, and siblings draw from one
-    row.
+    """Return for each request how its rows draw in a graph; None for one that does not complete.
+
+    Returns None for the whole plan if a request has a repetition penalty, which needs its context,
+    or siblings to fork, which draw from one row.
     """
     draws: list[RowDraw | None] = []
     for scheduled in plan:
@@ -275,9 +276,11 @@ def draws_of(plan: Sequence[ScheduledRequest]) -> list[RowDraw | None] | None:
 def tokens_of(
     plan: Sequence[ScheduledRequest], drawn: torch.Tensor
 ) -> dict[ScheduledRequest, list[int]]:
-    """Return the tokens of each completing request, as `draw` does: `drawn` has one for each row.
+    """Return the tokens of each completing request, as `draw` does.
 
-    Raises ValueError where a logit is not a number.
+    drawn   [num_rows] int64, one token for each row
+
+    Raises ValueError if a logit was NaN.
     """
     tokens = iter(as_tokens(drawn))
     return {w: [next(tokens) for _ in range(1 + len(w.drafts))] for w in plan if w.completes}
@@ -294,7 +297,7 @@ def _owners(scheduled: ScheduledRequest) -> Iterator[_Owner]:
 def sampling_row(
     request: Request, drafts: Sequence[int], device: torch.device, sibling: int = 0
 ) -> SamplingRow:
-    """Say how to draw what follows a request's ids and `drafts`; a penalty sees both."""
+    """Return how to draw the token after a request's ids and `drafts`; a penalty uses both."""
     params = request.spec.sampling
     context_ids = None
     if params.repetition_penalty != 1.0:

@@ -1,8 +1,8 @@
-"""Sampler: logits -> token ids, row by row as each row's parameters say.
+"""Sampler: logits -> token ids, each row with its own sampling parameters.
 
-Temperature, top-k, top-p, min-p, repetition penalty and seeds. The noise is counter-based: the same
-seed, position and token id always draw the same number, and no state is kept. So a sampled text
-does not depend on what else ran in the batch, on chunking or on preemption. Knows no requests.
+Supports temperature, top-k, top-p, min-p, repetition penalty and seeds. The noise is counter-based:
+the same seed, position and token id always give the same number, and no state is kept. So a sampled
+text does not depend on the rest of the batch, on chunking or on preemption.
 """
 
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ def gumbel_noise(seeds: list[int], positions: list[int], token_ids: torch.Tensor
         device=token_ids.device,
     )
     bits = _mix(_mix(token_ids ^ keys[:, :1]) ^ keys[:, 1:])
-    # Half a step away from 0, and from 1 by float32's last place: both logarithms stay finite.
+    # Half a step above 0, and one float32 step below 1: both logarithms stay finite.
     uniform = ((bits.double() + 0.5) * 2.0**-32).float().clamp_(max=1.0 - 2.0**-24)
     return -torch.log(-torch.log1p(-uniform))
 
@@ -48,7 +48,7 @@ def row_key(seed: int, position: int) -> tuple[int, int]:
 def sample_seed(seed: int, sample: int) -> int:
     """Return the seed of the `sample`-th completion of one prompt; sample 0 keeps the seed.
 
-    The seed is scrambled before the sample is added: neighbouring seeds must not share samples.
+    The seed is mixed before the sample number is added, so that seeds s and s + 1 share no samples.
     """
     return seed if sample == 0 else _splitmix((_splitmix(seed & _MASK_64) + sample) & _MASK_64)
 
@@ -61,7 +61,7 @@ def _splitmix(state: int) -> int:
 
 
 def _mix(bits: torch.Tensor) -> torch.Tensor:
-    """Scramble 32-bit integers held in int64 (the finaliser of MurmurHash3, Appleby)."""
+    """Mix 32-bit integers held in int64 (the finaliser of MurmurHash3, Appleby)."""
     bits = bits & _MASK_32
     bits = ((bits ^ (bits >> 16)) * 0x85EBCA6B) & _MASK_32
     bits = ((bits ^ (bits >> 13)) * 0xC2B2AE35) & _MASK_32
@@ -72,24 +72,24 @@ _SMALLEST = 256
 
 
 class DeviceTokenIds:
-    """The ids of one context, which only ever grows, and of drafts that may follow it."""
+    """The ids of one context, which only grows, and of its drafts, in one tensor on the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._ids = torch.empty(0, dtype=torch.int64, device=device)
         self._num_settled = 0
 
     def of(self, ids: Sequence[int], drafts: Sequence[int]) -> torch.Tensor:
-        """Return [len(ids) + len(drafts)] int64, good until other drafts are asked for.
+        """Return [len(ids) + len(drafts)] int64, a view that is valid until the next call.
 
-        ids   the whole context, with what it was before at its beginning
+        ids   the whole context; it begins with the ids of earlier calls
         """
         assert len(ids) >= self._num_settled
         end = len(ids) + len(drafts)
         self._make_room_for(end)
-        news = [*ids[self._num_settled :], *drafts]
-        if news:
+        new_ids = [*ids[self._num_settled :], *drafts]
+        if new_ids:
             place = self._ids[self._num_settled : end]
-            place.copy_(on_device(news, torch.int64, self._ids.device))
+            place.copy_(on_device(new_ids, torch.int64, self._ids.device))
         self._num_settled = len(ids)
         return self._ids[:end]
 
@@ -101,8 +101,8 @@ class DeviceTokenIds:
         self._ids = larger
 
 
-# Filters look at this many of the likeliest tokens first; only where those do not decide the matter
-# is the whole vocabulary sorted.
+# Filters use this many of the most likely tokens first. The whole vocabulary is sorted only for
+# rows that need more.
 _NUM_CANDIDATES = 1024
 _NOT_NUMBERS = "the model's logits are not numbers"
 
@@ -113,8 +113,8 @@ _MOST_INT32 = (1 << 31) - 1
 class SamplingRow:
     """How to draw one token.
 
-    `seed` and `position` name the noise; `context_ids`, [num_tokens] int64, are the tokens a
-    repetition penalty applies to, None without one.
+    `seed` and `position` select the noise. `context_ids`, [num_tokens] int64, are the tokens a
+    repetition penalty applies to; None without one.
     """
 
     params: SamplingParams
@@ -123,13 +123,13 @@ class SamplingRow:
     context_ids: torch.Tensor | None = None
 
 
-@torch.inference_mode()  # as the forward pass: its logits may not be changed outside
+@torch.inference_mode()  # the logits are inference tensors, changed in place only in this mode
 def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[int]:
     """Draw one token id per row.
 
     logits   [num_rows, vocab_size] float32; rows with a repetition penalty are changed in place
 
-    Raises ValueError where a logit is NaN: low precision overflowed, or the weights are damaged.
+    Raises ValueError if a logit is NaN: low precision overflowed, or the weights are damaged.
     """
     assert logits.shape[0] == len(rows)
     for index, row in enumerate(rows):
@@ -151,12 +151,12 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[int]:
 
 
 def _draw_on_device(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[int]:
-    """Draw all rows by kernels that wait for the host once: for the tokens."""
+    """Draw all rows with kernels; the host waits only once, for the tokens."""
     return as_tokens(sample_tokens(logits, parameters_of(rows, logits.shape[1], logits.device)))
 
 
 def row_draw(row: SamplingRow) -> RowDraw | None:
-    """Return how a row draws without the host; None where a penalty has to change its logits."""
+    """Return how a row draws in a graph; None if a penalty has to change its logits first."""
     params = row.params
     if row.context_ids is not None:
         return None
@@ -165,7 +165,7 @@ def row_draw(row: SamplingRow) -> RowDraw | None:
 
 
 def as_tokens(drawn: torch.Tensor) -> list[int]:
-    """Read drawn tokens from the device. Raises ValueError where a logit is not a number."""
+    """Read drawn tokens from the device. Raises ValueError if one is -1: a logit was NaN."""
     tokens = [int(token) for token in drawn.tolist()]
     if tokens and min(tokens) < 0:
         raise ValueError(_NOT_NUMBERS)
@@ -175,9 +175,9 @@ def as_tokens(drawn: torch.Tensor) -> list[int]:
 def parameters_of(
     rows: Sequence[SamplingRow], vocab_size: int, device: torch.device
 ) -> SamplerRows:
-    """Return what the rows say as tensors, sent to the device without waiting for its logits."""
+    """Return the rows' parameters as tensors, sent to the device without waiting for the logits."""
     params = [row.params for row in rows]
-    # Each column begins at a multiple of 16 bytes: for other places kernels are compiled anew.
+    # Each column starts at a multiple of 16 bytes: other alignments would compile kernels anew.
     rest = [0] * (-len(rows) % 4)
     floats = [
         [*(each.temperature for each in params), *rest],
@@ -195,7 +195,7 @@ def parameters_of(
 
 
 def _signed(seed: int) -> int:
-    """Return the seed's low 64 bits, which are all that the noise sees, as an int64 has them."""
+    """Return the seed's low 64 bits as an int64; the noise uses only those."""
     low = seed & _MASK_64
     return low - (1 << 64) if low >> 63 else low
 
@@ -206,7 +206,7 @@ def _filters(row: SamplingRow) -> bool:
 
 
 def _penalise(logits: torch.Tensor, context_ids: torch.Tensor, penalty: float) -> None:
-    """Make tokens of the context less likely (CTRL: Keskar et al., 2019, section 4.1)."""
+    """Lower the scores of tokens in the context (CTRL: Keskar et al., 2019, section 4.1)."""
     scores = logits[context_ids]
     logits[context_ids] = torch.where(scores > 0, scores / penalty, scores * penalty)
 
@@ -218,7 +218,7 @@ def _draw(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
 
 
 def _scaled(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
-    """Divide by temperature; the largest becomes 0, so that a tiny one overflows to -inf only."""
+    """Shift the largest logit to 0, then divide by temperature, which can overflow only to -inf."""
     temperature = _column([row.params.temperature for row in rows], logits.device)
     smallest = torch.finfo(torch.float32).tiny
     return (logits - logits.amax(dim=-1, keepdim=True)) / temperature.clamp_(min=smallest)
@@ -233,7 +233,7 @@ def _column(values: list[float], device: torch.device) -> torch.Tensor:
 
 
 def _draw_filtered(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
-    """Draw from what top-k, top-p and min-p leave, in that order: [num_rows] int64."""
+    """Draw after the filters top-k, top-p and min-p, in that order: [num_rows] int64."""
     scaled = _scaled(logits, rows)
     log_total = torch.logsumexp(scaled, dim=-1, keepdim=True)
     count = min(_NUM_CANDIDATES, scaled.shape[-1])
@@ -242,7 +242,7 @@ def _draw_filtered(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.T
     chosen = _choose(values, token_ids, kept, rows)
     if count == scaled.shape[-1]:
         return chosen
-    # Row by row, for what a row draws must not depend on the rows beside it.
+    # Only these rows: a row's token must not depend on the other rows.
     undecided = is_decided.logical_not().nonzero().flatten().tolist()
     if undecided:
         some = [rows[index] for index in undecided]
@@ -263,7 +263,7 @@ def _choose(
 def _kept(
     values: torch.Tensor, log_total: torch.Tensor, rows: Sequence[SamplingRow]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tell which candidates the filters keep, and in which rows tokens beyond them need no look.
+    """Return which candidates the filters keep, and in which rows no further candidates are needed.
 
     values      [num_rows, num_candidates], the largest scaled logits, descending
     log_total   [num_rows, 1], log-sum-exp over the whole vocabulary
@@ -281,7 +281,7 @@ def _kept(
     kept &= probabilities.cumsum(dim=-1) - probabilities < top_p
     kept &= probabilities >= min_p * probabilities[:, :1]
     kept[:, 0] = True
-    # Beyond the last candidate there may be more to keep, unless top-k ends before it; and where
-    # top-k ends beyond it, what top-p is a share of is not known yet.
+    # A row is decided if top-k ends within the candidates, or if there is no top-k and the last
+    # candidate is not kept. If top-k ends after them, the total that top-p applies to is unknown.
     is_decided = has_top_k | (top_k.isinf() & ~kept[:, -1:])
     return kept, is_decided[:, 0]

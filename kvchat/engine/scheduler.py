@@ -1,8 +1,8 @@
 """Scheduler: which requests run in the next step, and how many tokens of each.
 
-Continuous batching: requests join and leave at every step; prompts are computed in chunks beside
-decoding requests, under one token budget. Reserves blocks through the cache manager and gives way
-when they run out. Knows lengths and blocks; knows no logits and no events.
+Continuous batching: requests join and leave at every step. Prompts are computed in chunks beside
+decoding requests, under one token budget. The scheduler reserves blocks through the cache manager
+and preempts requests when blocks run out.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,18 +14,18 @@ from kvchat.cache.keys import common_tokens, encode_ids
 from kvchat.core.types import CachedTokens, MissReason, TokenIds
 from kvchat.engine.request import Request, State
 
-# A waiting request gains this many tokens of advantage per step, so that a long cold prompt is not
-# overtaken for ever by short or cached ones.
+# A waiting request's cost falls by this many tokens per step, so that short or cached prompts do
+# not delay a long uncached one for ever.
 _TOKENS_PER_STEP_WAITED = 64
-# Beyond this many waiting requests only the oldest are compared; comparing costs a lookup each.
+# At most this many waiting requests, the oldest, are compared: each comparison costs a lookup.
 _MAX_COMPARED = 64
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduledRequest:
-    """`num_tokens` tokens of a request, to be computed in this step.
+    """`num_tokens` tokens of a request to compute in this step.
 
-    `drafts` are guesses of what comes after its newest token, to be verified by the same step.
+    `drafts` are guesses of the tokens after its newest one; the same step verifies them.
     """
 
     request: Request
@@ -34,7 +34,7 @@ class ScheduledRequest:
 
     @property
     def num_rows(self) -> int:
-        """Rows of the forward pass: the tokens to be computed and those to be verified."""
+        """Rows of the forward pass: tokens to compute plus drafts to verify."""
         return self.num_tokens + len(self.drafts)
 
     @property
@@ -46,8 +46,9 @@ class ScheduledRequest:
 class Scheduler:
     """Owns the queues. `max_step_tokens` bounds a step, `max_running` the requests with blocks.
 
-    No more requests run than a step has tokens, so that all of them can decode in every step.
-    `promote` is asked before a request runs, and says whether KV is on its way up for it first.
+    At most `max_step_tokens` requests run, so that all of them can decode in every step. `promote`
+    is called before a request starts. It returns true if it began to promote KV for the request,
+    which then waits.
     """
 
     def __init__(
@@ -78,9 +79,9 @@ class Scheduler:
         return [*self._running, *self._waiting]
 
     def add(self, request: Request) -> None:
-        """Queue a request, or keep a sibling running that shares another's blocks.
+        """Queue a waiting request, or add a running sibling that shares another request's blocks.
 
-        A sibling beyond what may run waits; what it shares stays in the tree.
+        A sibling beyond `max_running` goes back to wait; its KV stays in the tree.
         """
         if request.state is State.WAITING:
             self._waiting.append(request)
@@ -90,7 +91,7 @@ class Scheduler:
             self._send_back(request)
 
     def finish(self, request: Request) -> None:
-        """Take a request out and release its blocks, keeping their KV for whoever asks next."""
+        """Remove a request and release its blocks; their KV stays cached for later requests."""
         self._release(request)
         queue = self._waiting if request.state is State.WAITING else self._running
         queue.remove(request)
@@ -101,15 +102,17 @@ class Scheduler:
             request.restore.give_up()
 
     def drop(self, request: Request) -> None:
-        """Take a request out whatever state it is in, and leave its blocks where they are."""
+        """Remove a request in any state without releasing its blocks."""
         for queue in (self._waiting, self._running):
             if request in queue:
                 queue.remove(request)
         request.state = State.FINISHED
 
     def invalidate(self, token_ids: TokenIds, num_trusted: int) -> None:
-        """Send back to wait, with nothing computed, whoever runs on more than the first
-        `num_trusted` tokens of a context that has turned out to be wrong.
+        """Send back to wait every running request that uses wrong KV of a context.
+
+        The context's first `num_trusted` tokens are right; requests that share more restart with
+        nothing computed.
         """
         encoded = encode_ids(token_ids)
         for request in list(self._running):
@@ -125,8 +128,9 @@ class Scheduler:
             self._send_back(request)
 
     def schedule(self) -> list[ScheduledRequest]:
-        """Choose the requests of the next step and reserve its blocks; empty where nothing can
-        run.
+        """Choose the requests of the next step and reserve their blocks.
+
+        The result is empty if nothing can run.
         """
         plan = list(self._continue_running())
         budget = self._max_step_tokens - sum(scheduled.num_tokens for scheduled in plan)
@@ -136,7 +140,7 @@ class Scheduler:
         return plan
 
     def _continue_running(self) -> Iterator[ScheduledRequest]:
-        """Go on with running requests, oldest first; every decoding one gets its token."""
+        """Schedule running requests, oldest first; every decoding one gets its token."""
         decoding = {request for request in self._running if request.is_decoding}
         prefill_budget = self._max_step_tokens - len(decoding)
         index = 0
@@ -146,7 +150,7 @@ class Scheduler:
                 self._join(request)
             num_tokens = min(request.num_due, 1 if request in decoding else prefill_budget)
             if num_tokens and not self._reserve_or_preempt(request, num_tokens):
-                continue  # the request itself gave way, and the next one stands at its index
+                continue  # this request was preempted; the next one now has its index
             if num_tokens:
                 if request not in decoding:
                     prefill_budget -= num_tokens
@@ -154,7 +158,7 @@ class Scheduler:
             index += 1
 
     def _join(self, request: Request) -> None:
-        """Have a request run on what has come up behind the front that it has computed."""
+        """Give a request the KV restored after the front that it has computed."""
         assert request.table is not None
         before = request.num_computed
         self._cache.release(request.table, request.ids[:before])
@@ -166,7 +170,7 @@ class Scheduler:
             request.cached = replace(request.cached, disk=request.cached.disk + num_joined)
 
     def _reserve_or_preempt(self, request: Request, num_tokens: int) -> bool:
-        """Reserve blocks, preempting the youngest until there is room; false if it was this one."""
+        """Reserve blocks, preempting the youngest until they fit; false if it was `request`."""
         while not self._reserve(request, num_tokens):
             youngest = self._running[-1]
             self._preempt(youngest)
@@ -184,7 +188,7 @@ class Scheduler:
         self.num_preempted += 1
 
     def _send_back(self, request: Request) -> None:
-        """Send a running request back to wait; it resumes by prefix match."""
+        """Move a running request to the front of the waiting queue; it resumes by prefix match."""
         self._release(request)
         self._running.remove(request)
         request.promotion = None
@@ -198,14 +202,14 @@ class Scheduler:
             request.num_computed = 0
 
     def _admit(self, budget: int) -> Iterator[ScheduledRequest]:
-        """Let waiting requests in while tokens, places and blocks last."""
+        """Start waiting requests while the token budget, `max_running` and free blocks allow."""
         while budget > 0 and self._waiting and len(self._running) < self._max_running:
             request = self._next_waiting()
             if request is None or not self._start(request):
                 return
             num_tokens = min(request.num_due, budget)
             if not num_tokens:
-                continue  # others have computed its front meanwhile
+                continue  # other requests have already computed its front
             if not self._reserve(request, num_tokens):
                 self._preempt(request)
                 return
@@ -214,10 +218,10 @@ class Scheduler:
             yield ScheduledRequest(request, num_tokens)
 
     def _next_waiting(self) -> Request | None:
-        """Choose the request with least left to compute, its age counted in its favour.
+        """Choose the request with the fewest tokens left to compute, less its bonus for waiting.
 
-        A request whose next block is being computed by a running one waits for it, and so does one
-        whose KV is on its way from a slower tier, unless its front is to be computed meanwhile.
+        A request waits if a running one is computing its next block. It also waits while a slower
+        tier delivers its KV, unless a front is left to compute in the meantime.
         """
         best, best_cost = None, 0.0
         ready = (request for request in self._waiting if request.num_due)
@@ -240,10 +244,10 @@ class Scheduler:
         )
 
     def _start(self, request: Request) -> bool:
-        """Match the request's prefix and let it run, if its whole context has room now.
+        """Match the request's prefix and start it, if its whole context has room now.
 
-        Room for one more block of every running request is left, or the newcomer would be the
-        first to give way.
+        Leaves room for one more block of every running request. Otherwise the new request, as the
+        youngest, would soon be preempted.
         """
         table = self._cache.match(request.ids)
         num_blocks = -(-len(request.ids) // self._cache.block_size) - len(table.blocks)
@@ -263,10 +267,10 @@ class Scheduler:
 
 
 def _by_tier(request: Request, cached_len: int) -> CachedTokens:
-    """Say where the KV a request starts with came from.
+    """Split the cached tokens a request starts with by the tier they came from.
 
-    What came from host memory lies behind what the device had, and what came from the disk behind
-    that; either may have been forgotten since.
+    Their order in the prompt is device, host, disk. Blocks from host or disk may have been evicted
+    since.
     """
     disk = host = 0
     if request.restore is not None:

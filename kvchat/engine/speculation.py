@@ -1,7 +1,8 @@
-"""Speculation: a step's decoding requests get drafts, as many as pay and as there is room for.
+"""Speculation: adds drafts to the decoding requests of a step, where they pay and have room.
 
-Asks the drafters, lets the policy choose, reserves blocks, and notes what came of it. A drafter
-that fails is asked no more, and decoding goes on without it. Draws, verifies and appends nothing.
+It asks the drafters for offers, lets the policy choose, reserves blocks, and records the results. A
+drafter that raises is removed, and decoding continues without it. Drawing tokens and appending them
+is the work of other parts.
 """
 
 import logging
@@ -20,12 +21,12 @@ from kvchat.engine.scheduler import ScheduledRequest
 
 _log = logging.getLogger(__name__)
 
-# What a drafter lacks is made up for in this share of every step's time.
+# Drafters catch up with the requests in this share of each step's time.
 _SHARE_FOR_CATCHING_UP = 0.25
 
 
 class Mode(StrEnum):
-    """Which drafters are asked: none, all of them the preferred first, or one."""
+    """Which drafters are asked: none, all in order of preference, or one."""
 
     OFF = "off"
     AUTO = "auto"
@@ -35,8 +36,8 @@ class Mode(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What drafts must fit into: ids below `vocab_size`, `max_context` tokens of prompt and
-    completion together, `max_step_tokens` rows of a step.
+    """Limits on drafts: ids below `vocab_size`, at most `max_context` tokens of prompt and
+    completion together, at most `max_step_tokens` rows in a step.
     """
 
     vocab_size: int
@@ -46,7 +47,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class _Order:
-    """What one drafter is to do for one scheduled request."""
+    """The number of tokens one drafter has to draft for one scheduled request."""
 
     scheduled: ScheduledRequest
     drafter: Drafter
@@ -55,10 +56,10 @@ class _Order:
 
 
 class Speculation:
-    """Drafts for one engine. `drafters` stand in the order of preference; `clock` returns seconds.
+    """Drafts for one engine. `drafters` are in order of preference; `clock` returns seconds.
 
-    A step is a `draft`, and either a `note` of what was drawn or nothing where it failed, and a
-    `update`. While `is_on` is false, in mode OFF, the engine calls none of these.
+    For each step the engine calls `draft`, then `note` unless the step failed, then `update`. While
+    `is_on` is false, in mode OFF, the engine calls none of them.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class Speculation:
         return self._mode
 
     def switch(self, mode: Mode) -> None:
-        """Ask other drafters from now on; raises UsageError where there is none of that kind."""
+        """Change the mode; raises UsageError if the mode is DRAFT and there is no draft model."""
         names = {drafter.name for drafter in self._drafters}
         if mode is Mode.DRAFT and mode not in names:
             failure = self.failures.get(mode)
@@ -93,16 +94,16 @@ class Speculation:
         self._mode = mode
         self.is_on = mode is not Mode.OFF
         if not self.is_on:
-            self.update(())  # nothing keeps up with the unfinished requests any more
+            self.update(())  # drafters drop their state: they get no more updates
 
     def status(self) -> SpeculationStatus:
-        """Return counts for people; changes nothing."""
+        """Return the counts shown to users; changes nothing."""
         names = tuple(drafter.name for drafter in self._drafters)
         failed = tuple(f"{name}: {error!r}" for name, error in self.failures.items())
         return SpeculationStatus(self._mode, names, self.total.use(), failed)
 
     def prepare(self) -> None:
-        """Let the drafters of the mode make ready, while nobody waits for a first token."""
+        """Let the drafters of the mode do their one-time work, before decoding needs it."""
         for drafter in self._asked():
             try:
                 drafter.prepare()
@@ -112,7 +113,7 @@ class Speculation:
     def draft(
         self, plan: Sequence[ScheduledRequest], cache: CacheManager, limits: Limits
     ) -> list[ScheduledRequest]:
-        """Return the plan with drafts, whose blocks are reserved."""
+        """Return the plan with drafts; their blocks are reserved."""
         self._sources.clear()
         self._drafting_s = 0.0
         orders = self._orders(plan, limits)
@@ -123,7 +124,7 @@ class Speculation:
         ]
 
     def _orders(self, plan: Sequence[ScheduledRequest], limits: Limits) -> list[_Order]:
-        """Choose what is to be drafted, within the rows that a step has."""
+        """Choose what to draft, within the rows of a step."""
         decoding = [scheduled for scheduled in plan if scheduled.request.is_decoding]
         offered = {
             scheduled: self._offers(scheduled.request, _most(scheduled, limits))
@@ -156,7 +157,7 @@ class Speculation:
         for drafter in self._asked() if most > 0 else ():
             try:
                 offer = drafter.offer(request, most)
-            except Exception as error:  # a drafter may be anybody's model
+            except Exception as error:  # a draft model may fail with anything
                 self._drop(drafter, error)
                 continue
             if offer is not None:
@@ -169,7 +170,7 @@ class Speculation:
         return [drafter for drafter in self._drafters if drafter.name == self._mode]
 
     def _propose(self, orders: Sequence[_Order]) -> dict[ScheduledRequest, Sequence[int]]:
-        """Have every drafter draft for all its requests at once."""
+        """Call each drafter once, for all its requests."""
         drafts: dict[ScheduledRequest, Sequence[int]] = {}
         for drafter in list(self._drafters):
             own = [order for order in orders if order.drafter is drafter]
@@ -201,7 +202,7 @@ class Speculation:
         cache: CacheManager,
         limits: Limits,
     ) -> ScheduledRequest:
-        """Reserve room for a draft; where there is none, and nobody is to give way, cut it."""
+        """Reserve blocks for a draft; cut it to what fits, as no request is preempted for it."""
         drafts = tuple(_leading(token_ids, limits.vocab_size))
         request = scheduled.request
         if not drafts or request.table is None:
@@ -222,7 +223,7 @@ class Speculation:
         drawn: dict[ScheduledRequest, list[int]],
         seconds: float,
     ) -> None:
-        """Take in what a step has cost and which of its drafts were right."""
+        """Record a step's cost and which of its drafts were right."""
         self._step_s = seconds
         num_decoding = sum(scheduled.request.is_decoding for scheduled in plan)
         if num_decoding:
@@ -238,7 +239,7 @@ class Speculation:
             self._policy.note_verified(
                 scheduled.request, source, len(scheduled.drafts), num_accepted
             )
-            self.total.num_accepted += num_accepted  # a request counts those it can use
+            self.total.num_accepted += num_accepted  # a request counts only those appended to it
             for counts in (scheduled.request.drafting, self.total):
                 counts.num_drafted += len(scheduled.drafts)
                 counts.num_verified += 1
@@ -249,11 +250,11 @@ class Speculation:
         drawn: dict[ScheduledRequest, list[int]],
         seconds: float,
     ) -> None:
-        """Hold what a step of decoding alone has cost against plain steps for the same tokens."""
+        """Compare the cost of a step that only decodes with plain steps for the same tokens."""
         plain_s = self._policy.plain_s(len(plan))
         if plain_s is None:
             return
-        plain_s = min(plain_s, seconds)  # or the machine was busier when plain steps were measured
+        plain_s = min(plain_s, seconds)  # plain steps may have been measured on a busier machine
         for scheduled in plan:
             num_tokens = 1 + accepted_len(scheduled.drafts, drawn[scheduled])
             own = scheduled.request.drafting
@@ -265,7 +266,7 @@ class Speculation:
             self.total.why_plain = own.why_plain
 
     def update(self, requests: Sequence[Request]) -> None:
-        """Have the drafters keep up with the unfinished requests, in a part of a step's time."""
+        """Let the drafters catch up with the unfinished requests, in a share of the step's time."""
         self._policy.settle(requests)
         seconds, self._step_s = self._step_s * _SHARE_FOR_CATCHING_UP, 0.0
         asked = self._asked()
@@ -276,7 +277,7 @@ class Speculation:
                 self._drop(drafter, error)
 
     def learn(self, contexts: Sequence[Sequence[int]]) -> None:
-        """Let the drafters of the mode take in contexts that no request has asked for."""
+        """Let the drafters of the mode learn contexts that no request has asked for."""
         for drafter in self._asked():
             try:
                 drafter.learn(contexts)
@@ -284,8 +285,9 @@ class Speculation:
                 self._drop(drafter, error)
 
     def forget(self, contexts: Sequence[tuple[Sequence[int], int]]) -> list[WhenWritten]:
-        """Have drafters forget contexts behind so many tokens of each; return what tells when all
-        of them have nothing of theirs still to write.
+        """Have all drafters forget contexts; each keeps its given number of leading tokens.
+
+        Each returned function calls its argument once one drafter has no write of them pending.
         """
         waits: list[WhenWritten] = []
         for drafter in list(self._drafters):
@@ -299,14 +301,14 @@ class Speculation:
         return waits
 
     def _drop(self, drafter: Drafter, error: Exception) -> None:
-        """Ask a drafter no more."""
+        """Remove a drafter that raised `error`, and close it."""
         _log.error("the %s drafter failed", drafter.name, exc_info=error)
         self._drafters.remove(drafter)
         self.failures[drafter.name] = error
         _close(drafter)
 
     def close(self) -> None:
-        """Let the drafters keep what they have. Idempotent."""
+        """Close the drafters, which keep what is worth keeping. Idempotent."""
         for drafter in self._drafters:
             _close(drafter)
         self._drafters.clear()
@@ -316,11 +318,11 @@ def _close(drafter: Drafter) -> None:
     try:
         drafter.close()
     except Exception:
-        _log.exception("the %s drafter did not close in order", drafter.name)
+        _log.exception("closing the %s drafter failed", drafter.name)
 
 
 def _most(scheduled: ScheduledRequest, limits: Limits) -> int:
-    """Return how many drafts could still be of use: the last token of all is never drafted."""
+    """Return how many drafts can still be used: the very last token is never drafted."""
     request = scheduled.request
     most = min(MAX_DRAFTED, limits.max_context - len(request.ids) - 1)
     if request.spec.max_tokens is not None:
@@ -329,7 +331,7 @@ def _most(scheduled: ScheduledRequest, limits: Limits) -> int:
 
 
 def _leading(token_ids: Iterable[int], vocab_size: int) -> Iterable[int]:
-    """Yield token ids up to the first that the target has no embedding for."""
+    """Yield token ids up to the first without an embedding in the target."""
     for token in token_ids:
         if not 0 <= token < vocab_size:
             return
@@ -339,8 +341,8 @@ def _leading(token_ids: Iterable[int], vocab_size: int) -> Iterable[int]:
 def accepted_len(drafts: Sequence[int], drawn: Sequence[int]) -> int:
     """Return how many leading drafts are right.
 
-    drawn   one token per row of the step, and so one more than there are drafts: the last that
-            counts, at index `accepted_len`, was drawn after accepted tokens only
+    drawn   one token per row of the step, so one more than there are drafts; the token at index
+            `accepted_len` is the last valid one, drawn after accepted drafts only
     """
     assert len(drawn) == len(drafts) + 1
     for index, (draft, token) in enumerate(zip(drafts, drawn, strict=False)):

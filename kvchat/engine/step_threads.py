@@ -1,12 +1,11 @@
-"""StepThreads: how many threads a small step runs on, found out by trying.
+"""StepThreads: chooses the number of threads of small steps by measuring.
 
-A decode step is a hundred products of some ten microseconds, and behind each of them the threads
-wait for each other. For a small model one thread is the quicker; for a large one several are, until
-something else wants their cores: then each product waits for the one thread that is not running. So
-now and then a few steps run on half or twice as many threads, in turn with others that do not, and
-the quicker count stays. Large steps have long products, and always take all threads.
-
-Knows clocks and counts; knows no model.
+A decode step is about a hundred matrix products of about ten microseconds each, and the threads
+wait for each other after each product. For a small model one thread is faster. For a large one
+several threads are faster, until other programs use their cores: then each product waits for a
+thread that is not running. So from time to time a few steps run on half or twice as many threads,
+alternating with the present count, and the faster count stays. Large steps have long products and
+always use all threads.
 """
 
 import statistics
@@ -20,23 +19,23 @@ import torch
 T = TypeVar("T")
 
 MOST_ROWS = 16
-# So many steps of each count are compared, taken in turn: a context that grows, and a machine that
-# changes its speed, do so for both.
+# A race compares this many steps of each count. They alternate, so that a growing context or a
+# change in the machine's speed affects both counts alike.
 TRIED = 5
-# Steps between races, at first and at most: each that changes nothing doubles them.
+# Steps between races, at first and at most. Two races in a row without a change double them.
 SOON, SELDOM = 16, 512
-# What is quicker by less is not worth the change.
+# A rival wins only if its time is below this share of the present one.
 _WORTH = 0.95
-# A machine that has become busy shows in steps that take longer by half: where half of the latest
-# ones do, the race is now.
+# A step this many times slower than usual suggests a busy machine. If half of the latest steps are
+# that slow, a race begins at once.
 _SLOWER, _MANY_SLOWER = 1.5, 6
 
 
 class StepThreads:
-    """Runs steps, each on as many threads as pay, `most` at most.
+    """Runs steps, each on the number of threads that was fastest, at most `most`.
 
-    `set_threads` takes effect for the calling thread, and between steps it is `most`. Whoever runs
-    the steps owns it.
+    `set_threads` applies to the calling thread; after each step the number is `most` again. Owned
+    by the thread that runs the steps.
     """
 
     def __init__(
@@ -52,7 +51,7 @@ class StepThreads:
         self._races: dict[int, _Race] = {}
 
     def run(self, num_rows: int, step: Callable[[], T]) -> T:
-        """Return what `step`, which computes `num_rows` tokens, returns."""
+        """Run `step`, which computes `num_rows` tokens, and return its result."""
         if num_rows > MOST_ROWS or self.most == 1:
             return step()
         race = self._races.get(num_rows)
@@ -69,19 +68,20 @@ class StepThreads:
             self._set_threads(self.most)
 
     def num_threads(self, num_rows: int = 1) -> int:
-        """Return on how many threads such steps run at present, races apart."""
+        """Return the number of threads such steps use now, outside races."""
         race = self._races.get(num_rows)
         return race.best if race is not None else self.most
 
     def _likely(self, num_rows: int) -> int:
-        """Return what has been found for the nearest number of rows, or else all."""
+        """Return the best count for the nearest number of rows; `most` if there is none."""
         nearest = min(self._races, key=lambda rows: abs(rows - num_rows), default=None)
         return self._races[nearest].best if nearest is not None else self.most
 
 
 class _Race:
-    """The races for one number of rows, between neighbours in `counts`, of which there are two at
-    least. `best` is the count that won the last one.
+    """Races between neighbours in `counts`, for one number of rows.
+
+    `counts` has at least two items. `best` is the winner of the last race.
     """
 
     def __init__(self, counts: Sequence[int], best: int) -> None:
@@ -91,7 +91,7 @@ class _Race:
         self._rival: int | None = None
         self._steps_left = TRIED  # the first steps load code and touch memory for the first time
         self._pause = SOON
-        self._num_in_vain = 0
+        self._num_unchanged = 0
         self._seconds: dict[int, list[float]] = {}
         self._usual_s = 0.0
         self._recent: deque[bool] = deque(maxlen=2 * _MANY_SLOWER)
@@ -104,7 +104,7 @@ class _Race:
         return self._rival if other <= mine else self.best
 
     def note(self, count: int, seconds: float) -> None:
-        """Take in what a step with that count took."""
+        """Record the seconds of a step with that count."""
         if self._rival is not None:
             self._seconds[count].append(seconds)
             if all(len(times) == TRIED for times in self._seconds.values()):
@@ -122,26 +122,26 @@ class _Race:
         self._seconds = {self.best: [], self._rival: []}
 
     def _next_rival(self) -> int:
-        """Return the neighbour in the direction to be tried, or the other where there is none."""
+        """Return the neighbour in the direction to try; at an end of `counts`, the other one."""
         place = self._counts.index(self.best)
         step = -1 if self._is_for_fewer else 1
         neighbour = place + step if 0 <= place + step < len(self._counts) else place - step
         return self._counts[neighbour]
 
     def _decide(self, rival: int) -> None:
-        """Keep the quicker count; go on in its direction, or try the other one next."""
+        """Keep the faster count; next, go on in its direction, or try the other direction."""
         own, self._rival = self.best, None
         own_s, rival_s = (statistics.median(self._seconds[n]) for n in (own, rival))
         self._usual_s = min(own_s, rival_s)
         self._recent.clear()
         self._is_for_fewer = rival < own
         if rival_s < _WORTH * own_s:
-            self.best, self._pause, self._num_in_vain = rival, SOON, 0
+            self.best, self._pause, self._num_unchanged = rival, SOON, 0
             self._steps_left = 1 if self._next_rival() != own else SOON
             return
         self._is_for_fewer = not self._is_for_fewer
-        self._num_in_vain += 1
-        # Both directions have their turn before the pause grows.
-        if self._num_in_vain % 2 == 0:
+        self._num_unchanged += 1
+        # Both directions are tried before the pause grows.
+        if self._num_unchanged % 2 == 0:
             self._pause = min(2 * self._pause, SELDOM)
         self._steps_left = self._pause

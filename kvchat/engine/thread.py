@@ -1,8 +1,8 @@
-"""EngineThread: the one thread that owns an engine, and the only way to talk to it from others.
+"""EngineThread: the one thread that owns an engine; other threads use the engine only through it.
 
-Requests go down through a queue, events come up through the listener given with each request.
-Imports no torch: the engine is built on the thread, so that a prompt can be live while the model
-still loads. Knows messages; knows nothing of what they mean.
+Requests go to the thread through a queue. Events go to the listener given with each request. This
+module imports no torch: the engine is built on the thread, so that the prompt accepts input while
+the model loads.
 """
 
 import logging
@@ -41,7 +41,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """Names a submitted request, before and after the engine has seen it."""
+    """Identifies a submitted request, also before the engine gives it a request id."""
 
     number: int
 
@@ -75,9 +75,9 @@ _Message = _Submit | _Cancel | _Call | _Close
 
 
 class EngineThread:
-    """Builds an engine on a thread of its own and runs it until closed.
+    """Builds an engine on a new thread and runs it until closed.
 
-    Listeners are called on that thread and must return at once. Everything public may be called
+    Listeners are called on that thread and must return at once. All public methods may be called
     from any thread.
     """
 
@@ -96,20 +96,20 @@ class EngineThread:
         self._thread.start()
 
     def submit(self, spec: RequestSpec, listener: Listener) -> Ticket:
-        """Queue a request; its events go to `listener`, each carrying the engine's request id."""
+        """Queue a request; its events go to `listener`, each with the engine's request id."""
         with self._lock:
             ticket = Ticket(next(self._numbers))
-            # A single token may do without what is prepared for decoding.
+            # A request for one token has no decode step, so it needs no preparation.
             self._is_awaited |= spec.max_tokens is None or spec.max_tokens > 1
         self._send(_Submit(ticket, spec, listener, time.perf_counter()))
         return ticket
 
     def cancel(self, ticket: Ticket, reason: FinishReason = FinishReason.CANCELLED) -> None:
-        """End a request at the next step; harmless where it has ended already."""
+        """End a request at the next step; does nothing if it has ended already."""
         self._send(_Cancel(ticket, reason))
 
     def call(self, function: "Callable[[Engine], T]") -> "Future[T]":
-        """Run `function` on the engine's thread between two steps; return its future result."""
+        """Run `function` on the engine's thread between steps; return a future of its result."""
         future: Future[T] = Future()
         self._send(_Call(function, future))  # type: ignore[arg-type]
         return future
@@ -117,7 +117,7 @@ class EngineThread:
     def close(self, timeout_s: float = 5.0) -> None:
         """Stop after the current step. Unfinished requests get no further events. Idempotent.
 
-        What is asked afterwards is refused.
+        Later requests and calls fail with GenerationError.
         """
         self._send(_Close())
         self._thread.join(timeout_s)
@@ -145,7 +145,7 @@ class EngineThread:
             engine, ready = self._build(lambda event: _tell(self._on_load, event))
         except KvchatError as error:
             self._refuse_everything(error)
-        except BaseException as error:  # a Rust library's panic is no Exception
+        except BaseException as error:  # a panic in a Rust library is not an Exception
             _log.exception("loading failed")
             self._refuse_everything(ModelError(f"Loading the model failed: {error!r}."))
         else:
@@ -161,10 +161,11 @@ class EngineThread:
             _close(engine)
 
     def _prepared(self, engine: "Engine", ready: ModelReady) -> ModelReady:
-        """Prepare the engine where an answer is waited for already; count that as loading.
+        """Prepare the engine if a request is queued already; count the time as loading.
 
-        Otherwise weights are laid out while the user types. Beside a prompt that is being read both
-        would take their time, and the first decode step would wait for it all the same.
+        Without a request, background threads lay the weights out while the user types. With one,
+        that work beside the prompt's prefill would slow both, and the first decode step would wait
+        for it anyway.
         """
         if not self._is_awaited:
             return ready
@@ -178,7 +179,7 @@ class EngineThread:
             _tell(listener, RequestFailed(request_id, error))
 
     def _refuse_everything(self, error: KvchatError) -> None:
-        """Answer every message with the reason the model is not there."""
+        """Report the load as failed, and answer every message with the error until closed."""
         _tell(self._on_load, LoadFailed(error))
         while not isinstance(message := self._messages.get(), _Close):
             _refuse(message, error)
@@ -192,9 +193,9 @@ class EngineThread:
                 continue
             if isinstance(message, _Close):
                 return
-            self._obey(engine, message, ready_s)
+            self._handle(engine, message, ready_s)
 
-    def _obey(self, engine: "Engine", message: _Message, ready_s: float) -> None:
+    def _handle(self, engine: "Engine", message: _Message, ready_s: float) -> None:
         if isinstance(message, _Submit):
             self._submit(engine, message, ready_s)
         elif isinstance(message, _Cancel):
@@ -212,7 +213,7 @@ class EngineThread:
         except KvchatError as error:
             _tell(message.listener, RequestFailed(0, error))
             return
-        except Exception as error:  # making a stop watcher is the caller's own code
+        except Exception as error:  # making a stop watcher runs the caller's code
             _log.exception("a request could not be begun")
             failure = GenerationError(f"The request could not be begun: {error!r}.")
             _tell(message.listener, RequestFailed(0, failure))
@@ -246,11 +247,11 @@ def _close(engine: "Engine") -> None:
     try:
         engine.close()
     except Exception:
-        _log.exception("the engine did not close in order")
+        _log.exception("closing the engine failed")
 
 
 def _refuse(message: _Message, error: KvchatError) -> None:
-    """Answer a message with the reason nothing comes of it."""
+    """Answer a message with an error; a cancel or a close needs no answer."""
     if isinstance(message, _Submit):
         _tell(message.listener, RequestFailed(0, error))
     elif isinstance(message, _Call) and message.future.set_running_or_notify_cancel():
@@ -258,7 +259,7 @@ def _refuse(message: _Message, error: KvchatError) -> None:
 
 
 def _tell(listener: Callable[[E], None], event: E) -> None:
-    """Hand an event to a listener; what the listener does wrong is not the engine's trouble."""
+    """Call a listener with an event; an error in the listener is only logged."""
     try:
         listener(event)
     except Exception:
