@@ -1,4 +1,4 @@
-"""TransferThread: runs the copies, reads and writes of slower tiers, so that the engine never waits.
+"""TransferThread: runs copies, reads and writes of slower tiers, so that the engine never waits.
 
 Copies to and from host memory run first, then quarantines, then restores, then saves; each kind in
 order of arrival. The queued saves have a limit in bytes.
