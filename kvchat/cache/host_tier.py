@@ -92,7 +92,7 @@ def _segment_bytes(block_bytes: int, limit_bytes: int) -> int:
     return max(smallest, min(_SEGMENT_BYTES, largest))
 
 
-# The memory of one process holds the KV of one model, so the keys need no identity.
+# These keys are used within one process only, so they need no identity.
 _ROOT = root_key(b"host")
 
 
@@ -190,7 +190,7 @@ class HostTier:
         return self._leased(found, 0)
 
     def acquire_write(self, parent: bytes, keys: Sequence[bytes], encoded: bytes) -> Lease:
-        """Lease rows for the first missing blocks among `keys`, which follow `parent`, to be filled.
+        """Lease rows to fill for the first missing blocks among `keys`, which follow `parent`.
 
         It evicts other blocks for room. Blocks already here are marked as used. If there is not
         room for all, the last are left out.

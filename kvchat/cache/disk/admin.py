@@ -1,7 +1,7 @@
 """StoreAdmin: status, verify, gc, unpin, forget and clear of a store, without loading a model.
 
-All identities in it; other processes may use the store meanwhile. What is in a model directory is
-a DiskTier's to read and change.
+It works on all identities; other processes may use the store meanwhile. A DiskTier makes all
+changes inside a model directory, except `clear`.
 """
 
 import math
@@ -85,7 +85,7 @@ class StoreAdmin:
     def _verify_in(self, path: Path, goes_on: Callable[[], bool]) -> Verified:
         if not goes_on():
             return Verified()
-        # Nothing is too old or too much: who wants to know what is sound throws nothing away.
+        # No limit and no expiry: verifying must not evict packs.
         with self._opened(path, _NO_LIMIT, lambda: -math.inf) as (tier, _):
             sound, damaged = tier.verify(goes_on)
             trouble = tier.status().trouble
@@ -205,7 +205,7 @@ class StoreAdmin:
             _require_done(tier.status(), held_up)
         finally:
             tier.close()
-            # A log is left only where somebody else has the table open, and is using it.
+            # A log remains only if another process has the table open.
             if used_s and not (path / f"{DATABASE}-wal").exists():
                 set_last_used(path, used_s)
 

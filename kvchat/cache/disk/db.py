@@ -28,11 +28,11 @@ _MARK_BYTES = 9
 
 
 class StoreHeld(StoreInUse):
-    """Somebody else holds the store, and does not let go of it."""
+    """Another process holds the store's lock longer than the timeout."""
 
 
 class StoreBusy(StoreHeld):
-    """Others change the store one after another; nothing is wrong with it."""
+    """Other processes hold the store's lock by turns; the store is in order."""
 
 
 class StoreLock:
@@ -61,8 +61,8 @@ class StoreLock:
     def held(self) -> Iterator[None]:
         """Hold the lock; `has_leftovers` then says whether a holder ended before it was done.
 
-        It says so until whoever has tidied up sets it back. Raises StoreHeld where the lock cannot
-        be had, StoreBusy where only too many others want it.
+        It stays true until the caller resets it after the clean-up. Raises StoreHeld if one holder
+        keeps the lock too long, StoreBusy if several holders keep it by turns.
         """
         if self._depth:
             yield
@@ -166,7 +166,7 @@ class PackDb:
     def changing(self) -> Iterator[PackTable]:
         """Hold the store's lock; yields the table as it is under the lock.
 
-        Whoever deletes a store holds it too: what was looked at before may be gone.
+        A process that deletes a store holds it too: what was read before may be gone.
         """
         with self._lock.held():
             yield self.follow()
@@ -218,7 +218,7 @@ class PackDb:
         """Hold the lock while a table is opened: SQLite opens its log by its name when it first
         needs it, and where somebody deletes the store in between that is another table's.
 
-        Whoever holds the lock for long, as a process stopped with Ctrl-Z does, is not waited for.
+        If a process holds the lock for long, such as one stopped with Ctrl-Z, it goes on without.
         """
         with ExitStack() as stack:
             with suppress(StoreError):

@@ -96,7 +96,7 @@ def least_bytes(block_bytes: int) -> int:
 class DiskQuota:
     """The bounds of the store in `directory`, seen from the identity in `own`.
 
-    Whoever makes room or collects holds the store's lock. `num_evicted` counts packs.
+    The caller of `make_room` and `collect` holds the store's lock. `num_evicted` counts packs.
     """
 
     directory: Path
