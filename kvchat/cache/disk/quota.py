@@ -191,9 +191,9 @@ class DiskQuota:
     def _worth_least(
         self, table: PackTable, known: Packs, parent: bytes, to_free: int
     ) -> tuple[list[bytes], int]:
-        """Return who has to go so that `to_free` bytes are free, and how many then still are not.
+        """Return the packs to evict to free `to_free` bytes, and the bytes still to free after that.
 
-        Whole model directories that are worth less are gone already.
+        It has already deleted other model directories that were used less recently.
         """
         keys: list[bytes] = []
         for key in eviction_order(known, parent, self._pinned(table)):
