@@ -38,9 +38,8 @@ class StoreBusy(StoreHeld):
 class StoreLock:
     """A lock between processes on the file `path`, re-entrant within one holder.
 
-    Who holds it longer than `patience_s`, as a process stopped with Ctrl-Z does, is not waited for;
-    others who hold it by turns are, for some times as long. `clock` returns seconds, and `sleep`
-    takes some.
+    It waits at most `patience_s` for one holder, which may be a process stopped with Ctrl-Z, and a
+    few times as long for several holders in turn. `clock` returns seconds; `sleep` takes seconds.
     """
 
     def __init__(
@@ -126,7 +125,7 @@ class PackDb:
     """Owns the table in `own`, a model directory of the store in `directory`; one thread at a time
     uses it, and `thread` is the one that did last.
 
-    `note_trouble` hears of every error. A table waits `patience_s` for whoever else writes to it.
+    `note_trouble` is called with every error. A table waits up to `patience_s` for other writers.
     """
 
     def __init__(

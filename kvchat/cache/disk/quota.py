@@ -191,7 +191,7 @@ class DiskQuota:
     def _worth_least(
         self, table: PackTable, known: Packs, parent: bytes, to_free: int
     ) -> tuple[list[bytes], int]:
-        """Return the packs to evict to free `to_free` bytes, and the bytes still to free after that.
+        """Return the packs to evict to free `to_free` bytes, and the bytes still to free then.
 
         It has already deleted other model directories that were used less recently.
         """
