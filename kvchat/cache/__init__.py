@@ -1,1 +1,1 @@
-"""Floor 2: KV memory. Knows blocks, token ids and bytes; knows no layer, template or request."""
+"""Floor 2: the KV cache. It works on blocks, token ids and bytes."""

@@ -1,7 +1,7 @@
-"""CacheManager: what the engine uses of the cache: match, reserve, commit, release.
+"""CacheManager: the engine's interface to the device tier (match, reserve, commit, release).
 
-Joins the radix tree (which KV is known), the block pool (which blocks are free) and the KV pool
-(the tensors), and keeps their reference counts in step.
+It combines the radix tree (which KV is cached), the block pool (which blocks are free) and the KV
+pool (the tensors), and keeps their reference counts consistent. BlockPool and BlockTable are here.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,11 +20,11 @@ SCRATCH_BLOCK = 0
 
 
 class OutOfBlocks(GenerationError):
-    """More blocks were asked for than are free."""
+    """An allocation needs more blocks than are free."""
 
 
 class BlockPool:
-    """Reference counts of blocks 1 to `num_blocks - 1`; block 0 is scratch and never handed out.
+    """Reference counts of blocks 1 to `num_blocks - 1`; block 0 is scratch, never allocated.
 
     Padding rows write to the scratch block. One thread owns a pool.
     """
@@ -33,7 +33,7 @@ class BlockPool:
         assert num_blocks >= 2, "a pool needs the scratch block and one more"
         self._references = [0] * num_blocks
         self._references[SCRATCH_BLOCK] = 1
-        # One byte a block, 1 where free: bytearray.find is how a free block is found.
+        # One byte per block, 1 if it is free: bytearray.find finds a free block.
         self._free = bytearray(b"\x00" + b"\x01" * (num_blocks - 1))
         self._num_free = num_blocks - 1
         self._cursor = 1
@@ -49,18 +49,18 @@ class BlockPool:
 
     @property
     def num_used(self) -> int:
-        """Blocks with at least one user, the scratch block excluded."""
+        """Blocks with at least one reference, without the scratch block."""
         return len(self._references) - 1 - self._num_free
 
     def references(self, block: int) -> int:
-        """Return how many users `block` has; 0 for a free block."""
+        """Return the reference count of `block`; 0 for a free block."""
         return self._references[block]
 
     def allocate(self, count: int, after: int | None = None) -> list[int]:
         """Take `count` free blocks with one reference each.
 
-        Prefers the blocks that follow `after`, then runs of neighbours: attention reads a run
-        without copying it. Raises OutOfBlocks, changing nothing, where fewer are free.
+        Prefers the blocks that follow `after`, then runs of adjacent blocks: attention reads a run
+        without copying it. Raises OutOfBlocks if fewer are free; then nothing changes.
         """
         if count > self._num_free:
             raise OutOfBlocks(f"{count} cache blocks are needed and {self._num_free} are free.")
@@ -99,7 +99,7 @@ class BlockPool:
         return num_freed
 
     def check(self) -> None:
-        """Re-derive every invariant; raises AssertionError with the values that disagree."""
+        """Check every invariant; raises AssertionError with the values that disagree."""
         assert self._references[SCRATCH_BLOCK] == 1
         assert len(self._free) == len(self._references)
         for block, references in enumerate(self._references):
@@ -112,10 +112,10 @@ class BlockPool:
 class BlockTable:
     """Blocks of one sequence. Every block in `blocks` carries one reference of this table.
 
-    # [0, num_committed)              in the tree, below or at `node`, which this table locks
+    # [0, num_committed)              in the tree, at or above `node`, which this table locks
     # [num_committed, len(blocks))    this table's own, or shared with a fork until written
 
-    `cached_len` counts the tokens whose KV was there when the table was made.
+    `cached_len` counts the tokens whose KV was cached when the table was made.
     """
 
     block_size: int
@@ -127,7 +127,7 @@ class BlockTable:
 
     @property
     def capacity(self) -> int:
-        """Tokens that fit in the blocks at hand."""
+        """Tokens that fit in the table's blocks."""
         return len(self.blocks) * self.block_size
 
     def slots(self, start: int, end: int) -> list[int]:
@@ -139,7 +139,7 @@ class BlockTable:
 
 @dataclass(frozen=True, slots=True)
 class CacheStatus:
-    """Blocks of the device tier by use, and what happened so far."""
+    """Blocks of the device tier by use, and totals of evicted and copied blocks."""
 
     num_blocks: int
     num_free: int
@@ -149,22 +149,22 @@ class CacheStatus:
 
 
 class LowerTier(Protocol):
-    """Where KV goes that has to leave the device."""
+    """The tier that receives the blocks evicted from the device."""
 
     def demote(self, encoded: bytes, blocks: list[int]) -> None:
-        """Take the last full blocks of a context, which are given to others on return."""
+        """Take the last full blocks of a context; on return the caller reuses the blocks."""
 
     def forget(self, encoded: bytes, num_kept: int) -> None:
-        """Never give out again the blocks of a context behind its first `num_kept`."""
+        """Never return again the blocks of a context after its first `num_kept`."""
 
     def clear(self) -> None:
-        """Forget everything that is not on its way."""
+        """Forget everything except blocks that are being copied."""
 
 
 class CacheManager:
     """Owns the block pool, the radix tree and, through `kv_pool`, the device memory.
 
-    With `reuse` off nothing is matched and nothing kept: every sequence starts cold. One thread
+    Without `reuse` nothing is matched and nothing is kept: every sequence starts cold. One thread
     owns a manager.
     """
 
@@ -180,12 +180,12 @@ class CacheManager:
         self._spare_block: int | None = None
 
     def attach(self, lower_tier: LowerTier) -> None:
-        """Have what is evicted from now on demoted instead of forgotten."""
+        """From now on, demote evicted blocks to `lower_tier`."""
         self._lower_tier = lower_tier
 
     def reserve_spare_block(self) -> None:
-        """Keep a block back for `use_spare_block`, however full the device tier gets. One that
-        holds a single block has none to spare.
+        """Reserve a block for `use_spare_block`, however full the device tier gets. A tier of a
+        single block reserves none.
         """
         if self._spare_block is None and self._num_usable > 1 and self._make_room(1):
             [self._spare_block] = self._pool.allocate(1)
@@ -196,7 +196,7 @@ class CacheManager:
 
     @property
     def max_tokens(self) -> int:
-        """The longest sequence the device tier can hold while nothing else is running."""
+        """The longest sequence that the device tier holds if no other sequence runs."""
         return self._num_usable * self.block_size
 
     def status(self) -> CacheStatus:
@@ -210,7 +210,7 @@ class CacheManager:
 
     @property
     def num_available(self) -> int:
-        """Blocks that are free or could be made free by forgetting what nobody uses."""
+        """Blocks that are free, or that eviction could free because no sequence locks them."""
         return self._pool.num_free + self._tree.num_blocks - self._tree.num_locked_blocks
 
     def num_cached_tokens(self, token_ids: TokenIds) -> int:
@@ -218,10 +218,10 @@ class CacheManager:
         return self._tree.num_cached_tokens(encode_ids(token_ids)) if self._reuse else 0
 
     def match(self, token_ids: TokenIds) -> BlockTable:
-        """Find the longest cached prefix and hold it; the caller must `release` the table.
+        """Find the longest cached prefix and lock it; the caller must `release` the table.
 
-        Always leaves at least one token to compute, because sampling needs its logits. Where the
-        prefix ends inside a block, that block's KV is copied into one of the table's own.
+        Always leaves at least one token to compute, because sampling needs its logits. If the
+        prefix ends inside a block, that block's KV is copied into a block of the table's own.
         """
         if not self._reuse:
             return self._hold(self._tree.root, [], 0, 0)
@@ -240,8 +240,8 @@ class CacheManager:
         return BlockTable(self.block_size, node, blocks, cached_len, num_committed)
 
     def _copy_head(self, table: BlockTable, head: int, head_len: int) -> None:
-        """Take over the first `head_len` tokens of somebody else's block, if there is room."""
-        self._pool.acquire([head])  # keeps the block from being evicted to make room for its copy
+        """Copy a cached block for its first `head_len` tokens, if there is room for the copy."""
+        self._pool.acquire([head])  # or it could be evicted to make room for its copy
         if self._make_room(1):
             table.blocks.append(self._copy_of(head, table.blocks[-1] if table.blocks else None))
             table.cached_len += head_len
@@ -256,10 +256,10 @@ class CacheManager:
     # State of recurrent layers, beside the KV
 
     def match_state(self, token_ids: TokenIds) -> tuple[BlockTable, StateSnapshot | None]:
-        """As `match`, for a model that goes on from a state: as far as the longest state reaches.
+        """Match like `match`, but only as far as the longest cached state, for a recurrent model.
 
-        The snapshot, that of the table's tokens, is the cache's, and stays as long as the table is
-        held. None, and a table of no tokens, where there is none.
+        The snapshot is the state after the table's tokens. The cache owns it and keeps it until
+        the table is released. Without a cached state: an empty table and None.
         """
         state = self._tree.match(encode_ids(token_ids[:-1])).state if self._reuse else None
         if state is None:
@@ -272,7 +272,8 @@ class CacheManager:
     def attach_state(self, table: BlockTable, snapshot: StateSnapshot) -> None:
         """Keep the state after the blocks that `commit` has entered for a table, one at least.
 
-        The cache owns it: it goes with the last of those blocks, or at once where it is known.
+        The cache takes ownership: it releases the snapshot with the last of those blocks, or at
+        once if it already has a state for the same tokens.
         """
         if self._reuse:
             self._tree.attach(table.node, snapshot)
@@ -287,9 +288,10 @@ class CacheManager:
     # Growing
 
     def reserve(self, table: BlockTable, start: int, end: int) -> bool:
-        """Make positions `start` to `end - 1` writable; false, changing nothing, without room.
+        """Make positions `start` to `end - 1` writable; return false if there is no room.
 
-        Grows the table, evicting what nobody uses, and copies a shared block before it is written.
+        Grows the table, and copies shared blocks before they are written. It may evict unlocked
+        blocks for that. If it returns false, the table is unchanged.
         """
         size = self.block_size
         shared = [
@@ -307,10 +309,10 @@ class CacheManager:
         return True
 
     def use_spare_block(self, table: BlockTable) -> bool:
-        """Have a table end in a copy of its last block, which is then writable, in the spare
-        block; false where there is none.
+        """Replace a table's last block by a writable copy of it in the spare block; false if there
+        is no spare block.
 
-        One table at a time, and of that nothing is kept.
+        One table at a time. The spare block is never kept in the tree.
         """
         spare = self._spare_block
         if spare is None:
@@ -324,9 +326,9 @@ class CacheManager:
         return True
 
     def rewind(self, table: BlockTable, num_tokens: int) -> None:
-        """Give back the blocks beyond `num_tokens` tokens, which were reserved for wrong drafts.
+        """Release the blocks beyond `num_tokens` tokens, which were reserved for rejected drafts.
 
-        What those wrote to earlier blocks stays, unread, until it is overwritten.
+        KV of rejected drafts in earlier blocks stays there, unread, until it is overwritten.
         """
         num_blocks = -(-num_tokens // self.block_size)
         assert num_blocks >= table.num_committed
@@ -340,7 +342,7 @@ class CacheManager:
         return num_blocks <= self._pool.num_free
 
     def evict_cold(self, num_blocks: int) -> None:
-        """Evict up to `num_blocks` blocks before they are needed, the coldest first."""
+        """Evict up to `num_blocks` blocks in advance, the least recently used first."""
         self._evict(num_blocks)
 
     def _evict(self, num_blocks: int) -> None:
@@ -371,8 +373,8 @@ class CacheManager:
     def commit(self, table: BlockTable, token_ids: TokenIds, num_computed: int) -> None:
         """Enter the full blocks of the first `num_computed` token ids in the tree.
 
-        Where the tree knows the same ids already, the table takes over the tree's blocks and its
-        own become free.
+        If the tree already has blocks for the same ids, the table uses the tree's blocks and
+        releases its own.
         """
         num_full = num_computed // self.block_size
         if not self._reuse or num_full <= table.num_committed:
@@ -385,7 +387,7 @@ class CacheManager:
         table.num_committed = num_full
 
     def _settle(self, table: BlockTable, offered: list[int], result: TreeInsert) -> None:
-        """Bring references and locks in step with an insertion."""
+        """Update references and locks after an insertion."""
         start = table.num_committed
         for offset, (own, kept) in enumerate(zip(offered, result.kept, strict=True)):
             self._pool.acquire([kept])
@@ -400,13 +402,13 @@ class CacheManager:
     def fork(self, table: BlockTable, num_tokens: int) -> BlockTable:
         """Return a table that shares the blocks of the first `num_tokens` tokens.
 
-        Whoever writes to a shared block copies it first, by way of `reserve`.
+        `reserve` copies a shared block before either table writes to it.
         """
         blocks = table.blocks[: -(-num_tokens // self.block_size)]
         return self._hold(table.node, blocks, num_tokens, table.num_committed)
 
     def release(self, table: BlockTable, token_ids: TokenIds) -> None:
-        """End the table's life, keeping the KV of `token_ids` for whoever asks next.
+        """Release the table, and keep the KV of `token_ids` in the tree for later prompts.
 
         `token_ids` are the tokens whose KV is complete; a partly filled last block is kept too.
         """
@@ -426,15 +428,16 @@ class CacheManager:
     # Images, for slower tiers
 
     def export(self, token_ids: TokenIds, first: int, last: int) -> memoryview | None:
-        """Return the images of a context's blocks `first` to `last - 1`; None where one is gone."""
+        """Return the images of a context's blocks `first` to `last - 1`; None if one is evicted."""
         encoded = encode_ids(token_ids[: last * self.block_size])
         blocks = self._tree.blocks_of(encoded) if self._reuse else []
         return self.kv_pool.gather(blocks[first:last]) if len(blocks) == last else None
 
     def adopt(self, token_ids: TokenIds, first: int, image: bytearray | memoryview) -> int:
-        """Enter images as a context's blocks from `first` on; return how many there was room for.
+        """Enter images as a context's blocks from `first` on; return how many were entered.
 
-        None are taken where the blocks before `first` are gone: KV without its prefix is useless.
+        It may be fewer than given, if there is no room. It is 0 if the blocks before `first` are
+        no longer cached: KV without its prefix is useless.
         """
         size, image_bytes = self.block_size, self.kv_pool.geometry.block_bytes
         table = self.match([*token_ids[: first * size], -1])
@@ -451,11 +454,11 @@ class CacheManager:
             self.release(table, token_ids[:num_written])
         return num_blocks
 
-    # Whether what is kept is right
+    # Verifying cached KV
 
     def forget(self, token_ids: TokenIds, num_kept: int) -> None:
-        """Forget the KV of a context behind its first `num_kept` tokens, and of all that goes on
-        from there. What others are using stays.
+        """Forget the KV of a context after its first `num_kept` tokens, and of all contexts that
+        continue it. On the device, nothing is forgotten if a part of that is in use.
         """
         num_blocks, encoded = num_kept // self.block_size, encode_ids(token_ids)
         self._pool.release(self._tree.cut(encoded, num_blocks))
@@ -465,9 +468,9 @@ class CacheManager:
     def kv_error(
         self, table: BlockTable, token_ids: TokenIds, position: int
     ) -> torch.Tensor | None:
-        """Return how the KV of the token at `position`, which a table has computed once more,
-        differs from what the tree has for it; None where it has nothing. `token_ids` reach to the
-        end of that token's block at least. See `KvPool.kv_error`.
+        """Compare the KV of the token at `position`, which a table has computed again, with the
+        tree's KV; None if the tree has none. `token_ids` reach at least to the end of that token's
+        block. See `KvPool.kv_error`.
         """
         index, slot = divmod(position, self.block_size)
         known = self._tree.blocks_of(encode_ids(token_ids))
@@ -476,14 +479,19 @@ class CacheManager:
         return self.kv_pool.kv_error(known[index], table.blocks[index], slot)
 
     def zero(self, table: BlockTable, num_tokens: int) -> None:
-        """Zero what was written behind the first tokens of a table: nobody may ever read it."""
+        """Zero the KV after the first `num_tokens` tokens of a table, in blocks that only this
+        table uses: it must never be read.
+        """
         for index in range(num_tokens // self.block_size, len(table.blocks)):
             if self._pool.references(table.blocks[index]) == 1:
                 first_slot = max(0, num_tokens - index * self.block_size)
                 self.kv_pool.zero(table.blocks[index], first_slot)
 
     def num_finite(self, table: BlockTable, num_tokens: int) -> int:
-        """Return how many leading tokens of a table lie before the first KV that is no number."""
+        """Return how many of a table's first `num_tokens` tokens have finite KV.
+
+        The result is `num_tokens`, or the start of the first block with a NaN or infinity.
+        """
         num_full, rest = divmod(num_tokens, self.block_size)
         num_finite = self.kv_pool.num_finite(table.blocks[:num_full])
         if num_finite < num_full or not rest:
@@ -492,7 +500,7 @@ class CacheManager:
         return num_tokens if is_finite else num_full * self.block_size
 
     def clear(self) -> int:
-        """Forget everything nobody uses; return how many blocks became free."""
+        """Forget every block that no sequence uses; return how many became free."""
         before = self._pool.num_free
         lower_tier, self._lower_tier = self._lower_tier, None
         self._evict(self._tree.num_blocks)
@@ -502,7 +510,7 @@ class CacheManager:
         return self._pool.num_free - before
 
     def check(self, tables: list[BlockTable] | None = None) -> None:
-        """Re-derive every invariant; with all live tables given, the reference counts too."""
+        """Check every invariant; if `tables` are all live tables, the reference counts too."""
         self._pool.check()
         self._tree.check()
         expected = [0] * self._pool.num_blocks

@@ -1,7 +1,6 @@
-"""KvConnector: prompts find their KV on a slower tier, and finished contexts are kept there.
+"""KvConnector: the engine's interface to a slower tier, to restore prompts and save contexts.
 
-What the engine uses of that tier: joins restoring and writing behind with the transfer thread,
-which does the waiting. Knows token ids; knows no request and no model.
+It combines Restorer and WriteBehind with the transfer thread, which does the blocking work.
 """
 
 import time
@@ -22,8 +21,8 @@ _CLOSE_PATIENCE_S = 5.0
 
 
 class KvConnector:
-    """Restores into and saves from one manager. `clock` returns seconds; `rates` remembers how fast
-    this machine is.
+    """Restores into and saves from one manager. `clock` returns seconds; `rates` keeps the measured
+    rates of this machine across runs.
 
     The engine's thread owns it; reading, writing and checking happen on the transfer thread.
     """
@@ -51,23 +50,24 @@ class KvConnector:
     def begin(
         self, ids: TokenIds, is_prefetch: bool = False, is_one_shot: bool = False
     ) -> Restore | None:
-        """Ask for the KV of a prompt that the device has not; None where it has all full blocks.
+        """Start to restore the KV of a prompt that the device lacks; None if it lacks no full
+        block.
 
-        `is_prefetch` where no request waits for it yet, `is_one_shot` where the context will hardly
-        be continued.
+        `is_prefetch`: no request waits for it yet. `is_one_shot`: the context will hardly be
+        continued.
         """
         return self.restorer.begin(ids, is_prefetch, is_one_shot)
 
     def wait_for_news(self) -> None:
-        """Wait for the next delivery, for a moment at most."""
+        """Wait briefly for the next piece that was read."""
         self.restorer.wait_for_news()
 
     def settle(self, restore: Restore) -> bool:
-        """Take what has come of a restore onto the device; whether more may come."""
+        """Copy the pieces read so far to the device; return whether more may come."""
         return self.restorer.settle(restore)
 
     def quarantine(self, restored: RestoredContext) -> None:
-        """Never give out again what has been found to be wrong, nor what continues it."""
+        """Remove restored KV that verification found wrong, and all that continues it."""
         self._manager.forget(restored.ids, restored.num_trusted)
         self.write_behind.note_gone(restored.ids)
         encoded = encode_ids(restored.ids)
@@ -76,10 +76,12 @@ class KvConnector:
             lambda tier: tier.quarantine(chain_keys(tier.root, encoded, block_bytes))
         )
 
-    # Saving and telling
+    # Saving and status
 
     def status(self) -> TierStatus | None:
-        """Return what the tier says of itself, or why there is none; None while it is opened."""
+        """Return the tier's status, or why it could not be opened; None if there is no tier, or
+        not yet.
+        """
         tier, failure = self.transfer.tier, self.transfer.failure
         if failure is not None:
             return TierStatus(trouble=trouble_of(failure))
@@ -88,7 +90,7 @@ class KvConnector:
     def save(
         self, ids: TokenIds, fingerprint: LogitFingerprint | None = None, is_one_shot: bool = False
     ) -> None:
-        """Have the full blocks of a context written behind, as far as they are not kept yet.
+        """Write the full blocks of a context that the tier lacks, on the transfer thread.
 
         `fingerprint` is that of the last block's last token; `is_one_shot` as in `begin`.
         """
@@ -96,9 +98,10 @@ class KvConnector:
         self._keep_rates()
 
     def pin(self, ids: TokenIds, label: str, done: Callable[[int], None]) -> None:
-        """Never forget what is kept of a context, once all that was to be written is.
+        """Pin what the tier has of a context, after all queued writes.
 
-        `done` hears how many tokens that are, on the transfer thread or at once.
+        `done` is called with the number of pinned tokens, on the transfer thread, or at once if
+        that thread has ended.
         """
         encoded = encode_ids(ids)
         size = self._manager.block_size
@@ -116,13 +119,13 @@ class KvConnector:
         self.transfer.afterwards(pin)
 
     def forget(self, ids: TokenIds) -> None:
-        """Take in that the caller is about to remove a context from the tier."""
+        """Note that the caller is about to remove a context from the tier."""
         self.write_behind.note_gone(ids)
 
     def when_written(self, done: Callable[[], None]) -> None:
-        """Call `done` once all that was to be written is, or can never be.
+        """Call `done` after all queued writes have been done or have failed.
 
-        That is on the transfer thread, or at once.
+        It runs on the transfer thread, or at once if that thread has ended.
         """
         self.transfer.afterwards(lambda _: done())
 
@@ -133,11 +136,11 @@ class KvConnector:
             self.transfer.copy(lambda: rates.write(known))
 
     def close(self) -> None:
-        """Wait for what is being written, within bounds, and end the thread."""
+        """Wait for queued writes, for a limited time, and end the thread."""
         self._keep_rates()
         deadline_s = time.monotonic() + _CLOSE_PATIENCE_S
         self._offer_backlog(deadline_s)
-        if self.write_behind.is_unheard:  # only a write shows what others have deleted
+        if self.write_behind.is_unheard:  # only a write shows what other processes have deleted
             self.transfer.flush(max(0.0, deadline_s - time.monotonic()))
             self._offer_backlog(deadline_s)
         self.transfer.close(max(0.0, deadline_s - time.monotonic()))

@@ -1,8 +1,8 @@
-"""HostOffload: KV that leaves the device is demoted to host memory, and promoted when asked for.
+"""HostOffload: demotes evicted KV to host memory, and promotes it when a prompt needs it.
 
-The engine's thread decides, and gathers images page by page; the transfer thread copies them, one
-copy each way. What leaves the device is staged before its blocks are given away, and a promotion
-keeps its prefix on the device. On a CUDA device the copies have a stream of their own.
+The engine's thread decides and gathers images into staging memory on the device; the transfer
+thread copies them. Blocks are staged before they are reused. A promotion locks its prefix on the
+device. On a CUDA device the copies have a stream of their own (HostCopies).
 """
 
 import logging
@@ -23,7 +23,7 @@ from kvchat.cache.transfer import TransferThread
 from kvchat.core.stats import TierStatus
 from kvchat.core.types import TokenIds
 
-# Memory of so many pieces is kept for the next ones.
+# Staging buffers kept for reuse.
 _MAX_KEPT = 4
 
 
@@ -45,7 +45,7 @@ class HostCopies:
     def staging(self, num_blocks: int) -> torch.Tensor:
         """Return memory on the device for the images of a piece, [num_blocks, image_bytes] bytes.
 
-        The caller's until it is given back; what it holds is anything.
+        The caller owns it until `give_back`; its contents are undefined.
         """
         assert num_blocks <= self._piece_blocks
         if self._stream is not None:
@@ -58,13 +58,13 @@ class HostCopies:
         return whole[:num_blocks]
 
     def give_back(self, staging: torch.Tensor) -> None:
-        """Take back staging that nobody reads or writes any more."""
+        """Take back staging memory that no thread uses any more."""
         if self._stream is None:
             shape = (self._piece_blocks, self._image_bytes)
             self._kept.append(staging.as_strided(shape, (self._image_bytes, 1)))
 
     def mark(self) -> torch.cuda.Event | None:
-        """Return what tells when all that was queued so far has been computed; None on a CPU."""
+        """Return an event after all work queued so far on the current stream; None on a CPU."""
         if self._stream is None:
             return None
         mark = torch.cuda.Event()
@@ -108,12 +108,12 @@ def _copy(staging: torch.Tensor, rows: Sequence[torch.Tensor]) -> None:
 
 @dataclass(slots=True, eq=False)
 class Promotion:
-    """One prompt's KV on its way up from host memory. The engine's thread owns it.
+    """One prompt's KV being promoted from host memory. The engine's thread owns it.
 
     # [0, num_known)                            tokens that the device had
-    # [num_known, num_known + num_tokens)       tokens that came up so far; `table` holds all of it
+    # [num_known, num_known + num_tokens)       tokens promoted so far; `table` holds both parts
 
-    `num_sent` counts the rows of the lease that were given to the transfer thread.
+    `num_sent` counts the rows of the lease that were queued on the transfer thread.
     """
 
     ids: TokenIds
@@ -129,7 +129,7 @@ class Promotion:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more will come of it."""
+        """Whether no more tokens will be promoted."""
         return self.is_given_up or self.is_ended
 
     def give_up(self) -> None:
@@ -138,7 +138,7 @@ class Promotion:
 
 @dataclass(frozen=True, slots=True)
 class Demoted:
-    """A piece that went down, or did not."""
+    """The result of copying a piece to host memory; `is_there` if it succeeded."""
 
     lease: Lease
     num_bytes: int
@@ -148,7 +148,7 @@ class Demoted:
 
 @dataclass(frozen=True, slots=True)
 class Promoted:
-    """A piece that came up, or did not: then there are no images."""
+    """The result of copying a piece to the device; `images` is None if it failed."""
 
     promotion: Promotion
     images: torch.Tensor | None
@@ -169,14 +169,15 @@ _MAX_DEMOTING_BYTES = 16 << 20
 # How long a step waits for staged images to reach host memory before what leaves is forgotten.
 _DEMOTE_PATIENCE_S = 0.2
 _NEWS_PATIENCE_S = 0.02
-# How often a refusal is doubted: a path three times too slow is tried again within a minute.
+# Seconds between calls of `CopyRates.doubt`: a copy three times too slow is tried again within a
+# minute.
 _DOUBTS_EVERY_S = 5.0
 _CLOSE_PATIENCE_S = 5.0
 
 
 class HostOffload:
-    """Joins one manager with a host tier. `clock` returns seconds; `memory` remembers how fast this
-    machine copies. The engine's thread owns it.
+    """Connects one manager with a host tier. `clock` returns seconds; `memory` keeps the measured
+    rates across runs. The engine's thread owns it.
     """
 
     def __init__(
@@ -222,10 +223,10 @@ class HostOffload:
     # Demoting
 
     def demote(self, encoded: bytes, blocks: list[int]) -> None:
-        """Copy the last full blocks of a context, which the device is about to give away.
+        """Copy the last full blocks of a context, which the device is evicting.
 
-        On return they may be given away. Where there is no room for the copy, or where computing
-        is quicker, they are forgotten.
+        On return the caller may reuse them. Blocks are not copied if there is no room, or if
+        computing them again is quicker.
         """
         if not self._is_worth_keeping():
             return
@@ -296,9 +297,9 @@ class HostOffload:
         return True
 
     def _has_stage_for(self, num_bytes: int) -> bool:
-        """Wait, not for long and not in vain again, until no more is staged than may be.
+        """Wait briefly for staging memory of `num_bytes`; false if there is none.
 
-        False if it still is then.
+        After a wait that timed out, it does not wait again until a copy has finished.
         """
         self._take_done(0.0)
         deadline_s = time.monotonic() + _DEMOTE_PATIENCE_S
@@ -311,19 +312,21 @@ class HostOffload:
         return True
 
     def forget(self, encoded: bytes, num_kept: int) -> None:
-        """Never give out again the blocks of a context behind its first `num_kept`."""
+        """Never return again the blocks of a context after its first `num_kept`."""
         self._take_done(0.0)
         self.host.quarantine(self._memo.keys_of(encoded)[num_kept:])
 
     def clear(self) -> None:
-        """Forget everything that is not on its way."""
+        """Remove every block from host memory that is not being copied."""
         self._take_done(0.0)
         self.host.clear()
 
     # Promoting
 
     def begin(self, ids: TokenIds) -> Promotion | None:
-        """Bring up what host memory has of a prompt and the device has not; None for nothing."""
+        """Start to promote the blocks of a prompt that the device lacks; None if host memory has
+        none, there is no room, or computing is quicker.
+        """
         self._take_done(0.0)
         size = self._manager.block_size
         encoded = encode_ids(ids[:-1])
@@ -345,7 +348,7 @@ class HostOffload:
         return promotion
 
     def num_cached_tokens(self, ids: TokenIds, num_known: int) -> int:
-        """Return how many tokens host memory has behind the first `num_known`, in full blocks."""
+        """Return how many tokens host memory has after the first `num_known`, in full blocks."""
         first = num_known // self._manager.block_size
         encoded = encode_ids(ids)
         keys = self._memo.keys_of(encoded)[first:]
@@ -353,9 +356,8 @@ class HostOffload:
         return count * self._manager.block_size
 
     def _count(self, keys: list[bytes], encoded: bytes) -> int:
-        """Return how many blocks are in host memory, those included that are just arriving there.
-
-        What has been pushed out a moment ago is worth the moment it takes.
+        """Return how many leading blocks are in host memory; waits briefly for blocks that are
+        being demoted.
         """
         deadline_s = time.monotonic() + _NEWS_PATIENCE_S
         while True:
@@ -402,7 +404,7 @@ class HostOffload:
             self._copies.give_back(promoted.images)
 
     def _enter(self, promotion: Promotion, images: torch.Tensor) -> bool:
-        """Enter images behind what has come up so far; false where the device has no room."""
+        """Enter images after those promoted so far; false if the device has no room."""
         size, table = self._manager.block_size, promotion.table
         start = promotion.num_known + promotion.num_tokens
         end = start + len(images) * size
@@ -410,8 +412,8 @@ class HostOffload:
             if not self._manager.reserve(table, start, end):
                 return False
             self._pool.unstage(table.blocks[start // size : end // size], images)
-        except Exception:  # of memory, mostly: then it is computed, which says so if it cannot be
-            _log.exception("what was promoted could not be taken in")
+        except Exception:  # mostly out of memory: the tokens are computed instead
+            _log.exception("promoted blocks could not be entered on the device")
             return False
         promotion.num_tokens += len(images) * size
         self._manager.commit(table, promotion.ids, end)
@@ -420,10 +422,9 @@ class HostOffload:
     # Between steps
 
     def settle(self, may_demote: bool) -> None:
-        """Take in what was copied, go on with what comes up, and demote cold blocks in time.
+        """Process finished copies, continue promotions, and demote cold blocks in advance.
 
-        Without `may_demote` nothing is demoted before it must be: a request waits for what is
-        there.
+        Without `may_demote` blocks are demoted only when they are evicted.
         """
         self._take_done(0.0)
         while self._arrived:
@@ -434,14 +435,14 @@ class HostOffload:
             self._demote_cold()
 
     def wait_for_news(self) -> None:
-        """Wait for the next copy to be done, for a moment at most."""
+        """Wait briefly for the next copy to finish."""
         if not self._arrived:
             self._take_done(_NEWS_PATIENCE_S)
 
     def _take_done(self, timeout_s: float) -> None:
-        """Take note of everything that is done; where that is nothing yet, wait for one.
+        """Process all finished copies; if there are none, wait for one up to `timeout_s`.
 
-        What came up waits for the next `settle`: entering it may demote, which takes note too.
+        Promoted pieces wait for the next `settle`: entering them may demote, which calls this.
         """
         with suppress(Empty):
             done = self._done.get(timeout=timeout_s) if timeout_s else self._done.get_nowait()
@@ -482,7 +483,7 @@ class HostOffload:
             self._transfer.copy(lambda: memory.write(known))
 
     def _demote_cold(self) -> None:
-        """Demote what was used longest ago, so that free blocks are there when they are needed."""
+        """Evict the least recently used blocks in advance if few blocks are free."""
         status = self._manager.status()
         if status.num_free >= max(1, int(status.num_blocks * _LOW_MARK)):
             return
@@ -499,17 +500,17 @@ class HostOffload:
         memory, self._memory = self._memory, None
         self._transfer.close(_CLOSE_PATIENCE_S)
         self._take_done(0.0)
-        if memory is not None:  # the thread that does it otherwise is no more
+        if memory is not None:  # the transfer thread has ended, so write here
             memory.write(self.rates.rates())
 
-    # Self-examination
+    # Checking
 
     def tables(self) -> list[BlockTable]:
-        """Return the tables of what is coming up, for those who count references."""
+        """Return the tables of all promotions, for checks of reference counts."""
         return [promotion.table for promotion in self._promotions]
 
     def check(self) -> None:
-        """Re-derive every invariant of the host tier and of what is under way."""
+        """Check every invariant of the host tier and of the copies under way."""
         self.host.check([*self._demoting, *(promotion.lease for promotion in self._promotions)])
         num_blocks = sum(len(lease.rows) for lease in self._demoting)
         assert num_blocks * self._image_bytes == self._num_staged_bytes

@@ -1,8 +1,8 @@
 """HostTier: blocks of KV in host memory, by chain key: demoted from the device, promoted later.
 
-HostMemory takes slots for block images from the system, the tier says which block is in which slot.
-A block is evicted before the block it continues, never after, and a block that is being copied
-stays. Found blocks are compared with the token ids asked for. No device and no thread in here.
+HostMemory allocates slots for block images; HostTier maps blocks to slots. A block is evicted
+before the block it continues, and never while it is being copied. Found blocks are compared with
+the requested token ids. The callers copy between the device and the slots.
 """
 
 from collections import Counter, OrderedDict
@@ -16,7 +16,7 @@ from kvchat.cache.tier import DamagedRecord, Found, PackHead
 from kvchat.core.stats import TierStatus
 from kvchat.core.types import MissReason
 
-# Pinned memory comes in powers of two; a segment of another size would take more than it says.
+# Pinned memory is allocated in powers of two; a segment of another size would take more memory.
 _SEGMENT_BYTES = 64 << 20
 _MIN_SEGMENTS = 8
 
@@ -24,7 +24,7 @@ _MIN_SEGMENTS = 8
 class HostMemory:
     """Up to `limit_bytes` of images of `block_bytes` each. One thread takes and gives back slots.
 
-    `num_bytes` is what was taken from the system; it never exceeds `limit_bytes`.
+    `num_bytes` counts allocated bytes; it never exceeds `limit_bytes`.
     """
 
     def __init__(self, block_bytes: int, limit_bytes: int, is_pinned: bool) -> None:
@@ -37,7 +37,7 @@ class HostMemory:
 
     @property
     def num_slots(self) -> int:
-        """Slots there can be at most."""
+        """The largest number of slots."""
         return self._max_segments * self._segment_slots
 
     @property
@@ -60,7 +60,7 @@ class HostMemory:
         return self._free.pop() if self._free else None
 
     def give_back(self, slot: int) -> None:
-        """Take back a slot that was taken; its bytes are the next taker's."""
+        """Free a slot; its memory may be reused at once."""
         self._free.append(slot)
 
     def row(self, slot: int) -> torch.Tensor:
@@ -70,7 +70,7 @@ class HostMemory:
         return self._segments[segment][start : start + self.block_bytes]
 
     def _grow(self) -> None:
-        """Take one more segment; where the system has none left, be content with what there is."""
+        """Allocate one more segment; if that fails, the present number becomes the maximum."""
         if len(self._segments) >= self._max_segments:
             return
         try:
@@ -86,21 +86,21 @@ class HostMemory:
 
 
 def _segment_bytes(block_bytes: int, limit_bytes: int) -> int:
-    """Return a power of two that holds a block and, if it can, fits the limit several times."""
+    """Return a power of two that holds a block and, if possible, fits the limit several times."""
     largest = 1 << max(0, (limit_bytes // _MIN_SEGMENTS).bit_length() - 1)
     smallest = 1 << (block_bytes - 1).bit_length()
     return max(smallest, min(_SEGMENT_BYTES, largest))
 
 
-# What one process keeps in its memory needs no identity.
+# These keys are used within one process only, so they need no identity.
 _ROOT = root_key(b"host")
 
 
 @dataclass(slots=True)
 class _Entry:
-    """One block. `num_users` counts the copies under way; it is found once it `is_filled`.
+    """One block. `num_users` counts its leases; it can be found once it `is_filled`.
 
-    What `is_condemned` is not found any more, and goes with its last user.
+    An entry that `is_condemned` cannot be found, and is removed with its last lease.
     """
 
     parent: bytes
@@ -117,9 +117,9 @@ class _Entry:
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """Rows of host memory, one per block of `keys`, that stay theirs until the lease ends.
+    """Rows of host memory, one per block of `keys`; they are not reused until the lease ends.
 
-    `first` is the place of the first of them in the run that was asked for.
+    `first` is the index of the first key in the requested keys.
     """
 
     keys: tuple[bytes, ...]
@@ -127,15 +127,15 @@ class Lease:
     rows: tuple[torch.Tensor, ...]
 
     def part(self, start: int, end: int) -> "Lease":
-        """Return some of it, to be ended or completed by itself."""
+        """Return a part of the lease, which is released or completed separately."""
         return Lease(self.keys[start:end], self.first + start, self.rows[start:end])
 
 
 class HostTier:
     """At most `limit_bytes` of images of `block_bytes`, for blocks of `block_size` token ids.
 
-    The limit holds at every instant. One thread owns the tier; rows that it leases may be copied to
-    and from by another.
+    The limit holds at every instant. One thread owns the tier; another thread may copy to and from
+    leased rows.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class HostTier:
         self._ids_bytes = block_size * TOKEN_BYTES
         self._limit_bytes = limit_bytes
         self._memory = HostMemory(block_bytes, limit_bytes, is_pinned)
-        # The one used longest ago first, and every block after all that continue it.
+        # The least recently used first; every block stands after all blocks that continue it.
         self._entries: OrderedDict[bytes, _Entry] = OrderedDict()
         self._num_children: Counter[bytes] = Counter()
         self._num_evicted = 0
@@ -167,7 +167,7 @@ class HostTier:
         """Return how many of a prompt's leading blocks are here; changes nothing.
 
         `keys` are the chain keys of the blocks of `encoded` token ids. Both may begin in the middle
-        of the prompt: what lies before is the caller's.
+        of the prompt; the blocks before are not checked.
         """
         size = self._ids_bytes
         for number, key in enumerate(keys):
@@ -178,7 +178,7 @@ class HostTier:
         return len(keys)
 
     def is_filling(self, keys: Sequence[bytes]) -> bool:
-        """Whether one of these blocks is on its way here."""
+        """Whether one of these blocks is being copied to host memory."""
         entries = (self._entries.get(key) for key in keys)
         return any(e is not None and not e.is_filled and not e.is_condemned for e in entries)
 
@@ -190,9 +190,10 @@ class HostTier:
         return self._leased(found, 0)
 
     def acquire_write(self, parent: bytes, keys: Sequence[bytes], encoded: bytes) -> Lease:
-        """Make room for blocks that follow `parent` and are not here, and lease it to be filled.
+        """Lease rows to fill for the first missing blocks among `keys`, which follow `parent`.
 
-        What is here already counts as used. Where there is not room for all, the last are left out.
+        It evicts other blocks for room. Blocks already here are marked as used. If there is not
+        room for all, the last are left out.
         """
         assert len(encoded) == len(keys) * self._ids_bytes
         first = next((n for n, key in enumerate(keys) if key not in self._entries), len(keys))
@@ -218,12 +219,14 @@ class HostTier:
         return Lease(keys, first, rows)
 
     def release(self, lease: Lease) -> None:
-        """End a lease to read."""
+        """End a read lease."""
         self._bytes_read += len(lease.keys) * self._memory.block_bytes
         self._take_back(lease)
 
     def complete(self, lease: Lease, is_filled: bool) -> None:
-        """End a lease to write: the block is found from now on, or forgotten if nothing came."""
+        """End a write lease: its blocks can be found from now on if `is_filled`, else they are
+        removed.
+        """
         for key in lease.keys:
             self._entries[key].is_filled = is_filled
             self._entries[key].is_condemned |= not is_filled
@@ -241,7 +244,7 @@ class HostTier:
     # Forgetting
 
     def _slot(self, kept: set[bytes]) -> int | None:
-        """Take a slot, if need be that of the block used longest ago that nothing continues."""
+        """Take a slot; if none is free, evict the least recently used block without children."""
         slot = self._memory.take()
         if slot is None and (oldest := self._oldest(kept)) is not None:
             self._remove(oldest)
@@ -263,14 +266,14 @@ class HostTier:
             del self._num_children[entry.parent]
 
     def clear(self) -> None:
-        """Forget everything that is not being copied."""
+        """Remove every block that is not being copied."""
         for key in [key for key, entry in self._entries.items() if not entry.num_users]:
             self._remove(key)
 
     def quarantine(self, keys: Sequence[bytes]) -> None:
-        """Never give out again these blocks, nor what continues them."""
+        """Never return again these blocks, nor blocks that continue them."""
         gone = set(keys)
-        # From the newest on: a block comes after all that continue it.
+        # Newest first: in that order a block comes before all blocks that continue it.
         for key, entry in reversed(self._entries.items()):
             if entry.parent in gone:
                 gone.add(key)
@@ -280,7 +283,7 @@ class HostTier:
                 self._remove(key)
 
     def _touch(self, parent: bytes, keys: Sequence[bytes]) -> None:
-        """Make blocks that follow `parent`, and those it follows, the ones used last."""
+        """Mark `keys`, which follow `parent`, and all their ancestors as used last."""
         for key in reversed(keys):
             if key in self._entries:
                 self._entries.move_to_end(key)
@@ -288,7 +291,7 @@ class HostTier:
             self._entries.move_to_end(key)
 
     def _line(self, key: bytes) -> Iterator[bytes]:
-        """Yield a block and those it follows, the nearest first, until one is not here."""
+        """Yield a block and its ancestors, the nearest first, until one is missing."""
         while (entry := self._entries.get(key)) is not None:
             yield key
             key = entry.parent
@@ -298,14 +301,14 @@ class HostTier:
     def find(self, keys: Sequence[bytes], encoded: bytes, is_one_shot: bool = False) -> list[Found]:
         """Return the leading blocks of a prompt that are here, each as a pack of one.
 
-        Here all uses count alike: what goes is what was used longest ago.
+        `is_one_shot` has no effect: the least recently used block is evicted first.
         """
         return [
             Found(key, number, 1) for number, key in enumerate(keys[: self.count(keys, encoded)])
         ]
 
     def read(self, found: Found) -> memoryview:
-        """Return a copy of a block's image. Raises DamagedRecord where it is gone."""
+        """Return a copy of a block's image. Raises DamagedRecord if the block is missing."""
         entry = self._entries.get(found.key)
         if entry is None or not entry.is_findable:
             raise DamagedRecord("gone")
@@ -316,7 +319,7 @@ class HostTier:
         return memoryview(image)
 
     def write(self, head: PackHead, image: memoryview, is_one_shot: bool = False) -> bool:
-        """Keep the blocks of a pack that are not here; false where there is not room for all."""
+        """Store the blocks of a pack that are missing; false if there is not room for all."""
         keys = chain_keys(head.parent, head.ids, self._ids_bytes)
         while (lease := self.acquire_write(head.parent, keys, head.ids)).keys:
             for number, row in enumerate(lease.rows):
@@ -327,14 +330,16 @@ class HostTier:
         return all(key in self._entries for key in keys)
 
     def note_declined(self, keys: Sequence[bytes], encoded: bytes) -> None:
-        """Nothing to remember: memory does not outlive whoever would ask."""
+        """Do nothing: host memory keeps no miss reasons."""
 
     def why(self, key: bytes, encoded: bytes, num_found: int) -> MissReason:
-        """Return why a block is not there: it had to make room, as far as this tier ever had it."""
+        """Return why a block is missing: EVICTED if the tier has evicted any block, else
+        NEVER_WRITTEN. The tier does not record which blocks it evicted.
+        """
         return MissReason.EVICTED if self._num_evicted else MissReason.NEVER_WRITTEN
 
     def status(self) -> TierStatus:
-        """Return what the tier holds and has done; may be asked from any thread."""
+        """Return what the tier holds and its totals; may be called from any thread."""
         return TierStatus(
             num_packs=len(self._entries),
             num_bytes=self._memory.num_bytes,
@@ -345,12 +350,12 @@ class HostTier:
         )
 
     def close(self) -> None:
-        """Nothing to let go of: the memory goes with the tier."""
+        """Do nothing: the memory is freed with the tier."""
 
-    # Self-examination
+    # Checking
 
     def check(self, leases: Sequence[Lease] | None = None) -> None:
-        """Re-derive every invariant; with all leases given, the counts of users too."""
+        """Check every invariant; if `leases` are all leases, the counts of users too."""
         memory, entries = self._memory, self._entries
         assert memory.num_bytes <= self._limit_bytes
         slots = [entry.slot for entry in entries.values()]

@@ -1,6 +1,6 @@
 """Token ids as bytes, and the chain keys of blocks.
 
-A block's key is made of its token ids and the key of the block before it: equal keys mean equal
+A block's key is a hash of its token ids and the key of the block before it. Equal keys mean equal
 contexts up to and including the block, under one identity.
 """
 
@@ -21,7 +21,7 @@ def encode_ids(token_ids: TokenIds) -> bytes:
 
 
 def common_tokens(one: bytes, other: bytes) -> int:
-    """Return how many leading token ids two encoded runs share."""
+    """Return how many leading token ids two encoded sequences share."""
     length = min(len(one), len(other)) // TOKEN_BYTES
     low, high = 0, length
     while low < high:
@@ -44,7 +44,7 @@ def root_key(identity: bytes) -> bytes:
 def chain_keys(parent: bytes, encoded: bytes, block_bytes: int) -> list[bytes]:
     """Return the key of every full block of `encoded` token ids that follow `parent`.
 
-    `block_bytes` is the length of a block's encoded ids; what is left over has no key.
+    `block_bytes` is the length of a block's encoded ids; an incomplete last block has no key.
     """
     keys = []
     for start in range(0, len(encoded) - block_bytes + 1, block_bytes):
@@ -54,12 +54,16 @@ def chain_keys(parent: bytes, encoded: bytes, block_bytes: int) -> list[bytes]:
     return keys
 
 
-# Contexts remembered: those that grow at the same time, in a chat a handful.
+# Contexts remembered: those that grow at the same time; a chat has a few.
 _MAX_CONTEXTS = 8
 
 
 class ChainMemo:
-    """Chain keys below `root` of blocks of `block_bytes` encoded bytes. One thread owns a memo."""
+    """Remembers the chain keys of recent contexts, so that a grown context hashes only new blocks.
+
+    `root` is the key of the empty context; a block has `block_bytes` encoded bytes. One thread
+    owns a memo.
+    """
 
     def __init__(self, root: bytes, block_bytes: int) -> None:
         self._root = root
@@ -67,7 +71,7 @@ class ChainMemo:
         self._contexts: deque[tuple[bytes, list[bytes]]] = deque(maxlen=_MAX_CONTEXTS)
 
     def keys_of(self, encoded: bytes) -> list[bytes]:
-        """Return what `chain_keys` would: the key of each full block of encoded token ids."""
+        """Return the key of each full block of encoded token ids, as `chain_keys` does."""
         encoded = encoded[: len(encoded) // self._block_bytes * self._block_bytes]
         for context in self._contexts:
             known, keys = context

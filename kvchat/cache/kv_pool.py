@@ -1,7 +1,6 @@
-"""KvPool: the layers of the device tier, and whole blocks of all of them at once.
+"""KvPool: the device memory of all layers' KV, and copies of whole blocks across the layers.
 
-Knows geometry, bytes and devices; a KvFormat knows what the bytes mean. Does not know which block
-belongs to whom.
+A KvFormat defines how the KV of a layer is stored as bytes; KvGeometry gives the shapes.
 """
 
 import math
@@ -15,7 +14,7 @@ from kvchat_kernels.block_copy import PoolTensors, copy_blocks, gather_blocks, s
 from kvchat_kernels.kv_layer import KvLayer, PlainKv
 
 _SMALLEST_SQUARE = 1e-30
-# Of images that are copied together to see whether they hold numbers.
+# Bytes of images that `num_finite` copies and checks together.
 _LOOKED_AT_BYTES = 32 << 20
 
 
@@ -33,17 +32,17 @@ class LayerGeometry:
 
 
 class KvFormat(Protocol):
-    """How the KV of a layer is stored, and what the images of its blocks mean.
+    """How the KV of a layer is stored, and how the images of blocks are read.
 
-    The image of a block is what `KvLayer.tensors` hold of it, layer after layer.
+    The image of a block is its rows of `KvLayer.tensors`, layer after layer.
     """
 
     @property
     def name(self) -> str:
-        """Part of the identity of stored KV: another meaning of the bytes needs another name."""
+        """Part of the identity of stored KV: a format with other bytes needs another name."""
 
     def block_bytes(self, layer: LayerGeometry, geometry: "KvGeometry") -> int:
-        """Return the bytes of a block of `layer`: those of its rows in the tensors."""
+        """Return the size in bytes of one block of `layer`."""
 
     def new_layer(
         self, layer: LayerGeometry, geometry: "KvGeometry", num_blocks: int, device: torch.device
@@ -53,8 +52,8 @@ class KvFormat(Protocol):
     def read(self, images: torch.Tensor, geometry: "KvGeometry") -> list[torch.Tensor]:
         """Return the numbers in images, [num_blocks, geometry.block_bytes] uint8.
 
-        They are floating tensors [num_blocks, num_parts, block_size, width]: every part holds the
-        keys, or the values, of one layer. Views of `images` where that can be.
+        The result is floating tensors [num_blocks, num_parts, block_size, width]. Every part holds
+        the keys, or the values, of one layer. They are views of `images` if possible.
         """
 
 
@@ -90,8 +89,8 @@ class PlainFormat:
 
 
 def zeroed(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return zeros; on a CPU the kernel fills them in, and a page costs nothing until a token is
-    written to it.
+    """Return zeros. On a CPU the kernel zeroes a page at the first write to it, so that unused
+    pages take no memory.
     """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
@@ -101,9 +100,9 @@ def zeroed(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 @dataclass(frozen=True, slots=True)
 class KvGeometry:
-    """Shape of a whole model's KV: its storing layers, dtype, tokens per block, and their format.
+    """Shape of a model's KV: the layers that store KV, the dtype, tokens per block, and the format.
 
-    `dtype` is that of keys and values as they were before `format` stored them.
+    `dtype` is the dtype of keys and values before `format` stores them.
     """
 
     layers: tuple[LayerGeometry, ...]
@@ -113,7 +112,7 @@ class KvGeometry:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of a token, rounded up where a block's do not divide."""
+        """Bytes per token, rounded up if a block's bytes do not divide evenly."""
         return -(-self.block_bytes // self.block_size)
 
     @property
@@ -122,9 +121,9 @@ class KvGeometry:
 
 
 class KvPool:
-    """Device memory for `num_blocks` blocks, zeroed at birth so that no slot ever holds a NaN.
+    """Device memory for `num_blocks` blocks, zeroed at first so that an unwritten slot has no NaN.
 
-    `layers[i]` is storing layer i's KV, owned by the pool.
+    `layers[i]` is the KV of the i-th layer that stores KV; the pool owns it.
     """
 
     def __init__(self, geometry: KvGeometry, num_blocks: int, device: torch.device) -> None:
@@ -139,10 +138,10 @@ class KvPool:
         assert self._tensors.image_bytes == geometry.block_bytes
 
     def warm_up(self) -> None:
-        """Copy a block in every way there is, onto itself.
+        """Run every kind of block copy once, of a block onto itself.
 
-        A GPU's kernels are compiled where they are first run, which takes longer than whoever
-        waits for KV to come up has patience.
+        A GPU kernel is compiled at its first run. That takes longer than the deadline of a restore
+        or promotion.
         """
         self.copy_block(0, 0)
         self.unstage([0], self.stage([0]))
@@ -152,29 +151,28 @@ class KvPool:
         copy_blocks(self._tensors, [source], [target])
 
     def kv_error(self, block: int, other: int, slot: int) -> torch.Tensor:
-        """Return how slot `slot` of block `other` differs from that of `block`: float32
-        [num_tensors, 3] on the CPU, for each tensor the square of the distance, the product of the
-        difference and what `block` holds, and the square of that; all over the square of the usual
-        length of a token's key or value in `block`.
+        """Compare slot `slot` of block `other` with the same slot of `block`.
 
-        The usual length, not the token's own: some tokens have values of next to nothing, whose
-        rounding errors come of greater terms.
+        Returns float32 [num_tensors, 3] on the CPU. With x the key or value in `block` and d the
+        difference, a row is d.d, d.x and x.x, all divided by the mean square length of a token's
+        key or value in `block`. The mean, not the token's own length: some tokens have values near
+        zero, whose rounding errors come from larger terms.
         """
         images = torch.frombuffer(self.gather([block, other]), dtype=torch.uint8).view(2, -1)
         parts = self.geometry.format.read(images, self.geometry)
         return torch.cat([_kv_error(p[0].float(), p[1, :, slot].float(), slot) for p in parts])
 
     def zero(self, block: int, first_slot: int) -> None:
-        """Zero a block from a slot on, as it was at birth."""
+        """Zero a block from slot `first_slot` on."""
         for layer in self.layers:
             for tensor in layer.tensors:
                 tensor[block, first_slot:] = 0
 
     def num_finite(self, blocks: list[int]) -> int:
-        """Return how many leading blocks hold numbers in every slot, neither NaN nor infinity.
+        """Return how many leading blocks have no NaN or infinity in any slot.
 
-        Images of many blocks are looked at together: tensor by tensor, a long context would be a
-        hundred thousand questions to a GPU.
+        Images of many blocks are checked together: one check per tensor and block would be a
+        hundred thousand synchronisations with a GPU for a long context.
         """
         size = max(1, _LOOKED_AT_BYTES // self.geometry.block_bytes)
         for start in range(0, len(blocks), size):
@@ -186,16 +184,16 @@ class KvPool:
         return len(blocks)
 
     def is_finite(self, block: int, num_slots: int) -> bool:
-        """Whether the first slots of a block hold numbers, neither NaN nor infinity."""
+        """Whether the first `num_slots` slots of a block have no NaN or infinity."""
         return all(bool(p[:, :, :num_slots].isfinite().all()) for p in self._read([block]))
 
     def _read(self, blocks: list[int]) -> list[torch.Tensor]:
         return self.geometry.format.read(self.stage(blocks), self.geometry)
 
     def gather(self, blocks: list[int]) -> memoryview:
-        """Return the images of `blocks`, one after another, as bytes of the caller's own.
+        """Return the images of `blocks`, one after another, in new memory that the caller owns.
 
-        An image is what a block holds: layer after layer, tensor after tensor.
+        An image is a block's bytes: layer after layer, tensor after tensor.
         """
         image = bytearray(len(blocks) * self.geometry.block_bytes)
         if blocks:
@@ -214,11 +212,11 @@ class KvPool:
             self.unstage(blocks, rows.to(self.device))
 
     def stage(self, blocks: list[int], staging: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the images of `blocks` on the device: [len(blocks), block_bytes] bytes, in
-        `staging` where that is given.
+        """Return the images of `blocks` on the device: [len(blocks), block_bytes] uint8, in
+        `staging` if given.
 
-        On a CUDA device this is only queued, before whatever is computed afterwards: the blocks may
-        be given away at once.
+        On a CUDA device the copy is only queued, before any later computation. So the caller may
+        reuse the blocks at once.
         """
         if staging is None:
             shape = (len(blocks), self.geometry.block_bytes)
@@ -230,13 +228,14 @@ class KvPool:
         """Fill `blocks` with images on the device that `stage` made."""
         assert staging.shape == (len(blocks), self.geometry.block_bytes)
         scatter_blocks(self._tensors, blocks, staging)
-        if staging.is_cuda:  # it may come from another stream, whose next tensor must not be there
+        if staging.is_cuda:  # or the stream that allocated it could reuse its memory too early
             staging.record_stream(torch.cuda.current_stream(staging.device))
 
 
 def _kv_error(known: torch.Tensor, token: torch.Tensor, slot: int) -> torch.Tensor:
-    """Return the error of each tensor: `known` is [num_tensors, block_size, width], `token` without
-    the middle."""
+    """Return the error of each tensor, [num_tensors, 3]. `known` is [num_tensors, block_size,
+    width], `token` is [num_tensors, width].
+    """
     usual = known.square().sum(dim=2).mean(dim=1, keepdim=True).clamp_min(_SMALLEST_SQUARE)
     own = known[:, slot]
     off = token - own

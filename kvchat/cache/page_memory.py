@@ -1,4 +1,4 @@
-"""Memory from the system, page by page: fresh, and buffers for reading that are used again.
+"""Page memory: fresh zeroed memory from the system, and read buffers that are reused.
 
 The first write to a page costs a fault: for 48 MiB in 48 places 28 ms of an EPYC core where memory
 is shared between processes, 19 ms where it is private. A large page is one fault for 2 MiB, and all
@@ -28,10 +28,10 @@ _PAGE_BYTES = 4096
 
 
 class ReadBuffers:
-    """Lends memory; a buffer is lent again once nobody holds a view of it any more.
+    """Read buffers; a buffer is reused once no view of it exists any more.
 
-    At most `max_kept` buffers are kept; what is lent beyond them is ordinary memory. One thread
-    takes, and any may drop what it was given.
+    At most `max_kept` buffers are kept; further ones are used once. One thread calls `take`; any
+    thread may drop a view.
     """
 
     def __init__(self, max_kept: int) -> None:
@@ -72,9 +72,9 @@ def _fresh(num_bytes: int) -> mmap.mmap:
 
 
 def _is_free(memory: mmap.mmap) -> bool:
-    """Tell whether nobody has a view: only then would Python let it be resized.
+    """Whether no view of `memory` exists: only then does Python allow a resize.
 
-    Where the system cannot do that, as macOS cannot, nobody can tell, and no buffer is lent again.
+    On systems without resize, such as macOS, this is false and no buffer is reused.
     """
     try:
         memory.resize(len(memory))

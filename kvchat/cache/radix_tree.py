@@ -1,11 +1,11 @@
-"""RadixTree: which runs of token ids have their KV in which blocks.
+"""RadixTree: maps prefixes of token ids to the blocks that hold their KV.
 
-A compressed trie over token ids, cut at block boundaries. It holds integers and bytes only: no
-tensors, no reference counts. The naive twin in the tests is a dict of prefixes. Where a model has
-recurrent layers, a context's state after some of its blocks is attached to them.
+A compressed trie over token ids, whose nodes end at block boundaries. It holds block numbers and
+encoded token ids; tensors and reference counts are elsewhere. The tests compare it with a dict of
+prefixes. For a model with recurrent layers, the state after a block can be attached to the block.
 
-Source of the idea: RadixAttention, Zheng et al., SGLang, 2024. What differs: a leaf may hold a
-partly filled block (a *tail*), and a match may end inside a block, whose head can then be copied.
+The idea is RadixAttention (Zheng et al., SGLang, 2024). Two things differ: a leaf may hold a partly
+filled block (a *tail*), and a match may end inside a block, whose head the caller can copy.
 """
 
 import heapq
@@ -18,25 +18,25 @@ from kvchat.cache.keys import TOKEN_BYTES, common_tokens
 
 
 class StateSnapshot(Protocol):
-    """State of a model after the tokens of a context, beside their KV: of recurrent layers.
+    """State of a model's recurrent layers after the tokens of a context.
 
-    The tree owns what is attached to it. A snapshot is never changed: its user copies it.
+    The tree owns the snapshots attached to it. A snapshot never changes: its user copies it.
     """
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of memory it holds; the same as long as it lives."""
+        """Bytes of memory it holds; constant."""
 
     def release(self) -> None:
-        """Give its memory back; nobody uses it from then on. Called once."""
+        """Free its memory. Called once; the snapshot is not used afterwards."""
 
 
 class Node:
     """An edge of the tree: `key` holds the encoded token ids of `blocks`, in order.
 
     A tail is a leaf of one block whose key is shorter than a block. `lock_count` counts locks taken
-    at this node or below it. `states` are the snapshots after so many of its blocks, 1 to all of
-    them; None where there were never any.
+    at this node or below it. `states` maps a number of this node's blocks, at least 1, to the
+    snapshot after them; None if none was ever attached.
     """
 
     __slots__ = (
@@ -77,8 +77,8 @@ def path_to_root(node: Node) -> Iterator[Node]:
         current = current.parent
 
 
-# Beyond this many children, looking for one that shares the head of a block costs more than the few
-# tokens it could save.
+# With more children than this, the search for a shared head costs more than the few tokens it
+# could save.
 _MAX_HEADS_COMPARED = 64
 
 
@@ -89,7 +89,7 @@ class TreeMatch:
     node     the node whose end is the end of the matched full blocks
     blocks   the full blocks, in order
     head     a further block whose first `head_len` tokens match, or None
-    state    the longest state on the way to `node`'s end, which stays as long as it is locked
+    state    the longest state on the path to `node`'s end; it stays while `node` is locked
     """
 
     node: Node
@@ -101,7 +101,7 @@ class TreeMatch:
 
 @dataclass(frozen=True, slots=True)
 class FoundState:
-    """A snapshot that the tree owns, of the state after the first `num_blocks` blocks."""
+    """The snapshot after a context's first `num_blocks` blocks; the tree owns it."""
 
     num_blocks: int
     snapshot: StateSnapshot
@@ -109,12 +109,12 @@ class FoundState:
 
 @dataclass(frozen=True, slots=True)
 class TreeInsert:
-    """What an insertion did.
+    """The result of an insertion.
 
     node        the node whose end is the end of the inserted blocks
-    kept        the tree's blocks for the inserted ids; where one differs from the block that was
-                offered, the tree knew those ids already
-    displaced   blocks of tails that the insertion made superfluous; no longer in the tree
+    kept        the tree's blocks for the inserted ids; a block that differs from the one offered
+                means that the tree already had those ids
+    displaced   blocks of tails that the inserted ids contain; no longer in the tree
     """
 
     node: Node
@@ -148,12 +148,12 @@ class RadixTree:
 
     @property
     def num_locked_blocks(self) -> int:
-        """Blocks that eviction may not take, because their node or one below it is locked."""
+        """Blocks that cannot be evicted because their node, or one below it, is locked."""
         return self._num_locked_blocks
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of all snapshots attached."""
+        """Bytes of all attached snapshots."""
         return self._state_bytes
 
     # Looking up
@@ -161,8 +161,8 @@ class RadixTree:
     def match(self, encoded: bytes) -> TreeMatch:
         """Find the longest known prefix of encoded token ids.
 
-        Splits at most one node, so that `node` ends where the match ends, and refreshes the
-        recency of the path. The caller locks `node` before anything else touches the tree.
+        Splits at most one node, so that `node` ends where the match ends, and marks the path as
+        used now. The caller locks `node` before the next change to the tree.
         """
         node, matched, blocks = self._walk(encoded)
         if matched < len(node.blocks):
@@ -173,7 +173,7 @@ class RadixTree:
         return TreeMatch(node, tuple(blocks), head, head_len, state)
 
     def num_cached_tokens(self, encoded: bytes) -> int:
-        """Return how many leading tokens a match would find in full blocks; changes nothing."""
+        """Return how many leading tokens are cached in full blocks; changes nothing."""
         return len(self.blocks_of(encoded)) * self.block_size
 
     def blocks_of(self, encoded: bytes) -> list[int]:
@@ -195,7 +195,7 @@ class RadixTree:
         return node, matched, blocks
 
     def _common_blocks(self, key: bytes, encoded: bytes, position: int) -> int:
-        """Return how many leading blocks of `key` stand in `encoded` at `position`."""
+        """Return how many leading blocks of `key` equal `encoded` at `position`."""
         if encoded.startswith(key, position):
             return len(key) // self._block_bytes
         low, high = 0, len(key) // self._block_bytes
@@ -208,7 +208,7 @@ class RadixTree:
         return low
 
     def _best_head(self, node: Node, rest: bytes) -> tuple[int | None, int]:
-        """Find the block below `node` that shares most leading tokens with `rest`."""
+        """Find the block below `node` that shares the most leading tokens with `rest`."""
         best, best_len = None, 0
         wanted = rest[: self._block_bytes]
         for candidate in self._heads(node):
@@ -232,8 +232,8 @@ class RadixTree:
     def insert(self, node: Node, encoded: bytes, blocks: list[int]) -> TreeInsert:
         """Add full blocks below `node`; `encoded` holds their token ids.
 
-        Where the ids are known already the tree keeps the blocks it has. The caller holds a lock
-        on `node`, moves it to the node returned, and owns whatever is not in `kept`.
+        If the tree already has some of the ids, it keeps its own blocks for them. The caller holds
+        a lock on `node`, moves it to the returned node, and still owns blocks not in `kept`.
         """
         assert len(encoded) == len(blocks) * self._block_bytes
         kept: list[int] = []
@@ -258,7 +258,9 @@ class RadixTree:
     def _append(
         self, node: Node, key: bytes, blocks: list[int], num_own_locks: int
     ) -> tuple[Node, list[int]]:
-        """Put unknown blocks below `node`: in the node itself if nobody else stands there."""
+        """Add unknown blocks below `node`: to the node itself if it is a leaf that has no lock
+        but the caller's.
+        """
         displaced = self._drop_tails(node, key)
         self._num_blocks += len(blocks)
         if node.is_leaf and not node.is_root and node.lock_count == num_own_locks:
@@ -283,8 +285,8 @@ class RadixTree:
     def insert_tail(self, node: Node, encoded: bytes, block: int) -> tuple[bool, list[int]]:
         """Add a partly filled block below `node`.
 
-        Returns whether the tree keeps it, which it does not where it knows those ids already, and
-        the blocks of shorter tails that it replaces.
+        Returns whether the tree keeps it, and the blocks of shorter tails that it replaces. The
+        tree does not keep it if it already has those ids.
         """
         assert 0 < len(encoded) < self._block_bytes
         if any(head.key.startswith(encoded) for head in (*node.tails, *node.children.values())):
@@ -297,9 +299,10 @@ class RadixTree:
         return True, displaced
 
     def _split(self, node: Node, num_blocks: int) -> Node:
-        """Cut `node` after `num_blocks`; return the new upper part. The lower keeps its identity.
+        """Split `node` after `num_blocks`; return the new upper node.
 
-        Locks stand at a node's end, and that end stays the lower part's, so handles stay valid.
+        The old object becomes the lower node: a lock refers to a node's end, so the caller's
+        handles stay valid.
         """
         assert node.parent is not None
         assert 0 < num_blocks < len(node.blocks)
@@ -317,12 +320,13 @@ class RadixTree:
         return upper
 
     def attach(self, node: Node, snapshot: StateSnapshot) -> None:
-        """Give the tree the state after the last of a node's blocks, which the caller has locked.
+        """Attach the state after the last block of `node`, which the caller has locked.
 
-        The tree releases it once that block goes, or at once where it has one of the same tokens.
+        The tree takes ownership: it releases the snapshot when it removes that block, or at once
+        if it already has a state for the same tokens.
         """
-        assert node.blocks, "the empty context has the model's first state"
-        assert node.lock_count, "a node that may go at any time"
+        assert node.blocks, "the empty context has the model's initial state"
+        assert node.lock_count, "the node is not locked"
         node.states = {} if node.states is None else node.states
         if len(node.blocks) in node.states:
             snapshot.release()
@@ -340,7 +344,7 @@ class RadixTree:
                 self._state_bytes -= gone.num_bytes
                 gone.release()
 
-    # Keeping and forgetting
+    # Locking and evicting
 
     def lock(self, node: Node) -> None:
         """Keep `node` and its ancestors from eviction until `unlock`."""
@@ -364,11 +368,12 @@ class RadixTree:
         is_shared: Callable[[int], bool],
         told: Callable[[bytes, list[int]], None] | None = None,
     ) -> list[int]:
-        """Forget up to `num_blocks` blocks; return them.
+        """Remove up to `num_blocks` blocks from the tree; return them.
 
-        Leaves go first, the least recently used first, a leaf's last blocks first. Locked nodes
-        stay, and so does a block for which `is_shared` is true, with all that comes before it.
-        `told` hears of full blocks: the encoded ids of the context that ends with them, and them.
+        Only leaves are evicted: the least recently used first, a leaf's last blocks first. Locked
+        nodes stay. A block for which `is_shared` is true stays, and all blocks before it.
+        `told` is called for full blocks, with the encoded ids of the context that ends with them
+        and the blocks in order.
         """
         evicted: list[int] = []
         skipped = []
@@ -392,7 +397,7 @@ class RadixTree:
         return evicted
 
     def _trim(self, node: Node, most: int, is_shared: Callable[[int], bool]) -> list[int]:
-        """Cut up to `most` blocks off the end of a leaf; remove the leaf once it is empty."""
+        """Remove up to `most` blocks from the end of a leaf; remove the leaf if it is empty."""
         blocks: list[int] = []
         while node.blocks and len(blocks) < most and not is_shared(node.blocks[-1]):
             blocks.append(node.blocks.pop())
@@ -415,8 +420,8 @@ class RadixTree:
         self._note_candidate(parent)
 
     def cut(self, encoded: bytes, num_blocks: int) -> list[int]:
-        """Forget what stands in `encoded` behind its first `num_blocks` blocks, and all that
-        continues it; return those blocks. Where something of it is locked nothing is forgotten.
+        """Remove the blocks of `encoded` after its first `num_blocks`, and all blocks that continue
+        them; return those blocks. If a part of that is locked, nothing is removed.
         """
         node, matched, blocks = self._walk(encoded[: (num_blocks + 1) * self._block_bytes])
         if len(blocks) <= num_blocks or node.lock_count:
@@ -451,13 +456,13 @@ class RadixTree:
         heapq.heapify(self._candidates)
 
     def _touch(self, node: Node) -> None:
-        """Refresh the recency of `node` and its ancestors, which are as recent as their newest."""
+        """Mark `node` and its ancestors as used now: a parent is as recent as its newest child."""
         now = next(self._ticks)
         for ancestor in path_to_root(node):
             ancestor.last_used = now
         self._note_candidate(node)
 
-    # Self-examination
+    # Checking
 
     def nodes(self) -> Iterator[Node]:
         """Yield every node, the root first, tails included."""
@@ -469,7 +474,7 @@ class RadixTree:
             pending.extend(node.tails)
 
     def check(self) -> None:
-        """Re-derive every invariant; raises AssertionError with the values that disagree."""
+        """Check every invariant; raises AssertionError with the values that disagree."""
         seen: set[int] = set()
         states: list[StateSnapshot] = []
         candidates = {id(node) for stamp, _, node in self._candidates if stamp == node.last_used}
@@ -516,7 +521,7 @@ def _context_of(node: Node) -> bytes:
 
 
 def _state_of(node: Node) -> FoundState | None:
-    """Return the longest state on the way to a node's end, None where there is none."""
+    """Return the longest state on the path to a node's end, or None."""
     path = list(path_to_root(node))
     end = sum(len(part.blocks) for part in path)
     for part in path:

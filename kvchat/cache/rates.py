@@ -1,4 +1,4 @@
-"""How fast this machine computes, reads and copies KV, and what follows from it.
+"""Measured rates of computing, reading and copying KV, and the decisions based on them.
 
 CopyRates decides whether host memory is worth its copies, RestorePlanner what of a context to read
 back and what to compute again meanwhile. RateMemory keeps the rates from one run to the next. The
@@ -26,14 +26,14 @@ from pathlib import Path
 from kvchat.core.errors import StoreError
 from kvchat.core.paths import open_private, private_directory
 
-# The newest measurement weighs a third: machines change their mind.
+# Weight of the newest measurement in the moving average.
 _NEWEST = 1 / 3
-# So many times quicker than what was known is no hiccup: what was known was one.
+# If a measurement is this many times quicker than the known rate, the known rate was an outlier.
 _FAR_QUICKER = 4.0
 
 
 def moved(rate: float | None, newest: float) -> float:
-    """Return the rate to believe in after another measurement; None for the first."""
+    """Return the moving average after a new measurement; `rate` is None for the first."""
     return newest if rate is None else rate + _NEWEST * (newest - rate)
 
 
@@ -120,7 +120,7 @@ class RateMemory:
 
 
 def _sound(rates: Mapping[str, object]) -> dict[str, float]:
-    """Leave out what no rate can be."""
+    """Return only finite positive numbers."""
     return {
         str(name): float(rate)
         for name, rate in rates.items()
@@ -131,7 +131,7 @@ def _sound(rates: Mapping[str, object]) -> dict[str, float]:
 # Below these a measurement says more about overheads than about the rate.
 _MIN_TOKENS = 64
 _MIN_BYTES = 1 << 18
-# How much quicker copying may have become between two doubts.
+# Factor by which `doubt` and `note_refused` raise a rate.
 _DOUBT = 1.1
 
 
@@ -202,11 +202,6 @@ class CopyRates:
         rate = self.prefill_tokens_per_s
         return rate is None or seconds < num_tokens / rate
 
-
-# Below these a measurement says more about overheads than about the rate.
-
-
-# How much quicker a disk may have become with every restore that was not tried.
 
 # A plan that is not quicker by a tenth is not worth its risks.
 _WORTH = 0.9

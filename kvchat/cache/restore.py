@@ -1,7 +1,7 @@
-"""Restorer: prompts get their KV back from a slower tier, piece by piece between two threads.
+"""Restorer: restores the KV of prompts from a slower tier, one piece at a time.
 
-The transfer thread reads packs, the engine's thread takes them into the device tier. A forward pass
-verifies what was restored before anything relies on it.
+The transfer thread reads packs; the engine's thread copies them to the device tier. Restored KV is
+returned by `take_unverified`, to be verified by a forward pass.
 """
 
 import logging
@@ -19,13 +19,13 @@ from kvchat.cache.tier import DamagedRecord, Found, GoneRecord, HeldRecord, Logi
 from kvchat.cache.transfer import TransferThread
 from kvchat.core.types import MissReason, TokenIds
 
-# What is read before the front is computed waits in memory: 256 MiB of packs at most.
+# Pieces read before the front is computed wait in memory: at most 256 MiB of packs.
 _MAX_PIECES_IN_FLIGHT = 64
 _PLACE_PATIENCE_S = 0.05
-# Memory that was read into before takes a quarter of the time of fresh memory: so the reader stays
-# this little ahead of an engine that keeps up. One that does not is not waited for; the patience is
-# twice what the slowest pack took to be taken (9 ms, its pages in the KV pool all fresh), and about
-# what reading one into fresh memory would cost beside that.
+# Reading into used memory takes a quarter of the time of fresh memory. So the reader stays only
+# this far ahead of the engine, and waits for it up to a limit. The limit is twice the slowest
+# measured copy of a pack to the device (9 ms, into fresh pages of the KV pool), and about the extra
+# cost of reading one pack into fresh memory.
 _PIECES_AHEAD = 1
 _TAKING_PATIENCE_S = 0.02
 
@@ -34,7 +34,7 @@ _TAKING_PATIENCE_S = 0.02
 class Piece:
     """`num_blocks` block images that belong at `start_block` of the prompt being restored.
 
-    `fingerprint` is that of its last token, where there is one.
+    `fingerprint` is that of its last token, if there is one.
     """
 
     start_block: int
@@ -47,7 +47,8 @@ class Piece:
 class RestoredContext:
     """A context restored from its token `num_trusted` on, to be verified.
 
-    Its last token is to be computed once more, and held against its KV and the fingerprint, if any.
+    To verify it, compute its last token again and compare the KV, and the logits with the
+    fingerprint if there is one.
     """
 
     ids: list[int]
@@ -57,25 +58,27 @@ class RestoredContext:
 
 @dataclass(slots=True, eq=False)
 class Restore:
-    """One prompt on its way back. Made and read by the engine's thread, fed by the transfer thread.
+    """One prompt being restored. The engine's thread makes and reads it; the transfer thread
+    delivers pieces to it.
 
     `num_known` counts the leading tokens that the device had, `num_tokens` those restored so far.
-    `give_up` ends it; what is on the device stays. `miss_reason` says why no more is.
+    `give_up` ends it; blocks already on the device stay. `miss_reason` says why no more was
+    restored.
 
-    # [0, num_known)                the device had it
-    # [num_known, num_front)        to be computed while the rest is read, as far as it is not
-    #                               there; `num_front` is 0 where it is quicker to wait
-    # [num_trusted, num_arrived)    tokens restored and still to be verified; `fingerprint` is that
-    #                               of the last
+    # [0, num_known)                on the device at the start
+    # [num_known, num_front)        to be computed, if missing, while the rest is read; `num_front`
+    #                               is 0 if it is quicker to wait
+    # [num_trusted, num_arrived)    tokens restored and not verified yet; `fingerprint` is that of
+    #                               the last
 
-    `num_planned` is the front that the reader leaves to be computed, for the engine to take over.
+    `num_planned` is the front that the reader does not read; the engine copies it to `num_front`.
 
-    `num_put` counts the pieces delivered, `num_taken` those of them that are on the device or will
-    never be; as many as `num_awaited` were when the engine was last waited for in vain.
+    `num_put` counts the delivered pieces, `num_taken` those that the engine has handled.
+    `num_awaited` is `num_taken` when the reader's last wait for the engine timed out.
 
-    `since_s` is when the last piece of use came, or the first was asked for; `piece_bytes` are
-    those of a large piece, as far as they are known. For a prefetch, `is_prefetch`, no front is
-    computed: no request waits for it. `is_one_shot` where whoever asks will hardly go on.
+    `since_s` is when the last useful piece arrived, or when the first was requested; `piece_bytes`
+    is the size of the largest piece, 0 if unknown. For a prefetch (`is_prefetch`) no front is
+    computed, because no request waits for it. `is_one_shot`: the context will hardly be continued.
     """
 
     ids: TokenIds
@@ -107,19 +110,19 @@ class Restore:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more will come of it."""
+        """Whether no further piece will be taken."""
         if self.is_given_up.is_set():
             return True
         return self.has_all.is_set() and self.pieces.empty() and not self.held
 
     def give_up(self) -> None:
-        """End it, and let go of what was read: whoever asked may live as long as its answer."""
+        """End it and free the pieces already read: the request may keep this object for long."""
         self.is_given_up.set()
         self.held.clear()
         self.let_go()
 
     def let_go(self) -> None:
-        """Drop what was delivered and nobody will take."""
+        """Drop delivered pieces that will not be taken."""
         with suppress(Empty):
             while True:
                 self.pieces.get_nowait()
@@ -127,7 +130,7 @@ class Restore:
     # For the engine's thread
 
     def collect(self) -> None:
-        """Take over what was delivered since."""
+        """Move the pieces delivered since the last call to `held`."""
         if self.is_given_up.is_set():
             return
         with suppress(Empty):
@@ -137,21 +140,21 @@ class Restore:
     # For the transfer thread
 
     def has_place(self) -> bool:
-        """Take a place, waiting a moment for it; false where none is free, or nobody wants it."""
+        """Acquire a place, with a short wait; false if none is free or the restore is given up."""
         return self.places.acquire(timeout=_PLACE_PATIENCE_S) and not self.is_given_up.is_set()
 
     def deliver(self, piece: Piece) -> None:
-        """Hand over what was read in the place taken last."""
+        """Deliver a piece that was read, in the place acquired last."""
         self.num_put += 1
         self.pieces.put(piece)
         if self.is_given_up.is_set():
             self.let_go()
 
     def let_engine_take(self) -> None:
-        """Let the engine take a piece where some wait for it, if it does so at once.
+        """Wait briefly for the engine to take a piece, if enough pieces are delivered.
 
-        One that is waited for in vain, as while a front is computed, is not again until it has
-        taken something.
+        If that wait times out, as while a front is computed, there is no further wait until the
+        engine has taken a piece.
         """
         self.has_taken.clear()
         num_taken = self.num_taken
@@ -166,12 +169,13 @@ _log = logging.getLogger(__name__)
 Image = bytes | bytearray | memoryview
 
 _NEWS_PATIENCE_S = 0.02
-# What is computed at first while something is late; twice as much each time after.
+# Tokens to compute when a piece is late; doubled each further time.
 _HURRY_TOKENS = 64
 
 
 class Restorer:
-    """The restores of one manager. `clock` returns seconds; `note_kept` hears what a tier has.
+    """The restores of one manager. `clock` returns seconds; `note_kept` is called with a context
+    and how many of its leading blocks the tier has.
 
     The engine's thread owns it.
     """
@@ -195,9 +199,10 @@ class Restorer:
         self.unverified: list[Restore] = []
 
     def begin(self, ids: TokenIds, is_prefetch: bool, is_one_shot: bool = False) -> Restore | None:
-        """Ask for the KV of a prompt that the device has not; None where it has all full blocks.
+        """Start to restore the KV of a prompt that the device lacks; None if it lacks no full
+        block.
 
-        One that is over already says why nobody was asked.
+        If no tier is asked, the result is already over and its `miss_reason` says why.
         """
         num_known = self._manager.num_cached_tokens(ids[:-1])
         size = self._manager.block_size
@@ -220,15 +225,15 @@ class Restorer:
         return refused
 
     def wait_for_news(self) -> None:
-        """Wait for the next delivery, for a moment at most."""
+        """Wait briefly for the next delivery."""
         self._news.wait(_NEWS_PATIENCE_S)
         self._news.clear()
 
     def settle(self, restore: Restore) -> bool:
-        """Take what has come of a restore onto the device; whether more may come.
+        """Copy delivered pieces to the device; return whether more may come.
 
-        Gives up where there is no room for more. What comes up before its front is computed is held
-        until then; what is late has its front extended, so that computing goes on meanwhile.
+        Gives up if there is no room. Pieces that arrive before the front is computed are held until
+        then. If a piece is late, the front is extended, so that the engine computes meanwhile.
         """
         restore.collect()
         restore.num_front = max(restore.num_front, restore.num_planned)
@@ -249,13 +254,13 @@ class Restorer:
             restore.miss_reason = MissReason.NO_ROOM
             restore.give_up()
         restore.num_taken += 1
-        del piece  # or its memory would not be free for the next one
+        del piece  # or the next read could not reuse its memory
         restore.has_taken.set()
 
     def _is_late(self, restore: Restore) -> bool:
         num_tokens = len(restore.ids) - restore.num_known
         is_opening = self._transfer.tier is None
-        if restore.is_opening and not is_opening:  # the first is asked for only now
+        if restore.is_opening and not is_opening:  # reading starts only now
             restore.since_s = self._clock()
         restore.is_opening = is_opening
         patience_s = self._planner.patience_s(num_tokens, restore.piece_bytes, is_opening)
@@ -269,7 +274,7 @@ class Restorer:
         restore.since_s = self._clock()
 
     def _hurry(self, restore: Restore) -> None:
-        """Have the next tokens computed while waiting on; the more, the longer nothing comes."""
+        """Extend the front, by twice as much each time in a row; a prefetch gives up instead."""
         num_there = self._manager.num_cached_tokens(restore.ids[:-1])
         num_more = max(_HURRY_TOKENS << restore.num_hurries, self._manager.block_size)
         restore.num_hurries += 1
@@ -281,7 +286,7 @@ class Restorer:
             restore.num_front = num_front
 
     def _has_front(self, restore: Restore) -> bool:
-        """Whether all that is to be computed before what comes up is there."""
+        """Whether the front has been computed."""
         if not restore.num_front:
             return True
         return (
@@ -296,8 +301,8 @@ class Restorer:
             return piece.num_blocks  # another request has computed it meanwhile
         try:
             num_adopted = self._manager.adopt(restore.ids, piece.start_block, piece.image)
-        except Exception:  # of memory, mostly: then it is computed, which says so if it cannot be
-            _log.exception("what was restored could not be taken in")
+        except Exception:  # mostly out of memory: the tokens are computed instead
+            _log.exception("restored blocks could not be copied to the device")
             return 0
         if num_adopted:
             self._note_arrival(restore, piece, num_adopted)
@@ -317,9 +322,9 @@ class Restorer:
     # Verifying
 
     def take_unverified(self, of_all: bool) -> list[RestoredContext]:
-        """Return what was restored and is to be verified now: by whole restores, unless `of_all`.
+        """Return restored contexts to verify: those of finished restores, or of all if `of_all`.
 
-        Each is returned once; from then on it is taken to be verified.
+        Each is returned once; after that its tokens count as verified.
         """
         due = [restore for restore in self.unverified if of_all or restore.is_over]
         self.unverified = [restore for restore in self.unverified if restore not in due]
@@ -327,7 +332,7 @@ class Restorer:
 
     @property
     def has_unverified(self) -> bool:
-        """Whether a restore that is over is to be verified."""
+        """Whether a finished restore is not verified yet."""
         return any(restore.is_over for restore in self.unverified)
 
     def _restored_context(self, restore: Restore) -> RestoredContext:
@@ -339,7 +344,7 @@ class Restorer:
     # On the transfer thread
 
     def _read(self, tier: Tier, restore: Restore, start_block: int) -> None:
-        """Find a prompt's packs, and read them, or those behind a front to be computed."""
+        """Find a prompt's packs, and read them, or those after a front to be computed."""
         if restore.is_given_up.is_set():
             return
         encoded = encode_ids(restore.ids[:-1])
@@ -358,16 +363,16 @@ class Restorer:
     def _read_on(
         self, tier: Tier, restore: Restore, wanted: deque[Found], start_block: int
     ) -> None:
-        """Read packs one after another, as long as there are places for them.
+        """Read packs one after another, while there are places for them.
 
-        Then all others have a turn first: what they copy may be what keeps the engine from taking
-        any.
+        Without a place the job is queued again behind the others: the engine may need one of their
+        copies before it can take a piece.
         """
         has_place = True
         try:
             while wanted and (has_place := restore.has_place()):
                 self._read_pack(tier, restore, wanted.popleft(), start_block)
-        except DamagedRecord as damage:  # the tier counts it; what lies behind it is computed
+        except DamagedRecord as damage:  # the tier counts it; the blocks after it are computed
             restore.miss_reason = _miss_reason_of(damage)
         finally:
             if has_place or restore.is_given_up.is_set():
@@ -391,7 +396,7 @@ class Restorer:
         self._news.set()
 
     def _planned_start(self, restore: Restore, runs: Sequence[Found], start_block: int) -> int:
-        """Return the block to read from, and let the engine know of a front to be computed."""
+        """Return the first block to read, and set `num_planned` if a front is to be computed."""
         wanted = [found for found in runs if found.start_block + found.num_blocks > start_block]
         if not wanted:
             return start_block
@@ -419,7 +424,7 @@ class Restorer:
         return start_block
 
     def _piece(self, found: Found, image: Image, start_block: int) -> Piece:
-        """Cut off what the device had already when it asked."""
+        """Make a piece of an image, without the blocks before `start_block`."""
         num_known = max(0, start_block - found.start_block)
         rest = memoryview(image)[num_known * self._image_bytes :]
         writable = bytearray(rest) if rest.readonly else rest
@@ -428,6 +433,6 @@ class Restorer:
 
 
 def _miss_reason_of(damage: DamagedRecord) -> MissReason:
-    """Return what a record that could not be read is told as."""
+    """Return the miss reason for a record that could not be read."""
     told = {GoneRecord: MissReason.EVICTED, HeldRecord: MissReason.LATE}
     return told.get(type(damage), MissReason.CORRUPT)

@@ -1,6 +1,6 @@
-"""Tier: what a slower store of KV has to offer, whatever it is made of.
+"""Tier: the interface of a slower store of KV, and the types in it (Layout, PackHead, Found).
 
-Packs are found by the chain keys of a prompt and read back image by image. Knows no device.
+A tier stores packs of consecutive blocks. A pack is found by the chain keys of a prompt.
 """
 
 from collections.abc import Sequence
@@ -13,22 +13,22 @@ from kvchat.core.types import MissReason
 
 
 class DamagedRecord(Exception):
-    """A record that is not what it should be; `str()` of it says how, in a few words."""
+    """A stored record is damaged; `str()` of the error says how, in a few words."""
 
 
 class GoneRecord(DamagedRecord):
-    """A record that was there a moment ago, and is not any more: others may have removed it."""
+    """A record no longer exists: another process may have removed it."""
 
 
 class HeldRecord(DamagedRecord):
-    """A record that could not be looked at as long as others held the store; it may be sound."""
+    """A record could not be read because another process held the store; it may be intact."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What all packs of a store share: whose KV it is (16 bytes), and the shape of a block.
+    """What all packs of one identity share: the identity (16 bytes) and the shape of a block.
 
-    `block_size` counts tokens, `block_bytes` the bytes of a block's image.
+    `block_size` counts tokens; `block_bytes` is the size of a block's image.
     """
 
     identity: bytes
@@ -43,7 +43,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class LogitFingerprint:
-    """The largest logits of the forward of a pack's last token: token ids, and their values."""
+    """The largest logits of the forward pass of a pack's last token: token ids and values."""
 
     token_ids: tuple[int, ...]
     values: tuple[float, ...]
@@ -54,9 +54,9 @@ class LogitFingerprint:
 
 @dataclass(frozen=True, slots=True)
 class PackHead:
-    """The key of the block before the first, and the encoded token ids of whole blocks.
+    """What a pack holds: the key of the block before its first, and its blocks' encoded token ids.
 
-    `is_draft` where the KV was computed to draft for another model.
+    `is_draft` says that a draft model computed the KV.
     """
 
     parent: bytes
@@ -73,7 +73,7 @@ class PackHead:
         return len(self.ids) // layout.ids_bytes
 
     def num_shared(self, encoded: bytes, block: int, layout: Layout) -> int:
-        """Return how many of the blocks stand in `encoded` token ids from `block` on."""
+        """Return how many leading blocks equal those of `encoded` token ids from `block` on."""
         size, count, num_blocks = layout.ids_bytes, 0, self.num_blocks(layout)
         if encoded.startswith(self.ids, block * size):
             return num_blocks
@@ -87,11 +87,11 @@ class PackHead:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A run of a prompt's blocks that a tier has, in a pack named by its first block's key.
+    """Consecutive blocks of a prompt that a tier has, in a pack named by its first block's key.
 
-    The pack may hold more than the `num_blocks` that the prompt shares; where it does not,
-    `fingerprint` is that of the last one's last token. `checksum` is that of its images: packs that
-    begin with the same block have the same name.
+    The pack may hold more blocks than the `num_blocks` that the prompt shares. If it does not,
+    `fingerprint` is the fingerprint of the last block's last token. `checksum` is the checksum of
+    the images: it tells apart packs that begin with the same block and so have the same name.
     """
 
     key: bytes
@@ -102,23 +102,23 @@ class Found:
 
 
 def trouble_of(error: Exception) -> str:
-    """Return the sentence that a tier's status has about an error."""
+    """Return a sentence about an error for a tier's status."""
     reason = getattr(error, "strerror", None) or str(error).rstrip(".") or type(error).__name__
     return f"the disk cache failed: {reason}."
 
 
 @runtime_checkable
 class Pinning(Protocol):
-    """A tier that can be told never to forget something."""
+    """A tier that can pin contexts: it does not evict their blocks."""
 
     def pin(self, keys: Sequence[bytes], encoded: bytes, label: str) -> int:
-        """Never forget what is kept of a context; return how many of its blocks that is."""
+        """Pin the stored blocks of a context under `label`; return how many blocks that is."""
 
 
 class Tier(Protocol):
     """One thread uses a tier at a time; other processes may use the same store.
 
-    `is_one_shot` says of a use that whoever asks will hardly go on: it counts for little.
+    `is_one_shot` marks a use of a context that will hardly be continued: it has a low weight.
     """
 
     @property
@@ -126,33 +126,35 @@ class Tier(Protocol):
         """The key of the empty context under the tier's identity."""
 
     def find(self, keys: Sequence[bytes], encoded: bytes, is_one_shot: bool = False) -> list[Found]:
-        """Return the packs that hold a prompt's leading blocks, in order and without a hole.
+        """Return the packs that hold a prompt's leading blocks, in order and without a gap.
 
         `keys` are the chain keys of the full blocks of the prompt's `encoded` token ids.
         """
 
     def read(self, found: Found) -> bytes | bytearray | memoryview:
-        """Return the images of the blocks found, verified. Raises DamagedRecord, and forgets it;
-        HeldRecord where others are busy with it, and keeps it.
+        """Return the images of the blocks found, verified. Raises DamagedRecord and removes the
+        damaged pack. Raises HeldRecord if another process holds the store; the pack stays.
         """
 
     def write(self, head: PackHead, image: memoryview, is_one_shot: bool = False) -> bool:
-        """Keep a pack; false, and why in the status, where the world did not let it."""
+        """Store a pack; on failure return false and put the reason in the status."""
 
     def note_declined(self, keys: Sequence[bytes], encoded: bytes) -> None:
-        """Take in that a context is not offered for now, as what was offered last was refused.
+        """Note that a context is not offered now, because the tier refused the last write.
 
-        `keys` and `encoded` as in `find`. Whoever asks `why` later shall hear of it.
+        `keys` and `encoded` as in `find`. A later `why` can then give the reason.
         """
 
     def why(self, key: bytes, encoded: bytes, num_found: int) -> MissReason:
-        """Return why the block of `key` is not there, after `num_found` of a context that are."""
+        """Return why the block of `key` is missing, after `num_found` blocks that were found."""
 
     def quarantine(self, keys: Sequence[bytes]) -> None:
-        """Never give out again the packs that hold one of these blocks, nor what continues them."""
+        """Never return again the packs that hold one of these blocks, nor packs that continue
+        them.
+        """
 
     def status(self) -> TierStatus:
-        """Return what the tier holds and has done; may be asked from any thread."""
+        """Return what the tier holds and its totals; may be called from any thread."""
 
     def close(self) -> None:
-        """Let go of the store. Idempotent."""
+        """Close the store. Idempotent."""

@@ -1,8 +1,7 @@
-"""TierList: slower tiers behind one another, used as one tier.
+"""TierList: several slower tiers, in order of speed, used as one tier.
 
-A prompt finds its beginning in the first tier that has it, and what goes on from there in the ones
-behind. What is computed is written to every tier. A tier that fails is a miss, and keeps none of
-the others from their work. Knows no tier's kind.
+Each block of a prompt is read from the first tier that has it. New KV is written to every tier. A
+tier that fails counts as a miss; the other tiers still work.
 """
 
 import logging
@@ -27,15 +26,15 @@ _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# Opens a tier of the layout, which takes long to learn; raises what keeps it from being opened.
+# Opens a tier for the layout. The layout is a function because computing it takes long.
 TierOpener = Callable[[Callable[[], Layout]], Tier]
 
 
 def open_tiers(openers: Sequence[TierOpener], layout: Callable[[], Layout]) -> Tier:
-    """Open tiers in order, the fastest first; the layout is asked for once at most.
+    """Open tiers in order, the fastest first; `layout` is called at most once.
 
-    One that cannot be opened is left out, and its error told in the status; raises the first
-    error where none can be. A single tier is returned as it is.
+    A tier that cannot be opened is left out, and the status reports the first such error. If none
+    can be opened, the first error is raised. A single tier is returned as it is.
     """
     tiers: list[Tier] = []
     errors: list[Exception] = []
@@ -56,7 +55,7 @@ def open_tiers(openers: Sequence[TierOpener], layout: Callable[[], Layout]) -> T
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _FoundIn(Found):
-    """A run that is read from tier `number` as `own`, without its first `num_skipped` blocks."""
+    """Blocks to read from tier `number` as `own`, without the first `num_skipped` of them."""
 
     number: int
     own: Found
@@ -64,9 +63,9 @@ class _FoundIn(Found):
 
 
 class TierList:
-    """Joins tiers of one layout, whose roots are the same; owns them. One thread uses it.
+    """Combines tiers of one layout (they have the same root) and owns them. One thread uses it.
 
-    `trouble` is told in the status as long as no tier has any.
+    The status reports `trouble` while no tier reports its own.
     """
 
     def __init__(self, tiers: Sequence[Tier], trouble: str = "") -> None:
@@ -74,7 +73,7 @@ class TierList:
         assert len({tier.root for tier in tiers}) == 1, "tiers of different layouts"
         self._tiers = list(tiers)
         self._trouble = trouble
-        # Of each tier: the keys of the blocks it had of the prompt that was looked for last.
+        # For each tier: the keys of the blocks that its last `find` returned.
         self._held: list[frozenset[bytes]] = [frozenset()] * len(tiers)
 
     @property
@@ -83,7 +82,7 @@ class TierList:
         return self._tiers[0].root
 
     def find(self, keys: Sequence[bytes], encoded: bytes, is_one_shot: bool = False) -> list[Found]:
-        """Return the runs that hold a prompt's leading blocks, each from the first tier that has
+        """Return the packs that hold a prompt's leading blocks, each from the first tier that has
         it.
         """
         joined: list[Found] = []
@@ -100,7 +99,7 @@ class TierList:
         return joined
 
     def read(self, found: Found) -> bytes | bytearray | memoryview:
-        """Return the images of a run, from the tier it was found in; errors as `Tier.read`."""
+        """Return the images of found blocks, from the tier that has them; errors as `Tier.read`."""
         assert isinstance(found, _FoundIn)
         try:
             image = memoryview(self._tiers[found.number].read(found.own))
@@ -112,8 +111,8 @@ class TierList:
         return image[found.num_skipped * (len(image) // found.own.num_blocks) :]
 
     def write(self, head: PackHead, image: memoryview, is_one_shot: bool = False) -> bool:
-        """Keep a pack in every tier that has what it continues, by the last `find`; whether any
-        did.
+        """Write a pack to every tier that has its parent block, by the last `find`; return whether
+        any stored it.
         """
         are_written = [
             _tried(partial(tier.write, head, image, is_one_shot), False)
@@ -123,21 +122,21 @@ class TierList:
         return any(are_written)
 
     def note_declined(self, keys: Sequence[bytes], encoded: bytes) -> None:
-        """Have every tier take in that a context is not offered for now."""
+        """Tell every tier that a context is not offered now."""
         for tier in self._tiers:
             _tried(partial(tier.note_declined, keys, encoded), None)
 
     def why(self, key: bytes, encoded: bytes, num_found: int) -> MissReason:
-        """Return why the first tier has not what no tier has."""
+        """Return why the first tier does not have a block that no tier has."""
         return self._tiers[0].why(key, encoded, num_found)
 
     def quarantine(self, keys: Sequence[bytes]) -> None:
-        """Never give out again what holds one of these blocks, from whichever tier."""
+        """Quarantine these blocks in every tier."""
         for tier in self._tiers:
             _tried(partial(tier.quarantine, keys), None)
 
     def pin(self, keys: Sequence[bytes], encoded: bytes, label: str) -> int:
-        """Never forget what is kept of a context, in the tiers that can be told so."""
+        """Pin a context in the tiers that support it; return the largest number of blocks."""
         pinning = [tier for tier in self._tiers if isinstance(tier, Pinning)]
         return max(
             (_tried(partial(tier.pin, keys, encoded, label), 0) for tier in pinning),
@@ -145,7 +144,7 @@ class TierList:
         )
 
     def status(self) -> TierStatus:
-        """Return totals over all tiers, and the first trouble that one of them has."""
+        """Return totals over all tiers, and the first trouble that a tier reports."""
         total = TierStatus()
         for status in [_tried(tier.status, TierStatus()) for tier in self._tiers]:
             names = [field.name for field in fields(TierStatus) if field.name != "trouble"]
@@ -154,13 +153,13 @@ class TierList:
         return replace(total, trouble=total.trouble or self._trouble)
 
     def close(self) -> None:
-        """Let go of every tier. Idempotent."""
+        """Close every tier. Idempotent."""
         for tier in self._tiers:
             _tried(tier.close, None)
 
 
 def _found_in(run: Found, number: int, num_found: int) -> _FoundIn:
-    """Return what of a tier's run goes beyond the blocks found already."""
+    """Return the part of a tier's blocks that lies after the first `num_found`."""
     num_skipped = max(0, num_found - run.start_block)
     return _FoundIn(
         run.key,
@@ -177,6 +176,6 @@ def _found_in(run: Found, number: int, num_found: int) -> _FoundIn:
 def _tried(action: Callable[[], T], otherwise: T) -> T:
     try:
         return action()
-    except Exception as error:  # what one tier cannot do, the others can
+    except Exception as error:  # a tier that fails must not stop the others
         _log.warning("a tier failed", exc_info=error)
         return otherwise

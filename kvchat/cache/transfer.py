@@ -1,8 +1,7 @@
-"""TransferThread: the one thread that waits for slower tiers, so that the engine never does.
+"""TransferThread: runs copies, reads and writes of slower tiers, so that the engine never waits.
 
-Copies to and from host memory go first, then quarantines, restores and saves, in the order they
-came, the last within a budget of bytes. Knows jobs and bytes; knows no request, no radix tree and
-no device.
+Copies to and from host memory run first, then quarantines, then restores, then saves; each kind in
+order of arrival. The queued saves have a limit in bytes.
 """
 
 import logging
@@ -32,11 +31,10 @@ class _Save:
 
 
 class TransferThread:
-    """Owns a tier, which `open_tier` opens; None, or an error, leaves it without one.
+    """Owns a tier, which `open_tier` opens; if that returns None or raises, there is no tier.
 
-    Opening may take as long as reading the weights, so it has a thread of its own: what needs a
-    tier and is given before waits for it, copies do not. Everything public may be called from any
-    thread.
+    Opening may take as long as reading the weights, so it has a thread of its own. Until then, jobs
+    that need a tier wait and copies run. All public methods may be called from any thread.
     """
 
     def __init__(self, open_tier: OpenTier, max_pending_bytes: int) -> None:
@@ -60,17 +58,17 @@ class TransferThread:
 
     @property
     def tier(self) -> Tier | None:
-        """The tier, None while it is being opened and where it could not be."""
+        """The tier; None while it is being opened, and if there is none."""
         return self._tier
 
     @property
     def failure(self) -> Exception | None:
-        """What kept the tier from being opened, None where nothing has."""
+        """The error that opening the tier raised, or None."""
         return self._failure
 
     @property
     def is_without_tier(self) -> bool:
-        """Whether nothing that needs a tier will ever be done."""
+        """Whether opening has ended without a tier: jobs that need one will never run."""
         return self._is_open is False
 
     def copy(self, job: CopyJob) -> None:
@@ -80,19 +78,19 @@ class TransferThread:
             self._changed.notify_all()
 
     def quarantine(self, job: QuarantineJob) -> None:
-        """Queue a job before all restores, which would give out again what it removes."""
+        """Queue a job before all restores, which could read again what the job removes."""
         with self._changed:
             self._quarantines.append(job)
             self._changed.notify_all()
 
     def restore(self, job: RestoreJob) -> None:
-        """Queue a job before all saves, where there is or may be a tier."""
+        """Queue a job before all saves; it does not run if there is no tier."""
         with self._changed:
             self._restores.append(job)
             self._changed.notify_all()
 
     def has_room(self, num_bytes: int, timeout_s: float) -> bool:
-        """Whether a save of so many bytes would be taken now, or within so many seconds."""
+        """Whether `save` would accept `num_bytes`; waits for that up to `timeout_s` seconds."""
         with self._changed:
             return self._changed.wait_for(lambda: self._takes(num_bytes), timeout_s)
 
@@ -100,7 +98,7 @@ class TransferThread:
         return self._pending_bytes + num_bytes <= self._max_pending_bytes and not self._is_closing
 
     def save(self, job: SaveJob, num_bytes: int) -> bool:
-        """Queue a job that holds `num_bytes`; false, and nothing queued, beyond the budget."""
+        """Queue a job that holds `num_bytes`; if the limit is exceeded, return false instead."""
         with self._changed:
             if not self._takes(num_bytes):
                 return False
@@ -110,8 +108,8 @@ class TransferThread:
         return True
 
     def afterwards(self, job: LastJob) -> None:
-        """Queue a job behind all saves, which is done whatever becomes of them: without a tier
-        where there is none, and here and now where the thread has ended.
+        """Queue a job after all saves. It always runs: with None if there is no tier, and in the
+        calling thread, with None, if the transfer thread has ended.
         """
         with self._changed:
             if not self._is_over:
@@ -128,9 +126,9 @@ class TransferThread:
             )
 
     def close(self, timeout_s: float) -> None:
-        """Finish all that is queued but restores, for at most `timeout_s`, and end. Idempotent.
+        """Drop queued restores, finish the other jobs within `timeout_s`, and end. Idempotent.
 
-        A tier that is still being opened, with nothing to change in it, is not waited for.
+        It does not wait for a tier that is still being opened, unless a job needs the tier.
         """
         deadline_s = time.monotonic() + timeout_s
         with self._changed:
@@ -149,7 +147,7 @@ class TransferThread:
         return bool(self._quarantines or self._restores or self._saves)
 
     def _open(self) -> None:
-        """On a thread that ends with it: open the tier, and close it where nobody waited for it."""
+        """Open the tier, on a thread of its own; close it if the transfer thread has ended."""
         tier = self._opened()
         with self._changed:
             self._tier, self._is_open = tier, tier is not None
@@ -174,12 +172,12 @@ class TransferThread:
         with self._changed:
             self._is_over = True
             left, self._saves = self._saves, deque()
-        for save in left:  # nothing is saved any more, and somebody may wait to hear of it
+        for save in left:  # nothing is saved any more, but a caller may wait for its callback
             _do(partial(save.job, None))
         _close(self._tier)
 
     def _next(self) -> CopyJob | None:
-        """Wait for the next job; return what does it, None once there will be none."""
+        """Wait for the next job and return it; None when closing."""
         with self._changed:
             self._is_busy = False
             self._changed.notify_all()
@@ -217,4 +215,4 @@ def _close(tier: Tier | None) -> None:
         try:
             tier.close()
         except Exception:
-            _log.exception("the tier did not close in order")
+            _log.exception("the tier could not be closed")

@@ -1,8 +1,7 @@
-"""WriteBehind: which blocks of the contexts a slower tier still lacks, and how they get there.
+"""WriteBehind: writes the blocks that a slower tier lacks, on the transfer thread.
 
-The engine's thread asks and hands over images; the transfer thread writes. A tier that refuses is
-asked again ever more rarely, with one pack at a time. Knows token ids, blocks and packs; knows no
-request.
+The engine's thread decides and copies images; the transfer thread writes them. After a refused
+write, the waiting time before the next offer doubles, and only one pack is offered.
 """
 
 import logging
@@ -20,22 +19,23 @@ from kvchat.core.types import TokenIds
 _log = logging.getLogger(__name__)
 
 PACK_BYTES = 4 << 20
-# After a write that failed nothing is offered for so long, twice as long after each further one.
+# The waiting time after a failed write; it doubles after each further failure.
 _FIRST_REST_S = 1.0
 _LONGEST_REST_S = 300.0
 _MOST_DOUBLINGS = 9
-# A chat has one or two that it waits for.
+# Contexts in the backlog; a chat has one or two.
 _MAX_BACKLOG = 16
-# Of how many blocks it is remembered that they are kept: about 16 MiB of keys.
+# The most blocks remembered as kept: about 16 MiB of keys.
 _MOST_KEPT = 1 << 17
-# What is kept where needs no identity as long as it is asked within one process.
+# The keys in `_kept` stay within this process, so they need no model identity.
 _LOCAL_ROOT = root_key(b"")
 
 
 @dataclass(frozen=True, slots=True)
 class _Offer:
-    """A context to be kept: the fingerprint of its last block's last token, and who has asked
-    for it.
+    """A context to write; `fingerprint` is that of its last block's last token.
+
+    `is_one_shot`: the context will hardly be continued.
     """
 
     ids: TokenIds
@@ -45,9 +45,9 @@ class _Offer:
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """Of an offered pack: how many blocks of its context the tier has, and whether it refused.
+    """The result of a write: how many blocks of the context the tier has, and whether it refused.
 
-    `lost` is what was offered where the tier has lost what that continues.
+    `lost` is the offer if the tier no longer has the blocks before it.
     """
 
     keys: list[bytes]
@@ -58,10 +58,10 @@ class _Outcome:
 
 
 class WriteBehind:
-    """Has the full blocks of one manager's contexts written behind. `clock` returns seconds.
+    """Writes the full blocks of one manager's contexts. `clock` returns seconds.
 
-    The engine's thread owns it. Whatever goes wrong costs the next process time, and this one's
-    answers nothing.
+    The engine's thread owns it. A failure never affects an answer; later prompts may have to
+    compute what was not written.
     """
 
     def __init__(
@@ -79,21 +79,21 @@ class WriteBehind:
         self._num_unheard = 0
         self._num_refusals = 0
         self._rests_until_s = 0.0
-        # Contexts that are to be offered once more, the oldest first.
+        # Contexts to offer again, the oldest first.
         self._backlog: deque[_Offer] = deque(maxlen=_MAX_BACKLOG)
         self._tier_memo: ChainMemo | None = None  # the transfer thread's
 
     @property
     def has_backlog(self) -> bool:
-        """Whether something is still to be offered: there was no room for it, or its beginning
-        turned out to be gone.
+        """Whether a context is to be offered again: there was no room for it, or the tier no longer
+        had its leading blocks.
         """
         self._learn()
         return bool(self._backlog) and not self._transfer.is_without_tier
 
     @property
     def is_unheard(self) -> bool:
-        """Whether it is still to be heard what became of something that was handed over."""
+        """Whether the result of a queued write is still unknown."""
         self._learn()
         return self._num_unheard > 0 and not self._transfer.is_without_tier
 
@@ -103,27 +103,27 @@ class WriteBehind:
         return self._blocks_a_pack * self._manager.block_size
 
     def note_kept(self, ids: TokenIds, num_blocks: int) -> None:
-        """Take in that the tier has the first blocks of a context."""
+        """Note that the tier has the first `num_blocks` blocks of a context."""
         size = self._manager.block_size
         keys = self._memo.keys_of(encode_ids(ids[: num_blocks * size]))
         self._remember(keys, keys)
 
     def _remember(self, keys: list[bytes], context: list[bytes]) -> None:
-        """Know that blocks of a context are kept. Where that is too much other contexts are no
-        longer known: they are offered once more, and what the tier has is not written again.
+        """Remember blocks of a context as kept. Above the limit, other contexts are dropped: they
+        are offered again, and blocks that the tier has are not written again.
         """
         if len(self._kept) + len(keys) > _MOST_KEPT:
             self._kept.intersection_update(context)
         self._kept.update(keys)
 
     def note_gone(self, ids: TokenIds) -> None:
-        """Take in that the tier has lost a context."""
+        """Note that the tier has lost a context."""
         self._kept.difference_update(self._memo.keys_of(encode_ids(ids)))
 
     def lacks(self, ids: TokenIds) -> bool:
-        """Whether a context has full blocks that are not known to be kept, and may be offered.
+        """Whether a context has full blocks not known to be kept, and may be offered now.
 
-        Where it may not, as the tier rests after it refused something, the tier hears of it.
+        If it may not, because of an earlier refusal, the tier is told (`Tier.note_declined`).
         """
         self._learn()
         if self._transfer.is_without_tier or not self._lacks_some(encode_ids(ids)):
@@ -139,21 +139,21 @@ class WriteBehind:
     def save(
         self, ids: TokenIds, fingerprint: LogitFingerprint | None = None, is_one_shot: bool = False
     ) -> None:
-        """Have the full blocks of a context written, as far as they are not kept yet.
+        """Write the full blocks of a context that are not kept yet.
 
-        `fingerprint` is that of the last block's last token; `is_one_shot` where whoever asked will
-        hardly go on.
+        `fingerprint` is that of the last block's last token; `is_one_shot`: the context will hardly
+        be continued.
         """
         self._offer(_Offer(ids, fingerprint, is_one_shot), whole_packs=False)
 
     def go_on(self, timeout_s: float) -> None:
-        """Offer some of the backlog; wait so long for room."""
+        """Offer the oldest context of the backlog; wait up to `timeout_s` for room."""
         pack_bytes = self._blocks_a_pack * self._image_bytes
         if self.has_backlog and self._transfer.has_room(pack_bytes, timeout_s):
             self._offer(self._backlog.popleft(), whole_packs=False)
 
     def save_packs(self, ids: TokenIds, is_one_shot: bool = False) -> None:
-        """Have what fills whole packs written: for a context that is still growing."""
+        """Write only whole packs: for a context that is still growing."""
         self._offer(_Offer(ids, is_one_shot=is_one_shot), whole_packs=True)
 
     def _offer(self, offer: _Offer, whole_packs: bool) -> None:
@@ -166,7 +166,7 @@ class WriteBehind:
             elif not whole_packs and self._lacks_some(encode_ids(offer.ids)):
                 self._decline(encode_ids(offer.ids))
         except Exception:
-            _log.exception("a context could not be kept")
+            _log.exception("a context could not be saved")
 
     def _offer_packs(self, offer: _Offer, whole_packs: bool) -> None:
         keys = self._memo.keys_of(encode_ids(offer.ids))
@@ -184,10 +184,10 @@ class WriteBehind:
             if not self._offer_pack(own, first, keys[:last]):
                 return
             if self._num_refusals:
-                return  # one pack, to see whether the tier takes anything again
+                return  # one pack, to test whether the tier accepts writes again
 
     def _decline(self, encoded: bytes) -> None:
-        """Have the tier know what it would be offered, if it had not refused: it costs no image."""
+        """Tell the tier about a context that is not offered after a refusal; needs no image."""
         num_blocks = len(encoded) // self._block_bytes
         whole = encoded[: num_blocks * self._block_bytes]
         self._transfer.save(lambda tier: tier.note_declined(self._tier_keys(tier, whole), whole), 0)
@@ -205,16 +205,18 @@ class WriteBehind:
         self._num_unheard += 1
         return True
 
-    # What became of it
+    # Results of writes
 
     def _may_offer(self) -> bool:
-        """Whether the tier may be asked: not too soon after it refused, nor twice at once then."""
+        """Whether a pack may be offered. After a refusal: only after the waiting time, and only if
+        no other write is under way.
+        """
         if not self._num_refusals:
             return True
         return not self._num_unheard and self._clock() >= self._rests_until_s
 
     def _learn(self) -> None:
-        """Take in what the transfer thread has done; what is not there is to be offered again."""
+        """Process the results of writes; blocks that the tier lacks can be offered again."""
         while True:
             try:
                 outcome = self._outcomes.get_nowait()
@@ -233,7 +235,7 @@ class WriteBehind:
                 self._num_refusals = 0
 
     def _offer_again(self, offer: _Offer) -> None:
-        """Once for all packs of a context, the last of which holds the others."""
+        """Add an offer to the backlog, in place of a shorter one of the same context."""
         if self._backlog and self._backlog[-1].ids == offer.ids[: len(self._backlog[-1].ids)]:
             self._backlog.pop()
         self._backlog.append(offer)
@@ -243,9 +245,9 @@ class WriteBehind:
     def _write(
         self, tier: Tier, offer: _Offer, first: int, image: memoryview, keys: list[bytes]
     ) -> None:
-        """Write what nobody else has written meanwhile.
+        """Write the blocks that no other process has written meanwhile.
 
-        A pack whose parents are missing could never be found, and is not written by itself.
+        A pack whose parent blocks are missing could never be found, so it is not written.
         """
         num_there, is_written, encoded = 0, False, encode_ids(offer.ids)
         try:

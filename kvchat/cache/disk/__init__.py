@@ -1,1 +1,1 @@
-"""The disk tier: packs of KV in files that outlive the process, bounded and shared by processes."""
+"""The disk tier: KV packs in files with a size limit, shared by processes and kept across runs."""

@@ -1,7 +1,7 @@
 """StoreAdmin: status, verify, gc, unpin, forget and clear of a store, without loading a model.
 
-All identities in it; other processes may use the store meanwhile. What is in a model directory is
-a DiskTier's to read and change.
+It works on all identities; other processes may use the store meanwhile. A DiskTier makes all
+changes inside a model directory, except `clear`.
 """
 
 import math
@@ -74,7 +74,7 @@ class StoreAdmin:
         return [(_status_of(model_dir), pack_tree(model_dir)) for model_dir in found]
 
     def verify(self, goes_on: Callable[[], bool] = lambda: True) -> Verified:
-        """Read every pack; what is damaged is gone then. Ends early where `goes_on` says so."""
+        """Read every pack and remove damaged ones. Ends early once `goes_on` returns false."""
         found = self._in_each(lambda path: self._verify_in(path, goes_on))
         return Verified(
             num_sound=sum(each.num_sound for each in found),
@@ -85,7 +85,7 @@ class StoreAdmin:
     def _verify_in(self, path: Path, goes_on: Callable[[], bool]) -> Verified:
         if not goes_on():
             return Verified()
-        # Nothing is too old or too much: who wants to know what is sound throws nothing away.
+        # No limit and no expiry: verifying must not evict packs.
         with self._opened(path, _NO_LIMIT, lambda: -math.inf) as (tier, _):
             sound, damaged = tier.verify(goes_on)
             trouble = tier.status().trouble
@@ -94,9 +94,9 @@ class StoreAdmin:
         return Verified(sound, damaged, int(tier.is_begun_anew))
 
     def gc(self) -> int:
-        """Remove what is out of date and what nothing leads to, and keep the limit.
+        """Remove expired packs and payloads without a head, and enforce the limit.
 
-        Returns the bytes that are free now.
+        Returns the number of bytes freed.
         """
         before = self.num_bytes()
         self._in_each(self._collect_in)
@@ -148,7 +148,7 @@ class StoreAdmin:
         return num_blocks
 
     def clear(self) -> int:
-        """Delete all packs of all identities; return the bytes that are free now."""
+        """Delete all packs of all identities; return the number of bytes freed."""
         found = stored_model_dirs(self.directory)
         if not found:
             return 0
@@ -163,10 +163,10 @@ class StoreAdmin:
         return num_bytes
 
     def _in_each(self, deed: Callable[[Path], T]) -> list[T]:
-        """Do something in every model directory; return what came of it.
+        """Run `deed` in every model directory; return the results.
 
-        One that cannot be used, as others hold it, keeps nothing from being done in those behind
-        it: of that is told once all are done.
+        If one directory cannot be used, the others are still processed; then the last error is
+        raised.
         """
         outcomes, failure = [], None
         for path in stored_model_dirs(self.directory):
@@ -214,7 +214,7 @@ class StoreAdmin:
             _require_done(tier.status(), held_up)
         finally:
             tier.close()
-            # A log is left only where somebody else has the table open, and is using it.
+            # A log remains only if another process has the table open.
             if used_s and not (path / f"{DATABASE}-wal").exists():
                 set_last_used(path, used_s)
 

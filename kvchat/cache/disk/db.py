@@ -28,19 +28,18 @@ _MARK_BYTES = 9
 
 
 class StoreHeld(StoreInUse):
-    """Somebody else holds the store, and does not let go of it."""
+    """Another process holds the store's lock longer than the timeout."""
 
 
 class StoreBusy(StoreHeld):
-    """Others change the store one after another; nothing is wrong with it."""
+    """Other processes hold the store's lock by turns; the store is in order."""
 
 
 class StoreLock:
     """A lock between processes on the file `path`, re-entrant within one holder.
 
-    Who holds it longer than `patience_s`, as a process stopped with Ctrl-Z does, is not waited for;
-    others who hold it by turns are, for some times as long. `clock` returns seconds, and `sleep`
-    takes some.
+    It waits at most `patience_s` for one holder, which may be a process stopped with Ctrl-Z, and a
+    few times as long for several holders in turn. `clock` returns seconds; `sleep` takes seconds.
     """
 
     def __init__(
@@ -62,8 +61,8 @@ class StoreLock:
         """Hold the lock; `has_leftovers` then says whether a holder ended before it was done, or
         could not delete all that it was to delete.
 
-        It says so, to later holders too, until one that has tidied up sets it back. Raises
-        StoreHeld where the lock cannot be had, StoreBusy where only too many others want it.
+        It stays true, for later holders too, until one that has tidied up resets it. Raises
+        StoreHeld if one holder keeps the lock too long, StoreBusy if several keep it by turns.
         """
         if self._depth:
             yield
@@ -128,7 +127,7 @@ class PackDb:
     """Owns the table in `own`, a model directory of the store in `directory`; one thread at a time
     uses it, and `thread` is the one that did last, None while the table is closed.
 
-    `note_trouble` hears of every error. A table waits `patience_s` for whoever else writes to it.
+    `note_trouble` is called with every error. A table waits up to `patience_s` for other writers.
     """
 
     def __init__(
@@ -176,8 +175,8 @@ class PackDb:
     def changing(self) -> Iterator[PackTable]:
         """Hold the store's lock; yields the table as it is under the lock.
 
-        Whoever deletes a store holds it too: what was looked at before may be gone. What the
-        lock says of leftovers holds for the table's disk, and afterwards the other way round.
+        A process that deletes a store holds it too: what was read before may be gone. What the
+        lock says of leftovers is copied to the table's disk, and back afterwards.
         """
         with self._lock.held():
             table = self.follow()
@@ -234,7 +233,7 @@ class PackDb:
         """Hold the lock while a table is opened: SQLite opens its log by its name when it first
         needs it, and where somebody deletes the store in between that is another table's.
 
-        Whoever holds the lock for long, as a process stopped with Ctrl-Z does, is not waited for.
+        If a process holds the lock for long, such as one stopped with Ctrl-Z, it goes on without.
         """
         with ExitStack() as stack:
             with suppress(StoreError):

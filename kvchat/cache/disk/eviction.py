@@ -1,7 +1,6 @@
-"""What a full store forgets first: value for its bytes. Pure functions of what is known of packs.
+"""Eviction order of packs: the least value per byte first. Pure functions.
 
-The value of a pack is how often it will be wanted times what computing it again would take; what
-takes more room for as much value goes first.
+The value of a pack is its expected rate of use times the time to compute it again.
 
 *How often.* Every use foretells another, and half as strongly with each half-life H that passes:
 after uses at t_i of weight w_i the expected rate is W(t) = sum of w_i 2^(-(t - t_i)/H). Recency
@@ -30,7 +29,7 @@ from dataclasses import dataclass, replace
 from kvchat.cache.disk.model_dirs import FILE_OVERHEAD_BYTES
 from kvchat.cache.tier import Layout, PackHead
 
-# What nobody has used for so long expires.
+# A pack unused for this long expires.
 TIME_TO_LIVE_S = 30 * 86400.0
 HALF_LIFE_S = 86400.0
 # Uses this close to each other are one: a turn looks for its context more than once.
@@ -123,7 +122,7 @@ def eviction_order(
 def expired(
     packs: Mapping[bytes, KnownPack], now_s: float, pinned: Collection[bytes] = ()
 ) -> list[bytes]:
-    """Return the names of packs that nobody has used for their time to live, leaves first."""
+    """Return the names of packs unused for their time to live, leaves first."""
     forest = _Forest(packs)
     oldest_s = now_s - TIME_TO_LIVE_S
     held = Counter(owner for key in pinned if (owner := forest.owners.get(key)))

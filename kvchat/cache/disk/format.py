@@ -1,10 +1,10 @@
-"""What the disk tier stores, as bytes: packs and pins.
+"""The byte format of the disk tier: packs and pins.
 
-A pack is consecutive blocks of one chain, stored together, in two records. The *head* says which
-token ids after which block; the *payload* holds the block images. Either can be damaged in any way
-and is then refused, never believed. A head may carry a *fingerprint*: what the model said after the
-pack's last token, for whoever reads the pack to compare. A pin names the blocks of a context that
-is not to be forgotten; a damaged pin holds nothing. Nothing here is ever unpickled.
+A pack is consecutive blocks of one chain, in two records. The *head* has the key of the block
+before and the token ids; the *payload* holds the block images. A damaged record raises
+DamagedRecord. A head may have a *fingerprint*: the largest logits after the pack's last token, to
+verify restored KV. A pin names the blocks of a context that must not be evicted; a damaged pin is
+ignored. Nothing here is ever unpickled.
 """
 
 import struct

@@ -1,11 +1,11 @@
-"""What a store holds, of all identities, read without a model and without changing anything.
+"""Reads what a store holds, for all identities, without a model and without changing anything.
 
-The packs' heads say what shape they have. Even looking must leave no trace: a table's time of
-change is how a directory is told that nothing uses any more.
+The packs' heads give the shape of the blocks. Reading must not change a table's modification time,
+because that time tells when a directory was last used.
 
-While the weights still load, a conversation's packs are prefetched into the page cache. Whose KV
-will be wanted is only known for certain when the model is there; of the identities that have the
-context, the one used last is the likeliest, and a wrong guess costs reading.
+`prefetch_pages` reads a conversation's packs into the page cache while the weights load. The
+identity is not known yet, so it takes the identity used last of those that have the context. A
+wrong guess costs only the reading.
 """
 
 import logging
@@ -47,8 +47,8 @@ class StoredHead:
 
 @dataclass(frozen=True, slots=True)
 class ModelDir:
-    """The packs of one identity. `trouble` says in a few words why they cannot be read; where
-    somebody else has the table all to himself, `is_held`, that passes.
+    """The packs of one identity. `trouble` says in a few words why they cannot be read; `is_held`
+    says that another process has locked the table, which is temporary.
 
     Heads that are damaged are left out; `layout` is that of the others.
     """
@@ -140,8 +140,8 @@ def _as_bytes(
 def connection_to(table: Path) -> sqlite3.Connection:
     """Open a table to read from it.
 
-    Without a log nobody is writing: only then may SQLite do without one of its own, which would
-    stay there. Whoever begins to write meanwhile can make the table look damaged for this once.
+    If the table has no log, no process is writing, and SQLite opens it without making a log that
+    would remain. A process that starts to write meanwhile can make the table look damaged once.
     """
     log = table.with_name(f"{table.name}-wal")
     mode = "mode=ro" if file_bytes(log) else "immutable=1"

@@ -35,7 +35,7 @@ class MissReasonLog:
         self._directory = directory
 
     def note(self, keys: Iterable[bytes], reason: MissReason) -> None:
-        """Say why packs that begin with these blocks are not there."""
+        """Record why the packs that begin with these blocks are missing."""
         if not (records := b"".join(key + _CODES[reason] for key in keys)):
             return
         try:
@@ -71,7 +71,7 @@ class MissReasonLog:
         return found
 
     def forget(self, keys: Collection[bytes]) -> None:
-        """Leave no trace of these."""
+        """Remove all records of these keys."""
         data = self._read()
         gone = set(keys)
         records = [data[n : n + _RECORD_BYTES] for n in range(0, len(data), _RECORD_BYTES)]

@@ -261,7 +261,8 @@ class Sizes:
     """How large model directories are; one is looked through again only where its table has
     changed.
 
-    A file that a killed process left in it is not in the table: who learns of one calls `forget`.
+    A file that a killed process left in it is not in the table: a caller that finds one must call
+    `forget`.
     """
 
     def __init__(self) -> None:

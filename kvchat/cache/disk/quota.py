@@ -99,7 +99,7 @@ def least_bytes(block_bytes: int) -> int:
 class DiskQuota:
     """The bounds of the store in `directory`, seen from the identity in `own`.
 
-    Whoever makes room or collects holds the store's lock. `num_evicted` counts packs.
+    The caller of `make_room` and `collect` holds the store's lock. `num_evicted` counts packs.
     """
 
     directory: Path
@@ -205,9 +205,9 @@ class DiskQuota:
     def _worth_least(
         self, table: PackTable, known: Packs, parent: bytes, to_free: int
     ) -> tuple[list[bytes], int]:
-        """Return who has to go so that `to_free` bytes are free, and how many then still are not.
+        """Return the packs to evict to free `to_free` bytes, and the bytes still to free then.
 
-        Whole model directories that are worth less are gone already.
+        It has already deleted other model directories that were used less recently.
         """
         keys: list[bytes] = []
         for key in eviction_order(known, parent, self._pinned(table)):

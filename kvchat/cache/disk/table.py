@@ -56,7 +56,7 @@ _PASSING_CODES = {
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """A value that lies in two places; nobody copies it to have it in one."""
+    """A value in two parts, so that it need not be copied into one buffer."""
 
     prefix: bytes
     rest: memoryview
@@ -166,7 +166,7 @@ class RawDisk(diskcache.Disk):
 class RawCache(diskcache.Cache):
     """diskcache's table over a RawDisk: it evicts nothing by itself and maps no file.
 
-    A mapped table that somebody cuts short would kill the process that reads it. One that cannot
+    If another process truncates a mapped table, the reading process is killed. A table that cannot
     be opened leaves nothing open: the error, and with it the table, may be kept for long.
     """
 
@@ -249,7 +249,7 @@ class RawCache(diskcache.Cache):
         return disk.read_parts(row, prefix_bytes, take)
 
     def take_back(self) -> None:
-        """End a change that failed at its very end: while it is open nobody else can write."""
+        """Roll back a failed transaction: while it is open, no other process can write."""
         if self._con.in_transaction:
             self._con.rollback()
 
@@ -296,7 +296,7 @@ def _read_all(descriptor: int, memory: memoryview) -> int:
 
 
 def is_busy(error: Exception) -> bool:
-    """Whether somebody else was at a table all the time it was waited for."""
+    """Whether another process kept the table locked until the timeout."""
     if isinstance(error, sqlite3.Error):
         codes = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
         return getattr(error, "sqlite_errorcode", 0) & 0xFF in codes
@@ -466,7 +466,7 @@ class PackTable(RawCache):
     # Uses
 
     def note_uses(self, one_shot_uses: Mapping[bytes, bool], now_s: float) -> None:
-        """Remember which packs were used, and whether only by somebody who asks once and leaves."""
+        """Record which packs were used, and whether only by one-shot requests."""
         with self.transact():
             for key, is_one_shot in one_shot_uses.items():
                 if (use := self.use(key)) is not None:

@@ -192,8 +192,8 @@ class PackReader:
     def _quarantine(self, key: bytes, damage: DamagedRecord) -> None:
         """Forget a damaged pack; its place is free for a good one.
 
-        Who does not know the shape of the packs, as of a store that was empty a moment ago, leaves
-        them alone.
+        A pack of another block shape stays: the layout of a store that was empty a moment ago may
+        be unknown.
         """
         if isinstance(damage, OtherGeometry):
             return
@@ -316,7 +316,7 @@ class DiskTier:
     def note_declined(self, keys: Sequence[bytes], encoded: bytes) -> None:
         """Take in that a context is not offered, as there was no room for what was offered last.
 
-        Where that was refused for another reason, nobody knows what would become of this.
+        If the last write was refused for another reason, nothing is noted.
         """
         if not self._had_no_room:
             return
