@@ -142,12 +142,14 @@ class Fetcher:
         """
         if self._is_idle(requests):
             return False
-        num_waiting = sum(request.awaits_kv for request in requests) + self._is_prefetching
+        num_waiting = sum(request.awaits_kv for request in requests)
+        is_awaited = bool(num_waiting) or self._is_prefetching
         is_idle = not any(request.state is State.RUNNING for request in requests)
-        if (num_waiting and num_waiting >= len(requests)) or (is_idle and self.is_copying):
+        can_run = num_waiting < len(requests)
+        if (is_awaited and not can_run) or (is_idle and self.is_copying):
             self._wait_for_news()
         if self._offload is not None:
-            self._offload.settle(may_demote=not (num_waiting or self._live_restores(requests)))
+            self._offload.settle(may_demote=not (is_awaited or self._live_restores(requests)))
         self._follow_promotions()
         for restore in self._live_restores(requests):
             assert self._connector is not None
