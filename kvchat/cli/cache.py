@@ -61,7 +61,7 @@ def show_path(kept: StoreAdmin) -> None:
 
 def _confirm(question: str) -> bool:
     if sys.stdin is None or sys.stdin.closed or not sys.stdin.isatty():
-        raise UsageError(f"{question} Only somebody at a terminal can say yes.", "Or give --yes.")
+        raise UsageError(f"{question} It has to be confirmed at a terminal.", "Or give --yes.")
     sys.stderr.write(f"{question} [y/N] ")
     sys.stderr.flush()
     return sys.stdin.readline().strip().lower() in ("y", "yes")

@@ -52,7 +52,7 @@ class ScriptPage:
 
     async def choose(self, title: str, choices: Sequence[Choice], current: int = 0) -> int | None:
         raise UsageError(
-            f"“{title}” takes somebody at a terminal.",
+            f"“{title}” needs a terminal.",
             "In a script, name what you want after the command.",
         )
 
@@ -110,7 +110,7 @@ class ScriptCommands(CommandContext):
         """Do nothing: a script does not show loading."""
 
     async def confirm(self, question: str) -> bool:
-        raise UsageError(f"{question} Only somebody at a terminal can say yes to that.")
+        raise UsageError(f"{question} It has to be confirmed at a terminal.")
 
     async def confirm_cost(self, cost: Cost | None, action: str) -> bool:
         """Print the cost and return true: a script is not asked for confirmation."""

@@ -212,9 +212,9 @@ def test_a_worse_failure_decides_the_code(run_lines: RunLines) -> None:
     [
         ("/editor", "An editor takes a terminal."),
         ("/copy", "A script has no clipboard."),
-        ("/switch", "“Go on from” takes somebody at a terminal."),
-        ("/rewind", "“Go back to before” takes somebody at a terminal."),
-        ("/delete", "Only somebody at a terminal can say yes to that."),
+        ("/switch", "“Go on from” needs a terminal."),
+        ("/rewind", "“Go back to before” needs a terminal."),
+        ("/delete", "It has to be confirmed at a terminal."),
         ("/retry -n x", "-n x is no number of answers."),
         ("/continue", "The last answer is complete."),
         ("/spec draft", "The draft model is not loaded. Start kvchat with --draft NAME."),
@@ -293,7 +293,7 @@ def test_a_script_looks_after_the_store_as_a_person_does(
 
     ran = run_lines(*deeds, kept=kept)
     assert ran.code == 2
-    for said in ("5 packs, 22 tokens", "All is sound: 5 packs.", "nothing to free.", "say yes to"):
+    for said in ("5 packs, 22 tokens", "All is sound: 5 packs.", "nothing to free.", "confirmed at"):
         assert said in ran.stderr
     assert kept.status().num_packs == 5
 

@@ -230,8 +230,8 @@ class PackDb:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Hold the lock while a table is opened: SQLite opens its log by its name when it first
-        needs it, and where somebody deletes the store in between that is another table's.
+        """Hold the lock while a table is opened. SQLite opens its log by name when it first needs
+        it; if another process deletes the store before that, the log is of another table.
 
         If a process holds the lock for long, such as one stopped with Ctrl-Z, it goes on without.
         """
@@ -241,7 +241,7 @@ class PackDb:
             yield
 
     def _open_patiently(self) -> PackTable:
-        """Open the table, once more where somebody was at it all the time: each waits a while."""
+        """Open the table; try again while other processes keep it busy. Each try waits a while."""
         for _ in range(_MOST_OPENINGS - 1):
             try:
                 return self._open()

@@ -219,7 +219,7 @@ class DiskQuota:
         return keys, to_free
 
     def _forget_pinned(self, table: PackTable, known: Packs) -> None:
-        table.shorten_log()  # nobody's KV goes for what is written down twice
+        table.shorten_log()  # before KV is evicted for bytes that the log repeats
         keys: list[bytes] = []
         to_free = self._excess(table, 0)
         for key in eviction_order(known, b""):

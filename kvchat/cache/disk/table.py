@@ -131,8 +131,8 @@ class RawDisk(diskcache.Disk):
     ) -> tuple[bytes, memoryview]:
         """Return the first bytes of a value, and the rest of it in memory that `take` gives.
 
-        `row` is its mode, file name and value. What is too long or too short, or somebody else's
-        file, has no rest.
+        `row` is its mode, file name and value. A value that is too long or too short, or in a file
+        of another user, has no rest.
         """
         mode, filename, value = row
         if mode == _RAW and isinstance(value, bytes):
@@ -254,9 +254,9 @@ class RawCache(diskcache.Cache):
             self._con.rollback()
 
     def sweep(self) -> None:
-        """Remove files that the table does not know as they are, while nobody else is writing.
+        """Remove files that the table does not have with this name and size, under the lock.
 
-        Where one cannot be removed, the disk has leftovers still.
+        If one cannot be removed, the disk still has leftovers.
         """
         rows = self._sql("SELECT filename, size FROM Cache WHERE filename IS NOT NULL")
         known = dict(rows.fetchall())
@@ -371,7 +371,7 @@ class PackTable(RawCache):
     ) -> tuple[bytes, memoryview] | None:
         """Return the beginning of a pack's payload, and the rest of it in memory of `buffers`.
 
-        `file` is where it was when its head was read, None where nobody has asked.
+        `file` is the name it had when its head was read, None if the head was not read.
         """
         row = (FILE_MODE, file, None) if file is not None else self._payload_row(key)
         return self.read_parts(row, prefix_bytes, buffers.take) if row is not None else None

@@ -142,9 +142,9 @@ class PackReader:
         return image
 
     def _read_twice(self, found: Found) -> memoryview | None:
-        """Read again what looks damaged while nobody writes: it may have been exchanged meanwhile.
+        """Read a pack; if it is damaged, once more under the lock, for it may have been replaced.
 
-        What is damaged still is forgotten.
+        Forget it if it is still damaged.
         """
         with suppress(DamagedRecord, OSError):
             return self.images(self._db.table, found.key, found.checksum)
@@ -208,7 +208,7 @@ class PackReader:
             table.remove(key)
 
 
-# A busy database is a miss: whoever holds it longer than this is not worth waiting for.
+# A database that another process holds for longer than this is a miss.
 _PATIENCE_S = 1.0
 
 
