@@ -293,7 +293,12 @@ def test_a_script_looks_after_the_store_as_a_person_does(
 
     ran = run_lines(*deeds, kept=kept)
     assert ran.code == 2
-    for said in ("5 packs, 22 tokens", "All is sound: 5 packs.", "nothing to free.", "confirmed at"):
+    for said in (
+        "5 packs, 22 tokens",
+        "All is sound: 5 packs.",
+        "nothing to free.",
+        "confirmed at",
+    ):
         assert said in ran.stderr
     assert kept.status().num_packs == 5
 
