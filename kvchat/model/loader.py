@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 from transformers.utils import logging as transformers_logging
 
@@ -21,6 +20,7 @@ from kvchat.core.config import ModelConfig
 from kvchat.core.errors import ModelError, ModelUnsupported
 from kvchat.core.events import LoadProgress
 from kvchat.model.checkpoint_files import read_header, read_json
+from kvchat.model.checkpoint_tensors import read_tensors
 from kvchat.model.config_limits import check_counts, parameter_limit
 from kvchat.model.device import choose_device, dtype_of, free_bytes, set_threads
 from kvchat.model.fuse import Fusing, choose_scheme
@@ -33,6 +33,7 @@ from kvchat.model.hf_adapter import (
     register_attention,
 )
 from kvchat.model.identity import sample_digest
+from kvchat.model.packed_weights import packing_of
 from kvchat.model.probe import PROBE, ProbeInconclusive, probe, probe_loaded, register_probe
 from kvchat.model.quantise import quantise
 from kvchat.model.source import ModelSource
@@ -85,6 +86,7 @@ def read_config(source: ModelSource) -> Any:
     _keep_quiet()
     content = read_json(source.config_file) or {}
     check_counts(content)
+    packing_of(content, source.name)
     if "configuration_files" in content:
         raise ModelUnsupported(
             f"config.json of {source.name} is not its only one: it names others by version.",
@@ -99,6 +101,9 @@ def read_config(source: ModelSource) -> Any:
             f"transformers cannot use the configuration of {source.name}: {_first_line(error)}",
             "Models that bring their own code are not run.",
         ) from error
+    # kvchat unpacks weights itself; transformers would ask for the packages of their format.
+    for part in (config, config.get_text_config()):
+        part.__dict__.pop("quantization_config", None)
     return config
 
 
@@ -128,8 +133,8 @@ def load_model(
     with _LOADING:
         marks = source.marks()
         hf_config, spec = inspect_model(source)
-        progress(LoadProgress("loading weights", 0.0))
-        module, notes = _read_weights(source, hf_config, dtype_of(config.dtype), spec is None)
+        dtype = dtype_of(config.dtype)
+        module, notes = _read_weights(source, hf_config, dtype, spec is None, progress)
         if spec is None:
             spec = probe_loaded(module)
             module.set_attn_implementation(PAGED)
@@ -172,7 +177,11 @@ def _telling(progress: Progress) -> Callable[[float], None]:
 
 
 def _read_weights(
-    source: ModelSource, hf_config: Any, dtype: torch.dtype | None, needs_probe: bool
+    source: ModelSource,
+    hf_config: Any,
+    dtype: torch.dtype | None,
+    needs_probe: bool,
+    progress: Progress,
 ) -> tuple[Any, tuple[str, ...]]:
     register_attention()
     register_probe()
@@ -181,12 +190,14 @@ def _read_weights(
     try:
         # With tensors and no directory, transformers opens no files: no pickles that an index
         # names, no adapters and no other checkpoints beside the weights.
+        found = read_tensors(source, hf_config, dtype)
+        progress(LoadProgress(found.stage, 0.0))
         model_class, class_config = _causal_class(hf_config)
         module, report = model_class.from_pretrained(
             None,
             config=class_config,
-            state_dict=_tensors(source),
-            dtype=dtype if dtype is not None else "auto",
+            state_dict=found.tensors,
+            dtype=found.dtype if found.dtype is not None else "auto",
             attn_implementation=implementation,
             local_files_only=True,
             ignore_mismatched_sizes=True,
@@ -195,7 +206,7 @@ def _read_weights(
     except ImportError as error:
         raise ModelUnsupported(
             f"{source.name} needs a package that is not installed: {_first_line(error)}",
-            "Its weights are probably quantised; use an unquantised checkpoint.",
+            "Use another checkpoint of this model.",
         ) from error
     except ModelError:
         raise
@@ -220,22 +231,7 @@ def _causal_class(config: Any) -> tuple[Any, Any]:
     text_class = config.sub_configs.get("text_config")
     if text_class is None or model_class.config_class is not text_class:
         return model_class, config
-    text_config = config.get_text_config()
-    if getattr(config, "quantization_config", None) is not None:
-        text_config.quantization_config = config.quantization_config
-    return model_class, text_config
-
-
-def _tensors(source: ModelSource) -> dict[str, torch.Tensor]:
-    """Return every tensor of the weight files, memory-mapped: data is read at first use.
-
-    If two files hold a tensor of the same name, the later file wins, as in transformers.
-    """
-    tensors: dict[str, torch.Tensor] = {}
-    for path in source.weight_files:
-        with safe_open(path, framework="pt") as file:
-            tensors.update((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118
-    return tensors
+    return model_class, config.get_text_config()
 
 
 def _refuse_gaps(source: ModelSource, report: dict[str, Any]) -> None:
