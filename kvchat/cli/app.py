@@ -193,6 +193,40 @@ def bench(
     )
 
 
+@app.command()
+def serve(
+    context: typer.Context,
+    host: Annotated[str, typer.Option(help="the address to listen on", metavar="ADDRESS")] = (
+        "127.0.0.1"
+    ),
+    port: Annotated[int, typer.Option(help="0 takes a free one", metavar="N")] = 8642,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            help="clients must send this; default: KVCHAT_API_KEY; needed beyond this machine",
+            metavar="KEY",
+            show_default=False,
+        ),
+    ] = None,
+    name: Annotated[
+        list[str] | None,
+        typer.Option(help="another name for the model (repeat)", metavar="NAME"),
+    ] = None,
+) -> None:
+    """Serve the model to other programs: OpenAI's and Anthropic's HTTP interfaces, one cache.
+
+    Flags of `kvchat` such as --model stand before `serve`.
+    """
+    from kvchat.cli.serve import ServeRequest, run_server
+
+    assert context.parent is not None
+    given = context.parent.params
+    flags = {setting: value for setting, value in given.items() if setting in BY_NAME}
+    if given["no_cache"]:
+        flags["cache"] = False
+    run_server(flags, ServeRequest(host, port, api_key, tuple(name or ())))
+
+
 sessions_app = typer.Typer(rich_markup_mode=None, help="Saved conversations.")
 models_app = typer.Typer(rich_markup_mode=None, help="Models on this machine.")
 cache_app = typer.Typer(rich_markup_mode=None, help="KV kept on disk between runs.")
