@@ -14,6 +14,7 @@ from kvchat.chat.conversation import Role
 from kvchat.chat.events import AnswerEnded
 from kvchat.chat.host import ChatHost
 from kvchat.chat.reply import Reply
+from kvchat.chat.resent_difference import Difference, SeenChats
 from kvchat.chat.session import ChatSession
 from kvchat.core.errors import UsageError
 from kvchat.core.types import FinishReason
@@ -57,10 +58,14 @@ def resent_chat(system: str | None, messages: Iterable[Message]) -> ResentChat:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A request in progress. The owner takes the reply's events and closes the session."""
+    """A request in progress. The owner takes the reply's events and closes the session.
+
+    `difference` says which earlier message the client changed, None if it changed none.
+    """
 
     session: ChatSession
     reply: Reply
+    difference: Difference | None = None
 
 
 class ResentChats:
@@ -72,15 +77,19 @@ class ResentChats:
     def __init__(self, host: ChatHost, memory: AnswerMemory) -> None:
         self._host = host
         self._memory = memory
+        self._seen = SeenChats()
 
     def ask(
         self, chat: ResentChat, options: AskOptions, notify: Callable[[], None] | None = None
     ) -> Asked:
         """Begin to answer; errors as `ChatSession.ask`."""
         session = self._opened(chat)
+        difference = self._seen.note(chat.system, chat.messages)
         if chat.is_continuation:
-            return Asked(session, session.continue_answer(options, notify))
-        return Asked(session, session.ask(chat.messages[-1][1], options, notify))
+            reply = session.continue_answer(options, notify)
+        else:
+            reply = session.ask(chat.messages[-1][1], options, notify)
+        return Asked(session, reply, difference)
 
     def complete(
         self,

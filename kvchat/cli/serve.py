@@ -33,8 +33,8 @@ class ServeRequest:
     names: tuple[str, ...]
 
 
-def run_server(flags: dict[str, Any], request: ServeRequest) -> None:
-    """Load the model and serve it until a signal ends the server."""
+def run_server(flags: dict[str, Any], request: ServeRequest) -> int:
+    """Load the model and serve it until a signal ends the server; return the exit code."""
     from kvchat.server.app import new_app
     from kvchat.server.guard import Limits, is_loopback
     from kvchat.server.serving import bound_socket, serve
@@ -56,7 +56,7 @@ def run_server(flags: dict[str, Any], request: ServeRequest) -> None:
         port = bound.getsockname()[1]
         shown = f"[{request.host}]" if ":" in request.host else request.host
         app = new_app(service, api_key, Limits())
-        serve(app, bound, lambda: _say(f"{service.name} at http://{shown}:{port}/v1"))
+        return serve(app, bound, lambda: _say(f"{service.name} at http://{shown}:{port}/v1"))
     finally:
         service.answering.close()
         if host.ready is not None:

@@ -13,6 +13,7 @@ from typing import TypeVar
 from kvchat.chat.answer_settings import AskOptions
 from kvchat.chat.events import AnswerEnded, AnswerFailed, AnswerText, ChatEvent
 from kvchat.chat.resent import Asked, ResentChat, ResentChats
+from kvchat.chat.resent_difference import Difference
 from kvchat.core.errors import KvchatError
 from kvchat.server.api_errors import ApiError, as_api_error
 from kvchat.server.metrics import Metrics
@@ -40,6 +41,7 @@ class Answer:
         self._run = run
         self._has_news = asyncio.Event()
         self._asked: Asked | None = None
+        self._difference: Difference | None = None
         self._first: list[ChatEvent] = []
 
     async def start(self) -> None:
@@ -50,6 +52,7 @@ class Answer:
         except asyncio.CancelledError:  # the client has gone while its request was encoded
             began.add_done_callback(_drop)
             raise
+        self._difference = self._asked.difference
         self._metrics.num_running += 1
         await self._hear_first()
 
@@ -99,6 +102,11 @@ class Answer:
                 yield event
             elif isinstance(event, AnswerText):
                 yield event
+
+    @property
+    def difference(self) -> Difference | None:
+        """Which earlier message the client changed, None if it changed none."""
+        return self._difference
 
     def _require_asked(self) -> Asked:
         assert self._asked is not None, "the answer is not started"

@@ -12,7 +12,7 @@ from kvchat.chat.conversation import Role
 from kvchat.chat.events import AnswerEnded, AnswerText
 from kvchat.chat.resent import ResentChat
 from kvchat.core.types import FinishReason, Usage
-from kvchat.server.answering import whole_answers
+from kvchat.server.answering import Answer, whole_answers
 from kvchat.server.api_errors import ApiError, anthropic_form
 from kvchat.server.fields import Fields, read_body, sampling_options, stops
 from kvchat.server.openai_api import checked_chat
@@ -36,9 +36,9 @@ class AnthropicApi:
         options = self._options(fields, chat)
         answer = await self._service.answering.chat(chat, options)
         if fields.flag("stream"):
-            return stream_response(answer, _MessageEvents(self._service.name))
+            return stream_response(answer, _MessageEvents(answer, self._service.name))
         [ended] = await until_gone(request, whole_answers(answer, 1))
-        return JSONResponse({**_message(self._service.name), **_outcome(ended)})
+        return JSONResponse({**_message(self._service.name), **_outcome(ended, answer)})
 
     async def count_tokens(self, request: Request) -> Response:
         fields = read_body(await request.body())
@@ -105,7 +105,7 @@ def _message(model: str) -> dict[str, Any]:
     }
 
 
-def _outcome(ended: AnswerEnded) -> dict[str, Any]:
+def _outcome(ended: AnswerEnded, answer: Answer) -> dict[str, Any]:
     content: list[dict[str, str]] = []
     if ended.thinking:
         content.append({"type": "thinking", "thinking": ended.thinking, "signature": ""})
@@ -113,7 +113,7 @@ def _outcome(ended: AnswerEnded) -> dict[str, Any]:
     return {
         "content": content,
         "stop_reason": _stop_reason(ended.reason),
-        "usage": _usage(ended),
+        "usage": _usage(ended, answer),
     }
 
 
@@ -121,11 +121,11 @@ def _stop_reason(reason: FinishReason) -> str:
     return "end_turn" if reason is FinishReason.STOP else "max_tokens"
 
 
-def _usage(ended: AnswerEnded) -> dict[str, Any]:
+def _usage(ended: AnswerEnded, answer: Answer) -> dict[str, Any]:
     return {
         **_input_usage(ended.usage),
         "output_tokens": ended.usage.completion_tokens,
-        "kvchat": facts([ended]),
+        "kvchat": facts(ended, answer.difference),
     }
 
 
@@ -141,7 +141,8 @@ def _input_usage(usage: Usage) -> dict[str, int]:
 class _MessageEvents:
     """Writes an answer as Anthropic's events: blocks of thinking and text, one after another."""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, answer: Answer, model: str) -> None:
+        self._answer = answer
         self._message = _message(model)
         self._index = -1
         self._is_thinking = False
@@ -162,7 +163,11 @@ class _MessageEvents:
     def ended(self, event: AnswerEnded) -> str:
         opening = self._open(is_thinking=False) if self._index < 0 else ""
         delta = {"stop_reason": _stop_reason(event.reason), "stop_sequence": None}
-        return opening + self._close() + _event("message_delta", delta=delta, usage=_usage(event))
+        return (
+            opening
+            + self._close()
+            + _event("message_delta", delta=delta, usage=_usage(event, self._answer))
+        )
 
     def finish(self) -> str:
         return _event("message_stop")

@@ -75,8 +75,8 @@ class Fields:
             return None
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.fault(name, "must be a number")
-        if abs(value) > _MOST:
-            raise self.fault(name, "is too large")
+        if not abs(value) <= _MOST:  # NaN is not
+            raise self.fault(name, "must be a number that can be computed with")
         return value
 
     def objects(self, name: str) -> list["Fields"]:

@@ -13,17 +13,10 @@ from kvchat.chat.conversation import Role
 from kvchat.chat.events import AnswerEnded, AnswerText
 from kvchat.chat.resent import ResentChat, resent_chat
 from kvchat.core.errors import KvchatError
-from kvchat.server.answering import whole_answers
+from kvchat.server.answering import Answer, whole_answers
 from kvchat.server.api_errors import ApiError, as_api_error, openai_form
 from kvchat.server.fields import Fields, num_samples, read_body, sampling_options, stops
-from kvchat.server.service import (
-    Service,
-    cached_tokens,
-    facts,
-    finish_word,
-    num_generated,
-    until_gone,
-)
+from kvchat.server.service import Service, facts, finish_word, until_gone
 from kvchat.server.streaming import sse, stream_response
 
 _DONE = "data: [DONE]\n\n"
@@ -75,11 +68,13 @@ class OpenAiApi:
         answer = await self._service.answering.chat(chat, options)
         if fields.flag("stream"):
             return stream_response(
-                answer, _ChatChunks(head, _includes_usage(fields), options.num_samples)
+                answer, _ChatChunks(answer, head, _includes_usage(fields), options.num_samples)
             )
         answers = await until_gone(request, whole_answers(answer, options.num_samples))
         choices = [_chat_choice(ended) for ended in answers]
-        return JSONResponse({**head.as_dict(), "choices": choices, "usage": usage_of(answers)})
+        return JSONResponse(
+            {**head.as_dict(), "choices": choices, "usage": usage_of(answers, answer)}
+        )
 
     async def completions(self, request: Request) -> Response:
         fields = read_body(await request.body())
@@ -92,11 +87,14 @@ class OpenAiApi:
         answer = await self._service.answering.complete(prompt, options)
         if fields.flag("stream"):
             return stream_response(
-                answer, _TextChunks(head, _includes_usage(fields), options.num_samples, echo)
+                answer,
+                _TextChunks(answer, head, _includes_usage(fields), options.num_samples, echo),
             )
         answers = await until_gone(request, whole_answers(answer, options.num_samples))
         choices = [_text_choice(ended, echo) for ended in answers]
-        return JSONResponse({**head.as_dict(), "choices": choices, "usage": usage_of(answers)})
+        return JSONResponse(
+            {**head.as_dict(), "choices": choices, "usage": usage_of(answers, answer)}
+        )
 
     def _options(
         self, fields: Fields, limits: tuple[str, ...], chat: ResentChat | None = None
@@ -113,15 +111,17 @@ class OpenAiApi:
         )
 
 
-def usage_of(answers: list[AnswerEnded]) -> dict[str, Any]:
-    """Return the usage object of a response."""
-    prompt, generated = answers[0].usage.prompt_tokens, num_generated(answers)
+def usage_of(answers: list[AnswerEnded], answer: Answer) -> dict[str, Any]:
+    """Return the usage object of a response with these samples."""
+    usage = answers[0].usage
+    prompt = usage.prompt_tokens
+    generated = sum(ended.usage.completion_tokens for ended in answers)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": generated,
         "total_tokens": prompt + generated,
-        "prompt_tokens_details": {"cached_tokens": cached_tokens(answers).total},
-        "kvchat": facts(answers),
+        "prompt_tokens_details": {"cached_tokens": usage.cached.total},
+        "kvchat": facts(answers[0], answer.difference),
     }
 
 
@@ -240,7 +240,8 @@ class _Chunks:
 
     kind: str | None = None
 
-    def __init__(self, head: _Head, includes_usage: bool, num_samples: int) -> None:
+    def __init__(self, answer: Answer, head: _Head, includes_usage: bool, num_samples: int) -> None:
+        self._answer = answer
         self._head = head
         self._includes_usage = includes_usage
         self._num_samples = num_samples
@@ -254,7 +255,11 @@ class _Chunks:
         return sse({**self._head.as_dict(self.kind), "choices": choices, **extra, **others})
 
     def finish(self) -> str:
-        usage = self._chunk([], usage=usage_of(self._answers)) if self._includes_usage else ""
+        usage = (
+            self._chunk([], usage=usage_of(self._answers, self._answer))
+            if self._includes_usage
+            else ""
+        )
         return usage + _DONE
 
     def fail(self, error: ApiError) -> str:
@@ -282,8 +287,10 @@ class _ChatChunks(_Chunks):
 
 
 class _TextChunks(_Chunks):
-    def __init__(self, head: _Head, includes_usage: bool, num_samples: int, echo: str) -> None:
-        super().__init__(head, includes_usage, num_samples)
+    def __init__(
+        self, answer: Answer, head: _Head, includes_usage: bool, num_samples: int, echo: str
+    ) -> None:
+        super().__init__(answer, head, includes_usage, num_samples)
         self._echo = echo
 
     def begin(self) -> str:

@@ -13,7 +13,7 @@ from kvchat.chat.conversation import Role
 from kvchat.chat.events import AnswerEnded, AnswerText
 from kvchat.chat.resent import ResentChat
 from kvchat.core.types import FinishReason
-from kvchat.server.answering import whole_answers
+from kvchat.server.answering import Answer, whole_answers
 from kvchat.server.api_errors import ApiError, openai_form
 from kvchat.server.fields import Fields, read_body, sampling_options
 from kvchat.server.openai_api import checked_chat, message_text
@@ -39,9 +39,9 @@ class ResponsesApi:
         response = _Response(self._service.name, options, fields.text("instructions"))
         answer = await self._service.answering.chat(chat, options)
         if fields.flag("stream"):
-            return stream_response(answer, _ResponseEvents(response))
+            return stream_response(answer, _ResponseEvents(answer, response))
         [ended] = await until_gone(request, whole_answers(answer, 1))
-        return JSONResponse(response.complete(ended))
+        return JSONResponse(response.complete(ended, answer))
 
     def _options(self, fields: Fields, chat: ResentChat) -> AskOptions:
         options = sampling_options(fields, self._service.options)
@@ -117,7 +117,9 @@ class _Response:
     def begun(self) -> dict[str, Any]:
         return self._fields
 
-    def complete(self, ended: AnswerEnded, items: list[dict[str, Any]] | None = None) -> Any:
+    def complete(
+        self, ended: AnswerEnded, answer: Answer, items: list[dict[str, Any]] | None = None
+    ) -> dict[str, Any]:
         """Return the object with its outcome; `items` are the outputs that were streamed."""
         is_whole = ended.reason is FinishReason.STOP
         cause = {"reason": "max_output_tokens"}
@@ -126,7 +128,7 @@ class _Response:
             "status": "completed" if is_whole else "incomplete",
             "incomplete_details": None if is_whole else cause,
             "output": _items(ended) if items is None else items,
-            "usage": _usage(ended),
+            "usage": _usage(ended, answer),
         }
 
     def failed(self, error: ApiError) -> dict[str, Any]:
@@ -159,7 +161,7 @@ def _part(is_thinking: bool, text: str) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
-def _usage(ended: AnswerEnded) -> dict[str, Any]:
+def _usage(ended: AnswerEnded, answer: Answer) -> dict[str, Any]:
     usage = ended.usage
     return {
         "input_tokens": usage.prompt_tokens,
@@ -167,14 +169,15 @@ def _usage(ended: AnswerEnded) -> dict[str, Any]:
         "output_tokens": usage.completion_tokens,
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-        "kvchat": facts([ended]),
+        "kvchat": facts(ended, answer.difference),
     }
 
 
 class _ResponseEvents:
     """Writes an answer as the events of the Responses interface."""
 
-    def __init__(self, response: _Response) -> None:
+    def __init__(self, answer: Answer, response: _Response) -> None:
+        self._answer = answer
         self._response = response
         self._number = -1
         self._items: list[dict[str, Any]] = []
@@ -198,7 +201,7 @@ class _ResponseEvents:
     def ended(self, event: AnswerEnded) -> str:
         opening = "" if self._item_id else self._open(is_thinking=False)
         closing = opening + self._close()
-        complete = self._response.complete(event, self._items)
+        complete = self._response.complete(event, self._answer, self._items)
         return closing + self._event(f"response.{complete['status']}", response=complete)
 
     def finish(self) -> str:

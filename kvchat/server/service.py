@@ -10,7 +10,8 @@ from starlette.requests import Request
 from kvchat.chat.answer_settings import AskOptions
 from kvchat.chat.events import AnswerEnded
 from kvchat.chat.host import ChatHost
-from kvchat.core.types import CachedTokens, FinishReason
+from kvchat.chat.resent_difference import Difference
+from kvchat.core.types import FinishReason
 from kvchat.server.answering import Answering
 from kvchat.server.api_errors import ApiError
 from kvchat.server.fields import Fields, shortened
@@ -76,27 +77,15 @@ def finish_word(reason: FinishReason) -> str:
     return "stop" if reason is FinishReason.STOP else "length"
 
 
-def facts(answers: list[AnswerEnded]) -> dict[str, Any]:
-    """Return what kvchat tells beyond the interfaces: tokens by tier, and why some were computed.
+def facts(ended: AnswerEnded, difference: Difference | None = None) -> dict[str, Any]:
+    """Return what kvchat tells beyond the interfaces: tokens by tier, and what was changed.
 
-    `miss` is the reason why a slower tier did not have more of the context, None if it was not
-    asked or had all.
+    `changed` says which earlier message the client changed, so that all after it was computed; null
+    if it changed none.
     """
-    usage, timing = answers[0].usage, answers[0].timing
-    miss = answers[0].miss_reason
     return {
-        "cached_tokens": usage.cached.as_dict(),
-        "prefilled_tokens": usage.prefilled_tokens,
-        "miss": miss.value if miss is not None else None,
-        "ttft_s": round(timing.ttft_s, 4),
+        "cached_tokens": ended.usage.cached.as_dict(),
+        "prefilled_tokens": ended.usage.prefilled_tokens,
+        "changed": difference.as_dict() if difference is not None else None,
+        "ttft_s": round(ended.timing.ttft_s, 4),
     }
-
-
-def cached_tokens(answers: list[AnswerEnded]) -> CachedTokens:
-    """Return the prompt's cached tokens."""
-    return answers[0].usage.cached
-
-
-def num_generated(answers: list[AnswerEnded]) -> int:
-    """Return the tokens of all samples."""
-    return sum(answer.usage.completion_tokens for answer in answers)

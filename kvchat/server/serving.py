@@ -1,11 +1,12 @@
 """Runs the HTTP server until a signal ends it."""
 
+import signal
 import socket
 from collections.abc import Callable
 
 import uvicorn
 
-from kvchat.core.errors import UsageError
+from kvchat.core.errors import ExitCode, UsageError
 from kvchat.server.guard import App
 
 # Seconds that running answers may take after a signal, before they are cut off.
@@ -13,6 +14,7 @@ _GRACE_S = 5
 _KEEP_ALIVE_S = 30
 _BACKLOG = 512
 _MAX_HEADER_BYTES = 64 << 10
+_CODES = {signal.SIGINT: ExitCode.INTERRUPT, signal.SIGTERM: ExitCode.TERMINATED}
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
@@ -32,8 +34,15 @@ def bound_socket(host: str, port: int) -> socket.socket:
     return bound
 
 
-def serve(app: App, bound: socket.socket, on_ready: Callable[[], None]) -> None:
-    """Serve until SIGINT or SIGTERM; then finish running answers for a few seconds, and return."""
+def serve(app: App, bound: socket.socket, on_ready: Callable[[], None]) -> ExitCode:
+    """Serve until SIGINT or SIGTERM, then finish running answers for a few seconds.
+
+    Returns the signal's exit code. Called on the main thread.
+    """
+    heard: list[int] = []
+    # uvicorn takes the signals, and raises them again at its end: then they come here.
+    for number in _CODES:
+        signal.signal(number, lambda number, frame: heard.append(number))
 
     async def told(scope, receive, send) -> None:  # type: ignore[no-untyped-def]
         await app(scope, receive, send)
@@ -42,6 +51,7 @@ def serve(app: App, bound: socket.socket, on_ready: Callable[[], None]) -> None:
         told,
         lifespan="off",
         log_config=None,
+        log_level="error",
         access_log=False,
         server_header=False,
         timeout_keep_alive=_KEEP_ALIVE_S,
@@ -49,8 +59,8 @@ def serve(app: App, bound: socket.socket, on_ready: Callable[[], None]) -> None:
         h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
         ws="none",
     )
-    server = _Server(config, on_ready)
-    server.run(sockets=[bound])
+    _Server(config, on_ready).run(sockets=[bound])
+    return _CODES[signal.Signals(heard[0])] if heard else ExitCode.OK
 
 
 class _Server(uvicorn.Server):
