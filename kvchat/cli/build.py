@@ -117,7 +117,9 @@ def open_host(
     from kvchat.chat.host import ChatHost
     from kvchat.model.source import find_model
 
-    source = find_model(model_name if model_name is not None else settings["model"])
+    name = model_name if model_name is not None else settings["model"]
+    # An adapter was made for one model, so a model that is switched to gets none.
+    source = find_model(name, settings["adapter"] if name == settings["model"] else None)
     draft_name = settings.draft_name(source.name)
     draft = find_model(draft_name) if draft_name is not None else None
     store = None if settings["incognito"] else session_store(settings)

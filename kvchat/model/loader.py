@@ -33,6 +33,7 @@ from kvchat.model.hf_adapter import (
     register_attention,
 )
 from kvchat.model.identity import sample_digest
+from kvchat.model.lora import merge
 from kvchat.model.packed_weights import packing_of
 from kvchat.model.probe import PROBE, ProbeInconclusive, probe, probe_loaded, register_probe
 from kvchat.model.quantise import quantise
@@ -138,6 +139,9 @@ def load_model(
         if spec is None:
             spec = probe_loaded(module)
             module.set_attn_implementation(PAGED)
+    if source.adapter is not None:
+        progress(LoadProgress("merging the adapter"))
+        merge(module, source.adapter)
     limit = min(spec.max_context, max_context or spec.max_context)
     frozen_rope = freeze_rope(module, limit)
     _move(module, device, progress)
@@ -166,7 +170,7 @@ def load_model(
         marks=marks,
         load_s=load_s,
         frozen_rope=frozen_rope,
-        notes=notes,
+        notes=(*source.notes, *notes),
         step=step,
         fusing=fusing,
     )
