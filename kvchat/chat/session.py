@@ -179,7 +179,11 @@ class ChatSession:
         if known is not None:
             turn = replace(turn, token_ids=known[0], finish=known[1])
         else:
-            turn = replace(turn, token_ids=self.model.answer_ids(turn))
+            if (asked := self.model.retold(self.conversation, turn)) is not None:
+                self.conversation.replace(asked)
+                ids, tokenizer = asked.token_ids, asked.tokenizer
+                self.save(session_file.more_line(asked.turn_id, "", ids, tokenizer))
+            turn = replace(turn, token_ids=self.model.answer_ids(self.conversation, turn))
         self.conversation.add(turn)
         self.save(session_file.turn_line(turn))
         self.save(session_file.end_line(turn.turn_id, turn.finish or finish, {}))
@@ -238,7 +242,8 @@ class ChatSession:
         Ids that the template would not write for any setting, such as those of an earlier
         template, stay as they are.
         """
-        if self.model.think_of(self.conversation, turn) is None:
+        conversation, model = self.conversation, self.model
+        if model.think_of(conversation, turn) is None and not model.is_told(conversation, turn):
             return turn
         wanted = self.model.asking_ids(self.conversation, turn, think)
         for sibling in (turn, *reversed(self.conversation.siblings(turn.turn_id))):
