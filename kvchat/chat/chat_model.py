@@ -67,7 +67,8 @@ class ChatModel:
         last = conversation.last_token(parent_id)
         if last is None:
             return tuple(self.format.opening(system, text, clock, think, is_answered))
-        return tuple(self.format.following(text, last, clock, think, is_answered))
+        first = conversation.path(parent_id)[0]
+        return tuple(self.format.following(text, last, clock, think, is_answered, first.system))
 
     def asking_ids(self, conversation: Conversation, turn: Turn, think: Think) -> tuple[int, ...]:
         """Return the ids of a user turn as if it had been asked with `think`."""

@@ -5,6 +5,7 @@ the first turn is rendered whole. For a later turn a placeholder conversation is
 text after the placeholder answer is used.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -24,6 +25,10 @@ _ANSWER = "Kv7Answer3Stands9Here"
 _EARLIER = "Kv7Earlier3Stands9Here"
 _LATER = "Kv7Later3Stands9Here"
 _NEXT_ANSWER = "Kv7Next3Stands9Here"
+
+
+# Words in a message that some templates look for, to switch thinking as `enable_thinking` does.
+_WORD_FOR_TEMPLATE = re.compile(r"/(?:no_)?think\b")
 
 
 class Strategy(StrEnum):
@@ -82,8 +87,12 @@ class TurnFormat(Protocol):
         clock: datetime,
         think: Think = Think.AUTO,
         is_answered: bool = False,
+        system: str | None = None,
     ) -> list[int]:
-        """Return the ids to append after an answer that ended with `last_id`."""
+        """Return the ids to append after an answer that ended with `last_id`.
+
+        `system` is the conversation's system prompt, whose ids stand before already.
+        """
 
     @property
     def closing_id(self) -> int | None:
@@ -151,13 +160,14 @@ class ChatTemplate:
         clock: datetime,
         think: Think = Think.AUTO,
         is_answered: bool = False,
+        system: str | None = None,
     ) -> list[int]:
         """Return the ids to append after an answer that ended with `last_id`.
 
         They close the answer, unless `last_id` is the closing token already, add the user turn, and
         open the next answer.
         """
-        segments = self._following(user, clock, think, is_answered)
+        segments = self._following(user, clock, think, is_answered, system)
         closing_id = self.answer.closing_id
         if closing_id is None or last_id != closing_id:
             return self._tokenizer.encode_after(last_id, segments)
@@ -172,30 +182,48 @@ class ChatTemplate:
         think: Think = Think.AUTO,
         is_answered: bool = False,
     ) -> list[Segment]:
-        messages = [_message("user", _USER)]
-        if system is not None and self.takes_system:
-            messages.insert(0, _message("system", _EARLIER))
-        elif system is not None:
-            user = f"{system}\n\n{user}"
+        if system is not None and not self.takes_system:
+            system, user = None, f"{system}\n\n{user}"
+        content, texts = _stand_in(_USER, user)
+        messages = [_message("user", content)]
+        if system is not None:
+            content, more = _stand_in(_EARLIER, system)
+            messages.insert(0, _message("system", content))
+            texts |= more
         if is_answered:
             messages += [_message("assistant", _NEXT_ANSWER), _message("user", _LATER)]
         rendered = self._render(messages, clock, think).partition(_NEXT_ANSWER)[0]
-        return self._fill(rendered, {_EARLIER: system or "", _USER: user})
+        return self._fill(rendered, texts)
 
     def _following(
-        self, user: str, clock: datetime, think: Think = Think.AUTO, is_answered: bool = False
+        self,
+        user: str,
+        clock: datetime,
+        think: Think = Think.AUTO,
+        is_answered: bool = False,
+        system: str | None = None,
     ) -> list[Segment]:
-        return self._fill(self._after_answer(clock, think, is_answered), {_USER: user})
+        content, texts = _stand_in(_USER, user)
+        return self._fill(self._after_answer(clock, think, is_answered, content, system), texts)
 
     def _after_answer(
-        self, clock: datetime, think: Think = Think.AUTO, is_answered: bool = False
+        self,
+        clock: datetime,
+        think: Think = Think.AUTO,
+        is_answered: bool = False,
+        user: str = _USER,
+        system: str | None = None,
     ) -> str:
         """Return what the template writes after an answer, up to the start of the next one."""
         messages = [
             _message("user", _EARLIER),
             _message("assistant", _ANSWER),
-            _message("user", _USER),
+            _message("user", user),
         ]
+        # A word for the template in the system prompt holds for every turn.
+        words = _WORD_FOR_TEMPLATE.findall(system or "")
+        if words and self.takes_system:
+            messages.insert(0, _message("system", " ".join(words)))
         if is_answered:
             messages += [_message("assistant", _NEXT_ANSWER), _message("user", _LATER)]
         rendered = self._render(messages, clock, think).partition(_NEXT_ANSWER)[0]
@@ -339,6 +367,7 @@ class PlainText:
         clock: datetime,
         think: Think = Think.AUTO,
         is_answered: bool = False,
+        system: str | None = None,
     ) -> list[int]:
         """Return the ids of the text alone."""
         return self._tokenizer.encode_bare(user, is_first=False)
@@ -359,6 +388,27 @@ def turn_format(
     return ChatTemplate(
         files, tokenizer, process or TemplateProcess(files.chat_template), variables
     )
+
+
+def _stand_in(name: str, text: str) -> tuple[str, dict[str, str]]:
+    """Return what the template sees of a message, and the texts that replace its placeholders.
+
+    It sees a placeholder for the text, but words for the template, and white space beside them.
+    """
+    pieces = re.split(f"({_WORD_FOR_TEMPLATE.pattern})", text)
+    if len(pieces) == 1:
+        return name, {name: text}
+    content, texts = "", {}
+    for number, piece in enumerate(pieces):
+        core = piece.strip() if number % 2 == 0 else ""
+        if not core:
+            content += piece
+            continue
+        before, _, after = piece.partition(core)
+        stand_in = f"{name}x{number}x"
+        content += before + stand_in + after
+        texts[stand_in] = core
+    return content, texts
 
 
 def _message(role: str, content: str) -> dict[str, str]:

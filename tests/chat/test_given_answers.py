@@ -102,6 +102,34 @@ def test_an_imported_conversation_is_fed_as_the_template_renders_it(family: str,
     assert conversation.context_ids() == whole
 
 
+SYSTEMS = (
+    "/no_think",
+    "Be brief. /no_think",
+    "/no_think\nBe brief.",
+    "A /no_think  B",
+    "Be brief.",
+)
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.parametrize("source", [zoo.READS_WORDS, zoo.CHATML], ids=["reads words", "chatml"])
+def test_a_word_for_the_template_in_a_system_prompt_is_seen_at_every_turn(
+    source: str, system: str
+) -> None:
+    """The template saw a placeholder for the system prompt, and no word in it."""
+    model, talk = model_of(source), TALK[:3]
+    conversation = imported(*talk)
+    conversation.replace(replace(conversation.turn(1), system=system))
+    readopt(conversation, model)
+
+    question, _, last = conversation.path()
+    opening = rendered(source, ("system", system), *talk[:1])
+    assert list(question.token_ids) == model.tokenizer.encode([Segment(opening)])
+    whole = rendered(source, ("system", system), *talk)
+    after = whole.rpartition(talk[1][1])[2].partition("<|im_end|>")[2]
+    assert list(last.token_ids) == model.tokenizer.encode([Segment(after)])
+
+
 @pytest.mark.parametrize("family", ["white space around answers", "a line before the end"])
 def test_the_white_space_before_a_closing_token_is_not_fed_twice(family: str) -> None:
     """The model ended its answer itself, and the template's own end was appended to that."""

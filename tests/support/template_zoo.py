@@ -136,3 +136,15 @@ CHANNELS = (
     "{% if m.role == 'assistant' %}<|channel|>final{% endif %}<|message|>{{ m.content }}<|end|>"
     "{% endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}"
 )
+
+# A word in the system prompt switches thinking, and is taken out of it, as SmolLM 3's.
+READS_WORDS = (
+    "{% set system = messages[0].content if messages[0].role == 'system' else '' %}"
+    "{% if messages[0].role == 'system' %}{% set messages = messages[1:] %}{% endif %}"
+    "<|im_start|>system\n{{ system.replace('/no_think', '').rstrip() }}"
+    "[{{ 'no thoughts' if '/no_think' in system else 'thoughts' }}]<|im_end|>\n"
+    + CHATML.replace(
+        "assistant\n{% endif",
+        "assistant\n{% if '/no_think' in system %}<think>\n\n</think>\n{% endif %}{% endif",
+    )
+)
