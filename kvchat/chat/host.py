@@ -14,6 +14,7 @@ from kvchat.chat.chat_model import ChatModel
 from kvchat.chat.conversation import Conversation
 from kvchat.chat.session import ChatSession
 from kvchat.chat.store import SessionStore
+from kvchat.core.cost import KvPlaces
 from kvchat.core.errors import TimedOut
 from kvchat.core.events import (
     LoadEvent,
@@ -42,6 +43,8 @@ class ChatHost:
                      it must not block
     store            None saves nothing
 
+    places_at_opening   where the KV was of the conversation opened last, None if none was opened
+
     Owns the engine until `close`.
     """
 
@@ -61,6 +64,7 @@ class ChatHost:
         self._began_s = time.monotonic()
         self._outcome: LoadEvent | None = None
         self._engine = EngineThread(build, self._hear)
+        self.places_at_opening: Future[list[KvPlaces]] | None = None
 
     def _hear(self, event: LoadEvent) -> None:
         if isinstance(event, ModelReady | LoadFailed):
@@ -114,8 +118,9 @@ class ChatHost:
         """
         assert self.store is not None, "there is nothing saved to open"
         session = ChatSession.open(self.model, self._engine, self.store, session_id)
-        # The user will probably continue: promote the context's KV while the user types.
         context = session.conversation.context_ids()
+        self.places_at_opening = self.locate([context])  # before the prefetch moves it
+        # The user will probably continue: promote the context's KV while the user types.
         if self._prefetch_pages is not None and self.ready is None:
             self._prefetch_pages(context)
         self._engine.call(lambda engine: engine.prefetch(context))
@@ -144,9 +149,16 @@ class ChatHost:
 
         return self._engine.call(switch)
 
-    def cached_tokens(self, token_ids: list[int]) -> "Future[int]":
-        """Request the number of leading tokens of a context that have cached KV."""
-        return self._engine.call(lambda engine: engine.cached_tokens(token_ids).total)
+    def locate(self, contexts: list[list[int]]) -> "Future[list[KvPlaces]]":
+        """Request where the KV of contexts is, in memory and on disk; after loading."""
+        done: Future[list[KvPlaces]] = Future()
+
+        def settle(places: list[KvPlaces]) -> None:
+            if done.set_running_or_notify_cancel():
+                done.set_result(places)
+
+        self._ask(lambda engine: engine.locate(contexts, settle), done)
+        return done
 
     def read(self, token_ids: list[int]) -> "Future[None]":
         """Prefill a context, so that its KV is cached; the future is done when it is."""

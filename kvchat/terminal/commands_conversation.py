@@ -11,6 +11,7 @@ from kvchat.chat.store import SessionStore, SessionSummary
 from kvchat.core.errors import ExitCode, SessionNotFound, StoreError, UsageError
 from kvchat.core.paths import user_path
 from kvchat.core.text import one_line, whole_number
+from kvchat.terminal import warmth
 from kvchat.terminal.commands import Argument, Command, CommandContext, Group
 from kvchat.terminal.history_view import show_where_it_stands
 from kvchat.terminal.status import plural
@@ -37,7 +38,7 @@ async def resume(context: "CommandContext", arguments: str) -> None:
     session_id = await _pick_session(context, store, arguments, "Go on with")
     if session_id is None:
         return
-    _go_on_with(context, session_id)
+    await _go_on_with(context, session_id)
 
 
 async def import_(context: "CommandContext", arguments: str) -> None:
@@ -47,14 +48,17 @@ async def import_(context: "CommandContext", arguments: str) -> None:
     path = user_path(arguments)
     session_id = await asyncio.to_thread(import_file, store, path)
     context.say(f"A copy of {one_line(str(path))} is saved and open.")
-    _go_on_with(context, session_id)
+    await _go_on_with(context, session_id)
 
 
-def _go_on_with(context: "CommandContext", session_id: str) -> None:
+async def _go_on_with(context: "CommandContext", session_id: str) -> None:
     session = context.controller.open(session_id)
     for note in session.notes:
         context.say(note)
     show_where_it_stands(session.conversation, context.page)
+    cost = await context.controller.engine.cost_at_opening()
+    if cost is not None:
+        context.say(warmth.sentence(cost))
     context.conversation_changed()
 
 

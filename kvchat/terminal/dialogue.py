@@ -13,7 +13,7 @@ from kvchat.chat.message_queue import MessageQueue
 from kvchat.core.errors import ExitCode, KvchatError
 from kvchat.core.events import LoadEvent, LoadFailed, LoadProgress, ModelReady
 from kvchat.core.text import one_line
-from kvchat.terminal import history_view
+from kvchat.terminal import history_view, warmth
 from kvchat.terminal.answering import Answering
 from kvchat.terminal.commands import CommandContext, Invocation, Message, Registry, Unknown
 from kvchat.terminal.status import ToolbarFacts, model_label, toolbar
@@ -21,6 +21,8 @@ from kvchat.terminal.theme import Role
 from kvchat.terminal.view import LiveState, View
 
 _STOP_PATIENCE_S = 2.0
+# How often the engine is asked what the next message costs; each time it has two seconds.
+_WARMTH_TRIES = 15
 _FAREWELLS = ("exit", "quit", "bye")
 
 _log = logging.getLogger(__name__)
@@ -45,7 +47,7 @@ class Dialogue(CommandContext):
         self._notice = ""
         self._said_farewell = ""
         self._num_commands = 0
-        self._warmth: float | None = None
+        self._warmth = ""
         self._num_context_tokens = len(controller.context_ids)
         self._wake = asyncio.Event()
         self._loaded = asyncio.Event()
@@ -69,6 +71,7 @@ class Dialogue(CommandContext):
             self._loaded.set()
             for note in event.notes:
                 self.say(note)
+            self._spawn(self._tell_cost_at_opening())
             self.conversation_changed()
         else:
             self._fail(event)
@@ -288,16 +291,27 @@ class Dialogue(CommandContext):
     def conversation_changed(self) -> None:
         """Update the toolbar's figures, after the tip has moved."""
         self._num_context_tokens = len(self.controller.context_ids)
-        self._warmth = None
+        self._warmth = ""
         self.refresh()
         self._spawn(self._measure_warmth())
 
     async def _measure_warmth(self) -> None:
-        tip = self._num_context_tokens
-        warmth = await self.controller.engine.warmth(self.controller.context_ids)
-        if tip == self._num_context_tokens and not self.is_answering:
-            self._warmth = warmth
+        """Show what the next message costs, once the engine knows: the disk may open slowly."""
+        context_ids = self.controller.context_ids
+        for _ in range(_WARMTH_TRIES):
+            cost = await self.controller.engine.cost(context_ids)
+            if context_ids != self.controller.context_ids or self.is_answering:
+                return
+            if cost is not None or not context_ids:
+                break
+        if cost is not None:
+            self._warmth = warmth.for_toolbar(cost)
             self.refresh()
+
+    async def _tell_cost_at_opening(self) -> None:
+        cost = await self.controller.engine.cost_at_opening()
+        if cost is not None:
+            self.say(warmth.sentence(cost))
 
     def refresh(self) -> None:
         """Show the current state."""

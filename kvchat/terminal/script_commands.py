@@ -11,10 +11,11 @@ from dataclasses import dataclass
 
 from kvchat.chat.answer_settings import AskOptions
 from kvchat.chat.controller import ChatController
-from kvchat.chat.engine_queries import Cost
 from kvchat.chat.reply import Reply
+from kvchat.core.cost import Cost
 from kvchat.core.errors import UsageError
-from kvchat.terminal.commands import CommandContext, Invocation, Registry, cost_line
+from kvchat.terminal import warmth
+from kvchat.terminal.commands import CommandContext, Invocation, Registry
 from kvchat.terminal.paint import Painter, RenderContext, Row
 from kvchat.terminal.view import Choice, Page
 
@@ -115,7 +116,7 @@ class ScriptCommands(CommandContext):
     async def confirm_cost(self, cost: Cost | None, action: str) -> bool:
         """Print the cost and return true: a script is not asked for confirmation."""
         if cost is not None and not cost.is_low:
-            self.say(f"{action} {cost_line(cost)}.")
+            self.say(f"{warmth.price(cost, action)}.")
         return True
 
     def answer_again(self, options: AskOptions) -> None:

@@ -14,6 +14,7 @@ from typing import TypeVar
 
 from kvchat.cache.disk.db import LOCK_NAME, StoreBusy, StoreHeld, StoreLock
 from kvchat.cache.disk.inventory import ModelDir, pack_tree, read_model_dir, stored_model_dirs
+from kvchat.cache.disk.lookup import StoreLookup
 from kvchat.cache.disk.model_dirs import (
     DATABASE,
     drop,
@@ -28,7 +29,8 @@ from kvchat.cache.disk.quota import disk_budget
 from kvchat.cache.disk.tier import DiskTier
 from kvchat.cache.keys import chain_keys, encode_ids, root_key
 from kvchat.cache.tier import Layout
-from kvchat.core.config import Size
+from kvchat.core.config import CacheConfig, Size
+from kvchat.core.cost import KvPlaces
 from kvchat.core.errors import StoreError
 from kvchat.core.stats import (
     KeptPack,
@@ -38,24 +40,42 @@ from kvchat.core.stats import (
     TierStatus,
     Verified,
 )
+from kvchat.core.types import MissReason, TokenIds
 
 T = TypeVar("T")
 
 _NO_LIMIT = 1 << 62
 _LOCK_PATIENCE_S = 5.0
+_DEFAULT_BLOCK_SIZE = CacheConfig().block_size
 
 
 class StoreAdmin:
     """Administers the store in `directory`, which need not exist and is never made.
 
-    `size` is what the user allows it to hold, None the default. Everything raises StoreError where
+    `size` is what the user allows it to hold, None the default. `state` has what is known of its
+    models; `block_size` is assumed of others. Everything raises StoreError where
     the directory cannot be used, and where an identity's part of it cannot once all others are
     done. May be used from any thread.
     """
 
-    def __init__(self, directory: Path, size: Size | None = None) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        size: Size | None = None,
+        state: Path | None = None,
+        block_size: int = _DEFAULT_BLOCK_SIZE,
+    ) -> None:
         self.directory = directory
         self._size = size
+        self._lookup = StoreLookup(directory, state, block_size)
+
+    def locate(self, contexts: Sequence[tuple[str, TokenIds]]) -> list[KvPlaces]:
+        """Return where the KV of contexts is, each given by its model's name and its token ids."""
+        return self._lookup.locate(contexts)
+
+    def why(self, name: str, token_ids: TokenIds) -> MissReason | None:
+        """Return why not more of a context is on disk; None if all of it is."""
+        return self._lookup.why(name, token_ids)
 
     def status(self) -> StoreStatus:
         """Return what the store holds. Reads all heads, changes nothing."""
