@@ -226,7 +226,8 @@ class ChatController:
 
     def _ensure_session(self) -> ChatSession:
         if self.session is None:
-            self.session = self.host.new_session(self.system, self.title)
+            one_shot = self.options.is_one_shot
+            self.session = self.host.new_session(self.system, self.title, one_shot)
         return self.session
 
     # Conversations

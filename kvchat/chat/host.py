@@ -103,9 +103,11 @@ class ChatHost:
         assert isinstance(self._outcome, ModelReady)
         return self._outcome
 
-    def new_session(self, system: str | None = None, title: str = "") -> ChatSession:
-        """Begin a conversation."""
-        return ChatSession.new(self.model, self._engine, self.store, system, title)
+    def new_session(
+        self, system: str | None = None, title: str = "", is_one_shot: bool = False
+    ) -> ChatSession:
+        """Begin a conversation; `is_one_shot` if it will probably not be continued."""
+        return ChatSession.new(self.model, self._engine, self.store, system, title, is_one_shot)
 
     def unsaved_session(self, system: str | None = None) -> ChatSession:
         """Begin a conversation without a file; it cannot be continued later."""
@@ -129,6 +131,11 @@ class ChatHost:
         branches = [session.conversation.context_ids(leaf.turn_id) for leaf in leaves]
         self._engine.call(lambda engine: engine.speculation.learn(branches))
         return session
+
+    def prefetch(self, token_ids: list[int]) -> None:
+        """Begin to bring a context's KV to the device; it replaces the prefetch before."""
+        if self.ready is not None:
+            self._engine.call(lambda engine: engine.prefetch(token_ids))
 
     def fork_session(self, original: Conversation) -> ChatSession:
         """Begin a conversation as a copy of another one."""

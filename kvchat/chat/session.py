@@ -62,10 +62,14 @@ class ChatSession:
         store: SessionStore | None,
         system: str | None = None,
         title: str = "",
+        is_one_shot: bool = False,
     ) -> "ChatSession":
-        """Begin a conversation; with `store` None it is never written to a file."""
+        """Begin a conversation; with `store` None it is never written to a file.
+
+        `is_one_shot` if a script begins it, so that it will probably not be continued.
+        """
         conversation = Conversation(new_session_id(), time.time(), system)
-        log = store.create(conversation, model.name) if store is not None else None
+        log = store.create(conversation, model.name, is_one_shot) if store is not None else None
         session = cls(model, engine, conversation, log)
         if title:
             session.rename(title)

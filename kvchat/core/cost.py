@@ -45,7 +45,7 @@ class Cost:
     @property
     def is_ready(self) -> bool:
         """Whether no more than a small part has to be computed."""
-        few = max(_FEW_TOKENS, _FEW_SHARE * self.num_tokens)
+        few = max(min(_FEW_TOKENS, self.num_tokens / 2), _FEW_SHARE * self.num_tokens)
         return not self.is_cold and self.num_read < few
 
     @property

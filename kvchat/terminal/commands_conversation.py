@@ -1,22 +1,20 @@
 """Commands on whole conversations: begin, resume, rename, export, import, delete, leave."""
 
 import asyncio
-import time
 from contextlib import suppress
 from pathlib import Path
 
 from kvchat.chat import documents
 from kvchat.chat.documents import import_file
-from kvchat.chat.store import SessionStore, SessionSummary
+from kvchat.chat.store import SessionStore
 from kvchat.core.errors import ExitCode, SessionNotFound, StoreError, UsageError
 from kvchat.core.paths import user_path
 from kvchat.core.text import one_line, whole_number
 from kvchat.terminal import warmth
 from kvchat.terminal.commands import Argument, Command, CommandContext, Group
 from kvchat.terminal.history_view import show_where_it_stands
-from kvchat.terminal.status import plural
+from kvchat.terminal.session_picker import pick_session
 from kvchat.terminal.theme import Role
-from kvchat.terminal.view import Choice
 
 
 async def exit_(context: "CommandContext", arguments: str) -> None:
@@ -153,26 +151,7 @@ async def _pick_session(
         if len(found) == 1:
             return found[0].session_id
         summaries = found
-    index = await context.page.choose(title, [_choice(summary) for summary in summaries])
-    return None if index is None else summaries[index].session_id
-
-
-def _choice(summary: SessionSummary) -> Choice:
-    age = format_age(time.time() - summary.modified_s)
-    label = one_line(summary.title, 56) or summary.session_id
-    return Choice(label, f"{age} · {plural(summary.num_turns, 'turn')}")
-
-
-def format_age(seconds: float) -> str:
-    """Return a phrase for a time this many seconds ago."""
-    minutes = int(max(0.0, seconds)) // 60
-    if minutes < 1:
-        return "just now"
-    if minutes < 60:
-        return f"{minutes} min ago"
-    if minutes < 48 * 60:
-        return f"{minutes // 60} h ago"
-    return f"{minutes // (24 * 60)} days ago"
+    return await pick_session(context, store, summaries, title)
 
 
 COMMANDS = (

@@ -17,7 +17,7 @@ from kvchat.core.errors import UsageError
 from kvchat.terminal import warmth
 from kvchat.terminal.commands import CommandContext, Invocation, Registry
 from kvchat.terminal.paint import Painter, RenderContext, Row
-from kvchat.terminal.view import Choice, Page
+from kvchat.terminal.view import Choice, Page, PickerActions
 
 
 class ScriptPage:
@@ -51,11 +51,20 @@ class ScriptPage:
     def put_text(self, text: str) -> None:
         """Do nothing: a script has no prompt."""
 
-    async def choose(self, title: str, choices: Sequence[Choice], current: int = 0) -> int | None:
+    async def choose(
+        self,
+        title: str,
+        choices: Sequence[Choice],
+        current: int = 0,
+        actions: PickerActions | None = None,
+    ) -> int | None:
         raise UsageError(
             f"“{title}” needs a terminal.",
             "In a script, name what you want after the command.",
         )
+
+    def choices_changed(self) -> None:
+        """Do nothing: a script has no picker."""
 
     @asynccontextmanager
     async def lent(self, takes_interrupts: bool = True) -> AsyncIterator[None]:

@@ -4,6 +4,7 @@
 both numbers. Pure functions.
 """
 
+from kvchat.chat.turn_costs import TurnCost
 from kvchat.core.cost import Cost
 from kvchat.core.types import CachedTokens
 from kvchat.terminal.status import format_seconds, plural
@@ -33,6 +34,12 @@ def for_list(cost: Cost) -> str:
     if cost.is_ready:
         return f"ready in {seconds(cost.seconds)}" if cost.seconds is not None else "ready"
     return f"{'cold' if cost.is_cold else 'partly ready'}{_about(cost)}"
+
+
+def for_tree(turn: TurnCost) -> str:
+    """Return where a turn's KV is, and the seconds to continue from there: `disk 0.1 s`."""
+    about = f" {seconds(turn.cost.seconds)}" if turn.cost.seconds is not None else ""
+    return f"{turn.tier or 'cold'}{about}"
 
 
 def price(cost: Cost, action: str) -> str:

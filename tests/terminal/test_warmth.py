@@ -54,6 +54,12 @@ def test_every_screen_tells_the_same_in_its_own_length(
     assert warmth.for_list(cost) == listed
 
 
+def test_a_short_context_with_little_cached_is_not_ready() -> None:
+    cost = Cost(66, CachedTokens(disk=16), 0.05)
+
+    assert warmth.for_toolbar(cost) == "16 of 66 on disk, about 0.1 s"
+
+
 def test_a_price_is_told_in_tokens_and_seconds() -> None:
     cost = Cost(9812, CachedTokens(device=8572), 0.9)
 

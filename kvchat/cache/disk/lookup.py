@@ -24,7 +24,8 @@ _log = logging.getLogger(__name__)
 class StoreLookup:
     """Looks up contexts in the store in `directory`; `state` has what is known of its models.
 
-    `block_size` is assumed of identities that are not known. May be used from any thread.
+    `block_size` is assumed of identities that are not known. The name "" stands for any model. May
+    be used from any thread.
     """
 
     def __init__(self, directory: Path, state: Path | None, block_size: int) -> None:
@@ -78,7 +79,7 @@ class StoreLookup:
         best = None
         for path in paths:
             model = known.get(path.name)
-            if model is not None and (model.is_draft or model.name != name):
+            if model is not None and (model.is_draft or name not in ("", model.name)):
                 continue
             block_size = model.block_size if model is not None else self._block_size
             count = self._num_kept(path, encoded, block_size)
@@ -101,4 +102,4 @@ class StoreLookup:
 
 def _newest(known: dict[str, KnownModel], name: str) -> KnownModel | None:
     """Return the model of a name that was run last; None if none is known."""
-    return next((model for model in reversed(known.values()) if model.name == name), None)
+    return next((model for model in reversed(known.values()) if name in ("", model.name)), None)
