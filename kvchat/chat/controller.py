@@ -18,7 +18,16 @@ from kvchat.chat.kept_kv import KeptKv
 from kvchat.chat.reply import Reply
 from kvchat.chat.session import ChatSession
 from kvchat.chat.tokenizer import Segment
-from kvchat.chat.why import Reuse, beside_earlier, cause, earlier, explain, is_as_expected, reuse_of
+from kvchat.chat.why import (
+    Reuse,
+    Times,
+    beside_earlier,
+    cause,
+    earlier,
+    explain,
+    is_as_expected,
+    reuse_of,
+)
 from kvchat.core.errors import KvchatError, UsageError
 from kvchat.core.events import LoadEvent
 from kvchat.core.text import one_line, whole_number
@@ -215,7 +224,10 @@ class ChatController:
         if conversation is None or conversation.session_id != self._last_session_id:
             return None
         with suppress(KeyError):  # as above
-            return reuse_of(conversation, ended.turn_id, ended.usage.cached, ended.miss_reason)
+            cleared_s = self.kept.cleared_s() if self.kept is not None else 0.0
+            times = Times(self.host.began_s, cleared_s)
+            cached = ended.usage.cached
+            return reuse_of(conversation, ended.turn_id, cached, ended.miss_reason, times)
         return None
 
     def _name(self, session: ChatSession, text: str) -> None:

@@ -43,6 +43,7 @@ class ChatHost:
                      it must not block
     store            None saves nothing
 
+    began_s             when this host was made, in seconds since the epoch
     places_at_opening   where the KV was of the conversation opened last, None if none was opened
 
     Owns the engine until `close`.
@@ -61,6 +62,7 @@ class ChatHost:
         self.store = store
         self._on_load = on_load
         self._loaded = threading.Event()
+        self.began_s = time.time()
         self._began_s = time.monotonic()
         self._outcome: LoadEvent | None = None
         self._engine = EngineThread(build, self._hear)

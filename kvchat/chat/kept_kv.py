@@ -31,6 +31,9 @@ class KeptKv(Protocol):
     def why(self, name: str, token_ids: Sequence[int]) -> MissReason | None:
         """Return why not more of a context is on disk; None if all of it is."""
 
+    def cleared_s(self) -> float:
+        """Return when the store was cleared last, in seconds since the epoch; 0 if never."""
+
     def tree(self) -> list[tuple[ModelDirStatus, list[KeptPack]]]:
         """Return every pack, by model directory."""
 

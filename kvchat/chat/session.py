@@ -186,9 +186,12 @@ class ChatSession:
     ) -> Reply:
         """Continue the cut-off answer at the tip from its own ids, in the same turn.
 
-        The reply holds the new part only. Raises UsageError if the tip is not a cut-off answer.
+        The reply holds the new part only. A message that was stopped before its answer began is
+        answered. Raises UsageError if the tip is neither.
         """
         path = self.conversation.path()
+        if path and path[-1].role is Role.USER:
+            return self._answer(path[-1], options, notify)
         if not path or not path[-1].is_partial:
             raise UsageError("The last answer is complete.", "/retry answers once more.")
         answer = path[-1]

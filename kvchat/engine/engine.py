@@ -20,7 +20,7 @@ from kvchat.core.cost import KvPlaces, ReadRates
 from kvchat.core.errors import ContextTooLong, GenerationError, KvchatError
 from kvchat.core.events import RequestEvent
 from kvchat.core.stats import EngineStatus
-from kvchat.core.types import CachedTokens, FinishReason
+from kvchat.core.types import CachedTokens, FinishReason, MissReason
 from kvchat.engine.fetch import Fetcher
 from kvchat.engine.kv_verifier import KvVerifier
 from kvchat.engine.output_processor import OutputProcessor
@@ -150,8 +150,18 @@ class Engine:
         now_s = self._clock() if submitted_s is None else submitted_s
         request = Request.from_spec(request_id, spec, now_s)
         self._fetcher.begin(request)
+        if request.miss_reason is None and request.restore is None:
+            request.told_miss_reason = self._why_without_disk(request)
         self._scheduler.add(request)
         return request_id
+
+    def _why_without_disk(self, request: Request) -> MissReason | None:
+        """Return why no tier is asked for a prompt that the device does not have; else None."""
+        if not self.cache.reuse:
+            return MissReason.OFF
+        num_missing = request.num_prompt_tokens - 1 - self.cache.num_cached_tokens(request.ids)
+        is_missed = self._connector is None and num_missing >= self.cache.block_size
+        return MissReason.NO_TIER if is_missed else None
 
     def cached_tokens(self, token_ids: Sequence[int]) -> CachedTokens:
         """Return how many tokens of a context each memory tier has cached; changes nothing."""

@@ -222,9 +222,12 @@ class Request:
         return self.num_uncomputed == 1 and self.num_generated > 0
 
     def usage(self) -> Usage:
+        cached = self.cached or CachedTokens()
+        num_read = max(self.num_computed, cached.total)
         return Usage(
             prompt_tokens=self.num_prompt_tokens,
-            cached=self.cached or CachedTokens(),
+            cached=cached,
             completion_tokens=self.num_generated,
             drafts=self.drafting.use(),
+            unread_tokens=0 if self.num_generated else max(0, self.num_prompt_tokens - num_read),
         )

@@ -33,6 +33,7 @@ def tiny_host(
     reuse: bool = True,
     kept: Path | None = None,
     state: Path | None = None,
+    device_bytes: int = 1 << 23,
 ) -> ChatHost:
     """Start a host on a checkpoint; `before_step` runs on the engine's thread before each one.
 
@@ -45,7 +46,11 @@ def tiny_host(
             source,
             ModelConfig(dtype="float32"),
             CacheConfig(
-                BLOCK_SIZE, Size(num_bytes=1 << 23), reuse=reuse, disk_bytes=DISK, directory=kept
+                BLOCK_SIZE,
+                Size(num_bytes=device_bytes),
+                reuse=reuse,
+                disk_bytes=DISK,
+                directory=kept,
             ),
             EngineConfig(max_step_tokens=64),
             state,

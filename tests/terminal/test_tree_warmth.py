@@ -42,3 +42,8 @@ def test_rows_of_the_tree_keep_to_a_narrow_screen() -> None:
 
     assert all(row.cell_len <= 40 for row in rows)
     assert all("disk 0.1 s" in row.plain for row in rows)
+
+
+def _turn(turn_id: int, parent_id: int, role: Role) -> Turn:
+    finish = FinishReason.STOP if role is Role.ASSISTANT else None
+    return Turn(turn_id, parent_id, role, "words " * 30, (1,), "", 0.0, finish=finish)

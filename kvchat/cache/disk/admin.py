@@ -5,6 +5,7 @@ changes inside a model directory, except `clear`.
 """
 
 import math
+import os
 import sqlite3
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -32,6 +33,7 @@ from kvchat.cache.tier import Layout
 from kvchat.core.config import CacheConfig, Size
 from kvchat.core.cost import KvPlaces
 from kvchat.core.errors import StoreError
+from kvchat.core.paths import open_private
 from kvchat.core.stats import (
     KeptPack,
     KeptPin,
@@ -46,6 +48,7 @@ T = TypeVar("T")
 
 _NO_LIMIT = 1 << 62
 _LOCK_PATIENCE_S = 5.0
+_CLEARED_NAME = "kvchat.cleared"
 _DEFAULT_BLOCK_SIZE = CacheConfig().block_size
 
 
@@ -177,10 +180,24 @@ class StoreAdmin:
             before = _files(found)
             num_bytes = sum(drop(path) for path in found)
             after = _files(found)
+            self._mark_cleared()
         # What others made anew meanwhile is no file that was to be deleted.
         if before & after:
             raise StoreError(f"Not all of {self.directory} can be deleted.", "Check who owns it.")
         return num_bytes
+
+    def cleared_s(self) -> float:
+        """Return when the store was cleared last, in seconds since the epoch; 0 if never."""
+        with suppress(OSError):
+            return (self.directory / _CLEARED_NAME).lstat().st_mtime
+        return 0.0
+
+    def _mark_cleared(self) -> None:
+        """Leave an empty file, whose time says when: so that later misses have their reason."""
+        with suppress(StoreError):
+            path = self.directory / _CLEARED_NAME
+            os.close(open_private(path, os.O_WRONLY | os.O_CREAT))
+            os.utime(path, follow_symlinks=False)
 
     def _in_each(self, deed: Callable[[Path], T]) -> list[T]:
         """Run `deed` in every model directory; return the results.
