@@ -4,12 +4,15 @@ Slash commands and keys call it. Moving between turns deletes nothing: all turns
 Queries to the engine other than answers are in `engine_queries.py`.
 """
 
+import asyncio
+import copy
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 from kvchat.chat.answer_settings import AskOptions
 from kvchat.chat.attachment import Attached, read_attachment
+from kvchat.chat.chat_model import readopt
 from kvchat.chat.conversation import ROOT, Conversation, Role, Turn
 from kvchat.chat.engine_queries import EngineQueries
 from kvchat.chat.events import AnswerEnded
@@ -28,6 +31,7 @@ from kvchat.chat.why import (
     is_as_expected,
     reuse_of,
 )
+from kvchat.core.cost import Cost
 from kvchat.core.errors import KvchatError, UsageError
 from kvchat.core.events import LoadEvent
 from kvchat.core.text import one_line, whole_number
@@ -278,6 +282,16 @@ class ChatController:
         if (problem := self.close_session()) is not None:
             session.notes = (*session.notes, problem)
         self.session = session
+
+    async def cost_with(self, host: ChatHost) -> Cost | None:
+        """Return what the next message costs with another, loaded model; None if nothing is said
+        yet, or while that cannot be known.
+        """
+        if self.conversation is None:
+            return None
+        conversation = copy.deepcopy(self.conversation)
+        await asyncio.to_thread(readopt, conversation, host.model)
+        return await EngineQueries(host).cost(conversation.context_ids())
 
     def change_host(self, host: ChatHost) -> ChatHost:
         """Switch to another model, which is loaded; return the old host, for the caller to close.

@@ -144,6 +144,14 @@ class ChatHost:
         if self.ready is not None:
             self._engine.call(lambda engine: engine.prefetch(token_ids))
 
+    def read_ahead(self, token_ids: list[int]) -> None:
+        """Prefill a context while nothing else runs; it replaces the one before."""
+        self._engine.call(lambda engine: engine.read_ahead(token_ids))
+
+    def end_read_ahead(self) -> None:
+        """End the read-ahead; what was read stays cached."""
+        self._engine.call(lambda engine: engine.end_read_ahead())
+
     def fork_session(self, original: Conversation) -> ChatSession:
         """Begin a conversation as a copy of another one."""
         return ChatSession.fork_of(self.model, self._engine, self.store, original)

@@ -88,6 +88,7 @@ class Engine:
         self._num_steps = 0
         self._num_tokens = 0
         self._prefill_rate = prefill_rate or PrefillRate(None)
+        self._ahead_id: int | None = None
 
     @property
     def has_work(self) -> bool:
@@ -146,6 +147,7 @@ class Engine:
                 f"The prompt holds token {unknown_ids[0]}, and the model has {self._vocab_size}.",
                 "Its tokenizer and its weights do not belong together.",
             )
+        self.end_read_ahead()
         request_id = next(self._request_ids)
         now_s = self._clock() if submitted_s is None else submitted_s
         request = Request.from_spec(request_id, spec, now_s)
@@ -230,6 +232,23 @@ class Engine:
         A new prefetch replaces the one before: the newest context is the most likely one.
         """
         self._fetcher.prefetch(token_ids)
+
+    def read_ahead(self, token_ids: Sequence[int]) -> None:
+        """Prefill a context that a request will probably begin with; it replaces the one before.
+
+        It runs only while nothing else does: every `submit` ends it. Its KV is not kept on slower
+        tiers. It does nothing where KV is not reused.
+        """
+        self.end_read_ahead()
+        is_useful = self.cache.reuse and 1 < len(token_ids) < self.max_context
+        if is_useful and not self._scheduler.has_work:
+            self._ahead_id = self.submit(RequestSpec(tuple(token_ids), max_tokens=1, is_kept=False))
+
+    def end_read_ahead(self) -> None:
+        """End the read-ahead at the next step; what was computed stays cached."""
+        if self._ahead_id is not None:
+            self.cancel(self._ahead_id)
+        self._ahead_id = None
 
     def pin(self, token_ids: Sequence[int], label: str, done: Callable[[int], None]) -> None:
         """Pin a context's KV on the disk tier, so that it is not evicted.

@@ -77,6 +77,10 @@ async def change_model(context: "CommandContext", name: str) -> None:
     relay.attach(loop, hear)
     try:
         ready = await outcome
+        if not await context.confirm_cost(await controller.cost_with(host), "/model"):
+            await close_host(host)
+            context.say(f"Still with {one_line(controller.host.model.name)}.")
+            return
         old = controller.change_host(host)
     except BaseException:
         await close_host(host)

@@ -76,7 +76,10 @@ async def retry(context: "CommandContext", arguments: str) -> None:
     if count is None or not 1 <= count <= _MAX_SAMPLES:
         raise UsageError(f"Between 1 and {_MAX_SAMPLES} answers can be asked for at once.")
     options = replace(context.controller.options, num_samples=count)
-    context.answer_again(options)
+    controller = context.controller
+    asked = controller.require_conversation().context_ids(controller.user_turn("").turn_id)
+    if await context.confirm_cost(await controller.engine.cost(asked), "/retry"):
+        context.answer_again(options)
 
 
 async def continue_(context: "CommandContext", arguments: str) -> None:

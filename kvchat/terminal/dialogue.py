@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from kvchat.chat.answer_settings import AskOptions
 from kvchat.chat.controller import ChatController
 from kvchat.chat.message_queue import MessageQueue
+from kvchat.chat.read_ahead import ReadAhead
 from kvchat.core.errors import ExitCode, KvchatError
 from kvchat.core.events import LoadEvent, LoadFailed, LoadProgress, ModelReady
 from kvchat.core.text import one_line
@@ -21,6 +22,8 @@ from kvchat.terminal.theme import Role
 from kvchat.terminal.view import LiveState, View
 
 _STOP_PATIENCE_S = 2.0
+# After such a pause in typing, what is finished of a message is prefilled.
+_TYPING_PAUSE_S = 0.25
 # How often the engine is asked what the next message costs; each time it has two seconds.
 _WARMTH_TRIES = 15
 _FAREWELLS = ("exit", "quit", "bye")
@@ -49,6 +52,8 @@ class Dialogue(CommandContext):
         self._num_commands = 0
         self._warmth = ""
         self._num_context_tokens = len(controller.context_ids)
+        self._ahead = ReadAhead(controller)
+        self._pause: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
         self._loaded = asyncio.Event()
         # Held by an answer, and by a command that must not run during an answer.
@@ -164,6 +169,19 @@ class Dialogue(CommandContext):
         if self._notice:
             self.notice("")
 
+    def draft_changed(self, text: str) -> None:
+        """Prefill what is finished of a message, after a pause in typing."""
+        if self._pause is not None:
+            self._pause.cancel()
+        self._pause = asyncio.get_running_loop().create_task(self._read_ahead(text))
+        self._tasks.add(self._pause)
+        self._pause.add_done_callback(self._task_ended)
+
+    async def _read_ahead(self, text: str) -> None:
+        await asyncio.sleep(_TYPING_PAUSE_S)
+        if not self.is_busy and isinstance(self.registry.parse(text), Message):
+            await self._ahead.consider(text)
+
     def edit_queue(self, current: str, step: int) -> str | None:
         move = self._queue.edit_previous if step < 0 else self._queue.edit_next
         text = move(current)
@@ -255,6 +273,7 @@ class Dialogue(CommandContext):
         if not self._queue.has_next:
             return  # the user took the message back for editing while a command held the lock
         text = self._queue.take()
+        self._ahead.forget()
         self.refresh()
         await self._answering.answer_message(text, self.shows_stats)
         self._answer_ended()
@@ -268,6 +287,7 @@ class Dialogue(CommandContext):
     def _answer_ended(self) -> None:
         self.conversation_changed()
         self._spawn(self._tell_trouble())
+        self.draft_changed(self._view.prompt_text)
 
     async def _tell_trouble(self) -> None:
         """Show a new problem of the KV store or of speculation; the chat continues."""
@@ -341,6 +361,7 @@ class Dialogue(CommandContext):
             self._num_commands -= 1
             self._wake.set()
             self.refresh()
+            self.draft_changed(self._view.prompt_text)  # a file may be attached
 
     def _spawn(self, work: Coroutine[object, object, None]) -> None:
         """Run a coroutine as a task; an error in it is reported, not raised."""

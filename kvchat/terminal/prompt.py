@@ -140,6 +140,7 @@ class LivePrompt:
             auto_suggest=AutoSuggestFromHistory(),
             enable_history_search=False,
         )
+        self.buffer.on_text_changed += lambda buffer: self._tell_draft(buffer.text)
         look = painter.look
         self._app = LiveApplication(
             reflows=look.reflows,
@@ -322,6 +323,10 @@ class LivePrompt:
             self._app.exit()
 
     # Inside
+
+    def _tell_draft(self, text: str) -> None:
+        if self._listener is not None:
+            self._listener.draft_changed(text)
 
     def _show_stray(self, line: str) -> None:
         self.write(self.painter.wrapped(line, self.render_context.width, Role.DIM))

@@ -178,6 +178,9 @@ class Listener(Protocol):
     def key_pressed(self) -> None:
         """Remove the notice, at any key."""
 
+    def draft_changed(self, text: str) -> None:
+        """The prompt's text has changed."""
+
     def edit_queue(self, current: str, step: int) -> str | None:
         """Move through the waiting messages; return the text to edit, None to change nothing."""
 

@@ -142,6 +142,12 @@ class ScriptedEngine:
         rates = ReadRates(computed=TOKENS_PER_S)
         done([KvPlaces(len(ids), self.cached_tokens(ids), rates) for ids in contexts])
 
+    def read_ahead(self, token_ids: list[int]) -> None:
+        self.cache.add(token_ids)
+
+    def end_read_ahead(self) -> None:
+        """Nothing is under way: it reads at once."""
+
     @property
     def has_work(self) -> bool:
         return bool(self._running)

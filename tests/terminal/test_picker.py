@@ -107,7 +107,7 @@ def test_conversations_are_searched_inside_renamed_and_deleted(
     chat.wait_for_shown("┊ A cat named Mia.")
     assert "Hello, script" not in chat.text
     chat.type("prefixes").wait_for_shown("┊ what is a radix tree")
-    assert "Mia" not in chat.shown
+    chat.wait_for(lambda _: "Mia" not in chat.shown)
     chat.type(_CTRL_R).wait_for_shown("New title:").type("trees\r").wait_for_shown("❯ trees")
     chat.type("\x7f" * 8).wait_for_shown("my cat is Mia")
     chat.type(_CTRL_O).wait_for_shown("hello").wait_for_shown("hides 1 one-shot")
