@@ -224,8 +224,8 @@ def new_kv_pool(geometry: KvGeometry, config: CacheConfig, device: torch.device)
 
 def new_graphs(model: PagedModel, cache: CacheManager, config: EngineConfig) -> GraphRunner | None:
     """Return the graph runner for small steps; None off CUDA, if turned off, or without memory."""
-    if model.device.type != "cuda" or not config.graphs:
-        return None
+    if model.device.type != "cuda" or not config.graphs or model.loaded.spec.gathered is not None:
+        return None  # a gathered step copies contexts, whose lengths differ from step to step
     max_context = min(model.loaded.max_context, cache.max_tokens)
     try:
         capturing = CudaGraphs(model.device)

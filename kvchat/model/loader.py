@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+from transformers import AutoConfig
 from transformers.utils import logging as transformers_logging
 
 from kvchat.core.config import ModelConfig
@@ -33,6 +33,7 @@ from kvchat.model.hf_adapter import (
     register_attention,
 )
 from kvchat.model.identity import sample_digest
+from kvchat.model.model_class import class_and_config, takes_attention
 from kvchat.model.probe import PROBE, ProbeInconclusive, probe, probe_loaded, register_probe
 from kvchat.model.quantise import quantise
 from kvchat.model.source import ModelSource
@@ -129,19 +130,24 @@ def load_model(
         marks = source.marks()
         hf_config, spec = inspect_model(source)
         progress(LoadProgress("loading weights", 0.0))
-        module, notes = _read_weights(source, hf_config, dtype_of(config.dtype), spec is None)
+        module, notes = _read_weights(source, hf_config, dtype_of(config.dtype), spec)
         if spec is None:
             spec = probe_loaded(module)
-            module.set_attn_implementation(PAGED)
+            if spec.gathered is None:
+                module.set_attn_implementation(PAGED)
     limit = min(spec.max_context, max_context or spec.max_context)
     frozen_rope = freeze_rope(module, limit)
     _move(module, device, progress)
-    if config.weights != "auto":
+    if spec.gathered is not None:
+        notes += _own_weights_only(config)
+    elif config.weights != "auto":
         notes += quantise(module, spec, config.weights, _telling(progress))
     else:
         take_few_shapes(module)
     step = StepContext()
-    fusing = Fusing(module, spec, step, choose_scheme(module, config.weights))
+    fusing = None
+    if spec.gathered is None:  # fused layers know paged attention only
+        fusing = Fusing(module, spec, step, choose_scheme(module, config.weights))
     identity = sample_digest(source)
     if source.marks() != marks:
         raise ModelError(
@@ -167,21 +173,28 @@ def load_model(
     )
 
 
+def _own_weights_only(config: ModelConfig) -> tuple[str, ...]:
+    """Return a note if weights in fewer bits were asked for and are not used."""
+    if config.weights == "auto":
+        return ()
+    return (f"--weights {config.weights} is not used: the model runs on the gathered path.",)
+
+
 def _telling(progress: Progress) -> Callable[[float], None]:
     return lambda share: progress(LoadProgress("packing weights", share))
 
 
 def _read_weights(
-    source: ModelSource, hf_config: Any, dtype: torch.dtype | None, needs_probe: bool
+    source: ModelSource, hf_config: Any, dtype: torch.dtype | None, spec: ModelSpec | None
 ) -> tuple[Any, tuple[str, ...]]:
+    """Read the weights into a module; `spec` is None if the module is to be probed."""
     register_attention()
     register_probe()
-    own = OWN_ATTENTION.get(hf_config.model_type)
-    implementation = "eager" if own else PROBE if needs_probe else PAGED
+    implementation = _attention_name(hf_config, spec)
     try:
         # With tensors and no directory, transformers opens no files: no pickles that an index
         # names, no adapters and no other checkpoints beside the weights.
-        model_class, class_config = _causal_class(hf_config)
+        model_class, class_config = class_and_config(hf_config)
         module, report = model_class.from_pretrained(
             None,
             config=class_config,
@@ -211,19 +224,12 @@ def _read_weights(
     return module.eval().requires_grad_(False), _leftovers(source, report)
 
 
-def _causal_class(config: Any) -> tuple[Any, Any]:
-    """Return a config's model class and the config that class takes.
-
-    Repeats AutoModelForCausalLM's choice, because that class loads from directories only.
-    """
-    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    text_class = config.sub_configs.get("text_config")
-    if text_class is None or model_class.config_class is not text_class:
-        return model_class, config
-    text_config = config.get_text_config()
-    if getattr(config, "quantization_config", None) is not None:
-        text_config.quantization_config = config.quantization_config
-    return model_class, text_config
+def _attention_name(hf_config: Any, spec: ModelSpec | None) -> str:
+    """Return the attention to load with; a class without the interface accepts `eager` only."""
+    if spec is not None:
+        is_own = OWN_ATTENTION.get(hf_config.model_type) is not None
+        return "eager" if is_own or spec.gathered is not None else PAGED
+    return PROBE if takes_attention(hf_config, PROBE) else "eager"
 
 
 def _tensors(source: ModelSource) -> dict[str, torch.Tensor]:
