@@ -77,6 +77,8 @@ def kv_identity(loaded: LoadedModel, geometry: KvGeometry, content_digest: str) 
         "layers": [(x.num_kv_heads, x.key_dim, x.value_dim) for x in geometry.layers],
         "rope": [*loaded.frozen_rope, loaded.max_context] if loaded.frozen_rope else [],
     }
+    if loaded.spec.gathered is not None:
+        facts["path"] = "gathered"
     if geometry.format.name != PlainFormat().name:  # plain KV has no format in its older stores
         facts["kv_format"] = geometry.format.name
     return hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).digest()

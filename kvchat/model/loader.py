@@ -33,8 +33,14 @@ from kvchat.model.hf_adapter import (
     register_attention,
 )
 from kvchat.model.identity import sample_digest
-from kvchat.model.model_class import class_and_config, takes_attention
-from kvchat.model.probe import PROBE, ProbeInconclusive, probe, probe_loaded, register_probe
+from kvchat.model.model_class import class_and_config
+from kvchat.model.probe import (
+    ProbeInconclusive,
+    attention_to_probe_loaded,
+    probe,
+    probe_loaded,
+    register_probe,
+)
 from kvchat.model.quantise import quantise
 from kvchat.model.source import ModelSource
 from kvchat.model.spec import ModelSpec
@@ -229,7 +235,7 @@ def _attention_name(hf_config: Any, spec: ModelSpec | None) -> str:
     if spec is not None:
         is_own = OWN_ATTENTION.get(hf_config.model_type) is not None
         return "eager" if is_own or spec.gathered is not None else PAGED
-    return PROBE if takes_attention(hf_config, PROBE) else "eager"
+    return attention_to_probe_loaded(hf_config)
 
 
 def _tensors(source: ModelSource) -> dict[str, torch.Tensor]:

@@ -3,7 +3,6 @@
 Of an image-text model kvchat runs the text alone.
 """
 
-from copy import deepcopy
 from typing import Any
 
 import torch
@@ -33,16 +32,6 @@ def new_model(config: Any, attention: str, dtype: torch.dtype) -> Any:
         dtype=dtype,
         trust_remote_code=False,  # None would make transformers ask on the terminal
     )
-
-
-def takes_attention(config: Any, attention: str) -> bool:
-    """Whether a configuration's class can be built with an attention function of that name."""
-    try:
-        with torch.device("meta"):
-            new_model(deepcopy(config), attention, torch.bfloat16)
-    except Exception:  # each model class raises its own error types
-        return False
-    return True
 
 
 def class_and_config(config: Any) -> tuple[Any, Any]:

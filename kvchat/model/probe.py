@@ -109,25 +109,14 @@ _PROBE_DTYPE = torch.bfloat16
 _KNOWN_TENSORS = frozenset({"s_aux", "position_ids", "cache_position"})
 _DEFAULT_CONTEXT = 4096
 _NO_INTERFACE = "does not use transformers' attention interface"
-# The first group adds an offset to positions, the second counts them from the cache's length.
-_OWN_POSITIONS = frozenset(
-    [
-        "camembert",
-        "data2vec-text",
-        "roberta",
-        "roberta-prelayernorm",
-        "xlm-roberta",
-        "xlm-roberta-xl",
-        "xmod",
-        "bart",
-        "blenderbot",
-        "blenderbot-small",
-        "marian",
-        "mbart",
-        "pegasus",
-        "plbart",
-    ]
-)
+# Types that add an offset to positions, and types that count them from their cache's length.
+_WITH_OFFSET = {"camembert", "data2vec-text", "roberta", "roberta-prelayernorm"} | {
+    "xlm-roberta",
+    "xlm-roberta-xl",
+    "xmod",
+}
+_COUNTING = {"bart", "blenderbot", "blenderbot-small", "marian", "mbart", "pegasus", "plbart"}
+_OWN_POSITIONS = frozenset(_WITH_OFFSET | _COUNTING)
 _ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 
 
@@ -236,17 +225,33 @@ def probe(config: Any, limit: ParameterLimit | None = None) -> ModelSpec:
     """
     with _refusing(config):
         try:
-            _refuse_layer_types(config)
-            _refuse_own_positions(config)
-            return _record(_build(config, limit), config)
+            return _paged(config, limit)
         except NotCausal:
             raise
         except Refusal as refusal:
             return _gathered(_build(config, limit, "eager"), config, refusal)
 
 
+def attention_to_probe_loaded(config: Any) -> str:
+    """Return the attention to load a model with for `probe_loaded`: PROBE or `eager`."""
+    try:
+        _paged(config, None)
+    except Refusal:
+        return "eager"
+    except ProbeInconclusive:
+        pass
+    return PROBE
+
+
+def _paged(config: Any, limit: ParameterLimit | None) -> ModelSpec:
+    """Return the spec for paged attention; raises Refusal where that cannot serve."""
+    _refuse_layer_types(config)
+    _refuse_own_positions(config)
+    return _record(_build(config, limit), config)
+
+
 def probe_loaded(model: Any) -> ModelSpec:
-    """Return the spec of a loaded model that was built with the attention PROBE or `eager`.
+    """Return the spec of a model loaded with the attention of `attention_to_probe_loaded`.
 
     Raises ModelUnsupported if its KV cannot be paged. A model on the gathered path has the
     attention `eager` afterwards.
@@ -254,7 +259,7 @@ def probe_loaded(model: Any) -> ModelSpec:
     with _refusing(model.config):
         try:
             if model.config._attn_implementation != PROBE:
-                raise Refusal(_NO_INTERFACE)
+                return _paged(model.config, None)  # which raises why it was not loaded with PROBE
             return _record(model, model.config)
         except NotCausal:
             raise
@@ -417,8 +422,10 @@ def _gathered(model: Any, config: Any, refusal: Refusal) -> ModelSpec:
     model cannot run on the gathered path either.
     """
     parameters = inspect.signature(model.forward).parameters
-    if getattr(type(model), "_is_stateful", False) or "past_key_values" not in parameters:
+    if getattr(type(model), "_is_stateful", False):
         raise refusal
+    if "past_key_values" not in parameters:
+        raise Refusal(f"{refusal}, and takes no cache of keys and values")
     recorder = _CacheRecorder()
     num_layers = _num_cache_layers(config)
     try:
@@ -426,7 +433,7 @@ def _gathered(model: Any, config: Any, refusal: Refusal) -> ModelSpec:
     except Refusal as second:
         raise Refusal(f"{refusal}, and {second}") from second
     if not recorder.layers:
-        raise refusal
+        raise Refusal(f"{refusal}, and keeps nothing in the cache it is given")
     gathered = Gathered(str(refusal), tuple(recorder.layers), num_layers)
     return _model_spec(model, config, tuple(recorder.layers.values()), gathered)
 

@@ -18,12 +18,12 @@ from transformers import (
 from support.checkpoints import VOCAB_SIZE
 
 _SIZES: dict[int, str] = {
-    VOCAB_SIZE: "vocab_size vocab_size_per_layer_input unpadded_vocab_size decoder_vocab_size "
-    "codebook_size audio_vocab_size",
+    VOCAB_SIZE: "vocab_size encoder_hash_byte_group_vocab vocab_size_per_layer_input unpadded_vocab_size decoder_vocab_size "
+    "audio_vocab_size",
     2: "num_hidden_layers n_layer n_layers num_layers layers decoder_layers encoder_layers "
     "num_decoder_layers num_encoder_layers depth num_global_layers num_experts_per_tok moe_k top_k "
     "num_experts_per_token moe_topk num_key_value_heads swa_num_key_value_heads num_kv_heads "
-    "index_n_heads resampler_depth conf_num_hidden_layers num_layers_per_stack num_blocks "
+    "resampler_depth conf_num_hidden_layers num_layers_per_stack num_blocks "
     "linear_num_key_heads deepstack_num out_depth n_window num_codebooks moe_num_shared_experts "
     "resampler_n_heads topk_group_size",
     1: "n_group topk_group num_expert_group n_shared_experts first_k_dense_replace "
@@ -37,8 +37,9 @@ _SIZES: dict[int, str] = {
     8: "sliding_window window_size sliding_window_size keep_window_size qk_rope_head_dim "
     "rotary_dim local_attention attention_window_size rel_extent o_lora_rank",
     12: "v_head_dim",
-    16: "head_dim swa_head_dim kv_lora_rank qk_nope_head_dim index_head_dim kv_channels d_kv "
-    "attention_head_dim dim_head hidden_size_per_layer_input attention_chunk_size n_inner_head "
+    # With many index heads no two keys score alike, and so the choice of keys is clear.
+    16: "head_dim index_n_heads swa_head_dim kv_lora_rank qk_nope_head_dim index_head_dim d_kv "
+    "kv_channels attention_head_dim dim_head hidden_size_per_layer_input attention_chunk_size n_inner_head "
     "linear_key_head_dim linear_value_head_dim linear_head_dim global_head_dim mamba_d_state "
     "state_size attention_head_size d_head prompt_mid_dim",
     24: "q_lora_rank qk_head_dim",
@@ -66,31 +67,34 @@ _TOKENS = {
     "sep_token_id": 260,
     "cls_token_id": 257,
 }
-_DECODER = {"is_decoder": True}
+# Encoders that are language models only when told to be.
+_DECODERS = (
+    "bert bert-generation big_bird camembert data2vec-text electra ernie megatron-bert rembert "
+    "roberta roberta-prelayernorm roc_bert roformer xlm-roberta xlm-roberta-xl xmod"
+)
+
+_GEMMA3N = {"intermediate_size": [96] * 4, "activation_sparsity_pattern": [0.0] * 4}
+_DOTS3 = {
+    "swa_head_dim": 24,
+    "swa_qk_nope_head_dim": 16,
+    "swa_qk_rope_head_dim": 8,
+    "swa_v_head_dim": 12,
+}
 
 # model type -> settings that no rule gives
 _EXTRA: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(
-        [
-            "bert",
-            "bert-generation",
-            "big_bird",
-            "camembert",
-            "data2vec-text",
-            "electra",
-            "ernie",
-            "megatron-bert",
-            "rembert",
-            "roberta",
-            "roberta-prelayernorm",
-            "roc_bert",
-            "roformer",
-            "xlm-roberta",
-            "xlm-roberta-xl",
-            "xmod",
-        ],
-        _DECODER,
-    ),
+    **{name: {"is_decoder": True} for name in _DECODERS.split()},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8}},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "mamba2": {"num_heads": 8},
+    "gemma3n_text": _GEMMA3N,
+    "gemma3n": {"text_config": _GEMMA3N},
+    "reformer": {"is_decoder": True, "axial_pos_embds": False},
+    "hrm_text": {"num_hidden_layers": None},
+    "zaya": {"num_experts_per_tok": 1},
+    "dots3_note": {"text_config": _DOTS3},
+    "dots3_note_text": _DOTS3,
 }
 
 
@@ -140,6 +144,9 @@ def _shrunk(defaults: dict[str, Any], is_text: bool) -> dict[str, Any]:
             settings[name] = _TOKENS[name]
         elif name == "layer_types" and isinstance(value, list):
             settings[name] = _kinds(value)
+    if "num_kv_shared_layers" in defaults and "layer_types" in settings:  # the later layers share
+        settings["layer_types"] = settings["layer_types"] * 2
+        settings["num_kv_shared_layers"] = len(settings["layer_types"]) // 2
     if "layer_types" in settings:
         settings["num_hidden_layers"] = len(settings["layer_types"])
     if "kv_lora_rank" in settings:  # latent attention: as many keys as queries, rotated in part

@@ -4,7 +4,6 @@ What comes out is a verdict. The oracle is transformers' own eager forward pass 
 sequence, on the module that was saved: no line of kvchat takes part in it.
 """
 
-import gc
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,10 +32,10 @@ _TOLERANCE = 2e-4
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a type; `why` is empty or one line."""
+    """What became of a type, and one line: the path of an exact one, else the reason."""
 
     outcome: str
-    why: str = ""
+    why: str
 
 
 class Differs(Exception):
@@ -56,8 +55,6 @@ def verdict_of(model_type: str, directory: Path) -> Verdict:
         return Verdict(REFUSED, _without_name(error.message))
     except Exception as error:
         return Verdict(WRONG, _line(error))
-    finally:
-        gc.collect()
 
 
 def _try(reference: PreTrainedModel, directory: Path) -> Verdict:
@@ -68,10 +65,10 @@ def _try(reference: PreTrainedModel, directory: Path) -> Verdict:
     _check_logits(reference, loaded)
     trial = _Trial(reference, loaded, directory / "cache")
     trial.chat()
-    trial.batch()
     trial.restart()
     trial.speculate()
-    return Verdict(EXACT)
+    gathered = loaded.spec.gathered
+    return Verdict(EXACT, f"gathered: it {gathered.reason}" if gathered is not None else "paged")
 
 
 def _ids(length: int, seed: int) -> list[int]:
@@ -113,7 +110,7 @@ class _Trial:
         return engine_around(self._loaded, self._config, config, None, speculation)
 
     def chat(self) -> None:
-        """Three turns, a fork of the second and an edit of the first."""
+        """Three turns, a fork of the second and an edit of the first, and a batch."""
         engine = self._engine()
         history: list[int] = []
         for turn in range(3):
@@ -122,10 +119,10 @@ class _Trial:
             self._turns.append(history)
         self._answer(engine, self._turns[1] + _ids(7, seed=20), "fork", True)
         self._answer(engine, self._turns[0][:10] + _ids(9, seed=21), "edit", True)
+        self._batch(engine)
         engine.close()
 
-    def batch(self) -> None:
-        engine = self._engine()
+    def _batch(self, engine: Engine) -> None:
         prompts = [_ids(length, seed=30 + length) for length in (5, 19, 33)]
         sampling = SamplingParams(temperature=0.0)
         answers = {
@@ -138,7 +135,6 @@ class _Trial:
                     answers[event.request_id][1].extend(event.token_ids)
         for prompt, answer in answers.values():
             self._check(prompt, answer, "batch")
-        engine.close()
 
     def restart(self) -> None:
         engine = self._engine()
