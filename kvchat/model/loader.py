@@ -33,7 +33,12 @@ from kvchat.model.hf_adapter import (
     register_attention,
 )
 from kvchat.model.identity import sample_digest
-from kvchat.model.model_class import class_and_config
+from kvchat.model.model_class import (
+    class_and_config,
+    reads_more_than_text,
+    tensor_names,
+    without_towers,
+)
 from kvchat.model.probe import (
     ProbeInconclusive,
     attention_to_probe_loaded,
@@ -110,8 +115,11 @@ def read_config(source: ModelSource) -> Any:
 
 
 def inspect_model(source: ModelSource) -> tuple[Any, ModelSpec | None]:
-    """Return a checkpoint's config and its spec; None as the spec if the probe needs weights."""
-    config = read_config(source)
+    """Return a checkpoint's config and its spec; None as the spec if the probe needs weights.
+
+    The config is that of the text model, with as little else as its class can be built with.
+    """
+    config = without_towers(read_config(source))
     headers = [read_header(path) for path in source.weight_files]
     try:
         return config, probe(config, parameter_limit(headers, read_json(source.config_file) or {}))
@@ -227,7 +235,7 @@ def _read_weights(
             "Is the download complete?",
         ) from error
     _refuse_gaps(source, report)
-    return module.eval().requires_grad_(False), _leftovers(source, report)
+    return module.eval().requires_grad_(False), _leftovers(source, hf_config, report)
 
 
 def _attention_name(hf_config: Any, spec: ModelSpec | None) -> str:
@@ -261,12 +269,15 @@ def _refuse_gaps(source: ModelSource, report: dict[str, Any]) -> None:
         )
 
 
-def _leftovers(source: ModelSource, report: dict[str, Any]) -> tuple[str, ...]:
+def _leftovers(source: ModelSource, hf_config: Any, report: dict[str, Any]) -> tuple[str, ...]:
     """Return a note on tensors the model does not use.
 
     transformers has already removed those that the model class declares as expected.
     """
-    extra = sorted(report["unexpected_keys"])
+    unexpected = set(report["unexpected_keys"])
+    if unexpected and reads_more_than_text(hf_config):  # those of its towers are left out by us
+        unexpected -= tensor_names(read_config(source))
+    extra = sorted(unexpected)
     if not extra:
         return ()
     return (

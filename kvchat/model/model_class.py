@@ -1,8 +1,10 @@
 """Which transformers class runs a configuration: its causal one, or its image-text one.
 
-Of an image-text model kvchat runs the text alone.
+Of a model that also reads images or sound kvchat runs the text alone. The towers that read the rest
+are built without their layers, where the class allows it, so that they take no memory.
 """
 
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ from transformers import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    PreTrainedConfig,
 )
 
 
@@ -31,6 +34,56 @@ def new_model(config: Any, attention: str, dtype: torch.dtype) -> Any:
         attn_implementation=attention,
         dtype=dtype,
         trust_remote_code=False,  # None would make transformers ask on the terminal
+    )
+
+
+_DEPTHS = ("num_hidden_layers", "depth", "num_layers", "n_layers", "layers", "encoder_layers")
+
+
+def reads_more_than_text(config: Any) -> bool:
+    """Whether a configuration has towers beside its text model."""
+    return bool(_towers(config))
+
+
+def without_towers(config: Any) -> Any:
+    """Return a copy of a configuration whose towers have no layers, if its class can be built so.
+
+    Otherwise, and without towers, returns `config` itself.
+    """
+    if not _towers(config):
+        return config
+    light = deepcopy(config)
+    for tower in _towers(light):
+        for name in _DEPTHS:
+            if isinstance(getattr(tower, name, None), int):
+                setattr(tower, name, 0)
+    try:
+        tensor_names(light)
+    except Exception:  # each model class raises its own error types
+        return config
+    return light
+
+
+def tensor_names(config: Any) -> set[str]:
+    """Return the names of a configuration's weights; raises what its class raises."""
+    with torch.device("meta"):
+        return set(new_model(deepcopy(config), "eager", torch.bfloat16).state_dict())
+
+
+def _towers(config: Any) -> list[Any]:
+    text_config = config.get_text_config()
+    if text_config is config:
+        return []
+    parts = (getattr(config, name, None) for name in config.sub_configs)
+    return [part for part in parts if _is_beside(part, text_config)]
+
+
+def _is_beside(part: Any, text_config: Any) -> bool:
+    """Whether a part of a configuration is neither the text model's nor around it."""
+    return (
+        isinstance(part, PreTrainedConfig)
+        and part is not text_config
+        and part.get_text_config() is not text_config
     )
 
 

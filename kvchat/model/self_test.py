@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from kvchat.core.errors import ModelError, ModelUnsupported, StoreError
+from kvchat.core.errors import KvchatError, ModelError, ModelUnsupported, StoreError
 from kvchat.core.paths import open_private, private_directory
 from kvchat.model.batch import SequencePiece, build_batch
 from kvchat.model.device import dtype_name
@@ -83,6 +83,8 @@ def _require_pass(loaded: LoadedModel) -> None:
     """Test the model as it is; raises ModelError or ModelUnsupported if it fails."""
     try:
         similarity = compare_with_own(loaded)
+    except (KvchatError, MemoryError, torch.OutOfMemoryError):
+        raise
     except Exception as error:  # model code raises any type when it meets a cache
         raise ModelUnsupported(
             f"The architecture {loaded.spec.architecture} is not supported: its forward pass over "

@@ -18,8 +18,8 @@ from transformers import (
 from support.checkpoints import VOCAB_SIZE
 
 _SIZES: dict[int, str] = {
-    VOCAB_SIZE: "vocab_size encoder_hash_byte_group_vocab vocab_size_per_layer_input unpadded_vocab_size decoder_vocab_size "
-    "audio_vocab_size",
+    VOCAB_SIZE: "vocab_size encoder_hash_byte_group_vocab vocab_size_per_layer_input "
+    "unpadded_vocab_size decoder_vocab_size audio_vocab_size",
     2: "num_hidden_layers n_layer n_layers num_layers layers decoder_layers encoder_layers "
     "num_decoder_layers num_encoder_layers depth num_global_layers num_experts_per_tok moe_k top_k "
     "num_experts_per_token moe_topk num_key_value_heads swa_num_key_value_heads num_kv_heads "
@@ -39,9 +39,9 @@ _SIZES: dict[int, str] = {
     12: "v_head_dim",
     # With many index heads no two keys score alike, and so the choice of keys is clear.
     16: "head_dim index_n_heads swa_head_dim kv_lora_rank qk_nope_head_dim index_head_dim d_kv "
-    "kv_channels attention_head_dim dim_head hidden_size_per_layer_input attention_chunk_size n_inner_head "
-    "linear_key_head_dim linear_value_head_dim linear_head_dim global_head_dim mamba_d_state "
-    "state_size attention_head_size d_head prompt_mid_dim",
+    "kv_channels attention_head_dim dim_head hidden_size_per_layer_input attention_chunk_size "
+    "n_inner_head linear_key_head_dim linear_value_head_dim linear_head_dim global_head_dim "
+    "mamba_d_state state_size attention_head_size d_head prompt_mid_dim",
     24: "q_lora_rank qk_head_dim",
     32: "moe_intermediate_size shared_expert_intermediate_size expert_ffn_hidden_size "
     "shared_intermediate_size moe_shared_expert_intermediate_size shared_experts_intermediate_size "
@@ -142,6 +142,8 @@ def _shrunk(defaults: dict[str, Any], is_text: bool) -> dict[str, Any]:
                 settings[name] = SMALL[name]
         elif name in _TOKENS and is_text and name in defaults:
             settings[name] = _TOKENS[name]
+        elif name == "rope_parameters" and "mrope_section" in (value or {}):
+            settings[name] = value | {"mrope_section": [2, 3, 3]}
         elif name == "layer_types" and isinstance(value, list):
             settings[name] = _kinds(value)
     if "num_kv_shared_layers" in defaults and "layer_types" in settings:  # the later layers share
