@@ -106,7 +106,7 @@ _RECORDER = "_kvchat_recorder"
 _NUM_TOKENS = 9
 # bfloat16, because grouped expert products support no other dtype on the meta device.
 _PROBE_DTYPE = torch.bfloat16
-_KNOWN_TENSORS = frozenset({"s_aux", "position_ids", "cache_position"})
+_KNOWN_TENSORS = frozenset({"s_aux", "position_ids", "cache_position", "logits_to_keep"})
 _DEFAULT_CONTEXT = 4096
 _NO_INTERFACE = "does not use transformers' attention interface"
 # Types that add an offset to positions, and types that count them from their cache's length.
@@ -362,7 +362,9 @@ def _spec(recorder: _Recorder, model: Any, config: Any) -> ModelSpec:
     text_config = config.get_text_config()
     if not recorder.layers:
         raise Refusal(_NO_INTERFACE)
-    num_layers = text_config.num_hidden_layers
+    num_layers = getattr(text_config, "num_hidden_layers", None)
+    if num_layers is None:
+        raise Refusal("does not say how many layers its text model has")
     if len(recorder.layers) != num_layers:
         raise Refusal(f"runs attention {len(recorder.layers)} times in {num_layers} layers")
     return _model_spec(model, config, recorder.layers)
@@ -441,8 +443,8 @@ def _gathered(model: Any, config: Any, refusal: Refusal) -> ModelSpec:
 def _num_cache_layers(config: Any) -> int:
     """Return a number of layers that is enough for every layer index of the model's cache."""
     text_config = config.get_text_config()
-    counts = [text_config.num_hidden_layers, getattr(text_config, "num_layers", None)]
-    return 2 * max(count for count in counts if isinstance(count, int))
+    counts = [getattr(text_config, name, None) for name in ("num_hidden_layers", "num_layers")]
+    return 2 * max((count for count in counts if isinstance(count, int)), default=0)
 
 
 def _build(config: Any, limit: ParameterLimit | None, implementation: str | None = None) -> Any:

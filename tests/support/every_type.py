@@ -70,7 +70,7 @@ _TOKENS = {
 # Encoders that are language models only when told to be.
 _DECODERS = (
     "bert bert-generation big_bird camembert data2vec-text electra ernie megatron-bert rembert "
-    "roberta roberta-prelayernorm roc_bert roformer xlm-roberta xlm-roberta-xl xmod"
+    "roberta roberta-prelayernorm roc_bert roformer xlm-roberta xlm-roberta-xl"
 )
 
 _GEMMA3N = {"intermediate_size": [96] * 4, "activation_sparsity_pattern": [0.0] * 4}
@@ -81,9 +81,20 @@ _DOTS3 = {
     "swa_v_head_dim": 12,
 }
 
+_MROPE = "qwen2_vl qwen2_5_vl paddleocr_vl glm46v glm4v glm_ocr glmga qwen2_5_omni_thinker"
+
+
+def _three_axes(*sections: int) -> dict[str, Any]:
+    """Return a text part whose positions have three axes, each with so many pairs of a head."""
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": list(sections)}
+    return {"text_config": {"rope_parameters": rope}}
+
+
 # model type -> settings that no rule gives
 _EXTRA: dict[str, dict[str, Any]] = {
     **{name: {"is_decoder": True} for name in _DECODERS.split()},
+    **{name: _three_axes(2, 3, 3) for name in _MROPE.split()},
+    "glm4v_moe": _three_axes(1, 1, 2),
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8}},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
@@ -92,6 +103,10 @@ _EXTRA: dict[str, dict[str, Any]] = {
     "gemma3n": {"text_config": _GEMMA3N},
     "reformer": {"is_decoder": True, "axial_pos_embds": False},
     "hrm_text": {"num_hidden_layers": None},
+    "glm5_next": {"text_config": {"index_kpool": 4}},
+    "molmo2": {"adapter_config": {"vision_feature_layer": [1, 0]}},
+    "xmod": {"is_decoder": True, "default_language": "en_XX"},
+    "zamba": {"num_hidden_layers": 3},
     "zaya": {"num_experts_per_tok": 1},
     "dots3_note": {"text_config": _DOTS3},
     "dots3_note_text": _DOTS3,
@@ -143,7 +158,7 @@ def _shrunk(defaults: dict[str, Any], is_text: bool) -> dict[str, Any]:
         elif name in _TOKENS and is_text and name in defaults:
             settings[name] = _TOKENS[name]
         elif name == "rope_parameters" and "mrope_section" in (value or {}):
-            settings[name] = value | {"mrope_section": [2, 3, 3]}
+            settings[name] = value | {"mrope_section": _sections(value)}
         elif name == "layer_types" and isinstance(value, list):
             settings[name] = _kinds(value)
     if "num_kv_shared_layers" in defaults and "layer_types" in settings:  # the later layers share
@@ -158,15 +173,20 @@ def _shrunk(defaults: dict[str, Any], is_text: bool) -> dict[str, Any]:
     return settings
 
 
+def _sections(rope: dict[str, Any]) -> list[int]:
+    """Return the parts of half a head that count time, height and width."""
+    half = int(SMALL["head_dim"] * (rope.get("partial_rotary_factor") or 1.0)) // 2
+    return [half // 4, half // 4, half - half // 4 * 2]
+
+
 def _kinds(layer_types: list[str]) -> list[str]:
     """Return one layer of each kind, in their order, and two where there is one kind."""
     kinds = list(dict.fromkeys(layer_types))
     return kinds * 2 if len(kinds) == 1 else kinds
 
 
-def every_model(model_type: str, seed: int = 0) -> PreTrainedModel:
-    """Return a tiny float32 model of a type, whose weights make greedy choices clear."""
-    config = every_config(model_type)
+def every_model(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
+    """Return a float32 model of a configuration, whose weights make greedy choices clear."""
     torch.manual_seed(seed)
     is_causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
     mapping = MODEL_FOR_CAUSAL_LM_MAPPING if is_causal else MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING

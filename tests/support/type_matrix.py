@@ -1,14 +1,20 @@
 """One model type through the whole engine: turns, fork, edit, batch, restart and speculation.
 
 What comes out is a verdict. The oracle is transformers' own eager forward pass over the whole
-sequence, on the module that was saved: no line of kvchat takes part in it.
+sequence, on the checkpoint as transformers loads it: no line of kvchat takes part in it.
 """
 
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedModel,
+)
 
 from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig, Size
 from kvchat.core.errors import KvchatError
@@ -22,7 +28,7 @@ from kvchat.model import self_test
 from kvchat.model.loader import LoadedModel
 from kvchat.model.source import find_model
 from support.checkpoints import save_checkpoint
-from support.every_type import every_model
+from support.every_type import every_config, every_model
 from support.greedy_answer import greedy_answer
 
 EXACT, REFUSED, WRONG, NOT_BUILT = "exact", "refused", "wrong", "not built"
@@ -45,8 +51,7 @@ class Differs(Exception):
 def verdict_of(model_type: str, directory: Path) -> Verdict:
     """Build, save, load and try a type; whatever it raises becomes its verdict."""
     try:
-        reference = every_model(model_type)
-        save_checkpoint(directory / "model", reference)
+        reference = _saved(model_type, directory / "model")
     except Exception as error:  # each class raises its own types
         return Verdict(NOT_BUILT, _line(error))
     try:
@@ -55,6 +60,21 @@ def verdict_of(model_type: str, directory: Path) -> Verdict:
         return Verdict(REFUSED, _without_name(error.message))
     except Exception as error:
         return Verdict(WRONG, _line(error))
+
+
+def _saved(model_type: str, directory: Path) -> PreTrainedModel:
+    """Save a model of a type as a checkpoint; return what transformers loads from it."""
+    config = every_config(model_type)
+    made = every_model(deepcopy(config))
+    save_checkpoint(directory, made)
+    if type(made.config) is not type(config):  # a checkpoint of a whole, of which this is the text
+        config.save_pretrained(directory)
+    is_causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    auto = AutoModelForCausalLM if is_causal else AutoModelForImageTextToText
+    reference: PreTrainedModel = auto.from_pretrained(
+        directory, attn_implementation="eager", dtype=torch.float32
+    )
+    return reference.eval()
 
 
 def _try(reference: PreTrainedModel, directory: Path) -> Verdict:
