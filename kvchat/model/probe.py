@@ -434,6 +434,10 @@ def _gathered(model: Any, config: Any, refusal: Refusal) -> ModelSpec:
         _run(model, past_key_values=cache_over(recorder, num_layers), use_cache=True)
     except Refusal as second:
         raise Refusal(f"{refusal}, and {second}") from second
+    except ProbeInconclusive as error:
+        if isinstance(error.__cause__, (AttributeError, LookupError, TypeError, ValueError)):
+            raise refusal from error  # it asks more of a cache than keys and values
+        raise
     if not recorder.layers:
         raise Refusal(f"{refusal}, and keeps nothing in the cache it is given")
     gathered = Gathered(str(refusal), tuple(recorder.layers), num_layers)
