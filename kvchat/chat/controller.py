@@ -23,6 +23,7 @@ from kvchat.core.errors import KvchatError, UsageError
 from kvchat.core.events import LoadEvent
 from kvchat.core.stats import KeptPack, ModelDirStatus, StoreStatus, Verified
 from kvchat.core.text import one_line, whole_number
+from kvchat.model.local_models import local_models, model_lines
 
 
 class KeptKv(Protocol):
@@ -270,6 +271,10 @@ class ChatController:
         return self.session
 
     # Conversations
+
+    def local_models(self) -> list[str]:
+        """Return one line per model on this machine: its name, size and place."""
+        return model_lines(local_models())
 
     def begin_new(self, title: str = "") -> str | None:
         """Close the conversation and drop attached files; the next message begins a new one.

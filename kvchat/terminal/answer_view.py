@@ -21,7 +21,7 @@ from kvchat.chat.thinking import whole_passages
 from kvchat.core.types import FinishReason
 from kvchat.terminal.markdown import MarkdownStream
 from kvchat.terminal.paint import Painter, RenderContext, Row, prefixed
-from kvchat.terminal.status import PrefillMeter, stats_line
+from kvchat.terminal.status import PrefillMeter, StatsLevel, detail_line, stats_line
 from kvchat.terminal.theme import Role
 from kvchat.terminal.view import View
 
@@ -103,13 +103,13 @@ class AnswerView:
         self,
         view: View,
         context_limit: int | None,
-        shows_stats: bool,
+        stats_level: StatsLevel,
         said_before: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._view = view
         self._context_limit = context_limit
-        self._shows_stats = shows_stats
+        self._stats_level = stats_level
         self._clock = clock
         self._began_s = clock()
         self._said_before = said_before
@@ -201,17 +201,26 @@ class AnswerView:
 
     def _closing(self, event: AnswerEnded) -> list[Row]:
         """Return the rows after an answer: how it ended, and the figures if they are on."""
-        look = self._view.painter.look
-        line = stats_line(event.usage, event.timing, event.reason, self._context_limit, look.glyphs)
-        if not self._shows_stats:
-            line = _ending_words(event.reason)
+        painter, width = self._view.painter, self._view.render_context.width
+        look = painter.look
+        lines = [_ending_words(event.reason)]
+        if self._stats_level:
+            room = None if look.is_spoken else width
+            lines = [
+                stats_line(
+                    event.usage,
+                    event.timing,
+                    event.reason,
+                    self._context_limit,
+                    look.glyphs,
+                    room,
+                )
+            ]
         if look.is_spoken:
-            line = f"End of answer. {line}".strip()
-        rows = (
-            self._view.painter.wrapped(line, self._view.render_context.width, Role.DIM)
-            if line
-            else []
-        )
+            lines[0] = f"End of answer. {lines[0]}".strip()
+        if self._stats_level is StatsLevel.ALL:
+            lines.append(detail_line(event.usage, event.timing, look.glyphs))
+        rows = [row for line in lines if line for row in painter.wrapped(line, width, Role.DIM)]
         return [*rows, Text(end="")]
 
     def _problem(self, message: str) -> list[Row]:

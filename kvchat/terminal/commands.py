@@ -16,7 +16,7 @@ from kvchat.chat.answer_settings import AskOptions
 from kvchat.chat.controller import ChatController
 from kvchat.chat.engine_queries import Cost
 from kvchat.core.text import one_line
-from kvchat.terminal.status import format_seconds
+from kvchat.terminal.status import StatsLevel, format_seconds
 from kvchat.terminal.theme import Role
 from kvchat.terminal.view import Choice, Page, tell
 
@@ -141,12 +141,12 @@ class Registry:
 class CommandContext(ABC):
     """The interface that commands use, on the event loop only.
 
-    `shows_stats` says whether a line of figures follows every answer.
+    `stats_level` says which figures follow every answer.
     """
 
     controller: ChatController
     registry: Registry
-    shows_stats: bool
+    stats_level: StatsLevel
 
     @property
     @abstractmethod
@@ -191,10 +191,11 @@ class CommandContext(ABC):
     def quit(self, code: int) -> None:
         """Leave, after the command."""
 
-    def set_stats(self, is_on: bool) -> None:
-        """Switch the line of figures after answers."""
-        self.shows_stats = is_on
-        self.notice(f"Statistics are {'on' if is_on else 'off'}.")
+    def set_stats(self, level: StatsLevel) -> None:
+        """Choose the figures after answers."""
+        self.stats_level = level
+        words = {StatsLevel.OFF: "off", StatsLevel.LINE: "one line", StatsLevel.ALL: "all figures"}
+        self.notice(f"Statistics after answers: {words[level]}.")
 
     # Notifications
     @abstractmethod

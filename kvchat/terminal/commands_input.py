@@ -14,7 +14,7 @@ from kvchat.core.text import one_line, whole_number
 from kvchat.terminal.commands import Argument, Command, CommandContext, Group
 from kvchat.terminal.commands_engine import describe_model
 from kvchat.terminal.history_view import show_turns
-from kvchat.terminal.status import plural
+from kvchat.terminal.status import StatsLevel, plural
 
 _MAX_PROMPT_BYTES = 16 << 20
 _NAME_AND_VALUE = re.compile(r"([^\s=]*)(?:\s*=\s*|\s+)?(.*)", re.DOTALL)
@@ -92,7 +92,7 @@ async def set_(context: "CommandContext", arguments: str) -> None:
         await system(context, value)
     elif name in ("verbose", "quiet", "stats"):
         is_on = name == "verbose" or (name == "stats" and value not in ("off", "no", "false"))
-        context.set_stats(is_on)
+        context.set_stats(StatsLevel.LINE if is_on else StatsLevel.OFF)
     elif not value:
         known = dict(answer_settings.describe(context.controller.options))
         if name not in known:

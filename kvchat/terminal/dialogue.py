@@ -16,7 +16,7 @@ from kvchat.core.text import one_line
 from kvchat.terminal import history_view
 from kvchat.terminal.answering import Answering
 from kvchat.terminal.commands import CommandContext, Invocation, Message, Registry, Unknown
-from kvchat.terminal.status import ToolbarFacts, model_label, toolbar
+from kvchat.terminal.status import StatsLevel, ToolbarFacts, model_label, toolbar
 from kvchat.terminal.theme import Role
 from kvchat.terminal.view import LiveState, View
 
@@ -30,14 +30,14 @@ class Dialogue(CommandContext):
     """Implements `Listener` for views. `work` is its main loop; `exit_code` is set at the end."""
 
     def __init__(
-        self, controller: ChatController, view: View, registry: Registry, shows_stats: bool
+        self, controller: ChatController, view: View, registry: Registry, stats_level: StatsLevel
     ) -> None:
         self.controller = controller
         self._view = view
         self.registry = registry
         self.exit_code = ExitCode.OK
         self.failure: KvchatError | None = None
-        self.shows_stats = shows_stats
+        self.stats_level = stats_level
         self._queue = MessageQueue()
         self._asked: Callable[[], Awaitable[None]] | None = None
         self._answering = Answering(controller, view, self.refresh, self._live_state)
@@ -176,7 +176,7 @@ class Dialogue(CommandContext):
 
     def rewind(self) -> None:
         if not self.is_busy and self.controller.user_turns:
-            self._run_by_name("rewind")
+            self.run_by_name("rewind")
 
     def show_sibling(self, step: int) -> None:
         if self.is_busy:
@@ -191,7 +191,7 @@ class Dialogue(CommandContext):
         self.conversation_changed()
 
     def toggle_stats(self) -> None:
-        self.set_stats(not self.shows_stats)
+        self.set_stats(self.stats_level.next())
 
     def quit(self, code: int) -> None:
         """Leave; an answer in progress is stopped first and kept."""
@@ -253,7 +253,7 @@ class Dialogue(CommandContext):
             return  # the user took the message back for editing while a command held the lock
         text = self._queue.take()
         self.refresh()
-        await self._answering.answer_message(text, self.shows_stats)
+        await self._answering.answer_message(text, self.stats_level)
         self._answer_ended()
 
     async def _answer_asked(self) -> None:
@@ -276,13 +276,13 @@ class Dialogue(CommandContext):
     def answer_again(self, options: AskOptions) -> None:
         """Answer the last message again, when no answer or command holds the lock."""
         self.controller.user_turn("")
-        self._asked = lambda: self._answering.answer_again(options, self.shows_stats)
+        self._asked = lambda: self._answering.answer_again(options, self.stats_level)
         self._wake.set()
 
     def continue_answer(self) -> None:
         """Continue the last answer, when no answer or command holds the lock."""
         self.controller.require_conversation()
-        self._asked = lambda: self._answering.continue_answer(self.shows_stats)
+        self._asked = lambda: self._answering.continue_answer(self.stats_level)
         self._wake.set()
 
     def conversation_changed(self) -> None:
@@ -305,7 +305,8 @@ class Dialogue(CommandContext):
 
     # Carrying out commands
 
-    def _run_by_name(self, name: str) -> None:
+    def run_by_name(self, name: str) -> None:
+        """Run a command without arguments."""
         command = self.registry.find(name)
         assert command is not None
         self._begin(Invocation(command, ""))

@@ -28,7 +28,7 @@ from kvchat.terminal.dialogue import Dialogue
 from kvchat.terminal.history_view import show_where_it_stands
 from kvchat.terminal.paint import Painter
 from kvchat.terminal.registry import build_registry
-from kvchat.terminal.status import model_label
+from kvchat.terminal.status import StatsLevel, model_label
 from kvchat.terminal.theme import Look, Role
 from kvchat.terminal.view import View, tell
 
@@ -42,6 +42,7 @@ class ReplSetup:
     history_path   the file of the input history; None keeps no history
     shows_stats    whether a line of figures follows every answer; None: unless output is spoken
     editor         the command line of the user's editor
+    picks_session  whether the chat begins with the picker of saved conversations
     """
 
     controller: ChatController
@@ -50,6 +51,7 @@ class ReplSetup:
     look: Look = field(default_factory=Look)
     shows_stats: bool | None = None
     editor: str = "vi"
+    picks_session: bool = False
 
 
 def run(setup: ReplSetup) -> int:
@@ -68,12 +70,14 @@ async def run_repl(setup: ReplSetup) -> int:
     view = _new_view(setup)
     # Spoken output has no figures after answers, unless the user turns them on: /stats on.
     shows_stats = not setup.look.is_spoken if setup.shows_stats is None else setup.shows_stats
-    dialogue = Dialogue(controller, view, registry, shows_stats)
+    dialogue = Dialogue(controller, view, registry, StatsLevel(shows_stats))
     try:
         with _signals(dialogue), error_hooks(dialogue.report):
             _greet(controller, view)
             dialogue.refresh()
             setup.relay.attach(asyncio.get_running_loop(), dialogue.hear)
+            if setup.picks_session:
+                dialogue.run_by_name("resume")
             await _run_until_left(dialogue, view)
         has_been_used = dialogue.has_been_used
         _take_leave(dialogue, has_been_used, controller.close_session())

@@ -16,6 +16,7 @@ from kvchat.chat.reply import Reply
 from kvchat.core.errors import UsageError
 from kvchat.terminal.commands import CommandContext, Invocation, Registry, cost_line
 from kvchat.terminal.paint import Painter, RenderContext, Row
+from kvchat.terminal.status import StatsLevel
 from kvchat.terminal.view import Choice, Page
 
 
@@ -82,11 +83,11 @@ class ScriptCommands(CommandContext):
     """Runs commands for a script. `has_left` is true after a command has ended the run."""
 
     def __init__(
-        self, controller: ChatController, page: Page, registry: Registry, shows_stats: bool
+        self, controller: ChatController, page: Page, registry: Registry, stats_level: StatsLevel
     ) -> None:
         self.controller = controller
         self.registry = registry
-        self.shows_stats = shows_stats
+        self.stats_level = stats_level
         self.has_left = False
         self._page = page
         self._request: AnswerRequest | None = None
