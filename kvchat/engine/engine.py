@@ -269,7 +269,7 @@ class Engine:
         self.speculation.close()
         self._fetcher.give_up(self._scheduler.requests())
         if self._connector is not None:
-            for request in self.running():
+            for request in (running for running in self.running() if running.spec.saves_kv):
                 computed = request.ids[: request.num_computed]
                 self._kv_verifier.save(computed, request.spec.is_one_shot)
             wrong = self._kv_verifier.begin(self._run_alone)
@@ -347,7 +347,7 @@ class Engine:
         for request in (scheduled.request for scheduled in plan):
             request.num_offered = min(request.num_offered, request.num_computed)
             is_due = request.num_computed - request.num_offered >= write_behind.pack_tokens
-            if is_due and request.state is State.RUNNING:
+            if is_due and request.state is State.RUNNING and request.spec.saves_kv:
                 request.num_offered = request.num_computed
                 computed = request.ids[: request.num_computed]
                 write_behind.save_packs(computed, request.spec.is_one_shot)

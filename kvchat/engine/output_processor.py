@@ -150,7 +150,8 @@ class OutputProcessor:
     def _finish(self, request: Request, reason: FinishReason) -> SampleFinished:
         computed = request.ids[: request.num_computed]
         self._scheduler.finish(request)
-        self._kv_verifier.save(computed, request.spec.is_one_shot)
+        if request.spec.saves_kv:
+            self._kv_verifier.save(computed, request.spec.is_one_shot)
         timing = request.clock.timing(self._clock())
         return SampleFinished(
             request.request_id,

@@ -34,6 +34,7 @@ class RequestSpec:
     new_stop_watcher   makes a watcher for stop strings, one per sample
     num_samples        completions wanted for the same prompt; each sample has its own noise
     is_one_shot        a later request is unlikely to continue it: its stored KV is evicted first
+    saves_kv           whether its KV may be kept on disk
     """
 
     prompt_ids: tuple[int, ...]
@@ -43,6 +44,7 @@ class RequestSpec:
     new_stop_watcher: Callable[[], StopWatcher] | None = None
     num_samples: int = 1
     is_one_shot: bool = False
+    saves_kv: bool = True
 
     def __post_init__(self) -> None:
         assert self.prompt_ids

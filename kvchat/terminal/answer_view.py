@@ -18,10 +18,11 @@ from kvchat.chat.events import (
     SavingFailed,
 )
 from kvchat.chat.thinking import whole_passages
+from kvchat.core.errors import ContextTooLong, KvchatError
 from kvchat.core.types import FinishReason
 from kvchat.terminal.markdown import MarkdownStream
 from kvchat.terminal.paint import Painter, RenderContext, Row, prefixed
-from kvchat.terminal.status import PrefillMeter, StatsLevel, detail_line, stats_line
+from kvchat.terminal.status import WAYS_OUT, PrefillMeter, StatsLevel, detail_line, stats_line
 from kvchat.terminal.theme import Role
 from kvchat.terminal.view import View
 
@@ -129,9 +130,13 @@ class AnswerView:
 
     @property
     def tail(self) -> list[Row]:
-        """The rows that may still change; only the newest if there are many."""
+        """The rows that may still change; of a block with many, such as a table, their count."""
         most = self._view.max_tail_rows
-        return self._renderer.tail(self._view.render_context)[-most:] if most else []
+        rows = self._renderer.tail(self._view.render_context) if most else []
+        if len(rows) <= most:
+            return rows
+        painter = self._view.painter
+        return [painter.text(f"{painter.look.glyphs.ellipsis} {len(rows)} rows so far", Role.DIM)]
 
     @property
     def progress(self) -> str:
@@ -157,7 +162,7 @@ class AnswerView:
             self.failed = event
             return [
                 *self._renderer.finish(self._view.render_context),
-                *self._problem(str(event.error)),
+                *self._problem(_in_words(event.error)),
             ]
         assert isinstance(event, SavingFailed)
         return self._warning(event.message)
@@ -221,7 +226,14 @@ class AnswerView:
         if self._stats_level is StatsLevel.ALL:
             lines.append(detail_line(event.usage, event.timing, look.glyphs))
         rows = [row for line in lines if line for row in painter.wrapped(line, width, Role.DIM)]
+        if self._has_filled_context(event):
+            rows += self._warning(f"The context is full: {WAYS_OUT}")
         return [*rows, Text(end="")]
+
+    def _has_filled_context(self, event: AnswerEnded) -> bool:
+        used = event.usage.prompt_tokens + event.usage.completion_tokens
+        is_cut = event.reason is FinishReason.LENGTH
+        return is_cut and self._context_limit is not None and used >= self._context_limit
 
     def _problem(self, message: str) -> list[Row]:
         rows = self._view.painter.wrapped(message, self._view.render_context.width, Role.ERROR)
@@ -245,6 +257,14 @@ def _joined(events: list[ChatEvent]) -> list[ChatEvent]:
         else:
             joined.append(event)
     return joined
+
+
+def _in_words(error: KvchatError) -> str:
+    """Return an error with its hint; a full context names the commands that help."""
+    if isinstance(error, ContextTooLong):
+        is_cache_small = "--device-cache" in error.hint
+        return f"{error.message} {WAYS_OUT}{' Or raise --device-cache.' if is_cache_small else ''}"
+    return str(error)
 
 
 def _ending_words(reason: FinishReason) -> str:

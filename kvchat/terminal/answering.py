@@ -8,9 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvchat.chat.answer_settings import AskOptions
-from kvchat.chat.attachment import Attached, mentioned_files
+from kvchat.chat.attachment import Attached, mentioned_files, missing_files
+from kvchat.chat.compaction import CompactionPlan
 from kvchat.chat.controller import ChatController
-from kvchat.chat.events import ChatEvent
+from kvchat.chat.events import AnswerEnded, ChatEvent
 from kvchat.chat.reply import Reply
 from kvchat.chat.reply_stream import ReplyStream
 from kvchat.core.errors import ContextTooLong, KvchatError
@@ -98,6 +99,8 @@ class Answering:
             names = ", ".join(one_line(file.name) for file in self._controller.attached)
             if names:
                 tell(self._view, f"with {names}", gap=False)
+            for name in missing_files(text):
+                tell(self._view, f"There is no file {one_line(name)}: sent as text.", gap=False)
             self._write_gap()
             answer_view = await self._follow(
                 lambda notify: self._controller.ask(text, notify), stats_level
@@ -138,6 +141,25 @@ class Answering:
             await self._follow(ask, stats_level, path[-1].text if path else "")
         except KvchatError as error:
             tell(self._view, str(error), Role.ERROR)
+
+    async def answer_aside(self, question: str, stats_level: StatsLevel) -> None:
+        """Show the answer to a question that does not join the conversation."""
+        tell(self._view, "aside, not part of the conversation:", Role.TITLE, gap=False)
+        try:
+            await self._follow(lambda n: self._controller.ask_aside(question, n), stats_level)
+        except KvchatError as error:
+            tell(self._view, str(error), Role.ERROR)
+
+    async def show_summary(
+        self, plan: CompactionPlan, focus: str, stats_level: StatsLevel
+    ) -> AnswerEnded:
+        """Show a summary while the model writes it; raises the error that prevented it."""
+        answer_view = await self._follow(
+            lambda n: self._controller.summarise(plan, focus, n), stats_level
+        )
+        if answer_view.failed is not None:
+            raise answer_view.failed.error
+        return answer_view.ended[0]
 
     async def _follow(
         self, ask: _Ask, stats_level: StatsLevel, said_before: str = ""

@@ -23,6 +23,7 @@ from kvchat.core.stats import TierStatus
 from kvchat.core.text import one_line
 from kvchat.terminal.cache_lines import disk_lines, host_lines
 from kvchat.terminal.commands import Argument, Command, CommandContext, Group
+from kvchat.terminal.help_texts import EXAMPLES
 from kvchat.terminal.paint import Row, prefixed
 from kvchat.terminal.status import (
     StatsLevel,
@@ -129,7 +130,7 @@ _STATS_LEVELS = {"on": StatsLevel.LINE, "off": StatsLevel.OFF, "full": StatsLeve
 
 async def stats(context: "CommandContext", arguments: str) -> None:
     if arguments in _STATS_LEVELS:
-        context.set_stats(_STATS_LEVELS[arguments])
+        context.say(context.set_stats(_STATS_LEVELS[arguments]))
         return
     if arguments not in ("", "last", "all"):
         raise UsageError(f"{one_line(arguments)} is unknown here.", "/stats [on|off|full]")
@@ -193,7 +194,7 @@ async def spec(context: "CommandContext", arguments: str) -> None:
         raise UsageError(f"{one_line(arguments)} is unknown here.", "/spec on|off|auto|ngram|draft")
     if mode:
         await asyncio.wrap_future(context.controller.host.speculate(mode))
-        context.notice(f"Guessing ahead is {'off' if mode == 'off' else f'on: {mode}'}.")
+        context.say(f"Guessing ahead is {'off' if mode == 'off' else f'on: {mode}'}.")
         return
     status = await asyncio.wrap_future(context.controller.host.status())
     assert status.speculation is not None
@@ -207,7 +208,8 @@ async def context_(context: "CommandContext", arguments: str) -> None:
     asked = sum(len(turn.token_ids) for turn in path if turn.role is Speaker.USER)
     ready = context.controller.host.ready
     limit = ready.context_limit if ready is not None else None
-    lines = [f"{used:,} tokens: {asked:,} asked, {used - asked:,} answered, in {len(path)} turns"]
+    turns = plural(sum(turn.is_message for turn in path), "turn")
+    lines = [f"{used:,} tokens: {asked:,} asked, {used - asked:,} answered, in {turns}"]
     if limit:
         share, left = used / limit, max(0, limit - used)
         shown = f"{share:.0%} of {format_count(limit)}, {left:,} left"
@@ -248,10 +250,13 @@ def _help_rows(context: "CommandContext", arguments: str) -> list[Row]:
             raise UsageError(f"There is no command {one_line(arguments)}.", "/help lists them.")
         also = ", ".join(f"/{alias}" for alias in command.aliases)
         text = f"/{command.name} {command.usage}".rstrip() + f"\n  {command.help}"
-        return painter.wrapped(
+        rows = painter.wrapped(
             text + (f"\n  also {also}" if also else ""), context.page.render_context.width
         )
-    rows: list[Row] = []
+        for typed, meaning in EXAMPLES.get(command.name, ()):
+            rows += _entry(context, typed, meaning)
+        return rows
+    rows = []
     for group in Group:
         rows.append(painter.text(str(group), Role.TITLE))
         for command in context.registry.commands:
@@ -293,6 +298,7 @@ COMMANDS = (
         Group.ENGINE,
         "[NAME|DIR|HF_ID|list]",
         argument=Argument.PATH,
+        subcommands=("list",),
     ),
     Command(
         "stats",
@@ -302,6 +308,7 @@ COMMANDS = (
         "[on|off|full]",
         ("status",),
         is_available_while_answering=True,
+        subcommands=("on", "off", "full"),
     ),
     Command(
         "spec",
@@ -310,6 +317,7 @@ COMMANDS = (
         Group.ENGINE,
         "[on|off|auto|ngram|draft]",
         is_available_while_answering=True,
+        subcommands=("on", "off", "auto", "ngram", "draft"),
     ),
     Command(
         "context",
@@ -328,6 +336,7 @@ COMMANDS = (
         ("?",),
         is_available_while_answering=True,
         argument=Argument.COMMAND,
+        subcommands=("keys",),
     ),
 )
 

@@ -8,7 +8,9 @@ import logging
 from collections.abc import Awaitable, Callable, Coroutine
 
 from kvchat.chat.answer_settings import AskOptions
+from kvchat.chat.compaction import CompactionPlan
 from kvchat.chat.controller import ChatController
+from kvchat.chat.events import AnswerEnded
 from kvchat.chat.message_queue import MessageQueue
 from kvchat.core.errors import ExitCode, KvchatError
 from kvchat.core.events import LoadEvent, LoadFailed, LoadProgress, ModelReady
@@ -191,7 +193,7 @@ class Dialogue(CommandContext):
         self.conversation_changed()
 
     def toggle_stats(self) -> None:
-        self.set_stats(self.stats_level.next())
+        self.notice(self.set_stats(self.stats_level.next()))
 
     def quit(self, code: int) -> None:
         """Leave; an answer in progress is stopped first and kept."""
@@ -284,6 +286,15 @@ class Dialogue(CommandContext):
         self.controller.require_conversation()
         self._asked = lambda: self._answering.continue_answer(self.stats_level)
         self._wake.set()
+
+    def ask_aside(self, question: str) -> None:
+        """Answer a question aside, when no answer or command holds the lock."""
+        self.controller.require_conversation()
+        self._asked = lambda: self._answering.answer_aside(question, self.stats_level)
+        self._wake.set()
+
+    async def show_summary(self, plan: CompactionPlan, focus: str) -> AnswerEnded:
+        return await self._answering.show_summary(plan, focus, self.stats_level)
 
     def conversation_changed(self) -> None:
         """Update the toolbar's figures, after the tip has moved."""

@@ -18,6 +18,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
+from rich.cells import cell_len
+from rich.text import Text
+
 from kvchat.chat.controller import ChatController
 from kvchat.chat.host import close_host
 from kvchat.chat.reply_stream import LoadRelay
@@ -31,6 +34,7 @@ from kvchat.terminal.registry import build_registry
 from kvchat.terminal.status import StatsLevel, model_label
 from kvchat.terminal.theme import Look, Role
 from kvchat.terminal.view import View, tell
+from kvchat.terminal.wrap import first_cells
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +122,9 @@ def _greet(controller: ChatController, view: View) -> None:
     if controller.host.store is None:
         parts.append("nothing is saved")
     line = view.painter.look.glyphs.separator.join(parts)
-    view.write([view.painter.text(line, Role.DIM), view.painter.text("")])
+    view.write([view.painter.text(line, Role.DIM)])
+    if controller.session is None and not view.painter.look.is_spoken:
+        view.write([view.painter.text(_what_to_try(controller, view), Role.DIM), Text(end="")])
     if view.painter.look.is_plain and controller.host.ready is None:
         tell(view, "The model is loading. What you type waits for it.")
     if controller.host.model.format.strategy is Strategy.NO_TEMPLATE:
@@ -130,6 +136,25 @@ def _greet(controller: ChatController, view: View) -> None:
         for note in controller.session.notes:
             view.write(view.painter.wrapped(note, view.render_context.width, Role.WARNING))
         show_where_it_stands(controller.session.conversation, view)
+
+
+def _what_to_try(controller: ChatController, view: View) -> str:
+    """Return one line on what the model is, and as many things to try as the width has room for."""
+    is_demo = controller.host.model.name == "demo"
+    nature = (
+        "a toy model: it knows kvchat and what you tell it"
+        if is_demo
+        else "a model on this machine"
+    )
+    tries = ["My name is Ada.", "How do I attach a file?", "/model"]
+    if not is_demo:
+        tries = ["a question", "/file PATH", "/help keys"]
+    width, separator = view.render_context.width, view.painter.look.glyphs.separator
+    for count in range(len(tries), 0, -1):
+        line = f"{nature}; try: {separator.join(tries[:count])}"
+        if cell_len(line) <= width:
+            return line
+    return first_cells(f"try: {separator.join(tries)}", width)
 
 
 @contextmanager

@@ -10,8 +10,10 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from kvchat.chat.answer_settings import AskOptions
+from kvchat.chat.compaction import CompactionPlan
 from kvchat.chat.controller import ChatController
 from kvchat.chat.engine_queries import Cost
+from kvchat.chat.events import AnswerEnded, AnswerFailed
 from kvchat.chat.reply import Reply
 from kvchat.core.errors import UsageError
 from kvchat.terminal.commands import CommandContext, Invocation, Registry, cost_line
@@ -126,6 +128,20 @@ class ScriptCommands(CommandContext):
     def continue_answer(self) -> None:
         self.controller.require_conversation()
         self._request = AnswerRequest(self.controller.continue_answer)
+
+    def ask_aside(self, question: str) -> None:
+        self.controller.require_conversation()
+        self._request = AnswerRequest(lambda: self.controller.ask_aside(question))
+
+    async def show_summary(self, plan: CompactionPlan, focus: str) -> AnswerEnded:
+        """Wait for the summary, and print it with what the command says."""
+        reply = self.controller.summarise(plan, focus)
+        last = (await asyncio.to_thread(list, reply))[-1]
+        if isinstance(last, AnswerFailed):
+            raise last.error
+        assert isinstance(last, AnswerEnded)
+        self.say(last.text)
+        return last
 
     def quit(self, code: int) -> None:
         self.has_left = True

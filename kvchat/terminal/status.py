@@ -16,6 +16,14 @@ from kvchat.terminal.theme import Glyphs
 from kvchat.terminal.wrap import first_cells
 
 _BAR_CELLS = 10
+# The share of the context from which on the toolbar warns.
+NEARLY_FULL = 0.8
+_MIN_WORDY_COLUMNS = 60
+# What to do when the context is full.
+WAYS_OUT = (
+    "/compact lets a summary take the place of older messages, /new begins another conversation, "
+    "/rewind goes back."
+)
 
 
 def format_count(count: int) -> str:
@@ -259,7 +267,7 @@ def toolbar(facts: ToolbarFacts, width: int, glyphs: Glyphs) -> str:
     quiet = [
         facts.model,
         f"answer {facts.branch[0]}/{facts.branch[1]}" if facts.branch else "",
-        _context(facts),
+        _context(facts, width),
         _warmth(facts.warmth),
     ]
     separator = glyphs.separator
@@ -280,10 +288,17 @@ def _fitting(title: str, room: int, glyphs: Glyphs) -> str:
     return first_cells(title, cut).rstrip() + glyphs.ellipsis if cut >= 8 else ""
 
 
-def _context(facts: ToolbarFacts) -> str:
-    if not facts.context_tokens or not facts.context_limit:
+def _context(facts: ToolbarFacts, width: int) -> str:
+    """Return how full the context is; when it is nearly full, also the commands that help."""
+    used, limit = facts.context_tokens, facts.context_limit
+    if not used or not limit:
         return ""
-    return f"context {format_count(facts.context_tokens)}/{format_count(facts.context_limit)}"
+    words = f"context {format_count(used)}/{format_count(limit)}"
+    if used < NEARLY_FULL * limit:
+        return words
+    if width < _MIN_WORDY_COLUMNS:
+        return f"{used / limit:.0%} full: /compact /new /rewind"
+    return f"{words}, {used / limit:.0%} full: /compact, /new or /rewind"
 
 
 def _warmth(warmth: float | None) -> str:

@@ -225,3 +225,17 @@ def test_low_costs_are_not_worth_a_word_and_high_ones_are_asked(
     cost: Cost, is_low: bool, is_high: bool
 ) -> None:
     assert (cost.is_low, cost.is_high) == (is_low, is_high)
+
+
+@pytest.mark.parametrize(
+    ("width", "words"),
+    [
+        (100, "context 3.3k/4k, 81% full: /compact, /new or /rewind"),
+        (40, "81% full: /compact /new /rewind"),
+    ],
+)
+def test_a_nearly_full_context_names_the_ways_out(width: int, words: str) -> None:
+    facts = ToolbarFacts("demo", "A title", context_tokens=3300, context_limit=4096)
+    assert words in toolbar(facts, width, _GLYPHS)
+    fewer = ToolbarFacts("demo", "A title", context_tokens=3276, context_limit=4096)
+    assert "full" not in toolbar(fewer, width, _GLYPHS)
