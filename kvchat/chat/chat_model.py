@@ -4,12 +4,14 @@ It needs no weights and takes a fraction of a second to create, so that a prompt
 while the weights load.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
-from kvchat.chat.conversation import Conversation, Role, Turn
+from kvchat.chat.conversation import ROOT, Conversation, Role, Turn
 from kvchat.chat.template import TurnFormat, turn_format
 from kvchat.chat.template_process import RenderingChild, TemplateProcess
+from kvchat.chat.think import Think
 from kvchat.chat.thinking import CHANNEL_TOKEN, THINKING_MARKS
 from kvchat.chat.tokenizer import ChatTokenizer, Segment
 from kvchat.core.errors import ContextTooLong
@@ -19,13 +21,14 @@ from kvchat.model.text_files import read_text_files
 
 # The context length of a model whose configuration gives none.
 _LARGE_CONTEXT = 1 << 20
+# More tokens than a thinking mark and the white space after it have.
+_MARK_TOKENS = 32
 
 
 @dataclass(frozen=True, slots=True)
 class ChatModel:
     """The text properties of a model that a conversation needs.
 
-    starts_thinking   whether the template opens a thinking mark before every answer
     max_context       the most tokens of a context
     vocab_size        every id is below it; None if not known
     """
@@ -35,12 +38,16 @@ class ChatModel:
     format: TurnFormat
     stop_token_ids: frozenset[int]
     sampling_defaults: dict[str, float]
-    starts_thinking: bool
     max_context: int = _LARGE_CONTEXT
     vocab_size: int | None = None
 
     def user_ids(
-        self, conversation: Conversation, parent_id: int, text: str, system: str | None
+        self,
+        conversation: Conversation,
+        parent_id: int,
+        text: str,
+        system: str | None,
+        think: Think = Think.AUTO,
     ) -> tuple[int, ...]:
         """Return the ids that a user turn adds below `parent_id`; `system` is for first turns.
 
@@ -51,8 +58,35 @@ class ChatModel:
         clock = datetime.fromtimestamp(conversation.created_s)
         last = conversation.last_token(parent_id)
         if last is None:
-            return tuple(self.format.opening(system, text, clock))
-        return tuple(self.format.following(text, last, clock))
+            return tuple(self.format.opening(system, text, clock, think))
+        return tuple(self.format.following(text, last, clock, think))
+
+    def asking_ids(self, conversation: Conversation, turn: Turn, think: Think) -> tuple[int, ...]:
+        """Return the ids of a user turn as if it had been asked with `think`."""
+        return self.user_ids(conversation, turn.parent_id, turn.text, turn.system, think)
+
+    def think_of(self, conversation: Conversation, turn: Turn) -> Think | None:
+        """Return how a user turn was asked, by its ids; None if they are another template's."""
+        for think in self.format.switch.known:
+            if self.asking_ids(conversation, turn, think) == turn.token_ids:
+                return think
+        return None
+
+    def ids_with_system(
+        self, conversation: Conversation, turn: Turn, system: str | None
+    ) -> tuple[int, ...]:
+        """Return the ids of a context's first turn under another system prompt."""
+        think = self.think_of(conversation, turn) or Think.AUTO
+        return self.user_ids(conversation, ROOT, turn.text, system, think)
+
+    def starts_thinking(self, context_ids: Sequence[int]) -> bool:
+        """Return whether a context ends inside a thinking mark, which its template opened."""
+        end = self.tokenizer.decode(context_ids[-_MARK_TOKENS:])
+        return end.rstrip().endswith(tuple(THINKING_MARKS))
+
+    def think_problem(self, think: Think) -> str | None:
+        """Return one sentence if this model's template ignores a setting, else None."""
+        return self.format.switch.problem(think, self.name)
 
     def answer_ids(self, turn: Turn) -> tuple[int, ...]:
         """Return ids for an answer that is given as text, such as another model's answer.
@@ -119,15 +153,9 @@ def read_chat_model(
         format=turns,
         stop_token_ids=tokenizer.stop_token_ids | closing,
         sampling_defaults=files.sampling_defaults,
-        starts_thinking=_starts_thinking(tokenizer, turns),
         max_context=files.max_context or _LARGE_CONTEXT,
         vocab_size=files.vocab_size,
     )
-
-
-def _starts_thinking(tokenizer: ChatTokenizer, turns: TurnFormat) -> bool:
-    opening = tokenizer.decode(turns.opening(None, "x", datetime(2026, 1, 2)))
-    return opening.rstrip().endswith(tuple(THINKING_MARKS))
 
 
 def readopt(conversation: Conversation, model: ChatModel) -> int:

@@ -27,6 +27,7 @@ from kvchat.chat.host import ChatHost
 from kvchat.chat.messages import MessageNumbers, in_words
 from kvchat.chat.reply import Reply
 from kvchat.chat.session import ChatSession
+from kvchat.chat.think import Think
 from kvchat.chat.tokenizer import Segment
 from kvchat.chat.why import Reuse, beside_earlier, cause, earlier, explain, is_as_expected, reuse_of
 from kvchat.core.errors import KvchatError, UsageError
@@ -148,6 +149,11 @@ class ChatController:
             return ""
         return f"editing {MessageNumbers(self.conversation).of(self.edited)}"
 
+    @property
+    def think_problem(self) -> str | None:
+        """One sentence if the model's template ignores the user's `think`, else None."""
+        return self.host.model.think_problem(self.options.think)
+
     def require_conversation(self) -> Conversation:
         """Return the conversation; raises UsageError while it is empty."""
         if self.conversation is None or not len(self.conversation):
@@ -249,7 +255,8 @@ class ChatController:
         """Let the model summarise a plan's older turns; the answer joins no conversation."""
         sampling = replace(self.options.sampling, temperature=0.0)
         limit = max_summary_tokens(self._context_limit)
-        options = replace(self.options, sampling=sampling, max_tokens=limit, stops=())
+        think = Think.AUTO if self.host.model.think_problem(Think.OFF) else Think.OFF
+        options = replace(self.options, sampling=sampling, max_tokens=limit, stops=(), think=think)
         below = plan.older[-1].turn_id
         return self.require_session().ask_aside(request_text(focus), options, notify, below)
 
@@ -474,7 +481,7 @@ class ChatController:
         path = conversation.path() if conversation is not None else []
         if conversation is None or not path:
             return []
-        first = self.host.model.user_ids(conversation, ROOT, path[0].text, system)
+        first = self.host.model.ids_with_system(conversation, path[0], system)
         return [*first, *(token for turn in path[1:] for token in turn.token_ids)]
 
     def set_system(self, system: str | None) -> None:

@@ -17,6 +17,7 @@ from kvchat.chat.detokenizer import StopStringWatcher
 from kvchat.chat.ledger import ContinuedLedger, Ledger, UnsavedLedger
 from kvchat.chat.reply import AnswerLedger, Reply
 from kvchat.chat.store import SessionLog, SessionStore, new_session_id
+from kvchat.chat.think import Think
 from kvchat.chat.thinking import ThinkingSplitter
 from kvchat.core.errors import KvchatError, UsageError
 from kvchat.core.types import FinishReason
@@ -130,16 +131,24 @@ class ChatSession:
 
         Raises UsageError for an empty message, ContextTooLong for one that no context could hold.
         """
-        return self._answer(self.add_user_turn(text), options, notify)
+        return self._answer(self.add_user_turn(text, think=options.think), options, notify)
 
-    def add_user_turn(self, text: str, parent_id: int | None = None) -> Turn:
+    def add_user_turn(
+        self, text: str, parent_id: int | None = None, think: Think = Think.AUTO
+    ) -> Turn:
         """Add a user turn below `parent_id`, by default the tip, and save it."""
         parent = self.conversation.tip_id if parent_id is None else parent_id
         is_first = not self.conversation.context_ids(parent)
-        return self._add_user_turn(text, parent, self.conversation.system if is_first else None)
+        system = self.conversation.system if is_first else None
+        return self._add_user_turn(text, parent, system, think)
 
     def _add_user_turn(
-        self, text: str, parent: int, system: str | None, summary_of: int | None = None
+        self,
+        text: str,
+        parent: int,
+        system: str | None,
+        think: Think = Think.AUTO,
+        summary_of: int | None = None,
     ) -> Turn:
         conversation = self.conversation
         turn = Turn(
@@ -147,7 +156,7 @@ class ChatSession:
             parent_id=parent,
             role=Role.USER,
             text=text,
-            token_ids=self.model.user_ids(conversation, parent, text, system),
+            token_ids=self.model.user_ids(conversation, parent, text, system, think),
             tokenizer=self.model.tokenizer.digest,
             created_s=time.time(),
             system=system,
@@ -227,14 +236,30 @@ class ChatSession:
     def retry(self, options: AskOptions, notify: Callable[[], None] | None = None) -> Reply:
         """Answer the last user turn again; earlier answers stay as siblings.
 
-        If the request ends before its first token, the tip moves back to where it was.
+        Where the question was put with another `think`, it is put again, as a sibling. If the
+        request ends before its first token, the tip moves back to where it was.
         """
         for turn in reversed(self.conversation.path()):
             if turn.is_message:
                 before = self.conversation.tip_id
+                turn = self._asked_with(turn, options.think)
                 self.move_tip(turn.turn_id)
                 return self._answer(turn, options, notify, before)
         raise UsageError("There is nothing to answer again.")
+
+    def _asked_with(self, turn: Turn, think: Think) -> Turn:
+        """Return the user turn itself if its ids ask for `think`, else a sibling that does.
+
+        Ids that the template would not write for any setting, such as those of an earlier
+        template, stay as they are.
+        """
+        if self.model.think_of(self.conversation, turn) is None:
+            return turn
+        wanted = self.model.asking_ids(self.conversation, turn, think)
+        for sibling in (turn, *reversed(self.conversation.siblings(turn.turn_id))):
+            if sibling.text == turn.text and sibling.token_ids == wanted:
+                return sibling
+        return self.add_user_turn(turn.text, turn.parent_id, think)
 
     def continue_answer(
         self, options: AskOptions, notify: Callable[[], None] | None = None
@@ -247,7 +272,7 @@ class ChatSession:
         if not path or not path[-1].is_partial:
             raise UsageError("The last answer is complete.", "/retry answers once more.")
         answer = path[-1]
-        splitter = ThinkingSplitter(self.model.starts_thinking)
+        splitter = ThinkingSplitter(self._starts_thinking(answer.parent_id))
         splitter.feed(answer.text)
         ledger = ContinuedLedger(self, self.conversation.turn(answer.parent_id), answer)
         options = replace(options, num_samples=1)
@@ -268,11 +293,11 @@ class ChatSession:
         parent = conversation.tip_id if below is None else below
         context = conversation.context_ids(parent)
         system = conversation.system if not context else None
-        asked = self.model.user_ids(conversation, parent, text, system)
+        asked = self.model.user_ids(conversation, parent, text, system, options.think)
         if not asked:
             raise UsageError("The message is empty.", "Type something.")
         options = replace(options, num_samples=1)
-        starts_thinking = self.model.starts_thinking
+        starts_thinking = self.model.starts_thinking(asked)
         prompt = (*context, *asked)
         return self._submit(prompt, UnsavedLedger(), starts_thinking, options, notify, False)
 
@@ -282,7 +307,7 @@ class ChatSession:
         The old branch stays.
         """
         first, summarised = plan.older[0], plan.older[-1].turn_id
-        self._add_user_turn(f"{OPENING}{summary}", ROOT, first.system, summarised)
+        self._add_user_turn(f"{OPENING}{summary}", ROOT, first.system, summary_of=summarised)
         parent = self.add_answer(REPLY, summary_of=summarised).turn_id
         for number, turn in enumerate(plan.kept):
             parent = self._copy_below(turn, parent, None, is_rendered=not number)
@@ -297,8 +322,11 @@ class ChatSession:
     ) -> Reply:
         """Answer a user turn; `before` is the tip to restore if no answer begins."""
         ledger = Ledger(self, user_turn, before)
-        starts_thinking = self.model.starts_thinking
+        starts_thinking = self._starts_thinking(user_turn.turn_id)
         return self._generate(user_turn.turn_id, ledger, starts_thinking, options, notify)
+
+    def _starts_thinking(self, turn_id: int) -> bool:
+        return self.model.starts_thinking(self.conversation.turn(turn_id).token_ids)
 
     def _generate(
         self,
@@ -389,9 +417,11 @@ class ChatSession:
     def _copy_below(self, turn: Turn, parent: int, system: str | None, is_rendered: bool) -> int:
         """Add and save a copy of a turn; `is_rendered` if its ids depend on what is before it."""
         ids = turn.token_ids
-        if is_rendered:
-            own = system if parent == ROOT else None
-            ids = self.model.user_ids(self.conversation, parent, turn.text, own)
+        if is_rendered and parent == ROOT:
+            ids = self.model.ids_with_system(self.conversation, turn, system)
+        elif is_rendered:
+            think = self.model.think_of(self.conversation, turn) or Think.AUTO
+            ids = self.model.user_ids(self.conversation, parent, turn.text, None, think)
         copy = replace(
             turn,
             turn_id=self.conversation.next_turn_id,

@@ -12,6 +12,7 @@ from enum import StrEnum
 from typing import Protocol
 
 from kvchat.chat.template_process import RenderingFailed, TemplateProcess
+from kvchat.chat.think import Think, ThinkSwitch
 from kvchat.chat.tokenizer import ChatTokenizer, Segment
 from kvchat.core.errors import ModelError
 from kvchat.model.text_files import TextFiles
@@ -35,11 +36,16 @@ class TurnFormat(Protocol):
     """Turns user messages into the token ids to append. Implementations: a template, plain text."""
 
     strategy: Strategy
+    switch: ThinkSwitch
 
-    def opening(self, system: str | None, user: str, clock: datetime) -> list[int]:
+    def opening(
+        self, system: str | None, user: str, clock: datetime, think: Think = Think.AUTO
+    ) -> list[int]:
         """Return the ids of a context that starts with this user turn."""
 
-    def following(self, user: str, last_id: int | None, clock: datetime) -> list[int]:
+    def following(
+        self, user: str, last_id: int | None, clock: datetime, think: Think = Think.AUTO
+    ) -> list[int]:
         """Return the ids to append after an answer that ended with `last_id`."""
 
     @property
@@ -72,7 +78,7 @@ class ChatTemplate:
         process: TemplateProcess,
         variables: dict[str, object] | None = None,
     ) -> None:
-        process.compile()
+        self.switch = ThinkSwitch.of(files.chat_template or "", process.compile())
         self._process = process
         self._tokenizer = tokenizer
         self._variables = {**files.special_tokens, **(variables or {})}
@@ -87,46 +93,56 @@ class ChatTemplate:
         ids = self._tokenizer.encode([Segment(self._after_answer(self._probe_clock))])
         return ids[0] if ids and self._tokenizer.is_control(ids[0]) else None
 
-    def opening(self, system: str | None, user: str, clock: datetime) -> list[int]:
+    def opening(
+        self, system: str | None, user: str, clock: datetime, think: Think = Think.AUTO
+    ) -> list[int]:
         """Return the ids of a context that starts with this user turn.
 
         If the template does not accept a system prompt, the prompt is put before the user's text.
         """
-        return self._tokenizer.encode(self._opening(system, user, clock))
+        return self._tokenizer.encode(self._opening(system, user, clock, think))
 
-    def following(self, user: str, last_id: int | None, clock: datetime) -> list[int]:
+    def following(
+        self, user: str, last_id: int | None, clock: datetime, think: Think = Think.AUTO
+    ) -> list[int]:
         """Return the ids to append after an answer that ended with `last_id`.
 
         They close the answer, unless `last_id` is the closing token already, add the user turn, and
         open the next answer.
         """
-        ids = self._tokenizer.encode(self._following(user, clock))
+        ids = self._tokenizer.encode(self._following(user, clock, think))
         is_closed = ids[:1] == [last_id] and self._tokenizer.is_control(ids[0])
         return ids[1:] if is_closed else ids
 
-    def _opening(self, system: str | None, user: str, clock: datetime) -> list[Segment]:
+    def _opening(
+        self, system: str | None, user: str, clock: datetime, think: Think = Think.AUTO
+    ) -> list[Segment]:
         messages = [_message("user", _USER)]
         if system is not None and self.takes_system:
             messages.insert(0, _message("system", _EARLIER))
         elif system is not None:
             user = f"{system}\n\n{user}"
-        return self._fill(self._render(messages, clock), {_EARLIER: system or "", _USER: user})
+        rendered = self._render(messages, clock, think)
+        return self._fill(rendered, {_EARLIER: system or "", _USER: user})
 
-    def _following(self, user: str, clock: datetime) -> list[Segment]:
-        return self._fill(self._after_answer(clock), {_USER: user})
+    def _following(self, user: str, clock: datetime, think: Think = Think.AUTO) -> list[Segment]:
+        return self._fill(self._after_answer(clock, think), {_USER: user})
 
-    def _after_answer(self, clock: datetime) -> str:
+    def _after_answer(self, clock: datetime, think: Think = Think.AUTO) -> str:
         """Return what the template writes after an answer, up to the start of the next one."""
         messages = [
             _message("user", _EARLIER),
             _message("assistant", _ANSWER),
             _message("user", _USER),
         ]
-        return self._render(messages, clock).rpartition(_ANSWER)[2]
+        return self._render(messages, clock, think).rpartition(_ANSWER)[2]
 
-    def _render(self, messages: Sequence[dict[str, str]], clock: datetime) -> str:
+    def _render(
+        self, messages: Sequence[dict[str, str]], clock: datetime, think: Think = Think.AUTO
+    ) -> str:
+        variables = {**self._variables, **self.switch.variables(think)}
         try:
-            return self._process.render(messages, self._variables, clock)
+            return self._process.render(messages, variables, clock)
         except RenderingFailed as error:
             raise ModelError(
                 f"The checkpoint's chat template cannot be used: {error}.",
@@ -207,6 +223,7 @@ class PlainText:
     """The format of a checkpoint without a template: the texts are concatenated."""
 
     strategy = Strategy.NO_TEMPLATE
+    switch = ThinkSwitch()
 
     def __init__(self, tokenizer: ChatTokenizer) -> None:
         self._tokenizer = tokenizer
@@ -215,12 +232,16 @@ class PlainText:
     def closing_id(self) -> int | None:
         return None
 
-    def opening(self, system: str | None, user: str, clock: datetime) -> list[int]:
+    def opening(
+        self, system: str | None, user: str, clock: datetime, think: Think = Think.AUTO
+    ) -> list[int]:
         """Return the ids of the text, with the system prompt before it."""
         text = user if system is None else f"{system}\n\n{user}"
         return self._tokenizer.encode_bare(text, is_first=True)
 
-    def following(self, user: str, last_id: int | None, clock: datetime) -> list[int]:
+    def following(
+        self, user: str, last_id: int | None, clock: datetime, think: Think = Think.AUTO
+    ) -> list[int]:
         """Return the ids of the text alone."""
         return self._tokenizer.encode_bare(user, is_first=False)
 

@@ -98,6 +98,7 @@ def chat(
     seed: Annotated[int | None, _setting("seed", metavar="N")] = None,
     max_tokens: Annotated[int | None, _setting("max_tokens", metavar="N")] = None,
     stop: Annotated[list[str] | None, _setting("stop", metavar="TEXT")] = None,
+    think: Annotated[str | None, _setting("think", metavar="HOW")] = None,
     timeout: Annotated[float | None, _setting("timeout", metavar="S")] = None,
     samples: Annotated[
         int, typer.Option("-n", "--samples", help="answers to the same prompt", metavar="N")

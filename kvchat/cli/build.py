@@ -67,6 +67,7 @@ def store_admin(settings: Settings) -> "StoreAdmin":
 def ask_options(settings: Settings, model_defaults: dict[str, float], samples: int) -> "AskOptions":
     """Return how answers are generated."""
     from kvchat.chat.answer_settings import SAMPLING_NAMES, AskOptions
+    from kvchat.chat.think import Think
 
     max_tokens = settings["max_tokens"]
     if max_tokens is not None and max_tokens < 1:
@@ -85,6 +86,7 @@ def ask_options(settings: Settings, model_defaults: dict[str, float], samples: i
         max_tokens=max_tokens,
         stops=tuple(settings["stop"]),
         num_samples=samples,
+        think=Think(settings["think"]),
         chosen=frozenset(chosen),
     )
     return options.for_model(model_defaults)

@@ -63,6 +63,13 @@ SETTINGS = (
     Setting("seed", int, None, "same seed, same text; default: a new one per answer"),
     Setting("max_tokens", int, None, "most tokens of an answer"),
     Setting("stop", list, (), "end the answer at this text"),
+    Setting(
+        "think",
+        str,
+        "auto",
+        "whether the model thinks first, or how much, where its template has a switch",
+        ("auto", "on", "off", "low", "medium", "high"),
+    ),
     Setting("timeout", float, None, "in scripts, seconds loading may take, and then each answer"),
     Setting(
         "spec",

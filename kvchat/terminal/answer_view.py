@@ -106,6 +106,7 @@ class AnswerView:
         context_limit: int | None,
         stats_level: StatsLevel,
         said_before: str = "",
+        hides_thinking: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._view = view
@@ -114,6 +115,8 @@ class AnswerView:
         self._clock = clock
         self._began_s = clock()
         self._said_before = said_before
+        self._hides_thinking = hides_thinking
+        self._has_hidden = False
         self._renderer = self._renderer_so_far()
         self._meter = PrefillMeter()
         self._has_text = False
@@ -178,10 +181,18 @@ class AnswerView:
             # The earlier text was thinking too: the prompt held the opening mark.
             self._renderer = self._renderer_so_far(starts_thinking=True)
         self._has_text = True
+        if event.is_thinking and self._hides_thinking:
+            return self._note_hidden()
         if event.sample:
             self._others.setdefault(event.sample, _Other()).passages.append(event)
             return []
         return self._renderer.feed(event.text, event.is_thinking, self._view.render_context)
+
+    def _note_hidden(self) -> list[Row]:
+        """Return a row at the first hidden thinking, no row at the next."""
+        is_first, self._has_hidden = not self._has_hidden, True
+        words = "thinking; /think show shows it"
+        return [self._view.painter.text(words, Role.DIM)] if is_first else []
 
     def _end(self, event: AnswerEnded) -> list[Row]:
         self.ended[event.sample] = event

@@ -51,6 +51,7 @@ class Answering:
         self._refresh = refresh
         self._live_state = live_state
         self._current: _Current | None = None
+        self.hides_thinking = False
 
     @property
     def is_running(self) -> bool:
@@ -167,7 +168,7 @@ class Answering:
         """Start a reply, and show it until it ends."""
         ready = self._controller.host.ready
         limit = ready.context_limit if ready is not None else None
-        answer_view = AnswerView(self._view, limit, stats_level, said_before)
+        answer_view = AnswerView(self._view, limit, stats_level, said_before, self.hides_thinking)
         stream = ReplyStream(
             asyncio.get_running_loop(), lambda events: self._draw(answer_view, events)
         )

@@ -206,6 +206,10 @@ class CommandContext(ABC):
         """Let the model summarise, and show the summary; raises the error that prevented it."""
 
     @abstractmethod
+    def hide_thinking(self, is_hidden: bool) -> None:
+        """Leave thinking out of the answers that are shown, or show it again."""
+
+    @abstractmethod
     def quit(self, code: int) -> None:
         """Leave, after the command."""
 

@@ -8,6 +8,7 @@ from kvchat.chat import answer_settings
 from kvchat.chat.attachment import matching_paths
 from kvchat.chat.conversation import Role
 from kvchat.chat.messages import MessageNumbers, in_words
+from kvchat.chat.think import Think
 from kvchat.chat.thinking import split_thinking
 from kvchat.core.bounded_files import read_bounded
 from kvchat.core.errors import UsageError
@@ -113,6 +114,23 @@ def _show_settings(context: "CommandContext") -> None:
     context.say("\n".join(f"{name:<20} {value}" for name, value in settings))
 
 
+async def think(context: "CommandContext", arguments: str) -> None:
+    controller = context.controller
+    word = arguments.lower()
+    if word in ("show", "hide"):
+        context.hide_thinking(word == "hide")
+        context.say(f"Thinking is {'hidden' if word == 'hide' else 'shown'}.")
+        return
+    if word:
+        options = answer_settings.changed(controller.options, "think", word)
+        if (problem := controller.host.model.think_problem(options.think)) is not None:
+            raise UsageError(problem)
+        controller.options = options
+    elif (problem := controller.host.model.think_problem(Think.ON)) is not None:
+        raise UsageError(problem)
+    context.say(f"Thinking is {controller.options.think}, from the next message on.")
+
+
 async def show(context: "CommandContext", arguments: str) -> None:
     what = arguments or "settings"
     if what == "chat":
@@ -202,6 +220,15 @@ COMMANDS = (
         "[chat|system|model]",
         is_available_while_answering=True,
         subcommands=("chat", "system", "settings", "model"),
+    ),
+    Command(
+        "think",
+        "let the model think first, or not; show or hide its thinking",
+        think,
+        Group.INPUT,
+        "[on|off|show|hide]",
+        is_available_while_answering=True,
+        subcommands=("on", "off", "show", "hide", "low", "medium", "high", "auto"),
     ),
     Command("editor", "write the message in your editor", editor, Group.INPUT, "", ("e",)),
     Command(

@@ -296,6 +296,9 @@ class Dialogue(CommandContext):
     async def show_summary(self, plan: CompactionPlan, focus: str) -> AnswerEnded:
         return await self._answering.show_summary(plan, focus, self.stats_level)
 
+    def hide_thinking(self, is_hidden: bool) -> None:
+        self._answering.hides_thinking = is_hidden
+
     def conversation_changed(self) -> None:
         """Update the toolbar's figures, after the tip has moved."""
         self._num_context_tokens = len(self.controller.context_ids)

@@ -143,6 +143,9 @@ class ScriptCommands(CommandContext):
         self.say(last.text)
         return last
 
+    def hide_thinking(self, is_hidden: bool) -> None:
+        raise UsageError("A script's text output has no thinking; --json has it apart.")
+
     def quit(self, code: int) -> None:
         self.has_left = True
 

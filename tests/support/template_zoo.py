@@ -71,3 +71,30 @@ DROPS_ANSWERS = (
     "{% for m in messages %}{% if m.role == 'user' %}" + _TURN + "{% endif %}{% endfor %}"
 )
 ONLY_THE_LAST = "{% for m in messages[-1:] %}" + _TURN + "{% endfor %}" + _GENERATION
+
+# `enable_thinking` puts an empty thought before the answer, as Qwen 3's.
+TOGGLED = CHATML.replace(
+    "assistant\n{% endif",
+    "assistant\n{% if enable_thinking is defined and enable_thinking is false %}"
+    "<think>\n\n</think>\n\n{% endif %}{% endif",
+)
+
+# Another name, with a default of its own, as Granite's; switched on, the prompt opens a mark.
+DEFAULTED = (
+    "{% if thinking is not defined %}{% set thinking = false %}{% endif %}"
+    + CHATML.replace(
+        "assistant\n{% endif", "assistant\n{% if thinking %}<think>\n{% endif %}{% endif"
+    )
+)
+
+# An effort stands in the system message that the template writes itself, as gpt-oss's.
+EFFORT = (
+    "{% if reasoning_effort is not defined %}{% set reasoning_effort = 'medium' %}{% endif %}"
+    "<|im_start|>system\nReasoning: {{ reasoning_effort }}<|im_end|>\n" + CHATML
+)
+
+# An effort that may be none, as Mistral's.
+EFFORT_OR_NONE = (
+    "{% set effort = reasoning_effort or 'none' %}"
+    "[{{ 'high' if effort == 'high' else 'none' }}]" + CHATML
+)
