@@ -34,7 +34,6 @@ from kvchat.terminal.registry import build_registry
 from kvchat.terminal.status import StatsLevel, model_label
 from kvchat.terminal.theme import Look, Role
 from kvchat.terminal.view import View, tell
-from kvchat.terminal.wrap import first_cells
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,21 +139,18 @@ def _greet(controller: ChatController, view: View) -> None:
 
 def _what_to_try(controller: ChatController, view: View) -> str:
     """Return one line on what the model is, and as many things to try as the width has room for."""
-    is_demo = controller.host.model.name == "demo"
-    nature = (
-        "a toy model: it knows kvchat and what you tell it"
-        if is_demo
-        else "a model on this machine"
-    )
-    tries = ["My name is Ada.", "How do I attach a file?", "/model"]
-    if not is_demo:
-        tries = ["a question", "/file PATH", "/help keys"]
+    natures = ["a model on this machine", "a local model"]
+    tries = ["a question", "/file PATH", "/help keys"]
+    if controller.host.model.name == "demo":
+        natures = ["a toy model: it knows kvchat and what you tell it", "a toy model"]
+        tries = ["My name is Ada.", "How do I attach a file?", "/model"]
     width, separator = view.render_context.width, view.painter.look.glyphs.separator
-    for count in range(len(tries), 0, -1):
-        line = f"{nature}; try: {separator.join(tries[:count])}"
-        if cell_len(line) <= width:
-            return line
-    return first_cells(f"try: {separator.join(tries)}", width)
+    lines = [
+        f"{nature}; try: {separator.join(tries[:count])}"
+        for nature in natures
+        for count in range(len(tries), 0, -1)
+    ]
+    return next((line for line in lines if cell_len(line) <= width), natures[-1])
 
 
 @contextmanager
