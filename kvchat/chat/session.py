@@ -64,15 +64,17 @@ class ChatSession:
         store: SessionStore | None,
         system: str | None = None,
         title: str = "",
+        is_one_shot: bool = False,
         created_s: float | None = None,
     ) -> "ChatSession":
         """Begin a conversation; with `store` None it is never written to a file.
 
-        `created_s` is its time in seconds since the epoch; None is now.
+        `is_one_shot` if a script begins it, so that it will probably not be continued. `created_s`
+        is its time in seconds since the epoch; None is now.
         """
         began_s = time.time() if created_s is None else created_s
         conversation = Conversation(new_session_id(), began_s, system)
-        log = store.create(conversation, model.name) if store is not None else None
+        log = store.create(conversation, model.name, is_one_shot) if store is not None else None
         session = cls(model, engine, conversation, log)
         if title:
             session.rename(title)
@@ -194,7 +196,11 @@ class ChatSession:
         if known is not None:
             turn = replace(turn, token_ids=known[0], finish=known[1])
         else:
-            turn = replace(turn, token_ids=self.model.answer_ids(turn))
+            if (asked := self.model.retold(self.conversation, turn)) is not None:
+                self.conversation.replace(asked)
+                ids, tokenizer = asked.token_ids, asked.tokenizer
+                self.save(session_file.more_line(asked.turn_id, "", ids, tokenizer))
+            turn = replace(turn, token_ids=self.model.answer_ids(self.conversation, turn))
         self.conversation.add(turn)
         self.save(session_file.turn_line(turn))
         self.save(session_file.end_line(turn.turn_id, turn.finish or finish, {}))
@@ -253,7 +259,8 @@ class ChatSession:
         Ids that the template would not write for any setting, such as those of an earlier
         template, stay as they are.
         """
-        if self.model.think_of(self.conversation, turn) is None:
+        conversation, model = self.conversation, self.model
+        if model.think_of(conversation, turn) is None and not model.is_told(conversation, turn):
             return turn
         wanted = self.model.asking_ids(self.conversation, turn, think)
         for sibling in (turn, *reversed(self.conversation.siblings(turn.turn_id))):
@@ -266,9 +273,12 @@ class ChatSession:
     ) -> Reply:
         """Continue the cut-off answer at the tip from its own ids, in the same turn.
 
-        The reply holds the new part only. Raises UsageError if the tip is not a cut-off answer.
+        The reply holds the new part only. A message that was stopped before its answer began is
+        answered. Raises UsageError if the tip is neither.
         """
         path = self.conversation.path()
+        if path and path[-1].role is Role.USER:
+            return self._answer(path[-1], options, notify)
         if not path or not path[-1].is_partial:
             raise UsageError("The last answer is complete.", "/retry answers once more.")
         answer = path[-1]
@@ -349,7 +359,7 @@ class ChatSession:
         starts_thinking: bool,
         options: AskOptions,
         notify: Callable[[], None] | None,
-        saves_kv: bool = True,
+        is_kept: bool = True,
     ) -> Reply:
         tokenizer = self.model.tokenizer
         stops = options.stops
@@ -368,7 +378,7 @@ class ChatSession:
             ),
             num_samples=options.num_samples,
             is_one_shot=options.is_one_shot,
-            saves_kv=saves_kv,
+            is_kept=is_kept,
         )
         ticket = self._engine.submit(spec, reply.listen)
         reply.on_cancel(lambda reason: self._engine.cancel(ticket, reason))

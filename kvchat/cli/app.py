@@ -57,6 +57,7 @@ def chat(
         str | None, typer.Option("-p", "--prompt", help="answer this and leave", metavar="TEXT")
     ] = None,
     model: Annotated[str | None, _setting("model", "-m", "--model", metavar="NAME")] = None,
+    adapter: Annotated[str | None, _setting("adapter", metavar="DIR")] = None,
     system: Annotated[str | None, _setting("system", "-s", "--system", metavar="TEXT")] = None,
     file: Annotated[
         list[Path] | None,
@@ -282,7 +283,8 @@ def sessions_list(
     """List conversations, the most recent first."""
     from kvchat.cli import sessions
 
-    sessions.list_sessions(sessions.open_store(context.obj), json_)
+    kept = sessions.open_kept_kv(context.obj)
+    sessions.list_sessions(sessions.open_store(context.obj), kept, json_)
 
 
 @sessions_app.command("show")
@@ -357,13 +359,14 @@ def models_list() -> None:
 @models_app.command("info")
 def models_info(
     model: Annotated[str, typer.Argument(help=BY_NAME["model"].help)] = "demo",
+    adapter: Annotated[str | None, _setting("adapter", metavar="DIR")] = None,
     device: Annotated[str | None, _setting("device", metavar="NAME")] = None,
     json_: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
     """Print a model's properties, the size of its KV, and whether kvchat can run it."""
     from kvchat.cli import models
 
-    models.info(model, device or "auto", json_)
+    models.info(model, device or "auto", json_, adapter)
 
 
 _Json = Annotated[bool, typer.Option("--json", help="print one JSON object")]

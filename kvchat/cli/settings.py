@@ -54,6 +54,7 @@ class Setting:
 
 SETTINGS = (
     Setting("model", str, "demo", "demo, a directory, or a Hugging Face id"),
+    Setting("adapter", str, None, "directory of a LoRA adapter to merge into the model"),
     Setting("system", str, None, "system prompt of new conversations"),
     Setting("temperature", float, None, "0 is greedy; default: the model's own, else 0.7"),
     Setting("top_p", float, None, "keep the likeliest tokens up to this probability"),

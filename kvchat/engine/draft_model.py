@@ -253,7 +253,7 @@ class ModelDrafter:
         state = self._states.pop(request)
         computed = request.ids[: self._rewound(state, request)]
         self.cache.release(state.table, computed)
-        is_kept = request.state is State.FINISHED and request.spec.saves_kv
+        is_kept = request.state is State.FINISHED and request.spec.is_kept
         if self.connector is not None and is_kept:
             self.connector.save(computed, is_one_shot=request.spec.is_one_shot)
 

@@ -1,5 +1,7 @@
 """Shows a conversation: a turn in one line, the last exchange, all turns, the tree."""
 
+from collections.abc import Mapping
+
 from rich.cells import cell_len
 from rich.text import Text
 
@@ -71,13 +73,18 @@ def show_where_it_stands(conversation: Conversation, page: Page) -> None:
     show_turns(path[last:], page)
 
 
-_MIN_TEXT_CELLS = 16
+_MIN_TEXT_CELLS = 8
 
 
-def tree_rows(conversation: Conversation, ctx: RenderContext) -> list[Row]:
-    """Return one row per message, answer and label, parents before children, the tip marked."""
+def tree_rows(
+    conversation: Conversation, ctx: RenderContext, warmth: Mapping[int, str]
+) -> list[Row]:
+    """Return one row per message, answer and label, parents before children, the tip marked.
+
+    `warmth` has, by turn, where its KV is and what continuing from there costs.
+    """
     tree = MessageTree(conversation)
-    rows = _TreeRows(conversation, tree, ctx)
+    rows = _TreeRows(conversation, tree, ctx, warmth)
     # What is still to be drawn, the next one last: a node, what stands before it, and what stands
     # before its children. A stack, because conversations are deeper than Python's.
     pending = _branches(tree.root, "", ctx)
@@ -103,7 +110,14 @@ def _branches(parent: TreeNode, lead: str, ctx: RenderContext) -> list[tuple[Tre
 class _TreeRows:
     """Draws the nodes of one tree."""
 
-    def __init__(self, conversation: Conversation, tree: MessageTree, ctx: RenderContext) -> None:
+    def __init__(
+        self,
+        conversation: Conversation,
+        tree: MessageTree,
+        ctx: RenderContext,
+        warmth: Mapping[int, str],
+    ) -> None:
+        self._warmth = warmth
         self._conversation = conversation
         self._numbers = MessageNumbers(conversation)
         self._on_path = {id(node) for node in tree.path()}
@@ -115,6 +129,8 @@ class _TreeRows:
         style = painter.style(Look.PLAIN if id(node) in self._on_path else Look.DIM)
         mark = f" {painter.look.glyphs.tip}" if node is self._tip else ""
         cut = " (cut off)" if node.turn is not None and node.turn.is_partial else ""
+        warmth = self._warmth.get(node.turn.turn_id, "") if node.turn is not None else ""
+        cut += f"{painter.look.glyphs.separator}{warmth}" if warmth else ""
         head = self._head(node)
         room = max(_MIN_TEXT_CELLS, self._ctx.width - cell_len(lead + head + mark + cut) - 1)
         text = turn_summary(node.turn, room) if node.turn is not None else self._label(node, room)

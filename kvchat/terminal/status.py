@@ -235,7 +235,7 @@ class PrefillMeter:
 class ToolbarFacts:
     """The values that the toolbar shows.
 
-    warmth      cached share of the context, 0 to 1, None if not known
+    warmth      what the next message costs, in a few words; "" if not known
     branch      (number, count) of the answers to the last message, None if there is only one
     answering   the activity of the answer in progress, empty while idle
     loading     the stage of loading, empty when the model is loaded
@@ -247,7 +247,7 @@ class ToolbarFacts:
     branch: tuple[int, int] | None = None
     context_tokens: int = 0
     context_limit: int | None = None
-    warmth: float | None = None
+    warmth: str = ""
     answering: str = ""
     loading: str = ""
     editing: str = ""
@@ -257,7 +257,10 @@ class ToolbarFacts:
 
 def toolbar(facts: ToolbarFacts, width: int, glyphs: Glyphs) -> str:
     """Return the toolbar's text; at a small width the least important parts are left out."""
+    is_full = _is_nearly_full(facts)
+    context = _context(facts, width)
     urgent = [
+        context if is_full else "",
         facts.loading,
         facts.answering,
         facts.editing,
@@ -267,8 +270,8 @@ def toolbar(facts: ToolbarFacts, width: int, glyphs: Glyphs) -> str:
     quiet = [
         facts.model,
         f"answer {facts.branch[0]}/{facts.branch[1]}" if facts.branch else "",
-        _context(facts, width),
-        _warmth(facts.warmth),
+        "" if is_full else context,
+        facts.warmth,
     ]
     separator = glyphs.separator
     parts = [part for part in quiet + urgent if part]
@@ -288,22 +291,18 @@ def _fitting(title: str, room: int, glyphs: Glyphs) -> str:
     return first_cells(title, cut).rstrip() + glyphs.ellipsis if cut >= 8 else ""
 
 
+def _is_nearly_full(facts: ToolbarFacts) -> bool:
+    return facts.context_tokens >= NEARLY_FULL * (facts.context_limit or float("inf"))
+
+
 def _context(facts: ToolbarFacts, width: int) -> str:
     """Return how full the context is; when it is nearly full, also the commands that help."""
     used, limit = facts.context_tokens, facts.context_limit
     if not used or not limit:
         return ""
     words = f"context {format_count(used)}/{format_count(limit)}"
-    if used < NEARLY_FULL * limit:
+    if not _is_nearly_full(facts):
         return words
     if width < _MIN_WORDY_COLUMNS:
         return f"{used / limit:.0%} full: /compact /new /rewind"
     return f"{words}, {used / limit:.0%} full: /compact, /new or /rewind"
-
-
-def _warmth(warmth: float | None) -> str:
-    if warmth is None:
-        return ""
-    if warmth > 0.9:
-        return "warm"
-    return f"{warmth:.0%} warm" if warmth >= 0.05 else "cold"
