@@ -8,22 +8,33 @@ from kvchat_kernels.linear.blocks import BlockWeights, dequantised, fits, quanti
 from kvchat_kernels.linear.cpu import FEW_ROWS, BlockProduct, rows_of
 
 SHAPES = [(16, 64), (48, 96), (1, 256), (80, 160), (33, 4864), (17, 2080)]
-KINDS = [(8, 32, torch.float16), (8, 16, torch.float32), (4, 32, torch.float16)]
-KINDS += [(8, 32, torch.float32), (4, 32, torch.float32)]
+# Bits, columns of a block, type of the scales, whether there are minimums.
+KINDS = [
+    (8, 32, torch.float16, False),
+    (8, 32, torch.float32, False),
+    (8, 32, torch.float16, True),
+    (8, 16, torch.float32, False),
+    (4, 32, torch.float16, True),
+    (4, 32, torch.float32, True),
+]
 
 
 def random_blocks(
-    shape: tuple[int, int], bits: int, block: int, dtype: torch.dtype
+    shape: tuple[int, int],
+    bits: int,
+    block: int,
+    dtype: torch.dtype,
+    has_minimums: bool,
 ) -> BlockWeights:
     """Every level, scale and minimum that a file may hold."""
     torch.manual_seed(shape[1] + bits)
     num_out, num_in = shape
     scales = torch.randn(num_out, num_in // block).to(dtype)
-    if bits == 8:
-        levels = torch.randint(-128, 128, shape, dtype=torch.int8)
-        return BlockWeights(bits, block, levels, scales, None)
-    levels = torch.randint(0, 256, (num_out, num_in // 2), dtype=torch.uint8)
-    return BlockWeights(bits, block, levels, scales, torch.randn_like(scales))
+    levels = torch.randint(-128, 128, shape, dtype=torch.int8)
+    if bits == 4:
+        levels = torch.randint(0, 256, (num_out, num_in // 2), dtype=torch.uint8)
+    minimums = torch.randn_like(scales) if has_minimums else None
+    return BlockWeights(bits, block, levels, scales, minimums)
 
 
 def outlying(rows: int, width: int) -> torch.Tensor:
@@ -45,7 +56,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.mark.parametrize("num_rows", [1, 3, 4, 7, FEW_ROWS, FEW_ROWS + 1, 40])
 @pytest.mark.parametrize("kind", KINDS)
 def test_products_are_those_of_the_unpacked_weights(
-    kind: tuple[int, int, torch.dtype], num_rows: int, way: str
+    kind: tuple[int, int, torch.dtype, bool], num_rows: int, way: str
 ) -> None:
     for shape in SHAPES:
         weights, x = random_blocks(shape, *kind), outlying(num_rows, shape[1])
@@ -59,7 +70,7 @@ def test_products_are_those_of_the_unpacked_weights(
 
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
 def test_any_number_of_threads_does_all_rows(num_threads: int) -> None:
-    weights, x = random_blocks((4096, 512), 4, 32, torch.float16), outlying(5, 512)
+    weights, x = random_blocks((4096, 512), 4, 32, torch.float16, True), outlying(5, 512)
     product, rows = BlockProduct(weights), rows_of(x)
     before = torch.get_num_threads()
     try:

@@ -13,13 +13,23 @@ COLUMNS = 32
 
 
 @dataclass(frozen=True, slots=True)
+class Layout:
+    """How blocks lie in memory, which compiled code is made for. `is_half`: scales are float16."""
+
+    bits: int
+    block: int
+    is_half: bool
+    has_minimums: bool
+
+
+@dataclass(frozen=True, slots=True)
 class BlockWeights:
     """A matrix in blocks of `block` columns; owns its tensors, which are contiguous, on the CPU.
 
     bits       8 or 4
     levels     8 bits: int8 [out, in]; 4 bits: uint8 [out, in / 2], levels 0 to 15
     scales     float16 or float32 [out, in / block]
-    minimums   as `scales`, None where they are all 0; 4 bits have them always
+    minimums   as `scales`, None where they are all 0; blocks of 16 have none, 4 bits always
     """
 
     bits: int
@@ -31,9 +41,16 @@ class BlockWeights:
     def __post_init__(self) -> None:
         assert (self.bits, self.block) in ((8, 32), (8, 16), (4, 32))
         assert self.scales.shape == (self.num_out, self.num_in // self.block)
-        assert (self.minimums is not None) == (self.bits == 4)
+        has_minimums = self.minimums is not None
+        assert has_minimums or self.bits == 8
+        assert not (has_minimums and self.block == 16)
         assert all(part.is_contiguous() for part in (self.levels, self.scales)), "code reads memory"
         assert self.minimums is None or self.minimums.is_contiguous()
+
+    @property
+    def layout(self) -> Layout:
+        is_half = self.scales.dtype == torch.float16
+        return Layout(self.bits, self.block, is_half, self.minimums is not None)
 
     @property
     def num_out(self) -> int:

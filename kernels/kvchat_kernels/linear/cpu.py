@@ -63,9 +63,8 @@ class BlockProduct:
 
     def __init__(self, weights: BlockWeights) -> None:
         self.weights = weights
-        layout = weights.bits, weights.block, weights.scales.dtype == torch.float16
-        self._run = _code("product_code", *layout)
-        self._unpack = _code("unpacking_code", *layout)
+        self._run = _code("product_code", weights.layout)
+        self._unpack = _code("unpacking_code", weights.layout)
         task = np.zeros(NUM_PLACES, np.int64)
         task[Place.NUM_OUT] = weights.num_out
         task[Place.NUM_BLOCKS] = weights.num_in // COLUMNS

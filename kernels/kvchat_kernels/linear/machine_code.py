@@ -17,7 +17,7 @@ from typing import Any
 import llvmlite.binding as llvm
 from llvmlite import ir
 
-from kvchat_kernels.linear.blocks import COLUMNS
+from kvchat_kernels.linear.blocks import COLUMNS, Layout
 from kvchat_kernels.linear.task import Place
 
 # Rows of a matrix that a thread takes at once.
@@ -41,15 +41,15 @@ Code = Any  # a ctypes function that takes the address of a task
 
 
 @cache
-def product_code(bits: int, block: int, is_half: bool) -> Code:
+def product_code(layout: Layout) -> Code:
     """Return the code that multiplies few rows with a matrix of this layout."""
-    return _compiled(lambda builder, task: _write_products(builder, task, bits, block, is_half))
+    return _compiled(lambda builder, task: _write_products(builder, task, layout))
 
 
 @cache
-def unpacking_code(bits: int, block: int, is_half: bool) -> Code:
+def unpacking_code(layout: Layout) -> Code:
     """Return the code that writes rows of a matrix of this layout as float32."""
-    return _compiled(lambda builder, task: _write_unpacking(builder, task, bits, block, is_half))
+    return _compiled(lambda builder, task: _write_unpacking(builder, task, layout))
 
 
 @cache
@@ -207,13 +207,13 @@ def _scale(builder: ir.IRBuilder, address: Any, index: Any, is_half: bool, count
 
 
 def _row_addresses(
-    builder: ir.IRBuilder, task: _Task, row: Any, bits: int, block: int, is_half: bool
+    builder: ir.IRBuilder, task: _Task, row: Any, layout: Layout
 ) -> tuple[Any, Any, Any]:
     """Return the addresses of a row's levels, scales and minimums."""
     count = task[Place.NUM_BLOCKS]
-    scale_bytes = (2 if is_half else 4) * (COLUMNS // block)
+    scale_bytes = (2 if layout.is_half else 4) * (COLUMNS // layout.block)
     blocks = builder.mul(row, count)
-    levels = builder.add(task[Place.LEVELS], builder.mul(blocks, _int(COLUMNS * bits // 8)))
+    levels = builder.add(task[Place.LEVELS], builder.mul(blocks, _int(COLUMNS * layout.bits // 8)))
     offset = builder.mul(blocks, _int(scale_bytes))
     scales = builder.add(task[Place.SCALES], offset)
     return levels, scales, builder.add(task[Place.MINIMUMS], offset)
@@ -286,20 +286,18 @@ class _RowSum:
         return _call(builder, name, _f32, zero, sums, fastmath=("reassoc",))
 
 
-def _write_products(
-    builder: ir.IRBuilder, task: _Task, bits: int, block: int, is_half: bool
-) -> None:
+def _write_products(builder: ir.IRBuilder, task: _Task, layout: Layout) -> None:
     """Write: for each row of the matrix, its products with all activation rows."""
     num_rows, num_out = task[Place.NUM_ROWS], task[Place.NUM_OUT]
     tiled = builder.sub(num_rows, builder.srem(num_rows, _int(_TILE_ROWS)))
     with _rows_of_threads(builder, task) as row:
-        weights = _row_addresses(builder, task, row, bits, block, is_half)
+        weights = _row_addresses(builder, task, row, layout)
         parts = ((_int(0), tiled, _TILE_ROWS), (tiled, num_rows, 1))
         for start, end, count in parts:
             with _loop(builder, start, end, count) as first:
                 places = [builder.add(first, _int(number)) for number in range(count)]
                 sums = [_RowSum(builder, task, place) for place in places]
-                _write_row(builder, task, weights, sums, bits, block, is_half)
+                _write_row(builder, task, weights, sums, layout)
                 for place, row_sum in zip(places, sums, strict=True):
                     index = builder.add(builder.mul(place, num_out), row)
                     offset = builder.mul(index, _int(4))
@@ -311,61 +309,57 @@ def _write_row(
     task: _Task,
     weights: tuple[Any, Any, Any],
     rows: list[_RowSum],
-    bits: int,
-    block: int,
-    is_half: bool,
+    layout: Layout,
 ) -> None:
     """Write the products of one row of weights: groups of 8 blocks, and blocks that are left."""
     levels_at, scales_at, minimums_at = weights
     count = task[Place.NUM_BLOCKS]
     grouped: Any = _int(0)
-    if block == COLUMNS:
+    if layout.block == COLUMNS:
         grouped = builder.sub(count, builder.srem(count, _int(_GROUP)))
         with _loop(builder, _int(0), grouped, _GROUP) as first:
-            scales = _scale(builder, scales_at, first, is_half, _GROUP)
+            scales = _scale(builder, scales_at, first, layout.is_half, _GROUP)
             factors = [builder.fmul(scales, row.scales(first, _GROUP)) for row in rows]
-            if bits == 4:
-                minimums = _scale(builder, minimums_at, first, is_half, _GROUP)
+            if layout.has_minimums:
+                minimums = _scale(builder, minimums_at, first, layout.is_half, _GROUP)
                 for row in rows:
                     row.add_minimums(first, minimums, _GROUP)
             for place in range(_GROUP):
                 index = builder.add(first, _int(place))
-                levels = _levels(builder, levels_at, index, bits)
+                levels = _levels(builder, levels_at, index, layout.bits)
                 for row, factor in zip(rows, factors, strict=True):
                     spread = builder.shuffle_vector(factor, factor, _const(place, _V8I))
                     row.add_products(index, levels, [spread])
     with _loop(builder, grouped, count) as index:
-        levels = _levels(builder, levels_at, index, bits)
-        per_32 = COLUMNS // block
+        levels = _levels(builder, levels_at, index, layout.bits)
+        per_32 = COLUMNS // layout.block
         first = builder.mul(index, _int(per_32))
         places = [builder.add(first, _int(number)) for number in range(per_32)]
-        single = [_scale(builder, scales_at, place, is_half) for place in places]
+        single = [_scale(builder, scales_at, place, layout.is_half) for place in places]
         for row in rows:
             x_scale = row.scales(index)
             row.add_products(
                 index, levels, [_splat(builder, builder.fmul(s, x_scale), 8) for s in single]
             )
-            if bits == 4:
-                row.add_minimums(index, _scale(builder, minimums_at, index, is_half))
+            if layout.has_minimums:
+                row.add_minimums(index, _scale(builder, minimums_at, index, layout.is_half))
 
 
-def _write_unpacking(
-    builder: ir.IRBuilder, task: _Task, bits: int, block: int, is_half: bool
-) -> None:
+def _write_unpacking(builder: ir.IRBuilder, task: _Task, layout: Layout) -> None:
     """Write: each row of the matrix as float32, at its place counted from row 0."""
     count = task[Place.NUM_BLOCKS]
     with _rows_of_threads(builder, task) as row:
-        levels_at, scales_at, minimums_at = _row_addresses(builder, task, row, bits, block, is_half)
+        levels_at, scales_at, minimums_at = _row_addresses(builder, task, row, layout)
         row_bytes = builder.mul(count, _int(4 * COLUMNS))
         out = builder.add(task[Place.OUT], builder.mul(row, row_bytes))
         with _loop(builder, _int(0), count) as index:
-            first = builder.mul(index, _int(COLUMNS // block))
-            for half, levels in enumerate(_levels(builder, levels_at, index, bits)):
-                place = builder.add(first, _int(half if block == 16 else 0))
-                scale = _splat(builder, _scale(builder, scales_at, place, is_half), 16)
+            first = builder.mul(index, _int(COLUMNS // layout.block))
+            for half, levels in enumerate(_levels(builder, levels_at, index, layout.bits)):
+                place = builder.add(first, _int(half if layout.block == 16 else 0))
+                scale = _splat(builder, _scale(builder, scales_at, place, layout.is_half), 16)
                 values = builder.fmul(builder.sitofp(levels, _V16F), scale)
-                if bits == 4:
-                    minimum = _scale(builder, minimums_at, place, is_half)
+                if layout.has_minimums:
+                    minimum = _scale(builder, minimums_at, place, layout.is_half)
                     values = builder.fadd(values, _splat(builder, minimum, 16))
                 start = builder.mul(index, _int(4 * COLUMNS))
                 _store(builder, values, out, builder.add(start, _int(64 * half)))

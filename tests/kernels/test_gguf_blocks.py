@@ -1,0 +1,40 @@
+"""GGUF's blocks: the same numbers as the package gguf unpacks."""
+
+import numpy as np
+import pytest
+import torch
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize
+
+from kvchat_kernels.linear.blocks import dequantised
+from kvchat_kernels.linear.gguf_blocks import block_weights
+
+FORMATS = ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"]
+
+
+def random_rows(name: str, num_rows: int, num_in: int) -> np.ndarray:
+    """Return rows of random bytes, but that every float16 in them is finite and not tiny."""
+    kind = GGMLQuantizationType[name]
+    block, num_bytes = GGML_QUANT_SIZES[kind]
+    generator = np.random.default_rng(len(name) + num_in)
+    blocks = generator.integers(0, 256, (num_rows * num_in // block, num_bytes), dtype=np.uint8)
+    halves = {"Q6_K": [208], "Q8_0": [0], "Q4_0": [0], "Q5_0": [0]}.get(name, [0, 2])
+    for place in halves:
+        values = generator.uniform(0.001, 0.1, len(blocks)).astype(np.float16)
+        blocks[:, place : place + 2] = values.view(np.uint8).reshape(-1, 2)
+    return blocks.reshape(num_rows, -1)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_blocks_are_the_numbers_that_the_file_means(name: str) -> None:
+    rows = random_rows(name, 6, 512)
+
+    weights = block_weights(torch.from_numpy(rows), name)
+
+    assert weights is not None
+    meant = torch.from_numpy(dequantize(rows, GGMLQuantizationType[name]))
+    assert torch.allclose(dequantised(weights), meant, rtol=1e-6, atol=1e-7)
+
+
+def test_other_formats_have_no_layout() -> None:
+    assert block_weights(torch.zeros(1, 256, dtype=torch.uint8), "IQ4_NL") is None
