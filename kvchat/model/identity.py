@@ -24,11 +24,13 @@ _SAMPLE_BYTES = 4096
 def sample_digest(source: ModelSource) -> str:
     """Return `s1-` and 32 hex digits over config, tensor headers and three samples per tensor.
 
-    Covers exactly the files that are loaded, in loading order. Raises ModelError if one cannot be
+    Covers exactly the files that are loaded, in loading order. The configuration of a GGUF file is
+    in its header. Raises ModelError if one cannot be
     read.
     """
     digest = hashlib.sha256()
-    digest.update((read_text(source.config_file) or "").encode())
+    if source.gguf is None:
+        digest.update((read_text(source.config_file) or "").encode())
     for path in source.weight_files:
         header = read_header(path)
         digest.update(header.raw)
@@ -67,7 +69,9 @@ def content_digest(source: ModelSource, state_directory: Path | None) -> str:
     """
     known = _read_memory(state_directory)
     digests: dict[str, str] = {}
-    whole = hashlib.blake2b(read_bounded(source.config_file, MAX_CONFIG_BYTES), digest_size=16)
+    whole = hashlib.blake2b(digest_size=16)
+    if source.gguf is None:
+        whole.update(read_bounded(source.config_file, MAX_CONFIG_BYTES))
     for path in source.weight_files:
         found = mark(path)
         digests[found] = known.get(found) or _file_digest(path)

@@ -17,12 +17,12 @@ from safetensors import safe_open
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 from transformers.utils import logging as transformers_logging
 
-from kvchat.core.config import ModelConfig
+from kvchat.core.config import ModelConfig, format_bytes
 from kvchat.core.errors import ModelError, ModelUnsupported
 from kvchat.core.events import LoadProgress
 from kvchat.model.checkpoint_files import read_header, read_json
 from kvchat.model.config_limits import check_counts, parameter_limit
-from kvchat.model.device import choose_device, dtype_of, free_bytes, set_threads
+from kvchat.model.device import choose_device, dtype_name, dtype_of, free_bytes, set_threads
 from kvchat.model.fuse import Fusing, choose_scheme
 from kvchat.model.fused_parts import limit_kept_shapes, take_few_shapes
 from kvchat.model.hf_adapter import (
@@ -83,7 +83,7 @@ def read_config(source: ModelSource) -> Any:
     Raises ModelError if config.json is unreadable, ModelUnsupported if transformers rejects it.
     """
     _keep_quiet()
-    content = read_json(source.config_file) or {}
+    content = _config_content(source)
     check_counts(content)
     if "configuration_files" in content:
         raise ModelUnsupported(
@@ -91,9 +91,12 @@ def read_config(source: ModelSource) -> Any:
             "Rename the newest to config.json.",
         )
     try:
-        config = AutoConfig.from_pretrained(
-            source.directory, trust_remote_code=False, local_files_only=True
-        )
+        if source.gguf is not None:
+            config = AutoConfig.for_model(**content)
+        else:
+            config = AutoConfig.from_pretrained(
+                source.directory, trust_remote_code=False, local_files_only=True
+            )
     except Exception as error:  # each configuration class raises its own error types
         raise ModelUnsupported(
             f"transformers cannot use the configuration of {source.name}: {_first_line(error)}",
@@ -102,12 +105,22 @@ def read_config(source: ModelSource) -> Any:
     return config
 
 
+def _config_content(source: ModelSource) -> dict[str, Any]:
+    if source.gguf is None:
+        return read_json(source.config_file) or {}
+    from kvchat.model.gguf_config import gguf_config
+    from kvchat.model.gguf_tensors import natural_dtype
+
+    dtype = dtype_name(natural_dtype(source.gguf))
+    return {**gguf_config(source.gguf, source.name), "dtype": dtype}
+
+
 def inspect_model(source: ModelSource) -> tuple[Any, ModelSpec | None]:
     """Return a checkpoint's config and its spec; None as the spec if the probe needs weights."""
     config = read_config(source)
     headers = [read_header(path) for path in source.weight_files]
     try:
-        return config, probe(config, parameter_limit(headers, read_json(source.config_file) or {}))
+        return config, probe(config, parameter_limit(headers, _config_content(source)))
     except ProbeInconclusive:
         return config, None
 
@@ -129,7 +142,9 @@ def load_model(
         marks = source.marks()
         hf_config, spec = inspect_model(source)
         progress(LoadProgress("loading weights", 0.0))
-        module, notes = _read_weights(source, hf_config, dtype_of(config.dtype), spec is None)
+        module, notes = _read_weights(
+            source, hf_config, dtype_of(config.dtype), spec is None, progress
+        )
         if spec is None:
             spec = probe_loaded(module)
             module.set_attn_implementation(PAGED)
@@ -172,7 +187,11 @@ def _telling(progress: Progress) -> Callable[[float], None]:
 
 
 def _read_weights(
-    source: ModelSource, hf_config: Any, dtype: torch.dtype | None, needs_probe: bool
+    source: ModelSource,
+    hf_config: Any,
+    dtype: torch.dtype | None,
+    needs_probe: bool,
+    progress: Progress,
 ) -> tuple[Any, tuple[str, ...]]:
     register_attention()
     register_probe()
@@ -185,7 +204,7 @@ def _read_weights(
         module, report = model_class.from_pretrained(
             None,
             config=class_config,
-            state_dict=_tensors(source),
+            state_dict=_state(source, model_class, class_config, dtype, progress),
             dtype=dtype if dtype is not None else "auto",
             attn_implementation=implementation,
             local_files_only=True,
@@ -224,6 +243,29 @@ def _causal_class(config: Any) -> tuple[Any, Any]:
     if getattr(config, "quantization_config", None) is not None:
         text_config.quantization_config = config.quantization_config
     return model_class, text_config
+
+
+def _state(
+    source: ModelSource, model_class: Any, config: Any, dtype: Any, progress: Progress
+) -> dict[str, torch.Tensor]:
+    if source.gguf is None:
+        return _tensors(source)
+    from kvchat.model.gguf_config import architecture_of
+    from kvchat.model.gguf_tensors import block_formats, read_gguf_tensors, unpacked_bytes
+
+    gguf, dtype = source.gguf, dtype or config.dtype
+    if source.marks() != gguf.marks:
+        raise ModelError(f"{source.name} changed after it was found.", "Start again.")
+    with torch.device("meta"):
+        shapes = {name: t.shape for name, t in model_class(config).state_dict().items()}
+    needed = format_bytes(unpacked_bytes(gguf, dtype))
+    stage = f"unpacking {block_formats(gguf)} to {needed} of {dtype_name(dtype)}"
+    architecture = architecture_of(gguf, source.name)
+
+    def tick(share: float) -> None:
+        progress(LoadProgress(stage, share))
+
+    return read_gguf_tensors(gguf, architecture, config, shapes, dtype, tick)
 
 
 def _tensors(source: ModelSource) -> dict[str, torch.Tensor]:

@@ -13,6 +13,7 @@ from fnmatch import fnmatch
 from glob import escape
 from importlib import resources
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvchat.core.errors import ModelError, UsageError
 from kvchat.core.paths import user_path
@@ -26,6 +27,9 @@ from kvchat.model.checkpoint_files import (
     weight_paths,
 )
 
+if TYPE_CHECKING:
+    from kvchat.model.gguf_file import GgufModel
+
 DEMO, DEMO_DRAFT = "demo", "demo-draft"
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?$")
 _WANTED = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "README.md")
@@ -35,10 +39,14 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """A checkpoint directory with safetensors weights, and the name the user gave for it."""
+    """A checkpoint directory with safetensors weights, and the name the user gave for it.
+
+    For a model in GGUF files, `gguf` has their headers and `directory` is where they are.
+    """
 
     name: str
     directory: Path
+    gguf: "GgufModel | None" = None
 
     @property
     def config_file(self) -> Path:
@@ -47,13 +55,16 @@ class ModelSource:
 
     @property
     def weight_files(self) -> tuple[Path, ...]:
-        """The safetensors files to load, in loading order; raises as `weight_paths` does."""
+        """The weight files to load, in loading order; raises as `weight_paths` does."""
+        if self.gguf is not None:
+            return self.gguf.paths
         return weight_paths(self.directory, read_json(self.config_file) or {})
 
     def marks(self) -> dict[Path, str]:
         """Return the `mark` of config.json and each weight file; it changes when the file does."""
+        described = () if self.gguf is not None else (self.config_file,)
         try:
-            return {path: mark(path) for path in (self.config_file, *self.weight_files)}
+            return {path: mark(path) for path in (*described, *self.weight_files)}
         except OSError as error:
             raise ModelError(f"{self.name} cannot be read: {error.strerror}.") from error
 
@@ -83,14 +94,24 @@ def find_model(name: str) -> ModelSource:
     if is_directory:
         return _checked(ModelSource(name, path))
     if is_other:
-        raise ModelError(
-            f"{name} is a file.", "Give the directory that holds config.json and *.safetensors."
-        )
+        return _file_source(name, path)
     if name.startswith((".", "/", "~")) or not _HUB_ID.match(name):
         raise ModelError(
             f"There is no model directory {name}.", "Give a directory or a hub id like org/name."
         )
     return _checked(ModelSource(name, _hub_snapshot(name)))
+
+
+def _file_source(name: str, path: Path) -> ModelSource:
+    """Return the model in a GGUF file; raises ModelError for any other file."""
+    from kvchat.model.gguf_file import is_gguf, read_gguf
+
+    if not is_gguf(path) and path.suffix != ".gguf":
+        raise ModelError(
+            f"{name} is a file, and not a GGUF file.",
+            "Give a GGUF file, or the directory that holds config.json and *.safetensors.",
+        )
+    return ModelSource(name, path.parent, read_gguf(path))
 
 
 def _checked(source: ModelSource) -> ModelSource:
