@@ -240,10 +240,10 @@ def _gemma3(config: Config, gguf: GgufModel) -> None:
     config.setdefault("sliding_window", config["max_position_embeddings"])
 
 
-def _query_scalar(config: Config, largest: int) -> float:
+def _query_scalar(config: Config, largest: int) -> int:
     if config["num_hidden_layers"] == largest:
-        return float(config["hidden_size"] // config["num_attention_heads"])
-    return float(config["head_dim"])
+        return int(config["hidden_size"] // config["num_attention_heads"])
+    return int(config["head_dim"])
 
 
 def _partial_rotary(config: Config, gguf: GgufModel) -> None:

@@ -1,4 +1,4 @@
-"""Finds a model's files: the shipped demo, a directory, or a Hugging Face hub id.
+"""Finds a model's files: the shipped demo, a directory, a GGUF file, or a Hugging Face hub id.
 
 Downloads hub models and checks that a checkpoint directory is complete. Loads no weights and
 imports neither torch nor transformers, so that a wrong name is reported at once.
@@ -8,7 +8,7 @@ import errno
 import os
 import re
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from glob import escape
 from importlib import resources
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 DEMO, DEMO_DRAFT = "demo", "demo-draft"
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?$")
+_QUANT_NAME = re.compile(r"^(.+):([A-Za-z0-9][\w.-]*)$")
 _WANTED = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "README.md")
 _UNWANTED = ("original/*", "consolidated*", "onnx/*", "*/*.safetensors")
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -94,46 +95,81 @@ def find_model(name: str) -> ModelSource:
     if is_directory:
         return _checked(ModelSource(name, path))
     if is_other:
-        return _file_source(name, path)
+        from kvchat.model.gguf_source import gguf_file
+
+        return ModelSource(name, path.parent, gguf_file(name, path))
+    if (chosen := _chosen(name)) is not None:
+        return chosen
     if name.startswith((".", "/", "~")) or not _HUB_ID.match(name):
         raise ModelError(
-            f"There is no model directory {name}.", "Give a directory or a hub id like org/name."
+            f"There is no model directory {name}.",
+            "Give a directory, a GGUF file or a hub id like org/name.",
         )
     return _checked(ModelSource(name, _hub_snapshot(name)))
 
 
-def _file_source(name: str, path: Path) -> ModelSource:
-    """Return the model in a GGUF file; raises ModelError for any other file."""
-    from kvchat.model.gguf_file import is_gguf, read_gguf
+def _chosen(name: str) -> ModelSource | None:
+    """Return the model of PLACE:QUANT or ollama:NAME; None for a name of another form."""
+    if name.startswith("ollama:"):
+        from kvchat.model.gguf_source import ollama_gguf
 
-    if not is_gguf(path) and path.suffix != ".gguf":
-        raise ModelError(
-            f"{name} is a file, and not a GGUF file.",
-            "Give a GGUF file, or the directory that holds config.json and *.safetensors.",
-        )
-    return ModelSource(name, path.parent, read_gguf(path))
+        path, gguf = ollama_gguf(name)
+        return ModelSource(name, path.parent, gguf)
+    found = _QUANT_NAME.match(name)
+    if found is None:
+        return None
+    from kvchat.model.gguf_source import gguf_in_directory, hub_gguf
+
+    place, quant = found.groups()
+    directory = user_path(place)
+    if directory.is_dir():
+        return ModelSource(name, directory, gguf_in_directory(name, directory, quant))
+    if name.startswith((".", "/", "~")) or not _HUB_ID.match(place):
+        return None
+    try:
+        return ModelSource(name, *hub_gguf(place, quant))
+    except ModelError:
+        raise
+    except Exception as error:  # each transport of the hub client raises its own error types
+        raise _download_error(name, error) from error
 
 
 def _checked(source: ModelSource) -> ModelSource:
-    """Return the source; raises ModelError if config.json or a weight file is missing."""
+    """Return the source, or one of the GGUF file that the directory holds instead.
+
+    Raises ModelError if config.json or a weight file is missing.
+    """
     directory = source.directory
     try:
         names = frozenset(os.listdir(directory))
     except OSError as error:
         raise unreadable(directory, error.strerror) from error
+    if not (names & {"config.json", SINGLE, INDEX}) and (gguf := _gguf_inside(source)):
+        return gguf
     if "config.json" not in names:
         is_adapter = "adapter_config.json" in names
         raise ModelError(
             f"{directory} has no config.json.",
             "It holds an adapter; merge it into its model."
             if is_adapter
-            else "Give a directory in Hugging Face's layout.",
+            else "Give a directory in Hugging Face's layout, or NAME:QUANT for GGUF files.",
         )
     paths = source.weight_files
     check_weights(paths)
+    if not paths and (gguf := _gguf_inside(source)):
+        return gguf
     if not paths:
         raise _no_weights(source.name, names)
     return source
+
+
+def _gguf_inside(source: ModelSource) -> ModelSource | None:
+    """Return the model in the GGUF file of a directory; None if it holds none."""
+    if not any(source.directory.glob("*.gguf")) and not any(source.directory.glob("*/*.gguf")):
+        return None
+    from kvchat.model.gguf_source import gguf_in_directory
+
+    return replace(source, gguf=gguf_in_directory(source.name, source.directory, None))
 
 
 def _no_weights(name: str, names: frozenset[str]) -> ModelError:
@@ -143,8 +179,6 @@ def _no_weights(name: str, names: frozenset[str]) -> ModelError:
             f"{name} has its weights in pickle files only, which kvchat never opens.",
             "Convert them to safetensors first.",
         )
-    if any(file.endswith(".gguf") for file in names):
-        return ModelError(f"{name} holds GGUF weights.", "kvchat reads safetensors checkpoints.")
     return ModelError(f"{name} has neither {SINGLE} nor {INDEX}.", "Is the download complete?")
 
 
@@ -170,7 +204,7 @@ def _hub_snapshot(name: str) -> Path:
     try:
         with suppress(LocalEntryNotFoundError):
             local = snapshot(local_files_only=True)
-            if _is_complete(local):
+            if _is_complete(local) or any(local.glob("*.gguf")):
                 return local
         return snapshot(local_files_only=False)
     except ModelError:
