@@ -147,7 +147,7 @@ def test_a_file_in_parts_is_one_model(tmp_path: Path) -> None:
         writer.close()
     assert_twins(load(tmp_path / "m-00002-of-00003.gguf"), model)
     (tmp_path / "m-00003-of-00003.gguf").unlink()
-    with pytest.raises(ModelError, match="00003-of-00003.gguf cannot be read"):
+    with pytest.raises(ModelError, match=r"00003-of-00003\.gguf cannot be read"):
         find_model(str(tmp_path / "m-00001-of-00003.gguf"))
 
 
