@@ -114,11 +114,17 @@ def _size_facts(source: ModelSource, spec: Any, config: Any, device: str) -> dic
     budget = device_budget(CacheConfig(), where)
     weights = sum(path.stat().st_size for path in source.weight_files)
     spans = {layer.span for layer in spec.layers}
+    blocks = {}
+    if source.gguf is not None:
+        from kvchat.model.gguf_tensors import block_formats
+
+        blocks = {"blocks": block_formats(source.gguf)}
     return {
         "supported": "yes",
         "architecture": spec.architecture,
         "parameters": f"{spec.num_parameters / 1e6:,.1f} M",
         "weights": format_bytes(weights),
+        **blocks,
         "dtype": dtype_name(dtype),
         "layers": len(spec.layers),
         "attention": attention_in_words(spec, where, dtype),

@@ -110,7 +110,7 @@ def write_gguf(
     architecture = ARCHITECTURES[config.model_type]
     writer = gguf.GGUFWriter(path, architecture)
     _write_metadata(writer, architecture, config, metadata or {})
-    write_vocabulary(writer, template)
+    write_vocabulary(writer, config.vocab_size, template)
     names = gguf.get_tensor_name_map(
         {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}[architecture],
         config.num_hidden_layers,
@@ -199,13 +199,15 @@ def _write_metadata(writer: Any, architecture: str, config: Any, metadata: dict[
             writer.add_string(full, value)
 
 
-def write_vocabulary(writer: Any, template: str | None = CHAT_TEMPLATE) -> None:
-    """Write the tiny models' byte-level tokenizer."""
+def write_vocabulary(writer: Any, size: int, template: str | None = CHAT_TEMPLATE) -> None:
+    """Write the tiny models' byte-level tokenizer, padded to `size` tokens."""
     tokenizer = byte_tokenizer()
     added = tokenizer.get_added_tokens_decoder()
     count = tokenizer.get_vocab_size()
     tokens = [tokenizer.id_to_token(index) or "" for index in range(count)]
     kinds = [(3 if added[i].special else 4) if i in added else 1 for i in range(count)]
+    tokens += [f"[PAD{index}]" for index in range(count, size)]
+    kinds += [5] * (size - count)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list(tokens)
