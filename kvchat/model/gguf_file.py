@@ -124,10 +124,12 @@ def is_gguf(path: Path) -> bool:
 def gguf_weight_header(path: Path) -> WeightHeader:
     """Return a GGUF file's header in the form that safetensors files have."""
     part = _read_part(path)
-    end = min((tensor.start for tensor in part.tensors.values()), default=0)
     descriptor = open_regular(path)
     try:
-        raw, size = os.pread(descriptor, end, 0), os.fstat(descriptor).st_size
+        size = os.fstat(descriptor).st_size
+        # The first of several parts may hold no tensor at all, and all of the metadata.
+        end = min((t.start for t in part.tensors.values()), default=min(size, _MAX_HEADER_BYTES))
+        raw = os.pread(descriptor, end, 0)
     finally:
         os.close(descriptor)
     entries = (

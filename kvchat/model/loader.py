@@ -1,6 +1,6 @@
 """Loads a checkpoint directory into a module on its device, ready to be bound to KV pools.
 
-Reads safetensors only and runs no remote code. Maps the weights instead of copying them where dtype
+Reads safetensors and GGUF only and runs no remote code. Maps the weights instead of copying them where dtype
 and device allow.
 """
 
