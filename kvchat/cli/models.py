@@ -63,9 +63,9 @@ def _names(repository: Any) -> list[str]:
     ]
 
 
-def info(name: str, device: str, as_json: bool) -> None:
+def info(name: str, device: str, as_json: bool, adapter: str | None = None) -> None:
     """Print a model's properties, then raise ModelUnsupported if it cannot be run."""
-    source = find_model(name)
+    source = find_model(name, adapter)
     facts, refusal = _facts(source, device)
     if as_json:
         _print(json.dumps(facts, ensure_ascii=True))
@@ -83,6 +83,8 @@ def _facts(source: ModelSource, device: str) -> tuple[dict[str, Any], ModelUnsup
     from kvchat.model.loader import inspect_model
 
     facts: dict[str, Any] = {"model": source.name, "directory": str(source.directory)}
+    if source.adapter is not None:
+        facts["adapter"] = str(source.adapter.directory)
     try:
         config, spec = inspect_model(source)
         if spec is None:
@@ -105,7 +107,9 @@ def _size_facts(source: ModelSource, spec: Any, config: Any, device: str) -> dic
     import torch
 
     from kvchat.engine.assembly import device_budget, kv_geometry
+    from kvchat.model.checkpoint_files import read_json
     from kvchat.model.device import choose_device, dtype_name
+    from kvchat.model.packed_weights import packing_of
     from kvchat.model.spec import attention_in_words
 
     where = choose_device(ModelConfig(device=device))
@@ -113,18 +117,22 @@ def _size_facts(source: ModelSource, spec: Any, config: Any, device: str) -> dic
     geometry = kv_geometry(spec, CacheConfig(), dtype)
     budget = device_budget(CacheConfig(), where)
     weights = sum(path.stat().st_size for path in source.weight_files)
+    packing = None
     spans = {layer.span for layer in spec.layers}
     blocks = {}
     if source.gguf is not None:
         from kvchat.model.gguf_tensors import block_formats
 
         blocks = {"blocks": block_formats(source.gguf)}
+    else:
+        packing = packing_of(read_json(source.config_file) or {}, source.name)
     return {
         "supported": "yes",
         "architecture": spec.architecture,
         "parameters": f"{spec.num_parameters / 1e6:,.1f} M",
         "weights": format_bytes(weights),
         **blocks,
+        **({} if packing is None else {"packed": f"{packing.title}, unpacked when loaded"}),
         "dtype": dtype_name(dtype),
         "layers": len(spec.layers),
         "attention": attention_in_words(spec, where, dtype),

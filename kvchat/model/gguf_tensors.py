@@ -60,6 +60,14 @@ def block_formats(gguf: GgufModel) -> str:
     return ", ".join(sorted(sizes, key=sizes.__getitem__, reverse=True))
 
 
+def stage_of(gguf: GgufModel, dtype: torch.dtype) -> str:
+    """Return what loading does, in words, with the memory that it takes."""
+    size = unpacked_bytes(gguf, dtype)
+    if not size:
+        return "loading weights"
+    return f"unpacking {block_formats(gguf)} to {format_bytes(size)} of {dtype_name(dtype)}"
+
+
 def unpacked_bytes(gguf: GgufModel, dtype: torch.dtype) -> int:
     """Return the bytes of memory that unpacking takes; tensors that stay mapped take none."""
     return sum(

@@ -1,0 +1,110 @@
+"""The tensors of a checkpoint as transformers receives them: as they are in the files, or unpacked.
+
+Plain tensors are memory-mapped. Packed ones are unpacked when transformers takes them.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from kvchat.core.errors import ModelError
+from kvchat.core.events import LoadProgress
+from kvchat.model.checkpoint_files import read_json
+from kvchat.model.device import dtype_name, free_bytes
+from kvchat.model.model_class import class_and_config
+from kvchat.model.packed_weights import PackedTensor, Packing, packing_of, unpacked
+from kvchat.model.source import ModelSource
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointTensors:
+    """Tensors by name; the dtype to load them in, None for their own; and what to say meanwhile."""
+
+    tensors: Mapping[str, torch.Tensor | PackedTensor]
+    dtype: torch.dtype | None
+    stage: str
+
+
+def read_tensors(
+    source: ModelSource,
+    hf_config: Any,
+    dtype: torch.dtype | None,
+    progress: Callable[[LoadProgress], None],
+) -> CheckpointTensors:
+    """Return a checkpoint's tensors; `dtype` is the one asked for, if any.
+
+    Raises ModelError if packed weights are damaged, or take more memory than is free.
+    """
+    if source.gguf is not None:
+        return _unpacked_gguf(source, source.gguf, hf_config, dtype or hf_config.dtype, progress)
+    found = _read_safetensors(source, hf_config, dtype)
+    progress(LoadProgress(found.stage, 0.0))
+    return found
+
+
+def _unpacked_gguf(
+    source: ModelSource, gguf: Any, hf_config: Any, dtype: torch.dtype, progress: Any
+) -> CheckpointTensors:
+    from kvchat.model.gguf_config import architecture_of
+    from kvchat.model.gguf_tensors import read_gguf_tensors, stage_of
+
+    if source.marks() != gguf.marks:
+        raise ModelError(f"{source.name} changed after it was found.", "Start again.")
+    model_class, config = class_and_config(hf_config)
+    with torch.device("meta"):
+        shapes = {name: t.shape for name, t in model_class(config).state_dict().items()}
+    stage, architecture = stage_of(gguf, dtype), architecture_of(gguf, source.name)
+    progress(LoadProgress(stage, 0.0))
+
+    def tick(share: float) -> None:
+        progress(LoadProgress(stage, share))
+
+    tensors = read_gguf_tensors(gguf, architecture, config, shapes, dtype, tick)
+    return CheckpointTensors(tensors, dtype, stage)
+
+
+def _read_safetensors(
+    source: ModelSource, hf_config: Any, dtype: torch.dtype | None
+) -> CheckpointTensors:
+    tensors = _mapped(source)
+    packing = packing_of(read_json(source.config_file) or {}, source.name)
+    if packing is None:
+        return CheckpointTensors(tensors, dtype, "loading weights")
+    if dtype is None:
+        own = getattr(hf_config, "dtype", None)
+        dtype = own if isinstance(own, torch.dtype) else torch.bfloat16
+    loose = unpacked(tensors, packing, dtype, source.name)
+    return CheckpointTensors(loose, dtype, _size_said(loose, packing, dtype, source.name))
+
+
+def _mapped(source: ModelSource) -> dict[str, torch.Tensor]:
+    """Return every tensor of the weight files, memory-mapped: data is read at first use.
+
+    If two files hold a tensor of the same name, the later file wins, as in transformers.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    for path in source.weight_files:
+        with safe_open(path, framework="pt") as file:
+            tensors.update((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118
+    return tensors
+
+
+def _size_said(
+    tensors: Mapping[str, torch.Tensor | PackedTensor],
+    packing: Packing,
+    dtype: torch.dtype,
+    name: str,
+) -> str:
+    """Return the stage's name with the memory; raises ModelError if that is more than is free."""
+    packed = [tensor for tensor in tensors.values() if isinstance(tensor, PackedTensor)]
+    num_bytes = sum(tensor.num_bytes for tensor in packed)
+    if num_bytes > free_bytes(torch.device("cpu")):
+        raise ModelError(
+            f"The {packing.title} weights of {name} take {num_bytes >> 20:,} MiB unpacked, more "
+            "than is free.",
+            "Use a smaller model.",
+        )
+    return f"unpacking {packing.title} to {dtype_name(dtype)}, {num_bytes >> 20:,} MiB"
