@@ -13,54 +13,14 @@ from kvchat.chat.template import Strategy
 from kvchat.core.config import CacheConfig, ModelConfig, format_bytes
 from kvchat.core.errors import ModelError, ModelUnsupported
 from kvchat.core.text import sanitize
+from kvchat.model.local_models import local_models, model_lines
 from kvchat.model.source import DEMO, ModelSource, find_model
 
 
 def list_models() -> None:
-    """Print the shipped demo and every model in the hub cache and in ollama's store.
-
-    A GGUF file is printed with its size, since there may be several of one model.
-    """
-    for name in (DEMO, *_hub_models(), *_ollama_models()):
-        _print(name)
-
-
-def _ollama_models() -> list[str]:
-    from kvchat.model.gguf_source import ollama_directory, ollama_models
-
-    if not ollama_directory().is_dir():
-        return []
-    return [f"{name}  {format_bytes(size)}" for name, size in ollama_models()]
-
-
-def _hub_models() -> list[str]:
-    from huggingface_hub import scan_cache_dir
-    from huggingface_hub.errors import CacheNotFound
-
-    try:
-        repositories = scan_cache_dir().repos
-    except CacheNotFound:
-        return []
-    models = [repo for repo in repositories if repo.repo_type == "model"]
-    return sorted(name for repo in models for name in _names(repo))
-
-
-def _names(repository: Any) -> list[str]:
-    """Return a repository's name, or one for each GGUF model in it, with its size."""
-    from kvchat.model.gguf_source import label, model_sizes
-
-    sizes = {
-        file.file_name: file.size_on_disk
-        for revision in repository.revisions
-        for file in revision.files
-        if file.file_name.endswith(".gguf")
-    }
-    models = model_sizes(sizes)
-    if not models:
-        return [repository.repo_id]
-    return [
-        f"{repository.repo_id}:{label(file)}  {format_bytes(size)}" for file, size in models.items()
-    ]
+    """Print every model on this machine with its size, one a line."""
+    for line in model_lines(local_models()):
+        _print(line)
 
 
 def info(name: str, device: str, as_json: bool, adapter: str | None = None) -> None:

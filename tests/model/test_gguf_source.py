@@ -167,10 +167,10 @@ def test_models_list_has_gguf_files_with_their_sizes(
 ) -> None:
     list_models()
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "demo"
-    assert [line.split()[0] for line in lines[1:]] == [
+    assert [line.split()[0] for line in lines] == [
+        "demo",
+        "ollama:tiny:1b",
         "org/m-GGUF:Q4_K_M",
         "org/m-GGUF:Q8_0",
-        "ollama:tiny:1b",
     ]
-    assert all(line.endswith("KiB") for line in lines[1:])
+    assert all(" KiB  " in line for line in lines[1:])
