@@ -110,6 +110,11 @@ class ChatController:
         turns = self.user_turns
         return f"editing {turns.index(self.edited) + 1}" if self.edited in turns else ""
 
+    @property
+    def think_problem(self) -> str | None:
+        """One sentence if the model's template ignores the user's `think`, else None."""
+        return self.host.model.think_problem(self.options.think)
+
     def require_conversation(self) -> Conversation:
         """Return the conversation; raises UsageError while it is empty."""
         if self.conversation is None or not len(self.conversation):
@@ -383,7 +388,7 @@ class ChatController:
         path = conversation.path() if conversation is not None else []
         if conversation is None or not path:
             return []
-        first = self.host.model.user_ids(conversation, ROOT, path[0].text, system)
+        first = self.host.model.ids_with_system(conversation, path[0], system)
         return [*first, *(token for turn in path[1:] for token in turn.token_ids)]
 
     def set_system(self, system: str | None) -> None:

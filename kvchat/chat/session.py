@@ -16,6 +16,7 @@ from kvchat.chat.detokenizer import StopStringWatcher
 from kvchat.chat.ledger import ContinuedLedger, Ledger
 from kvchat.chat.reply import AnswerLedger, Reply
 from kvchat.chat.store import SessionLog, SessionStore, new_session_id
+from kvchat.chat.think import Think
 from kvchat.chat.thinking import ThinkingSplitter
 from kvchat.core.errors import KvchatError, UsageError
 from kvchat.core.types import FinishReason
@@ -131,9 +132,11 @@ class ChatSession:
 
         Raises UsageError for an empty message, ContextTooLong for one that no context could hold.
         """
-        return self._answer(self.add_user_turn(text), options, notify)
+        return self._answer(self.add_user_turn(text, think=options.think), options, notify)
 
-    def add_user_turn(self, text: str, parent_id: int | None = None) -> Turn:
+    def add_user_turn(
+        self, text: str, parent_id: int | None = None, think: Think = Think.AUTO
+    ) -> Turn:
         """Add a user turn below `parent_id`, by default the tip, and save it."""
         conversation = self.conversation
         parent = conversation.tip_id if parent_id is None else parent_id
@@ -143,7 +146,7 @@ class ChatSession:
             parent_id=parent,
             role=Role.USER,
             text=text,
-            token_ids=self.model.user_ids(conversation, parent, text, system),
+            token_ids=self.model.user_ids(conversation, parent, text, system, think),
             tokenizer=self.model.tokenizer.digest,
             created_s=time.time(),
             system=system,
@@ -178,7 +181,11 @@ class ChatSession:
         if known is not None:
             turn = replace(turn, token_ids=known[0], finish=known[1])
         else:
-            turn = replace(turn, token_ids=self.model.answer_ids(turn))
+            if (asked := self.model.retold(self.conversation, turn)) is not None:
+                self.conversation.replace(asked)
+                ids, tokenizer = asked.token_ids, asked.tokenizer
+                self.save(session_file.more_line(asked.turn_id, "", ids, tokenizer))
+            turn = replace(turn, token_ids=self.model.answer_ids(self.conversation, turn))
         self.conversation.add(turn)
         self.save(session_file.turn_line(turn))
         self.save(session_file.end_line(turn.turn_id, turn.finish or finish, {}))
@@ -220,14 +227,31 @@ class ChatSession:
     def retry(self, options: AskOptions, notify: Callable[[], None] | None = None) -> Reply:
         """Answer the last user turn again; earlier answers stay as siblings.
 
-        If the request ends before its first token, the tip moves back to where it was.
+        Where the question was put with another `think`, it is put again, as a sibling. If the
+        request ends before its first token, the tip moves back to where it was.
         """
         for turn in reversed(self.conversation.path()):
             if turn.role is Role.USER:
                 before = self.conversation.tip_id
+                turn = self._asked_with(turn, options.think)
                 self.move_tip(turn.turn_id)
                 return self._answer(turn, options, notify, before)
         raise UsageError("There is nothing to answer again.")
+
+    def _asked_with(self, turn: Turn, think: Think) -> Turn:
+        """Return the user turn itself if its ids ask for `think`, else a sibling that does.
+
+        Ids that the template would not write for any setting, such as those of an earlier
+        template, stay as they are.
+        """
+        conversation, model = self.conversation, self.model
+        if model.think_of(conversation, turn) is None and not model.is_told(conversation, turn):
+            return turn
+        wanted = self.model.asking_ids(self.conversation, turn, think)
+        for sibling in (turn, *reversed(self.conversation.siblings(turn.turn_id))):
+            if sibling.text == turn.text and sibling.token_ids == wanted:
+                return sibling
+        return self.add_user_turn(turn.text, turn.parent_id, think)
 
     def continue_answer(
         self, options: AskOptions, notify: Callable[[], None] | None = None
@@ -243,7 +267,7 @@ class ChatSession:
         if not path or not path[-1].is_partial:
             raise UsageError("The last answer is complete.", "/retry answers once more.")
         answer = path[-1]
-        splitter = ThinkingSplitter(self.model.starts_thinking)
+        splitter = ThinkingSplitter(self._starts_thinking(answer.parent_id))
         splitter.feed(answer.text)
         ledger = ContinuedLedger(self, self.conversation.turn(answer.parent_id), answer)
         options = replace(options, num_samples=1)
@@ -258,8 +282,11 @@ class ChatSession:
     ) -> Reply:
         """Answer a user turn; `before` is the tip to restore if no answer begins."""
         ledger = Ledger(self, user_turn, before)
-        starts_thinking = self.model.starts_thinking
+        starts_thinking = self._starts_thinking(user_turn.turn_id)
         return self._generate(user_turn.turn_id, ledger, starts_thinking, options, notify)
+
+    def _starts_thinking(self, turn_id: int) -> bool:
+        return self.model.starts_thinking(self.conversation.turn(turn_id).token_ids)
 
     def _generate(
         self,
@@ -330,7 +357,7 @@ class ChatSession:
     def _copy_below(self, turn: Turn, parent: int, system: str | None) -> int:
         ids = turn.token_ids
         if parent == ROOT:
-            ids = self.model.user_ids(self.conversation, ROOT, turn.text, system)
+            ids = self.model.ids_with_system(self.conversation, turn, system)
         copy = replace(
             turn,
             turn_id=self.conversation.next_turn_id,

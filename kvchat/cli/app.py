@@ -54,6 +54,7 @@ def chat(
         str | None, typer.Option("-p", "--prompt", help="answer this and leave", metavar="TEXT")
     ] = None,
     model: Annotated[str | None, _setting("model", "-m", "--model", metavar="NAME")] = None,
+    adapter: Annotated[str | None, _setting("adapter", metavar="DIR")] = None,
     system: Annotated[str | None, _setting("system", "-s", "--system", metavar="TEXT")] = None,
     file: Annotated[
         list[Path] | None,
@@ -90,6 +91,7 @@ def chat(
     seed: Annotated[int | None, _setting("seed", metavar="N")] = None,
     max_tokens: Annotated[int | None, _setting("max_tokens", metavar="N")] = None,
     stop: Annotated[list[str] | None, _setting("stop", metavar="TEXT")] = None,
+    think: Annotated[str | None, _setting("think", metavar="HOW")] = None,
     timeout: Annotated[float | None, _setting("timeout", metavar="S")] = None,
     samples: Annotated[
         int, typer.Option("-n", "--samples", help="answers to the same prompt", metavar="N")
@@ -349,13 +351,14 @@ def models_list() -> None:
 @models_app.command("info")
 def models_info(
     model: Annotated[str, typer.Argument(help=BY_NAME["model"].help)] = "demo",
+    adapter: Annotated[str | None, _setting("adapter", metavar="DIR")] = None,
     device: Annotated[str | None, _setting("device", metavar="NAME")] = None,
     json_: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
     """Print a model's properties, the size of its KV, and whether kvchat can run it."""
     from kvchat.cli import models
 
-    models.info(model, device or "auto", json_)
+    models.info(model, device or "auto", json_, adapter)
 
 
 _Json = Annotated[bool, typer.Option("--json", help="print one JSON object")]

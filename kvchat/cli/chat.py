@@ -183,6 +183,8 @@ def _run_script(
     )
     script = Script(setup, interruption)
     try:
+        if (problem := controller.think_problem) is not None:
+            notices.tell(problem)
         if request.input_format == "jsonl":
             script.answer_batch(read_requests(sys.stdin.buffer, notices))
             return script.exit_code

@@ -34,9 +34,9 @@ def _hub_models() -> list[str]:
     return sorted(repo.repo_id for repo in repositories if repo.repo_type == "model")
 
 
-def info(name: str, device: str, as_json: bool) -> None:
+def info(name: str, device: str, as_json: bool, adapter: str | None = None) -> None:
     """Print a model's properties, then raise ModelUnsupported if it cannot be run."""
-    source = find_model(name)
+    source = find_model(name, adapter)
     facts, refusal = _facts(source, device)
     if as_json:
         _print(json.dumps(facts, ensure_ascii=True))
@@ -54,6 +54,8 @@ def _facts(source: ModelSource, device: str) -> tuple[dict[str, Any], ModelUnsup
     from kvchat.model.loader import inspect_model
 
     facts: dict[str, Any] = {"model": source.name, "directory": str(source.directory)}
+    if source.adapter is not None:
+        facts["adapter"] = str(source.adapter.directory)
     try:
         config, spec = inspect_model(source)
         if spec is None:
@@ -76,7 +78,9 @@ def _size_facts(source: ModelSource, spec: Any, config: Any, device: str) -> dic
     import torch
 
     from kvchat.engine.assembly import device_budget, kv_geometry
+    from kvchat.model.checkpoint_files import read_json
     from kvchat.model.device import choose_device, dtype_name
+    from kvchat.model.packed_weights import packing_of
     from kvchat.model.spec import attention_in_words
 
     where = choose_device(ModelConfig(device=device))
@@ -84,12 +88,14 @@ def _size_facts(source: ModelSource, spec: Any, config: Any, device: str) -> dic
     geometry = kv_geometry(spec, CacheConfig(), dtype)
     budget = device_budget(CacheConfig(), where)
     weights = sum(path.stat().st_size for path in source.weight_files)
+    packing = packing_of(read_json(source.config_file) or {}, source.name)
     spans = {layer.span for layer in spec.layers}
     return {
         "supported": "yes",
         "architecture": spec.architecture,
         "parameters": f"{spec.num_parameters / 1e6:,.1f} M",
         "weights": format_bytes(weights),
+        **({} if packing is None else {"packed": f"{packing.title}, unpacked when loaded"}),
         "dtype": dtype_name(dtype),
         "layers": len(spec.layers),
         "attention": attention_in_words(spec, where, dtype),

@@ -78,6 +78,8 @@ def kv_identity(loaded: LoadedModel, geometry: KvGeometry, content_digest: str) 
         "layers": [(x.num_kv_heads, x.key_dim, x.value_dim) for x in geometry.layers],
         "rope": [*loaded.frozen_rope, loaded.max_context] if loaded.frozen_rope else [],
     }
+    if loaded.spec.gathered is not None:
+        facts["path"] = "gathered"
     if geometry.format.name != PlainFormat().name:  # plain KV has no format in its older stores
         facts["kv_format"] = geometry.format.name
     return hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).digest()
@@ -227,8 +229,8 @@ def new_kv_pool(geometry: KvGeometry, config: CacheConfig, device: torch.device)
 
 def new_graphs(model: PagedModel, cache: CacheManager, config: EngineConfig) -> GraphRunner | None:
     """Return the graph runner for small steps; None off CUDA, if turned off, or without memory."""
-    if model.device.type != "cuda" or not config.graphs:
-        return None
+    if model.device.type != "cuda" or not config.graphs or model.loaded.spec.gathered is not None:
+        return None  # a gathered step copies contexts, whose lengths differ from step to step
     max_context = min(model.loaded.max_context, cache.max_tokens)
     try:
         capturing = CudaGraphs(model.device)
