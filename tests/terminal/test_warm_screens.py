@@ -15,8 +15,9 @@ StartChat = Callable[..., PtyScreen]
 
 
 def _screen(chat: PtyScreen) -> list[str]:
-    """The visible rows, without the empty ones and what tells the version."""
-    return [row for row in chat.shown.split("\n") if row and "/help for help" not in row]
+    """The visible rows from the first command or message on, without the empty ones."""
+    rows = [row for row in chat.shown.split("\n") if row and "/help" not in row]
+    return [row for row in rows if not row.startswith("a model on this machine")]
 
 
 def _talk(start_chat: StartChat) -> None:
@@ -27,7 +28,7 @@ def _talk(start_chat: StartChat) -> None:
 
 
 _OPENED = [
-    "prose 60: 2 earlier turns (/show chat)",
+    "prose 60: 1 earlier turn (/show chat)",
     "❯ hello",
     "You said 'hello' (0).",
     "cold: 485 tokens to read, about 0.5 s",
@@ -40,19 +41,19 @@ TREE = {
     (100, 30): [
         "❯ /tree",
         "1 you: prose 60 · cold 0.1 s",
-        "2 model: word0 word1 word2 word3 word4 word5 word6 word7 word8 word9 word10 word11 wo… "
+        "  model: word0 word1 word2 word3 word4 word5 word6 word7 word8 word9 word10 word11 wo… "
         "· cold 0.4 s",
-        "3 you: hello · cold 0.5 s",
-        "4 model: You said 'hello' (0). · cold 0.5 s ●",
+        "2 you: hello · cold 0.5 s",
+        "  model: You said 'hello' (0). · cold 0.5 s ●",
         "❯",
         "scripted · prose 60 · context 485/32k · cold, about 0.5 s",
     ],
     (40, 12): [
         "❯ /tree",
         "1 you: prose 60 · cold 0.1 s",
-        "2 model: word0 word1 word… · cold 0.4 s",
-        "3 you: hello · cold 0.5 s",
-        "4 model: You said 'hell… · cold 0.5 s ●",
+        "  model: word0 word1 word… · cold 0.4 s",
+        "2 you: hello · cold 0.5 s",
+        "  model: You said 'hell… · cold 0.5 s ●",
         "❯",
         "context 485/32k · cold, about 0.5 s",
     ],
@@ -60,10 +61,10 @@ TREE = {
 PICKER = {
     (100, 30): [
         "❯ /resume",
-        "Go on with  type to search, Enter picks, Esc does not",
-        "  hello · what is a radix tree  cold, about 0.1 s · 3 h ago · 4 turns",
-        "❯ hello · my cat is Mia  cold, about 0.1 s · 6 h ago · 4 turns",
-        "  Summarise the minutes of the meeting in Bergen  cold, about 3.9 s · 9 h ago · 2 turns",
+        "Go on with  type to filter, Enter picks, Esc does not",
+        "  hello · what is a radix tree  cold, about 0.1 s · 3 h ago · 2 turns",
+        "❯ hello · my cat is Mia  cold, about 0.1 s · 6 h ago · 2 turns",
+        "  Summarise the minutes of the meeting in Bergen  cold, about 3.9 s · 9 h ago · 1 turn",
         "  ┊ my cat is Mia",
         "  ┊ A cat named Mia.",
         "Ctrl-R renames · Ctrl-X deletes · Ctrl-O shows 1 one-shot",
@@ -71,7 +72,7 @@ PICKER = {
     ],
     (40, 12): [
         "❯ /resume",
-        "Go on with  type to search, Enter picks,",
+        "Go on with",
         "  hello · what…  cold, about 0.1 s",
         "❯ hello · my c…  cold, about 0.1 s",
         "  Summarise th…  cold, about 3.9 s",
