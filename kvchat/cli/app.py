@@ -380,7 +380,7 @@ def cache_default(
     json_: _Json = False,
 ) -> None:
     """Show, verify, clean up or delete the KV on disk; conversations are kept."""
-    flags = {"cache_dir": cache_dir, "disk_cache": disk_cache}
+    flags = {"cache_dir": cache_dir, "disk_cache": disk_cache, "sessions_dir": None}
     context.obj = {name: value or _given_before(context, name) for name, value in flags.items()}
     if context.invoked_subcommand is None:
         cache_status(context, json_)
@@ -391,7 +391,8 @@ def cache_status(context: typer.Context, json_: _Json = False) -> None:
     """Print the store's directory, its size, and when it was last used."""
     from kvchat.cli import cache
 
-    cache.show_status(cache.open_store(context.obj), json_)
+    store = cache.open_sessions(context.obj)
+    cache.show_status(cache.open_store(context.obj), store, json_)
 
 
 @cache_app.command("tree")
@@ -399,7 +400,15 @@ def cache_tree(context: typer.Context) -> None:
     """Print every pack, below the pack that it continues."""
     from kvchat.cli import cache
 
-    cache.show_tree(cache.open_store(context.obj))
+    cache.show_tree(cache.open_store(context.obj), cache.open_sessions(context.obj))
+
+
+@cache_app.command("why")
+def cache_why(context: typer.Context, session: _SessionId) -> None:
+    """Say what the next message of a conversation has to read, and why."""
+    from kvchat.cli import cache
+
+    cache.show_why(cache.open_store(context.obj), cache.open_sessions(context.obj), session)
 
 
 @cache_app.command("verify")

@@ -77,13 +77,21 @@ def _size_facts(source: ModelSource, spec: Any, config: Any, device: str) -> dic
     geometry = kv_geometry(spec, CacheConfig(), dtype)
     budget = device_budget(CacheConfig(), where)
     weights = sum(path.stat().st_size for path in source.weight_files)
-    packing = packing_of(read_json(source.config_file) or {}, source.name)
+    packing = None
     spans = {layer.span for layer in spec.layers}
+    blocks = {}
+    if source.gguf is not None:
+        from kvchat.model.gguf_tensors import block_formats
+
+        blocks = {"blocks": block_formats(source.gguf)}
+    else:
+        packing = packing_of(read_json(source.config_file) or {}, source.name)
     return {
         "supported": "yes",
         "architecture": spec.architecture,
         "parameters": f"{spec.num_parameters / 1e6:,.1f} M",
         "weights": format_bytes(weights),
+        **blocks,
         **({} if packing is None else {"packed": f"{packing.title}, unpacked when loaded"}),
         "dtype": dtype_name(dtype),
         "layers": len(spec.layers),

@@ -1,4 +1,4 @@
-"""Lists the models on this machine: the shipped demo, and those in the Hugging Face cache.
+"""Lists the models on this machine: the shipped demo, the Hugging Face cache, ollama's store.
 
 Reads directories only. A further place is one more function in `local_models`.
 """
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvchat.core.config import format_bytes
+from kvchat.model.gguf_source import label, model_sizes, ollama_models
 from kvchat.model.source import DEMO, demo_directory
 
 
@@ -26,7 +27,8 @@ class LocalModel:
 
 def local_models() -> list[LocalModel]:
     """Return all models on this machine, the demo first, then by name."""
-    return [_demo(), *sorted(_hub_models(), key=lambda model: model.name.lower())]
+    found = [*_hub_models(), *_ollama_models()]
+    return [_demo(), *sorted(found, key=lambda model: model.name.lower())]
 
 
 def _demo() -> LocalModel:
@@ -42,14 +44,27 @@ def _hub_models() -> list[LocalModel]:
         repositories = scan_cache_dir().repos
     except CacheNotFound:
         return []
-    return [_of_hub(repository) for repository in repositories if repository.repo_type == "model"]
+    models = [repository for repository in repositories if repository.repo_type == "model"]
+    return [model for repository in models for model in _of_hub(repository)]
 
 
-def _of_hub(repository: Any) -> LocalModel:
-    names = {file.file_name for revision in repository.revisions for file in revision.files}
+def _of_hub(repository: Any) -> list[LocalModel]:
+    """Return a repository's model, or one for each GGUF model in it."""
+    files = {f.file_name: f.size_on_disk for r in repository.revisions for f in r.files}
+    sizes = model_sizes({name: size for name, size in files.items() if name.endswith(".gguf")})
+    if sizes:
+        return [
+            LocalModel(f"{repository.repo_id}:{label(name)}", size, "Hugging Face cache")
+            for name, size in sizes.items()
+        ]
+    names = files.keys()
     has_weights = any(name.endswith(".safetensors") for name in names)
     trouble = "" if has_weights else "no safetensors weights"
-    return LocalModel(repository.repo_id, repository.size_on_disk, "Hugging Face cache", trouble)
+    return [LocalModel(repository.repo_id, repository.size_on_disk, "Hugging Face cache", trouble)]
+
+
+def _ollama_models() -> list[LocalModel]:
+    return [LocalModel(name, size, "ollama's store") for name, size in ollama_models()]
 
 
 def model_lines(models: list[LocalModel]) -> list[str]:

@@ -13,6 +13,7 @@ from kvchat.chat.attachment import matching_paths
 from kvchat.chat.conversation import Conversation, Role
 from kvchat.chat.keeping import file_context, forget_conversation, forget_last_turn, pin_context
 from kvchat.chat.kept_kv import KeptKv
+from kvchat.chat.saved_chats import named_contexts, titles
 from kvchat.core.errors import StoreError, UsageError
 from kvchat.core.paths import user_path
 from kvchat.core.text import one_line
@@ -38,10 +39,13 @@ async def cache(context: "CommandContext", arguments: str) -> None:
     if arguments == "path":
         context.say(one_line(str(kept.directory), 4096))
     elif arguments in ("", "status"):
-        context.say("\n".join(cache_lines.status_lines(await asyncio.to_thread(kept.status))))
+        status = await asyncio.to_thread(kept.status)
+        names = await asyncio.to_thread(titles, context.controller.host.store)
+        context.say("\n".join(cache_lines.status_lines(status, names)))
     elif arguments == "tree":
         glyphs = context.page.painter.look.glyphs
-        trees = await asyncio.to_thread(kept.tree)
+        named = await asyncio.to_thread(named_contexts, context.controller.host.store)
+        trees = await asyncio.to_thread(kept.tree, named)
         context.say("\n".join(cache_lines.tree_lines(trees, glyphs)))
     elif arguments == "verify":
         context.say(cache_lines.verified_line(await _while_wanted(kept.verify)))
@@ -81,7 +85,8 @@ _DATED_USE = (
 async def pin(context: "CommandContext", arguments: str) -> None:
     kept = _kept(context)
     if arguments in ("list", "show"):
-        lines = cache_lines.pin_lines(await asyncio.to_thread(kept.status))
+        names = await asyncio.to_thread(titles, context.controller.host.store)
+        lines = cache_lines.pin_lines(await asyncio.to_thread(kept.status), names)
         context.say("\n".join(lines) if lines else "Nothing is pinned.")
         return
     controller = context.controller

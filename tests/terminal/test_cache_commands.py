@@ -47,7 +47,7 @@ def test_why_a_turn_was_read_is_told(start_chat: StartChat) -> None:
     chat = start_chat(columns=120)
     chat.enter("/cache why").wait_for("Nothing has been answered here yet.")
     chat.enter("hello").wait_for("tokens, ")
-    chat.enter("/cache why").wait_for("tokens were there").wait_for("which is what is new.")
+    chat.enter("/cache why").wait_for("tokens were there").wait_for("were read: new text.")
     chat.enter("/new").enter("/cache why")
     chat.wait_for(lambda text: text.count("Nothing has been answered here yet.") == 2)
 
@@ -102,7 +102,7 @@ def test_a_long_conversation_goes_straight_down() -> None:
     assert chain[-1] == "  |  |  16 tokens, 1 KiB, at an unknown time"
     assert branch == "  |  `- 16 tokens, 1 KiB, at an unknown time"
     assert orphan == "  `- 16 tokens, 1 KiB, at an unknown time, its beginning is gone"
-    assert cache_lines.status_lines(status)[1:] == [
+    assert cache_lines.status_lines(status, {})[1:] == [
         "0 B used: nothing is kept",
         "Chats keep nothing here: --disk-cache is 0.",
     ]

@@ -106,7 +106,7 @@ def test_ctrl_c_gives_up_an_edit_on_plain_lines(start_chat: StartChat) -> None:
     chat.enter("one").wait_for("tokens, ")
     chat.enter("/edit").wait_for("Editing message 1").type("\x03").wait_for("again leaves")
     chat.enter("two").wait_for("You said 'two' (0).").enter("/tree").wait_for("2 you: two")
-    assert "1 you: one\n  model" in chat.text
+    assert "1 you: one · " in chat.text
 
 
 def test_an_interrupted_answer_begins_a_line_of_its_own(start_chat: StartChat) -> None:
