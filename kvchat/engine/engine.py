@@ -148,7 +148,7 @@ class Engine:
 
     def cached_tokens(self, token_ids: Sequence[int]) -> CachedTokens:
         """Return how many tokens of a context each memory tier has cached; changes nothing."""
-        device = self.cache.num_cached_tokens(token_ids)
+        device = self.cache.num_reusable_tokens(token_ids)
         host = (
             self._offload.num_cached_tokens(token_ids, device) if self._offload is not None else 0
         )

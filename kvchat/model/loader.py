@@ -136,12 +136,16 @@ def load_model(
     limit = min(spec.max_context, max_context or spec.max_context)
     frozen_rope = freeze_rope(module, limit)
     _move(module, device, progress)
-    if config.weights != "auto":
+    if spec.state:
+        notes += _own_weights_only(config)
+    elif config.weights != "auto":
         notes += quantise(module, spec, config.weights, _telling(progress))
     else:
         take_few_shapes(module)
     step = StepContext()
-    fusing = Fusing(module, spec, step, choose_scheme(module, config.weights))
+    fusing = None
+    if not spec.state:  # fused layers know attention only
+        fusing = Fusing(module, spec, step, choose_scheme(module, config.weights))
     identity = sample_digest(source)
     if source.marks() != marks:
         raise ModelError(
@@ -165,6 +169,13 @@ def load_model(
         step=step,
         fusing=fusing,
     )
+
+
+def _own_weights_only(config: ModelConfig) -> tuple[str, ...]:
+    """Return a note if weights in fewer bits were asked for, which recurrent layers cannot use."""
+    if config.weights == "auto":
+        return ()
+    return (f"--weights {config.weights} is not used: the model has recurrent layers.",)
 
 
 def _telling(progress: Progress) -> Callable[[float], None]:

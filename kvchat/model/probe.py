@@ -19,7 +19,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, AutoModelFo
 from kvchat.core.errors import ModelUnsupported
 from kvchat.model.config_limits import ParameterLimit, TooLarge
 from kvchat.model.hf_adapter import OWN_ATTENTION, find_sinks, replace_own_attention
-from kvchat.model.spec import LayerSpec, ModelSpec
+from kvchat.model.spec import LayerSpec, ModelSpec, StateTensor
+from kvchat.model.state import cache_argument, new_state_cache, read_state
 from kvchat_kernels.paged_attention import FULL, AttentionSpan
 
 MaskFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -251,12 +252,15 @@ def _name(config: Any) -> str:
 
 
 def _refuse_layer_types(config: Any) -> None:
-    for layer_type in getattr(config.get_text_config(), "layer_types", None) or ():
-        if str(layer_type) in _ATTENTION_LAYERS:
-            continue
-        if any(word in str(layer_type) for word in ("sparse", "indexed", "compressed")):
+    for layer_type in _strange_layer_types(config):
+        if any(word in layer_type for word in ("sparse", "indexed", "compressed")):
             raise Refusal(f"chooses its keys by an index of its own in {layer_type} layers")
-        raise Refusal(f"keeps state other than keys and values in its {layer_type} layers")
+
+
+def _strange_layer_types(config: Any) -> list[str]:
+    """Return the types of layers that are not known as attention: they may keep state."""
+    layer_types = getattr(config.get_text_config(), "layer_types", None) or ()
+    return [str(name) for name in layer_types if str(name) not in _ATTENTION_LAYERS]
 
 
 def _refuse_own_positions(config: Any) -> None:
@@ -271,25 +275,37 @@ def _refuse_own_positions(config: Any) -> None:
 
 
 def _record(model: Any, config: Any) -> ModelSpec:
-    """Run the forward pass and make a spec of the recorded calls."""
-    if getattr(type(model), "_is_stateful", False):
-        raise Refusal("keeps recurrent state beside attention")
+    """Run the forward pass and make a spec of the recorded calls and of the recurrent state."""
     own = OWN_ATTENTION.get(config.model_type)
     recorder = _Recorder(own.span if own is not None else None)
     for path, module in model.named_modules():
         recorder.names[module] = path
         module.__dict__[_RECORDER] = recorder
-    _run(model)
-    return _spec(recorder, model, config)
+    is_stateful = getattr(type(model), "_is_stateful", False)
+    cache = None
+    if is_stateful or _strange_layer_types(config):
+        if cache_argument(model) is None:
+            raise Refusal("keeps recurrent state in a form of its own")
+        cache = new_state_cache(model.config)
+    _run(model, {cache_argument(model) or "": cache} if cache is not None else None)
+    state = read_state(cache, model.dtype) if cache is not None else ()
+    if cache is not None and not state:
+        strange = (*_strange_layer_types(config), "recurrent")
+        raise Refusal(f"keeps state other than keys and values in its {strange[0]} layers")
+    return _spec(recorder, model, config, state)
 
 
-def _run(model: Any) -> None:
+def _run(model: Any, cached: dict[str, Any] | None) -> None:
+    """Run the forward pass, with a cache object if `cached` has one under its argument's name."""
     token_ids = torch.zeros(1, _NUM_TOKENS, dtype=torch.long, device=model.device)
-    # With a mask, transformers skips its search for packed sequences, which needs real values.
-    mask = torch.ones_like(token_ids)
+    if cached is None:
+        # With a mask, transformers skips its search for packed sequences, which needs real values.
+        settings = {"attention_mask": torch.ones_like(token_ids), "use_cache": False}
+    else:  # with a cache it does not search, and recurrent layers would read the mask's values
+        settings = {**cached, "use_cache": True}
     try:
         with torch.inference_mode():
-            model(input_ids=token_ids, attention_mask=mask, use_cache=False)
+            model(input_ids=token_ids, **settings)
     except UnknownMask as error:
         raise Refusal(
             "uses an attention mask that is neither causal, windowed nor chunked"
@@ -302,12 +318,14 @@ def _run(model: Any) -> None:
         raise ProbeInconclusive(_line(error)) from error
 
 
-def _spec(recorder: _Recorder, model: Any, config: Any) -> ModelSpec:
+def _spec(
+    recorder: _Recorder, model: Any, config: Any, state: tuple[StateTensor, ...]
+) -> ModelSpec:
     text_config = config.get_text_config()
-    if not recorder.layers:
+    if not recorder.layers and not state:
         raise Refusal("does not use transformers' attention interface")
     num_layers = text_config.num_hidden_layers
-    if len(recorder.layers) != num_layers:
+    if len(recorder.layers) != num_layers and not state:
         raise Refusal(f"runs attention {len(recorder.layers)} times in {num_layers} layers")
     return ModelSpec(
         architecture=_name(config).split()[0],
@@ -316,6 +334,7 @@ def _spec(recorder: _Recorder, model: Any, config: Any) -> ModelSpec:
         vocab_size=text_config.vocab_size,
         max_context=getattr(text_config, "max_position_embeddings", None) or _DEFAULT_CONTEXT,
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        state=state,
     )
 
 

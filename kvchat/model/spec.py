@@ -4,6 +4,7 @@ The probe computes it, and the cache takes its shapes from it. It holds no modul
 `attention_in_words` describes which paged attention implementation its layers use on a device.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,8 +35,30 @@ class LayerSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class StateTensor:
+    """A tensor of constant size that a recurrent layer keeps for each sequence.
+
+    `kind` says where transformers' cache object has it (`model/state.py`), in layer `layer` under
+    number `index`. `dtype` is None if it has the model's dtype. The first dimension is 1.
+    """
+
+    layer: int
+    kind: str
+    index: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None
+
+    def num_bytes(self, own_dtype: torch.dtype) -> int:
+        return math.prod(self.shape) * (self.dtype or own_dtype).itemsize
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A supported model: its layers in execution order, its sizes and limits (in tokens)."""
+    """A supported model: its layers in execution order, its sizes and limits (in tokens).
+
+    `layers` are those with attention; `state` is what the recurrent layers keep for each sequence,
+    empty for a model without such layers.
+    """
 
     architecture: str
     model_type: str
@@ -43,6 +66,7 @@ class ModelSpec:
     vocab_size: int
     max_context: int
     num_parameters: int
+    state: tuple[StateTensor, ...] = ()
 
     @property
     def storing_layers(self) -> tuple[LayerSpec, ...]:
