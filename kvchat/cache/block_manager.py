@@ -50,11 +50,6 @@ class BlockPool:
     def num_free(self) -> int:
         return self._num_free
 
-    @property
-    def num_used(self) -> int:
-        """Blocks with at least one reference, without the scratch block."""
-        return len(self._references) - 1 - self._num_free
-
     def references(self, block: int) -> int:
         """Return the reference count of `block`; 0 for a free block."""
         return self._references[block]

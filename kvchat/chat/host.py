@@ -103,9 +103,14 @@ class ChatHost:
         """Begin a conversation."""
         return ChatSession.new(self.model, self._engine, self.store, system, title)
 
-    def unsaved_session(self, system: str | None = None) -> ChatSession:
-        """Begin a conversation without a file; it cannot be continued later."""
-        return ChatSession.new(self.model, self._engine, None, system)
+    def unsaved_session(
+        self, system: str | None = None, created_s: float | None = None
+    ) -> ChatSession:
+        """Begin a conversation without a file; it cannot be continued later.
+
+        `created_s` is the time that its template shows, in seconds since the epoch; None is now.
+        """
+        return ChatSession.new(self.model, self._engine, None, system, created_s=created_s)
 
     def open_session(self, session_id: str) -> ChatSession:
         """Open a saved conversation, and prefetch its KV.

@@ -62,9 +62,14 @@ class ChatSession:
         store: SessionStore | None,
         system: str | None = None,
         title: str = "",
+        created_s: float | None = None,
     ) -> "ChatSession":
-        """Begin a conversation; with `store` None it is never written to a file."""
-        conversation = Conversation(new_session_id(), time.time(), system)
+        """Begin a conversation; with `store` None it is never written to a file.
+
+        `created_s` is its time in seconds since the epoch; None is now.
+        """
+        began_s = time.time() if created_s is None else created_s
+        conversation = Conversation(new_session_id(), began_s, system)
         log = store.create(conversation, model.name) if store is not None else None
         session = cls(model, engine, conversation, log)
         if title:
@@ -147,8 +152,17 @@ class ChatSession:
         self.save(session_file.turn_line(turn), durable=True)
         return turn
 
-    def add_answer(self, text: str) -> Turn:
-        """Add and save an answer that is given as text, as if the model had generated it."""
+    def add_answer(
+        self,
+        text: str,
+        finish: FinishReason = FinishReason.STOP,
+        known: tuple[tuple[int, ...], FinishReason] | None = None,
+    ) -> Turn:
+        """Add and save an answer that is given as text, as if the model had generated it.
+
+        `known` are the ids that the model did generate, and why they ended. Without them the text
+        is encoded.
+        """
         turn = Turn(
             turn_id=self.conversation.next_turn_id,
             parent_id=self.conversation.tip_id,
@@ -157,13 +171,49 @@ class ChatSession:
             token_ids=(),
             tokenizer=self.model.tokenizer.digest,
             created_s=time.time(),
-            finish=FinishReason.STOP,
+            finish=finish,
         )
-        turn = replace(turn, token_ids=self.model.answer_ids(turn))
+        if known is not None:
+            turn = replace(turn, token_ids=known[0], finish=known[1])
+        else:
+            turn = replace(turn, token_ids=self.model.answer_ids(turn))
         self.conversation.add(turn)
         self.save(session_file.turn_line(turn))
-        self.save(session_file.end_line(turn.turn_id, FinishReason.STOP, {}))
+        self.save(session_file.end_line(turn.turn_id, turn.finish or finish, {}))
         return turn
+
+    def continue_text(
+        self,
+        prompt: str | tuple[int, ...],
+        options: AskOptions,
+        notify: Callable[[], None] | None = None,
+    ) -> Reply:
+        """Continue a text, or a context of token ids, without a template, in a new conversation.
+
+        Control tokens in the text are control tokens. Raises UsageError for an empty prompt and for
+        ids that the model does not have, ContextTooLong for a text that no context could hold.
+        """
+        assert not len(self.conversation), "a completion begins a conversation"
+        if isinstance(prompt, str):
+            self.model.require_fit(prompt)
+            ids = tuple(self.model.tokenizer.encode_raw(prompt))
+        else:
+            ids = prompt
+        turn = Turn(
+            turn_id=self.conversation.next_turn_id,
+            parent_id=ROOT,
+            role=Role.USER,
+            text=prompt if isinstance(prompt, str) else "",
+            token_ids=ids,
+            tokenizer=self.model.tokenizer.digest,
+            created_s=time.time(),
+        )
+        if not ids:
+            raise UsageError("The prompt is empty.")
+        if min(ids) < 0 or self.model.is_stranger(turn):
+            raise UsageError("The prompt has token ids that the model does not have.")
+        self.conversation.add(turn)
+        return self._generate(turn.turn_id, Ledger(self, turn), False, options, notify)
 
     def retry(self, options: AskOptions, notify: Callable[[], None] | None = None) -> Reply:
         """Answer the last user turn again; earlier answers stay as siblings.

@@ -60,11 +60,6 @@ class SessionLog:
         self._unwritten = b""
         self._needs_sync = False
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether everything written so far is in the file."""
-        return not self._unwritten
-
     def write(self, line: str, durable: bool = False) -> str | None:
         """Append a line; with `durable`, wait until it would survive a power loss.
 

@@ -100,6 +100,14 @@ class ChatTokenizer:
         ids = self.encode([Segment(text, is_inert=True)])
         return [*self._front, *ids] if is_first else ids
 
+    def encode_raw(self, text: str) -> list[int]:
+        """Return the ids of a whole context that is given as text, control tokens included.
+
+        The tokens that the tokenizer puts before a text by default come first.
+        """
+        ids = self.encode([Segment(text)])
+        return ids if ids[: len(self._front)] == self._front else [*self._front, *ids]
+
     def exceeds(self, text: str, limit: int) -> bool:
         """Return whether a long text certainly has more than `limit` tokens.
 

@@ -193,6 +193,53 @@ def bench(
     )
 
 
+@app.command()
+def serve(
+    context: typer.Context,
+    host: Annotated[str, typer.Option(help="the address to listen on", metavar="ADDRESS")] = (
+        "127.0.0.1"
+    ),
+    port: Annotated[int, typer.Option(help="0 takes a free one", metavar="N")] = 8642,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            help="clients must send this; default: KVCHAT_API_KEY; needed beyond this machine",
+            metavar="KEY",
+            show_default=False,
+        ),
+    ] = None,
+    name: Annotated[
+        list[str] | None,
+        typer.Option(help="another name for the model (repeat)", metavar="NAME"),
+    ] = None,
+    model: Annotated[str | None, _setting("model", "-m", "--model", metavar="NAME")] = None,
+    draft: Annotated[str | None, _setting("draft", metavar="NAME")] = None,
+    spec: Annotated[bool | None, _setting("spec", "--spec/--no-spec")] = None,
+    temperature: Annotated[float | None, _setting("temperature", metavar="X")] = None,
+    max_tokens: Annotated[int | None, _setting("max_tokens", metavar="N")] = None,
+    device: Annotated[str | None, _setting("device", metavar="NAME")] = None,
+    dtype: Annotated[str | None, _setting("dtype", metavar="NAME")] = None,
+    weights: Annotated[str | None, _setting("weights", metavar="NAME")] = None,
+    threads: Annotated[int | None, _setting("threads", metavar="N")] = None,
+    max_context: Annotated[int | None, _setting("max_context", metavar="N")] = None,
+    device_cache: Annotated[str | None, _setting("device_cache", metavar="SIZE")] = None,
+    host_cache: Annotated[str | None, _setting("host_cache", metavar="SIZE")] = None,
+    disk_cache: Annotated[str | None, _setting("disk_cache", metavar="SIZE")] = None,
+    cache_dir: Annotated[str | None, _setting("cache_dir", metavar="DIR")] = None,
+    incognito: Annotated[bool | None, _setting("incognito", "--incognito")] = None,
+) -> None:
+    """Serve the model to other programs: OpenAI's and Anthropic's HTTP interfaces, one cache."""
+    from kvchat.cli.serve import ServeRequest, run_server
+
+    assert context.parent is not None
+    own = {name for name in context.params if name in BY_NAME}
+    given = {**context.parent.params, **{n: v for n in own if (v := context.params[n]) is not None}}
+    flags = {setting: value for setting, value in given.items() if setting in BY_NAME}
+    if given["no_cache"]:
+        flags["cache"] = False
+    raise typer.Exit(run_server(flags, ServeRequest(host, port, api_key, tuple(name or ()))))
+
+
 sessions_app = typer.Typer(rich_markup_mode=None, help="Saved conversations.")
 models_app = typer.Typer(rich_markup_mode=None, help="Models on this machine.")
 cache_app = typer.Typer(rich_markup_mode=None, help="KV kept on disk between runs.")

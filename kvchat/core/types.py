@@ -13,14 +13,6 @@ from kvchat.core.errors import UsageError
 TokenIds = Sequence[int]
 
 
-class Tier(StrEnum):
-    """Where a block's KV lives, from fastest to slowest."""
-
-    DEVICE = "device"
-    HOST = "host"
-    DISK = "disk"
-
-
 class MissReason(StrEnum):
     """Why KV was not read from a slower tier."""
 

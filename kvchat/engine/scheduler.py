@@ -70,10 +70,6 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self._waiting or self._running)
 
-    @property
-    def num_waiting(self) -> int:
-        return len(self._waiting)
-
     def requests(self) -> list[Request]:
         """Return every unfinished request: those running, oldest first, then those waiting."""
         return [*self._running, *self._waiting]

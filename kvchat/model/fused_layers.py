@@ -39,7 +39,8 @@ from kvchat.model.hf_adapter import LayerBinding, binding_of, pools_of
 from kvchat.model.spec import LayerSpec, ModelSpec
 from kvchat_kernels.cpu_products import linear_of_few_sizes
 from kvchat_kernels.paged_attention import PagedSequences
-from kvchat_kernels.paged_attention.cpu import FusedStep, attend_fused, attend_gathered, columns_of
+from kvchat_kernels.paged_attention.cpu import FusedStep, attend_gathered, columns_of
+from kvchat_kernels.paged_attention.cpu_fused import attend_fused
 
 _log = logging.getLogger(__name__)
 

@@ -44,7 +44,7 @@ def test_a_block_is_free_only_when_its_last_user_releases_it() -> None:
 
     assert pool.release([block]) == 0
     assert pool.release([block]) == 1
-    assert pool.num_used == 0
+    assert pool.references(block) == 0
 
 
 @short_and_long(1, 100)

@@ -5,8 +5,9 @@ import random
 import pytest
 
 from kvchat.cache.disk.format import (
+    PREFIX_BYTES,
+    check_payload,
     decode_head,
-    decode_payload,
     encode_head,
     payload_checksum,
     payload_prefix,
@@ -23,6 +24,13 @@ HEAD = PackHead(
 KEY = HEAD.keys(LAYOUT)[0]
 HEAD_DATA = encode_head(HEAD, LAYOUT)
 PAYLOAD_DATA = payload_prefix(KEY, HEAD, len(IMAGE), LAYOUT) + IMAGE
+
+
+def decode_payload(data: bytes, key: bytes, head: PackHead, layout: Layout) -> bytes:
+    """Return the images of a payload record, as a reader of a pack verifies them."""
+    image = memoryview(data)[PREFIX_BYTES:]
+    check_payload(data[:PREFIX_BYTES], image, key, head.checksum, layout)
+    return bytes(image)
 
 
 def test_a_round_trip_changes_nothing() -> None:

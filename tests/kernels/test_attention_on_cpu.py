@@ -11,10 +11,10 @@ from kvchat_kernels.paged_attention.cpu import (
     WORTH_COPYING,
     FusedStep,
     KernelChoice,
-    attend_fused,
     attend_gathered,
     fused_step,
 )
+from kvchat_kernels.paged_attention.cpu_fused import attend_fused, attend_plainly
 from kvchat_kernels.paged_attention.sequences import FULL
 
 BLOCK_SIZE = 8
@@ -114,6 +114,28 @@ def test_a_step_reaches_what_paged_attention_attends(name: str) -> None:
         impl="reference",
     )
     assert (ours.float() - exact).abs().max() < (1e-5 if case.dtype == torch.float32 else 0.03)
+
+
+@pytest.mark.parametrize("name", TAKEN)
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_a_torch_without_the_fused_operator_computes_the_same(
+    name: str, has_sinks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = TAKEN[name]
+    pools = case.pools()
+    sinks = torch.randn(NUM_HEADS) if has_sinks else None
+
+    def attend() -> torch.Tensor:
+        return paged_attention(
+            case.query(), *pools, case.sequences, span=case.span, scale=0.25, sinks=sinks
+        )
+
+    by_operator = attend()
+    monkeypatch.setattr("kvchat_kernels.paged_attention.cpu_fused._attend_with_lse", attend_plainly)
+    plain = attend()
+
+    tolerance = 1e-5 if case.dtype == torch.float32 else 0.03
+    assert (plain.float() - by_operator.float()).abs().max() < tolerance
 
 
 @pytest.mark.parametrize("name", LEFT)

@@ -16,6 +16,7 @@ import torch
 from torch.nn.functional import pad
 
 from kvchat_kernels.cpu_products import few_sizes, multiplies_in
+from kvchat_kernels.paged_attention.cpu_fused import additive_mask, attend_fused
 from kvchat_kernels.paged_attention.sequences import AttentionSpan, PagedSequences, Sequences
 
 # With more runs than this, one gather is cheaper than reading each run.
@@ -318,96 +319,6 @@ class KernelChoice:
         if self.num_heads == self.num_kv_heads:
             return num_keys * self.num_kv_heads <= _FEW_KEYS_OF_ALL_HEADS
         return num_keys * self.num_kv_heads * self.key_dim * self.dtype.itemsize <= _FEW_KEY_BYTES
-
-
-def attend_fused(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    scale: float,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
-    """Attend few rows by torch's fused kernel: [num_rows, num_heads, value_dim].
-
-    query        [num_rows, num_heads, key_dim]
-    key, value   [num_keys, num_kv_heads, key_dim or value_dim]
-    mask         [group * num_rows, num_keys], added to the scores: the rows of the query heads that
-                 share a KV head, one head after another; None for a single row
-
-    TorchScript compiles this function too, so it uses only what TorchScript supports.
-    """
-    num_rows, num_heads = query.shape[0], query.shape[1]
-    num_kv_heads, value_dim = value.shape[1], value.shape[2]
-    query, key, value = _equal_head_dims(query, key, value)
-    # The operator behind scaled_dot_product_attention: only it returns the log-sum-exp, which sinks
-    # need.
-    out, lse = torch._scaled_dot_product_flash_attention_for_cpu(
-        _rows_by_head(query, num_kv_heads),
-        key[None].transpose(1, 2),
-        value[None].transpose(1, 2),
-        0.0,
-        False,
-        attn_mask=mask,
-        scale=scale,
-    )
-    if num_rows == 1:  # already in the right order
-        out = out.view(1, num_heads, -1)
-    else:
-        out = out.reshape(num_heads, num_rows, -1).transpose(0, 1)
-    if out.shape[-1] > value_dim:
-        out = out[..., :value_dim]
-    if sinks is not None:
-        share = torch.sigmoid(lse.reshape(num_heads, num_rows).t() - sinks.float())
-        out = out * share[..., None].to(out.dtype)
-    return out
-
-
-def _rows_by_head(query: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
-    """Return query [num_rows, num_heads, dim] as [1, num_kv_heads, group * num_rows, dim]."""
-    num_rows, num_heads, dim = query.shape[0], query.shape[1], query.shape[2]
-    if num_rows == 1:
-        return query.reshape(1, num_kv_heads, num_heads // num_kv_heads, dim)
-    rows = query.view(num_rows, num_kv_heads, -1, dim).permute(1, 2, 0, 3)
-    return rows.reshape(1, num_kv_heads, -1, dim)
-
-
-def additive_mask(
-    sequences: PagedSequences,
-    index: int,
-    span: AttentionSpan,
-    first: int,
-    group: int,
-    dtype: torch.dtype,
-) -> torch.Tensor | None:
-    """Return a sequence's mask, [group * num_rows, num_keys] in `dtype`; None for a single row.
-
-    It is 0 where visible and minus infinity where hidden. Cached for the step.
-    """
-    num_rows, end = sequences.query_lens[index], sequences.context_lens[index]
-    if num_rows == 1:
-        return None
-    key = (index, span, group, dtype)
-    mask = sequences.masks.get(key)
-    if mask is None:
-        positions = torch.arange(first, end)
-        hidden = ~span.mask(positions[-num_rows:], positions)
-        mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
-        mask = sequences.masks[key] = mask.repeat(group, 1)
-    return mask
-
-
-def _equal_head_dims(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Pad with zeros if K and V dims differ; zeros change no score, and the caller removes them."""
-    missing = value.shape[-1] - key.shape[-1]
-    if missing > 0:
-        query = torch.nn.functional.pad(query, [0, missing])
-        key = torch.nn.functional.pad(key, [0, missing])
-    elif missing < 0:
-        value = torch.nn.functional.pad(value, [0, -missing])
-    return query, key, value
 
 
 @dataclass(frozen=True, slots=True)

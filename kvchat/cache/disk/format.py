@@ -110,17 +110,6 @@ def payload_prefix(key: bytes, head: PackHead, num_bytes: int, layout: Layout) -
     )
 
 
-def decode_payload(
-    data: bytes | bytearray, key: bytes, head: PackHead, layout: Layout
-) -> memoryview:
-    """Return the images of a payload record, verified; raises DamagedRecord for anything else."""
-    image = memoryview(data)[PREFIX_BYTES:]
-    if len(image) != head.num_blocks(layout) * layout.block_bytes:
-        raise DamagedRecord("truncated")
-    check_payload(bytes(data[:PREFIX_BYTES]), image, key, head.checksum, layout)
-    return image
-
-
 def check_payload(
     prefix: bytes, image: memoryview, key: bytes, checksum: bytes, layout: Layout
 ) -> None:

@@ -1,0 +1,154 @@
+"""ResentChats: conversations that a client sends as text with every request.
+
+Builds a conversation whose ids are those that were fed and generated before, so that only what is
+new is read. Sessions made here have no file: the client keeps the conversation.
+"""
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from kvchat.chat.answer_memory import AnswerMemory, ContextDigest, KnownAnswer
+from kvchat.chat.answer_settings import AskOptions
+from kvchat.chat.conversation import Role
+from kvchat.chat.events import AnswerEnded
+from kvchat.chat.host import ChatHost
+from kvchat.chat.reply import Reply
+from kvchat.chat.resent_difference import Difference, SeenChats
+from kvchat.chat.session import ChatSession
+from kvchat.core.errors import UsageError
+from kvchat.core.types import FinishReason
+
+Message = tuple[Role, str]
+
+_KEPT_FINISHES = (FinishReason.STOP, FinishReason.LENGTH)
+
+
+@dataclass(frozen=True, slots=True)
+class ResentChat:
+    """A system prompt and messages that alternate, the user's first.
+
+    If the last message is the assistant's, the answer continues it.
+    """
+
+    system: str | None
+    messages: tuple[Message, ...]
+
+    @property
+    def is_continuation(self) -> bool:
+        return self.messages[-1][0] is Role.ASSISTANT
+
+
+def resent_chat(system: str | None, messages: Iterable[Message]) -> ResentChat:
+    """Join neighbouring messages of one role; raises UsageError without a user message first."""
+    joined: list[Message] = []
+    for role, text in messages:
+        if joined and joined[-1][0] is role:
+            joined[-1] = (role, f"{joined[-1][1]}\n\n{text}")
+        else:
+            joined.append((role, text))
+    if not joined:
+        raise UsageError("There is no message to answer.")
+    if joined[0][0] is not Role.USER:
+        raise UsageError("The first message has to be the user's.")
+    if not joined[-1][1].strip():
+        raise UsageError("The last message is empty.")
+    return ResentChat(system or None, tuple(joined))
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request in progress. The owner takes the reply's events and closes the session.
+
+    `difference` says which earlier message the client changed, None if it changed none.
+    """
+
+    session: ChatSession
+    reply: Reply
+    difference: Difference | None = None
+
+
+class ResentChats:
+    """Opens resent conversations on one host. One thread at a time uses it.
+
+    Owns the memory until `close`.
+    """
+
+    def __init__(self, host: ChatHost, memory: AnswerMemory) -> None:
+        self._host = host
+        self._memory = memory
+        self._seen = SeenChats()
+
+    def ask(
+        self, chat: ResentChat, options: AskOptions, notify: Callable[[], None] | None = None
+    ) -> Asked:
+        """Begin to answer; errors as `ChatSession.ask`."""
+        session = self._opened(chat)
+        difference = self._seen.note(chat.system, chat.messages)
+        if chat.is_continuation:
+            reply = session.continue_answer(options, notify)
+        else:
+            reply = session.ask(chat.messages[-1][1], options, notify)
+        return Asked(session, reply, difference)
+
+    def complete(
+        self,
+        prompt: str | tuple[int, ...],
+        options: AskOptions,
+        notify: Callable[[], None] | None = None,
+    ) -> Asked:
+        """Begin to continue a text or token ids; errors as `ChatSession.continue_text`."""
+        session = self._host.unsaved_session()
+        return Asked(session, session.continue_text(prompt, options, notify))
+
+    def count(self, chat: ResentChat) -> int:
+        """Return the number of tokens of the context that `ask` would feed."""
+        session = self._opened(chat)
+        if not chat.is_continuation:
+            session.add_user_turn(chat.messages[-1][1])
+        return len(session.conversation.context_ids())
+
+    def remember(self, asked: Asked, ended: AnswerEnded) -> None:
+        """Keep the ids of a complete answer, or of one that ended at its limit."""
+        conversation = asked.session.conversation
+        turn = conversation.turn(ended.turn_id)
+        if turn.role is not Role.ASSISTANT or ended.reason not in _KEPT_FINISHES:
+            return
+        digest = self._digest()
+        digest.extend(conversation.context_ids(turn.parent_id))
+        text = turn.text if not ended.thinking else ended.text
+        self._memory.put(digest.key(text), KnownAnswer(turn.token_ids, ended.reason))
+
+    def close(self) -> None:
+        self._memory.close()
+
+    def _digest(self) -> ContextDigest:
+        return ContextDigest(self._host.model.tokenizer.digest)
+
+    def _opened(self, chat: ResentChat) -> ChatSession:
+        """Return a session with all messages but a last one of the user."""
+        session = self._host.unsaved_session(chat.system, self._began_s(chat))
+        digest = self._digest()
+        history = chat.messages if chat.is_continuation else chat.messages[:-1]
+        for number, (role, text) in enumerate(history, start=1):
+            if role is Role.USER:
+                turn = session.add_user_turn(text)
+            else:
+                is_last = number == len(chat.messages)
+                known = self._memory.find(digest.key(text)) if not is_last else None
+                turn = session.add_answer(
+                    text,
+                    finish=FinishReason.LENGTH if is_last else FinishReason.STOP,
+                    known=(known.token_ids, known.finish) if known is not None else None,
+                )
+            digest.extend(turn.token_ids)
+        return session
+
+    def _began_s(self, chat: ResentChat) -> float:
+        """Return when a conversation with this beginning was first seen.
+
+        A template may show the date, which must not change within a conversation.
+        """
+        digest = self._digest()
+        opening = digest.key(f"began\0{chat.system}\0{chat.messages[0][1]}")
+        return self._memory.first_time(opening, time.time())

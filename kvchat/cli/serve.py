@@ -1,0 +1,95 @@
+"""`kvchat serve`: offers the model and its cache to other programs over HTTP."""
+
+import os
+import secrets
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvchat.cli.build import ask_options, cache_directory, check, open_host, user_paths
+from kvchat.cli.log_file import close_log
+from kvchat.cli.settings import Settings, resolve
+from kvchat.core.errors import UsageError
+from kvchat.core.events import LoadEvent, LoadFailed, ModelReady
+
+if TYPE_CHECKING:
+    from kvchat.chat.host import ChatHost
+    from kvchat.server.service import Service
+
+_KEY_VARIABLE = "KVCHAT_API_KEY"
+
+
+@dataclass(frozen=True, slots=True)
+class ServeRequest:
+    """What `kvchat serve` was asked for.
+
+    api_key   None takes the environment's, or none on a loopback address
+    names     further names that requests may give the model
+    """
+
+    host: str
+    port: int
+    api_key: str | None
+    names: tuple[str, ...]
+
+
+def run_server(flags: dict[str, Any], request: ServeRequest) -> int:
+    """Load the model and serve it until a signal ends the server; return the exit code."""
+    from kvchat.server.app import new_app
+    from kvchat.server.guard import Limits, is_loopback
+    from kvchat.server.serving import bound_socket, serve
+
+    settings = resolve(flags, os.environ, user_paths().config)
+    check(settings)
+    if settings["incognito"]:
+        close_log()
+    api_key = request.api_key or os.environ.get(_KEY_VARIABLE) or None
+    if api_key is None and not is_loopback(request.host):
+        raise UsageError(
+            f"{request.host} can be reached from other machines, so a key is needed.",
+            f"Set {_KEY_VARIABLE}, for instance to {secrets.token_urlsafe(24)}.",
+        )
+    bound = bound_socket(request.host, request.port)
+    host = open_host(settings, _tell)
+    service = _new_service(settings, host, request.names)
+    try:
+        port = bound.getsockname()[1]
+        shown = f"[{request.host}]" if ":" in request.host else request.host
+        app = new_app(service, api_key, Limits())
+        return serve(app, bound, lambda: _say(f"{service.name} at http://{shown}:{port}/v1"))
+    finally:
+        service.answering.close()
+        if host.ready is not None:
+            host.close()
+
+
+def _new_service(settings: Settings, host: "ChatHost", names: tuple[str, ...]) -> "Service":
+    from kvchat.chat.answer_memory import AnswerMemory
+    from kvchat.chat.resent import ResentChats
+    from kvchat.server.answering import Answering
+    from kvchat.server.metrics import Metrics
+    from kvchat.server.service import Service
+
+    is_kept = not settings["incognito"] and settings["cache"]
+    path = cache_directory(settings).parent / "answers.db" if is_kept else None
+    metrics = Metrics()
+    chats = ResentChats(host, AnswerMemory(path))
+    options = ask_options(settings, host.model.sampling_defaults, 1)
+    return Service(host, Answering(chats, metrics), metrics, options, (host.model.name, *names))
+
+
+def _tell(event: LoadEvent) -> None:
+    """Report the end of loading. Called on the engine's thread."""
+    if isinstance(event, ModelReady):
+        for note in event.notes:
+            _say(note)
+        _say(
+            f"ready after {event.load_s:.1f} s: {event.device}, {event.dtype}, "
+            f"{event.context_limit:,} tokens of context"
+        )
+    elif isinstance(event, LoadFailed):
+        _say(str(event.error))
+
+
+def _say(sentence: str) -> None:
+    print(f"kvchat: {sentence}", file=sys.stderr, flush=True)  # noqa: T201

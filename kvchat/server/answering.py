@@ -1,0 +1,203 @@
+"""Answering: passes requests to the engine and its events back to the event loop.
+
+Encoding a conversation may wait for the process that renders its template, so it happens on a
+thread of its own, one request after another.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing, suppress
+from typing import TypeVar
+
+from kvchat.chat.answer_settings import AskOptions
+from kvchat.chat.events import AnswerEnded, AnswerFailed, AnswerText, ChatEvent
+from kvchat.chat.resent import Asked, ResentChat, ResentChats
+from kvchat.chat.resent_difference import Difference
+from kvchat.core.errors import KvchatError
+from kvchat.server.api_errors import ApiError, as_api_error
+from kvchat.server.metrics import Metrics
+
+T = TypeVar("T")
+
+# A client may count a connection without a byte as dead: a long prefill sends this often.
+PING_INTERVAL_S = 10.0
+
+
+class Answer:
+    """The events of one request, on the event loop. Close it, finished or not."""
+
+    def __init__(
+        self,
+        begin: Callable[[Callable[[], None]], Asked],
+        remember: Callable[[Asked, AnswerEnded], None],
+        metrics: Metrics,
+        run: Callable[[Callable[[], Asked]], "asyncio.Future[Asked]"],
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._begin = begin
+        self._remember = remember
+        self._metrics = metrics
+        self._run = run
+        self._has_news = asyncio.Event()
+        self._asked: Asked | None = None
+        self._difference: Difference | None = None
+        self._first: list[ChatEvent] = []
+
+    async def start(self) -> None:
+        """Submit the request; raises ApiError if it cannot be answered."""
+        began = self._run(lambda: self._begin(self._notify))
+        try:
+            self._asked = await asyncio.shield(began)
+        except asyncio.CancelledError:  # the client has gone while its request was encoded
+            began.add_done_callback(_drop)
+            raise
+        self._difference = self._asked.difference
+        self._metrics.num_running += 1
+        await self._hear_first()
+
+    async def _hear_first(self) -> None:
+        """Wait a while for the engine's first event: a refusal still gets its own HTTP status."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(PING_INTERVAL_S):
+                await self._has_news.wait()
+        self._first = self._require_asked().reply.poll()
+        failed = next((event for event in self._first if isinstance(event, AnswerFailed)), None)
+        if failed is not None:
+            self.close()
+            raise as_api_error(failed.error)
+
+    def _notify(self) -> None:
+        """Called on the engine's thread."""
+        with suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(self._has_news.set)
+
+    async def events(self) -> AsyncIterator[AnswerText | AnswerEnded | None]:
+        """Yield new text and ends of answers; None when there was nothing for a while.
+
+        Raises ApiError if the request fails.
+        """
+        asked = self._require_asked()
+        self._has_news.clear()
+        for wanted in self._taken(self._first):
+            yield wanted
+        while not asked.reply.is_finished:
+            try:
+                async with asyncio.timeout(PING_INTERVAL_S):
+                    await self._has_news.wait()
+            except TimeoutError:
+                yield None
+                continue
+            self._has_news.clear()
+            for wanted in self._taken(asked.reply.poll()):
+                yield wanted
+
+    def _taken(self, events: list[ChatEvent]) -> Iterator[AnswerText | AnswerEnded]:
+        for event in events:
+            if isinstance(event, AnswerFailed):
+                raise as_api_error(event.error)
+            if isinstance(event, AnswerEnded):
+                self._metrics.note_answer(event.usage, event.timing)
+                self._remember(self._require_asked(), event)
+                yield event
+            elif isinstance(event, AnswerText):
+                yield event
+
+    @property
+    def difference(self) -> Difference | None:
+        """Which earlier message the client changed, None if it changed none."""
+        return self._difference
+
+    def _require_asked(self) -> Asked:
+        assert self._asked is not None, "the answer is not started"
+        return self._asked
+
+    def close(self) -> None:
+        """Cancel the request if it is not finished, and let go of it. Idempotent."""
+        if self._asked is None:
+            return
+        self._metrics.num_running -= 1
+        if not self._asked.reply.is_finished:
+            self._asked.reply.cancel()
+        self._asked.session.close()
+        self._asked = None
+
+
+def _drop(began: "asyncio.Future[Asked]") -> None:
+    """Cancel a request whose client has gone before it was submitted."""
+    if not began.cancelled() and began.exception() is None:
+        began.result().reply.cancel()
+        began.result().session.close()
+
+
+class Answering:
+    """Begins answers on one host. Owns the chats until `close`."""
+
+    def __init__(self, chats: ResentChats, metrics: Metrics) -> None:
+        self._chats = chats
+        self._metrics = metrics
+        self._encoder = ThreadPoolExecutor(1, "kvchat-encode")
+
+    async def chat(self, chat: ResentChat, options: AskOptions) -> Answer:
+        """Begin to answer a conversation."""
+        return await self._started(
+            lambda notify: self._chats.ask(chat, options, notify), self._remember
+        )
+
+    async def complete(self, prompt: str | tuple[int, ...], options: AskOptions) -> Answer:
+        """Begin to continue a text, or token ids, without a template."""
+        return await self._started(
+            lambda notify: self._chats.complete(prompt, options, notify), lambda *_: None
+        )
+
+    async def count(self, chat: ResentChat) -> int:
+        """Return the number of tokens of a conversation's context."""
+        try:
+            return await self._on_encoder(lambda: self._chats.count(chat))
+        except Exception as error:
+            raise _told(error) from error
+
+    async def _started(
+        self,
+        begin: Callable[[Callable[[], None]], Asked],
+        remember: Callable[[Asked, AnswerEnded], None],
+    ) -> Answer:
+        answer = Answer(begin, remember, self._metrics, self._on_encoder)
+        try:
+            await answer.start()
+        except Exception as error:
+            raise _told(error) from error
+        return answer
+
+    def _remember(self, asked: Asked, ended: AnswerEnded) -> None:
+        # On the encoder's thread, as all uses of the memory.
+        self._encoder.submit(self._chats.remember, asked, ended)
+
+    def _on_encoder(self, function: Callable[[], T]) -> "asyncio.Future[T]":
+        loop = asyncio.get_running_loop()
+        return loop.run_in_executor(self._encoder, function)
+
+    def close(self) -> None:
+        """Wait for the encoder's last work, and close the chats."""
+        self._encoder.submit(self._chats.close)
+        self._encoder.shutdown()
+
+
+def _told(error: Exception) -> Exception:
+    """Return the API's error for one of ours, and any other as it is."""
+    return as_api_error(error) if isinstance(error, KvchatError) else error
+
+
+async def whole_answers(answer: Answer, num_samples: int) -> list[AnswerEnded]:
+    """Wait for all samples; return them in their order, and close the answer."""
+    ended: dict[int, AnswerEnded] = {}
+    try:
+        async with aclosing(answer.events()) as events:  # type: ignore[type-var]
+            async for event in events:
+                if isinstance(event, AnswerEnded):
+                    ended[event.sample] = event
+    finally:
+        answer.close()
+    if len(ended) < num_samples:
+        raise ApiError(500, "The answer ended early.")
+    return [ended[sample] for sample in range(num_samples)]

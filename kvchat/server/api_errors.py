@@ -1,0 +1,84 @@
+"""ApiError: a refused or failed request, and its status and form in each interface."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from starlette.responses import JSONResponse
+
+from kvchat.core.errors import ContextTooLong, KvchatError, ModelError, UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class ApiError(Exception):
+    """One sentence for the client, with the HTTP status.
+
+    param   the field at fault, None if no single one is
+    code    a word that programs may test, None for none
+    """
+
+    status: int
+    message: str
+    param: str | None = None
+    code: str | None = None
+
+    @property
+    def openai_type(self) -> str:
+        return {401: "authentication_error", 403: "permission_error"}.get(
+            self.status, "invalid_request_error" if self.status < 500 else "server_error"
+        )
+
+    @property
+    def anthropic_type(self) -> str:
+        named = {
+            401: "authentication_error",
+            403: "permission_error",
+            404: "not_found_error",
+            413: "request_too_large",
+            503: "overloaded_error",
+        }
+        return named.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+
+
+ErrorForm = Callable[[ApiError], dict[str, object]]
+
+
+def openai_form(error: ApiError) -> dict[str, object]:
+    """Return OpenAI's error object."""
+    return {
+        "error": {
+            "message": error.message,
+            "type": error.openai_type,
+            "param": error.param,
+            "code": error.code,
+        }
+    }
+
+
+def anthropic_form(error: ApiError) -> dict[str, object]:
+    """Return Anthropic's error object."""
+    return {
+        "type": "error",
+        "error": {"type": error.anthropic_type, "message": error.message},
+    }
+
+
+def form_for(path: str) -> ErrorForm:
+    """Return the error form of the interface that a path belongs to."""
+    return anthropic_form if path.startswith("/v1/messages") else openai_form
+
+
+def response_to(error: ApiError, path: str) -> JSONResponse:
+    """Return the response that reports an error of a request for `path`."""
+    headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else None
+    return JSONResponse(form_for(path)(error), error.status, headers)
+
+
+def as_api_error(error: KvchatError) -> ApiError:
+    """Return the API's error for one of ours."""
+    if isinstance(error, ContextTooLong):
+        return ApiError(400, str(error), "messages", "context_length_exceeded")
+    if isinstance(error, UsageError):
+        return ApiError(400, str(error))
+    if isinstance(error, ModelError):
+        return ApiError(503, str(error), code="model_not_loaded")
+    return ApiError(500, str(error))

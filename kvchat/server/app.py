@@ -1,0 +1,89 @@
+"""The HTTP application: routes, health, metrics, and errors in each interface's form."""
+
+import logging
+from collections.abc import Awaitable, Callable
+from functools import wraps
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from kvchat.server.anthropic_api import AnthropicApi
+from kvchat.server.api_errors import ApiError, response_to
+from kvchat.server.guard import App, Guard, Limits
+from kvchat.server.metrics import CONTENT_TYPE
+from kvchat.server.openai_api import OpenAiApi
+from kvchat.server.responses_api import ResponsesApi
+from kvchat.server.service import Service
+
+_log = logging.getLogger(__name__)
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+def new_app(service: Service, api_key: str | None, limits: Limits) -> App:
+    """Return the ASGI application that serves one model."""
+    openai, anthropic = OpenAiApi(service), AnthropicApi(service)
+    gets: dict[str, Handler] = {
+        "/health": _health(service),
+        "/metrics": _metrics(service),
+        "/v1/models": openai.models,
+        "/v1/models/{name:path}": openai.model,
+    }
+    posts: dict[str, Handler] = {
+        "/v1/chat/completions": openai.chat,
+        "/v1/completions": openai.completions,
+        "/v1/responses": ResponsesApi(service).respond,
+        "/v1/messages": anthropic.messages,
+        "/v1/messages/count_tokens": anthropic.count_tokens,
+    }
+    routes = [
+        Route(path, _counted(handler, path, service), methods=[method])
+        for method, handlers in (("GET", gets), ("POST", posts))
+        for path, handler in handlers.items()
+    ]
+    app = Starlette(routes=routes, exception_handlers={HTTPException: _refused})
+    return Guard(app, api_key, limits)
+
+
+def _counted(handler: Handler, path: str, service: Service) -> Handler:
+    """Return a handler that turns errors into responses, and counts all responses."""
+
+    @wraps(handler)
+    async def handle(request: Request) -> Response:
+        try:
+            response = await handler(request)
+        except ApiError as error:
+            response = response_to(error, path)
+        except Exception:
+            _log.exception("a request failed")
+            response = response_to(ApiError(500, "The server failed; its log says why."), path)
+        service.metrics.note_response(path, response.status_code)
+        return response
+
+    return handle
+
+
+def _health(service: Service) -> Handler:
+    async def health(request: Request) -> Response:
+        is_ready = service.host.ready is not None
+        status = "ok" if is_ready else "loading"
+        return JSONResponse({"status": status, "model": service.name}, 200 if is_ready else 503)
+
+    return health
+
+
+def _metrics(service: Service) -> Handler:
+    async def metrics(request: Request) -> Response:
+        return PlainTextResponse(service.metrics.text(), media_type=CONTENT_TYPE)
+
+    return metrics
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    """Answer a path or a method that there is not."""
+    assert isinstance(error, HTTPException)
+    sentence = "There is no such path." if error.status_code == 404 else f"{error.detail}."
+    return response_to(ApiError(error.status_code, sentence), request.url.path)

@@ -1,0 +1,134 @@
+"""Guard: refuses requests without the key, from other web sites, too large or too slow.
+
+A page in a browser may send requests to this machine; its Origin gives it away. No answer carries a
+header that would let a page of another site read it.
+"""
+
+import asyncio
+import hmac
+from collections.abc import Awaitable, Callable, MutableMapping
+from dataclasses import dataclass
+from ipaddress import ip_address
+from typing import Any
+from urllib.parse import urlsplit
+
+from kvchat.server.api_errors import ApiError, response_to
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+# Health is asked by supervisors that hold no key.
+_OPEN_PATHS = ("/health",)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a request may cost before it is understood.
+
+    body_bytes   most bytes of a body
+    body_s       most seconds from the request's headers to the end of its body
+    """
+
+    body_bytes: int = 32 << 20
+    body_s: float = 30.0
+
+
+class Guard:
+    """ASGI middleware around the application."""
+
+    def __init__(self, app: App, api_key: str | None, limits: Limits) -> None:
+        self._app = app
+        self._key = api_key.encode() if api_key is not None else None
+        self._limits = limits
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        try:
+            headers = {name.lower(): value for name, value in scope["headers"]}
+            self._check_host(headers)
+            self._check_key(scope["path"], headers)
+            body = await self._body(headers, receive)
+        except ApiError as error:
+            await response_to(error, scope["path"])(scope, receive, send)
+            return
+        await self._app(scope, _replayed(body, receive), send)
+
+    def _check_host(self, headers: dict[bytes, bytes]) -> None:
+        """Refuse pages of other sites, and names that were pointed at this machine.
+
+        With a key such requests fail anyway: no page of another site knows it.
+        """
+        origin = headers.get(b"origin")
+        if origin is not None and not _is_this_machine(urlsplit(origin.decode("latin-1")).hostname):
+            raise ApiError(403, "Requests of web pages from other machines are refused.")
+        if self._key is None:
+            host = urlsplit("//" + headers.get(b"host", b"").decode("latin-1")).hostname
+            if not _is_this_machine(host):
+                raise ApiError(403, "The Host header names another machine; use --api-key.")
+
+    def _check_key(self, path: str, headers: dict[bytes, bytes]) -> None:
+        if self._key is None or path in _OPEN_PATHS:
+            return
+        scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
+        given = token.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"")
+        if not hmac.compare_digest(given, self._key):
+            raise ApiError(401, "The API key is missing or wrong.", code="invalid_api_key")
+
+    async def _body(self, headers: dict[bytes, bytes], receive: Receive) -> bytes:
+        limit = self._limits.body_bytes
+        announced = headers.get(b"content-length", b"0")
+        if announced.isdigit() and int(announced[:20]) > limit:
+            raise ApiError(413, f"The body has more than {limit:,} bytes.")
+        try:
+            async with asyncio.timeout(self._limits.body_s):
+                return await _read(receive, limit)
+        except TimeoutError:
+            raise ApiError(408, "The body did not arrive in time.") from None
+
+
+async def _read(receive: Receive, limit: int) -> bytes:
+    body = bytearray()
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ApiError(400, "The client has gone.")
+        body += message.get("body", b"")
+        if len(body) > limit:
+            raise ApiError(413, f"The body has more than {limit:,} bytes.")
+        if not message.get("more_body", False):
+            return bytes(body)
+
+
+def _replayed(body: bytes, receive: Receive) -> Receive:
+    """Return a `receive` that gives the body first, then what the connection gives."""
+    is_given = False
+
+    async def again() -> Message:
+        nonlocal is_given
+        if is_given:
+            return await receive()
+        is_given = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return again
+
+
+def _is_this_machine(name: str | None) -> bool:
+    if name == "localhost" or (name is not None and name.endswith(".localhost")):
+        return True
+    return is_loopback(name)
+
+
+def is_loopback(address: str | None) -> bool:
+    """Return whether a host is a loopback address, or the name localhost."""
+    if address == "localhost":
+        return True
+    try:
+        return ip_address(address or "").is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,310 @@
+"""OpenAI's interface: /v1/models, /v1/chat/completions and /v1/completions."""
+
+import secrets
+import time
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from kvchat.chat.answer_settings import AskOptions
+from kvchat.chat.conversation import Role
+from kvchat.chat.events import AnswerEnded, AnswerText
+from kvchat.chat.resent import ResentChat, resent_chat
+from kvchat.core.errors import KvchatError
+from kvchat.server.answering import Answer, whole_answers
+from kvchat.server.api_errors import ApiError, as_api_error, openai_form
+from kvchat.server.fields import Fields, num_samples, read_body, sampling_options, stops
+from kvchat.server.service import Service, facts, finish_word, until_gone
+from kvchat.server.streaming import sse, stream_response
+
+_DONE = "data: [DONE]\n\n"
+# Each would change the answer. What only describes the request, such as "user", is ignored.
+_UNSUPPORTED = (
+    "tools",
+    "functions",
+    "logprobs",
+    "top_logprobs",
+    "logit_bias",
+    "presence_penalty",
+    "frequency_penalty",
+    "audio",
+    "prediction",
+    "web_search_options",
+)
+_TEXT_PARTS = ("text", "input_text", "output_text")
+
+
+class OpenAiApi:
+    """The handlers of one service."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._began_s = int(time.time())
+
+    async def models(self, request: Request) -> Response:
+        names = self._service.names
+        return JSONResponse({"object": "list", "data": [self._model(name) for name in names]})
+
+    async def model(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        self._service.require_model(Fields({"model": name}))
+        return JSONResponse(self._model(name))
+
+    def _model(self, name: str) -> dict[str, Any]:
+        model = {"id": name, "object": "model", "created": self._began_s, "owned_by": "kvchat"}
+        ready = self._service.host.ready
+        return {**model, "context_length": ready.context_limit} if ready is not None else model
+
+    async def chat(self, request: Request) -> Response:
+        fields = read_body(await request.body())
+        self._service.require_model(fields)
+        fields.refuse(*_UNSUPPORTED)
+        _require_text_format(fields)
+        chat = _chat(fields)
+        options = self._options(fields, ("max_completion_tokens", "max_tokens"), chat)
+        head = _Head("chatcmpl", "chat.completion", self._service.name)
+        answer = await self._service.answering.chat(chat, options)
+        if fields.flag("stream"):
+            return stream_response(
+                answer, _ChatChunks(answer, head, _includes_usage(fields), options.num_samples)
+            )
+        answers = await until_gone(request, whole_answers(answer, options.num_samples))
+        choices = [_chat_choice(ended) for ended in answers]
+        return JSONResponse(
+            {**head.as_dict(), "choices": choices, "usage": usage_of(answers, answer)}
+        )
+
+    async def completions(self, request: Request) -> Response:
+        fields = read_body(await request.body())
+        self._service.require_model(fields)
+        fields.refuse(*_UNSUPPORTED, "suffix", "best_of")
+        prompt = _prompt(fields)
+        options = self._options(fields, ("max_tokens",))
+        head = _Head("cmpl", "text_completion", self._service.name)
+        echo = prompt if fields.flag("echo") and isinstance(prompt, str) else ""
+        answer = await self._service.answering.complete(prompt, options)
+        if fields.flag("stream"):
+            return stream_response(
+                answer,
+                _TextChunks(answer, head, _includes_usage(fields), options.num_samples, echo),
+            )
+        answers = await until_gone(request, whole_answers(answer, options.num_samples))
+        choices = [_text_choice(ended, echo) for ended in answers]
+        return JSONResponse(
+            {**head.as_dict(), "choices": choices, "usage": usage_of(answers, answer)}
+        )
+
+    def _options(
+        self, fields: Fields, limits: tuple[str, ...], chat: ResentChat | None = None
+    ) -> AskOptions:
+        """Return how to answer; the first of `limits` that is given limits the tokens."""
+        options = sampling_options(fields, self._service.options)
+        limit = next((fields.whole(name, 1) for name in limits if name in fields), None)
+        return replace(
+            options,
+            max_tokens=limit if limit is not None else options.max_tokens,
+            stops=stops(fields, "stop") or options.stops,
+            num_samples=num_samples(fields),
+            is_one_shot=chat is None or len(chat.messages) == 1,
+        )
+
+
+def usage_of(answers: list[AnswerEnded], answer: Answer) -> dict[str, Any]:
+    """Return the usage object of a response with these samples."""
+    usage = answers[0].usage
+    prompt = usage.prompt_tokens
+    generated = sum(ended.usage.completion_tokens for ended in answers)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": generated,
+        "total_tokens": prompt + generated,
+        "prompt_tokens_details": {"cached_tokens": usage.cached.total},
+        "kvchat": facts(answers[0], answer.difference),
+    }
+
+
+# Requests
+
+
+def _require_text_format(fields: Fields) -> None:
+    kind = fields.nested("response_format").text("type", "text")
+    if kind != "text":
+        sentence = "kvchat does not support response_format other than text."
+        raise ApiError(400, sentence, "response_format", "unsupported_parameter")
+
+
+def _chat(fields: Fields) -> ResentChat:
+    """Return the conversation of a request."""
+    systems: list[str] = []
+    messages: list[tuple[Role, str]] = []
+    for message in fields.objects("messages"):
+        message.refuse("tool_calls", "function_call", "audio")
+        role, text = message.text("role"), message_text(message)
+        if role in ("system", "developer") and not messages:
+            systems.append(text)
+        elif role in ("system", "developer", "user"):  # later instructions stand where they came
+            messages.append((Role.USER, text))
+        elif role == "assistant":
+            messages.append((Role.ASSISTANT, text))
+        else:
+            raise message.fault("role", "must be system, developer, user or assistant")
+    return checked_chat("\n\n".join(systems), messages)
+
+
+def checked_chat(system: str | None, messages: list[tuple[Role, str]]) -> ResentChat:
+    """Return the conversation, or raise ApiError for one that cannot be answered."""
+    try:
+        return resent_chat(system, messages)
+    except KvchatError as error:
+        raise replace(as_api_error(error), param="messages") from error
+
+
+def message_text(message: Fields, name: str = "content") -> str:
+    """Return the text of a message: a text, or a list of parts that are text."""
+    content = message.raw(name)
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    texts = []
+    for part in message.objects(name):
+        if part.text("type") not in _TEXT_PARTS:
+            raise part.fault("type", "must be text; the model reads nothing else")
+        texts.append(part.text("text", "") or "")
+    return "".join(texts)
+
+
+def _prompt(fields: Fields) -> str | tuple[int, ...]:
+    prompt = fields.raw("prompt")
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
+        prompt = prompt[0]
+    if isinstance(prompt, str):
+        return prompt
+    is_ids = isinstance(prompt, list) and all(type(token) is int for token in prompt)
+    if not is_ids or not all(0 <= token < 1 << 32 for token in prompt):
+        raise fields.fault("prompt", "must be a text or a list of token ids")
+    return tuple(prompt)
+
+
+def _includes_usage(fields: Fields) -> bool:
+    return fields.nested("stream_options").flag("include_usage")
+
+
+# Responses
+
+
+@dataclass(frozen=True, slots=True)
+class _Head:
+    """The fields that every object of one response has."""
+
+    prefix: str
+    kind: str
+    model: str
+    token: str = field(default_factory=lambda: secrets.token_hex(12))
+    created_s: int = field(default_factory=lambda: int(time.time()))
+
+    def as_dict(self, kind: str | None = None) -> dict[str, Any]:
+        return {
+            "id": f"{self.prefix}-{self.token}",
+            "object": kind or self.kind,
+            "created": self.created_s,
+            "model": self.model,
+        }
+
+
+def _chat_choice(ended: AnswerEnded) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": ended.text, "refusal": None}
+    if ended.thinking:
+        message["reasoning_content"] = ended.thinking
+    return {
+        "index": ended.sample,
+        "message": message,
+        "logprobs": None,
+        "finish_reason": finish_word(ended.reason),
+    }
+
+
+def _text_choice(ended: AnswerEnded, echo: str) -> dict[str, Any]:
+    return {
+        "index": ended.sample,
+        "text": echo + ended.thinking + ended.text,
+        "logprobs": None,
+        "finish_reason": finish_word(ended.reason),
+    }
+
+
+class _Chunks:
+    """Writes the chunks that chat and plain completions have in common."""
+
+    kind: str | None = None
+
+    def __init__(self, answer: Answer, head: _Head, includes_usage: bool, num_samples: int) -> None:
+        self._answer = answer
+        self._head = head
+        self._includes_usage = includes_usage
+        self._num_samples = num_samples
+        self._answers: list[AnswerEnded] = []
+
+    def begin(self) -> str:
+        return ""
+
+    def _chunk(self, choices: list[dict[str, Any]], **others: Any) -> str:
+        extra = {"usage": None} if self._includes_usage else {}
+        return sse({**self._head.as_dict(self.kind), "choices": choices, **extra, **others})
+
+    def finish(self) -> str:
+        usage = (
+            self._chunk([], usage=usage_of(self._answers, self._answer))
+            if self._includes_usage
+            else ""
+        )
+        return usage + _DONE
+
+    def fail(self, error: ApiError) -> str:
+        return sse(openai_form(error)) + _DONE
+
+
+class _ChatChunks(_Chunks):
+    kind = "chat.completion.chunk"
+
+    def begin(self) -> str:
+        role = {"role": "assistant", "content": ""}
+        return "".join(self._delta(sample, role) for sample in range(self._num_samples))
+
+    def text(self, event: AnswerText) -> str:
+        name = "reasoning_content" if event.is_thinking else "content"
+        return self._delta(event.sample, {name: event.text})
+
+    def ended(self, event: AnswerEnded) -> str:
+        self._answers.append(event)
+        return self._delta(event.sample, {}, finish_word(event.reason))
+
+    def _delta(self, sample: int, delta: dict[str, str], finish: str | None = None) -> str:
+        choice = {"index": sample, "delta": delta, "logprobs": None, "finish_reason": finish}
+        return self._chunk([choice])
+
+
+class _TextChunks(_Chunks):
+    def __init__(
+        self, answer: Answer, head: _Head, includes_usage: bool, num_samples: int, echo: str
+    ) -> None:
+        super().__init__(answer, head, includes_usage, num_samples)
+        self._echo = echo
+
+    def begin(self) -> str:
+        if not self._echo:
+            return ""
+        return "".join(self._piece(sample, self._echo) for sample in range(self._num_samples))
+
+    def text(self, event: AnswerText) -> str:
+        return self._piece(event.sample, event.text)
+
+    def ended(self, event: AnswerEnded) -> str:
+        self._answers.append(event)
+        return self._piece(event.sample, "", finish_word(event.reason))
+
+    def _piece(self, sample: int, text: str, finish: str | None = None) -> str:
+        choice = {"index": sample, "text": text, "logprobs": None, "finish_reason": finish}
+        return self._chunk([choice])

@@ -1,0 +1,244 @@
+"""OpenAI's Responses interface: /v1/responses, without stored responses and without tools."""
+
+import secrets
+import time
+from dataclasses import replace
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from kvchat.chat.answer_settings import AskOptions
+from kvchat.chat.conversation import Role
+from kvchat.chat.events import AnswerEnded, AnswerText
+from kvchat.chat.resent import ResentChat
+from kvchat.core.types import FinishReason
+from kvchat.server.answering import Answer, whole_answers
+from kvchat.server.api_errors import ApiError, openai_form
+from kvchat.server.fields import Fields, read_body, sampling_options
+from kvchat.server.openai_api import checked_chat, message_text
+from kvchat.server.service import Service, facts, until_gone
+from kvchat.server.streaming import sse, stream_response
+
+_UNSUPPORTED = ("tools", "previous_response_id", "conversation", "background", "top_logprobs")
+
+
+class ResponsesApi:
+    """The handler of one service."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def respond(self, request: Request) -> Response:
+        fields = read_body(await request.body())
+        self._service.require_model(fields)
+        fields.refuse(*_UNSUPPORTED)
+        _require_text_format(fields)
+        chat = _chat(fields)
+        options = self._options(fields, chat)
+        response = _Response(self._service.name, options, fields.text("instructions"))
+        answer = await self._service.answering.chat(chat, options)
+        if fields.flag("stream"):
+            return stream_response(answer, _ResponseEvents(answer, response))
+        [ended] = await until_gone(request, whole_answers(answer, 1))
+        return JSONResponse(response.complete(ended, answer))
+
+    def _options(self, fields: Fields, chat: ResentChat) -> AskOptions:
+        options = sampling_options(fields, self._service.options)
+        limit = fields.whole("max_output_tokens", 1)
+        return replace(
+            options,
+            max_tokens=limit if limit is not None else options.max_tokens,
+            num_samples=1,
+            is_one_shot=len(chat.messages) == 1,
+        )
+
+
+def _require_text_format(fields: Fields) -> None:
+    kind = fields.nested("text").nested("format").text("type", "text")
+    if kind != "text":
+        sentence = "kvchat does not support text.format other than text."
+        raise ApiError(400, sentence, "text.format", "unsupported_parameter")
+
+
+def _chat(fields: Fields) -> ResentChat:
+    systems = [fields.text("instructions") or ""]
+    given = fields.raw("input")
+    if isinstance(given, str):
+        return checked_chat(systems[0], [(Role.USER, given)])
+    messages: list[tuple[Role, str]] = []
+    for item in fields.objects("input"):
+        kind = item.text("type", "message")
+        if kind == "reasoning":
+            continue  # its ids are known with the answer's
+        if kind != "message":
+            raise item.fault("type", "must be message or reasoning")
+        role, text = item.text("role"), message_text(item)
+        if role in ("system", "developer") and not messages:
+            systems.append(text)
+        elif role in ("system", "developer", "user"):
+            messages.append((Role.USER, text))
+        elif role == "assistant":
+            messages.append((Role.ASSISTANT, text))
+        else:
+            raise item.fault("role", "must be system, developer, user or assistant")
+    return checked_chat("\n\n".join(text for text in systems if text), messages)
+
+
+class _Response:
+    """The response object, before and after the answer."""
+
+    def __init__(self, model: str, options: AskOptions, instructions: str | None) -> None:
+        self._fields: dict[str, Any] = {
+            "id": f"resp_{secrets.token_hex(12)}",
+            "object": "response",
+            "created_at": int(time.time()),
+            "status": "in_progress",
+            "error": None,
+            "incomplete_details": None,
+            "instructions": instructions,
+            "max_output_tokens": options.max_tokens,
+            "model": model,
+            "output": [],
+            "parallel_tool_calls": False,
+            "previous_response_id": None,
+            "reasoning": {"effort": None, "summary": None},
+            "store": False,
+            "temperature": options.sampling.temperature,
+            "text": {"format": {"type": "text"}},
+            "tool_choice": "none",
+            "tools": [],
+            "top_p": options.sampling.top_p,
+            "truncation": "disabled",
+            "usage": None,
+            "metadata": {},
+        }
+
+    def begun(self) -> dict[str, Any]:
+        return self._fields
+
+    def complete(
+        self, ended: AnswerEnded, answer: Answer, items: list[dict[str, Any]] | None = None
+    ) -> dict[str, Any]:
+        """Return the object with its outcome; `items` are the outputs that were streamed."""
+        is_whole = ended.reason is FinishReason.STOP
+        cause = {"reason": "max_output_tokens"}
+        return {
+            **self._fields,
+            "status": "completed" if is_whole else "incomplete",
+            "incomplete_details": None if is_whole else cause,
+            "output": _items(ended) if items is None else items,
+            "usage": _usage(ended, answer),
+        }
+
+    def failed(self, error: ApiError) -> dict[str, Any]:
+        fault = {"code": error.code or "server_error", "message": error.message}
+        return {**self._fields, "status": "failed", "error": fault}
+
+
+def _items(ended: AnswerEnded) -> list[dict[str, Any]]:
+    reasoning = [_item(True, ended.thinking, "completed")] if ended.thinking else []
+    return [*reasoning, _item(False, ended.text, "completed")]
+
+
+def _item(is_thinking: bool, text: str, status: str, item_id: str | None = None) -> dict[str, Any]:
+    if is_thinking:
+        content = [{"type": "reasoning_text", "text": text}]
+        item_id = item_id or f"rs_{secrets.token_hex(12)}"
+        return {"id": item_id, "type": "reasoning", "summary": [], "content": content}
+    return {
+        "id": item_id or f"msg_{secrets.token_hex(12)}",
+        "type": "message",
+        "status": status,
+        "role": "assistant",
+        "content": [_part(False, text)] if status == "completed" else [],
+    }
+
+
+def _part(is_thinking: bool, text: str) -> dict[str, Any]:
+    if is_thinking:
+        return {"type": "reasoning_text", "text": text}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _usage(ended: AnswerEnded, answer: Answer) -> dict[str, Any]:
+    usage = ended.usage
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached.total},
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "kvchat": facts(ended, answer.difference),
+    }
+
+
+class _ResponseEvents:
+    """Writes an answer as the events of the Responses interface."""
+
+    def __init__(self, answer: Answer, response: _Response) -> None:
+        self._answer = answer
+        self._response = response
+        self._number = -1
+        self._items: list[dict[str, Any]] = []
+        self._item_id = ""
+        self._is_thinking = False
+        self._text = ""
+
+    def begin(self) -> str:
+        begun = self._response.begun()
+        return self._event("response.created", response=begun) + self._event(
+            "response.in_progress", response=begun
+        )
+
+    def text(self, event: AnswerText) -> str:
+        opening = ""
+        if not self._item_id or event.is_thinking != self._is_thinking:
+            opening = self._close() + self._open(event.is_thinking)
+        self._text += event.text
+        return opening + self._about_part(f"{self._kind}.delta", delta=event.text)
+
+    def ended(self, event: AnswerEnded) -> str:
+        opening = "" if self._item_id else self._open(is_thinking=False)
+        closing = opening + self._close()
+        complete = self._response.complete(event, self._answer, self._items)
+        return closing + self._event(f"response.{complete['status']}", response=complete)
+
+    def finish(self) -> str:
+        return ""
+
+    def fail(self, error: ApiError) -> str:
+        failed = self._event("response.failed", response=self._response.failed(error))
+        return failed + sse(openai_form(error), "error")
+
+    @property
+    def _kind(self) -> str:
+        return "response.reasoning_text" if self._is_thinking else "response.output_text"
+
+    def _open(self, is_thinking: bool) -> str:
+        self._is_thinking, self._text = is_thinking, ""
+        item = _item(is_thinking, "", "in_progress")
+        self._item_id = item["id"]
+        return self._event(
+            "response.output_item.added", output_index=len(self._items), item=item
+        ) + self._about_part("response.content_part.added", part=_part(is_thinking, ""))
+
+    def _close(self) -> str:
+        if not self._item_id:
+            return ""
+        item = _item(self._is_thinking, self._text, "completed", self._item_id)
+        part = _part(self._is_thinking, self._text)
+        said = self._about_part(f"{self._kind}.done", text=self._text)
+        said += self._about_part("response.content_part.done", part=part)
+        said += self._event("response.output_item.done", output_index=len(self._items), item=item)
+        self._items.append(item)
+        self._item_id = ""
+        return said
+
+    def _about_part(self, kind: str, **fields: Any) -> str:
+        place = {"item_id": self._item_id, "output_index": len(self._items), "content_index": 0}
+        return self._event(kind, **place, **fields)
+
+    def _event(self, kind: str, **fields: Any) -> str:
+        self._number += 1
+        return sse({"type": kind, "sequence_number": self._number, **fields}, kind)

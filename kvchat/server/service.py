@@ -1,0 +1,91 @@
+"""Service: the loaded model and what every interface needs of it."""
+
+import asyncio
+from collections.abc import Awaitable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+
+from kvchat.chat.answer_settings import AskOptions
+from kvchat.chat.events import AnswerEnded
+from kvchat.chat.host import ChatHost
+from kvchat.chat.resent_difference import Difference
+from kvchat.core.types import FinishReason
+from kvchat.server.answering import Answering
+from kvchat.server.api_errors import ApiError
+from kvchat.server.fields import Fields, shortened
+from kvchat.server.metrics import Metrics
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """The model that is served.
+
+    options     how answers are generated where a request does not say
+    names       the names that requests may give the model; the first is its own
+    """
+
+    host: ChatHost
+    answering: Answering
+    metrics: Metrics
+    options: AskOptions
+    names: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    def require_model(self, fields: Fields) -> None:
+        """Raise ApiError for a request that names a model which is not served."""
+        name = fields.text("model")
+        if name is None:
+            raise fields.fault("model", "is missing")
+        if name not in self.names:
+            raise ApiError(
+                404,
+                f"The model {shortened(name)!r} is not served; there is {self.name!r}.",
+                "model",
+                "model_not_found",
+            )
+
+
+async def until_gone(request: Request, work: Awaitable[T]) -> T:
+    """Return the work's result; if the client goes before, cancel it and raise ApiError."""
+    working = asyncio.ensure_future(work)
+    watching = asyncio.ensure_future(_gone(request))
+    try:
+        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ApiError(499, "The client has gone.")
+        return working.result()
+    finally:
+        for task in (working, watching):
+            task.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)
+
+
+async def _gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def finish_word(reason: FinishReason) -> str:
+    """Return OpenAI's word for the end of an answer."""
+    return "stop" if reason is FinishReason.STOP else "length"
+
+
+def facts(ended: AnswerEnded, difference: Difference | None = None) -> dict[str, Any]:
+    """Return what kvchat tells beyond the interfaces: tokens by tier, and what was changed.
+
+    `changed` says which earlier message the client changed, so that all after it was computed; null
+    if it changed none.
+    """
+    return {
+        "cached_tokens": ended.usage.cached.as_dict(),
+        "prefilled_tokens": ended.usage.prefilled_tokens,
+        "changed": difference.as_dict() if difference is not None else None,
+        "ttft_s": round(ended.timing.ttft_s, 4),
+    }

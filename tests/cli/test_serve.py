@@ -1,0 +1,108 @@
+"""`kvchat serve` as a process: its address, its end, and what it keeps between two runs."""
+
+import json
+import signal
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from support.commands import Shell
+
+MESSAGES = [{"role": "user", "content": "One two three four five six seven eight nine ten."}]
+
+
+class Server:
+    """A running server and its port."""
+
+    def __init__(self, process: "subprocess.Popen[bytes]", port: int) -> None:
+        self.process = process
+        self._port = port
+
+    def fetch(self, path: str, body: object = None) -> Any:
+        data = json.dumps(body).encode() if body is not None else None
+        with urllib.request.urlopen(f"http://127.0.0.1:{self._port}{path}", data, 60) as got:
+            return json.load(got)
+
+    def wait_until_ready(self) -> None:
+        until = time.monotonic() + 120
+        while time.monotonic() < until:
+            try:
+                self.fetch("/health")
+                return
+            except (urllib.error.URLError, ConnectionError):  # refused, or 503 while it loads
+                assert self.process.poll() is None, self.process.communicate()
+                time.sleep(0.1)
+        raise AssertionError("the server is not ready")
+
+    def ask(self) -> Any:
+        body = {"model": "small", "messages": MESSAGES, "max_tokens": 4, "temperature": 0}
+        return self.fetch("/v1/chat/completions", body)["usage"]["kvchat"]
+
+
+@contextmanager
+def served(shell: Shell, model: str) -> Iterator[Server]:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    process = subprocess.Popen(
+        shell.command("serve", "-m", model, "--name", "small", "--port", str(port)),
+        env=shell.environment,
+        stderr=subprocess.PIPE,
+    )
+    try:
+        server = Server(process, port)
+        server.wait_until_ready()
+        yield server
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_server_keeps_what_it_read_for_the_next_one(shell: Shell, tiny: str) -> None:
+    with served(shell.patient, tiny) as server:
+        first = server.ask()
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(30) == 143
+
+    with served(shell.patient, tiny) as server:
+        again = server.ask()
+
+    assert first["cached_tokens"]["total"] == 0
+    assert again["cached_tokens"]["disk"] > 0
+    assert again["prefilled_tokens"] <= 16
+    assert {path.stat().st_mode & 0o77 for path in shell.home.rglob("answers.db*")} == {0}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("--host", "0.0.0.0"), b"a key is needed"),
+        (("--port", "70000"), b"--port is 70000"),
+        (
+            ("--host", "no.such.name.invalid", "--api-key", "k"),
+            b"Cannot listen on no.such.name.invalid",
+        ),
+    ],
+)
+def test_an_address_that_cannot_be_used_is_a_usage_error(
+    shell: Shell, arguments: tuple[str, ...], sentence: bytes
+) -> None:
+    done = shell.run("serve", *arguments)
+
+    assert done.returncode == 2
+    assert sentence in done.stderr
+    assert b"Traceback" not in done.stderr
+
+
+def test_a_port_in_use_is_named(shell: Shell) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        done = shell.run("serve", "--port", str(taken.getsockname()[1]))
+
+    assert done.returncode == 2
+    assert b"Cannot listen" in done.stderr

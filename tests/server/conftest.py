@@ -1,0 +1,62 @@
+"""A served model: the whole server above a scripted engine, called in this process."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvchat.chat.answer_memory import AnswerMemory
+from kvchat.chat.chat_model import ChatModel
+from kvchat.chat.host import ChatHost
+from kvchat.chat.resent import ResentChats
+from kvchat.server.answering import Answering
+from kvchat.server.app import new_app
+from kvchat.server.guard import App, Limits
+from kvchat.server.metrics import Metrics
+from kvchat.server.service import Service
+from support.scripted_engine import (
+    Author,
+    Script,
+    scripted_build,
+    text_model,
+    write_text_checkpoint,
+)
+from support.tiny_host import answer_options
+
+Serve = Callable[..., App]
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> ChatModel:
+    return text_model(write_text_checkpoint(tmp_path_factory.mktemp("model") / "scripted"))
+
+
+def echo(question: str, sample: int) -> Script:
+    """Answer with the question and the number of the sample."""
+    return Script(f"{question} {sample}")
+
+
+@pytest.fixture
+def serve(model: ChatModel) -> Iterator[Serve]:
+    """Return a function that serves an author's answers and returns the application."""
+    hosts: list[tuple[ChatHost, Answering]] = []
+
+    def start(
+        author: Author = echo,
+        api_key: str | None = None,
+        limits: Limits | None = None,
+        memory: Path | None = None,
+        max_context: int = 32768,
+    ) -> App:
+        host = ChatHost(model, scripted_build(model, author, max_context=max_context), None)
+        host.wait_until_ready()
+        metrics = Metrics()
+        answering = Answering(ResentChats(host, AnswerMemory(memory)), metrics)
+        hosts.append((host, answering))
+        service = Service(host, answering, metrics, answer_options(200), ("scripted", "other"))
+        return new_app(service, api_key, limits or Limits())
+
+    yield start
+    for host, answering in hosts:
+        answering.close()
+        host.close()

@@ -1,0 +1,81 @@
+"""The Responses interface: the response object and its events."""
+
+from typing import Any
+
+import pytest
+
+from server.conftest import Serve
+from support.asgi_client import post
+from support.scripted_engine import Script
+
+PATH = "/v1/responses"
+
+
+def asked(given: Any, **others: Any) -> dict[str, Any]:
+    return {"model": "scripted", "input": given, **others}
+
+
+def test_a_response_has_reasoning_and_a_message(serve: Serve) -> None:
+    app = serve(lambda question, sample: Script("<think>why</think>because"))
+
+    response = post(app, PATH, asked("x", instructions="Be brief.")).json
+
+    reasoning, message = response["output"]
+    assert reasoning["content"][0]["text"] == "why"
+    assert message["content"][0]["text"] == "because"
+    assert response["status"] == "completed"
+    assert response["instructions"] == "Be brief."
+
+
+def test_a_response_that_reaches_its_limit_is_incomplete(serve: Serve) -> None:
+    response = post(serve(), PATH, asked("a long question", max_output_tokens=2)).json
+
+    assert response["status"] == "incomplete"
+    assert response["incomplete_details"] == {"reason": "max_output_tokens"}
+
+
+def test_items_of_earlier_responses_are_the_history(serve: Serve) -> None:
+    items = [
+        {"role": "user", "content": [{"type": "input_text", "text": "a"}]},
+        {"type": "reasoning", "summary": []},
+        {
+            "type": "message",
+            "role": "assistant",
+            "content": [{"type": "output_text", "text": "b"}],
+        },
+        {"type": "message", "role": "user", "content": "c"},
+    ]
+
+    response = post(serve(), PATH, asked(items)).json
+
+    assert response["output"][0]["content"][0]["text"] == "c 0"
+
+
+def test_events_are_numbered_and_end_with_the_whole_response(serve: Serve) -> None:
+    events = post(serve(), PATH, asked("abc", stream=True)).events
+
+    assert [data["sequence_number"] for _, data in events] == list(range(len(events)))
+    names = [name for name, _ in events]
+    assert names[:4] == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+    ]
+    assert names[-4:] == [
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        "response.completed",
+    ]
+    deltas = [data["delta"] for name, data in events if name == "response.output_text.delta"]
+    [item] = events[-1][1]["response"]["output"]
+    assert "".join(deltas) == "abc 0" == item["content"][0]["text"]
+
+
+@pytest.mark.parametrize(
+    "others",
+    [{"tools": [{}]}, {"previous_response_id": "resp_1"}, {"text": {"format": {"type": "json"}}}],
+)
+def test_what_is_not_supported_is_refused(serve: Serve, others: dict[str, Any]) -> None:
+    assert post(serve(), PATH, asked("x", **others)).status == 400
