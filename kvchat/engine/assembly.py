@@ -101,6 +101,9 @@ _MAX_DEFAULT_HOST_BYTES = 16 << 30
 _CPU_STEP_MACS = 4e10
 _CPU_STEP_TOKENS = (16, 512)
 _CUDA_STEP_TOKENS = 4096
+_NO_DRAFTS = (
+    "Answers come without drafts: a wrong one cannot be taken out of this model's recurrent state."
+)
 # Blocks of a snapshot of a model without attention layers: its blocks of tokens hold nothing.
 _CARRIER_BLOCKS = 256
 
@@ -395,12 +398,20 @@ def build_speculating_engine(
 ) -> AssembledEngine:
     """Load a model and, if given, a draft model, and build the engine for them.
 
-    Otherwise as `build_engine`. If the draft model cannot be used, the model's notes say why.
+    Otherwise as `build_engine`. If the draft model, or any draft, cannot be used, the model's notes
+    say why.
     """
     began_s = time.perf_counter()
     target = load_trusted(
         source, model_config, engine_config.max_context, state_directory, progress
     )
+    if target.spec.state:
+        if speculation_config.mode != Mode.OFF or draft_source is not None:
+            target = replace(target, notes=(*target.notes, _NO_DRAFTS))
+        engine = engine_around(
+            target, cache_config, engine_config, state_directory, no_drafts(target)
+        )
+        return AssembledEngine(engine, target, model_ready(target, engine, began_s))
     build = _DraftBuild(target, model_config, cache_config, engine_config, state_directory)
     try:
         draft = build.drafter(draft_source) if draft_source is not None else None
@@ -417,6 +428,11 @@ def build_speculating_engine(
     if draft is not None and draft_source is not None:
         ready = replace(ready, draft=draft_source.name)
     return AssembledEngine(engine, target, ready)
+
+
+def no_drafts(loaded: LoadedModel) -> Speculation:
+    """Return speculation that is off, and for a model with recurrent state stays off."""
+    return Speculation(mode=Mode.OFF, refusal=_NO_DRAFTS if loaded.spec.state else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -445,6 +461,8 @@ class _DraftBuild:
         loaded = load_trusted(
             source, self.model_config, target.max_context, self.state_directory, _say_nothing
         )
+        if loaded.spec.state:
+            raise ModelError(f"{source.name} has recurrent state, which cannot follow drafts.")
         geometry = kv_geometry(loaded.spec, self.cache_config, loaded.dtype)
         target_geometry = kv_geometry(target.spec, self.cache_config, target.dtype)
         both_bytes = geometry.block_bytes + target_geometry.block_bytes

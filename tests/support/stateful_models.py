@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig, Size
 from kvchat.core.events import RequestFailed, SampleFinished, TokensGenerated
 from kvchat.core.types import SamplingParams
-from kvchat.engine.assembly import engine_around
+from kvchat.engine.assembly import engine_around, no_drafts
 from kvchat.engine.engine import Engine
 from kvchat.engine.request import RequestSpec
 from kvchat.model.loader import LoadedModel, load_model
@@ -191,14 +191,25 @@ def load_stateful(name: str, directory: Path) -> tuple[PreTrainedModel, LoadedMo
 
 
 def open_engine(
-    loaded: LoadedModel, directory: Path | None, num_bytes: int = 32 << 20, step_tokens: int = 48
+    loaded: LoadedModel,
+    directory: Path | None,
+    num_bytes: int = 32 << 20,
+    step_tokens: int = 48,
+    host_bytes: int = 0,
 ) -> Engine:
     """Return an engine whose KV is kept in `directory`, nowhere if that is None."""
-    cache = CacheConfig(device_bytes=Size(num_bytes=num_bytes), directory=directory)
-    engine = engine_around(loaded, cache, EngineConfig(max_step_tokens=step_tokens), None)
+    cache = CacheConfig(
+        device_bytes=Size(num_bytes=num_bytes),
+        host_bytes=Size(num_bytes=host_bytes),
+        directory=directory,
+    )
+    settings = EngineConfig(max_step_tokens=step_tokens)
+    engine = engine_around(loaded, cache, settings, None, no_drafts(loaded))
     if engine._connector is not None:
         # Patience without end: a restore must not be given up because the machine is busy.
         engine._connector.planner.prefill_tokens_per_s = 1e-3
+    if engine._offload is not None:
+        engine._offload.rates.prefill_tokens_per_s = 1e-3
     return engine
 
 
@@ -209,6 +220,7 @@ class Answer:
     ids: list[int] = field(default_factory=list)
     num_cached: int = 0
     num_from_disk: int = 0
+    num_from_host: int = 0
 
 
 @dataclass
@@ -239,6 +251,7 @@ class Chat:
                     cached = event.usage.cached
                     answers[event.request_id, event.sample].num_cached = cached.total
                     answers[event.request_id, event.sample].num_from_disk = cached.disk
+                    answers[event.request_id, event.sample].num_from_host = cached.host
             running = [r.table for r in self.engine.running() if r.table is not None]
             self.engine.cache.check(running)
         return list(answers.values())
