@@ -91,7 +91,7 @@ def _size_facts(source: ModelSource, spec: Any, config: Any, device: str) -> dic
         "parameters": f"{spec.num_parameters / 1e6:,.1f} M",
         "weights": format_bytes(weights),
         "dtype": dtype_name(dtype),
-        "layers": len(spec.layers),
+        "layers": f"{len(spec.layers)} with attention" if spec.state else len(spec.layers),
         "attention": attention_in_words(spec, where, dtype) if spec.layers else "none",
         "windows": ", ".join(sorted(str(s.window or s.chunk or "full") for s in spans)) or "none",
         "context": f"{spec.max_context:,} tokens",
