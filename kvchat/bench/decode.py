@@ -202,7 +202,7 @@ def streamed_bytes(assembled: AssembledEngine) -> int:
     module = assembled.loaded.module
     total = sum(parameter.nbytes for parameter in module.parameters())
     packs = [pack_of(layer) for layer in module.modules()]
-    total += sum(pack.num_bytes for pack in packs if pack is not None)
+    total += sum(pack.weights.num_bytes for pack in packs if pack is not None)
     table = module.get_input_embeddings().weight
     has_own_head = pack_of(module.get_output_embeddings()) is not None
     is_tied = (

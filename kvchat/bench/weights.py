@@ -105,7 +105,7 @@ def _weight_bytes(assembled: AssembledEngine) -> int:
     module = assembled.loaded.module
     packs = [pack_of(layer) for layer in module.modules()]
     own = sum(parameter.nbytes for parameter in module.parameters())
-    return own + sum(pack.num_bytes for pack in packs if pack is not None)
+    return own + sum(pack.weights.num_bytes for pack in packs if pack is not None)
 
 
 def perplexity(assembled: AssembledEngine, texts: list[list[int]]) -> float:

@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 
+from kvchat.chat.think import Think, parse_think
 from kvchat.core.errors import UsageError
 from kvchat.core.types import SamplingParams
 
@@ -27,6 +28,7 @@ class AskOptions:
 
     seed          None draws a new seed for every answer
     is_one_shot   a new conversation will probably not be continued; ignored once it is
+    think         whether and how much the model thinks first, where its template has a switch
     chosen        names of the sampling parameters that the user set, not the model's defaults
     """
 
@@ -36,6 +38,7 @@ class AskOptions:
     stops: tuple[str, ...] = ()
     num_samples: int = 1
     is_one_shot: bool = False
+    think: Think = Think.AUTO
     chosen: frozenset[str] = SAMPLING_NAMES
 
     def for_model(self, defaults: Mapping[str, float]) -> "AskOptions":
@@ -53,7 +56,7 @@ class AskOptions:
 
 
 _SAMPLING = {name.replace("_", "-"): kind for name, kind in SAMPLING_KINDS.items()}
-_OTHERS = ("seed", "max-tokens", "stop")
+_OTHERS = ("seed", "max-tokens", "stop", "think")
 NAMES = (*_SAMPLING, *_OTHERS)
 _UNSET = ("none", "off", "default", "random")
 
@@ -65,6 +68,7 @@ def describe(options: AskOptions) -> list[tuple[str, str]]:
     values.append(("seed", "a new one per answer" if options.seed is None else str(options.seed)))
     values.append(("max-tokens", str(options.max_tokens or "as many as fit")))
     values.append(("stop", ", ".join(repr(stop) for stop in options.stops) or "none"))
+    values.append(("think", options.think))
     return values
 
 
@@ -78,6 +82,8 @@ def changed(options: AskOptions, name: str, text: str) -> AskOptions:
         return replace(options, sampling=sampling, chosen=options.chosen | {field})
     if name not in _OTHERS:
         raise UsageError(f"{name} is no setting.", f"There are: {', '.join(NAMES)}.")
+    if name == "think":
+        return replace(options, think=parse_think(text))
     is_unset = text.lower() in _UNSET
     if name == "seed":
         return replace(options, seed=None if is_unset else int(str(_read(name, text, int))))

@@ -4,13 +4,20 @@ It needs no weights and takes a fraction of a second to create, so that a prompt
 while the weights load.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime
 
-from kvchat.chat.conversation import Conversation, Role, Turn
+from kvchat.chat.conversation import ROOT, Conversation, Role, Turn
 from kvchat.chat.template import TurnFormat, turn_format
 from kvchat.chat.template_process import RenderingChild, TemplateProcess
-from kvchat.chat.thinking import CHANNEL_TOKEN, THINKING_MARKS
+from kvchat.chat.think import Think
+from kvchat.chat.thinking import (
+    CHANNEL_TOKEN,
+    THINKING_MARKS,
+    cut_at_marks,
+    first_mark_closes,
+)
 from kvchat.chat.tokenizer import ChatTokenizer, Segment
 from kvchat.core.errors import ContextTooLong
 from kvchat.core.types import FinishReason
@@ -19,13 +26,14 @@ from kvchat.model.text_files import read_text_files
 
 # The context length of a model whose configuration gives none.
 _LARGE_CONTEXT = 1 << 20
+# More tokens than a thinking mark and the white space after it have.
+_MARK_TOKENS = 32
 
 
 @dataclass(frozen=True, slots=True)
 class ChatModel:
     """The text properties of a model that a conversation needs.
 
-    starts_thinking   whether the template opens a thinking mark before every answer
     max_context       the most tokens of a context
     vocab_size        every id is below it; None if not known
     """
@@ -35,14 +43,21 @@ class ChatModel:
     format: TurnFormat
     stop_token_ids: frozenset[int]
     sampling_defaults: dict[str, float]
-    starts_thinking: bool
     max_context: int = _LARGE_CONTEXT
     vocab_size: int | None = None
 
     def user_ids(
-        self, conversation: Conversation, parent_id: int, text: str, system: str | None
+        self,
+        conversation: Conversation,
+        parent_id: int,
+        text: str,
+        system: str | None,
+        think: Think = Think.AUTO,
+        is_answered: bool = False,
     ) -> tuple[int, ...]:
         """Return the ids that a user turn adds below `parent_id`; `system` is for first turns.
+
+        With `is_answered` they are those before an answer that is given as text.
 
         Raises ContextTooLong for a text so long that no context could hold it.
         """
@@ -51,20 +66,87 @@ class ChatModel:
         clock = datetime.fromtimestamp(conversation.created_s)
         last = conversation.last_token(parent_id)
         if last is None:
-            return tuple(self.format.opening(system, text, clock))
-        return tuple(self.format.following(text, last, clock))
+            return tuple(self.format.opening(system, text, clock, think, is_answered))
+        first = conversation.path(parent_id)[0]
+        return tuple(self.format.following(text, last, clock, think, is_answered, first.system))
 
-    def answer_ids(self, turn: Turn) -> tuple[int, ...]:
+    def asking_ids(self, conversation: Conversation, turn: Turn, think: Think) -> tuple[int, ...]:
+        """Return the ids of a user turn as if it had been asked with `think`."""
+        return self.user_ids(conversation, turn.parent_id, turn.text, turn.system, think)
+
+    def think_of(self, conversation: Conversation, turn: Turn) -> Think | None:
+        """Return how a user turn was asked, by its ids; None if they are another template's."""
+        for think in self.format.switch.known:
+            if self.asking_ids(conversation, turn, think) == turn.token_ids:
+                return think
+        return None
+
+    def ids_with_system(
+        self, conversation: Conversation, turn: Turn, system: str | None
+    ) -> tuple[int, ...]:
+        """Return the ids of a context's first turn under another system prompt."""
+        think = self.think_of(conversation, turn) or Think.AUTO
+        is_told = self.is_told(conversation, turn)
+        return self.user_ids(conversation, ROOT, turn.text, system, think, is_told)
+
+    def starts_thinking(self, context_ids: Sequence[int]) -> bool:
+        """Return whether a context ends inside a thinking mark, which its template opened."""
+        end = self.tokenizer.decode(context_ids[-_MARK_TOKENS:])
+        return end.rstrip().endswith(tuple(THINKING_MARKS))
+
+    def think_problem(self, think: Think) -> str | None:
+        """Return one sentence if this model's template ignores a setting, else None."""
+        return self.format.switch.problem(think, self.name)
+
+    def answer_ids(self, conversation: Conversation, turn: Turn) -> tuple[int, ...]:
         """Return ids for an answer that is given as text, such as another model's answer.
 
-        Raises ContextTooLong for a text so long that no context could hold it.
+        They continue its user turn's ids. Raises ContextTooLong for a text so long that no context
+        could hold it.
         """
         self.require_fit(turn.text)
-        ids = self.tokenizer.encode([Segment(turn.text, is_inert=True)])
-        closing = self.format.closing_id
-        if turn.finish is FinishReason.STOP and closing is not None:
-            ids.append(closing)
-        return tuple(ids)
+        before = () if turn.parent_id == ROOT else conversation.turn(turn.parent_id).token_ids
+        segments = self._given(turn.text, self.starts_thinking(before))
+        if turn.finish is FinishReason.STOP:
+            segments.append(Segment(self.format.answer.closing))
+        return tuple(self.tokenizer.encode_after(before[-1] if before else None, segments))
+
+    def _given(self, text: str, is_open: bool) -> list[Segment]:
+        """Return a given answer after a prompt in which a mark of thinking is open, or is not."""
+        form, pieces = self.format.answer, cut_at_marks(text)
+        begins_closed = first_mark_closes(text)
+        if is_open:
+            closer = next((c for o, c in THINKING_MARKS.items() if o in form.opener), "")
+            lead = "" if begins_closed else f"{closer}\n\n"
+        elif begins_closed:
+            lead = form.opener
+        else:
+            lead = form.lead if len(pieces) == 1 else ""
+        marked = [Segment(piece, is_inert=not is_mark) for piece, is_mark in pieces]
+        return [Segment(lead), *marked]
+
+    def retold(self, conversation: Conversation, answer: Turn) -> Turn | None:
+        """Return the user turn of a given answer, with the ids that stand before such an answer.
+
+        None if its own ids do, or if another answer continues them.
+        """
+        if answer.parent_id == ROOT or not self.format.answer.is_told_apart:
+            return None
+        question = conversation.turn(answer.parent_id)
+        others = (t for t in conversation.children(question.turn_id) if t.turn_id != answer.turn_id)
+        is_right = question.role is not Role.USER or first_mark_closes(answer.text)
+        if is_right or any(other.token_ids for other in others):
+            return None
+        return replace(question, token_ids=self._told_ids(conversation, question))
+
+    def is_told(self, conversation: Conversation, turn: Turn) -> bool:
+        """Return whether a user turn's ids are those before an answer that was given as text."""
+        if not self.format.answer.is_told_apart:
+            return False
+        return turn.token_ids == self._told_ids(conversation, turn)
+
+    def _told_ids(self, conversation: Conversation, turn: Turn) -> tuple[int, ...]:
+        return self.user_ids(conversation, turn.parent_id, turn.text, turn.system, is_answered=True)
 
     def require_fit(self, text: str) -> None:
         """Raise ContextTooLong if a text alone certainly exceeds the context.
@@ -119,15 +201,9 @@ def read_chat_model(
         format=turns,
         stop_token_ids=tokenizer.stop_token_ids | closing,
         sampling_defaults=files.sampling_defaults,
-        starts_thinking=_starts_thinking(tokenizer, turns),
         max_context=files.max_context or _LARGE_CONTEXT,
         vocab_size=files.vocab_size,
     )
-
-
-def _starts_thinking(tokenizer: ChatTokenizer, turns: TurnFormat) -> bool:
-    opening = tokenizer.decode(turns.opening(None, "x", datetime(2026, 1, 2)))
-    return opening.rstrip().endswith(tuple(THINKING_MARKS))
 
 
 def readopt(conversation: Conversation, model: ChatModel) -> int:
@@ -141,6 +217,8 @@ def readopt(conversation: Conversation, model: ChatModel) -> int:
     for turn in list(conversation.turns()):
         if not model.is_stranger(turn):
             continue
+        if turn.role is Role.ASSISTANT and (asked := model.retold(conversation, turn)) is not None:
+            conversation.replace(asked)
         ids = _ids_again(conversation, turn, model)
         conversation.replace(turn.with_ids(ids, model.tokenizer.digest))
         num_changed += 1
@@ -155,7 +233,7 @@ def _ids_again(conversation: Conversation, turn: Turn, model: ChatModel) -> tupl
     try:
         if turn.role is Role.USER:
             return model.user_ids(conversation, turn.parent_id, turn.text, turn.system)
-        return model.answer_ids(turn)
+        return model.answer_ids(conversation, turn)
     except ContextTooLong:  # opening must not fail for one turn, perhaps on an unused branch
         text = f"{turn.system or ''}\n\n{turn.text}"
         return tuple(model.tokenizer.encode_front(text, model.max_context))

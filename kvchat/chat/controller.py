@@ -4,63 +4,49 @@ Slash commands and keys call it. Moving between turns deletes nothing: all turns
 Queries to the engine other than answers are in `engine_queries.py`.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+import asyncio
+import copy
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
 
 from kvchat.chat.answer_settings import AskOptions
 from kvchat.chat.attachment import Attached, read_attachment
+from kvchat.chat.chat_model import readopt
+from kvchat.chat.compaction import (
+    OPENING,
+    REPLY,
+    CompactionPlan,
+    max_summary_tokens,
+    plan_compaction,
+    request_text,
+)
 from kvchat.chat.conversation import ROOT, Conversation, Role, Turn
 from kvchat.chat.engine_queries import EngineQueries
 from kvchat.chat.events import AnswerEnded
 from kvchat.chat.host import ChatHost
+from kvchat.chat.kept_kv import KeptKv
+from kvchat.chat.messages import MessageNumbers, in_words
 from kvchat.chat.reply import Reply
 from kvchat.chat.session import ChatSession
+from kvchat.chat.think import Think
 from kvchat.chat.tokenizer import Segment
-from kvchat.chat.why import Reuse, beside_earlier, cause, earlier, explain, is_as_expected, reuse_of
+from kvchat.chat.why import (
+    Reuse,
+    Times,
+    beside_earlier,
+    cause,
+    earlier,
+    explain,
+    is_as_expected,
+    reuse_of,
+)
+from kvchat.core.cost import Cost
 from kvchat.core.errors import KvchatError, UsageError
 from kvchat.core.events import LoadEvent
-from kvchat.core.stats import KeptPack, ModelDirStatus, StoreStatus, Verified
 from kvchat.core.text import one_line, whole_number
-
-
-class KeptKv(Protocol):
-    """Maintenance of the KV store on disk. Thread-safe; its methods raise StoreError."""
-
-    @property
-    def directory(self) -> Path:
-        """The store's directory."""
-
-    def status(self) -> StoreStatus:
-        """Return what the store holds."""
-
-    def num_bytes(self) -> int:
-        """Return the store's size in bytes: the same figure as in `status`, but faster."""
-
-    def tree(self) -> list[tuple[ModelDirStatus, list[KeptPack]]]:
-        """Return every pack, by model directory."""
-
-    def verify(self, goes_on: Callable[[], bool]) -> Verified:
-        """Read every pack while `goes_on()` is true; remove damaged packs."""
-
-    def gc(self) -> int:
-        """Remove what is out of date or over the limit; return the bytes freed."""
-
-    def clear(self) -> int:
-        """Delete everything; return the bytes freed."""
-
-    def unpin(self, label: str) -> int:
-        """Remove the pins with this label; return their number."""
-
-    def forget(
-        self, contexts: Iterable[Sequence[int]], shared: Iterable[Sequence[int]], label: str = ""
-    ) -> int:
-        """Remove the KV of contexts, and the pin `label`; keep what `shared` contexts use.
-
-        Contexts are token ids. Returns the number of blocks removed.
-        """
-
+from kvchat.model.local_models import local_models, model_lines
 
 # Starts loading a model by its name; load events go to the listener.
 NewHost = Callable[[str, Callable[[LoadEvent], None]], ChatHost]
@@ -87,7 +73,7 @@ class ChatController:
         kept: KeptKv | None = None,
     ) -> None:
         self.host = host
-        self.engine = EngineQueries(host)
+        self.engine = EngineQueries(host, kept)
         self.new_host = new_host
         self.session = session
         self.options = options
@@ -112,9 +98,9 @@ class ChatController:
 
     @property
     def user_turns(self) -> list[Turn]:
-        """The user turns on the path to the tip; the user counts them from one."""
+        """The user's messages on the path to the tip; `MessageNumbers` numbers them."""
         path = self.conversation.path() if self.conversation is not None else []
-        return [turn for turn in path if turn.role is Role.USER]
+        return [turn for turn in path if turn.is_message]
 
     @property
     def context_ids(self) -> list[int]:
@@ -133,8 +119,14 @@ class ChatController:
     @property
     def editing(self) -> str:
         """Which message the next one replaces, as text for the toolbar; "" for none."""
-        turns = self.user_turns
-        return f"editing {turns.index(self.edited) + 1}" if self.edited in turns else ""
+        if self.edited is None or self.conversation is None:
+            return ""
+        return f"editing {MessageNumbers(self.conversation).of(self.edited)}"
+
+    @property
+    def think_problem(self) -> str | None:
+        """One sentence if the model's template ignores the user's `think`, else None."""
+        return self.host.model.think_problem(self.options.think)
 
     def require_conversation(self) -> Conversation:
         """Return the conversation; raises UsageError while it is empty."""
@@ -149,20 +141,28 @@ class ChatController:
         return self.session
 
     def user_turn(self, number: str) -> Turn:
-        """Return the user's n-th message on the path, counted from one; the last for "".
+        """Return the message on the path with this number; the last one for "".
 
         Raises UsageError for a number that is not one of the path.
         """
         turns = self.user_turns
-        if not turns:
+        if not turns or self.conversation is None:
             raise UsageError("There is no message yet.")
         if not number:
             return turns[-1]
-        index = whole_number(number)
-        if index is None or not 1 <= index <= len(turns):
-            said = one_line(number, 20)
-            raise UsageError(f"{said} is no message; they are numbered 1 to {len(turns)}.")
-        return turns[index - 1]
+        numbers = MessageNumbers(self.conversation)
+        wanted = whole_number(number)
+        if wanted is not None:
+            for turn in turns:
+                if numbers.of(turn) == wanted:
+                    return turn
+            if numbers.find(wanted) is not None:
+                raise UsageError(
+                    f"Message {wanted} is on another branch.", f"/switch {wanted} goes there."
+                )
+        known = in_words([numbers.of(turn) for turn in turns])
+        said = one_line(number, 20)
+        raise UsageError(f"{said} is no message; on this branch they are numbered {known}.")
 
     # Asking
 
@@ -215,11 +215,56 @@ class ChatController:
         """Continue the last answer from where it was cut off."""
         return self.require_session().continue_answer(self.options, notify)
 
+    def ask_aside(self, text: str, notify: Callable[[], None] | None = None) -> Reply:
+        """Answer a message in the conversation's context; neither joins the conversation."""
+        return self.require_session().ask_aside(text, self.options, notify)
+
+    def plan_compaction(self) -> CompactionPlan:
+        """Return what /compact would summarise; raises UsageError if that is nothing."""
+        return plan_compaction(self.require_conversation(), self._context_limit)
+
+    def summarise(
+        self, plan: CompactionPlan, focus: str = "", notify: Callable[[], None] | None = None
+    ) -> Reply:
+        """Let the model summarise a plan's older turns; the answer joins no conversation."""
+        sampling = replace(self.options.sampling, temperature=0.0)
+        limit = max_summary_tokens(self._context_limit)
+        think = Think.AUTO if self.host.model.think_problem(Think.OFF) else Think.OFF
+        options = replace(self.options, sampling=sampling, max_tokens=limit, stops=(), think=think)
+        below = plan.older[-1].turn_id
+        return self.require_session().ask_aside(request_text(focus), options, notify, below)
+
+    def compact(self, plan: CompactionPlan, summary: str) -> int:
+        """Continue with a summary in place of the plan's older turns; return the tokens saved.
+
+        Raises UsageError, and changes nothing, if the summary would save no token.
+        """
+        session = self.require_session()
+        text = self.host.model.user_ids(
+            Conversation("", 0.0), ROOT, OPENING + summary + REPLY, plan.older[0].system
+        )
+        if len(text) >= plan.num_tokens:
+            raise UsageError(
+                "The summary is as long as what it stands for, so nothing has changed.",
+                "/new begins another conversation.",
+            )
+        before = len(self.context_ids)
+        session.compact(plan, summary)
+        self.edited = None
+        self._undone.clear()
+        return before - len(self.context_ids)
+
+    @property
+    def _context_limit(self) -> int:
+        ready = self.host.ready
+        return ready.context_limit if ready is not None else self.host.model.max_context
+
     def note_ended(self, ended: AnswerEnded) -> None:
-        """Remember a finished answer, for `why` and for the statistics."""
+        """Remember a finished answer, for `why` and for the statistics; not that of an aside."""
+        if ended.turn_id == ROOT:
+            return
         self.last = ended
         self._last_session_id = self.session.session_id if self.session is not None else ""
-        self.engine.note_ended(ended)
 
     def why(self) -> list[str]:
         """Return lines on how much of the last context was cached, and why the rest was computed.
@@ -255,7 +300,10 @@ class ChatController:
         if conversation is None or conversation.session_id != self._last_session_id:
             return None
         with suppress(KeyError):  # as above
-            return reuse_of(conversation, ended.turn_id, ended.usage.cached, ended.miss_reason)
+            cleared_s = self.kept.cleared_s() if self.kept is not None else 0.0
+            times = Times(self.host.began_s, cleared_s)
+            cached = ended.usage.cached
+            return reuse_of(conversation, ended.turn_id, cached, ended.miss_reason, times)
         return None
 
     def _name(self, session: ChatSession, text: str) -> None:
@@ -266,10 +314,15 @@ class ChatController:
 
     def _ensure_session(self) -> ChatSession:
         if self.session is None:
-            self.session = self.host.new_session(self.system, self.title)
+            one_shot = self.options.is_one_shot
+            self.session = self.host.new_session(self.system, self.title, one_shot)
         return self.session
 
     # Conversations
+
+    def local_models(self) -> list[str]:
+        """Return one line per model on this machine: its name, size and place."""
+        return model_lines(local_models())
 
     def begin_new(self, title: str = "") -> str | None:
         """Close the conversation and drop attached files; the next message begins a new one.
@@ -305,6 +358,16 @@ class ChatController:
         if (problem := self.close_session()) is not None:
             session.notes = (*session.notes, problem)
         self.session = session
+
+    async def cost_with(self, host: ChatHost) -> Cost | None:
+        """Return what the next message costs with another, loaded model; None if nothing is said
+        yet, or while that cannot be known.
+        """
+        if self.conversation is None:
+            return None
+        conversation = copy.deepcopy(self.conversation)
+        await asyncio.to_thread(readopt, conversation, host.model)
+        return await EngineQueries(host).cost(conversation.context_ids())
 
     def change_host(self, host: ChatHost) -> ChatHost:
         """Switch to another model, which is loaded; return the old host, for the caller to close.
@@ -343,12 +406,20 @@ class ChatController:
         self._undone.clear()
         self.require_session().move_tip(turn_id)
 
-    def undo(self) -> Turn | None:
-        """Move the tip before the last message; return that message, None at the beginning."""
+    def undo(self, count: int = 1) -> Turn | None:
+        """Move the tip back by as many messages as there are, `count` at most; `redo` reverts it.
+
+        Returns the message that is now the next one, None at the beginning.
+        """
         session = self.require_session()
         tip = session.conversation.tip_id
         self.edited = None
-        turn = session.undo()
+        turn: Turn | None = None
+        for _ in range(count):
+            back = session.undo()
+            if back is None:
+                break
+            turn = back
         if turn is not None:
             self._undone.append(tip)
         return turn
@@ -396,7 +467,7 @@ class ChatController:
         path = conversation.path() if conversation is not None else []
         if conversation is None or not path:
             return []
-        first = self.host.model.user_ids(conversation, ROOT, path[0].text, system)
+        first = self.host.model.ids_with_system(conversation, path[0], system)
         return [*first, *(token for turn in path[1:] for token in turn.token_ids)]
 
     def set_system(self, system: str | None) -> None:

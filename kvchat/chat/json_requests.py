@@ -10,11 +10,12 @@ from kvchat.chat.answer_settings import SAMPLING_KINDS, AskOptions
 from kvchat.chat.conversation import Role
 from kvchat.chat.documents import parse_messages
 from kvchat.chat.session import ChatSession
+from kvchat.chat.think import parse_think
 from kvchat.core.config import shown
 from kvchat.core.errors import KvchatError, UsageError
 
 _MOST = 2**63 - 1
-_OTHERS = ("id", "prompt", "messages", "system", "seed", "max_tokens", "stop")
+_OTHERS = ("id", "prompt", "messages", "system", "seed", "max_tokens", "stop", "think")
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,4 +152,9 @@ def _others(content: dict[str, Any], line: int) -> dict[str, Any]:
         if not isinstance(stops, list) or not all(isinstance(s, str) and s for s in stops):
             raise UsageError(f"stop of line {line} must be a text or a list of texts.")
         values["stops"] = tuple(stops)
+    if "think" in content:
+        try:
+            values["think"] = parse_think(str(content["think"]))
+        except UsageError as error:
+            raise UsageError(f"Line {line} of the input: {error.message}") from error
     return values

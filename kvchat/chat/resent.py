@@ -136,11 +136,15 @@ class ResentChats:
             else:
                 is_last = number == len(chat.messages)
                 known = self._memory.find(digest.key(text)) if not is_last else None
+                asked = session.conversation.path()[-1]
                 turn = session.add_answer(
                     text,
                     finish=FinishReason.LENGTH if is_last else FinishReason.STOP,
                     known=(known.token_ids, known.finish) if known is not None else None,
                 )
+                if session.conversation.turn(asked.turn_id) is not asked:  # told, not asked
+                    digest = self._digest()
+                    digest.extend(session.conversation.context_ids(asked.turn_id))
             digest.extend(turn.token_ids)
         return session
 

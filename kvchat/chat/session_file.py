@@ -5,6 +5,7 @@ Writes a conversation's lines and reads them back, also after an incomplete last
 """
 
 import json
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -21,38 +22,48 @@ MAGIC = "session"
 _OPENING = b'{"type":"'
 _KINDS = frozenset((b"turn", b"more", b"end", b"tip", b"title", b"system"))
 _ANSWER = b'"role":"assistant"'
+# The beginning of a turn's line, a key that only the turns of a summary have, and a tip's line.
+_TURN_LINE = re.compile(rb'\{"type":"turn","id":(\d+),"parent":(\d+),"role":"(user|assistant)",')
+_SUMMARY = b',"summary_of":'
+_TIP_LINE = re.compile(rb'\{"type":"tip","id":(\d+)\}$')
 
 
 @dataclass(frozen=True, slots=True)
 class ReadSession:
-    """A conversation read from a file; `notes` are sentences for the user on what was lost."""
+    """A conversation read from a file; `notes` are sentences for the user on what was lost.
+
+    `is_one_shot` says that a script began it, and nothing has gone on with it.
+    """
 
     conversation: Conversation
     model: str
     notes: tuple[str, ...]
+    is_one_shot: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """A session's entry in a list: its title or first words, and its number of turns."""
+    """A session's entry in a list: its title or first words, and its number of turns.
+
+    A turn is here a message of the user on the path to the tip, with its answer if it has one.
+    """
 
     label: str
     num_turns: int
     has_answer: bool
 
 
-def header_line(conversation: Conversation, model: str) -> str:
-    """Return the first line of a session file."""
-    return _line(
-        {
-            "kvchat": MAGIC,
-            "version": FORMAT_VERSION,
-            "id": conversation.session_id,
-            "created": conversation.created_s,
-            "system": conversation.system,
-            "model": model,
-        }
-    )
+def header_line(conversation: Conversation, model: str, is_one_shot: bool = False) -> str:
+    """Return the first line of a session file; `is_one_shot` if a script began it."""
+    header: dict[str, Any] = {
+        "kvchat": MAGIC,
+        "version": FORMAT_VERSION,
+        "id": conversation.session_id,
+        "created": conversation.created_s,
+        "system": conversation.system,
+        "model": model,
+    }
+    return _line({**header, "one_shot": True} if is_one_shot else header)
 
 
 def turn_line(turn: Turn) -> str:
@@ -67,8 +78,8 @@ def turn_line(turn: Turn) -> str:
         "tokenizer": turn.tokenizer,
         "at": turn.created_s,
     }
-    if turn.system is not None:
-        event["system"] = turn.system
+    optional = {"system": turn.system, "copy_of": turn.copy_of, "summary_of": turn.summary_of}
+    event.update((key, value) for key, value in optional.items() if value is not None)
     return _line(event)
 
 
@@ -117,7 +128,8 @@ def read_session(data: bytes, name: str) -> ReadSession:
     below its turn. Raises StoreError if the file is not a session or has an unknown version.
     """
     *lines, torn = data.split(b"\n")
-    conversation, model = _begin(_event(lines[0]) if lines else None, name)
+    header = _event(lines[0]) if lines else None
+    conversation, model = _begin(header, name)
     damaged = []
     for number, line in enumerate(lines[1:], start=2):
         try:
@@ -127,7 +139,8 @@ def read_session(data: bytes, name: str) -> ReadSession:
     notes = [_damage(damaged, name)] if damaged else []
     if torn:
         notes.append(f"The last line of {name} was torn and was dropped.")
-    return ReadSession(conversation, model, tuple(notes))
+    is_one_shot = header is not None and header.get("one_shot") is True and len(conversation) <= 2
+    return ReadSession(conversation, model, tuple(notes), is_one_shot)
 
 
 def _damage(numbers: list[int], name: str) -> str:
@@ -147,13 +160,14 @@ def read_summary(data: bytes, name: str) -> Summary:
     """
     lines = data.split(b"\n")[:-1]
     first_turn = title = b""
-    num_turns, has_answer = 0, False
+    path, has_answer = _PathCount(), False
     for line in lines[1:]:
         kind = line[len(_OPENING) : line.find(b'"', len(_OPENING))]
         if kind not in _KINDS or not line.startswith(_OPENING) or not line.endswith(b"}"):
             return _whole_summary(read_session(data, name).conversation)
+        if not path.take(kind, line):
+            return _whole_summary(read_session(data, name).conversation)
         if kind == b"turn":
-            num_turns += 1
             first_turn = first_turn or line
             has_answer = has_answer or _ANSWER in line
         elif kind == b"title":
@@ -162,14 +176,43 @@ def read_summary(data: bytes, name: str) -> Summary:
     few = b"".join(line + b"\n" for line in (*lines[:1], first_turn, title) if line)
     return replace(
         _whole_summary(read_session(few, name).conversation),
-        num_turns=num_turns,
+        num_turns=path.num_turns,
         has_answer=has_answer,
     )
 
 
 def _whole_summary(conversation: Conversation) -> Summary:
     has_answer = any(turn.role is Role.ASSISTANT for turn in conversation.turns())
-    return Summary(conversation.label, len(conversation), has_answer)
+    num_turns = sum(turn.is_message for turn in conversation.path())
+    return Summary(conversation.label, num_turns, has_answer)
+
+
+class _PathCount:
+    """Counts the user's messages on the path to the tip, from lines of a session file."""
+
+    def __init__(self) -> None:
+        self._counts = {ROOT: 0}  # by turn: the messages on its path
+        self._tip = ROOT
+
+    @property
+    def num_turns(self) -> int:
+        return self._counts[self._tip]
+
+    def take(self, kind: bytes, line: bytes) -> bool:
+        """Take the next line; false if the count is not certain with it."""
+        if kind == b"tip":
+            match = _TIP_LINE.match(line)
+            self._tip = int(match[1]) if match is not None else -1
+            return self._tip in self._counts
+        if kind == b"turn":
+            match = _TURN_LINE.match(line)
+            parent = int(match[2]) if match is not None else -1
+            if match is None or parent not in self._counts:
+                return False
+            is_message = match[3] == b"user" and _SUMMARY not in line
+            self._tip = int(match[1])
+            self._counts[self._tip] = self._counts[parent] + is_message
+        return True
 
 
 def without_turns(data: bytes, gone: set[int], keeps_title: bool) -> bytes:
@@ -249,6 +292,8 @@ def _new_turn(conversation: Conversation, event: dict[str, Any]) -> Turn:
         tokenizer=str(event["tokenizer"]),
         created_s=float(event["at"]),
         system=_system(event),
+        copy_of=_number(event["copy_of"]) if "copy_of" in event else None,
+        summary_of=_number(event["summary_of"]) if "summary_of" in event else None,
     )
 
 

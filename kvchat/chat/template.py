@@ -5,6 +5,7 @@ the first turn is rendered whole. For a later turn a placeholder conversation is
 text after the placeholder answer is used.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -12,6 +13,8 @@ from enum import StrEnum
 from typing import Protocol
 
 from kvchat.chat.template_process import RenderingFailed, TemplateProcess
+from kvchat.chat.think import Think, ThinkSwitch
+from kvchat.chat.thinking import THINKING_MARKS
 from kvchat.chat.tokenizer import ChatTokenizer, Segment
 from kvchat.core.errors import ModelError
 from kvchat.model.text_files import TextFiles
@@ -20,6 +23,12 @@ from kvchat.model.text_files import TextFiles
 _USER = "Kv7User3Stands9Here"
 _ANSWER = "Kv7Answer3Stands9Here"
 _EARLIER = "Kv7Earlier3Stands9Here"
+_LATER = "Kv7Later3Stands9Here"
+_NEXT_ANSWER = "Kv7Next3Stands9Here"
+
+
+# Words in a message that some templates look for, to switch thinking as `enable_thinking` does.
+_WORD_FOR_TEMPLATE = re.compile(r"/(?:no_)?think\b")
 
 
 class Strategy(StrEnum):
@@ -31,16 +40,59 @@ class Strategy(StrEnum):
     NO_TEMPLATE = "no template"
 
 
+@dataclass(frozen=True, slots=True)
+class AnswerForm:
+    """What a template writes around an answer that stands in the history.
+
+    lead           what it adds to the prompt before the answer, such as the header of a channel
+    is_told_apart  whether it writes less or other text before such an answer than in a prompt,
+                   which may open a mark of thinking
+    opener         the mark of thinking that its prompt opens, with the white space after it
+    closing        the text after the answer, up to and with its closing token
+    closing_id     that token; None if no control token closes an answer
+    """
+
+    lead: str = ""
+    is_told_apart: bool = False
+    opener: str = ""
+    closing: str = ""
+    closing_id: int | None = None
+
+
 class TurnFormat(Protocol):
-    """Turns user messages into the token ids to append. Implementations: a template, plain text."""
+    """Turns user messages into the token ids to append. Implementations: a template, plain text.
+
+    With `is_answered` a user turn is written as it stands in the history before a given answer, and
+    not as a prompt. Both are the same unless `answer.is_told_apart`.
+    """
 
     strategy: Strategy
+    switch: ThinkSwitch
+    answer: AnswerForm
 
-    def opening(self, system: str | None, user: str, clock: datetime) -> list[int]:
+    def opening(
+        self,
+        system: str | None,
+        user: str,
+        clock: datetime,
+        think: Think = Think.AUTO,
+        is_answered: bool = False,
+    ) -> list[int]:
         """Return the ids of a context that starts with this user turn."""
 
-    def following(self, user: str, last_id: int | None, clock: datetime) -> list[int]:
-        """Return the ids to append after an answer that ended with `last_id`."""
+    def following(
+        self,
+        user: str,
+        last_id: int | None,
+        clock: datetime,
+        think: Think = Think.AUTO,
+        is_answered: bool = False,
+        system: str | None = None,
+    ) -> list[int]:
+        """Return the ids to append after an answer that ended with `last_id`.
+
+        `system` is the conversation's system prompt, whose ids stand before already.
+        """
 
     @property
     def closing_id(self) -> int | None:
@@ -72,7 +124,7 @@ class ChatTemplate:
         process: TemplateProcess,
         variables: dict[str, object] | None = None,
     ) -> None:
-        process.compile()
+        self.switch = ThinkSwitch.of(files.chat_template or "", process.compile())
         self._process = process
         self._tokenizer = tokenizer
         self._variables = {**files.special_tokens, **(variables or {})}
@@ -81,52 +133,131 @@ class ChatTemplate:
         self._refuse_loss()
         self.takes_system = self._renders([_message("system", _EARLIER), _message("user", _USER)])
         self.strategy = self._certify()
+        self.answer = self._answer_form()
 
     @property
     def closing_id(self) -> int | None:
-        ids = self._tokenizer.encode([Segment(self._after_answer(self._probe_clock))])
-        return ids[0] if ids and self._tokenizer.is_control(ids[0]) else None
+        return self.answer.closing_id
 
-    def opening(self, system: str | None, user: str, clock: datetime) -> list[int]:
+    def opening(
+        self,
+        system: str | None,
+        user: str,
+        clock: datetime,
+        think: Think = Think.AUTO,
+        is_answered: bool = False,
+    ) -> list[int]:
         """Return the ids of a context that starts with this user turn.
 
         If the template does not accept a system prompt, the prompt is put before the user's text.
         """
-        return self._tokenizer.encode(self._opening(system, user, clock))
+        return self._tokenizer.encode(self._opening(system, user, clock, think, is_answered))
 
-    def following(self, user: str, last_id: int | None, clock: datetime) -> list[int]:
+    def following(
+        self,
+        user: str,
+        last_id: int | None,
+        clock: datetime,
+        think: Think = Think.AUTO,
+        is_answered: bool = False,
+        system: str | None = None,
+    ) -> list[int]:
         """Return the ids to append after an answer that ended with `last_id`.
 
         They close the answer, unless `last_id` is the closing token already, add the user turn, and
         open the next answer.
         """
-        ids = self._tokenizer.encode(self._following(user, clock))
-        is_closed = ids[:1] == [last_id] and self._tokenizer.is_control(ids[0])
-        return ids[1:] if is_closed else ids
+        segments = self._following(user, clock, think, is_answered, system)
+        closing_id = self.answer.closing_id
+        if closing_id is None or last_id != closing_id:
+            return self._tokenizer.encode_after(last_id, segments)
+        ids = self._tokenizer.encode(segments)
+        return ids[ids.index(closing_id) + 1 :] if closing_id in ids else ids
 
-    def _opening(self, system: str | None, user: str, clock: datetime) -> list[Segment]:
-        messages = [_message("user", _USER)]
-        if system is not None and self.takes_system:
-            messages.insert(0, _message("system", _EARLIER))
-        elif system is not None:
-            user = f"{system}\n\n{user}"
-        return self._fill(self._render(messages, clock), {_EARLIER: system or "", _USER: user})
+    def _opening(
+        self,
+        system: str | None,
+        user: str,
+        clock: datetime,
+        think: Think = Think.AUTO,
+        is_answered: bool = False,
+    ) -> list[Segment]:
+        if system is not None and not self.takes_system:
+            system, user = None, f"{system}\n\n{user}"
+        content, texts = _stand_in(_USER, user)
+        messages = [_message("user", content)]
+        if system is not None:
+            content, more = _stand_in(_EARLIER, system)
+            messages.insert(0, _message("system", content))
+            texts |= more
+        if is_answered:
+            messages += [_message("assistant", _NEXT_ANSWER), _message("user", _LATER)]
+        rendered = self._render(messages, clock, think).partition(_NEXT_ANSWER)[0]
+        return self._fill(rendered, texts)
 
-    def _following(self, user: str, clock: datetime) -> list[Segment]:
-        return self._fill(self._after_answer(clock), {_USER: user})
+    def _following(
+        self,
+        user: str,
+        clock: datetime,
+        think: Think = Think.AUTO,
+        is_answered: bool = False,
+        system: str | None = None,
+    ) -> list[Segment]:
+        content, texts = _stand_in(_USER, user)
+        return self._fill(self._after_answer(clock, think, is_answered, content, system), texts)
 
-    def _after_answer(self, clock: datetime) -> str:
+    def _after_answer(
+        self,
+        clock: datetime,
+        think: Think = Think.AUTO,
+        is_answered: bool = False,
+        user: str = _USER,
+        system: str | None = None,
+    ) -> str:
         """Return what the template writes after an answer, up to the start of the next one."""
         messages = [
             _message("user", _EARLIER),
             _message("assistant", _ANSWER),
-            _message("user", _USER),
+            _message("user", user),
         ]
-        return self._render(messages, clock).rpartition(_ANSWER)[2]
+        # A word for the template in the system prompt holds for every turn.
+        words = _WORD_FOR_TEMPLATE.findall(system or "")
+        if words and self.takes_system:
+            messages.insert(0, _message("system", " ".join(words)))
+        if is_answered:
+            messages += [_message("assistant", _NEXT_ANSWER), _message("user", _LATER)]
+        rendered = self._render(messages, clock, think).partition(_NEXT_ANSWER)[0]
+        return rendered.rpartition(_ANSWER)[2]
 
-    def _render(self, messages: Sequence[dict[str, str]], clock: datetime) -> str:
+    def _answer_form(self) -> AnswerForm:
+        """Compare a prompt with the same turn in the history, and read what closes an answer."""
+        asked, told = (
+            _text(self._opening(None, _USER, self._probe_clock, is_answered=is_answered))
+            for is_answered in (False, True)
+        )
+        closing, closing_id = self._closing(self._after_answer(self._probe_clock))
+        if told.startswith(asked):
+            return AnswerForm(told[len(asked) :], closing=closing, closing_id=closing_id)
+        mark = next((mark for mark in THINKING_MARKS if asked.rstrip().endswith(mark)), None)
+        if mark is None:  # the template shortens its own text in the history
+            return AnswerForm(closing=closing, closing_id=closing_id)
+        opener = asked[asked.rindex(mark) :]
+        return AnswerForm("", True, opener, closing, closing_id)
+
+    def _closing(self, after: str) -> tuple[str, int | None]:
+        """Return the text up to the control token that closes an answer, and the token."""
+        for token_id, begin, end in self._tokenizer.written(after):
+            if after[:begin].strip() or not self._tokenizer.is_control(token_id):
+                break
+            return after[:end], token_id
+        return "", None
+
+    def _render(
+        self, messages: Sequence[dict[str, str]], clock: datetime, think: Think = Think.AUTO
+    ) -> str:
+        variables = {**self._variables, **self.switch.variables(think)}
         try:
-            return self._process.render(messages, self._variables, clock)
+            return self._process.render(messages, variables, clock)
         except RenderingFailed as error:
             raise ModelError(
                 f"The checkpoint's chat template cannot be used: {error}.",
@@ -207,6 +338,8 @@ class PlainText:
     """The format of a checkpoint without a template: the texts are concatenated."""
 
     strategy = Strategy.NO_TEMPLATE
+    switch = ThinkSwitch()
+    answer = AnswerForm()
 
     def __init__(self, tokenizer: ChatTokenizer) -> None:
         self._tokenizer = tokenizer
@@ -215,12 +348,27 @@ class PlainText:
     def closing_id(self) -> int | None:
         return None
 
-    def opening(self, system: str | None, user: str, clock: datetime) -> list[int]:
+    def opening(
+        self,
+        system: str | None,
+        user: str,
+        clock: datetime,
+        think: Think = Think.AUTO,
+        is_answered: bool = False,
+    ) -> list[int]:
         """Return the ids of the text, with the system prompt before it."""
         text = user if system is None else f"{system}\n\n{user}"
         return self._tokenizer.encode_bare(text, is_first=True)
 
-    def following(self, user: str, last_id: int | None, clock: datetime) -> list[int]:
+    def following(
+        self,
+        user: str,
+        last_id: int | None,
+        clock: datetime,
+        think: Think = Think.AUTO,
+        is_answered: bool = False,
+        system: str | None = None,
+    ) -> list[int]:
         """Return the ids of the text alone."""
         return self._tokenizer.encode_bare(user, is_first=False)
 
@@ -240,6 +388,27 @@ def turn_format(
     return ChatTemplate(
         files, tokenizer, process or TemplateProcess(files.chat_template), variables
     )
+
+
+def _stand_in(name: str, text: str) -> tuple[str, dict[str, str]]:
+    """Return what the template sees of a message, and the texts that replace its placeholders.
+
+    It sees a placeholder for the text, but words for the template, and white space beside them.
+    """
+    pieces = re.split(f"({_WORD_FOR_TEMPLATE.pattern})", text)
+    if len(pieces) == 1:
+        return name, {name: text}
+    content, texts = "", {}
+    for number, piece in enumerate(pieces):
+        core = piece.strip() if number % 2 == 0 else ""
+        if not core:
+            content += piece
+            continue
+        before, _, after = piece.partition(core)
+        stand_in = f"{name}x{number}x"
+        content += before + stand_in + after
+        texts[stand_in] = core
+    return content, texts
 
 
 def _message(role: str, content: str) -> dict[str, str]:

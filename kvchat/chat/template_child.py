@@ -16,7 +16,7 @@ from datetime import datetime
 from typing import Any
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -43,10 +43,11 @@ class _GenerationTag(Extension):
 
 
 class CompiledTemplate:
-    """A chat template, compiled once."""
+    """A chat template, compiled once. `names` are the variables that it reads, in order."""
 
-    def __init__(self, template: jinja2.Template) -> None:
+    def __init__(self, template: jinja2.Template, names: Sequence[str]) -> None:
         self._template = template
+        self.names = names
 
     def render(
         self,
@@ -81,7 +82,8 @@ def compile_template(source: str) -> CompiledTemplate:
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
     try:
-        return CompiledTemplate(environment.from_string(source))
+        names = sorted(meta.find_undeclared_variables(environment.parse(source)))
+        return CompiledTemplate(environment.from_string(source), names)
     except jinja2.TemplateError as error:
         raise TemplateFailed(str(error).rstrip(".")) from error
     except _FAULTS as error:  # Python compiles Jinja's output, and its compiler has limits too
@@ -129,7 +131,8 @@ def main(cpu_limit_s: float, memory_bytes: int, text_bytes: int) -> None:
             allowed_s = min(request.get("limit_s") or cpu_limit_s, cpu_limit_s)
             signal.setitimer(signal.ITIMER_PROF, max(allowed_s, _SHORTEST_S))
             if template is None:
-                template, reply = compile_template(request["source"]), {}
+                template = compile_template(request["source"])
+                reply: dict[str, object] = {"names": template.names}
             else:
                 reply = {"text": _render(template, request, text_bytes)}
         except TemplateFailed as error:

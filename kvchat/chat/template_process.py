@@ -52,11 +52,14 @@ class TemplateProcess:
         self._child = child or RenderingChild()
         self._child.begin(source)
 
-    def compile(self) -> None:
-        """Wait until the template is compiled; raises ModelError if it is not valid."""
+    def compile(self) -> frozenset[str]:
+        """Wait until the template is compiled; return the names of the variables that it reads.
+
+        Raises ModelError if it is not valid.
+        """
         with self._lock:
             try:
-                self._compiled()
+                return self._compiled().names
             except RenderingFailed as error:
                 raise ModelError(
                     f"The checkpoint's chat template is not valid: {error}.",
@@ -88,7 +91,8 @@ class TemplateProcess:
             self._child = RenderingChild()
             self._child.begin(self._source)
         if not self._child.is_compiled:
-            self._receive(self._child, None)  # the user's limit does not include the start
+            # The user's limit does not include the start.
+            self._child.names = frozenset(self._receive(self._child, None)["names"])
             self._child.is_compiled = True
         return self._child
 
@@ -133,6 +137,7 @@ class RenderingChild:
         self._reader: IO[bytes] = self._process.stdout
         self._end = weakref.finalize(self, _end_process, self._process)
         self.is_compiled = False
+        self.names: frozenset[str] = frozenset()
 
     def begin(self, source: str) -> None:
         """Send the template without waiting; the reply says whether it is valid."""

@@ -117,7 +117,7 @@ def whole_passages(text: str, starts_thinking: bool | None = None) -> list[Passa
     With `starts_thinking` None, the prompt opened a mark if the text's first mark is a closing one.
     """
     if starts_thinking is None:
-        starts_thinking = _first_mark_closes(text)
+        starts_thinking = first_mark_closes(text)
     splitter = ThinkingSplitter(starts_thinking)
     return splitter.feed(text) + splitter.flush()
 
@@ -129,13 +129,31 @@ def split_thinking(text: str, starts_thinking: bool | None = None) -> tuple[str,
     return thinking, "".join(p.text for p in passages if not p.is_thinking)
 
 
-def _first_mark_closes(text: str) -> bool:
+def first_mark_closes(text: str) -> bool:
     """Return whether the first mark in a text is a closing one.
 
     A mark directly after a backtick is quoted, and does not count.
     """
     match = _ANY_MARK.search(text)
     return match is not None and match[0] in THINKING_MARKS.values()
+
+
+def cut_at_marks(text: str) -> list[tuple[str, bool]]:
+    """Return a whole answer in pieces, and whether each is one of the marks around its thinking.
+
+    The pieces are the text. Thinking comes first, as in ThinkingSplitter; other marks are text.
+    """
+    match = _ANY_MARK.search(text)
+    if match is None:
+        return [(text, False)]
+    closer = THINKING_MARKS.get(match[0])
+    if closer is None:  # the prompt opened the mark
+        return [(text[: match.start()], False), (match[0], True), (text[match.end() :], False)]
+    if text[: match.start()].strip():
+        return [(text, False)]
+    thinking, found, answer = text[match.end() :].partition(closer)
+    pieces = [(text[: match.start()], False), (match[0], True), (thinking, False)]
+    return [*pieces, (found, True), (answer, False)] if found else pieces
 
 
 def _overlap(text: str, marks: tuple[str, ...]) -> int:

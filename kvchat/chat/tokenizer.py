@@ -91,6 +91,20 @@ class ChatTokenizer:
         is_same = _among(ids, self._reserved) == _among(spelled, self._reserved)
         return ids if is_same else spelled
 
+    def encode_after(self, last_id: int | None, segments: Sequence[Segment]) -> list[int]:
+        """Return the ids of segments that continue a context which ends with `last_id`.
+
+        Some tokenizers put a space before a text, which must not happen within one.
+        """
+        if last_id is None:
+            return self.encode(segments)
+        with faults_as_model_errors("The checkpoint's tokenizer cannot decode"):
+            end = Segment(str(self._tokenizer.decode([last_id], skip_special_tokens=False)))
+        before, whole = self.encode([end]), self.encode([end, *segments])
+        if before[-1:] == [last_id] and whole[: len(before)] == before:
+            return whole[len(before) :]
+        return self.encode(segments)  # both are one token together, or the id alone is no text
+
     def encode_bare(self, text: str, is_first: bool) -> list[int]:
         """Return the ids of inert text with no template around it.
 
@@ -166,13 +180,13 @@ class ChatTokenizer:
                 text += segment.text
                 continue
             done = 0
-            for token_id, begin, end in self._written(segment.text):
+            for token_id, begin, end in self.written(segment.text):
                 ids += [*self._encode_plain(text + segment.text[done:begin]), token_id]
                 text, done = "", end
             text += segment.text[done:]
         return ids + self._encode_plain(text)
 
-    def _written(self, text: str) -> Iterator[tuple[int, int, int]]:
+    def written(self, text: str) -> Iterator[tuple[int, int, int]]:
         """Yield (id, begin, end) of the added and reserved tokens in a template's text."""
         encoding = self._encode(text)
         for token_id, (begin, end) in zip(encoding.ids, encoding.offsets, strict=True):

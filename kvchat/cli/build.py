@@ -61,12 +61,15 @@ def store_admin(settings: Settings) -> "StoreAdmin":
     """Return the administration of the KV store on disk."""
     from kvchat.cache.disk.admin import StoreAdmin
 
-    return StoreAdmin(cache_directory(settings), settings.cache_config().disk_bytes)
+    config = settings.cache_config()
+    state = None if settings["incognito"] else user_paths().state
+    return StoreAdmin(cache_directory(settings), config.disk_bytes, state, config.block_size)
 
 
 def ask_options(settings: Settings, model_defaults: dict[str, float], samples: int) -> "AskOptions":
     """Return how answers are generated."""
     from kvchat.chat.answer_settings import SAMPLING_NAMES, AskOptions
+    from kvchat.chat.think import Think
 
     max_tokens = settings["max_tokens"]
     if max_tokens is not None and max_tokens < 1:
@@ -85,6 +88,7 @@ def ask_options(settings: Settings, model_defaults: dict[str, float], samples: i
         max_tokens=max_tokens,
         stops=tuple(settings["stop"]),
         num_samples=samples,
+        think=Think(settings["think"]),
         chosen=frozenset(chosen),
     )
     return options.for_model(model_defaults)
@@ -115,7 +119,9 @@ def open_host(
     from kvchat.chat.host import ChatHost
     from kvchat.model.source import find_model
 
-    source = find_model(model_name if model_name is not None else settings["model"])
+    name = model_name if model_name is not None else settings["model"]
+    # An adapter was made for one model, so a model that is switched to gets none.
+    source = find_model(name, settings["adapter"] if name == settings["model"] else None)
     draft_name = settings.draft_name(source.name)
     draft = find_model(draft_name) if draft_name is not None else None
     store = None if settings["incognito"] else session_store(settings)

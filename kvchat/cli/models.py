@@ -13,30 +13,19 @@ from kvchat.chat.template import Strategy
 from kvchat.core.config import CacheConfig, ModelConfig, format_bytes
 from kvchat.core.errors import ModelError, ModelUnsupported
 from kvchat.core.text import sanitize
+from kvchat.model.local_models import local_models, model_lines
 from kvchat.model.source import DEMO, ModelSource, find_model
 
 
 def list_models() -> None:
-    """Print the shipped demo and every model in the hub cache."""
-    names = [DEMO, *_hub_models()]
-    for name in names:
-        _print(name)
+    """Print every model on this machine with its size, one a line."""
+    for line in model_lines(local_models()):
+        _print(line)
 
 
-def _hub_models() -> list[str]:
-    from huggingface_hub import scan_cache_dir
-    from huggingface_hub.errors import CacheNotFound
-
-    try:
-        repositories = scan_cache_dir().repos
-    except CacheNotFound:
-        return []
-    return sorted(repo.repo_id for repo in repositories if repo.repo_type == "model")
-
-
-def info(name: str, device: str, as_json: bool) -> None:
+def info(name: str, device: str, as_json: bool, adapter: str | None = None) -> None:
     """Print a model's properties, then raise ModelUnsupported if it cannot be run."""
-    source = find_model(name)
+    source = find_model(name, adapter)
     facts, refusal = _facts(source, device)
     if as_json:
         _print(json.dumps(facts, ensure_ascii=True))
@@ -54,6 +43,8 @@ def _facts(source: ModelSource, device: str) -> tuple[dict[str, Any], ModelUnsup
     from kvchat.model.loader import inspect_model
 
     facts: dict[str, Any] = {"model": source.name, "directory": str(source.directory)}
+    if source.adapter is not None:
+        facts["adapter"] = str(source.adapter.directory)
     try:
         config, spec = inspect_model(source)
         if spec is None:
@@ -76,7 +67,9 @@ def _size_facts(source: ModelSource, spec: Any, config: Any, device: str) -> dic
     import torch
 
     from kvchat.engine.assembly import device_budget, kv_geometry
+    from kvchat.model.checkpoint_files import read_json
     from kvchat.model.device import choose_device, dtype_name
+    from kvchat.model.packed_weights import packing_of
     from kvchat.model.spec import attention_in_words
 
     where = choose_device(ModelConfig(device=device))
@@ -84,12 +77,14 @@ def _size_facts(source: ModelSource, spec: Any, config: Any, device: str) -> dic
     geometry = kv_geometry(spec, CacheConfig(), dtype)
     budget = device_budget(CacheConfig(), where)
     weights = sum(path.stat().st_size for path in source.weight_files)
+    packing = packing_of(read_json(source.config_file) or {}, source.name)
     spans = {layer.span for layer in spec.layers}
     return {
         "supported": "yes",
         "architecture": spec.architecture,
         "parameters": f"{spec.num_parameters / 1e6:,.1f} M",
         "weights": format_bytes(weights),
+        **({} if packing is None else {"packed": f"{packing.title}, unpacked when loaded"}),
         "dtype": dtype_name(dtype),
         "layers": f"{len(spec.layers)} with attention" if spec.state else len(spec.layers),
         "attention": attention_in_words(spec, where, dtype) if spec.layers else "none",

@@ -54,6 +54,7 @@ class Setting:
 
 SETTINGS = (
     Setting("model", str, "demo", "demo, a directory, or a Hugging Face id"),
+    Setting("adapter", str, None, "directory of a LoRA adapter to merge into the model"),
     Setting("system", str, None, "system prompt of new conversations"),
     Setting("temperature", float, None, "0 is greedy; default: the model's own, else 0.7"),
     Setting("top_p", float, None, "keep the likeliest tokens up to this probability"),
@@ -63,6 +64,13 @@ SETTINGS = (
     Setting("seed", int, None, "same seed, same text; default: a new one per answer"),
     Setting("max_tokens", int, None, "most tokens of an answer"),
     Setting("stop", list, (), "end the answer at this text"),
+    Setting(
+        "think",
+        str,
+        "auto",
+        "whether the model thinks first, or how much, where its template has a switch",
+        ("auto", "on", "off", "low", "medium", "high"),
+    ),
     Setting("timeout", float, None, "in scripts, seconds loading may take, and then each answer"),
     Setting(
         "spec",

@@ -81,7 +81,7 @@ class ParameterLimit:
 def parameter_limit(headers: Sequence[WeightHeader], config: dict[str, Any]) -> ParameterLimit:
     """Return the limit for a model whose weight files have these headers."""
     num_tensors = sum(len(header.tensors) for header in headers)
-    if config.get("quantization_config"):
+    if config.get("quantization_config") or config.get("quantization"):
         num_elements = _QUANTISED_PER_BYTE * sum(header.file_bytes for header in headers)
     else:
         num_elements = sum(

@@ -28,8 +28,10 @@ def sample_digest(source: ModelSource) -> str:
     read.
     """
     digest = hashlib.sha256()
-    digest.update((read_text(source.config_file) or "").encode())
-    for path in source.weight_files:
+    settings, weights = _identifying(source)
+    for path in settings:
+        digest.update((read_text(path) or "").encode())
+    for path in weights:
         header = read_header(path)
         digest.update(header.raw)
         digest.update(str(header.file_bytes).encode())
@@ -45,6 +47,15 @@ def sample_digest(source: ModelSource) -> str:
         except OSError as error:
             raise unreadable(path, error.strerror) from error
     return f"s1-{digest.hexdigest()[:32]}"
+
+
+def _identifying(source: ModelSource) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
+    """Return the files of settings and of weights that results depend on, in loading order."""
+    settings, weights = (source.config_file,), source.weight_files
+    if source.adapter is None:
+        return settings, weights
+    more, changes = source.adapter.files
+    return (*settings, more), (*weights, changes)
 
 
 def _sample_offsets(start: int, end: int) -> tuple[int, ...]:
@@ -67,8 +78,11 @@ def content_digest(source: ModelSource, state_directory: Path | None) -> str:
     """
     known = _read_memory(state_directory)
     digests: dict[str, str] = {}
-    whole = hashlib.blake2b(read_bounded(source.config_file, MAX_CONFIG_BYTES), digest_size=16)
-    for path in source.weight_files:
+    settings, weights = _identifying(source)
+    whole = hashlib.blake2b(digest_size=16)
+    for path in settings:
+        whole.update(read_bounded(path, MAX_CONFIG_BYTES))
+    for path in weights:
         found = mark(path)
         digests[found] = known.get(found) or _file_digest(path)
         if mark(path) != found:

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+from transformers import AutoConfig
 from transformers.utils import logging as transformers_logging
 
 from kvchat.core.config import ModelConfig
 from kvchat.core.errors import ModelError, ModelUnsupported
 from kvchat.core.events import LoadProgress
 from kvchat.model.checkpoint_files import read_header, read_json
+from kvchat.model.checkpoint_tensors import read_tensors
 from kvchat.model.config_limits import check_counts, parameter_limit
 from kvchat.model.device import choose_device, dtype_of, free_bytes, set_threads
 from kvchat.model.fuse import Fusing, choose_scheme
@@ -33,7 +33,21 @@ from kvchat.model.hf_adapter import (
     register_attention,
 )
 from kvchat.model.identity import sample_digest
-from kvchat.model.probe import PROBE, ProbeInconclusive, probe, probe_loaded, register_probe
+from kvchat.model.lora import merge
+from kvchat.model.model_class import (
+    class_and_config,
+    reads_more_than_text,
+    tensor_names,
+    without_towers,
+)
+from kvchat.model.packed_weights import packing_of
+from kvchat.model.probe import (
+    ProbeInconclusive,
+    attention_to_probe_loaded,
+    probe,
+    probe_loaded,
+    register_probe,
+)
 from kvchat.model.quantise import quantise
 from kvchat.model.source import ModelSource
 from kvchat.model.spec import ModelSpec
@@ -85,6 +99,7 @@ def read_config(source: ModelSource) -> Any:
     _keep_quiet()
     content = read_json(source.config_file) or {}
     check_counts(content)
+    packing_of(content, source.name)
     if "configuration_files" in content:
         raise ModelUnsupported(
             f"config.json of {source.name} is not its only one: it names others by version.",
@@ -99,12 +114,18 @@ def read_config(source: ModelSource) -> Any:
             f"transformers cannot use the configuration of {source.name}: {_first_line(error)}",
             "Models that bring their own code are not run.",
         ) from error
+    # kvchat unpacks weights itself; transformers would ask for the packages of their format.
+    for part in (config, config.get_text_config()):
+        part.__dict__.pop("quantization_config", None)
     return config
 
 
 def inspect_model(source: ModelSource) -> tuple[Any, ModelSpec | None]:
-    """Return a checkpoint's config and its spec; None as the spec if the probe needs weights."""
-    config = read_config(source)
+    """Return a checkpoint's config and its spec; None as the spec if the probe needs weights.
+
+    The config is that of the text model, with as little else as its class can be built with.
+    """
+    config = without_towers(read_config(source))
     headers = [read_header(path) for path in source.weight_files]
     try:
         return config, probe(config, parameter_limit(headers, read_json(source.config_file) or {}))
@@ -128,15 +149,19 @@ def load_model(
     with _LOADING:
         marks = source.marks()
         hf_config, spec = inspect_model(source)
-        progress(LoadProgress("loading weights", 0.0))
-        module, notes = _read_weights(source, hf_config, dtype_of(config.dtype), spec is None)
+        module, notes = _read_weights(source, hf_config, dtype_of(config.dtype), spec, progress)
         if spec is None:
             spec = probe_loaded(module)
-            module.set_attn_implementation(PAGED)
+            if spec.gathered is None:
+                module.set_attn_implementation(PAGED)
+    if source.adapter is not None:
+        progress(LoadProgress("merging the adapter"))
+        merge(module, source.adapter)
     limit = min(spec.max_context, max_context or spec.max_context)
     frozen_rope = freeze_rope(module, limit)
     _move(module, device, progress)
-    if spec.state:
+    runs_fused = spec.gathered is None and not spec.state
+    if not runs_fused:
         notes += _own_weights_only(config)
     elif config.weights != "auto":
         notes += quantise(module, spec, config.weights, _telling(progress))
@@ -144,7 +169,7 @@ def load_model(
         take_few_shapes(module)
     step = StepContext()
     fusing = None
-    if not spec.state:  # fused layers know attention only
+    if runs_fused:  # fused layers know paged attention only
         fusing = Fusing(module, spec, step, choose_scheme(module, config.weights))
     identity = sample_digest(source)
     if source.marks() != marks:
@@ -165,17 +190,20 @@ def load_model(
         marks=marks,
         load_s=load_s,
         frozen_rope=frozen_rope,
-        notes=notes,
+        notes=(*source.notes, *notes),
         step=step,
         fusing=fusing,
     )
 
 
 def _own_weights_only(config: ModelConfig) -> tuple[str, ...]:
-    """Return a note if weights in fewer bits were asked for, which recurrent layers cannot use."""
+    """Return a note if weights in fewer bits were asked for and are not used."""
     if config.weights == "auto":
         return ()
-    return (f"--weights {config.weights} is not used: the model has recurrent layers.",)
+    return (
+        f"--weights {config.weights} is not used: only models whose layers are all paged attention "
+        "have weights in fewer bits.",
+    )
 
 
 def _telling(progress: Progress) -> Callable[[float], None]:
@@ -183,21 +211,27 @@ def _telling(progress: Progress) -> Callable[[float], None]:
 
 
 def _read_weights(
-    source: ModelSource, hf_config: Any, dtype: torch.dtype | None, needs_probe: bool
+    source: ModelSource,
+    hf_config: Any,
+    dtype: torch.dtype | None,
+    spec: ModelSpec | None,
+    progress: Progress,
 ) -> tuple[Any, tuple[str, ...]]:
+    """Read the weights into a module; `spec` is None if the module is to be probed."""
     register_attention()
     register_probe()
-    own = OWN_ATTENTION.get(hf_config.model_type)
-    implementation = "eager" if own else PROBE if needs_probe else PAGED
+    implementation = _attention_name(hf_config, spec)
     try:
         # With tensors and no directory, transformers opens no files: no pickles that an index
         # names, no adapters and no other checkpoints beside the weights.
-        model_class, class_config = _causal_class(hf_config)
+        found = read_tensors(source, hf_config, dtype)
+        progress(LoadProgress(found.stage, 0.0))
+        model_class, class_config = class_and_config(hf_config)
         module, report = model_class.from_pretrained(
             None,
             config=class_config,
-            state_dict=_tensors(source),
-            dtype=dtype if dtype is not None else "auto",
+            state_dict=found.tensors,
+            dtype=found.dtype if found.dtype is not None else "auto",
             attn_implementation=implementation,
             local_files_only=True,
             ignore_mismatched_sizes=True,
@@ -206,7 +240,7 @@ def _read_weights(
     except ImportError as error:
         raise ModelUnsupported(
             f"{source.name} needs a package that is not installed: {_first_line(error)}",
-            "Its weights are probably quantised; use an unquantised checkpoint.",
+            "Use another checkpoint of this model.",
         ) from error
     except ModelError:
         raise
@@ -219,34 +253,15 @@ def _read_weights(
             "Is the download complete?",
         ) from error
     _refuse_gaps(source, report)
-    return module.eval().requires_grad_(False), _leftovers(source, report)
+    return module.eval().requires_grad_(False), _leftovers(source, hf_config, report)
 
 
-def _causal_class(config: Any) -> tuple[Any, Any]:
-    """Return a config's model class and the config that class takes.
-
-    Repeats AutoModelForCausalLM's choice, because that class loads from directories only.
-    """
-    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    text_class = config.sub_configs.get("text_config")
-    if text_class is None or model_class.config_class is not text_class:
-        return model_class, config
-    text_config = config.get_text_config()
-    if getattr(config, "quantization_config", None) is not None:
-        text_config.quantization_config = config.quantization_config
-    return model_class, text_config
-
-
-def _tensors(source: ModelSource) -> dict[str, torch.Tensor]:
-    """Return every tensor of the weight files, memory-mapped: data is read at first use.
-
-    If two files hold a tensor of the same name, the later file wins, as in transformers.
-    """
-    tensors: dict[str, torch.Tensor] = {}
-    for path in source.weight_files:
-        with safe_open(path, framework="pt") as file:
-            tensors.update((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118
-    return tensors
+def _attention_name(hf_config: Any, spec: ModelSpec | None) -> str:
+    """Return the attention to load with; a class without the interface accepts `eager` only."""
+    if spec is not None:
+        is_own = OWN_ATTENTION.get(hf_config.model_type) is not None
+        return "eager" if is_own or spec.gathered is not None else PAGED
+    return attention_to_probe_loaded(hf_config)
 
 
 def _refuse_gaps(source: ModelSource, report: dict[str, Any]) -> None:
@@ -260,12 +275,15 @@ def _refuse_gaps(source: ModelSource, report: dict[str, Any]) -> None:
         )
 
 
-def _leftovers(source: ModelSource, report: dict[str, Any]) -> tuple[str, ...]:
+def _leftovers(source: ModelSource, hf_config: Any, report: dict[str, Any]) -> tuple[str, ...]:
     """Return a note on tensors the model does not use.
 
     transformers has already removed those that the model class declares as expected.
     """
-    extra = sorted(report["unexpected_keys"])
+    unexpected = set(report["unexpected_keys"])
+    if unexpected and reads_more_than_text(hf_config):  # those of its towers are left out by us
+        unexpected -= tensor_names(read_config(source))
+    extra = sorted(unexpected)
     if not extra:
         return ()
     return (

@@ -8,7 +8,7 @@ import errno
 import os
 import re
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from glob import escape
 from importlib import resources
@@ -16,6 +16,7 @@ from pathlib import Path
 
 from kvchat.core.errors import ModelError, UsageError
 from kvchat.core.paths import user_path
+from kvchat.model.adapter import Adapter, is_adapter, read_adapter
 from kvchat.model.checkpoint_files import (
     INDEX,
     SINGLE,
@@ -35,10 +36,16 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """A checkpoint directory with safetensors weights, and the name the user gave for it."""
+    """A checkpoint directory with safetensors weights, and the name the user gave for it.
+
+    `adapter` is merged into the weights, and is part of the model's identity. `notes` are sentences
+    for the user on what was found.
+    """
 
     name: str
     directory: Path
+    adapter: Adapter | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def config_file(self) -> Path:
@@ -53,7 +60,8 @@ class ModelSource:
     def marks(self) -> dict[Path, str]:
         """Return the `mark` of config.json and each weight file; it changes when the file does."""
         try:
-            return {path: mark(path) for path in (self.config_file, *self.weight_files)}
+            more = self.adapter.files if self.adapter is not None else ()
+            return {path: mark(path) for path in (self.config_file, *self.weight_files, *more)}
         except OSError as error:
             raise ModelError(f"{self.name} cannot be read: {error.strerror}.") from error
 
@@ -63,12 +71,17 @@ def demo_directory(part: str = "target") -> Path:
     return Path(str(resources.files("kvchat"))) / "demo" / part
 
 
-def find_model(name: str) -> ModelSource:
+def find_model(name: str, adapter: str | None = None) -> ModelSource:
     """Return the checkpoint for `demo`, a directory or a hub id; downloads a hub id if needed.
+
+    `adapter` is the directory of an adapter to merge into it. A directory that holds only an
+    adapter stands for that and its base, if the base is on this machine.
 
     A download shows huggingface_hub's progress bars on stderr. Raises ModelError, with a hint, if
     the name is wrong, the directory is incomplete or the download fails.
     """
+    if adapter is not None:
+        return replace(find_model(name), adapter=read_adapter(user_path(adapter)), notes=())
     if name == DEMO:
         return _checked(ModelSource(DEMO, demo_directory()))
     if name == DEMO_DRAFT:
@@ -81,7 +94,12 @@ def find_model(name: str) -> ModelSource:
     except OSError as error:  # no permission on a parent directory, or the name is too long
         raise ModelError(f"{name} cannot be read: {error.strerror}.", "Give another.") from error
     if is_directory:
-        return _checked(ModelSource(name, path))
+        if not is_adapter(path):
+            return _checked(ModelSource(name, path))
+        if not (path / "config.json").exists():
+            return _on_its_base(name, read_adapter(path))
+        note = f"The adapter that {name} holds too is not used; --adapter {name} merges it."
+        return _checked(ModelSource(name, path, notes=(note,)))
     if is_other:
         raise ModelError(
             f"{name} is a file.", "Give the directory that holds config.json and *.safetensors."
@@ -93,6 +111,26 @@ def find_model(name: str) -> ModelSource:
     return _checked(ModelSource(name, _hub_snapshot(name)))
 
 
+def _on_its_base(name: str, adapter: Adapter) -> ModelSource:
+    """Return the base of an adapter that was given as a model; downloads nothing."""
+    base = adapter.base_name
+    notes = (f"{name} is an adapter; it is merged into its base, {base}.",)
+    path = adapter.directory / base
+    try:
+        if base and path.is_dir():
+            return _checked(ModelSource(name, path, adapter, notes))
+        if _HUB_ID.match(base):
+            snapshot = _hub_snapshot(base, is_local=True)
+            return _checked(ModelSource(name, snapshot, adapter, notes))
+    except (ModelError, OSError):
+        pass
+    raise ModelError(
+        f"{name} is an adapter for {base or 'a model that it does not name'}, which is not on this "
+        "machine.",
+        f"Give the base with --model, and --adapter {name}.",
+    )
+
+
 def _checked(source: ModelSource) -> ModelSource:
     """Return the source; raises ModelError if config.json or a weight file is missing."""
     directory = source.directory
@@ -101,12 +139,8 @@ def _checked(source: ModelSource) -> ModelSource:
     except OSError as error:
         raise unreadable(directory, error.strerror) from error
     if "config.json" not in names:
-        is_adapter = "adapter_config.json" in names
         raise ModelError(
-            f"{directory} has no config.json.",
-            "It holds an adapter; merge it into its model."
-            if is_adapter
-            else "Give a directory in Hugging Face's layout.",
+            f"{directory} has no config.json.", "Give a directory in Hugging Face's layout."
         )
     paths = source.weight_files
     check_weights(paths)
@@ -127,8 +161,11 @@ def _no_weights(name: str, names: frozenset[str]) -> ModelError:
     return ModelError(f"{name} has neither {SINGLE} nor {INDEX}.", "Is the download complete?")
 
 
-def _hub_snapshot(name: str) -> Path:
-    """Return a hub id's snapshot directory: the local one if complete, else a download."""
+def _hub_snapshot(name: str, is_local: bool = False) -> Path:
+    """Return a hub id's snapshot directory: the local one if complete, else a download.
+
+    With `is_local` nothing is downloaded.
+    """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -149,8 +186,10 @@ def _hub_snapshot(name: str) -> Path:
     try:
         with suppress(LocalEntryNotFoundError):
             local = snapshot(local_files_only=True)
-            if _is_complete(local):
+            if _is_complete(local) or is_local:
                 return local
+        if is_local:
+            raise ModelError(f"{name} is not on this machine.")
         return snapshot(local_files_only=False)
     except ModelError:
         raise

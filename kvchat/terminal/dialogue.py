@@ -8,19 +8,26 @@ import logging
 from collections.abc import Awaitable, Callable, Coroutine
 
 from kvchat.chat.answer_settings import AskOptions
+from kvchat.chat.compaction import CompactionPlan
 from kvchat.chat.controller import ChatController
+from kvchat.chat.events import AnswerEnded
 from kvchat.chat.message_queue import MessageQueue
+from kvchat.chat.read_ahead import ReadAhead
 from kvchat.core.errors import ExitCode, KvchatError
 from kvchat.core.events import LoadEvent, LoadFailed, LoadProgress, ModelReady
 from kvchat.core.text import one_line
-from kvchat.terminal import history_view
+from kvchat.terminal import history_view, warmth
 from kvchat.terminal.answering import Answering
 from kvchat.terminal.commands import CommandContext, Invocation, Message, Registry, Unknown
-from kvchat.terminal.status import ToolbarFacts, model_label, toolbar
+from kvchat.terminal.status import StatsLevel, ToolbarFacts, model_label, toolbar
 from kvchat.terminal.theme import Role
 from kvchat.terminal.view import LiveState, View
 
 _STOP_PATIENCE_S = 2.0
+# After such a pause in typing, what is finished of a message is prefilled.
+_TYPING_PAUSE_S = 0.25
+# How often the engine is asked what the next message costs; each time it has two seconds.
+_WARMTH_TRIES = 15
 _FAREWELLS = ("exit", "quit", "bye")
 
 _log = logging.getLogger(__name__)
@@ -30,14 +37,14 @@ class Dialogue(CommandContext):
     """Implements `Listener` for views. `work` is its main loop; `exit_code` is set at the end."""
 
     def __init__(
-        self, controller: ChatController, view: View, registry: Registry, shows_stats: bool
+        self, controller: ChatController, view: View, registry: Registry, stats_level: StatsLevel
     ) -> None:
         self.controller = controller
         self._view = view
         self.registry = registry
         self.exit_code = ExitCode.OK
         self.failure: KvchatError | None = None
-        self.shows_stats = shows_stats
+        self.stats_level = stats_level
         self._queue = MessageQueue()
         self._asked: Callable[[], Awaitable[None]] | None = None
         self._answering = Answering(controller, view, self.refresh, self._live_state)
@@ -45,8 +52,10 @@ class Dialogue(CommandContext):
         self._notice = ""
         self._said_farewell = ""
         self._num_commands = 0
-        self._warmth: float | None = None
+        self._warmth = ""
         self._num_context_tokens = len(controller.context_ids)
+        self._ahead = ReadAhead(controller)
+        self._pause: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
         self._loaded = asyncio.Event()
         # Held by an answer, and by a command that must not run during an answer.
@@ -69,6 +78,7 @@ class Dialogue(CommandContext):
             self._loaded.set()
             for note in event.notes:
                 self.say(note)
+            self._spawn(self._tell_cost_at_opening())
             self.conversation_changed()
         else:
             self._fail(event)
@@ -161,6 +171,19 @@ class Dialogue(CommandContext):
         if self._notice:
             self.notice("")
 
+    def draft_changed(self, text: str) -> None:
+        """Prefill what is finished of a message, after a pause in typing."""
+        if self._pause is not None:
+            self._pause.cancel()
+        self._pause = asyncio.get_running_loop().create_task(self._read_ahead(text))
+        self._tasks.add(self._pause)
+        self._pause.add_done_callback(self._task_ended)
+
+    async def _read_ahead(self, text: str) -> None:
+        await asyncio.sleep(_TYPING_PAUSE_S)
+        if not self.is_busy and isinstance(self.registry.parse(text), Message):
+            await self._ahead.consider(text)
+
     def edit_queue(self, current: str, step: int) -> str | None:
         move = self._queue.edit_previous if step < 0 else self._queue.edit_next
         text = move(current)
@@ -176,7 +199,7 @@ class Dialogue(CommandContext):
 
     def rewind(self) -> None:
         if not self.is_busy and self.controller.user_turns:
-            self._run_by_name("rewind")
+            self.run_by_name("rewind")
 
     def show_sibling(self, step: int) -> None:
         if self.is_busy:
@@ -191,7 +214,7 @@ class Dialogue(CommandContext):
         self.conversation_changed()
 
     def toggle_stats(self) -> None:
-        self.set_stats(not self.shows_stats)
+        self.notice(self.set_stats(self.stats_level.next()))
 
     def quit(self, code: int) -> None:
         """Leave; an answer in progress is stopped first and kept."""
@@ -252,8 +275,9 @@ class Dialogue(CommandContext):
         if not self._queue.has_next:
             return  # the user took the message back for editing while a command held the lock
         text = self._queue.take()
+        self._ahead.forget()
         self.refresh()
-        await self._answering.answer_message(text, self.shows_stats)
+        await self._answering.answer_message(text, self.stats_level)
         self._answer_ended()
 
     async def _answer_asked(self) -> None:
@@ -265,6 +289,7 @@ class Dialogue(CommandContext):
     def _answer_ended(self) -> None:
         self.conversation_changed()
         self._spawn(self._tell_trouble())
+        self.draft_changed(self._view.prompt_text)
 
     async def _tell_trouble(self) -> None:
         """Show a new problem of the KV store or of speculation; the chat continues."""
@@ -276,28 +301,51 @@ class Dialogue(CommandContext):
     def answer_again(self, options: AskOptions) -> None:
         """Answer the last message again, when no answer or command holds the lock."""
         self.controller.user_turn("")
-        self._asked = lambda: self._answering.answer_again(options, self.shows_stats)
+        self._asked = lambda: self._answering.answer_again(options, self.stats_level)
         self._wake.set()
 
     def continue_answer(self) -> None:
         """Continue the last answer, when no answer or command holds the lock."""
         self.controller.require_conversation()
-        self._asked = lambda: self._answering.continue_answer(self.shows_stats)
+        self._asked = lambda: self._answering.continue_answer(self.stats_level)
         self._wake.set()
+
+    def ask_aside(self, question: str) -> None:
+        """Answer a question aside, when no answer or command holds the lock."""
+        self.controller.require_conversation()
+        self._asked = lambda: self._answering.answer_aside(question, self.stats_level)
+        self._wake.set()
+
+    async def show_summary(self, plan: CompactionPlan, focus: str) -> AnswerEnded:
+        return await self._answering.show_summary(plan, focus, self.stats_level)
+
+    def hide_thinking(self, is_hidden: bool) -> None:
+        self._answering.hides_thinking = is_hidden
 
     def conversation_changed(self) -> None:
         """Update the toolbar's figures, after the tip has moved."""
         self._num_context_tokens = len(self.controller.context_ids)
-        self._warmth = None
+        self._warmth = ""
         self.refresh()
         self._spawn(self._measure_warmth())
 
     async def _measure_warmth(self) -> None:
-        tip = self._num_context_tokens
-        warmth = await self.controller.engine.warmth(self.controller.context_ids)
-        if tip == self._num_context_tokens and not self.is_answering:
-            self._warmth = warmth
+        """Show what the next message costs, once the engine knows: the disk may open slowly."""
+        context_ids = self.controller.context_ids
+        for _ in range(_WARMTH_TRIES):
+            cost = await self.controller.engine.cost(context_ids)
+            if context_ids != self.controller.context_ids or self.is_answering:
+                return
+            if cost is not None or not context_ids:
+                break
+        if cost is not None:
+            self._warmth = warmth.for_toolbar(cost)
             self.refresh()
+
+    async def _tell_cost_at_opening(self) -> None:
+        cost = await self.controller.engine.cost_at_opening()
+        if cost is not None:
+            self.say(warmth.sentence(cost))
 
     def refresh(self) -> None:
         """Show the current state."""
@@ -305,7 +353,8 @@ class Dialogue(CommandContext):
 
     # Carrying out commands
 
-    def _run_by_name(self, name: str) -> None:
+    def run_by_name(self, name: str) -> None:
+        """Run a command without arguments."""
         command = self.registry.find(name)
         assert command is not None
         self._begin(Invocation(command, ""))
@@ -327,6 +376,7 @@ class Dialogue(CommandContext):
             self._num_commands -= 1
             self._wake.set()
             self.refresh()
+            self.draft_changed(self._view.prompt_text)  # a file may be attached
 
     def _spawn(self, work: Coroutine[object, object, None]) -> None:
         """Run a coroutine as a task; an error in it is reported, not raised."""

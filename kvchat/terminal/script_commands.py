@@ -10,13 +10,17 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from kvchat.chat.answer_settings import AskOptions
+from kvchat.chat.compaction import CompactionPlan
 from kvchat.chat.controller import ChatController
-from kvchat.chat.engine_queries import Cost
+from kvchat.chat.events import AnswerEnded, AnswerFailed
 from kvchat.chat.reply import Reply
+from kvchat.core.cost import Cost
 from kvchat.core.errors import UsageError
-from kvchat.terminal.commands import CommandContext, Invocation, Registry, cost_line
+from kvchat.terminal import warmth
+from kvchat.terminal.commands import CommandContext, Invocation, Registry
 from kvchat.terminal.paint import Painter, RenderContext, Row
-from kvchat.terminal.view import Choice, Page
+from kvchat.terminal.status import StatsLevel
+from kvchat.terminal.view import Choice, Page, PickerActions
 
 
 class ScriptPage:
@@ -50,11 +54,20 @@ class ScriptPage:
     def put_text(self, text: str) -> None:
         """Do nothing: a script has no prompt."""
 
-    async def choose(self, title: str, choices: Sequence[Choice], current: int = 0) -> int | None:
+    async def choose(
+        self,
+        title: str,
+        choices: Sequence[Choice],
+        current: int = 0,
+        actions: PickerActions | None = None,
+    ) -> int | None:
         raise UsageError(
             f"“{title}” needs a terminal.",
             "In a script, name what you want after the command.",
         )
+
+    def choices_changed(self) -> None:
+        """Do nothing: a script has no picker."""
 
     @asynccontextmanager
     async def lent(self, takes_interrupts: bool = True) -> AsyncIterator[None]:
@@ -82,11 +95,11 @@ class ScriptCommands(CommandContext):
     """Runs commands for a script. `has_left` is true after a command has ended the run."""
 
     def __init__(
-        self, controller: ChatController, page: Page, registry: Registry, shows_stats: bool
+        self, controller: ChatController, page: Page, registry: Registry, stats_level: StatsLevel
     ) -> None:
         self.controller = controller
         self.registry = registry
-        self.shows_stats = shows_stats
+        self.stats_level = stats_level
         self.has_left = False
         self._page = page
         self._request: AnswerRequest | None = None
@@ -115,7 +128,7 @@ class ScriptCommands(CommandContext):
     async def confirm_cost(self, cost: Cost | None, action: str) -> bool:
         """Print the cost and return true: a script is not asked for confirmation."""
         if cost is not None and not cost.is_low:
-            self.say(f"{action} {cost_line(cost)}.")
+            self.say(f"{warmth.price(cost, action)}.")
         return True
 
     def answer_again(self, options: AskOptions) -> None:
@@ -125,6 +138,23 @@ class ScriptCommands(CommandContext):
     def continue_answer(self) -> None:
         self.controller.require_conversation()
         self._request = AnswerRequest(self.controller.continue_answer)
+
+    def ask_aside(self, question: str) -> None:
+        self.controller.require_conversation()
+        self._request = AnswerRequest(lambda: self.controller.ask_aside(question))
+
+    async def show_summary(self, plan: CompactionPlan, focus: str) -> AnswerEnded:
+        """Wait for the summary, and print it with what the command says."""
+        reply = self.controller.summarise(plan, focus)
+        last = (await asyncio.to_thread(list, reply))[-1]
+        if isinstance(last, AnswerFailed):
+            raise last.error
+        assert isinstance(last, AnswerEnded)
+        self.say(last.text)
+        return last
+
+    def hide_thinking(self, is_hidden: bool) -> None:
+        raise UsageError("A script's text output has no thinking; --json has it apart.")
 
     def quit(self, code: int) -> None:
         self.has_left = True

@@ -64,7 +64,7 @@ def test_the_first_model_gets_the_answer_back_as_text(
     answer = back.conversation.turn(2)
     assert answer.is_adopted
     assert answer.text == taken.conversation.turn(2).text
-    assert answer.token_ids == host.model.answer_ids(answer)
+    assert answer.token_ids == host.model.answer_ids(back.conversation, answer)
     finish(back.continue_answer(answer_options()))
     assert saved_turns(store, back)[1].token_ids == back.conversation.turn(2).token_ids
     back.close()

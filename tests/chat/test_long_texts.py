@@ -23,7 +23,7 @@ def small_model(kind: str = "byte level", template: str | None = CHATML) -> Chat
     files = text_files(ZOO[kind](), template)
     tokenizer = ChatTokenizer(files)
     turns = turn_format(files, tokenizer)
-    return ChatModel("m", tokenizer, turns, frozenset(), {}, False, max_context=LIMIT)
+    return ChatModel("m", tokenizer, turns, frozenset(), {}, max_context=LIMIT)
 
 
 def first_turn(text: str, tokenizer: str = NO_TOKENIZER) -> Turn:
@@ -64,7 +64,7 @@ def test_messages_system_prompts_and_answers_are_refused_in_a_sentence(
     for refused in (
         lambda: model.user_ids(empty, ROOT, long, None),
         lambda: model.user_ids(empty, ROOT, "Hi", long),
-        lambda: model.answer_ids(answer),
+        lambda: model.answer_ids(empty, answer),
     ):
         with pytest.raises(ContextTooLong, match=r"10,485,760 characters.* twice the 512 tokens"):
             refused()

@@ -137,7 +137,7 @@ def test_another_models_conversation_is_read_anew_from_its_text(
     clock = datetime.fromtimestamp(opened.conversation.created_s)
     expected = other.format.opening("Be brief.", "Hello <|end|> there", clock)
     assert list(first.token_ids) == expected
-    assert answer.token_ids == other.answer_ids(answer)
+    assert answer.token_ids == other.answer_ids(opened.conversation, answer)
     opened.close()
     # Its file still says what the first model read and wrote.
     assert saved_turns(store, session) == list(session.conversation.turns())

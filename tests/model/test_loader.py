@@ -210,21 +210,6 @@ def test_code_in_a_checkpoint_of_a_known_kind_is_never_run(checkpoint: Path) -> 
     assert not (checkpoint / "ran").exists()
 
 
-@pytest.mark.parametrize("method", ["gptq", "awq", "bitsandbytes", "mxfp4"])
-def test_quantised_weights_need_what_is_not_installed(checkpoint: Path, method: str) -> None:
-    change_config(
-        checkpoint,
-        quantization_config={
-            "quant_method": method,
-            "bits": 4,
-            "group_size": 128,
-            "load_in_8bit": True,
-        },
-    )
-
-    assert_refused(checkpoint, "needs a package that is not installed", ModelUnsupported)
-
-
 @pytest.mark.parametrize(
     ("asked", "expected"),
     [("auto", torch.bfloat16), ("float32", torch.float32), ("float16", torch.float16)],

@@ -7,110 +7,23 @@ import torch
 from torch import nn
 
 from kvchat.core.config import CacheConfig, ModelConfig
-from kvchat.core.errors import ModelError, UsageError
+from kvchat.core.errors import UsageError
 from kvchat.engine.assembly import kv_geometry, kv_identity
-from kvchat.model import quantise
 from kvchat.model.fused_parts import HalfProduct, MergedProduct
 from kvchat.model.loader import LoadedModel, load_model
-from kvchat.model.quantise import (
-    Int4Weight,
-    Int8Weight,
-    SharedInputProducts,
-    exact_levels,
-    pack_of,
-)
+from kvchat.model.quantise import SharedInputProducts, pack_of, use_packed
 from kvchat.model.self_test import compare_with_own
 from kvchat.model.source import find_model
+from kvchat_kernels.linear.blocks import quantised
 from support.architectures import SUPPORTED
 from support.checkpoints import save_checkpoint, tiny_model
 from support.specimens import CPU, complete, engine_on, random_ids
-
-_SHAPES = [(16, 64), (48, 96), (80, 160), (32, 4864), (16, 2080)]
 
 
 def load(directory: Path, name: str, weights: str, dtype: str = "bfloat16") -> LoadedModel:
     model_type, settings = SUPPORTED[name]
     source = find_model(str(save_checkpoint(directory, tiny_model(model_type, **settings))))
     return load_model(source, ModelConfig(dtype=dtype, weights=weights), 128, lambda _: None)
-
-
-def weight_of(shape: tuple[int, int]) -> torch.Tensor:
-    torch.manual_seed(shape[1])
-    return torch.randn(*shape) * torch.rand(shape[0], 1)
-
-
-def outlying(rows: int, width: int) -> torch.Tensor:
-    """Activations as transformers have them: one channel fifty times the others."""
-    torch.manual_seed(rows)
-    x = torch.randn(rows, width)
-    x[:, 5] *= 50
-    return x
-
-
-def relative(out: torch.Tensor, exact: torch.Tensor) -> float:
-    return float((out - exact).norm() / exact.norm())
-
-
-@pytest.mark.parametrize("rows", [1, 3, 40])
-@pytest.mark.parametrize("shape", _SHAPES)
-def test_int8_is_exact_but_for_the_bits_of_its_weights(shape: tuple[int, int], rows: int) -> None:
-    weight, x = weight_of(shape), outlying(rows, shape[1])
-    pack = Int8Weight(weight)
-    scale = weight.abs().amax(dim=1, keepdim=True) / 127
-    rounded = ((weight / scale).round() * scale).double()
-
-    out = pack.multiply(pack.prepare(x))
-
-    allowed = 1e-3 * (127 / exact_levels()) ** 2  # two bits less without VNNI instructions
-    assert relative(out, x.double() @ rounded.t()) < allowed
-    by_bfloat16 = (x.bfloat16() @ rounded.bfloat16().t()).double()
-    assert relative(out, x.double() @ rounded.t()) < relative(by_bfloat16, x.double() @ rounded.t())
-
-
-@pytest.mark.parametrize("levels", [127, 63])
-def test_activations_of_either_width_are_exact(
-    levels: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Processors without VNNI take 7 bits; here both do."""
-    monkeypatch.setattr(quantise, "exact_levels", lambda: levels)
-    weight, x = weight_of((16, 64)), outlying(4, 64)
-    pack = Int8Weight(weight)
-
-    assert relative(pack.multiply(pack.prepare(x)), x.double() @ weight.double().t()) < 0.01
-
-
-@pytest.mark.parametrize("rows", [1, 3, 40])
-@pytest.mark.parametrize("shape", _SHAPES)
-def test_int4_is_within_half_a_step_of_its_groups(shape: tuple[int, int], rows: int) -> None:
-    weight = weight_of(shape)
-    x = torch.randn(rows, shape[1]).bfloat16().float()
-    pack = Int4Weight(weight)
-
-    out = pack.multiply(pack.prepare(x))
-
-    # A step of 1/15 of a group's range, off by a 12th of its square on average: 0.1 for normal
-    # weights; a wrong group, offset or order of columns is off by more than 1.
-    assert relative(out, x.double() @ weight.double().t()) < 0.15
-    assert relative(out, x.double() @ weight.double().t()) > 0.01
-
-
-@pytest.mark.parametrize("make", [Int8Weight, Int4Weight])
-def test_a_rows_result_does_not_hang_on_its_neighbours(make: type) -> None:
-    pack = make(weight_of((48, 96)))
-    x = outlying(6, 96)
-    alone = torch.cat([pack.multiply(pack.prepare(row[None])) for row in x])
-    x[5] *= 1e4
-
-    together = pack.multiply(pack.prepare(x))
-
-    assert torch.allclose(together[:5], alone[:5], rtol=1e-2, atol=1e-3)
-
-
-@pytest.mark.parametrize("make", [Int8Weight, Int4Weight])
-def test_nothing_in_gives_nothing_out(make: type) -> None:
-    pack = make(torch.zeros(16, 64))
-    for x in (torch.zeros(2, 64), torch.randn(2, 64)):
-        assert torch.equal(pack.multiply(pack.prepare(x)), torch.zeros(2, 16))
 
 
 @pytest.mark.parametrize("weights", ["int8", "int4"])
@@ -145,7 +58,7 @@ def test_the_original_weights_are_freed(tmp_path: Path) -> None:
 
     assert layer.weight.numel() == 0
     assert pack is not None
-    assert pack.num_bytes == 64 * 64 + 64 * 4
+    assert pack.weights.num_bytes == 64 * 64 + 2 * 64 * 64 // 32
 
 
 def test_a_tied_embedding_stays(tmp_path: Path) -> None:
@@ -159,17 +72,16 @@ def test_a_tied_embedding_stays(tmp_path: Path) -> None:
     assert compare_with_own(loaded) > 0.999
 
 
-def test_shapes_that_do_not_fit_int4_have_8_bits_and_a_note_says_so(tmp_path: Path) -> None:
+def test_layers_of_any_shape_are_packed(tmp_path: Path) -> None:
+    """Rows of 72 and 100 columns are no whole blocks of 32."""
     model = tiny_model("llama", hidden_size=72, intermediate_size=100)
     source = find_model(str(save_checkpoint(tmp_path, model)))
 
-    loaded = load_model(source, ModelConfig(weights="int4"), 128, lambda _: None)
-
-    assert ["fit 4 bits and are held in 8" in note for note in loaded.notes] == [True]
-    assert compare_with_own(loaded) > 0.999
-    loaded = load_model(source, ModelConfig(weights="int8"), 128, lambda _: None)
-    assert loaded.notes == ()
-    assert compare_with_own(loaded) > 0.999
+    for weights in ("int4", "int8"):
+        loaded = load_model(source, ModelConfig(weights=weights), 128, lambda _: None)
+        assert loaded.notes == ()
+        assert pack_of(loaded.module.model.layers[0].mlp.down_proj) is not None
+        assert compare_with_own(loaded) > 0.999
 
 
 def test_experts_stay_as_they_are_and_a_note_says_so(tmp_path: Path) -> None:
@@ -178,13 +90,13 @@ def test_experts_stay_as_they_are_and_a_note_says_so(tmp_path: Path) -> None:
     assert ["Only linear layers are packed" in note for note in notes] == [True]
 
 
-@pytest.mark.parametrize("make", [Int8Weight, Int4Weight])
+@pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("shape", [(0, 64), (1, 0, 64), (2, 3, 64)])
-def test_a_product_of_any_number_of_rows_has_its_shape(make: type, shape: tuple[int, ...]) -> None:
+def test_a_product_of_any_number_of_rows_has_its_shape(bits: int, shape: tuple[int, ...]) -> None:
     """Of no rows it once had none: a step in the middle of a prompt asks the head for no row."""
     layers = [nn.Linear(64, width) for width in (16, 48)]
     for layer in layers:
-        layer.__dict__[quantise._PACK] = make(layer.weight.detach())
+        use_packed(layer, quantised(layer.weight.detach(), bits))
 
     assert SharedInputProducts(layers)(torch.randn(*shape)).shape == (*shape[:-1], 64)
 
@@ -201,15 +113,6 @@ def test_layers_that_are_not_packed_make_no_packed_product() -> None:
     layer = nn.Linear(8, 8)
     with pytest.raises(ValueError, match="not packed alike"):
         SharedInputProducts([layer])
-
-
-def test_a_torch_without_the_kernels_is_told_of_in_a_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(quantise, "_has_kernels", lambda: False)
-
-    with pytest.raises(ModelError, match="no int8 kernels"):
-        load(tmp_path, "llama", "int8")
 
 
 def test_an_unknown_form_is_a_usage_error() -> None:

@@ -71,3 +71,80 @@ DROPS_ANSWERS = (
     "{% for m in messages %}{% if m.role == 'user' %}" + _TURN + "{% endif %}{% endfor %}"
 )
 ONLY_THE_LAST = "{% for m in messages[-1:] %}" + _TURN + "{% endfor %}" + _GENERATION
+
+# `enable_thinking` puts an empty thought before the answer, as Qwen 3's.
+TOGGLED = CHATML.replace(
+    "assistant\n{% endif",
+    "assistant\n{% if enable_thinking is defined and enable_thinking is false %}"
+    "<think>\n\n</think>\n\n{% endif %}{% endif",
+)
+
+# Another name, with a default of its own, as Granite's; switched on, the prompt opens a mark.
+DEFAULTED = (
+    "{% if thinking is not defined %}{% set thinking = false %}{% endif %}"
+    + CHATML.replace(
+        "assistant\n{% endif", "assistant\n{% if thinking %}<think>\n{% endif %}{% endif"
+    )
+)
+
+# An effort stands in the system message that the template writes itself, as gpt-oss's.
+EFFORT = (
+    "{% if reasoning_effort is not defined %}{% set reasoning_effort = 'medium' %}{% endif %}"
+    "<|im_start|>system\nReasoning: {{ reasoning_effort }}<|im_end|>\n" + CHATML
+)
+
+# An effort that may be none, as Mistral's.
+EFFORT_OR_NONE = (
+    "{% set effort = reasoning_effort or 'none' %}"
+    "[{{ 'high' if effort == 'high' else 'none' }}]" + CHATML
+)
+
+# White space stands on both sides of an answer, as Llama 2's.
+SPACED = (
+    "{% for m in messages %}{% if m.role == 'user' %}<s>[INST] {{ m.content }} [/INST]"
+    "{% else %} {{ m.content }} </s>{% endif %}{% endfor %}"
+)
+
+# A line ends before the token that closes an answer, as Apriel's.
+LINE_BEFORE_END = CHATML.replace("<|im_end|>\n{% endfor", "\n<|im_end|>\n{% endfor")
+
+# The prompt opens a mark, and the history shows none, as Qwen 3.5's and DeepSeek R1's.
+THINKS_THEN_FORGETS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
+    "{{ m.content.split('</think>')[-1].lstrip('\n') }}{% else %}{{ m.content }}{% endif %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n"
+    "{% endif %}"
+)
+
+# The history shows an empty thought where the prompt opens one, as GLM 4.7's.
+CLOSES_THOUGHTS = (
+    "{% for m in messages %}{% if m.role == 'user' %}<|im_start|>{{ m.content }}"
+    "{% else %}<|im_end|></think>{{ m.content }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_end|><think>{% endif %}"
+)
+
+# The history shows an empty thought where the prompt leaves it open to think, as GLM 4.5's.
+EMPTY_THOUGHTS = (
+    "{% for m in messages %}{% if m.role == 'user' %}<|im_start|>{{ m.content }}"
+    "{% else %}<|im_end|>\n<think></think>\n{{ m.content }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_end|>{% endif %}"
+)
+
+# An answer has the header of a channel, which the model writes itself, as gpt-oss's.
+CHANNELS = (
+    "{% for m in messages %}<|start|>{{ m.role }}"
+    "{% if m.role == 'assistant' %}<|channel|>final{% endif %}<|message|>{{ m.content }}<|end|>"
+    "{% endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+
+# A word in the system prompt switches thinking, and is taken out of it, as SmolLM 3's.
+READS_WORDS = (
+    "{% set system = messages[0].content if messages[0].role == 'system' else '' %}"
+    "{% if messages[0].role == 'system' %}{% set messages = messages[1:] %}{% endif %}"
+    "<|im_start|>system\n{{ system.replace('/no_think', '').rstrip() }}"
+    "[{{ 'no thoughts' if '/no_think' in system else 'thoughts' }}]<|im_end|>\n"
+    + CHATML.replace(
+        "assistant\n{% endif",
+        "assistant\n{% if '/no_think' in system %}<think>\n\n</think>\n{% endif %}{% endif",
+    )
+)

@@ -24,6 +24,7 @@ from kvchat.terminal.commands import Invocation
 from kvchat.terminal.paint import Painter
 from kvchat.terminal.registry import build_registry
 from kvchat.terminal.script_commands import ScriptCommands, ScriptPage
+from kvchat.terminal.status import StatsLevel
 from kvchat.terminal.theme import Look
 from support.checkpoints import save_checkpoint, tiny_model
 from support.tiny_host import BLOCK_SIZE, answer_options, finish, tiny_host
@@ -54,7 +55,7 @@ class Chat:
         """Carry out a command; return what it said."""
         self.said.clear()
         page = ScriptPage(self.said.append, Painter(Look(False, True)), 200)
-        commands = ScriptCommands(self.controller, page, build_registry(), False)
+        commands = ScriptCommands(self.controller, page, build_registry(), StatsLevel.OFF)
         parsed = commands.registry.parse(line)
         assert isinstance(parsed, Invocation), line
         commands.carry_out(parsed)
@@ -249,8 +250,9 @@ def test_a_forgotten_conversation_is_nowhere_and_what_others_share_stays(
     assert not is_anywhere(tmp_path, SECRET.encode())
     assert not is_anywhere(tmp_path, needle)
     assert chat.pins() == {}
-    assert chat.controller.host.cached_tokens(ids).result(10) < len(ids) // 2
-    assert chat.controller.host.cached_tokens(shared).result(10) >= len(shared) - BLOCK_SIZE
+    assert chat.controller.host.locate([ids]).result(10)[0].cached.total < len(ids) // 2
+    [stays] = chat.controller.host.locate([shared]).result(10)
+    assert stays.cached.total >= len(shared) - BLOCK_SIZE
     assert chat.kept.verify().is_sound
     assert chat.kept.status().num_tokens >= len(shared) - BLOCK_SIZE
     chat.controller.open(other.session_id)

@@ -1,0 +1,99 @@
+"""BlockWeights: a matrix [out, in] as whole numbers in blocks of columns, each block with a scale.
+
+The layouts of GGUF files' blocks fit it without a loss: a weight is `level * scale + minimum`.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+# Columns that a packed byte row of 4 bits holds together, as GGUF has them: byte `i` of 16 has
+# column `i` in its low bits and column `16 + i` in its high bits.
+COLUMNS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class BlockWeights:
+    """A matrix in blocks of `block` columns; owns its tensors, which are contiguous, on the CPU.
+
+    bits       8 or 4
+    levels     8 bits: int8 [out, in]; 4 bits: uint8 [out, in / 2], levels 0 to 15
+    scales     float16 or float32 [out, in / block]
+    minimums   as `scales`, None where they are all 0; 4 bits have them always
+    """
+
+    bits: int
+    block: int
+    levels: torch.Tensor
+    scales: torch.Tensor
+    minimums: torch.Tensor | None
+
+    def __post_init__(self) -> None:
+        assert (self.bits, self.block) in ((8, 32), (8, 16), (4, 32))
+        assert self.scales.shape == (self.num_out, self.num_in // self.block)
+        assert (self.minimums is not None) == (self.bits == 4)
+        assert all(part.is_contiguous() for part in (self.levels, self.scales)), "code reads memory"
+        assert self.minimums is None or self.minimums.is_contiguous()
+
+    @property
+    def num_out(self) -> int:
+        return self.levels.shape[0]
+
+    @property
+    def num_in(self) -> int:
+        return self.levels.shape[1] * 8 // self.bits
+
+    @property
+    def num_bytes(self) -> int:
+        minimums = self.minimums.nbytes if self.minimums is not None else 0
+        return self.levels.nbytes + self.scales.nbytes + minimums
+
+    def __deepcopy__(self, memo: object) -> "BlockWeights":
+        return self  # nothing ever changes it
+
+    def rows(self, start: int, end: int) -> "BlockWeights":
+        """Return rows [`start`, `end`); they share memory with these."""
+        minimums = self.minimums[start:end] if self.minimums is not None else None
+        return BlockWeights(
+            self.bits, self.block, self.levels[start:end], self.scales[start:end], minimums
+        )
+
+
+def dequantised(weights: BlockWeights) -> torch.Tensor:
+    """Return the matrix [out, in] in float32."""
+    levels = weights.levels
+    if weights.bits == 4:
+        packed = levels.view(weights.num_out, -1, COLUMNS // 2)
+        levels = torch.cat((packed & 15, packed >> 4), dim=-1)
+    blocks = levels.view(weights.num_out, -1, weights.block).float()
+    blocks = blocks * weights.scales.float()[..., None]
+    if weights.minimums is not None:
+        blocks += weights.minimums.float()[..., None]
+    return blocks.view(weights.num_out, weights.num_in)
+
+
+def fits(num_in: int) -> bool:
+    """Return whether rows of so many columns can be held in blocks."""
+    return num_in % COLUMNS == 0
+
+
+def quantised(weight: torch.Tensor, bits: int) -> BlockWeights:
+    """Round a float matrix [out, in] to 8 or 4 bits in blocks of 32; `fits(in)` holds.
+
+    8 bits: the largest magnitude of a block is 127. 4 bits: the smallest and the largest value of a
+    block are levels 0 and 15.
+    """
+    num_out, num_in = weight.shape
+    blocks = weight.float().contiguous().view(num_out, -1, COLUMNS)
+    if bits == 8:
+        scales = (blocks.abs().amax(dim=-1) / 127).clamp_(min=1e-7).half()
+        levels = (blocks / scales.float()[..., None]).round_().clamp_(-127, 127).to(torch.int8)
+        return BlockWeights(8, COLUMNS, levels.view(num_out, num_in), scales, None)
+    low, high = blocks.amin(dim=-1), blocks.amax(dim=-1)
+    scales = ((high - low) / 15).clamp_(min=1e-7).half()
+    minimums = low.half()
+    levels = blocks.sub(minimums.float()[..., None]).div_(scales.float()[..., None])
+    levels = levels.round_().clamp_(0, 15).to(torch.uint8)
+    half = COLUMNS // 2
+    packed = levels[..., :half] | (levels[..., half:] << 4)
+    return BlockWeights(4, COLUMNS, packed.view(num_out, num_in // 2), scales, minimums)

@@ -1,0 +1,202 @@
+"""Unpacks quantised weights: pure functions from the tensors of a file to float32 weights.
+
+Each takes what one public format stores and computes what that format says the weight is. Callers
+have checked shapes and dtypes. `packed_weights.py` knows the formats' names.
+"""
+
+import torch
+
+# The values of four bits: one sign, two exponent bits, one mantissa bit (E2M1).
+_FP4_HALF = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_FP4 = (*_FP4_HALF, *(-value for value in _FP4_HALF))
+_BITS_PER_WORD = 32
+# AWQ packs columns in this order, lowest bits first, so that its GPU kernel can unpack in pairs.
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+def unpack_bits(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
+    """Return the first `count` numbers of `bits` bits in each row of words, as uint8.
+
+    `words` is [rows, num_words] int32 or uint32: a stream of bits, lowest first. `bits` is 2 to 8.
+    """
+    words = words.contiguous()
+    if 8 % bits == 0:
+        data = words.view(torch.uint8)
+        shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
+        numbers = (data.unsqueeze(-1) >> shifts).bitwise_and_(2**bits - 1)
+        return numbers.flatten(-2)[:, :count]
+    # 32 numbers fill `bits` words exactly; a number may begin in one word and end in the next.
+    missing = -words.shape[-1] % bits
+    groups = torch.nn.functional.pad(words.view(torch.int32), (0, missing))
+    groups = groups.unflatten(-1, (-1, bits)).long().bitwise_and_(0xFFFFFFFF)
+    columns = []
+    for number in range(_BITS_PER_WORD):
+        word, offset = divmod(number * bits, _BITS_PER_WORD)
+        column = groups[..., word] >> offset
+        if offset + bits > _BITS_PER_WORD:
+            column |= groups[..., word + 1] << (_BITS_PER_WORD - offset)
+        columns.append(column.bitwise_and_(2**bits - 1).to(torch.uint8))
+    return torch.stack(columns, dim=-1).flatten(-2)[:, :count]
+
+
+def grouped(
+    levels: torch.Tensor, zeros: torch.Tensor | None, scales: torch.Tensor, group_of: torch.Tensor
+) -> torch.Tensor:
+    """Return (levels - zeros) * scales, a zero and a scale for each group of a row's columns.
+
+    `levels` is [rows, columns]; `zeros` (None for 0) and `scales` are [rows, groups]; `group_of` is
+    [columns] int64.
+    """
+    weight = levels.float()
+    if zeros is not None:
+        weight -= zeros.float().index_select(1, group_of)
+    return weight.mul_(scales.float().index_select(1, group_of))
+
+
+def gptq(
+    words: torch.Tensor,
+    zero_words: torch.Tensor,
+    scales: torch.Tensor,
+    group_of: torch.Tensor,
+    bits: int,
+    zero_offset: int,
+) -> torch.Tensor:
+    """Return a GPTQ weight, [out, in].
+
+    words        [in * bits / 32, out] int32, packed along the inputs
+    zero_words   [groups, out * bits / 32] int32, packed along the outputs
+    scales       [groups, out]
+    zero_offset  1 for the first version of the format, which stores each zero less one
+    """
+    num_out, num_in = scales.shape[1], len(group_of)
+    levels = unpack_bits(words.t(), bits, num_in)
+    zeros = unpack_bits(zero_words, bits, num_out).float().add_(zero_offset)
+    return grouped(levels, zeros.t(), scales.t(), group_of)
+
+
+def awq(
+    words: torch.Tensor, zero_words: torch.Tensor, scales: torch.Tensor, group_of: torch.Tensor
+) -> torch.Tensor:
+    """Return an AWQ weight of the gemm layout, [out, in]: 4 bits, packed along the outputs.
+
+    `words` is [in, out / 8] int32, `zero_words` [groups, out / 8], `scales` [groups, out].
+    """
+    levels, zeros = _unpack_awq(words), _unpack_awq(zero_words)
+    return grouped(levels.t(), zeros.t(), scales.t(), group_of)
+
+
+def _unpack_awq(words: torch.Tensor) -> torch.Tensor:
+    packed = unpack_bits(words, 4, 8 * words.shape[1]).unflatten(-1, (-1, 8))
+    numbers = torch.empty_like(packed)
+    numbers[..., list(_AWQ_ORDER)] = packed
+    return numbers.flatten(-2)
+
+
+def packed_integers(
+    words: torch.Tensor,
+    zero_words: torch.Tensor | None,
+    scales: torch.Tensor,
+    group_of: torch.Tensor,
+    bits: int,
+) -> torch.Tensor:
+    """Return a weight of compressed-tensors' pack-quantized layout, [out, in].
+
+    `words` is [out, in * bits / 32] int32, `zero_words` [out * bits / 32, groups], `scales`
+    [out, groups]. Levels and zeros are stored with the same offset, which makes them positive.
+    """
+    middle = 2 ** (bits - 1)
+    levels = unpack_bits(words, bits, len(group_of)).float().sub_(middle)
+    zeros = None
+    if zero_words is not None:
+        zeros = unpack_bits(zero_words.t(), bits, len(scales)).t().float().sub_(middle)
+    return grouped(levels, zeros, scales, group_of)
+
+
+def affine(
+    words: torch.Tensor, scales: torch.Tensor, offsets: torch.Tensor, bits: int, count: int
+) -> torch.Tensor:
+    """Return a weight of MLX's layout, [rows, count]: level * scale + offset for each group.
+
+    `words` is [rows, count * bits / 32] uint32; `scales` and `offsets` are [rows, groups].
+    """
+    group_of = torch.arange(count) // (count // scales.shape[1])
+    weight = grouped(unpack_bits(words, bits, count), None, scales, group_of)
+    return weight.add_(offsets.float().index_select(1, group_of))
+
+
+def scaled(
+    values: torch.Tensor, scales: torch.Tensor, block: tuple[int, int], zeros: torch.Tensor | None
+) -> torch.Tensor:
+    """Return (values - zeros) * scales, a scale for each block of rows and columns.
+
+    `values` is [..., rows, columns] in 8 bits; `scales` and `zeros` are [..., ceil(rows /
+    block[0]), ceil(columns / block[1])].
+    """
+    row_of, column_of = (
+        torch.arange(size) // length for size, length in zip(values.shape[-2:], block, strict=True)
+    )
+    weight = values.float()
+    for part, combine in ((zeros, weight.sub_), (scales, weight.mul_)):
+        if part is not None:
+            combine(part.float().index_select(-2, row_of).index_select(-1, column_of))
+    return weight
+
+
+def powers_of_two(exponents: torch.Tensor) -> torch.Tensor:
+    """Return scales that are stored as their exponents plus 127, one byte each."""
+    return torch.exp2(exponents.float().sub_(127))
+
+
+def fp4(packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Return 4-bit floating-point values, two a byte and the lower bits first, times their scales.
+
+    `packed` is [..., rows, columns / 2] uint8, `scales` [..., rows, groups] float32.
+    """
+    weight = _lookup(packed, torch.tensor(_FP4), low_first=True)
+    groups = weight.unflatten(-1, (scales.shape[-1], -1))
+    return groups.mul_(scales.unsqueeze(-1)).flatten(-2)
+
+
+def mxfp4_experts(
+    blocks: torch.Tensor, exponents: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return gpt-oss's experts, [experts, in, out] in `dtype`, one expert at a time.
+
+    `blocks` is [experts, out, groups, 16] uint8, `exponents` [experts, out, groups] uint8.
+    """
+    num_experts, num_out, num_groups, num_bytes = blocks.shape
+    weight = torch.empty(num_experts, 2 * num_bytes * num_groups, num_out, dtype=dtype)
+    for expert in range(num_experts):
+        rows = blocks[expert].flatten(1)
+        weight[expert] = fp4(rows, powers_of_two(exponents[expert])).t()
+    return weight
+
+
+def blockwise_lookup(
+    packed: torch.Tensor, table: torch.Tensor, scales: torch.Tensor, block: int
+) -> torch.Tensor:
+    """Return bitsandbytes' 4-bit values, flat: entries of a table of 16, a scale a block.
+
+    `packed` is flat uint8, two values a byte and the upper bits first.
+    """
+    values = _lookup(packed, table.float(), low_first=False)
+    return _scale_blocks(values, scales, block)
+
+
+def nested_scales(
+    packed: torch.Tensor, table: torch.Tensor, scales: torch.Tensor, block: int, offset: float
+) -> torch.Tensor:
+    """Return bitsandbytes' scales that are themselves quantised: entries of a table of 256."""
+    values = table.float()[packed.flatten().int()]
+    return _scale_blocks(values, scales, block).add_(offset)
+
+
+def _scale_blocks(values: torch.Tensor, scales: torch.Tensor, block: int) -> torch.Tensor:
+    each = scales.float().flatten().repeat_interleave(block)[: len(values)]
+    return values.mul_(each)
+
+
+def _lookup(packed: torch.Tensor, table: torch.Tensor, low_first: bool) -> torch.Tensor:
+    """Return the entries that the two halves of each byte name; the last dimension doubles."""
+    halves = (packed & 15, packed >> 4) if low_first else (packed >> 4, packed & 15)
+    return table[torch.stack(halves, dim=-1).flatten(-2).int()]

@@ -1,0 +1,337 @@
+"""A quantised checkpoint is the checkpoint of the weights that its format stands for, exactly."""
+
+import json
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from kvchat.core.config import ModelConfig
+from kvchat.core.errors import ExitCode, ModelError, ModelUnsupported
+from kvchat.core.events import LoadProgress
+from kvchat.model.identity import sample_digest
+from kvchat.model.loader import LoadedModel, load_model
+from kvchat.model.source import find_model
+from support import packers
+from support.checkpoints import save_checkpoint, tiny_model
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32}
+
+
+def compressed(bits: int, **weights: object) -> dict[str, Any]:
+    groups = {"group_0": {"targets": ["Linear"], "weights": {"num_bits": bits, **weights}}}
+    return {"quant_method": "compressed-tensors", "config_groups": groups}
+
+
+def bitsandbytes(bits: int) -> dict[str, Any]:
+    return {"quant_method": "bitsandbytes", f"load_in_{bits}bit": True}
+
+
+def mlx(bits: int) -> dict[str, Any]:
+    return {"group_size": 32, "bits": bits}
+
+
+FORMATS: dict[str, tuple[packers.Packer, dict[str, Any]]] = {
+    "gptq, 4 bits": (packers.gptq, GPTQ),
+    "gptq, 8 bits, whole rows": (
+        lambda draw, rows, columns: packers.gptq(draw, rows, columns, 8, columns),
+        {**GPTQ, "bits": 8, "group_size": -1},
+    ),
+    "gptq, 3 bits": (partial(packers.gptq, bits=3), {**GPTQ, "bits": 3}),
+    "gptq, 2 bits": (partial(packers.gptq, bits=2), {**GPTQ, "bits": 2}),
+    "gptq, ordered by activation": (
+        partial(packers.gptq, is_ordered_by_activation=True),
+        {**GPTQ, "desc_act": True},
+    ),
+    "gptq, symmetric": (partial(packers.gptq, is_symmetric=True), {**GPTQ, "sym": True}),
+    "gptq, second version": (
+        partial(packers.gptq, zero_less=0),
+        {**GPTQ, "checkpoint_format": "gptq_v2"},
+    ),
+    "auto-round": (
+        packers.gptq,
+        {**GPTQ, "quant_method": "auto-round", "packing_format": "auto_round:auto_gptq"},
+    ),
+    "awq": (packers.awq, {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}),
+    "fp8, blocks": (
+        partial(packers.fp8_blocks, block=(24, 20)),
+        {"quant_method": "fp8", "weight_block_size": [24, 20]},
+    ),
+    "fp8, one scale": (packers.fp8_whole, {"quant_method": "fp8"}),
+    "fp8, a scale a row": (
+        partial(packers.by_rows, dtype=torch.float8_e4m3fn),
+        {"quant_method": "fbgemm_fp8"},
+    ),
+    "compressed-tensors, 4 bits": (packers.pack_quantized, compressed(4)),
+    "compressed-tensors, 8 bits": (partial(packers.pack_quantized, bits=8), compressed(8)),
+    "compressed-tensors, zeros": (
+        partial(packers.pack_quantized, has_zeros=True),
+        compressed(4, symmetric=False),
+    ),
+    "compressed-tensors, int8": (partial(packers.by_rows, dtype=torch.int8), compressed(8)),
+    "compressed-tensors, fp8": (
+        partial(packers.by_rows, dtype=torch.float8_e4m3fn),
+        compressed(8, type="float"),
+    ),
+    "compressed-tensors, nvfp4": (packers.nvfp4, compressed(4, type="float")),
+    "modelopt, nvfp4": (
+        partial(packers.nvfp4, is_modelopt=True),
+        {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+    ),
+    "modelopt, fp8": (packers.fp8_whole, {"quant_method": "modelopt", "quant_algo": "FP8"}),
+    "bitsandbytes, nf4": (packers.bitsandbytes_4, bitsandbytes(4)),
+    "bitsandbytes, nested": (partial(packers.bitsandbytes_4, is_nested=True), bitsandbytes(4)),
+    "bitsandbytes, fp4": (partial(packers.bitsandbytes_4, kind="fp4"), bitsandbytes(4)),
+    "bitsandbytes, 8 bits": (packers.bitsandbytes_8, bitsandbytes(8)),
+    "mlx, 4 bits": (packers.mlx, mlx(4)),
+    "mlx, 8 bits": (partial(packers.mlx, bits=8), mlx(8)),
+    "mlx, 6 bits": (partial(packers.mlx, bits=6), mlx(6)),
+}
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    sizes = {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+    model = tiny_model("llama", **sizes, intermediate_size=64, num_hidden_layers=1)
+    return save_checkpoint(tmp_path_factory.mktemp("original"), model)
+
+
+def pair(original: Path, directory: Path, name: str) -> tuple[Path, Path]:
+    """Return the directories of a packed checkpoint and of its plain twin."""
+    packer, settings = FORMATS[name]
+    plain, packed = (
+        Path(shutil.copytree(original, directory / kind)) for kind in ("plain", "packed")
+    )
+    key = "quantization" if "mlx" in name else "quantization_config"
+    packers.pack_checkpoint(plain, packed, packer, {key: settings})
+    return packed, plain
+
+
+def load(directory: Path, dtype: str = "float32", weights: str = "auto") -> LoadedModel:
+    config = ModelConfig(dtype=dtype, weights=weights)
+    return load_model(find_model(str(directory)), config, None, lambda _: None)
+
+
+def assert_twins(packed: Path, plain: Path, dtype: str = "float32") -> None:
+    ours, theirs = load(packed, dtype), load(plain, dtype)
+    assert ours.dtype == theirs.dtype
+    assert not ours.notes
+    ids = torch.tensor([[3, 14, 15, 92, 65]])
+    for model in (ours, theirs):
+        model.module.set_attn_implementation("eager")
+    expected = dict(theirs.module.named_parameters())
+    for name, parameter in ours.module.named_parameters():
+        assert torch.equal(parameter, expected[name]), name
+    logits, twins = (model.module(ids, use_cache=False).logits for model in (ours, theirs))
+    assert torch.equal(logits, twins)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_packed_checkpoint_has_the_weights_and_logits_of_its_twin(
+    name: str, original: Path, tmp_path: Path
+) -> None:
+    assert_twins(*pair(original, tmp_path, name))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_weights_are_unpacked_to_the_dtype_that_is_asked_for(
+    dtype: str, original: Path, tmp_path: Path
+) -> None:
+    assert_twins(*pair(original, tmp_path, "gptq, 4 bits"), dtype)
+
+
+def test_the_experts_of_gpt_oss_are_unpacked(tmp_path: Path) -> None:
+    """Their format needed a package, and a GPU."""
+    sizes = {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 32}
+    model = tiny_model("gpt_oss", num_local_experts=4, num_hidden_layers=1, **sizes)
+    plain = save_checkpoint(tmp_path / "plain", model)
+    packed = Path(shutil.copytree(plain, tmp_path / "packed"))
+    draw, parts = packers.Draw(7), {}
+    tensors = load_file(plain / "model.safetensors")
+    for name, tensor in tensors.items():
+        if tensor.dim() != 3:
+            parts[name] = tensor
+            continue
+        experts, columns, rows = tensor.shape
+        made = packers.mxfp4_experts(draw, experts, rows, columns)
+        tensors[name] = made.weight.contiguous()
+        parts |= {f"{name}_{ending}": part for ending, part in made.parts.items()}
+    assert len(parts) > len(tensors)
+    save_file(tensors, plain / "model.safetensors", metadata={"format": "pt"})
+    save_file(parts, packed / "model.safetensors", metadata={"format": "pt"})
+    settings = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    _configure(packed, quantization_config=settings)
+
+    assert_twins(packed, plain)
+
+
+def test_packed_experts_are_merged_as_the_model_holds_them(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 32}
+    model = tiny_model("mixtral", num_local_experts=2, num_hidden_layers=1, **sizes)
+    plain = save_checkpoint(tmp_path / "plain", model)
+    packed = Path(shutil.copytree(plain, tmp_path / "packed"))
+    tensors = load_file(plain / "model.safetensors")
+    renamed = {n.replace(".w1.", ".w1_proj."): t for n, t in tensors.items()}
+    assert renamed.keys() != tensors.keys()
+    for directory in (plain, packed):
+        save_file(renamed, directory / "model.safetensors", metadata={"format": "pt"})
+    packers.pack_checkpoint(plain, packed, packers.gptq, {"quantization_config": GPTQ})
+    for directory in (plain, packed):
+        path = directory / "model.safetensors"
+        found = load_file(path)
+        restored = {n.replace(".w1_proj.", ".w1."): t for n, t in found.items()}
+        save_file(restored, path, metadata={"format": "pt"})
+
+    assert_twins(packed, plain)
+
+
+def test_a_packed_checkpoint_may_be_held_in_fewer_bits(original: Path, tmp_path: Path) -> None:
+    packed, plain = pair(original, tmp_path, "awq")
+    ours, theirs = (load(directory, "bfloat16", "int8") for directory in (packed, plain))
+    assert ours.weights == theirs.weights == "int8"
+
+
+def test_loading_says_the_format_and_the_memory_first(original: Path, tmp_path: Path) -> None:
+    packed, _ = pair(original, tmp_path, "gptq, 4 bits")
+    heard: list[LoadProgress] = []
+    load_model(find_model(str(packed)), ModelConfig(), None, heard.append)
+    stages = [event.stage for event in heard]
+    assert "unpacking 4-bit GPTQ to float32, 0 MiB" in stages
+
+
+def test_scales_and_format_are_part_of_the_identity(original: Path, tmp_path: Path) -> None:
+    packed, plain = pair(original, tmp_path, "gptq, 4 bits")
+    seen = {sample_digest(find_model(str(directory))) for directory in (packed, plain)}
+    _change(packed, lambda tensors: _first(tensors, ".scales").mul_(2))
+    seen.add(sample_digest(find_model(str(packed))))
+    _configure(packed, quantization_config={**GPTQ, "checkpoint_format": "gptq_v2"})
+    seen.add(sample_digest(find_model(str(packed))))
+    assert len(seen) == 4
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"quant_method": "hqq"}, "'hqq'"),
+        ({"quant_method": "aqlm"}, "'aqlm'"),
+        ({"quant_method": "eetq"}, "'eetq'"),
+        ({"quant_method": "spqr"}, "'spqr'"),
+        ({"bits": 4}, "'quantization_config'"),
+        ({**GPTQ, "checkpoint_format": "marlin"}, "GPTQ in the layout 'marlin'"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "AWQ in the layout 'gemv'"),
+        ({**compressed(4), "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse"),
+        ({**compressed(4), "transform_config": {"R1": {}}}, "rotated"),
+        ({"quant_method": "auto-round", "packing_format": "auto_round:gptqmodel"}, "auto-round"),
+    ],
+)
+def test_a_format_that_is_not_read_is_refused_by_name(
+    settings: dict[str, Any], said: str, original: Path, tmp_path: Path
+) -> None:
+    directory = Path(shutil.copytree(original, tmp_path / "m"))
+    _configure(directory, quantization_config=settings)
+    refused = _refused(directory)
+    assert type(refused) is ModelUnsupported
+    assert said in refused.message
+    assert "GPTQ" in refused.hint
+
+
+Tensors = dict[str, torch.Tensor]
+
+
+def _first(tensors: Tensors, ending: str) -> torch.Tensor:
+    return next(tensor for name, tensor in sorted(tensors.items()) if name.endswith(ending))
+
+
+def _drop(ending: str) -> Callable[[Tensors], Any]:
+    return lambda tensors: tensors.pop(next(n for n in sorted(tensors) if n.endswith(ending)))
+
+
+def _cut(ending: str) -> Callable[[Tensors], Any]:
+    def cut(tensors: Tensors) -> None:
+        name = next(n for n in sorted(tensors) if n.endswith(ending))
+        tensors[name] = tensors[name][:-1].clone()
+
+    return cut
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        ("gptq, 4 bits", _drop(".scales")),
+        ("gptq, 4 bits", _drop(".qzeros")),
+        ("gptq, 4 bits", _cut(".scales")),
+        ("gptq, 4 bits", _cut(".g_idx")),
+        ("gptq, 4 bits", _cut(".qweight")),
+        ("gptq, 4 bits", lambda tensors: _first(tensors, ".g_idx").fill_(99)),
+        ("awq", _drop(".qzeros")),
+        ("awq", _cut(".qweight")),
+        ("awq", _cut(".scales")),
+        ("fp8, blocks", _drop(".weight_scale_inv")),
+        ("fp8, blocks", _cut(".weight_scale_inv")),
+        ("compressed-tensors, 4 bits", _drop(".weight_scale")),
+        ("compressed-tensors, 4 bits", _drop(".weight_shape")),
+        ("compressed-tensors, 4 bits", _cut(".weight_packed")),
+        ("compressed-tensors, 4 bits", lambda t: _first(t, ".weight_shape").fill_(10**9)),
+        ("compressed-tensors, zeros", _cut(".weight_zero_point")),
+        ("modelopt, nvfp4", _drop(".weight_scale")),
+        ("bitsandbytes, nf4", _drop(".absmax")),
+        ("bitsandbytes, nf4", _cut(".absmax")),
+        ("bitsandbytes, nf4", _cut(".quant_map")),
+        ("bitsandbytes, nf4", _cut("bitsandbytes__nf4")),
+        ("bitsandbytes, nf4", lambda t: _first(t, "bitsandbytes__nf4").fill_(255)),
+        ("bitsandbytes, nested", _drop(".nested_absmax")),
+        ("bitsandbytes, 8 bits", _cut(".SCB")),
+        ("mlx, 4 bits", _drop(".biases")),
+        ("mlx, 4 bits", _cut(".scales")),
+    ],
+)
+def test_parts_that_are_missing_or_do_not_fit_are_told_in_a_sentence(
+    name: str, damage: Callable[[Tensors], Any], original: Path, tmp_path: Path
+) -> None:
+    packed, _ = pair(original, tmp_path, name)
+    _change(packed, damage)
+    message = _refused(packed).message
+    assert "packed weights" in message or "in other shapes" in message
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        5,
+        {**GPTQ, "bits": "4"},
+        {**GPTQ, "bits": 5},
+        {"quant_method": "fp8", "weight_block_size": [0, 128]},
+        {"quant_method": ["gptq"]},
+    ],
+)
+def test_settings_that_cannot_be_are_told_in_a_sentence(
+    settings: object, original: Path, tmp_path: Path
+) -> None:
+    packed, _ = pair(original, tmp_path, "gptq, 4 bits")
+    _configure(packed, quantization_config=settings)
+    _refused(packed)
+
+
+def _refused(directory: Path) -> ModelError:
+    with pytest.raises(ModelError) as caught:
+        load(directory)
+    assert caught.value.exit_code is ExitCode.MODEL
+    assert "\n" not in str(caught.value)
+    return caught.value
+
+
+def _change(directory: Path, change: Callable[[Tensors], Any]) -> None:
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def _configure(directory: Path, **changes: object) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
