@@ -140,7 +140,7 @@ class Picker:
     def _title(self, width: int) -> Fragments:
         """Return the title, wrapped where it is too long for a row, and the hint after it."""
         rows = wrapped_rows(self.title, width)
-        hint = self.filter or "type to filter, Enter picks, Esc does not"
+        hint = self.filter or "type to search, Enter picks, Esc does not"
         room = width - cell_len(rows[-1])
         title: Fragments = [("class:picker.title", "\n".join(rows))]
         if cell_len(hint) + 2 > room and not self.filter:
@@ -154,7 +154,8 @@ class Picker:
         fragments = self._title(width)
         if not self._shown:
             fragments += [("", "\n  "), ("class:picker.detail", "nothing like that")]
-        room = max(1, max_rows - 1 - self._num_rows_below(max_rows))
+        num_title_rows = len(wrapped_rows(self.title, width))
+        room = max(1, max_rows - num_title_rows - self._num_rows_below(max_rows))
         first = min(max(0, self._position - room // 2), max(0, len(self._shown) - room))
         for place in range(first, min(first + room, len(self._shown))):
             fragments += self._line(place, width, glyphs)

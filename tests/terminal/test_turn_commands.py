@@ -106,7 +106,7 @@ def test_files_go_with_the_next_message(start_chat: StartChat, tmp_path: Path) -
     chat.enter(f"and in @{notes}?").wait_for(lambda text: text.count("with notes.txt") == 2)
     chat.wait_for(lambda text: text.count("tokens, ") == 2)
 
-    chat.enter("/tree").wait_for("1 you: what is in it?").wait_for("3 you: and in @")
+    chat.enter("/tree").wait_for("1 you: what is in it?").wait_for("2 you: and in @")
     chat.enter("/show chat").wait_for("❯ what is in it?\n  with notes.txt")
     texts = [turn.text for turn in _conversation(tmp_path).turns()]
     assert "notes.txt:\n```\nforty-two\n```" in texts[0]
