@@ -94,12 +94,30 @@ def _size_facts(source: ModelSource, spec: Any, config: Any, device: str) -> dic
         **blocks,
         **({} if packing is None else {"packed": f"{packing.title}, unpacked when loaded"}),
         "dtype": dtype_name(dtype),
-        "layers": len(spec.layers),
-        "attention": attention_in_words(spec, where, dtype),
-        "windows": ", ".join(sorted(str(s.window or s.chunk or "full") for s in spans)),
+        "layers": f"{len(spec.layers)} with attention" if spec.state else len(spec.layers),
+        "attention": attention_in_words(spec, where, dtype) if spec.layers else "none",
+        "windows": ", ".join(sorted(str(s.window or s.chunk or "full") for s in spans)) or "none",
         "context": f"{spec.max_context:,} tokens",
-        "kv_per_token": format_bytes(geometry.token_bytes),
+        "kv_per_token": format_bytes(geometry.token_bytes if spec.layers else 0),
+        **_state_facts(spec, geometry, dtype),
         "fits_on_device": f"{budget // geometry.token_bytes:,} tokens in {format_bytes(budget)}",
+    }
+
+
+def _state_facts(spec: Any, geometry: Any, dtype: Any) -> dict[str, Any]:
+    """Return the size of a snapshot of recurrent state; nothing for a model without any."""
+    from kvchat.model.state import state_bytes
+
+    if not spec.state:
+        return {}
+    num_bytes = state_bytes(spec.state, dtype)
+    num_layers = len({tensor.layer for tensor in spec.state})
+    as_kv = (
+        f", as much as KV of {num_bytes // geometry.token_bytes:,} tokens" if spec.layers else ""
+    )
+    return {
+        "state": f"{format_bytes(num_bytes)} a snapshot in {num_layers} recurrent layers{as_kv}",
+        "drafts": "none: a wrong draft cannot be taken out of recurrent state",
     }
 
 
