@@ -13,7 +13,7 @@ SOURCES := kvchat kernels tests demo_recipe
 GPU_SHAPE ?= 8b
 
 .DEFAULT_GOAL := help
-.PHONY: help chat test test-gpu soak bench check fmt demo-model test-demo-model clean
+.PHONY: help chat test test-gpu soak model-table bench check fmt demo-model test-demo-model clean
 
 help:  ## list the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -30,6 +30,9 @@ test-gpu: $(DEV_STAMP)  ## the same kernels and engine on a CUDA device, and its
 
 soak: $(DEV_STAMP)  ## the long random, fault and kill runs
 	$(BIN)/python -m pytest -m soak
+
+model-table: $(DEV_STAMP)  ## try every model type of transformers (15 minutes), and write docs/models.md
+	PYTHONPATH=tests $(BIN)/python -m support.models_page --measure
 
 bench: $(STAMP)  ## measure this machine, beside its peers and ceilings
 	$(BIN)/kvchat bench

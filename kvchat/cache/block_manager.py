@@ -208,6 +208,11 @@ class CacheManager:
         """Blocks that are free, or that eviction could free because no sequence locks them."""
         return self._pool.num_free + self._tree.num_blocks - self._tree.num_locked_blocks
 
+    @property
+    def reuse(self) -> bool:
+        """Whether KV is kept for later prompts at all."""
+        return self._reuse
+
     def num_cached_tokens(self, token_ids: TokenIds) -> int:
         """Return how many leading tokens are cached in full blocks; changes nothing."""
         return self._tree.num_cached_tokens(encode_ids(token_ids)) if self._reuse else 0

@@ -4,7 +4,7 @@ It combines Restorer and WriteBehind with the transfer thread, which does the bl
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from kvchat.cache.block_manager import CacheManager
 from kvchat.cache.keys import TOKEN_BYTES, chain_keys, encode_ids
@@ -13,6 +13,7 @@ from kvchat.cache.restore import Restore, RestoredContext, Restorer
 from kvchat.cache.tier import LogitFingerprint, Pinning, Tier, trouble_of
 from kvchat.cache.transfer import OpenTier, TransferThread
 from kvchat.cache.write_behind import WriteBehind
+from kvchat.core.cost import ASSUMED_BYTES_PER_S
 from kvchat.core.stats import TierStatus
 from kvchat.core.types import TokenIds
 
@@ -75,6 +76,32 @@ class KvConnector:
         self.transfer.quarantine(
             lambda tier: tier.quarantine(chain_keys(tier.root, encoded, block_bytes))
         )
+
+    def look_up(self, contexts: Sequence[TokenIds], done: Callable[[list[int]], None]) -> None:
+        """Call `done` with the leading tokens that the tier has of each context, in full blocks.
+
+        Only keys are read. It runs on the transfer thread, or at once without a tier; never after
+        `close`.
+        """
+        if self.transfer.is_without_tier:
+            done([0] * len(contexts))
+            return
+        encoded = [encode_ids(ids) for ids in contexts]
+        size = self._manager.block_size
+
+        def look_up(tier: Tier) -> None:
+            keys = [chain_keys(tier.root, each, size * TOKEN_BYTES) for each in encoded]
+            done([size * tier.peek(*pair) for pair in zip(keys, encoded, strict=True)])
+
+        self.transfer.restore(look_up)
+
+    def disk_tokens_per_s(self) -> float:
+        """Return the tokens a second that the tier is read at; of a slow disk before the first
+        measurement.
+        """
+        size = self._manager.block_size
+        num_bytes = self.planner.read_bytes_per_s or ASSUMED_BYTES_PER_S
+        return num_bytes * size / self._manager.kv_pool.geometry.block_bytes
 
     # Saving and status
 

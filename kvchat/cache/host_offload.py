@@ -6,6 +6,7 @@ device. On a CUDA device the copies have a stream of their own (HostCopies).
 """
 
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -354,6 +355,11 @@ class HostOffload:
         keys = self._memo.keys_of(encoded)[first:]
         count = self.host.count(keys, encoded[first * self._block_bytes :])
         return count * self._manager.block_size
+
+    def tokens_per_s(self) -> float:
+        """Return the tokens a second that promotions copy; infinite before the first."""
+        rate = self.rates.up_bytes_per_s or math.inf
+        return rate * self._manager.block_size / self._image_bytes
 
     def _count(self, keys: list[bytes], encoded: bytes) -> int:
         """Return how many leading blocks are in host memory; waits briefly for blocks that are

@@ -13,18 +13,12 @@ which is what Jin et al. ("Compute or Load KV Cache? Why Not Both?", 2024) do by
 middle.
 """
 
-import json
-import logging
 import math
-import os
-import threading
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvchat.core.errors import StoreError
-from kvchat.core.paths import open_private, private_directory
+from kvchat.core.state_file import read_state, write_state
 
 # Weight of the newest measurement in the moving average.
 _NEWEST = 1 / 3
@@ -51,11 +45,8 @@ def moved_computing(rate: float | None, newest: float) -> float:
 _NAME = "rates.json"
 _VERSION = 1
 _MAX_SUBJECTS = 64
-_MAX_BYTES = 1 << 20
 # Rates that differ by less are the same.
 _NEWS = 0.1
-
-_log = logging.getLogger(__name__)
 
 
 class RateMemory:
@@ -83,19 +74,9 @@ class RateMemory:
             return
         subjects = self._read_all()
         known = {**subjects.pop(self._subject, {}), **rates}
-        newest = dict([*subjects.items(), (self._subject, known)][-_MAX_SUBJECTS:])
-        fresh = self._path.with_name(f"{_NAME}.{os.getpid()}.{threading.get_ident()}")
-        try:
-            private_directory(self._path.parent)
-            descriptor = open_private(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                json.dump({"version": _VERSION, "rates": newest}, file)
-            fresh.replace(self._path)
+        newest = [*subjects.items(), (self._subject, known)][-_MAX_SUBJECTS:]
+        if write_state(self._path, _VERSION, "rates", dict(newest)):
             self._written = known
-        except (StoreError, OSError) as error:
-            _log.warning("rates not kept: %s", error)
-            with suppress(OSError):
-                fresh.unlink(missing_ok=True)
 
     def _is_news(self, rates: Mapping[str, float]) -> bool:
         known = self._written
@@ -106,17 +87,8 @@ class RateMemory:
     def _read_all(self) -> dict[str, dict[str, float]]:
         if self._path is None:
             return {}
-        try:
-            descriptor = open_private(self._path, os.O_RDONLY)
-            with os.fdopen(descriptor, "rb") as file:
-                found = json.loads(file.read(_MAX_BYTES))
-            if found["version"] != _VERSION:
-                return {}
-            return {str(name): _sound(rates) for name, rates in found["rates"].items()}
-        except (StoreError, OSError, ValueError, LookupError, TypeError, AttributeError):
-            return {}
-        except RecursionError:
-            return {}
+        found = read_state(self._path, _VERSION, "rates")
+        return {name: _sound(rates) for name, rates in found.items() if isinstance(rates, dict)}
 
 
 def _sound(rates: Mapping[str, object]) -> dict[str, float]:
@@ -201,6 +173,52 @@ class CopyRates:
     def _is_quicker(self, num_tokens: int, seconds: float) -> bool:
         rate = self.prefill_tokens_per_s
         return rate is None or seconds < num_tokens / rate
+
+
+# A prefill of fewer tokens says nothing about the rate.
+_MIN_SHORT_TOKENS = 8
+_KEPT, _KEPT_SHORT = "prefill", "short prefill"
+
+
+class PrefillRate:
+    """Tokens a second of prefills, as users are told of it; `memory` keeps it across runs.
+
+    A short prefill counts until a longer one was measured. One thread owns it.
+    """
+
+    def __init__(self, memory: RateMemory | None) -> None:
+        self._memory = memory
+        known = memory.read() if memory is not None else {}
+        self._rate, self._short_rate = known.get(_KEPT), known.get(_KEPT_SHORT)
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """The rate; None before the first measurement."""
+        return self._rate or self._short_rate
+
+    def note(self, num_tokens: int, seconds: float) -> None:
+        """Take in how long a step took that only prefilled; the first measurements are kept."""
+        if num_tokens < _MIN_SHORT_TOKENS or seconds <= 0:
+            return
+        newest = num_tokens / seconds
+        if num_tokens >= _MIN_TOKENS:
+            is_first, self._rate = self._rate is None, moved_computing(self._rate, newest)
+        else:
+            is_first = self._short_rate is None
+            self._short_rate = moved_computing(self._short_rate, newest)
+        if is_first:
+            self.keep()
+
+    def keep(self) -> None:
+        """Keep the rates for the next run."""
+        known = {_KEPT: self._rate, _KEPT_SHORT: self._short_rate}
+        if self._memory is not None:
+            self._memory.write({name: rate for name, rate in known.items() if rate is not None})
+
+
+def kept_prefill_rate(rates: Mapping[str, float]) -> float | None:
+    """Return the tokens a second that a memory's rates tell; None if they tell none."""
+    return rates.get(_KEPT) or rates.get(_KEPT_SHORT)
 
 
 # A plan that is not quicker by a tenth is not worth its risks.

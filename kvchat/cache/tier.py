@@ -131,6 +131,9 @@ class Tier(Protocol):
         `keys` are the chain keys of the full blocks of the prompt's `encoded` token ids.
         """
 
+    def peek(self, keys: Sequence[bytes], encoded: bytes) -> int:
+        """Return how many leading blocks `find` would return; that is no use of them."""
+
     def read(self, found: Found) -> bytes | bytearray | memoryview:
         """Return the images of the blocks found, verified. Raises DamagedRecord and removes the
         damaged pack. Raises HeldRecord if another process holds the store; the pack stays.

@@ -98,6 +98,10 @@ class TierList:
                     num_found = end
         return joined
 
+    def peek(self, keys: Sequence[bytes], encoded: bytes) -> int:
+        """Return how many leading blocks `find` would return; that is no use of them."""
+        return max(_tried(partial(tier.peek, keys, encoded), 0) for tier in self._tiers)
+
     def read(self, found: Found) -> bytes | bytearray | memoryview:
         """Return the images of found blocks, from the tier that has them; errors as `Tier.read`."""
         assert isinstance(found, _FoundIn)

@@ -4,63 +4,37 @@ Slash commands and keys call it. Moving between turns deletes nothing: all turns
 Queries to the engine other than answers are in `engine_queries.py`.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+import asyncio
+import copy
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
 
 from kvchat.chat.answer_settings import AskOptions
 from kvchat.chat.attachment import Attached, read_attachment
+from kvchat.chat.chat_model import readopt
 from kvchat.chat.conversation import ROOT, Conversation, Role, Turn
 from kvchat.chat.engine_queries import EngineQueries
 from kvchat.chat.events import AnswerEnded
 from kvchat.chat.host import ChatHost
+from kvchat.chat.kept_kv import KeptKv
 from kvchat.chat.reply import Reply
 from kvchat.chat.session import ChatSession
 from kvchat.chat.tokenizer import Segment
-from kvchat.chat.why import Reuse, beside_earlier, cause, earlier, explain, is_as_expected, reuse_of
+from kvchat.chat.why import (
+    Reuse,
+    Times,
+    beside_earlier,
+    cause,
+    earlier,
+    explain,
+    is_as_expected,
+    reuse_of,
+)
+from kvchat.core.cost import Cost
 from kvchat.core.errors import KvchatError, UsageError
 from kvchat.core.events import LoadEvent
-from kvchat.core.stats import KeptPack, ModelDirStatus, StoreStatus, Verified
 from kvchat.core.text import one_line, whole_number
-
-
-class KeptKv(Protocol):
-    """Maintenance of the KV store on disk. Thread-safe; its methods raise StoreError."""
-
-    @property
-    def directory(self) -> Path:
-        """The store's directory."""
-
-    def status(self) -> StoreStatus:
-        """Return what the store holds."""
-
-    def num_bytes(self) -> int:
-        """Return the store's size in bytes: the same figure as in `status`, but faster."""
-
-    def tree(self) -> list[tuple[ModelDirStatus, list[KeptPack]]]:
-        """Return every pack, by model directory."""
-
-    def verify(self, goes_on: Callable[[], bool]) -> Verified:
-        """Read every pack while `goes_on()` is true; remove damaged packs."""
-
-    def gc(self) -> int:
-        """Remove what is out of date or over the limit; return the bytes freed."""
-
-    def clear(self) -> int:
-        """Delete everything; return the bytes freed."""
-
-    def unpin(self, label: str) -> int:
-        """Remove the pins with this label; return their number."""
-
-    def forget(
-        self, contexts: Iterable[Sequence[int]], shared: Iterable[Sequence[int]], label: str = ""
-    ) -> int:
-        """Remove the KV of contexts, and the pin `label`; keep what `shared` contexts use.
-
-        Contexts are token ids. Returns the number of blocks removed.
-        """
-
 
 # Starts loading a model by its name; load events go to the listener.
 NewHost = Callable[[str, Callable[[LoadEvent], None]], ChatHost]
@@ -87,7 +61,7 @@ class ChatController:
         kept: KeptKv | None = None,
     ) -> None:
         self.host = host
-        self.engine = EngineQueries(host)
+        self.engine = EngineQueries(host, kept)
         self.new_host = new_host
         self.session = session
         self.options = options
@@ -224,7 +198,6 @@ class ChatController:
         """Remember a finished answer, for `why` and for the statistics."""
         self.last = ended
         self._last_session_id = self.session.session_id if self.session is not None else ""
-        self.engine.note_ended(ended)
 
     def why(self) -> list[str]:
         """Return lines on how much of the last context was cached, and why the rest was computed.
@@ -260,7 +233,10 @@ class ChatController:
         if conversation is None or conversation.session_id != self._last_session_id:
             return None
         with suppress(KeyError):  # as above
-            return reuse_of(conversation, ended.turn_id, ended.usage.cached, ended.miss_reason)
+            cleared_s = self.kept.cleared_s() if self.kept is not None else 0.0
+            times = Times(self.host.began_s, cleared_s)
+            cached = ended.usage.cached
+            return reuse_of(conversation, ended.turn_id, cached, ended.miss_reason, times)
         return None
 
     def _name(self, session: ChatSession, text: str) -> None:
@@ -271,7 +247,8 @@ class ChatController:
 
     def _ensure_session(self) -> ChatSession:
         if self.session is None:
-            self.session = self.host.new_session(self.system, self.title)
+            one_shot = self.options.is_one_shot
+            self.session = self.host.new_session(self.system, self.title, one_shot)
         return self.session
 
     # Conversations
@@ -310,6 +287,16 @@ class ChatController:
         if (problem := self.close_session()) is not None:
             session.notes = (*session.notes, problem)
         self.session = session
+
+    async def cost_with(self, host: ChatHost) -> Cost | None:
+        """Return what the next message costs with another, loaded model; None if nothing is said
+        yet, or while that cannot be known.
+        """
+        if self.conversation is None:
+            return None
+        conversation = copy.deepcopy(self.conversation)
+        await asyncio.to_thread(readopt, conversation, host.model)
+        return await EngineQueries(host).cost(conversation.context_ids())
 
     def change_host(self, host: ChatHost) -> ChatHost:
         """Switch to another model, which is loaded; return the old host, for the caller to close.

@@ -14,6 +14,7 @@ from kvchat.chat.chat_model import ChatModel
 from kvchat.chat.conversation import Conversation
 from kvchat.chat.session import ChatSession
 from kvchat.chat.store import SessionStore
+from kvchat.core.cost import KvPlaces
 from kvchat.core.errors import TimedOut
 from kvchat.core.events import (
     LoadEvent,
@@ -42,6 +43,9 @@ class ChatHost:
                      it must not block
     store            None saves nothing
 
+    began_s             when this host was made, in seconds since the epoch
+    places_at_opening   where the KV was of the conversation opened last, None if none was opened
+
     Owns the engine until `close`.
     """
 
@@ -58,9 +62,11 @@ class ChatHost:
         self.store = store
         self._on_load = on_load
         self._loaded = threading.Event()
+        self.began_s = time.time()
         self._began_s = time.monotonic()
         self._outcome: LoadEvent | None = None
         self._engine = EngineThread(build, self._hear)
+        self.places_at_opening: Future[list[KvPlaces]] | None = None
 
     def _hear(self, event: LoadEvent) -> None:
         if isinstance(event, ModelReady | LoadFailed):
@@ -99,9 +105,11 @@ class ChatHost:
         assert isinstance(self._outcome, ModelReady)
         return self._outcome
 
-    def new_session(self, system: str | None = None, title: str = "") -> ChatSession:
-        """Begin a conversation."""
-        return ChatSession.new(self.model, self._engine, self.store, system, title)
+    def new_session(
+        self, system: str | None = None, title: str = "", is_one_shot: bool = False
+    ) -> ChatSession:
+        """Begin a conversation; `is_one_shot` if it will probably not be continued."""
+        return ChatSession.new(self.model, self._engine, self.store, system, title, is_one_shot)
 
     def unsaved_session(
         self, system: str | None = None, created_s: float | None = None
@@ -119,8 +127,9 @@ class ChatHost:
         """
         assert self.store is not None, "there is nothing saved to open"
         session = ChatSession.open(self.model, self._engine, self.store, session_id)
-        # The user will probably continue: promote the context's KV while the user types.
         context = session.conversation.context_ids()
+        self.places_at_opening = self.locate([context])  # before the prefetch moves it
+        # The user will probably continue: promote the context's KV while the user types.
         if self._prefetch_pages is not None and self.ready is None:
             self._prefetch_pages(context)
         self._engine.call(lambda engine: engine.prefetch(context))
@@ -129,6 +138,19 @@ class ChatHost:
         branches = [session.conversation.context_ids(leaf.turn_id) for leaf in leaves]
         self._engine.call(lambda engine: engine.speculation.learn(branches))
         return session
+
+    def prefetch(self, token_ids: list[int]) -> None:
+        """Begin to bring a context's KV to the device; it replaces the prefetch before."""
+        if self.ready is not None:
+            self._engine.call(lambda engine: engine.prefetch(token_ids))
+
+    def read_ahead(self, token_ids: list[int]) -> None:
+        """Prefill a context while nothing else runs; it replaces the one before."""
+        self._engine.call(lambda engine: engine.read_ahead(token_ids))
+
+    def end_read_ahead(self) -> None:
+        """End the read-ahead; what was read stays cached."""
+        self._engine.call(lambda engine: engine.end_read_ahead())
 
     def fork_session(self, original: Conversation) -> ChatSession:
         """Begin a conversation as a copy of another one."""
@@ -149,9 +171,16 @@ class ChatHost:
 
         return self._engine.call(switch)
 
-    def cached_tokens(self, token_ids: list[int]) -> "Future[int]":
-        """Request the number of leading tokens of a context that have cached KV."""
-        return self._engine.call(lambda engine: engine.cached_tokens(token_ids).total)
+    def locate(self, contexts: list[list[int]]) -> "Future[list[KvPlaces]]":
+        """Request where the KV of contexts is, in memory and on disk; after loading."""
+        done: Future[list[KvPlaces]] = Future()
+
+        def settle(places: list[KvPlaces]) -> None:
+            if done.set_running_or_notify_cancel():
+                done.set_result(places)
+
+        self._ask(lambda engine: engine.locate(contexts, settle), done)
+        return done
 
     def read(self, token_ids: list[int]) -> "Future[None]":
         """Prefill a context, so that its KV is cached; the future is done when it is."""

@@ -63,15 +63,17 @@ class ChatSession:
         store: SessionStore | None,
         system: str | None = None,
         title: str = "",
+        is_one_shot: bool = False,
         created_s: float | None = None,
     ) -> "ChatSession":
         """Begin a conversation; with `store` None it is never written to a file.
 
-        `created_s` is its time in seconds since the epoch; None is now.
+        `is_one_shot` if a script begins it, so that it will probably not be continued. `created_s`
+        is its time in seconds since the epoch; None is now.
         """
         began_s = time.time() if created_s is None else created_s
         conversation = Conversation(new_session_id(), began_s, system)
-        log = store.create(conversation, model.name) if store is not None else None
+        log = store.create(conversation, model.name, is_one_shot) if store is not None else None
         session = cls(model, engine, conversation, log)
         if title:
             session.rename(title)
@@ -256,9 +258,12 @@ class ChatSession:
     ) -> Reply:
         """Continue the cut-off answer at the tip from its own ids, in the same turn.
 
-        The reply holds the new part only. Raises UsageError if the tip is not a cut-off answer.
+        The reply holds the new part only. A message that was stopped before its answer began is
+        answered. Raises UsageError if the tip is neither.
         """
         path = self.conversation.path()
+        if path and path[-1].role is Role.USER:
+            return self._answer(path[-1], options, notify)
         if not path or not path[-1].is_partial:
             raise UsageError("The last answer is complete.", "/retry answers once more.")
         answer = path[-1]

@@ -25,11 +25,15 @@ _ANSWER = b'"role":"assistant"'
 
 @dataclass(frozen=True, slots=True)
 class ReadSession:
-    """A conversation read from a file; `notes` are sentences for the user on what was lost."""
+    """A conversation read from a file; `notes` are sentences for the user on what was lost.
+
+    `is_one_shot` says that a script began it, and nothing has gone on with it.
+    """
 
     conversation: Conversation
     model: str
     notes: tuple[str, ...]
+    is_one_shot: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,18 +45,17 @@ class Summary:
     has_answer: bool
 
 
-def header_line(conversation: Conversation, model: str) -> str:
-    """Return the first line of a session file."""
-    return _line(
-        {
-            "kvchat": MAGIC,
-            "version": FORMAT_VERSION,
-            "id": conversation.session_id,
-            "created": conversation.created_s,
-            "system": conversation.system,
-            "model": model,
-        }
-    )
+def header_line(conversation: Conversation, model: str, is_one_shot: bool = False) -> str:
+    """Return the first line of a session file; `is_one_shot` if a script began it."""
+    header: dict[str, Any] = {
+        "kvchat": MAGIC,
+        "version": FORMAT_VERSION,
+        "id": conversation.session_id,
+        "created": conversation.created_s,
+        "system": conversation.system,
+        "model": model,
+    }
+    return _line({**header, "one_shot": True} if is_one_shot else header)
 
 
 def turn_line(turn: Turn) -> str:
@@ -117,7 +120,8 @@ def read_session(data: bytes, name: str) -> ReadSession:
     below its turn. Raises StoreError if the file is not a session or has an unknown version.
     """
     *lines, torn = data.split(b"\n")
-    conversation, model = _begin(_event(lines[0]) if lines else None, name)
+    header = _event(lines[0]) if lines else None
+    conversation, model = _begin(header, name)
     damaged = []
     for number, line in enumerate(lines[1:], start=2):
         try:
@@ -127,7 +131,8 @@ def read_session(data: bytes, name: str) -> ReadSession:
     notes = [_damage(damaged, name)] if damaged else []
     if torn:
         notes.append(f"The last line of {name} was torn and was dropped.")
-    return ReadSession(conversation, model, tuple(notes))
+    is_one_shot = header is not None and header.get("one_shot") is True and len(conversation) <= 2
+    return ReadSession(conversation, model, tuple(notes), is_one_shot)
 
 
 def _damage(numbers: list[int], name: str) -> str:

@@ -149,7 +149,9 @@ class SessionStore:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 
-    def create(self, conversation: Conversation, model: str) -> SessionLog:
+    def create(
+        self, conversation: Conversation, model: str, is_one_shot: bool = False
+    ) -> SessionLog:
         """Create and lock the file of a new conversation; the caller closes the returned log.
 
         If the id is in use, the conversation gets another id. A full disk raises no error: the log
@@ -161,7 +163,7 @@ class SessionStore:
             hint = "Choose another with --sessions-dir, or save nothing with --incognito."
             raise StoreError(error.message, hint) from error
         log = self._open_new(conversation)
-        log.write(session_file.header_line(conversation, model), durable=True)
+        log.write(session_file.header_line(conversation, model, is_one_shot), durable=True)
         _settle_directory(self.directory)
         return log
 

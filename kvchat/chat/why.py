@@ -6,6 +6,7 @@ template writes another time, or because the template changed. Within one conver
 template's clock is fixed.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -28,7 +29,7 @@ class Change(StrEnum):
     """How a context differs from one that was prefilled before."""
 
     NEW = "new"
-    EDITED = "edited"
+    EDITED = "new text"
     SYSTEM = "system prompt changed"
     TOKENIZER = "model changed"
     CLOCK = "clock"
@@ -66,6 +67,16 @@ class Reuse:
         return lost if lost >= NOT_WORTH_MENTIONING else 0
 
 
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Since when the engine has computed KV, and when the cache was cleared last; in seconds since
+    the epoch.
+    """
+
+    run_began_s: float = math.inf
+    cleared_s: float = 0.0
+
+
 def common_len(one: Sequence[int], other: Sequence[int]) -> int:
     """Return how many leading ids two contexts share."""
     length = min(len(one), len(other))
@@ -75,7 +86,11 @@ def common_len(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 def reuse_of(
-    conversation: Conversation, turn_id: int, cached: CachedTokens, miss_reason: MissReason | None
+    conversation: Conversation,
+    turn_id: int,
+    cached: CachedTokens,
+    miss_reason: MissReason | None,
+    times: Times = Times(),
 ) -> Reuse:
     """Return the facts about an answer, or about a user turn without an answer."""
     turn = conversation.turn(turn_id)
@@ -83,6 +98,8 @@ def reuse_of(
     ids = tuple(conversation.context_ids(asked.turn_id))
     if miss_reason in _UNKNOWN and _is_first_of_a_model(conversation, asked, turn_id):
         miss_reason = MissReason.OTHER_MODEL
+    first_missing = _turn_at(conversation, asked, cached.total)
+    miss_reason = _dated(miss_reason, first_missing.created_s, times)
     others = [leaf for leaf in conversation.leaves() if not _is_below(conversation, leaf, asked)]
     if asked.parent_id != ROOT:
         others.append(conversation.turn(asked.parent_id))
@@ -98,6 +115,20 @@ def reuse_of(
     if change in (Change.NEW, Change.EDITED) and _reads_some(conversation, asked, unread, cached):
         change = Change.IMPORTED
     return Reuse(ids, before, change, cached, miss_reason)
+
+
+def _dated(reason: MissReason | None, created_s: float, times: Times) -> MissReason | None:
+    """Return a miss reason, more exactly by when the KV of a turn made at `created_s` was computed.
+
+    What this run has computed was in memory, whatever the disk has; what was on disk when the cache
+    was cleared went with it.
+    """
+    if reason in (MissReason.NEVER_WRITTEN, MissReason.NO_TIER):
+        if created_s >= times.run_began_s:
+            return MissReason.EVICTED
+        if reason is MissReason.NEVER_WRITTEN and created_s < times.cleared_s:
+            return MissReason.CLEARED
+    return reason
 
 
 def _is_first_of_a_model(conversation: Conversation, asked: Turn, turn_id: int) -> bool:
@@ -193,17 +224,7 @@ def cause(reuse: Reuse) -> str:
     if not reuse.num_lost:
         is_first = reuse.change in (Change.NEW, Change.IMPORTED)
         return "" if is_first else str(reuse.change)
-    return str(_reason_of(reuse) or MissReason.EVICTED)
-
-
-def _reason_of(reuse: Reuse) -> MissReason | None:
-    """Return why KV that was computed again was missing; None if only memory could have held it.
-
-    If a part was cached, "never written" is not certain for the rest, so it counts as evicted.
-    """
-    if reuse.miss_reason is MissReason.NEVER_WRITTEN and reuse.cached.total:
-        return MissReason.EVICTED
-    return reuse.miss_reason
+    return str(reuse.miss_reason or MissReason.EVICTED)
 
 
 def explain(reuse: Reuse, decode: Callable[[list[int]], str]) -> list[str]:
@@ -213,12 +234,12 @@ def explain(reuse: Reuse, decode: Callable[[list[int]], str]) -> list[str]:
     num_read = total - reuse.cached.total
     if reuse.num_lost:
         lines.append(
-            f"{num_read:,} were read, {reuse.num_lost:,} of them again: {_WHY[_reason_of(reuse)]}"
+            f"{num_read:,} were read, {reuse.num_lost:,} of them again: {_WHY[reuse.miss_reason]}"
         )
     elif reuse.change is not Change.NEW:
         lines.append(f"{num_read:,} were read: {_CHANGES[reuse.change]}")
     else:
-        lines.append(f"{num_read:,} were read, which is what is new.")
+        lines.append(f"{num_read:,} were read: new text.")
     if reuse.change not in (Change.NEW, Change.IMPORTED):
         lines.append(_difference(reuse, decode))
     return lines
@@ -234,10 +255,12 @@ _CHANGES = {
 }
 _WHY = {
     None: "they were evicted from memory.",
-    MissReason.NEVER_WRITTEN: "they were never kept on disk, or deleted there; a process that "
-    "is killed keeps no KV of its last turn.",
+    MissReason.NEVER_WRITTEN: "they were not written to disk before the last run ended, as when "
+    "it is killed, or were deleted there by other means.",
+    MissReason.CLEARED: "the cache on disk was cleared.",
     MissReason.EVICTED: "they are neither in memory nor on disk any more: evicted to make "
     "room, or out of date.",
+    MissReason.OFF: "the cache is off (--no-cache), so every answer reads its whole context.",
     MissReason.CORRUPT: "what was kept on disk was corrupt, and is gone now.",
     MissReason.OVER_BUDGET: "they did not fit on disk: over budget. --disk-cache allows more.",
     MissReason.QUARANTINED: "what was kept is not this model's: "

@@ -275,7 +275,8 @@ def sessions_list(
     """List conversations, the most recent first."""
     from kvchat.cli import sessions
 
-    sessions.list_sessions(sessions.open_store(context.obj), json_)
+    kept = sessions.open_kept_kv(context.obj)
+    sessions.list_sessions(sessions.open_store(context.obj), kept, json_)
 
 
 @sessions_app.command("show")

@@ -61,7 +61,9 @@ def store_admin(settings: Settings) -> "StoreAdmin":
     """Return the administration of the KV store on disk."""
     from kvchat.cache.disk.admin import StoreAdmin
 
-    return StoreAdmin(cache_directory(settings), settings.cache_config().disk_bytes)
+    config = settings.cache_config()
+    state = None if settings["incognito"] else user_paths().state
+    return StoreAdmin(cache_directory(settings), config.disk_bytes, state, config.block_size)
 
 
 def ask_options(settings: Settings, model_defaults: dict[str, float], samples: int) -> "AskOptions":

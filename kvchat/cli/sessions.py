@@ -6,15 +6,19 @@ import sys
 from datetime import datetime
 from pathlib import Path
 
+from kvchat.cache.disk.admin import StoreAdmin
 from kvchat.chat import documents
 from kvchat.chat.documents import to_markdown
+from kvchat.chat.saved_costs import kept_costs
 from kvchat.chat.session_file import title_line
 from kvchat.chat.store import SessionStore
-from kvchat.cli.build import session_store, user_paths
+from kvchat.cli.build import session_store, store_admin, user_paths
 from kvchat.cli.settings import resolve
 from kvchat.core.config import shown
+from kvchat.core.cost import Cost
 from kvchat.core.errors import StoreError, UsageError
 from kvchat.core.text import one_line, sanitize
+from kvchat.terminal import warmth
 
 
 def open_store(sessions_dir: str | None) -> SessionStore:
@@ -23,22 +27,39 @@ def open_store(sessions_dir: str | None) -> SessionStore:
     return session_store(resolve(flags, os.environ, user_paths().config))
 
 
-def list_sessions(store: SessionStore, as_json: bool) -> None:
-    """Print one line per conversation, the most recent first."""
-    for summary in store.summaries():
+def open_kept_kv(sessions_dir: str | None) -> StoreAdmin:
+    """Return the administration of the KV store that the settings name."""
+    return store_admin(resolve({"sessions_dir": sessions_dir}, os.environ, user_paths().config))
+
+
+def list_sessions(store: SessionStore, kept: StoreAdmin, as_json: bool) -> None:
+    """Print one line per conversation, the most recent first, and what its next message costs."""
+    summaries = store.summaries()
+    costs = kept_costs(store, kept, [summary.session_id for summary in summaries])
+    for summary in summaries:
+        cost = costs.get(summary.session_id)
         if as_json:
             line = {
                 "session": summary.session_id,
                 "title": summary.title,
                 "turns": summary.num_turns,
                 "modified": summary.modified_s,
+                "next_message": _object(cost),
             }
             _print(json.dumps(line))
         else:
             when = f"{datetime.fromtimestamp(summary.modified_s):%Y-%m-%d %H:%M}"
             title = one_line(summary.title)
             unit = "turn " if summary.num_turns == 1 else "turns"
-            _print(f"{summary.session_id}  {when}  {summary.num_turns:>3} {unit}  {title}")
+            warm = f" ({warmth.for_list(cost)})" if cost is not None else ""
+            _print(f"{summary.session_id}  {when}  {summary.num_turns:>3} {unit}  {title}{warm}")
+
+
+def _object(cost: Cost | None) -> dict[str, object] | None:
+    """Return what the next message costs as `--json` prints it."""
+    if cost is None:
+        return None
+    return {"tokens": cost.num_tokens, "cached": cost.num_cached, "seconds": cost.seconds}
 
 
 def show(store: SessionStore, text: str) -> None:

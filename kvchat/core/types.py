@@ -13,10 +13,19 @@ from kvchat.core.errors import UsageError
 TokenIds = Sequence[int]
 
 
+class Tier(StrEnum):
+    """Where a block's KV lives, from fastest to slowest."""
+
+    DEVICE = "device"
+    HOST = "host"
+    DISK = "disk"
+
+
 class MissReason(StrEnum):
     """Why KV was not read from a slower tier."""
 
-    NEVER_WRITTEN = "never written"
+    NEVER_WRITTEN = "not written before the last run ended"
+    CLEARED = "cache cleared"
     EVICTED = "evicted"
     CORRUPT = "corrupt"
     OVER_BUDGET = "over budget"
@@ -26,6 +35,7 @@ class MissReason(StrEnum):
     LATE = "came too late"
     NO_ROOM = "no room on the device"
     NO_TIER = "no disk cache"
+    OFF = "the cache is off"
 
 
 class FinishReason(StrEnum):
@@ -131,12 +141,15 @@ class DraftUse:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of one request; `cached.total + prefilled_tokens == prompt_tokens`."""
+    """Token counts of one request; `cached.total + prefilled_tokens == prompt_tokens`, unless it
+    was stopped during the prefill: then `unread_tokens` of the prompt are missing.
+    """
 
     prompt_tokens: int = 0
     cached: CachedTokens = field(default_factory=CachedTokens)
     completion_tokens: int = 0
     drafts: DraftUse = field(default_factory=DraftUse)
+    unread_tokens: int = 0
 
     @property
     def drafted_tokens(self) -> int:
@@ -148,7 +161,7 @@ class Usage:
 
     @property
     def prefilled_tokens(self) -> int:
-        return self.prompt_tokens - self.cached.total
+        return self.prompt_tokens - self.cached.total - self.unread_tokens
 
     def as_dict(self) -> dict[str, object]:
         return {

@@ -21,12 +21,13 @@ from kvchat.cache.block_manager import SCRATCH_BLOCK, CacheManager
 from kvchat.cache.connector import KvConnector
 from kvchat.cache.disk.admin import StoreAdmin
 from kvchat.cache.disk.format import FORMAT_VERSION
+from kvchat.cache.disk.known_models import KnownModel, KnownModels
 from kvchat.cache.disk.quota import disk_budget, least_bytes, why_nothing_fits
 from kvchat.cache.disk.tier import DiskTier
 from kvchat.cache.host_offload import HostOffload
 from kvchat.cache.host_tier import HostTier
 from kvchat.cache.kv_pool import KvGeometry, KvPool, LayerGeometry, PlainFormat
-from kvchat.cache.rates import RateMemory
+from kvchat.cache.rates import PrefillRate, RateMemory
 from kvchat.cache.tier import Layout
 from kvchat.cache.tier_list import TierOpener, open_tiers
 from kvchat.cache.transfer import TransferThread
@@ -77,6 +78,8 @@ def kv_identity(loaded: LoadedModel, geometry: KvGeometry, content_digest: str) 
         "layers": [(x.num_kv_heads, x.key_dim, x.value_dim) for x in geometry.layers],
         "rope": [*loaded.frozen_rope, loaded.max_context] if loaded.frozen_rope else [],
     }
+    if loaded.spec.gathered is not None:
+        facts["path"] = "gathered"
     if geometry.format.name != PlainFormat().name:  # plain KV has no format in its older stores
         facts["kv_format"] = geometry.format.name
     return hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).digest()
@@ -154,6 +157,7 @@ def engine_around(
     connector = new_connector(loaded, cache, cache_config, state_directory)
     model = PagedModel(loaded, kv_pool.layers)
     graphs, threads = new_graphs(model, cache, engine_config), new_threads(loaded.device)
+    memory = rate_memory(loaded, state_directory)
     return Engine(
         runner=Runner(model, cache.block_size, graphs, threads, new_warmup(model, cache)),
         cache=cache,
@@ -163,7 +167,8 @@ def engine_around(
         vocab_size=loaded.spec.vocab_size,
         connector=connector,
         speculation=speculation,
-        offload=new_offload(cache, cache_config, connector, rate_memory(loaded, state_directory)),
+        offload=new_offload(cache, cache_config, connector, memory),
+        prefill_rate=PrefillRate(rate_memory(loaded, state_directory)),
     )
 
 
@@ -224,8 +229,8 @@ def new_kv_pool(geometry: KvGeometry, config: CacheConfig, device: torch.device)
 
 def new_graphs(model: PagedModel, cache: CacheManager, config: EngineConfig) -> GraphRunner | None:
     """Return the graph runner for small steps; None off CUDA, if turned off, or without memory."""
-    if model.device.type != "cuda" or not config.graphs:
-        return None
+    if model.device.type != "cuda" or not config.graphs or model.loaded.spec.gathered is not None:
+        return None  # a gathered step copies contexts, whose lengths differ from step to step
     max_context = min(model.loaded.max_context, cache.max_tokens)
     try:
         capturing = CudaGraphs(model.device)
@@ -271,6 +276,16 @@ def new_connector(
                 "Start kvchat again.",
             )
         identity = kv_identity(loaded, geometry, digest)
+        KnownModels(state_directory).note(
+            identity.hex(),
+            KnownModel(
+                loaded.source.name,
+                rate_subject(loaded),
+                geometry.block_size,
+                geometry.block_bytes,
+                is_draft,
+            ),
+        )
         return Layout(identity, geometry.block_size, geometry.block_bytes)
 
     rates = rate_memory(loaded, state_directory)
@@ -310,8 +325,12 @@ def _disk_opener(config: CacheConfig, block_bytes: int, is_draft: bool) -> TierO
 
 def rate_memory(loaded: LoadedModel, state_directory: Path | None) -> RateMemory:
     """Return the memory of how fast this machine computes, reads and copies a model's KV."""
-    subject = f"{loaded.identity} {dtype_name(loaded.dtype)} {device_name(loaded.device)}"
-    return RateMemory(state_directory, subject)
+    return RateMemory(state_directory, rate_subject(loaded))
+
+
+def rate_subject(loaded: LoadedModel) -> str:
+    """Return the name of a model's rates on its device."""
+    return f"{loaded.identity} {dtype_name(loaded.dtype)} {device_name(loaded.device)}"
 
 
 def new_offload(

@@ -4,6 +4,7 @@ It calls the parts that plan a step, compute it and append its tokens to the req
 """
 
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -14,10 +15,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvchat.cache.block_manager import CacheManager
+from kvchat.cache.rates import PrefillRate
+from kvchat.core.cost import KvPlaces, ReadRates
 from kvchat.core.errors import ContextTooLong, GenerationError, KvchatError
 from kvchat.core.events import RequestEvent
 from kvchat.core.stats import EngineStatus
-from kvchat.core.types import CachedTokens, FinishReason
+from kvchat.core.types import CachedTokens, FinishReason, MissReason
 from kvchat.engine.fetch import Fetcher
 from kvchat.engine.kv_verifier import KvVerifier
 from kvchat.engine.output_processor import OutputProcessor
@@ -36,6 +39,8 @@ _log = logging.getLogger(__name__)
 
 # How long a step without other work waits for room in the write queue, in seconds.
 _ROOM_PATIENCE_S = 0.02
+# What a measurement of the prefill rate computes: about a tenth of a second on a CPU.
+_MEASURED_TOKENS = 256
 
 
 class Engine:
@@ -59,6 +64,7 @@ class Engine:
         connector: "KvConnector | None" = None,
         speculation: Speculation | None = None,
         offload: "HostOffload | None" = None,
+        prefill_rate: PrefillRate | None = None,
     ) -> None:
         self.cache = cache
         self._kv_verifier = KvVerifier(cache, connector, runner.dtype)  # reserves a block
@@ -81,6 +87,8 @@ class Engine:
         self._request_ids = count(1)
         self._num_steps = 0
         self._num_tokens = 0
+        self._prefill_rate = prefill_rate or PrefillRate(None)
+        self._ahead_id: int | None = None
 
     @property
     def has_work(self) -> bool:
@@ -139,12 +147,23 @@ class Engine:
                 f"The prompt holds token {unknown_ids[0]}, and the model has {self._vocab_size}.",
                 "Its tokenizer and its weights do not belong together.",
             )
+        self.end_read_ahead()
         request_id = next(self._request_ids)
         now_s = self._clock() if submitted_s is None else submitted_s
         request = Request.from_spec(request_id, spec, now_s)
         self._fetcher.begin(request)
+        if request.miss_reason is None and request.restore is None:
+            request.told_miss_reason = self._why_without_disk(request)
         self._scheduler.add(request)
         return request_id
+
+    def _why_without_disk(self, request: Request) -> MissReason | None:
+        """Return why no tier is asked for a prompt that the device does not have; else None."""
+        if not self.cache.reuse:
+            return MissReason.OFF
+        num_missing = request.num_prompt_tokens - 1 - self.cache.num_cached_tokens(request.ids)
+        is_missed = self._connector is None and num_missing >= self.cache.block_size
+        return MissReason.NO_TIER if is_missed else None
 
     def cached_tokens(self, token_ids: Sequence[int]) -> CachedTokens:
         """Return how many tokens of a context each memory tier has cached; changes nothing."""
@@ -154,12 +173,82 @@ class Engine:
         )
         return CachedTokens(device=device, host=host)
 
+    def locate(
+        self, contexts: Sequence[Sequence[int]], done: Callable[[list[KvPlaces]], None]
+    ) -> None:
+        """Call `done` with where the KV of each context is; moves nothing.
+
+        It looks up what a request for these contexts would find. `done` runs on this thread or on
+        the one that reads the disk; never if the engine is closed before. The first call measures
+        how fast this model computes, if that is not known and no request waits.
+        """
+        if self._prefill_rate.tokens_per_s is None and not self._has_answers_due:
+            self._measure_prefill()
+        computed = self._prefill_rate.tokens_per_s
+        in_memory = [self._cached_by_origin(token_ids) for token_ids in contexts]
+        connector, offload = self._connector, self._offload
+        rates = ReadRates(
+            computed,
+            connector.disk_tokens_per_s() if connector is not None else math.inf,
+            offload.tokens_per_s() if offload is not None else math.inf,
+        )
+
+        def finish(kept: Sequence[int]) -> None:
+            done(
+                [
+                    KvPlaces(len(ids), _with_disk(cached, num_kept), rates)
+                    for ids, cached, num_kept in zip(contexts, in_memory, kept, strict=True)
+                ]
+            )
+
+        if connector is None:
+            finish([0] * len(contexts))
+        else:
+            connector.look_up(contexts, finish)
+
+    def _cached_by_origin(self, token_ids: Sequence[int]) -> CachedTokens:
+        """Return as `cached_tokens`, but what a prefetch has loaded counts for the tier it came
+        from, as in the usage of the request that follows.
+        """
+        cached, loaded = self.cached_tokens(token_ids), self._fetcher.prefetched(token_ids)
+        disk = min(loaded.disk, cached.device)
+        host = min(loaded.host, cached.device - disk)
+        return CachedTokens(cached.device - disk - host, cached.host + host, disk)
+
+    def _measure_prefill(self) -> None:
+        """Prefill some tokens, which no later request finds."""
+        num_tokens = min(_MEASURED_TOKENS, self._max_step_tokens, self.max_context - 1)
+        ids = tuple((7 * i + 1) % self._vocab_size for i in range(num_tokens))
+        if not num_tokens or self.cache.num_cached_tokens(ids):
+            return
+        self.submit(RequestSpec(ids, max_tokens=1, is_kept=False))
+        while self._scheduler.has_work:
+            self.step()
+        self.cache.forget(ids, 0)
+
     def prefetch(self, token_ids: Sequence[int]) -> None:
         """Load a context's KV from slower tiers, for a request that will probably follow.
 
         A new prefetch replaces the one before: the newest context is the most likely one.
         """
         self._fetcher.prefetch(token_ids)
+
+    def read_ahead(self, token_ids: Sequence[int]) -> None:
+        """Prefill a context that a request will probably begin with; it replaces the one before.
+
+        It runs only while nothing else does: every `submit` ends it. Its KV is not kept on slower
+        tiers. It does nothing where KV is not reused.
+        """
+        self.end_read_ahead()
+        is_useful = self.cache.reuse and 1 < len(token_ids) < self.max_context
+        if is_useful and not self._scheduler.has_work:
+            self._ahead_id = self.submit(RequestSpec(tuple(token_ids), max_tokens=1, is_kept=False))
+
+    def end_read_ahead(self) -> None:
+        """End the read-ahead at the next step; what was computed stays cached."""
+        if self._ahead_id is not None:
+            self.cancel(self._ahead_id)
+        self._ahead_id = None
 
     def pin(self, token_ids: Sequence[int], label: str, done: Callable[[int], None]) -> None:
         """Pin a context's KV on the disk tier, so that it is not evicted.
@@ -266,10 +355,11 @@ class Engine:
 
     def close(self) -> None:
         """Keep the KV of unfinished requests, and finish pending writes within a time limit."""
+        self._prefill_rate.keep()
         self.speculation.close()
         self._fetcher.give_up(self._scheduler.requests())
         if self._connector is not None:
-            for request in self.running():
+            for request in (r for r in self.running() if r.spec.is_kept):
                 computed = request.ids[: request.num_computed]
                 self._kv_verifier.save(computed, request.spec.is_one_shot)
             wrong = self._kv_verifier.begin(self._run_alone)
@@ -347,7 +437,7 @@ class Engine:
         for request in (scheduled.request for scheduled in plan):
             request.num_offered = min(request.num_offered, request.num_computed)
             is_due = request.num_computed - request.num_offered >= write_behind.pack_tokens
-            if is_due and request.state is State.RUNNING:
+            if is_due and request.spec.is_kept and request.state is State.RUNNING:
                 request.num_offered = request.num_computed
                 computed = request.ids[: request.num_computed]
                 write_behind.save_packs(computed, request.spec.is_one_shot)
@@ -375,12 +465,19 @@ class Engine:
         num_rows = sum(scheduled.num_rows for scheduled in plan)
         self._num_steps += 1
         self._num_tokens += num_rows
+        if all(scheduled.request.num_generated == 0 for scheduled in plan):
+            self._prefill_rate.note(num_rows, seconds)
         if self.speculation.is_on:
             self.speculation.note(plan, tokens, seconds)
         if self._connector is not None:
             self._connector.planner.note_prefill(num_rows, seconds)
         if self._offload is not None:
             self._offload.rates.note_prefill(num_rows, seconds)
+
+
+def _with_disk(cached: CachedTokens, num_kept: int) -> CachedTokens:
+    """Return where a context's tokens are whose first `num_kept` are on disk."""
+    return replace(cached, disk=cached.disk + max(0, num_kept - cached.total))
 
 
 def _explain(error: Exception) -> KvchatError:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kvchat.core.types import CachedTokens
 from kvchat.engine.request import Request, State
 
 if TYPE_CHECKING:
@@ -73,6 +74,20 @@ class Fetcher:
         self.give_up_prefetch()
         self._prefetch = _Prefetch((*token_ids, 0), None, None)
         self._begin(self._prefetch)
+
+    def prefetched(self, token_ids: Sequence[int]) -> CachedTokens:
+        """Return how many tokens of a context the prefetch has loaded, by the tier they came from.
+
+        A request for the context takes the prefetch over, and reports these tokens in the same way.
+        """
+        prefetch = self._prefetch
+        if prefetch is None or list(prefetch.ids[:-1]) != list(token_ids[: len(prefetch.ids) - 1]):
+            return CachedTokens()
+        promotion, restore = prefetch.promotion, prefetch.restore
+        return CachedTokens(
+            host=promotion.num_tokens if promotion is not None else 0,
+            disk=restore.num_tokens if restore is not None else 0,
+        )
 
     def begin(self, request: Request) -> None:
         """Begin to load a prompt's KV, or take over the prefetch of its beginning."""

@@ -148,15 +148,16 @@ class OutputProcessor:
         return len(request.ids) >= self._max_context
 
     def _finish(self, request: Request, reason: FinishReason) -> SampleFinished:
-        computed = request.ids[: request.num_computed]
+        computed, usage = request.ids[: request.num_computed], request.usage()
         self._scheduler.finish(request)
-        self._kv_verifier.save(computed, request.spec.is_one_shot)
+        if request.spec.is_kept:
+            self._kv_verifier.save(computed, request.spec.is_one_shot)
         timing = request.clock.timing(self._clock())
         return SampleFinished(
             request.request_id,
             request.sample,
             reason,
-            request.usage(),
+            usage,
             timing,
             request.stop_token,
             request.miss_reason,

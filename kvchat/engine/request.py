@@ -34,6 +34,7 @@ class RequestSpec:
     new_stop_watcher   makes a watcher for stop strings, one per sample
     num_samples        completions wanted for the same prompt; each sample has its own noise
     is_one_shot        a later request is unlikely to continue it: its stored KV is evicted first
+    is_kept            its KV may be kept on slower tiers; false for a prompt not yet sent
     """
 
     prompt_ids: tuple[int, ...]
@@ -43,6 +44,7 @@ class RequestSpec:
     new_stop_watcher: Callable[[], StopWatcher] | None = None
     num_samples: int = 1
     is_one_shot: bool = False
+    is_kept: bool = True
 
     def __post_init__(self) -> None:
         assert self.prompt_ids
@@ -220,9 +222,12 @@ class Request:
         return self.num_uncomputed == 1 and self.num_generated > 0
 
     def usage(self) -> Usage:
+        cached = self.cached or CachedTokens()
+        num_read = max(self.num_computed, cached.total)
         return Usage(
             prompt_tokens=self.num_prompt_tokens,
-            cached=self.cached or CachedTokens(),
+            cached=cached,
             completion_tokens=self.num_generated,
             drafts=self.drafting.use(),
+            unread_tokens=0 if self.num_generated else max(0, self.num_prompt_tokens - num_read),
         )

@@ -131,7 +131,8 @@ def paged_attention_function(
         softcap=kwargs.get("softcap") if layer.has_softcap else None,
         sinks=find_sinks(module, kwargs) if layer.has_sinks else None,
     )
-    return out.to(query.dtype)[None], None
+    # Contiguous, because some models change its shape by `view`.
+    return out.to(query.dtype)[None].contiguous(), None
 
 
 def find_sinks(module: nn.Module, kwargs: dict[str, Any]) -> torch.Tensor | None:
@@ -183,7 +184,13 @@ def replace_own_attention(model: Any, own: OwnAttention, function: AttentionFunc
 
 @contextmanager
 def own_attention(model: Any) -> Iterator[None]:
-    """Inside this context the model runs its own eager attention, as the reference for ours."""
+    """Inside this context the model runs its own eager attention, as the reference for ours.
+
+    A model on the gathered path runs no other.
+    """
+    if model.config._attn_implementation == "eager":
+        yield
+        return
     own = OWN_ATTENTION.get(model.config.model_type)
     replaced = {}
     if own is not None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+from transformers import AutoConfig
 from transformers.utils import logging as transformers_logging
 
 from kvchat.core.config import ModelConfig
@@ -34,8 +34,20 @@ from kvchat.model.hf_adapter import (
 )
 from kvchat.model.identity import sample_digest
 from kvchat.model.lora import merge
+from kvchat.model.model_class import (
+    class_and_config,
+    reads_more_than_text,
+    tensor_names,
+    without_towers,
+)
 from kvchat.model.packed_weights import packing_of
-from kvchat.model.probe import PROBE, ProbeInconclusive, probe, probe_loaded, register_probe
+from kvchat.model.probe import (
+    ProbeInconclusive,
+    attention_to_probe_loaded,
+    probe,
+    probe_loaded,
+    register_probe,
+)
 from kvchat.model.quantise import quantise
 from kvchat.model.source import ModelSource
 from kvchat.model.spec import ModelSpec
@@ -109,8 +121,11 @@ def read_config(source: ModelSource) -> Any:
 
 
 def inspect_model(source: ModelSource) -> tuple[Any, ModelSpec | None]:
-    """Return a checkpoint's config and its spec; None as the spec if the probe needs weights."""
-    config = read_config(source)
+    """Return a checkpoint's config and its spec; None as the spec if the probe needs weights.
+
+    The config is that of the text model, with as little else as its class can be built with.
+    """
+    config = without_towers(read_config(source))
     headers = [read_header(path) for path in source.weight_files]
     try:
         return config, probe(config, parameter_limit(headers, read_json(source.config_file) or {}))
@@ -134,23 +149,27 @@ def load_model(
     with _LOADING:
         marks = source.marks()
         hf_config, spec = inspect_model(source)
-        dtype = dtype_of(config.dtype)
-        module, notes = _read_weights(source, hf_config, dtype, spec is None, progress)
+        module, notes = _read_weights(source, hf_config, dtype_of(config.dtype), spec, progress)
         if spec is None:
             spec = probe_loaded(module)
-            module.set_attn_implementation(PAGED)
+            if spec.gathered is None:
+                module.set_attn_implementation(PAGED)
     if source.adapter is not None:
         progress(LoadProgress("merging the adapter"))
         merge(module, source.adapter)
     limit = min(spec.max_context, max_context or spec.max_context)
     frozen_rope = freeze_rope(module, limit)
     _move(module, device, progress)
-    if config.weights != "auto":
+    if spec.gathered is not None:
+        notes += _own_weights_only(config)
+    elif config.weights != "auto":
         notes += quantise(module, spec, config.weights, _telling(progress))
     else:
         take_few_shapes(module)
     step = StepContext()
-    fusing = Fusing(module, spec, step, choose_scheme(module, config.weights))
+    fusing = None
+    if spec.gathered is None:  # fused layers know paged attention only
+        fusing = Fusing(module, spec, step, choose_scheme(module, config.weights))
     identity = sample_digest(source)
     if source.marks() != marks:
         raise ModelError(
@@ -176,6 +195,13 @@ def load_model(
     )
 
 
+def _own_weights_only(config: ModelConfig) -> tuple[str, ...]:
+    """Return a note if weights in fewer bits were asked for and are not used."""
+    if config.weights == "auto":
+        return ()
+    return (f"--weights {config.weights} is not used: the model runs on the gathered path.",)
+
+
 def _telling(progress: Progress) -> Callable[[float], None]:
     return lambda share: progress(LoadProgress("packing weights", share))
 
@@ -184,19 +210,19 @@ def _read_weights(
     source: ModelSource,
     hf_config: Any,
     dtype: torch.dtype | None,
-    needs_probe: bool,
+    spec: ModelSpec | None,
     progress: Progress,
 ) -> tuple[Any, tuple[str, ...]]:
+    """Read the weights into a module; `spec` is None if the module is to be probed."""
     register_attention()
     register_probe()
-    own = OWN_ATTENTION.get(hf_config.model_type)
-    implementation = "eager" if own else PROBE if needs_probe else PAGED
+    implementation = _attention_name(hf_config, spec)
     try:
         # With tensors and no directory, transformers opens no files: no pickles that an index
         # names, no adapters and no other checkpoints beside the weights.
         found = read_tensors(source, hf_config, dtype)
         progress(LoadProgress(found.stage, 0.0))
-        model_class, class_config = _causal_class(hf_config)
+        model_class, class_config = class_and_config(hf_config)
         module, report = model_class.from_pretrained(
             None,
             config=class_config,
@@ -223,19 +249,15 @@ def _read_weights(
             "Is the download complete?",
         ) from error
     _refuse_gaps(source, report)
-    return module.eval().requires_grad_(False), _leftovers(source, report)
+    return module.eval().requires_grad_(False), _leftovers(source, hf_config, report)
 
 
-def _causal_class(config: Any) -> tuple[Any, Any]:
-    """Return a config's model class and the config that class takes.
-
-    Repeats AutoModelForCausalLM's choice, because that class loads from directories only.
-    """
-    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    text_class = config.sub_configs.get("text_config")
-    if text_class is None or model_class.config_class is not text_class:
-        return model_class, config
-    return model_class, config.get_text_config()
+def _attention_name(hf_config: Any, spec: ModelSpec | None) -> str:
+    """Return the attention to load with; a class without the interface accepts `eager` only."""
+    if spec is not None:
+        is_own = OWN_ATTENTION.get(hf_config.model_type) is not None
+        return "eager" if is_own or spec.gathered is not None else PAGED
+    return attention_to_probe_loaded(hf_config)
 
 
 def _refuse_gaps(source: ModelSource, report: dict[str, Any]) -> None:
@@ -249,12 +271,15 @@ def _refuse_gaps(source: ModelSource, report: dict[str, Any]) -> None:
         )
 
 
-def _leftovers(source: ModelSource, report: dict[str, Any]) -> tuple[str, ...]:
+def _leftovers(source: ModelSource, hf_config: Any, report: dict[str, Any]) -> tuple[str, ...]:
     """Return a note on tensors the model does not use.
 
     transformers has already removed those that the model class declares as expected.
     """
-    extra = sorted(report["unexpected_keys"])
+    unexpected = set(report["unexpected_keys"])
+    if unexpected and reads_more_than_text(hf_config):  # those of its towers are left out by us
+        unexpected -= tensor_names(read_config(source))
+    extra = sorted(unexpected)
     if not extra:
         return ()
     return (

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from kvchat.model.batch import ForwardBatch
+from kvchat.model.gathered import GatheredSteps
 from kvchat.model.hf_adapter import (
     OWN_ATTENTION,
     bind,
@@ -36,19 +37,27 @@ class PagedModel:
         assert len(pools) == len(loaded.spec.storing_layers)
         self.loaded = loaded
         self._module = loaded.module
-        context = loaded.step
         layers = [PlainKv(*pool) if isinstance(pool, tuple) else pool for pool in pools]
         if not all(isinstance(kv, PlainKv) for kv in layers):
             _unfuse(loaded)
+        self._gathered = None
+        if loaded.spec.gathered is not None:
+            self._gathered = GatheredSteps(self._module, loaded.spec, layers)
+        else:
+            self._bind(layers)
+        _disable_padding_check(self._module)
+        parameters = inspect.signature(self._module.forward).parameters
+        self._keeps_rows = "logits_to_keep" in parameters
+
+    def _bind(self, layers: Sequence[KvLayer]) -> None:
+        """Bind every attention module to its layer's KV."""
+        loaded, context = self.loaded, self.loaded.step
         for layer in loaded.spec.layers:
             module = self._module.get_submodule(layer.module_name)
             bind(module, binding_to(layer, layers[layer.pool_index], context))
         own = OWN_ATTENTION.get(loaded.spec.model_type)
         if own is not None:
             replace_own_attention(self._module, own, paged_attention_function)
-        _disable_padding_check(self._module)
-        parameters = inspect.signature(self._module.forward).parameters
-        self._keeps_rows = "logits_to_keep" in parameters
 
     @property
     def device(self) -> torch.device:
@@ -84,6 +93,8 @@ class PagedModel:
             return self._run(batch) if whole is None else whole.logits(batch, self._run)
 
     def _run(self, batch: ForwardBatch) -> torch.Tensor:
+        if self._gathered is not None:
+            return self._gathered.logits(batch, self._keeps_rows)
         # Select rows by a tensor: with an integer, some models drop rows before attention.
         rows = {"logits_to_keep": batch.logit_rows} if self._keeps_rows else {}
         output = self._module(

@@ -6,7 +6,8 @@ function of (batch, head, query position, key position): some models state their
 else. Reads no checkpoint.
 """
 
-from collections.abc import Callable, Iterator
+import inspect
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -14,12 +15,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
+from transformers import AttentionInterface, AttentionMaskInterface
 
 from kvchat.core.errors import ModelUnsupported
 from kvchat.model.config_limits import ParameterLimit, TooLarge
+from kvchat.model.gathered import cache_over
 from kvchat.model.hf_adapter import OWN_ATTENTION, find_sinks, replace_own_attention
-from kvchat.model.spec import LayerSpec, ModelSpec
+from kvchat.model.model_class import new_model
+from kvchat.model.spec import CacheCall, Gathered, LayerSpec, ModelSpec
 from kvchat_kernels.paged_attention import FULL, AttentionSpan
 
 MaskFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -103,8 +106,17 @@ _RECORDER = "_kvchat_recorder"
 _NUM_TOKENS = 9
 # bfloat16, because grouped expert products support no other dtype on the meta device.
 _PROBE_DTYPE = torch.bfloat16
-_KNOWN_TENSORS = frozenset({"s_aux", "position_ids", "cache_position"})
+_KNOWN_TENSORS = frozenset({"s_aux", "position_ids", "cache_position", "logits_to_keep"})
 _DEFAULT_CONTEXT = 4096
+_NO_INTERFACE = "does not use transformers' attention interface"
+# Types that add an offset to positions, and types that count them from their cache's length.
+_WITH_OFFSET = {"camembert", "data2vec-text", "roberta", "roberta-prelayernorm"} | {
+    "xlm-roberta",
+    "xlm-roberta-xl",
+    "xmod",
+}
+_COUNTING = {"bart", "blenderbot", "blenderbot-small", "marian", "mbart", "pegasus", "plbart"}
+_OWN_POSITIONS = frozenset(_WITH_OFFSET | _COUNTING)
 _ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 
 
@@ -187,6 +199,10 @@ class Refusal(Exception):
     """An architecture cannot be paged; the message completes "it ..."."""
 
 
+class NotCausal(Refusal):
+    """No path can serve the architecture: its keys and values depend on later tokens."""
+
+
 class ProbeInconclusive(Exception):
     """The model does not run without weights; use `probe_loaded` on the loaded model."""
 
@@ -195,7 +211,7 @@ def _refuse_strange_calls(module: nn.Module, key: torch.Tensor, kwargs: dict[str
     if key.shape[2] != _NUM_TOKENS:
         raise Refusal("attends to something other than the tokens of its own step")
     if kwargs.get("is_causal") is False or getattr(module, "is_causal", True) is False:
-        raise Refusal("attends in both directions")
+        raise NotCausal("attends in both directions")
     for name, argument in kwargs.items():
         if isinstance(argument, torch.Tensor) and name not in _KNOWN_TENSORS:
             raise Refusal(f"passes {name}, which a paged cache does not know, to its attention")
@@ -208,21 +224,56 @@ def probe(config: Any, limit: ParameterLimit | None = None) -> ModelSpec:
     reason, if its KV cannot be paged; ProbeInconclusive if its code needs real values.
     """
     with _refusing(config):
-        _refuse_layer_types(config)
-        _refuse_own_positions(config)
-        return _record(_build(config, limit), config)
+        try:
+            return _paged(config, limit)
+        except NotCausal:
+            raise
+        except Refusal as refusal:
+            return _gathered(_build(config, limit, "eager"), config, refusal)
+
+
+def attention_to_probe_loaded(config: Any) -> str:
+    """Return the attention to load a model with for `probe_loaded`: PROBE or `eager`."""
+    try:
+        _paged(config, None)
+    except Refusal:
+        return "eager"
+    except ProbeInconclusive:
+        pass
+    return PROBE
+
+
+def _paged(config: Any, limit: ParameterLimit | None) -> ModelSpec:
+    """Return the spec for paged attention; raises Refusal where that cannot serve."""
+    _refuse_layer_types(config)
+    _refuse_own_positions(config)
+    return _record(_build(config, limit), config)
 
 
 def probe_loaded(model: Any) -> ModelSpec:
-    """Return the spec of a loaded model that was built with the attention named PROBE.
+    """Return the spec of a model loaded with the attention of `attention_to_probe_loaded`.
 
-    Raises ModelUnsupported if its KV cannot be paged.
+    Raises ModelUnsupported if its KV cannot be paged. A model on the gathered path has the
+    attention `eager` afterwards.
     """
     with _refusing(model.config):
         try:
+            if model.config._attn_implementation != PROBE:
+                return _paged(model.config, None)  # which raises why it was not loaded with PROBE
             return _record(model, model.config)
-        except ProbeInconclusive as error:
-            raise Refusal(f"failed its first forward pass ({error})") from error
+        except NotCausal:
+            raise
+        except (Refusal, ProbeInconclusive) as error:
+            refusal = error if isinstance(error, Refusal) else _failed(error)
+            model.set_attn_implementation("eager")
+            try:
+                return _gathered(model, model.config, refusal)
+            except ProbeInconclusive as second:
+                raise refusal from second
+
+
+def _failed(error: Exception) -> Refusal:
+    return Refusal(f"failed its first forward pass ({error})")
 
 
 def register_probe() -> None:
@@ -260,14 +311,16 @@ def _refuse_layer_types(config: Any) -> None:
 
 
 def _refuse_own_positions(config: Any) -> None:
-    """Refuse Llama 4's temperature tuning.
+    """Refuse what counts positions from the length of its cache, or with an offset of its own.
 
-    It scales attention by positions counted within the batch, and only far into a context, so the
-    short self-test would not notice.
+    Such a model may use those positions only far into a context (Llama 4's temperature tuning),
+    where the short self-test would not notice.
     """
     text_config = config.get_text_config()
     if text_config.model_type == "llama4_text" and text_config.attn_temperature_tuning:
         raise Refusal("tunes its attention by positions it counts itself")
+    if text_config.model_type in _OWN_POSITIONS:
+        raise Refusal("counts positions itself")
 
 
 def _record(model: Any, config: Any) -> ModelSpec:
@@ -279,17 +332,20 @@ def _record(model: Any, config: Any) -> ModelSpec:
     for path, module in model.named_modules():
         recorder.names[module] = path
         module.__dict__[_RECORDER] = recorder
-    _run(model)
+    # With a mask, transformers skips its search for packed sequences, which needs real values.
+    mask = torch.ones(1, _NUM_TOKENS, dtype=torch.long, device=model.device)
+    _run(model, attention_mask=mask, use_cache=False)
     return _spec(recorder, model, config)
 
 
-def _run(model: Any) -> None:
+def _run(model: Any, **settings: Any) -> None:
     token_ids = torch.zeros(1, _NUM_TOKENS, dtype=torch.long, device=model.device)
-    # With a mask, transformers skips its search for packed sequences, which needs real values.
-    mask = torch.ones_like(token_ids)
+    if "logits_to_keep" in inspect.signature(model.forward).parameters:
+        # As every step does: without it, some models drop rows before attention.
+        settings["logits_to_keep"] = torch.arange(_NUM_TOKENS, device=model.device)
     try:
         with torch.inference_mode():
-            model(input_ids=token_ids, attention_mask=mask, use_cache=False)
+            model(input_ids=token_ids, **settings)
     except UnknownMask as error:
         raise Refusal(
             "uses an attention mask that is neither causal, windowed nor chunked"
@@ -305,42 +361,114 @@ def _run(model: Any) -> None:
 def _spec(recorder: _Recorder, model: Any, config: Any) -> ModelSpec:
     text_config = config.get_text_config()
     if not recorder.layers:
-        raise Refusal("does not use transformers' attention interface")
-    num_layers = text_config.num_hidden_layers
+        raise Refusal(_NO_INTERFACE)
+    num_layers = getattr(text_config, "num_hidden_layers", None)
+    if num_layers is None:
+        raise Refusal("does not say how many layers its text model has")
     if len(recorder.layers) != num_layers:
         raise Refusal(f"runs attention {len(recorder.layers)} times in {num_layers} layers")
+    return _model_spec(model, config, recorder.layers)
+
+
+def _model_spec(
+    model: Any, config: Any, layers: Sequence[LayerSpec], gathered: Gathered | None = None
+) -> ModelSpec:
+    text_config = config.get_text_config()
     return ModelSpec(
         architecture=_name(config).split()[0],
         model_type=config.model_type,
-        layers=tuple(recorder.layers),
+        layers=tuple(layers),
         vocab_size=text_config.vocab_size,
         max_context=getattr(text_config, "max_position_embeddings", None) or _DEFAULT_CONTEXT,
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        gathered=gathered,
     )
 
 
-def _build(config: Any, limit: ParameterLimit | None) -> Any:
-    """Build the model on the meta device, with the probe as its attention."""
+@dataclass(slots=True)
+class _CacheRecorder:
+    """A CacheSequence without tokens that records what a model keeps in transformers' cache."""
+
+    start: int = 0
+    layers: dict[CacheCall, LayerSpec] = field(default_factory=dict)
+
+    def extend(
+        self, call: CacheCall, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if call in self.layers:
+            raise Refusal("keeps keys and values more than once per layer")
+        shapes = tuple(key.shape), tuple(value.shape)
+        if any(len(s) != 4 or s[0] != 1 or s[2] != _NUM_TOKENS for s in shapes):
+            raise Refusal("keeps something other than one key and value per token")
+        if key.shape[1] != value.shape[1]:
+            raise Refusal("keeps keys and values of unequal numbers of heads")
+        self.layers[call] = LayerSpec(
+            module_name="",
+            num_heads=key.shape[1],
+            num_kv_heads=key.shape[1],
+            key_dim=key.shape[3],
+            value_dim=value.shape[3],
+            span=FULL,
+            has_softcap=False,
+            has_sinks=False,
+            pool_index=len(self.layers),
+            stores_kv=True,
+        )
+        return key, value
+
+
+def _gathered(model: Any, config: Any, refusal: Refusal) -> ModelSpec:
+    """Return the spec of a model for the gathered path.
+
+    `refusal` says why it cannot run on paged attention; it is raised, with a second reason, if the
+    model cannot run on the gathered path either.
+    """
+    parameters = inspect.signature(model.forward).parameters
+    if getattr(type(model), "_is_stateful", False):
+        raise refusal
+    if "past_key_values" not in parameters:
+        raise Refusal(f"{refusal}, and takes no cache of keys and values")
+    recorder = _CacheRecorder()
+    num_layers = _num_cache_layers(config)
+    try:
+        _run(model, past_key_values=cache_over(recorder, num_layers), use_cache=True)
+    except Refusal as second:
+        raise Refusal(f"{refusal}, and {second}") from second
+    except ProbeInconclusive as error:
+        if isinstance(error.__cause__, (AttributeError, LookupError, TypeError, ValueError)):
+            raise refusal from error  # it asks more of a cache than keys and values
+        raise
+    if not recorder.layers:
+        raise Refusal(f"{refusal}, and keeps nothing in the cache it is given")
+    gathered = Gathered(str(refusal), tuple(recorder.layers), num_layers)
+    return _model_spec(model, config, tuple(recorder.layers.values()), gathered)
+
+
+def _num_cache_layers(config: Any) -> int:
+    """Return a number of layers that is enough for every layer index of the model's cache."""
+    text_config = config.get_text_config()
+    counts = [getattr(text_config, name, None) for name in ("num_hidden_layers", "num_layers")]
+    return 2 * max((count for count in counts if isinstance(count, int)), default=0)
+
+
+def _build(config: Any, limit: ParameterLimit | None, implementation: str | None = None) -> Any:
+    """Build the model on the meta device, with the probe as its attention or as named."""
     own = OWN_ATTENTION.get(config.model_type)
     config = deepcopy(config)  # transformers writes the attention's name and the dtype into it
     register_probe()
     try:
         with torch.device("meta"), limit.guarded() if limit is not None else nullcontext():
-            model = AutoModelForCausalLM.from_config(
-                config,
-                attn_implementation="eager" if own else PROBE,
-                dtype=_PROBE_DTYPE,
-                trust_remote_code=False,  # None would make transformers ask on the terminal
-            ).eval()
+            default = "eager" if own else PROBE
+            model = new_model(config, implementation or default, _PROBE_DTYPE).eval()
     except TooLarge:
         raise
     except Exception as error:  # each model class raises its own error types
         if PROBE in str(error):
-            raise Refusal("does not use transformers' attention interface") from error
+            raise Refusal(_NO_INTERFACE) from error
         if "Unrecognized configuration class" in str(error):
-            raise Refusal("is not a causal language model") from error
-        raise Refusal(f"cannot be built from its configuration ({_line(error)})") from error
-    if own is not None:
+            raise NotCausal("is not a causal language model") from error
+        raise NotCausal(f"cannot be built from its configuration ({_line(error)})") from error
+    if own is not None and implementation is None:
         replace_own_attention(model, own, _attend)
     return model
 

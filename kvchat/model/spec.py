@@ -34,8 +34,33 @@ class LayerSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class CacheCall:
+    """A call to transformers' cache: the keys and values of a layer, or the keys of its index."""
+
+    layer: int
+    is_index: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """How a model runs on the gathered path (`model/gathered.py`), and why.
+
+    `reason` completes "it ...". `calls[i]` is the cache call that layer i of the spec stores.
+    `num_layers` is the number of layers of the cache.
+    """
+
+    reason: str
+    calls: tuple[CacheCall, ...]
+    num_layers: int
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A supported model: its layers in execution order, its sizes and limits (in tokens)."""
+    """A supported model: its layers in execution order, its sizes and limits (in tokens).
+
+    `gathered` is None for a model that runs on paged attention. Otherwise `layers` are what the
+    model keeps in transformers' cache, and have no module of their own.
+    """
 
     architecture: str
     model_type: str
@@ -43,6 +68,7 @@ class ModelSpec:
     vocab_size: int
     max_context: int
     num_parameters: int
+    gathered: Gathered | None = None
 
     @property
     def storing_layers(self) -> tuple[LayerSpec, ...]:
@@ -60,6 +86,8 @@ def attention_in_words(
     choose: Callable[..., Implementation] = implementation_for,
 ) -> str:
     """Return one phrase: `Triton kernels`, or how many layers run on what, and why."""
+    if spec.gathered is not None:
+        return f"transformers' own, over KV gathered for one sequence at a time: {_why(spec)}"
     counts = Counter(choose(device, layer.key_dim, layer.value_dim, dtype) for layer in spec.layers)
     if len(counts) == 1:
         return _in_words(next(iter(counts)))
@@ -67,6 +95,11 @@ def attention_in_words(
         f"{number} layer{'s' if number > 1 else ''}: {_in_words(chosen)}"
         for chosen, number in counts.items()
     )
+
+
+def _why(spec: ModelSpec) -> str:
+    assert spec.gathered is not None
+    return f"it {spec.gathered.reason}"
 
 
 def _in_words(chosen: Implementation) -> str:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from kvchat.chat.answer_settings import AskOptions
 from kvchat.chat.attachment import Attached, mentioned_files
 from kvchat.chat.controller import ChatController
+from kvchat.chat.conversation import Role as Speaker
 from kvchat.chat.events import ChatEvent
 from kvchat.chat.reply import Reply
 from kvchat.chat.reply_stream import ReplyStream
@@ -135,7 +136,8 @@ class Answering:
             return reply
 
         try:
-            await self._follow(ask, shows_stats, path[-1].text if path else "")
+            is_begun = bool(path) and path[-1].role is Speaker.ASSISTANT
+            await self._follow(ask, shows_stats, path[-1].text if is_begun else "")
         except KvchatError as error:
             tell(self._view, str(error), Role.ERROR)
 

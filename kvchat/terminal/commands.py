@@ -14,9 +14,9 @@ from enum import StrEnum
 
 from kvchat.chat.answer_settings import AskOptions
 from kvchat.chat.controller import ChatController
-from kvchat.chat.engine_queries import Cost
+from kvchat.core.cost import Cost
 from kvchat.core.text import one_line
-from kvchat.terminal.status import format_seconds
+from kvchat.terminal import warmth
 from kvchat.terminal.theme import Role
 from kvchat.terminal.view import Choice, Page, tell
 
@@ -175,7 +175,7 @@ class CommandContext(ABC):
         """Say what an action costs unless that is low, and ask the user if it is high."""
         if cost is None or cost.is_low:
             return True
-        self.say(f"{action} {cost_line(cost)}.")
+        self.say(f"{warmth.price(cost, action)}.")
         return not cost.is_high or await self.confirm("Do it all the same?")
 
     # Requests for after the command
@@ -204,9 +204,3 @@ class CommandContext(ABC):
     @abstractmethod
     def refresh(self) -> None:
         """Redraw, because something on the screen may be out of date."""
-
-
-def cost_line(cost: Cost) -> str:
-    """Return a phrase on the cost of an action, to follow the action's name."""
-    seconds = f", about {format_seconds(cost.seconds)}" if cost.seconds is not None else ""
-    return f"re-reads {cost.num_read:,} of {cost.num_tokens:,} tokens{seconds}"

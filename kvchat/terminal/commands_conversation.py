@@ -1,21 +1,20 @@
 """Commands on whole conversations: begin, resume, rename, export, import, delete, leave."""
 
 import asyncio
-import time
 from contextlib import suppress
 from pathlib import Path
 
 from kvchat.chat import documents
 from kvchat.chat.documents import import_file
-from kvchat.chat.store import SessionStore, SessionSummary
+from kvchat.chat.store import SessionStore
 from kvchat.core.errors import ExitCode, SessionNotFound, StoreError, UsageError
 from kvchat.core.paths import user_path
 from kvchat.core.text import one_line, whole_number
+from kvchat.terminal import warmth
 from kvchat.terminal.commands import Argument, Command, CommandContext, Group
 from kvchat.terminal.history_view import show_where_it_stands
-from kvchat.terminal.status import plural
+from kvchat.terminal.session_picker import pick_session
 from kvchat.terminal.theme import Role
-from kvchat.terminal.view import Choice
 
 
 async def exit_(context: "CommandContext", arguments: str) -> None:
@@ -37,7 +36,7 @@ async def resume(context: "CommandContext", arguments: str) -> None:
     session_id = await _pick_session(context, store, arguments, "Go on with")
     if session_id is None:
         return
-    _go_on_with(context, session_id)
+    await _go_on_with(context, session_id)
 
 
 async def import_(context: "CommandContext", arguments: str) -> None:
@@ -47,14 +46,17 @@ async def import_(context: "CommandContext", arguments: str) -> None:
     path = user_path(arguments)
     session_id = await asyncio.to_thread(import_file, store, path)
     context.say(f"A copy of {one_line(str(path))} is saved and open.")
-    _go_on_with(context, session_id)
+    await _go_on_with(context, session_id)
 
 
-def _go_on_with(context: "CommandContext", session_id: str) -> None:
+async def _go_on_with(context: "CommandContext", session_id: str) -> None:
     session = context.controller.open(session_id)
     for note in session.notes:
         context.say(note)
     show_where_it_stands(session.conversation, context.page)
+    cost = await context.controller.engine.cost_at_opening()
+    if cost is not None:
+        context.say(warmth.sentence(cost))
     context.conversation_changed()
 
 
@@ -149,26 +151,7 @@ async def _pick_session(
         if len(found) == 1:
             return found[0].session_id
         summaries = found
-    index = await context.page.choose(title, [_choice(summary) for summary in summaries])
-    return None if index is None else summaries[index].session_id
-
-
-def _choice(summary: SessionSummary) -> Choice:
-    age = format_age(time.time() - summary.modified_s)
-    label = one_line(summary.title, 56) or summary.session_id
-    return Choice(label, f"{age} · {plural(summary.num_turns, 'turn')}")
-
-
-def format_age(seconds: float) -> str:
-    """Return a phrase for a time this many seconds ago."""
-    minutes = int(max(0.0, seconds)) // 60
-    if minutes < 1:
-        return "just now"
-    if minutes < 60:
-        return f"{minutes} min ago"
-    if minutes < 48 * 60:
-        return f"{minutes // 60} h ago"
-    return f"{minutes // (24 * 60)} days ago"
+    return await pick_session(context, store, summaries, title)
 
 
 COMMANDS = (

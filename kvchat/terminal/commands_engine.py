@@ -21,6 +21,7 @@ from kvchat.core.errors import StoreError, UsageError
 from kvchat.core.events import LoadEvent, LoadFailed, LoadProgress, ModelReady
 from kvchat.core.stats import TierStatus
 from kvchat.core.text import one_line
+from kvchat.terminal import warmth
 from kvchat.terminal.cache_lines import disk_lines, host_lines
 from kvchat.terminal.commands import Argument, Command, CommandContext, Group
 from kvchat.terminal.paint import Row, prefixed
@@ -76,6 +77,10 @@ async def change_model(context: "CommandContext", name: str) -> None:
     relay.attach(loop, hear)
     try:
         ready = await outcome
+        if not await context.confirm_cost(await controller.cost_with(host), "/model"):
+            await close_host(host)
+            context.say(f"Still with {one_line(controller.host.model.name)}.")
+            return
         old = controller.change_host(host)
     except BaseException:
         await close_host(host)
@@ -192,9 +197,9 @@ async def context_(context: "CommandContext", arguments: str) -> None:
         share, left = used / limit, max(0, limit - used)
         shown = f"{share:.0%} of {format_count(limit)}, {left:,} left"
         lines.append(f"{_bar(context.page.painter.look, share)}{shown}")
-    warmth = await context.controller.engine.warmth(context.controller.context_ids)
-    if warmth is not None:
-        lines.append(_reading_again(warmth))
+    cost = await context.controller.engine.cost(context.controller.context_ids)
+    if cost is not None:
+        lines.append(f"the next message is {warmth.sentence(cost)}")
     context.say("\n".join(lines))
 
 
@@ -204,15 +209,6 @@ def _bar(look: Look, share: float) -> str:
         return ""
     full = min(_BAR_CELLS, round(_BAR_CELLS * share))
     return look.glyphs.bar_full * full + look.glyphs.bar_empty * (_BAR_CELLS - full) + " "
-
-
-def _reading_again(warmth: float) -> str:
-    """Return a phrase on how much the next answer must prefill; `warmth` is the cached share."""
-    if warmth >= 0.995:
-        return "all of it is cached: the next answer reads only what is new"
-    if warmth < 0.005:
-        return "none of it is cached: the next answer reads all of it again"
-    return f"{warmth:.0%} of it is cached: the next answer reads the rest again"
 
 
 async def help_(context: "CommandContext", arguments: str) -> None:

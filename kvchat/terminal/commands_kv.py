@@ -9,9 +9,9 @@ from pathlib import Path
 from threading import Event
 from typing import TypeVar
 
-from kvchat.chat.controller import KeptKv
 from kvchat.chat.conversation import Conversation, Role
 from kvchat.chat.keeping import file_context, forget_conversation, forget_last_turn, pin_context
+from kvchat.chat.kept_kv import KeptKv
 from kvchat.core.errors import StoreError, UsageError
 from kvchat.core.paths import user_path
 from kvchat.core.text import one_line

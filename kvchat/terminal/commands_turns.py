@@ -4,8 +4,10 @@ import re
 from dataclasses import replace
 
 from kvchat.chat.conversation import Turn
+from kvchat.chat.turn_costs import turn_costs
 from kvchat.core.errors import UsageError
 from kvchat.core.text import one_line, whole_number
+from kvchat.terminal import warmth
 from kvchat.terminal.commands import Argument, Command, CommandContext, Group
 from kvchat.terminal.history_view import show_where_it_stands, tree_rows, turn_summary
 from kvchat.terminal.view import Choice
@@ -74,7 +76,10 @@ async def retry(context: "CommandContext", arguments: str) -> None:
     if count is None or not 1 <= count <= _MAX_SAMPLES:
         raise UsageError(f"Between 1 and {_MAX_SAMPLES} answers can be asked for at once.")
     options = replace(context.controller.options, num_samples=count)
-    context.answer_again(options)
+    controller = context.controller
+    asked = controller.require_conversation().context_ids(controller.user_turn("").turn_id)
+    if await context.confirm_cost(await controller.engine.cost(asked), "/retry"):
+        context.answer_again(options)
 
 
 async def continue_(context: "CommandContext", arguments: str) -> None:
@@ -91,7 +96,9 @@ async def fork(context: "CommandContext", arguments: str) -> None:
 
 async def tree(context: "CommandContext", arguments: str) -> None:
     conversation = context.controller.require_conversation()
-    rows = tree_rows(conversation, context.page.render_context)
+    costs = await turn_costs(context.controller.engine, conversation)
+    marks = {turn_id: warmth.for_tree(each) for turn_id, each in costs.items()}
+    rows = tree_rows(conversation, context.page.render_context, marks)
     context.page.write([*rows, context.page.painter.text("")])
 
 
@@ -104,7 +111,14 @@ async def switch(context: "CommandContext", arguments: str) -> None:
             raise UsageError(f"{one_line(arguments)} is no turn.", "/tree shows their numbers.")
         turn_id = conversation.latest_below(number)
     else:
-        choices = [Choice(one_line(_trail(context, leaf), 70)) for leaf in leaves]
+        costs = await turn_costs(context.controller.engine, conversation)
+        choices = [
+            Choice(
+                one_line(_trail(context, leaf), 70),
+                warmth.for_list(costs[leaf.turn_id].cost) if leaf.turn_id in costs else "",
+            )
+            for leaf in leaves
+        ]
         here = [leaf.turn_id for leaf in leaves]
         current = here.index(conversation.tip_id) if conversation.tip_id in here else 0
         index = await context.page.choose("Go on from", choices, current)

@@ -10,10 +10,11 @@ from collections.abc import Awaitable, Callable, Coroutine
 from kvchat.chat.answer_settings import AskOptions
 from kvchat.chat.controller import ChatController
 from kvchat.chat.message_queue import MessageQueue
+from kvchat.chat.read_ahead import ReadAhead
 from kvchat.core.errors import ExitCode, KvchatError
 from kvchat.core.events import LoadEvent, LoadFailed, LoadProgress, ModelReady
 from kvchat.core.text import one_line
-from kvchat.terminal import history_view
+from kvchat.terminal import history_view, warmth
 from kvchat.terminal.answering import Answering
 from kvchat.terminal.commands import CommandContext, Invocation, Message, Registry, Unknown
 from kvchat.terminal.status import ToolbarFacts, model_label, toolbar
@@ -21,6 +22,10 @@ from kvchat.terminal.theme import Role
 from kvchat.terminal.view import LiveState, View
 
 _STOP_PATIENCE_S = 2.0
+# After such a pause in typing, what is finished of a message is prefilled.
+_TYPING_PAUSE_S = 0.25
+# How often the engine is asked what the next message costs; each time it has two seconds.
+_WARMTH_TRIES = 15
 _FAREWELLS = ("exit", "quit", "bye")
 
 _log = logging.getLogger(__name__)
@@ -45,8 +50,10 @@ class Dialogue(CommandContext):
         self._notice = ""
         self._said_farewell = ""
         self._num_commands = 0
-        self._warmth: float | None = None
+        self._warmth = ""
         self._num_context_tokens = len(controller.context_ids)
+        self._ahead = ReadAhead(controller)
+        self._pause: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
         self._loaded = asyncio.Event()
         # Held by an answer, and by a command that must not run during an answer.
@@ -69,6 +76,7 @@ class Dialogue(CommandContext):
             self._loaded.set()
             for note in event.notes:
                 self.say(note)
+            self._spawn(self._tell_cost_at_opening())
             self.conversation_changed()
         else:
             self._fail(event)
@@ -161,6 +169,19 @@ class Dialogue(CommandContext):
         if self._notice:
             self.notice("")
 
+    def draft_changed(self, text: str) -> None:
+        """Prefill what is finished of a message, after a pause in typing."""
+        if self._pause is not None:
+            self._pause.cancel()
+        self._pause = asyncio.get_running_loop().create_task(self._read_ahead(text))
+        self._tasks.add(self._pause)
+        self._pause.add_done_callback(self._task_ended)
+
+    async def _read_ahead(self, text: str) -> None:
+        await asyncio.sleep(_TYPING_PAUSE_S)
+        if not self.is_busy and isinstance(self.registry.parse(text), Message):
+            await self._ahead.consider(text)
+
     def edit_queue(self, current: str, step: int) -> str | None:
         move = self._queue.edit_previous if step < 0 else self._queue.edit_next
         text = move(current)
@@ -252,6 +273,7 @@ class Dialogue(CommandContext):
         if not self._queue.has_next:
             return  # the user took the message back for editing while a command held the lock
         text = self._queue.take()
+        self._ahead.forget()
         self.refresh()
         await self._answering.answer_message(text, self.shows_stats)
         self._answer_ended()
@@ -265,6 +287,7 @@ class Dialogue(CommandContext):
     def _answer_ended(self) -> None:
         self.conversation_changed()
         self._spawn(self._tell_trouble())
+        self.draft_changed(self._view.prompt_text)
 
     async def _tell_trouble(self) -> None:
         """Show a new problem of the KV store or of speculation; the chat continues."""
@@ -288,16 +311,27 @@ class Dialogue(CommandContext):
     def conversation_changed(self) -> None:
         """Update the toolbar's figures, after the tip has moved."""
         self._num_context_tokens = len(self.controller.context_ids)
-        self._warmth = None
+        self._warmth = ""
         self.refresh()
         self._spawn(self._measure_warmth())
 
     async def _measure_warmth(self) -> None:
-        tip = self._num_context_tokens
-        warmth = await self.controller.engine.warmth(self.controller.context_ids)
-        if tip == self._num_context_tokens and not self.is_answering:
-            self._warmth = warmth
+        """Show what the next message costs, once the engine knows: the disk may open slowly."""
+        context_ids = self.controller.context_ids
+        for _ in range(_WARMTH_TRIES):
+            cost = await self.controller.engine.cost(context_ids)
+            if context_ids != self.controller.context_ids or self.is_answering:
+                return
+            if cost is not None or not context_ids:
+                break
+        if cost is not None:
+            self._warmth = warmth.for_toolbar(cost)
             self.refresh()
+
+    async def _tell_cost_at_opening(self) -> None:
+        cost = await self.controller.engine.cost_at_opening()
+        if cost is not None:
+            self.say(warmth.sentence(cost))
 
     def refresh(self) -> None:
         """Show the current state."""
@@ -327,6 +361,7 @@ class Dialogue(CommandContext):
             self._num_commands -= 1
             self._wake.set()
             self.refresh()
+            self.draft_changed(self._view.prompt_text)  # a file may be attached
 
     def _spawn(self, work: Coroutine[object, object, None]) -> None:
         """Run a coroutine as a task; an error in it is reported, not raised."""

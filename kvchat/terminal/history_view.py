@@ -1,5 +1,7 @@
 """Shows a conversation: a turn in one line, the last exchange, all turns, the tree."""
 
+from collections.abc import Mapping
+
 from rich.cells import cell_len
 from rich.text import Text
 
@@ -58,11 +60,16 @@ def show_where_it_stands(conversation: Conversation, page: Page) -> None:
     show_turns(path[last:], page)
 
 
-_MIN_TEXT_CELLS = 16
+_MIN_TEXT_CELLS = 8
 
 
-def tree_rows(conversation: Conversation, ctx: RenderContext) -> list[Row]:
-    """Return one row per turn, parents before children, the tip marked."""
+def tree_rows(
+    conversation: Conversation, ctx: RenderContext, warmth: Mapping[int, str]
+) -> list[Row]:
+    """Return one row per turn, parents before children, the tip marked.
+
+    `warmth` has, by turn, where its KV is and what continuing from there costs.
+    """
     on_path = {turn.turn_id for turn in conversation.path()}
     rows: list[Row] = []
     # What is still to be drawn, the next one last: a turn, what stands before it, and what stands
@@ -70,7 +77,15 @@ def tree_rows(conversation: Conversation, ctx: RenderContext) -> list[Row]:
     pending = _branches(conversation, ROOT, "", ctx)
     while pending:
         turn, lead, below = pending.pop()
-        rows.append(_row(turn, lead, conversation.tip_id, turn.turn_id in on_path, ctx))
+        row = _row(
+            turn,
+            lead,
+            conversation.tip_id,
+            turn.turn_id in on_path,
+            ctx,
+            warmth.get(turn.turn_id, ""),
+        )
+        rows.append(row)
         pending += _branches(conversation, turn.turn_id, below, ctx)
     return rows
 
@@ -88,12 +103,15 @@ def _branches(
     return drawn[::-1]
 
 
-def _row(turn: Turn, lead: str, tip_id: int, is_on_path: bool, ctx: RenderContext) -> Row:
+def _row(
+    turn: Turn, lead: str, tip_id: int, is_on_path: bool, ctx: RenderContext, warmth: str
+) -> Row:
     painter = ctx.painter
     style = painter.style(Look.PLAIN if is_on_path else Look.DIM)
     who = "you" if turn.role is Role.USER else "model"
     mark = f" {painter.look.glyphs.tip}" if turn.turn_id == tip_id else ""
     cut = " (cut off)" if turn.is_partial else ""
+    cut += f"{painter.look.glyphs.separator}{warmth}" if warmth else ""
     head = f"{turn.turn_id} {who}: "
     room = max(_MIN_TEXT_CELLS, ctx.width - cell_len(lead + head + mark + cut) - 1)
     row = Text(end="").append(lead, painter.style(Look.DIM))

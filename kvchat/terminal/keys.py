@@ -251,20 +251,40 @@ def _picker_keys(prompt: "LivePrompt") -> KeyBindingsBase:
 
     @bind("enter")
     def _pick(event: E) -> None:
-        if picker_of().result is not None:
+        if picker_of().is_asking:
+            picker_of().end_asking(is_wanted=True)
+        elif picker_of().result is not None:
             prompt.pick(picker_of().result)
 
     @bind("c-c")
     @bind("c-d")
     @bind("<sigint>")
     def _give_up(event: E) -> None:
-        prompt.pick(None)
+        leave()
+
+    def leave() -> None:
+        if picker_of().is_asking:
+            picker_of().end_asking(is_wanted=False)
+        else:
+            prompt.pick(None)
+
+    @bind("c-r")
+    def _rename(event: E) -> None:
+        picker_of().begin_renaming()
+
+    @bind("c-x")
+    def _delete(event: E) -> None:
+        picker_of().begin_deleting()
+
+    @bind("c-o")
+    def _show_hidden(event: E) -> None:
+        picker_of().show_hidden()
 
     stands_alone = Condition(lambda: not get_app().key_processor.input_queue)
 
     @bindings.add("escape", filter=is_picking & stands_alone, eager=True)
     def _escape(event: E) -> None:
-        prompt.pick(None)
+        leave()
 
     @bind("backspace")
     def _erase(event: E) -> None:

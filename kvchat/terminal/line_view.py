@@ -17,7 +17,7 @@ from kvchat.terminal.keys import DoublePress
 from kvchat.terminal.multiline import InputBlocks, edit_text
 from kvchat.terminal.paint import Painter, RenderContext, Row
 from kvchat.terminal.pickers import pick_by_number
-from kvchat.terminal.view import Choice, Listener, LiveState
+from kvchat.terminal.view import Choice, Listener, LiveState, PickerActions
 
 _TWICE_S = 2.0
 _READ_BYTES = 65536
@@ -96,22 +96,35 @@ class LineView:
     def put_back(self, text: str) -> None:
         self.put_text(text)
 
-    async def choose(self, title: str, choices: Sequence[Choice], current: int = 0) -> int | None:
-        """Show a numbered list and read a number; an empty line cancels."""
+    async def choose(
+        self,
+        title: str,
+        choices: Sequence[Choice],
+        current: int = 0,
+        actions: PickerActions | None = None,
+    ) -> int | None:
+        """Show a numbered list and read a number; an empty line cancels.
+
+        Hidden choices come last. There are no actions: commands do the same.
+        """
+        order = sorted(range(len(choices)), key=lambda index: choices[index].is_hidden)
         lines = [f"{title}:"]
-        for number, choice in enumerate(choices, start=1):
-            detail = f", {choice.detail}" if choice.detail else ""
-            lines.append(f"{number}. {choice.label}{detail}")
+        for number, index in enumerate(order, start=1):
+            detail = f", {choices[index].detail}" if choices[index].detail else ""
+            lines.append(f"{number}. {choices[index].label}{detail}")
         lines.append("Type a number, or Enter for none.")
         self.write(self.painter.wrapped("\n".join(lines), self._columns))
         while True:
             text = await self._picked_line()
             if not text.strip():
                 return None
-            index = pick_by_number(text, len(choices))
-            if index is not None:
-                return index
+            picked = pick_by_number(text, len(choices))
+            if picked is not None:
+                return order[picked]
             self.write([self.painter.text(f"A number from 1 to {len(choices)}, please.")])
+
+    def choices_changed(self) -> None:
+        """Do nothing: a printed list does not change."""
 
     async def _picked_line(self) -> str:
         """Return the next typed line; further lines are handled after it."""

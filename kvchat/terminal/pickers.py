@@ -1,6 +1,8 @@
 """Picker: the state of a list to choose from: arrows move the cursor, typing filters.
 
-`prompt.py` draws it; `keys.py` handles its keys.
+A list may come with actions: then two lines of preview stand below it, its entries can be renamed
+and deleted, and some are hidden until a key shows them. `prompt.py` draws it; `keys.py` handles its
+keys.
 """
 
 from collections.abc import Sequence
@@ -10,81 +12,201 @@ from rich.cells import cell_len
 from kvchat.core.text import whole_number
 from kvchat.terminal.paint import Fragments
 from kvchat.terminal.theme import Glyphs
-from kvchat.terminal.view import Choice
+from kvchat.terminal.view import Choice, PickerActions
 from kvchat.terminal.wrap import first_cells, one_row
+
+_PREVIEW_ROWS = 2
+SEPARATOR = " · "  # between the parts of a choice's detail, the most important first
 
 
 class Picker:
-    """An open picker. `result` is the index of the current choice in the unfiltered list."""
+    """An open picker. `result` is the index of the current choice in the unfiltered list.
 
-    def __init__(self, title: str, choices: Sequence[Choice], current: int = 0) -> None:
+    `choices` may change while it is open, but for their number; `refresh` then looks at them again.
+    """
+
+    def __init__(
+        self,
+        title: str,
+        choices: Sequence[Choice],
+        current: int = 0,
+        actions: PickerActions | None = None,
+    ) -> None:
         assert choices
         self.title = title
         self.filter = ""
+        self.shows_hidden = False
+        self.entry: str | None = None  # the new title, while one is typed
+        self.is_deleting = False  # whether the next key says if to delete
         self._choices = choices
-        self._shown = list(range(len(choices)))
-        self._position = min(max(0, current), len(choices) - 1)
+        self._actions = actions
+        self._shown: list[int] = []
+        self._position = 0
+        self._told: int | None = None
+        self.refresh(min(max(0, current), len(choices) - 1))
 
     @property
     def result(self) -> int | None:
         """The index of the choice at the cursor, None if no choice matches the filter."""
         return self._shown[self._position] if self._shown else None
 
+    @property
+    def is_asking(self) -> bool:
+        """Whether keys go to a new title, or to the question whether to delete."""
+        return self.entry is not None or self.is_deleting
+
+    def refresh(self, current: int | None = None) -> None:
+        """Look at the choices again; the cursor stays at `current`, by default where it is."""
+        wanted = self.result if current is None else current
+        words = self.filter.lower().split()
+        self._shown = [
+            index
+            for index, choice in enumerate(self._choices)
+            if not choice.is_gone
+            and (self.shows_hidden or not choice.is_hidden)
+            and all(word in choice.searched_text for word in words)
+        ]
+        self._position = self._shown.index(wanted) if wanted in self._shown else 0
+        self._tell_highlighted()
+
     def move(self, step: int) -> None:
         """Move the cursor; it wraps around at the ends."""
         if self._shown:
             self._position = (self._position + step) % len(self._shown)
+            self._tell_highlighted()
 
     def type(self, text: str) -> None:
-        """Add to the filter: only choices that contain the typed words are shown."""
-        self._filter_by(self.filter + text)
+        """Add to the filter, so that only choices with the typed words are shown; while a new title
+        is typed, add to that.
+        """
+        if self.is_deleting:
+            self._end_deleting(is_sure=text.lower() == "y")
+        elif self.entry is not None:
+            self.entry += text
+        else:
+            self.filter += text
+            self.refresh()
 
     def erase(self) -> None:
-        """Remove the last character of the filter."""
-        self._filter_by(self.filter[:-1])
+        """Remove the last character of the filter, or of the new title."""
+        if self.entry is not None:
+            self.entry = self.entry[:-1]
+        else:
+            self.filter = self.filter[:-1]
+            self.refresh()
 
-    def _filter_by(self, text: str) -> None:
-        self.filter = text
-        words = text.lower().split()
-        before = self.result
-        self._shown = [
-            index
-            for index, choice in enumerate(self._choices)
-            if all(word in f"{choice.label} {choice.detail}".lower() for word in words)
-        ]
-        self._position = self._shown.index(before) if before in self._shown else 0
+    # Actions
+
+    def show_hidden(self) -> None:
+        """Show the hidden choices, or hide them again."""
+        self.shows_hidden = not self.shows_hidden
+        self.refresh()
+
+    def begin_renaming(self) -> None:
+        if self._actions is not None and self.result is not None:
+            self.entry = ""
+
+    def begin_deleting(self) -> None:
+        self.is_deleting = self._actions is not None and self.result is not None
+
+    def end_asking(self, is_wanted: bool) -> None:
+        """Rename if a title was typed and `is_wanted`; delete nothing."""
+        entry, self.entry, self.is_deleting = self.entry, None, False
+        if is_wanted and entry and entry.strip() and self._actions and self.result is not None:
+            self._actions.rename(self.result, entry.strip())
+            self.refresh()
+
+    def _end_deleting(self, is_sure: bool) -> None:
+        self.is_deleting = False
+        if is_sure and self._actions is not None and self.result is not None:
+            position = self._position
+            self._actions.delete(self.result)
+            self.refresh()
+            self._position = max(0, min(position, len(self._shown) - 1))
+            self._tell_highlighted()
+
+    def _tell_highlighted(self) -> None:
+        if self._actions is not None and self.result != self._told:
+            self._told = self.result
+            self._actions.highlighted(self.result)
+
+    # Drawing
 
     def height(self, max_rows: int) -> int:
         """Return how many rows the picker takes."""
-        return 1 + max(1, min(len(self._shown), max_rows - 1))
+        below = self._num_rows_below(max_rows)
+        return 1 + max(1, min(len(self._shown), max_rows - 1 - below)) + below
 
     def fragments(self, max_rows: int, width: int, glyphs: Glyphs) -> Fragments:
-        """Return the picker as formatted text: a title, then the choices around the cursor."""
-        hint = self.filter or "type to filter, Enter picks, Esc does not"
+        """Return the picker as formatted text: a title, the choices around the cursor, and with
+        actions a preview and the keys.
+        """
+        hint = self.filter or "type to search, Enter picks, Esc does not"
         fragments: Fragments = [
             ("class:picker.title", one_row(self.title, width)),
             ("class:picker.detail", first_cells(f"  {hint}", width - cell_len(self.title))),
         ]
         if not self._shown:
-            return [*fragments, ("", "\n  "), ("class:picker.detail", "nothing like that")]
-        room = max(1, max_rows - 1)
+            fragments += [("", "\n  "), ("class:picker.detail", "nothing like that")]
+        room = max(1, max_rows - 1 - self._num_rows_below(max_rows))
         first = min(max(0, self._position - room // 2), max(0, len(self._shown) - room))
         for place in range(first, min(first + room, len(self._shown))):
             fragments += self._line(place, width, glyphs)
+        if self._actions is not None:
+            fragments += self._below(max_rows, width, glyphs)
         return fragments
+
+    def _num_rows_below(self, max_rows: int) -> int:
+        if self._actions is None:
+            return 0
+        return 1 + (_PREVIEW_ROWS if max_rows > _PREVIEW_ROWS + 3 else 0)
 
     def _line(self, place: int, width: int, glyphs: Glyphs) -> Fragments:
         choice = self._choices[self._shown[place]]
         is_current = place == self._position
         mark = glyphs.selected if is_current else " "
-        label = one_row(choice.label, max(8, width - cell_len(choice.detail) - 6))
-        detail = f"  {choice.detail}" if choice.detail else ""
+        label = one_row(choice.label, max(8, width // 3, width - cell_len(choice.detail) - 6))
+        detail = _fitting(choice.detail, width - cell_len(label) - 6)
+        detail = f"  {detail}" if detail else ""
         style = "class:picker.current" if is_current else ""
         return [
             ("", f"\n{mark} "),
             (style, label),
             ("class:picker.detail", first_cells(detail, width - cell_len(label) - 4)),
         ]
+
+    def _below(self, max_rows: int, width: int, glyphs: Glyphs) -> Fragments:
+        """Return the rows below the choices: the preview of the current one, and the keys."""
+        preview = self._choices[self.result].preview if self.result is not None else ()
+        num_previewed = self._num_rows_below(max_rows) - 1
+        rows = [*preview[:num_previewed], *[""] * (num_previewed - len(preview))]
+        fragments: Fragments = [
+            (
+                "class:picker.detail",
+                f"\n  {first_cells(glyphs.thinking + ' ', 2)}{cut}" if cut else "\n",
+            )
+            for cut in (one_row(row, width - 5) for row in rows)
+        ]
+        style = "class:notice" if self.is_asking else "class:picker.detail"
+        return [*fragments, ("", "\n"), (style, one_row(self._keys(glyphs), width - 1))]
+
+    def _keys(self, glyphs: Glyphs) -> str:
+        if self.entry is not None:
+            return f"New title: {self.entry}_  (Enter renames, Esc does not)"
+        if self.is_deleting:
+            return "Delete it for good? y deletes, any other key does not"
+        num_hidden = sum(choice.is_hidden and not choice.is_gone for choice in self._choices)
+        hidden = "hide" if self.shows_hidden else "show"
+        parts = ["Ctrl-R renames", "Ctrl-X deletes"]
+        parts += [f"Ctrl-O {hidden}s {num_hidden} one-shot"] if num_hidden else []
+        return glyphs.separator.join(parts)
+
+
+def _fitting(detail: str, width: int) -> str:
+    """Return the leading parts of a detail that fit."""
+    while cell_len(detail) > width and SEPARATOR in detail:
+        detail = detail.rpartition(SEPARATOR)[0]
+    return detail
 
 
 def pick_by_number(text: str, count: int) -> int | None:

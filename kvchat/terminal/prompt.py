@@ -43,7 +43,7 @@ from kvchat.terminal.pickers import Picker
 from kvchat.terminal.registry import build_registry
 from kvchat.terminal.terminal_io import HeldOutput, StrayOutput, typed_ahead
 from kvchat.terminal.theme import Role
-from kvchat.terminal.view import Choice, Listener, LiveState
+from kvchat.terminal.view import Choice, Listener, LiveState, PickerActions
 
 
 class LiveApplication(Application[None]):
@@ -140,6 +140,7 @@ class LivePrompt:
             auto_suggest=AutoSuggestFromHistory(),
             enable_history_search=False,
         )
+        self.buffer.on_text_changed += lambda buffer: self._tell_draft(buffer.text)
         look = painter.look
         self._app = LiveApplication(
             reflows=look.reflows,
@@ -229,11 +230,17 @@ class LivePrompt:
         self.buffer.selection_state = state = SelectionState(original_cursor_position=0)
         state.enter_shift_mode()
 
-    async def choose(self, title: str, choices: Sequence[Choice], current: int = 0) -> int | None:
+    async def choose(
+        self,
+        title: str,
+        choices: Sequence[Choice],
+        current: int = 0,
+        actions: PickerActions | None = None,
+    ) -> int | None:
         """Show a picker in place of the prompt; return the index picked, None if cancelled."""
         if not choices:
             return None
-        self.region.picker = Picker(title, choices, current)
+        self.region.picker = Picker(title, choices, current, actions)
         self._picked = asyncio.get_running_loop().create_future()
         self._app.invalidate()
         try:
@@ -241,6 +248,11 @@ class LivePrompt:
         finally:
             self.region.picker = None
             self._picked = None
+            self._app.invalidate()
+
+    def choices_changed(self) -> None:
+        if self.region.picker is not None:
+            self.region.picker.refresh()
             self._app.invalidate()
 
     def pick(self, index: int | None) -> None:
@@ -311,6 +323,10 @@ class LivePrompt:
             self._app.exit()
 
     # Inside
+
+    def _tell_draft(self, text: str) -> None:
+        if self._listener is not None:
+            self._listener.draft_changed(text)
 
     def _show_stray(self, line: str) -> None:
         self.write(self.painter.wrapped(line, self.render_context.width, Role.DIM))

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 
 from kvchat.chat.answer_settings import AskOptions
 from kvchat.chat.controller import ChatController
-from kvchat.chat.engine_queries import Cost
 from kvchat.chat.reply import Reply
+from kvchat.core.cost import Cost
 from kvchat.core.errors import UsageError
-from kvchat.terminal.commands import CommandContext, Invocation, Registry, cost_line
+from kvchat.terminal import warmth
+from kvchat.terminal.commands import CommandContext, Invocation, Registry
 from kvchat.terminal.paint import Painter, RenderContext, Row
-from kvchat.terminal.view import Choice, Page
+from kvchat.terminal.view import Choice, Page, PickerActions
 
 
 class ScriptPage:
@@ -50,11 +51,20 @@ class ScriptPage:
     def put_text(self, text: str) -> None:
         """Do nothing: a script has no prompt."""
 
-    async def choose(self, title: str, choices: Sequence[Choice], current: int = 0) -> int | None:
+    async def choose(
+        self,
+        title: str,
+        choices: Sequence[Choice],
+        current: int = 0,
+        actions: PickerActions | None = None,
+    ) -> int | None:
         raise UsageError(
             f"“{title}” needs a terminal.",
             "In a script, name what you want after the command.",
         )
+
+    def choices_changed(self) -> None:
+        """Do nothing: a script has no picker."""
 
     @asynccontextmanager
     async def lent(self, takes_interrupts: bool = True) -> AsyncIterator[None]:
@@ -115,7 +125,7 @@ class ScriptCommands(CommandContext):
     async def confirm_cost(self, cost: Cost | None, action: str) -> bool:
         """Print the cost and return true: a script is not asked for confirmation."""
         if cost is not None and not cost.is_low:
-            self.say(f"{action} {cost_line(cost)}.")
+            self.say(f"{warmth.price(cost, action)}.")
         return True
 
     def answer_again(self, options: AskOptions) -> None:

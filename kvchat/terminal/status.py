@@ -197,7 +197,7 @@ class PrefillMeter:
 class ToolbarFacts:
     """The values that the toolbar shows.
 
-    warmth      cached share of the context, 0 to 1, None if not known
+    warmth      what the next message costs, in a few words; "" if not known
     branch      (number, count) of the answers to the last message, None if there is only one
     answering   the activity of the answer in progress, empty while idle
     loading     the stage of loading, empty when the model is loaded
@@ -209,7 +209,7 @@ class ToolbarFacts:
     branch: tuple[int, int] | None = None
     context_tokens: int = 0
     context_limit: int | None = None
-    warmth: float | None = None
+    warmth: str = ""
     answering: str = ""
     loading: str = ""
     editing: str = ""
@@ -230,7 +230,7 @@ def toolbar(facts: ToolbarFacts, width: int, glyphs: Glyphs) -> str:
         facts.model,
         f"answer {facts.branch[0]}/{facts.branch[1]}" if facts.branch else "",
         _context(facts),
-        _warmth(facts.warmth),
+        facts.warmth,
     ]
     separator = glyphs.separator
     parts = [part for part in quiet + urgent if part]
@@ -254,11 +254,3 @@ def _context(facts: ToolbarFacts) -> str:
     if not facts.context_tokens or not facts.context_limit:
         return ""
     return f"context {format_count(facts.context_tokens)}/{format_count(facts.context_limit)}"
-
-
-def _warmth(warmth: float | None) -> str:
-    if warmth is None:
-        return ""
-    if warmth > 0.9:
-        return "warm"
-    return f"{warmth:.0%} warm" if warmth >= 0.05 else "cold"

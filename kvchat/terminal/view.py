@@ -16,10 +16,36 @@ from kvchat.terminal.theme import Role
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One line of a picker. `detail` is shown after the label, dimmed."""
+    """One line of a picker. `detail` is shown after the label, dimmed.
+
+    preview     lines below the list while it is the current choice
+    searched    more text that the filter searches, in lower case
+    is_hidden   shown only after a key; `is_gone` never
+    """
 
     label: str
     detail: str = ""
+    preview: tuple[str, ...] = ()
+    searched: str = ""
+    is_hidden: bool = False
+    is_gone: bool = False
+
+    @property
+    def searched_text(self) -> str:
+        return f"{self.label} {self.detail} ".lower() + self.searched
+
+
+class PickerActions(Protocol):
+    """What can be done in a picker besides picking. Indexes are those of its choices."""
+
+    def highlighted(self, index: int | None) -> None:
+        """Another choice is the current one; None for no choice."""
+
+    def rename(self, index: int, title: str) -> None:
+        """Give a choice another title, or tell why not."""
+
+    def delete(self, index: int) -> None:
+        """Delete what a choice stands for, or tell why not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +89,17 @@ class Page(Protocol):
     def put_text(self, text: str) -> None:
         """Replace the prompt's text."""
 
-    async def choose(self, title: str, choices: Sequence[Choice], current: int = 0) -> int | None:
+    async def choose(
+        self,
+        title: str,
+        choices: Sequence[Choice],
+        current: int = 0,
+        actions: PickerActions | None = None,
+    ) -> int | None:
         """Return the index that the user picks, None if cancelled; UsageError without a user."""
+
+    def choices_changed(self) -> None:
+        """Show the choices of the open picker as they are now."""
 
     def lent(self, takes_interrupts: bool = True) -> AbstractAsyncContextManager[None]:
         """Release the terminal to another program, such as an editor or a download bar.
@@ -142,6 +177,9 @@ class Listener(Protocol):
 
     def key_pressed(self) -> None:
         """Remove the notice, at any key."""
+
+    def draft_changed(self, text: str) -> None:
+        """The prompt's text has changed."""
 
     def edit_queue(self, current: str, step: int) -> str | None:
         """Move through the waiting messages; return the text to edit, None to change nothing."""

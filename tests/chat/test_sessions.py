@@ -333,7 +333,7 @@ def test_the_first_answer_may_be_asked_for_before_the_model_is_loaded(
 
     assert host.ready is not None
     assert ended.text
-    assert host.cached_tokens(session.conversation.context_ids()).result(20) > 0
+    assert host.locate([session.conversation.context_ids()]).result(20)[0].cached.total > 0
     status = host.status().result(20)
     assert status.block_size == BLOCK_SIZE
     host.close()

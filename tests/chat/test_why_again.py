@@ -12,7 +12,7 @@ import pytest
 from kvchat.cache.disk.admin import StoreAdmin
 from kvchat.chat.session import ChatSession
 from kvchat.chat.store import SessionStore
-from kvchat.chat.why import Reuse, cause, explain, reuse_of
+from kvchat.chat.why import Reuse, Times, cause, explain, reuse_of
 from kvchat.core.config import Size
 from support import tiny_host as hosts
 from support.pack_chains import payload_files
@@ -65,7 +65,10 @@ class Resumed:
         again: ChatSession = host.open_session(session.session_id)
         ended = ask(again, "And how many are green?")
         host.close()
-        return reuse_of(again.conversation, ended.turn_id, ended.usage.cached, ended.miss_reason)
+        times = Times(host.began_s, StoreAdmin(self.kept).cleared_s())
+        return reuse_of(
+            again.conversation, ended.turn_id, ended.usage.cached, ended.miss_reason, times
+        )
 
 
 def spoil(directory: Path) -> None:
@@ -114,6 +117,6 @@ def test_what_came_while_there_was_no_room_for_another(resumed: Resumed) -> None
 def test_what_was_deleted(resumed: Resumed) -> None:
     cleared = resumed.why(lambda directory: StoreAdmin(directory).clear())
 
-    assert cause(cleared) == "never written"
-    assert "never kept on disk, or deleted there" in told(cleared)
-    assert cause(resumed.why(shutil.rmtree)) == "never written"
+    assert cause(cleared) == "cache cleared"
+    assert "the cache on disk was cleared" in told(cleared)
+    assert cause(resumed.why(shutil.rmtree)) == "not written before the last run ended"

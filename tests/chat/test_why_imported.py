@@ -63,7 +63,7 @@ def test_the_first_answer_reads_what_no_model_had_read(
     assert cause(second) == ""
     [same] = answered(host, import_file(store, document), "How many?")
     assert cause(same) == "", "its KV is there: it has been imported before"
-    assert "which is what is new" in told(same)
+    assert "1 were read: new text." in told(same)
     host.close()
 
 
@@ -90,7 +90,7 @@ def test_the_second_process_knows_that_it_was_read(
     [found] = answered(host, session_id, "And blue?")
     host.close()
 
-    assert cause(found) == "never written"
+    assert cause(found) == "not written before the last run ended"
     assert found.num_lost > len(TEXT)
 
 
@@ -125,7 +125,10 @@ def test_only_what_an_answer_continued_was_read() -> None:
     beginning = talk.answer(2)
     end = talk.answer(4)
 
-    assert (cause(talk.why(beginning)), cause(talk.why(end))) == ("never written", "never written")
+    assert (cause(talk.why(beginning)), cause(talk.why(end))) == (
+        "not written before the last run ended",
+        "not written before the last run ended",
+    )
     assert talk.why(end).num_shared == len(talk.conversation.context_ids(2))
     assert "The first token that differs" not in told(talk.why(end))
     later = talk.answer(end)

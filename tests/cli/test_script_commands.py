@@ -16,8 +16,9 @@ import pytest
 from kvchat.cache.disk.admin import StoreAdmin
 from kvchat.chat.answer_settings import AskOptions
 from kvchat.chat.chat_model import ChatModel
-from kvchat.chat.controller import ChatController, KeptKv
+from kvchat.chat.controller import ChatController
 from kvchat.chat.host import ChatHost
+from kvchat.chat.kept_kv import KeptKv
 from kvchat.chat.store import SessionStore
 from kvchat.cli.output import JsonWriter, Notices, TextWriter
 from kvchat.cli.script import Script, ScriptSetup

@@ -322,5 +322,5 @@ def test_a_script_is_told_why_something_was_read_again(shell: Shell, tiny: str) 
     done = shell.patient.run("-m", tiny, *GREEDY, *asked)
 
     [answer] = objects(done.stdout)
-    assert answer["read_again"] == "never written"
-    assert b" | read again: never written | " in done.stderr
+    assert answer["read_again"] == "not written before the last run ended"
+    assert b" | read again: not written before the last run ended | " in done.stderr

@@ -10,13 +10,14 @@ from torch import nn
 
 from kvchat.core.config import ModelConfig
 from kvchat.core.errors import ExitCode, ModelUnsupported
+from kvchat.model import probe as probe_module
 from kvchat.model.loader import inspect_model, load_model
 from kvchat.model.probe import ProbeInconclusive, probe
-from kvchat.model.self_test import ensure_trusted
+from kvchat.model.self_test import compare_with_own, ensure_trusted
 from kvchat.model.source import find_model
 from kvchat.model.spec import ModelSpec
 from kvchat_kernels.paged_attention import FULL, AttentionSpan
-from support.architectures import REFUSED, REFUSED_BY_SELF_TEST, SUPPORTED
+from support.architectures import GATHERED, REFUSED, SUPPORTED
 from support.checkpoints import save_checkpoint, tiny_config, tiny_model
 from support.specimens import Specimen
 
@@ -38,14 +39,41 @@ def test_what_cannot_be_paged_is_refused_by_name_and_reason(name: str) -> None:
     assert caught.value.exit_code is ExitCode.MODEL
 
 
-@pytest.mark.parametrize("name", REFUSED_BY_SELF_TEST)
-def test_positions_kept_outside_attention_are_caught_by_the_self_test(
-    name: str, tmp_path: Path
+@pytest.mark.parametrize("name", GATHERED)
+def test_what_cannot_be_paged_keeps_its_kv_in_pages_all_the_same(name: str) -> None:
+    model_type, settings, reason = GATHERED[name]
+
+    spec = probe(tiny_config(model_type, **settings))
+
+    assert spec.gathered is not None
+    assert spec.gathered.reason.startswith(reason)
+    assert len(spec.gathered.calls) == len(spec.storing_layers) >= 2
+
+
+def test_an_index_is_kept_beside_the_keys_that_it_chooses() -> None:
+    model_type, settings, _ = GATHERED["deepseek_v32, sparse indexer"]
+
+    spec = probe(tiny_config(model_type, **settings))
+
+    assert spec.gathered is not None
+    kept = zip(spec.gathered.calls, spec.layers, strict=True)
+    sizes = {call.is_index: (layer.key_dim, layer.value_dim) for call, layer in kept}
+    assert sizes == {True: (8, 8), False: (16, 8)}  # an index in halves; a latent and its position
+
+
+def test_positions_that_are_wrong_by_an_offset_are_caught_by_the_self_test(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model_type, settings = REFUSED_BY_SELF_TEST[name]
+    """Positions that weigh little move every logit by little, which once passed."""
+    monkeypatch.setattr(probe_module, "_OWN_POSITIONS", frozenset())
+    model_type, settings, _ = GATHERED["roberta"]
     model = tiny_model(model_type, **settings)
+    with torch.no_grad():
+        model.get_submodule("roberta.embeddings.position_embeddings").weight *= 0.003
     source = find_model(str(save_checkpoint(tmp_path, model)))
     loaded = load_model(source, ModelConfig(dtype="float32"), None, lambda _: None)
+    assert loaded.spec.gathered is None
+    assert compare_with_own(loaded) > 0.9999
 
     with pytest.raises(ModelUnsupported, match="differs from its own") as caught:
         ensure_trusted(loaded, None)
@@ -54,7 +82,7 @@ def test_positions_kept_outside_attention_are_caught_by_the_self_test(
 
 
 def test_a_refusal_comes_before_any_weight_is_read(tmp_path: Path) -> None:
-    model_type, settings, reason = REFUSED["gptj"]
+    model_type, settings, reason = REFUSED["gemma3, both directions"]
     tiny_config(model_type, **settings).save_pretrained(tmp_path)
     save_file({"no tensor of it": torch.zeros(1)}, tmp_path / "model.safetensors")
 
@@ -78,7 +106,7 @@ def test_a_window_that_lives_in_the_mask_only_is_read_from_it() -> None:
 
 def test_chunked_attention_is_read_as_chunks(tmp_path: Path) -> None:
     settings = {
-        **REFUSED["llama4, temperature tuning"][1],
+        **GATHERED["llama4, temperature tuning"][1],
         "attn_temperature_tuning": False,
         "attention_chunk_size": 6,
     }

@@ -165,41 +165,37 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "keeps state other than keys and values in its conv layers",
     ),
     "rwkv": ("rwkv", {"attention_hidden_size": 64}, "keeps recurrent state beside attention"),
-    "bloom": ("bloom", {"n_head": 4, "n_layer": 2}, "computes with the attention mask itself"),
-    "gptj": (
-        "gptj",
-        {"n_embd": 64, "n_head": 4, "n_layer": 2, "rotary_dim": 8},
-        "does not use transformers' attention interface",
-    ),
-    "falcon": (
-        "falcon",
-        {"head_dim": None},
-        "does not use transformers' attention interface",
-    ),
-    "deepseek_v32, sparse indexer": (
-        "deepseek_v32",
-        {**_DEEPSEEK, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 4},
-        "chooses its keys by an index of its own",
-    ),
-    "doge": ("doge", {}, "computes with the attention mask itself"),
     "gemma3, both directions": (
         "gemma3_text",
         {"use_bidirectional_attention": True, "sliding_window": 8},
         "attends in both directions",
     ),
     "bert, an encoder": ("bert", {}, "attends in both directions"),
-    "diffllama": ("diffllama", {}, "runs attention more than once per layer"),
-    "llama4, temperature tuning": (
-        "llama4_text",
-        {**_LLAMA4, "attn_temperature_tuning": True},
-        "tunes its attention by positions it counts itself",
-    ),
     "t5": ("t5", {}, "is not a causal language model"),
 }
 
-# name -> (model type, settings): these look right to the probe, and only the self-test tells.
-REFUSED_BY_SELF_TEST: dict[str, tuple[str, dict[str, Any]]] = {
-    "bart": ("bart", _BART),
-    "blenderbot-small": ("blenderbot-small", _BART),
-    "roberta": ("roberta", {"is_decoder": True}),
+# name -> (model type, settings, why it runs on the gathered path)
+GATHERED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "bloom": ("bloom", {"n_head": 4, "n_layer": 2}, "computes with the attention mask itself"),
+    "gptj": (
+        "gptj",
+        {"n_embd": 64, "n_head": 4, "n_layer": 2, "rotary_dim": 8},
+        "does not use transformers' attention interface",
+    ),
+    "falcon": ("falcon", {"head_dim": None}, "does not use transformers' attention interface"),
+    "deepseek_v32, sparse indexer": (
+        "deepseek_v32",
+        {**_DEEPSEEK, "index_n_heads": 16, "index_head_dim": 16, "index_topk": 4},
+        "chooses its keys by an index of its own",
+    ),
+    "doge": ("doge", {}, "computes with the attention mask itself"),
+    "diffllama": ("diffllama", {}, "runs attention more than once per layer"),
+    "llama4, temperature tuning": (
+        "llama4_text",
+        {**_LLAMA4, "attn_temperature_tuning": True, "floor_scale": 4},
+        "tunes its attention by positions it counts itself",
+    ),
+    "bart": ("bart", _BART, "counts positions itself"),
+    "blenderbot-small": ("blenderbot-small", _BART, "counts positions itself"),
+    "roberta": ("roberta", {"is_decoder": True}, "counts positions itself"),
 }

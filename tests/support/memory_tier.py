@@ -37,6 +37,9 @@ class MemoryTier:
         self._key_bytes = block_size * 4
         self._image_bytes = image_bytes
 
+    def peek(self, keys: Sequence[bytes], encoded: bytes) -> int:
+        return next((n for n, key in enumerate(keys) if key not in self.blocks), len(keys))
+
     def find(self, keys: Sequence[bytes], encoded: bytes, is_one_shot: bool = False) -> list[Found]:
         count = 0
         while count < len(keys) and keys[count] in self.blocks:

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from kvchat.chat.chat_model import ChatModel, read_chat_model
+from kvchat.core.cost import KvPlaces, ReadRates
 from kvchat.core.errors import ContextTooLong
 from kvchat.core.events import (
     LoadProgress,
@@ -38,6 +39,7 @@ _TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
 )
 BLOCK_SIZE = 16
+TOKENS_PER_S = 1000.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +137,16 @@ class ScriptedEngine:
 
     def cached_tokens(self, token_ids: list[int]) -> CachedTokens:
         return CachedTokens(device=self.cache.num_cached_tokens(token_ids))
+
+    def locate(self, contexts: list[list[int]], done: Callable[[list[KvPlaces]], None]) -> None:
+        rates = ReadRates(computed=TOKENS_PER_S)
+        done([KvPlaces(len(ids), self.cached_tokens(ids), rates) for ids in contexts])
+
+    def read_ahead(self, token_ids: list[int]) -> None:
+        self.cache.add(token_ids)
+
+    def end_read_ahead(self) -> None:
+        """Nothing is under way: it reads at once."""
 
     @property
     def has_work(self) -> bool:

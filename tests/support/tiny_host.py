@@ -32,10 +32,12 @@ def tiny_host(
     before_step: Callable[[], None] = lambda: None,
     reuse: bool = True,
     kept: Path | None = None,
+    state: Path | None = None,
+    device_bytes: int = 1 << 23,
 ) -> ChatHost:
     """Start a host on a checkpoint; `before_step` runs on the engine's thread before each one.
 
-    KV is kept on disk in `kept`.
+    KV is kept on disk in `kept`; `state` has what is measured and known of models.
     """
     source = find_model(str(directory))
 
@@ -44,10 +46,14 @@ def tiny_host(
             source,
             ModelConfig(dtype="float32"),
             CacheConfig(
-                BLOCK_SIZE, Size(num_bytes=1 << 23), reuse=reuse, disk_bytes=DISK, directory=kept
+                BLOCK_SIZE,
+                Size(num_bytes=device_bytes),
+                reuse=reuse,
+                disk_bytes=DISK,
+                directory=kept,
             ),
             EngineConfig(max_step_tokens=64),
-            None,
+            state,
             progress,
         )
         run = assembled.engine._runner.run

@@ -87,7 +87,7 @@ def test_the_context_is_told_in_words_to_those_who_listen(start_chat: StartChat)
     """The bar was read out cell by cell, and the prompt was said before the command's answer."""
     chat = start_chat("--spoken")
     chat.enter("hello").wait_for("End of answer.").wait_for("You: ")
-    chat.enter("/context").wait_for("the next answer reads only what is new")
+    chat.enter("/context").wait_for("the next message is")
 
     assert "▰" not in chat.text
     assert "▱" not in chat.text

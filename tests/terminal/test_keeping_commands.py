@@ -249,8 +249,9 @@ def test_a_forgotten_conversation_is_nowhere_and_what_others_share_stays(
     assert not is_anywhere(tmp_path, SECRET.encode())
     assert not is_anywhere(tmp_path, needle)
     assert chat.pins() == {}
-    assert chat.controller.host.cached_tokens(ids).result(10) < len(ids) // 2
-    assert chat.controller.host.cached_tokens(shared).result(10) >= len(shared) - BLOCK_SIZE
+    assert chat.controller.host.locate([ids]).result(10)[0].cached.total < len(ids) // 2
+    [stays] = chat.controller.host.locate([shared]).result(10)
+    assert stays.cached.total >= len(shared) - BLOCK_SIZE
     assert chat.kept.verify().is_sound
     assert chat.kept.status().num_tokens >= len(shared) - BLOCK_SIZE
     chat.controller.open(other.session_id)

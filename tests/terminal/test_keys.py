@@ -54,6 +54,9 @@ class _Listener:
     def key_pressed(self) -> None:
         pass
 
+    def draft_changed(self, text: str) -> None:
+        pass
+
     def edit_queue(self, current: str, step: int) -> str | None:
         move = self.queue.edit_previous if step < 0 else self.queue.edit_next
         return move(current)

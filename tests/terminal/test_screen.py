@@ -210,7 +210,7 @@ def test_what_is_typed_before_the_prompt_is_there_is_not_lost(checkpoint: Path) 
 
 def test_nothing_moves_while_nothing_happens(start_chat: StartChat) -> None:
     chat = start_chat()
-    chat.enter("hello").wait_for("warm")
+    chat.enter("hello").wait_for("on device")
     chat.wait_until_quiet(1.0)
 
 

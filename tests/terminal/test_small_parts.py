@@ -81,7 +81,7 @@ def test_a_tree_is_measured_in_cells() -> None:
     conversation.add(turn(1, text="日本語の会話" * 20))
     conversation.add(turn(2, 1, TurnRole.ASSISTANT, "日本語の会話" * 20))
 
-    rows = tree_rows(conversation, RenderContext(Painter(Look()), 60))
+    rows = tree_rows(conversation, RenderContext(Painter(Look()), 60), {})
 
     assert all(56 <= row.cell_len <= 60 for row in rows)
 

@@ -5,10 +5,8 @@ from dataclasses import replace
 import pytest
 from rich.cells import cell_len
 
-from kvchat.chat.engine_queries import Cost
 from kvchat.chat.events import ReadingPrompt
 from kvchat.core.types import CachedTokens, DraftUse, FinishReason, Timing, Usage
-from kvchat.terminal.commands import cost_line
 from kvchat.terminal.status import (
     PrefillMeter,
     ToolbarFacts,
@@ -151,13 +149,14 @@ _FACTS = ToolbarFacts(
     branch=(2, 3),
     context_tokens=4116,
     context_limit=32768,
-    warmth=1.0,
+    warmth="ready: 4,112 of 4,116 on disk",
 )
 
 
 def test_the_toolbar_tells_where_one_is() -> None:
-    assert toolbar(_FACTS, 120, _GLYPHS) == (
-        "demo · radix trees and what they are good for · answer 2/3 · context 4.1k/32k · warm"
+    assert toolbar(_FACTS, 140, _GLYPHS) == (
+        "demo · radix trees and what they are good for · answer 2/3 · context 4.1k/32k · "
+        "ready: 4,112 of 4,116 on disk"
     )
 
 
@@ -188,34 +187,3 @@ def test_the_toolbar_is_measured_in_cells() -> None:
 
         assert cell_len(text) <= width
         assert text.endswith("Esc stops")
-
-
-@pytest.mark.parametrize(
-    ("warmth", "word"), [(None, ""), (1.0, "warm"), (0.5, "50% warm"), (0.0, "cold")]
-)
-def test_warmth_is_told_in_words(warmth: float | None, word: str) -> None:
-    facts = ToolbarFacts(model="m", warmth=warmth)
-
-    assert toolbar(facts, 80, _GLYPHS) == f"m · {word}".removesuffix(" · ")
-
-
-def test_a_cost_is_told_in_tokens_and_once_measured_in_seconds() -> None:
-    assert cost_line(Cost(9812, 8572)) == "re-reads 1,240 of 9,812 tokens"
-    assert cost_line(Cost(9812, 8572, 1378.0)) == "re-reads 1,240 of 9,812 tokens, about 900 ms"
-
-
-@pytest.mark.parametrize(
-    ("cost", "is_low", "is_high"),
-    [
-        (Cost(5000, 4900), True, False),
-        (Cost(5000, 4000), False, False),
-        (Cost(50000, 0), False, True),
-        (Cost(5000, 0, 20000.0), True, False),
-        (Cost(5000, 0, 1000.0), False, False),
-        (Cost(5000, 0, 100.0), False, True),
-    ],
-)
-def test_low_costs_are_not_worth_a_word_and_high_ones_are_asked(
-    cost: Cost, is_low: bool, is_high: bool
-) -> None:
-    assert (cost.is_low, cost.is_high) == (is_low, is_high)

@@ -5,6 +5,7 @@ changes inside a model directory, except `clear`.
 """
 
 import math
+import os
 import sqlite3
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,6 +15,7 @@ from typing import TypeVar
 
 from kvchat.cache.disk.db import LOCK_NAME, StoreBusy, StoreHeld, StoreLock
 from kvchat.cache.disk.inventory import ModelDir, pack_tree, read_model_dir, stored_model_dirs
+from kvchat.cache.disk.lookup import StoreLookup
 from kvchat.cache.disk.model_dirs import (
     DATABASE,
     drop,
@@ -28,8 +30,10 @@ from kvchat.cache.disk.quota import disk_budget
 from kvchat.cache.disk.tier import DiskTier
 from kvchat.cache.keys import chain_keys, encode_ids, root_key
 from kvchat.cache.tier import Layout
-from kvchat.core.config import Size
+from kvchat.core.config import CacheConfig, Size
+from kvchat.core.cost import KvPlaces
 from kvchat.core.errors import StoreError
+from kvchat.core.paths import open_private
 from kvchat.core.stats import (
     KeptPack,
     KeptPin,
@@ -38,24 +42,43 @@ from kvchat.core.stats import (
     TierStatus,
     Verified,
 )
+from kvchat.core.types import MissReason, TokenIds
 
 T = TypeVar("T")
 
 _NO_LIMIT = 1 << 62
 _LOCK_PATIENCE_S = 5.0
+_CLEARED_NAME = "kvchat.cleared"
+_DEFAULT_BLOCK_SIZE = CacheConfig().block_size
 
 
 class StoreAdmin:
     """Administers the store in `directory`, which need not exist and is never made.
 
-    `size` is what the user allows it to hold, None the default. Everything raises StoreError where
+    `size` is what the user allows it to hold, None the default. `state` has what is known of its
+    models; `block_size` is assumed of others. Everything raises StoreError where
     the directory cannot be used, and where an identity's part of it cannot once all others are
     done. May be used from any thread.
     """
 
-    def __init__(self, directory: Path, size: Size | None = None) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        size: Size | None = None,
+        state: Path | None = None,
+        block_size: int = _DEFAULT_BLOCK_SIZE,
+    ) -> None:
         self.directory = directory
         self._size = size
+        self._lookup = StoreLookup(directory, state, block_size)
+
+    def locate(self, contexts: Sequence[tuple[str, TokenIds]]) -> list[KvPlaces]:
+        """Return where the KV of contexts is, each given by its model's name and its token ids."""
+        return self._lookup.locate(contexts)
+
+    def why(self, name: str, token_ids: TokenIds) -> MissReason | None:
+        """Return why not more of a context is on disk; None if all of it is."""
+        return self._lookup.why(name, token_ids)
 
     def status(self) -> StoreStatus:
         """Return what the store holds. Reads all heads, changes nothing."""
@@ -157,10 +180,24 @@ class StoreAdmin:
             before = _files(found)
             num_bytes = sum(drop(path) for path in found)
             after = _files(found)
+            self._mark_cleared()
         # What others made anew meanwhile is no file that was to be deleted.
         if before & after:
             raise StoreError(f"Not all of {self.directory} can be deleted.", "Check who owns it.")
         return num_bytes
+
+    def cleared_s(self) -> float:
+        """Return when the store was cleared last, in seconds since the epoch; 0 if never."""
+        with suppress(OSError):
+            return (self.directory / _CLEARED_NAME).lstat().st_mtime
+        return 0.0
+
+    def _mark_cleared(self) -> None:
+        """Leave an empty file, whose time says when: so that later misses have their reason."""
+        with suppress(StoreError):
+            path = self.directory / _CLEARED_NAME
+            os.close(open_private(path, os.O_WRONLY | os.O_CREAT))
+            os.utime(path, follow_symlinks=False)
 
     def _in_each(self, deed: Callable[[Path], T]) -> list[T]:
         """Run `deed` in every model directory; return the results.

@@ -232,6 +232,19 @@ def holds_answers(model_dir: Path, encoded: bytes, block_size: int) -> bool:
         return False
 
 
+def num_kept_blocks(model_dir: Path, encoded: bytes, block_size: int) -> int:
+    """Return how many leading blocks of a context of encoded token ids a model directory has.
+
+    KV of a draft model does not count. Raises what SQLite and the file system raise.
+    """
+    heads = [head for head, _ in _packs(model_dir, encoded, block_size) if not head.is_draft]
+    num_blocks, size = 0, block_size * TOKEN_BYTES
+    for head in heads:
+        layout = Layout(bytes.fromhex(model_dir.name), block_size, 1)
+        num_blocks += head.num_shared(encoded, num_blocks, layout)
+    return min(num_blocks, len(encoded) // size)
+
+
 def _packs(
     model_dir: Path, encoded: bytes, block_size: int
 ) -> Iterator[tuple[PackHead, Path | None]]:

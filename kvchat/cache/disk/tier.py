@@ -271,6 +271,11 @@ class DiskTier:
             self._used[run.key] = self._used.pop(run.key, True) and is_one_shot
         return found
 
+    def peek(self, keys: Sequence[bytes], encoded: bytes) -> int:
+        """Return how many leading blocks `find` would return; that is no use of them."""
+        found: list[Found] = self._attempt(lambda: list(self._reader.walk(keys, encoded)), [])
+        return sum(run.num_blocks for run in found)
+
     def read(self, found: Found) -> memoryview:
         """Return the images of the blocks found, verified. Raises DamagedRecord, and forgets it;
         HeldRecord where others are busy with it, and keeps it.

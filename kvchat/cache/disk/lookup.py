@@ -1,0 +1,105 @@
+"""StoreLookup: what the disk has of conversations, and why not more, while no model is loaded.
+
+The identity of a model is known only once it is loaded. Until then a conversation is looked up
+under the identities that the model of its name had, and under those that are not known.
+"""
+
+import logging
+import sqlite3
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvchat.cache.disk.inventory import num_kept_blocks, stored_model_dirs
+from kvchat.cache.disk.known_models import KnownModel, KnownModels
+from kvchat.cache.disk.miss_log import MissReasonLog
+from kvchat.cache.keys import TOKEN_BYTES, chain_keys, encode_ids, root_key
+from kvchat.cache.rates import RateMemory, kept_prefill_rate
+from kvchat.core.cost import ASSUMED_BYTES_PER_S, KvPlaces, ReadRates
+from kvchat.core.errors import StoreError
+from kvchat.core.types import CachedTokens, MissReason, TokenIds
+
+_log = logging.getLogger(__name__)
+
+
+class StoreLookup:
+    """Looks up contexts in the store in `directory`; `state` has what is known of its models.
+
+    `block_size` is assumed of identities that are not known. The name "" stands for any model. May
+    be used from any thread.
+    """
+
+    def __init__(self, directory: Path, state: Path | None, block_size: int) -> None:
+        self._directory = directory
+        self._state = state
+        self._block_size = block_size
+
+    def locate(self, contexts: Sequence[tuple[str, TokenIds]]) -> list[KvPlaces]:
+        """Return where the KV of contexts is, each given by its model's name and its token ids."""
+        known = KnownModels(self._state).read()
+        paths = self._paths()
+        return [self._located(known, paths, name, ids) for name, ids in contexts]
+
+    def why(self, name: str, token_ids: TokenIds) -> MissReason | None:
+        """Return why the disk does not have more of a context; None if it has all full blocks."""
+        known = KnownModels(self._state).read()
+        encoded = encode_ids(token_ids)
+        found = self._most_kept(known, self._paths(), name, encoded)
+        if found is None:
+            return MissReason.NEVER_WRITTEN
+        path, block_size, count = found
+        keys = chain_keys(root_key(bytes.fromhex(path.name)), encoded, block_size * TOKEN_BYTES)
+        if count >= len(keys):
+            return None
+        return MissReasonLog(path).why(keys[count], encoded, count, block_size)
+
+    def _paths(self) -> list[Path]:
+        try:
+            return stored_model_dirs(self._directory)
+        except StoreError as error:
+            _log.info("cannot look up what is kept: %s", error)
+            return []
+
+    def _located(
+        self, known: dict[str, KnownModel], paths: list[Path], name: str, token_ids: TokenIds
+    ) -> KvPlaces:
+        found = self._most_kept(known, paths, name, encode_ids(token_ids))
+        num_kept, model = 0, _newest(known, name)
+        if found is not None:
+            path, block_size, count = found
+            num_kept, model = count * block_size, known.get(path.name, model)
+        rates = self._rates(model) if model is not None else ReadRates()
+        return KvPlaces(len(token_ids), CachedTokens(disk=num_kept), rates)
+
+    def _most_kept(
+        self, known: dict[str, KnownModel], paths: list[Path], name: str, encoded: bytes
+    ) -> tuple[Path, int, int] | None:
+        """Return the model directory that has most of a context, its block size, and the number of
+        blocks; the one used last of several.
+        """
+        best = None
+        for path in paths:
+            model = known.get(path.name)
+            if model is not None and (model.is_draft or name not in ("", model.name)):
+                continue
+            block_size = model.block_size if model is not None else self._block_size
+            count = self._num_kept(path, encoded, block_size)
+            if best is None or count * block_size > best[1] * best[2]:
+                best = path, block_size, count
+        return best
+
+    def _num_kept(self, path: Path, encoded: bytes, block_size: int) -> int:
+        try:
+            return num_kept_blocks(path, encoded, block_size)
+        except (StoreError, OSError, ValueError, sqlite3.Error) as error:
+            _log.info("cannot look into %s: %s", path.name, error)
+            return 0
+
+    def _rates(self, model: KnownModel) -> ReadRates:
+        rates = RateMemory(self._state, model.rates).read()
+        num_bytes = rates.get("read", ASSUMED_BYTES_PER_S)
+        return ReadRates(kept_prefill_rate(rates), num_bytes * model.block_size / model.block_bytes)
+
+
+def _newest(known: dict[str, KnownModel], name: str) -> KnownModel | None:
+    """Return the model of a name that was run last; None if none is known."""
+    return next((model for model in reversed(known.values()) if name in ("", model.name)), None)

@@ -1,0 +1,58 @@
+"""KeptKv: what the chat asks of the KV store on disk, besides KV; `cache/disk/admin.py` has it."""
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from kvchat.core.cost import KvPlaces
+from kvchat.core.stats import KeptPack, ModelDirStatus, StoreStatus, Verified
+from kvchat.core.types import MissReason
+
+
+class KeptKv(Protocol):
+    """Maintenance of the KV store on disk. Thread-safe; its methods raise StoreError."""
+
+    @property
+    def directory(self) -> Path:
+        """The store's directory."""
+
+    def status(self) -> StoreStatus:
+        """Return what the store holds."""
+
+    def num_bytes(self) -> int:
+        """Return the store's size in bytes: the same figure as in `status`, but faster."""
+
+    def locate(self, contexts: Sequence[tuple[str, Sequence[int]]]) -> list[KvPlaces]:
+        """Return where the KV of contexts is, each given by its model's name and its token ids.
+
+        It needs no model; it reads keys only, and raises nothing.
+        """
+
+    def why(self, name: str, token_ids: Sequence[int]) -> MissReason | None:
+        """Return why not more of a context is on disk; None if all of it is."""
+
+    def cleared_s(self) -> float:
+        """Return when the store was cleared last, in seconds since the epoch; 0 if never."""
+
+    def tree(self) -> list[tuple[ModelDirStatus, list[KeptPack]]]:
+        """Return every pack, by model directory."""
+
+    def verify(self, goes_on: Callable[[], bool]) -> Verified:
+        """Read every pack while `goes_on()` is true; remove damaged packs."""
+
+    def gc(self) -> int:
+        """Remove what is out of date or over the limit; return the bytes freed."""
+
+    def clear(self) -> int:
+        """Delete everything; return the bytes freed."""
+
+    def unpin(self, label: str) -> int:
+        """Remove the pins with this label; return their number."""
+
+    def forget(
+        self, contexts: Iterable[Sequence[int]], shared: Iterable[Sequence[int]], label: str = ""
+    ) -> int:
+        """Remove the KV of contexts, and the pin `label`; keep what `shared` contexts use.
+
+        Contexts are token ids. Returns the number of blocks removed.
+        """

@@ -1,0 +1,91 @@
+"""ReadAhead: prefills the beginning of the next message while the user still types it.
+
+Attached files, finished lines and most of a long paste will hardly change. Their tokens are found
+by two endings that differ at once: what both encodings share does not depend on what is typed next.
+Nothing of it enters the conversation or the disk, and any request ends it.
+"""
+
+import asyncio
+import time
+from typing import TYPE_CHECKING
+
+from kvchat.chat.attachment import mentioned_files, read_attachment
+from kvchat.chat.conversation import ROOT, Conversation
+from kvchat.chat.why import common_len
+from kvchat.core.errors import KvchatError
+
+if TYPE_CHECKING:
+    from kvchat.chat.controller import ChatController
+
+_ENDINGS = ("a", "Z")
+# Of an unfinished line only what is longer than this is read, up to its last word.
+_MAX_UNREAD_CHARS = 80
+# Fewer new tokens are read with the message itself.
+_MIN_NEW_TOKENS = 16
+
+
+def finished(text: str) -> str:
+    """Return the part of a text that typing on will hardly change: whole lines, or whole words of a
+    long line.
+    """
+    lines, line_end, rest = text.rpartition("\n")
+    words = rest[: rest.rfind(" ") + 1] if len(rest) > _MAX_UNREAD_CHARS else ""
+    return lines + line_end + words
+
+
+class ReadAhead:
+    """Reads ahead for one controller's next message. Used on the event loop."""
+
+    def __init__(self, controller: "ChatController") -> None:
+        self._controller = controller
+        self._begun: list[int] = []
+
+    async def consider(self, text: str) -> None:
+        """Prefill what will hardly change of a message being typed; end it where that changed."""
+        controller = self._controller
+        if controller.host.ready is None:
+            return
+        host, files = controller.host, tuple(file.text for file in controller.attached)
+        ids = await asyncio.to_thread(self._stable_ids, files, text)
+        if host is not controller.host or ids == self._begun:
+            return
+        if len(ids) - common_len(ids, self._begun) >= _MIN_NEW_TOKENS:
+            self._begun = ids
+            host.read_ahead(ids)
+        elif ids[: len(self._begun)] != self._begun[: len(ids)]:
+            self.end()
+
+    def end(self) -> None:
+        """End what is under way; what was read stays cached."""
+        if self._begun:
+            self._begun = []
+            self._controller.host.end_read_ahead()
+
+    def forget(self) -> None:
+        """The message was sent: its request has ended the reading."""
+        self._begun = []
+
+    def _stable_ids(self, files: tuple[str, ...], text: str) -> list[int]:
+        """Return the context that the message will begin with; empty if it adds nothing yet."""
+        controller = self._controller
+        try:
+            mentioned = [read_attachment(path) for path in mentioned_files(finished(text))]
+            begun = "".join(f"{file}\n" for file in (*files, *mentioned)) + finished(text)
+            return self._ids_of(controller, begun) if begun else []
+        except KvchatError:  # sending the message reports it
+            return []
+
+    @staticmethod
+    def _ids_of(controller: "ChatController", begun: str) -> list[int]:
+        conversation = controller.conversation
+        if conversation is None:
+            conversation = Conversation("", time.time(), controller.system)
+        edited = controller.edited
+        parent = conversation.tip_id if edited is None else edited.parent_id
+        before = conversation.context_ids(parent) if parent != ROOT else []
+        system = conversation.system if not before else None
+        one, other = (
+            controller.host.model.user_ids(conversation, parent, begun + end, system)
+            for end in _ENDINGS
+        )
+        return [*before, *one[: common_len(one, other)]]

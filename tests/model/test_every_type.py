@@ -1,0 +1,73 @@
+"""Every model type of transformers: what is exact stays exact, and the manual says what is.
+
+The table of verdicts is `tests/support/type_verdicts.json`; `make model-table` measures it again
+and rewrites `docs/models.md`. A spread of types runs always, and every type in the long run.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+import transformers
+
+from support.every_type import causal_types, image_text_types
+from support.models_page import PAGE, TABLE, is_exact_on, load_table, page
+from support.type_matrix import EXACT, WRONG, verdict_of
+
+# Two types, at least, of every mechanism.
+_PAGED = (
+    "afmoe jetmoe llama gemma4_text gpt_oss gpt_neo deepseek_v3 nemotron qwen2_vl mistral3 smolvlm "
+    "gemma3"
+)
+_GATHERED = (
+    "bloom mpt falcon gptj roberta camembert bart marian llama4_text deepseek_v32 glm_moe_dsa "
+    "diffllama hrm_text big_bird"
+)
+SPREAD = {"paged": _PAGED.split(), "gathered": _GATHERED.split()}
+_TYPES = [(name, path) for path, names in SPREAD.items() for name in names]
+_LEAST_EXACT_CAUSAL = 140
+
+
+@pytest.mark.parametrize(("name", "path"), _TYPES)
+def test_a_spread_of_types_answers_as_a_full_recompute_does(
+    name: str, path: str, tmp_path: Path
+) -> None:
+    verdict = verdict_of(name, tmp_path)
+
+    assert verdict.outcome == EXACT, verdict
+    assert verdict.why.startswith(path)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", sorted(load_table()))
+def test_a_type_is_what_the_table_says(name: str, tmp_path: Path) -> None:
+    if name not in (*causal_types(), *image_text_types()):
+        pytest.skip("not a type of this version of transformers")
+    known = load_table()[name]
+
+    found = verdict_of(name, tmp_path)
+
+    assert found.outcome == known.outcome, f"{found}; if that is better, run make model-table"
+
+
+def test_no_type_gives_wrong_answers_and_most_are_exact() -> None:
+    table = load_table()
+    exact = [name for name, verdict in table.items() if verdict.outcome == EXACT]
+    causal = set(causal_types())
+
+    assert not [name for name, verdict in table.items() if verdict.outcome == WRONG]
+    assert len([name for name in exact if name in causal]) >= _LEAST_EXACT_CAUSAL
+    for path, names in SPREAD.items():
+        assert all(is_exact_on(path, table[name]) for name in names)
+
+
+def test_every_type_that_does_not_run_has_a_reason() -> None:
+    assert all(verdict.why for verdict in load_table().values())
+
+
+def test_the_manual_says_what_the_table_says() -> None:
+    version = json.loads(TABLE.read_text())["transformers"]
+    if transformers.__version__ != version:
+        pytest.skip("the page sorts types by another version of transformers")
+
+    assert PAGE.read_text() == page(load_table(), version, causal_types()), "run make model-table"

@@ -1,0 +1,129 @@
+"""The list of saved conversations: told apart, searched inside, renamed, deleted, prefetched."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from kvchat.chat.saved_chats import read_chats
+from kvchat.chat.store import SessionStore
+from kvchat.terminal.pickers import Picker
+from kvchat.terminal.theme import Glyphs
+from kvchat.terminal.view import Choice
+from support.pty_screen import PtyScreen
+from support.saved_sessions import save_chat
+
+StartChat = Callable[..., PtyScreen]
+_CTRL_O, _CTRL_R, _CTRL_X, _DOWN = "\x0f", "\x12", "\x18", "\x1b[B"
+
+
+class _Actions:
+    """Notes what the picker asks for."""
+
+    def __init__(self) -> None:
+        self.done: list[tuple[object, ...]] = []
+
+    def highlighted(self, index: int | None) -> None:
+        self.done.append(("highlighted", index))
+
+    def rename(self, index: int, title: str) -> None:
+        self.done.append(("rename", index, title))
+
+    def delete(self, index: int) -> None:
+        self.done.append(("delete", index))
+
+
+def _drawn(picker: Picker, rows: int, columns: int) -> list[str]:
+    text = "".join(fragment[1] for fragment in picker.fragments(rows, columns, Glyphs()))
+    return text.split("\n")
+
+
+def _fill(tmp_path: Path) -> SessionStore:
+    store = SessionStore(tmp_path / "sessions")
+    save_chat(store, "hello", "Hello to you.", "what is a radix tree", "A tree of prefixes.")
+    save_chat(store, "hello", "Hello again.", "my cat is Mia", "A cat named Mia.")
+    save_chat(store, "hello", "Hello, script.", is_one_shot=True)
+    return store
+
+
+def test_equal_titles_are_told_apart_by_the_last_words_or_the_time(tmp_path: Path) -> None:
+    """Seven rows called hello looked the same."""
+    store = _fill(tmp_path)
+    for _ in range(2):
+        save_chat(store, "hello", "Hello.")
+
+    labels = [chat.label for chat in read_chats(store, store.summaries())]
+
+    assert len(set(labels)) == 5
+    assert "hello · what is a radix tree" in labels
+    assert "hello · my cat is Mia" in labels
+
+
+def test_the_highlight_is_told_once_for_every_choice_it_comes_to() -> None:
+    actions = _Actions()
+    picker = Picker("Go on with", [Choice("a"), Choice("b")], 0, actions)
+    picker.move(+1)
+    picker.refresh()
+    picker.type("nothing like it")
+
+    assert actions.done == [("highlighted", 0), ("highlighted", 1), ("highlighted", None)]
+
+
+def test_a_title_is_typed_and_a_deletion_is_confirmed() -> None:
+    actions = _Actions()
+    choices = [Choice("a"), Choice("b")]
+    picker = Picker("Go on with", choices, 0, actions)
+    picker.begin_renaming()
+    picker.type("newx")
+    picker.erase()
+    assert _drawn(picker, 9, 60)[-1].startswith("New title: new_")
+    picker.end_asking(is_wanted=True)
+    picker.begin_deleting()
+    picker.type("n")
+    picker.begin_deleting()
+    picker.type("y")
+
+    assert actions.done == [("highlighted", 0), ("rename", 0, "new"), ("delete", 0)]
+    assert picker.filter == ""
+
+
+def test_a_picker_keeps_to_its_rows_and_columns_and_names_its_keys() -> None:
+    detail = "cold, about 14 s · 3 min ago · 12 turns"
+    chat = Choice("a conversation with a long title", detail, ("asked " * 20, "answered " * 20))
+    for columns in (40, 60, 100):
+        for rows in (3, 6, 9, 12):
+            picker = Picker("Go on with", [chat] * 20, 0, _Actions())
+            drawn = _drawn(picker, rows, columns)
+            assert len(drawn) <= max(rows, 3)
+            assert max(map(len, drawn)) <= columns
+            assert "Ctrl-R renames" in drawn[-1]
+            assert "cold, about 14 s" in drawn[1]
+
+
+def test_conversations_are_searched_inside_renamed_and_deleted(
+    start_chat: StartChat, tmp_path: Path
+) -> None:
+    store = _fill(tmp_path)
+    chat = start_chat(columns=100, rows=30)
+    chat.enter("/resume").wait_for("hello · my cat is Mia").wait_for_shown("cold, about 0.1 s")
+    chat.wait_for_shown("┊ A cat named Mia.")
+    assert "Hello, script" not in chat.text
+    chat.type("prefixes").wait_for_shown("┊ what is a radix tree")
+    chat.wait_for(lambda _: "Mia" not in chat.shown)
+    chat.type(_CTRL_R).wait_for_shown("New title:").type("trees\r").wait_for_shown("❯ trees")
+    chat.type("\x7f" * 8).wait_for_shown("my cat is Mia")
+    chat.type(_CTRL_O).wait_for_shown("hello").wait_for_shown("hides 1 one-shot")
+    chat.type("script").wait_for_shown("┊ Hello, script.")
+    chat.type(_CTRL_X).wait_for_shown("Delete it for good?").type("y").wait_for_shown(
+        "nothing like"
+    )
+    chat.type("\x7f" * 6).wait_for_shown("❯ hello · my cat is Mia").type(_DOWN)
+    chat.type("\r").wait_for("A tree of prefixes.")
+    chat.wait_for(lambda _: "· trees ·" in chat.shown)
+
+    assert sorted(summary.title for summary in store.summaries()) == ["hello", "trees"]
+
+
+def test_on_a_small_screen_the_cost_stays(start_chat: StartChat, tmp_path: Path) -> None:
+    _fill(tmp_path)
+    chat = start_chat(columns=40, rows=12)
+    chat.enter("/resume").wait_for_shown("cold, about 0.1 s")
+    chat.wait_for_shown("Ctrl-R renames · Ctrl-X deletes · Ctrl…")

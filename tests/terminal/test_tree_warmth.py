@@ -1,0 +1,49 @@
+"""`/tree` tells of every turn where its KV is and how long continuing from there takes."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from kvchat.chat.conversation import Conversation, Role, Turn
+from kvchat.chat.store import SessionStore
+from kvchat.core.types import FinishReason
+from kvchat.terminal.history_view import tree_rows
+from kvchat.terminal.paint import Painter, RenderContext
+from kvchat.terminal.theme import Look
+from support.pty_screen import PtyScreen
+from support.saved_sessions import save_chat
+
+StartChat = Callable[..., PtyScreen]
+
+
+def test_every_turn_is_marked(start_chat: StartChat, tmp_path: Path) -> None:
+    save_chat(SessionStore(tmp_path / "sessions"), "a long question " * 90, "a long answer " * 90)
+    chat = start_chat("--continue", columns=100, rows=30)
+    chat.wait_for("cold: ").wait_for("tokens to read, about 2.7 s")
+    chat.enter("/tree").wait_for("1 you: ").wait_for("· cold 1.5 s").wait_for("· cold 2.7 s ●")
+    chat.enter("lines 3").wait_for("tokens at")
+    chat.enter("/tree").wait_for("4 model: ").wait_for(
+        lambda text: text.count("· device 0.1 s") == 4
+    )
+
+
+def test_rows_of_the_tree_keep_to_a_narrow_screen() -> None:
+    conversation = Conversation("", 0.0)
+    for number in range(1, 5):
+        role = Role.USER if number % 2 else Role.ASSISTANT
+        conversation.add(
+            Turn(number, number - 1, role, "words " * 30, (1,), "", 0.0, finish=FinishReason.STOP)
+        )
+    conversation.add(Turn(5, 2, Role.USER, "words " * 30, (1,), "", 0.0, finish=FinishReason.STOP))
+    painter = Painter(Look(has_colour=False))
+
+    rows = tree_rows(
+        conversation, RenderContext(painter, 40), dict.fromkeys(range(6), "disk 0.1 s")
+    )
+
+    assert all(row.cell_len <= 40 for row in rows)
+    assert all("disk 0.1 s" in row.plain for row in rows)
+
+
+def _turn(turn_id: int, parent_id: int, role: Role) -> Turn:
+    finish = FinishReason.STOP if role is Role.ASSISTANT else None
+    return Turn(turn_id, parent_id, role, "words " * 30, (1,), "", 0.0, finish=finish)
