@@ -9,6 +9,7 @@ from pathlib import Path
 from threading import Event
 from typing import TypeVar
 
+from kvchat.chat.attachment import matching_paths
 from kvchat.chat.conversation import Conversation, Role
 from kvchat.chat.keeping import file_context, forget_conversation, forget_last_turn, pin_context
 from kvchat.chat.kept_kv import KeptKv
@@ -114,14 +115,8 @@ def _label_and_paths(arguments: str) -> tuple[str, list[Path]]:
         words = [arguments]
     first = user_path(words[0])
     has_name = len(words) > 1 and not first.exists() and not glob(str(first))
-    paths = [path for word in words[has_name:] for path in _matches(word)]
+    paths = [path for word in words[has_name:] for path in matching_paths(word)]
     return (words[0] if has_name else " ".join(path.name for path in paths)), paths
-
-
-def _matches(word: str) -> list[Path]:
-    path = user_path(word)
-    found = [] if path.exists() else sorted(glob(str(path)))
-    return [Path(name) for name in found] or [path]
 
 
 async def unpin(context: "CommandContext", arguments: str) -> None:
@@ -199,6 +194,7 @@ COMMANDS = (
         cache,
         Group.ENGINE,
         "[tree|why|verify|gc|clear]",
+        subcommands=("status", "tree", "why", "verify", "gc", "clear", "path"),
     ),
     Command(
         "pin",
@@ -207,13 +203,22 @@ COMMANDS = (
         Group.INPUT,
         "[[NAME] FILE...|list]",
         argument=Argument.PATH,
+        subcommands=("list",),
     ),
-    Command("unpin", "let it be forgotten again", unpin, Group.INPUT, "[NAME|all]"),
+    Command(
+        "unpin",
+        "let it be forgotten again",
+        unpin,
+        Group.INPUT,
+        "[NAME|all]",
+        subcommands=("all",),
+    ),
     Command(
         "forget",
         "delete this conversation or its last turn, text and KV, for good",
         forget,
         Group.ENGINE,
         "[last]",
+        subcommands=("last",),
     ),
 )
