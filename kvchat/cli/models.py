@@ -89,7 +89,7 @@ def _size_facts(source: ModelSource, spec: Any, config: Any, device: str) -> dic
     budget = device_budget(CacheConfig(), where)
     weights = sum(path.stat().st_size for path in source.weight_files)
     packing = packing_of(read_json(source.config_file) or {}, source.name)
-    spans = {layer.span for layer in spec.layers}
+    spans = sorted({str(s.window or s.chunk or "full") for s in (x.span for x in spec.layers)})
     return {
         "supported": "yes",
         "architecture": spec.architecture,
@@ -99,11 +99,23 @@ def _size_facts(source: ModelSource, spec: Any, config: Any, device: str) -> dic
         "dtype": dtype_name(dtype),
         "layers": len(spec.layers),
         "attention": attention_in_words(spec, where, dtype),
-        "windows": ", ".join(sorted(str(s.window or s.chunk or "full") for s in spans)),
+        "path": "paged" if spec.gathered is None else "gathered, one sequence at a time",
+        "windows": ", ".join(spans) if spec.gathered is None else "as in the model's own code",
+        "reads": _inputs(config),
         "context": f"{spec.max_context:,} tokens",
         "kv_per_token": format_bytes(geometry.token_bytes),
         "fits_on_device": f"{budget // geometry.token_bytes:,} tokens in {format_bytes(budget)}",
     }
+
+
+def _inputs(config: Any) -> str:
+    from kvchat.model.model_class import loads_towers, reads_more_than_text
+
+    if not reads_more_than_text(config):
+        return "text"
+    if loads_towers(config):
+        return "text alone; its parts for images or sound are loaded and not used"
+    return "text alone; its parts for images or sound are left out of memory"
 
 
 def _text_facts(source: ModelSource) -> dict[str, Any]:
