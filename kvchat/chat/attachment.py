@@ -5,10 +5,12 @@ A file's text is put in a code fence below its name, so that a model sees its be
 
 import re
 from dataclasses import dataclass
+from glob import glob
 from pathlib import Path
 
 from kvchat.core.bounded_files import read_bounded
 from kvchat.core.errors import UsageError
+from kvchat.core.paths import user_path
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,22 @@ def mentioned_files(text: str) -> list[Path]:
         if path is not None and path not in found:
             found.append(path)
     return found
+
+
+_LOOKS_LIKE_PATH = re.compile(r"/|\.[A-Za-z0-9]{1,5}$")
+
+
+def missing_files(text: str) -> list[str]:
+    """Return the @paths of a message that look like files, but name none."""
+    names = (match[1] or match[2].rstrip(_TRAILING) for match in _MENTION.finditer(text))
+    return [name for name in names if _LOOKS_LIKE_PATH.search(name) and _existing(name) is None]
+
+
+def matching_paths(word: str) -> list[Path]:
+    """Return the files that a path or a pattern such as `docs/*.md` names, else the path alone."""
+    path = user_path(word)
+    found = [] if path.exists() else sorted(glob(str(path)))
+    return [Path(name) for name in found] or [path]
 
 
 def _existing(name: str) -> Path | None:

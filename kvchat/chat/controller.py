@@ -8,18 +8,29 @@ import asyncio
 import copy
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from kvchat.chat.answer_settings import AskOptions
 from kvchat.chat.attachment import Attached, read_attachment
 from kvchat.chat.chat_model import readopt
+from kvchat.chat.compaction import (
+    OPENING,
+    REPLY,
+    CompactionPlan,
+    max_summary_tokens,
+    plan_compaction,
+    request_text,
+)
 from kvchat.chat.conversation import ROOT, Conversation, Role, Turn
 from kvchat.chat.engine_queries import EngineQueries
 from kvchat.chat.events import AnswerEnded
 from kvchat.chat.host import ChatHost
 from kvchat.chat.kept_kv import KeptKv
+from kvchat.chat.messages import MessageNumbers, in_words
 from kvchat.chat.reply import Reply
 from kvchat.chat.session import ChatSession
+from kvchat.chat.think import Think
 from kvchat.chat.tokenizer import Segment
 from kvchat.chat.why import (
     Reuse,
@@ -35,6 +46,7 @@ from kvchat.core.cost import Cost
 from kvchat.core.errors import KvchatError, UsageError
 from kvchat.core.events import LoadEvent
 from kvchat.core.text import one_line, whole_number
+from kvchat.model.local_models import local_models, model_lines
 
 # Starts loading a model by its name; load events go to the listener.
 NewHost = Callable[[str, Callable[[LoadEvent], None]], ChatHost]
@@ -86,9 +98,9 @@ class ChatController:
 
     @property
     def user_turns(self) -> list[Turn]:
-        """The user turns on the path to the tip; the user counts them from one."""
+        """The user's messages on the path to the tip; `MessageNumbers` numbers them."""
         path = self.conversation.path() if self.conversation is not None else []
-        return [turn for turn in path if turn.role is Role.USER]
+        return [turn for turn in path if turn.is_message]
 
     @property
     def context_ids(self) -> list[int]:
@@ -107,8 +119,9 @@ class ChatController:
     @property
     def editing(self) -> str:
         """Which message the next one replaces, as text for the toolbar; "" for none."""
-        turns = self.user_turns
-        return f"editing {turns.index(self.edited) + 1}" if self.edited in turns else ""
+        if self.edited is None or self.conversation is None:
+            return ""
+        return f"editing {MessageNumbers(self.conversation).of(self.edited)}"
 
     @property
     def think_problem(self) -> str | None:
@@ -128,20 +141,28 @@ class ChatController:
         return self.session
 
     def user_turn(self, number: str) -> Turn:
-        """Return the user's n-th message on the path, counted from one; the last for "".
+        """Return the message on the path with this number; the last one for "".
 
         Raises UsageError for a number that is not one of the path.
         """
         turns = self.user_turns
-        if not turns:
+        if not turns or self.conversation is None:
             raise UsageError("There is no message yet.")
         if not number:
             return turns[-1]
-        index = whole_number(number)
-        if index is None or not 1 <= index <= len(turns):
-            said = one_line(number, 20)
-            raise UsageError(f"{said} is no message; they are numbered 1 to {len(turns)}.")
-        return turns[index - 1]
+        numbers = MessageNumbers(self.conversation)
+        wanted = whole_number(number)
+        if wanted is not None:
+            for turn in turns:
+                if numbers.of(turn) == wanted:
+                    return turn
+            if numbers.find(wanted) is not None:
+                raise UsageError(
+                    f"Message {wanted} is on another branch.", f"/switch {wanted} goes there."
+                )
+        known = in_words([numbers.of(turn) for turn in turns])
+        said = one_line(number, 20)
+        raise UsageError(f"{said} is no message; on this branch they are numbered {known}.")
 
     # Asking
 
@@ -194,8 +215,54 @@ class ChatController:
         """Continue the last answer from where it was cut off."""
         return self.require_session().continue_answer(self.options, notify)
 
+    def ask_aside(self, text: str, notify: Callable[[], None] | None = None) -> Reply:
+        """Answer a message in the conversation's context; neither joins the conversation."""
+        return self.require_session().ask_aside(text, self.options, notify)
+
+    def plan_compaction(self) -> CompactionPlan:
+        """Return what /compact would summarise; raises UsageError if that is nothing."""
+        return plan_compaction(self.require_conversation(), self._context_limit)
+
+    def summarise(
+        self, plan: CompactionPlan, focus: str = "", notify: Callable[[], None] | None = None
+    ) -> Reply:
+        """Let the model summarise a plan's older turns; the answer joins no conversation."""
+        sampling = replace(self.options.sampling, temperature=0.0)
+        limit = max_summary_tokens(self._context_limit)
+        think = Think.AUTO if self.host.model.think_problem(Think.OFF) else Think.OFF
+        options = replace(self.options, sampling=sampling, max_tokens=limit, stops=(), think=think)
+        below = plan.older[-1].turn_id
+        return self.require_session().ask_aside(request_text(focus), options, notify, below)
+
+    def compact(self, plan: CompactionPlan, summary: str) -> int:
+        """Continue with a summary in place of the plan's older turns; return the tokens saved.
+
+        Raises UsageError, and changes nothing, if the summary would save no token.
+        """
+        session = self.require_session()
+        text = self.host.model.user_ids(
+            Conversation("", 0.0), ROOT, OPENING + summary + REPLY, plan.older[0].system
+        )
+        if len(text) >= plan.num_tokens:
+            raise UsageError(
+                "The summary is as long as what it stands for, so nothing has changed.",
+                "/new begins another conversation.",
+            )
+        before = len(self.context_ids)
+        session.compact(plan, summary)
+        self.edited = None
+        self._undone.clear()
+        return before - len(self.context_ids)
+
+    @property
+    def _context_limit(self) -> int:
+        ready = self.host.ready
+        return ready.context_limit if ready is not None else self.host.model.max_context
+
     def note_ended(self, ended: AnswerEnded) -> None:
-        """Remember a finished answer, for `why` and for the statistics."""
+        """Remember a finished answer, for `why` and for the statistics; not that of an aside."""
+        if ended.turn_id == ROOT:
+            return
         self.last = ended
         self._last_session_id = self.session.session_id if self.session is not None else ""
 
@@ -252,6 +319,10 @@ class ChatController:
         return self.session
 
     # Conversations
+
+    def local_models(self) -> list[str]:
+        """Return one line per model on this machine: its name, size and place."""
+        return model_lines(local_models())
 
     def begin_new(self, title: str = "") -> str | None:
         """Close the conversation and drop attached files; the next message begins a new one.
@@ -335,12 +406,20 @@ class ChatController:
         self._undone.clear()
         self.require_session().move_tip(turn_id)
 
-    def undo(self) -> Turn | None:
-        """Move the tip before the last message; return that message, None at the beginning."""
+    def undo(self, count: int = 1) -> Turn | None:
+        """Move the tip back by as many messages as there are, `count` at most; `redo` reverts it.
+
+        Returns the message that is now the next one, None at the beginning.
+        """
         session = self.require_session()
         tip = session.conversation.tip_id
         self.edited = None
-        turn = session.undo()
+        turn: Turn | None = None
+        for _ in range(count):
+            back = session.undo()
+            if back is None:
+                break
+            turn = back
         if turn is not None:
             self._undone.append(tip)
         return turn

@@ -34,6 +34,8 @@ class Turn:
     created_s    seconds since the epoch
     is_adopted   another model's turn: its ids were encoded again from its text
     is_imported  a turn from a document: its ids were encoded from its text
+    copy_of      the turn that this is a copy of, in another context
+    summary_of   on the two turns that carry a summary: the last turn that it summarises
     """
 
     turn_id: int
@@ -47,6 +49,13 @@ class Turn:
     finish: FinishReason | None = None
     is_adopted: bool = False
     is_imported: bool = False
+    copy_of: int | None = None
+    summary_of: int | None = None
+
+    @property
+    def is_message(self) -> bool:
+        """Whether the user typed this turn."""
+        return self.role is Role.USER and self.summary_of is None
 
     @property
     def is_partial(self) -> bool:
@@ -90,6 +99,10 @@ class Conversation:
     def turn(self, turn_id: int) -> Turn:
         """Return a turn; raises KeyError for an unknown id."""
         return self._turns[turn_id]
+
+    def has(self, turn_id: int) -> bool:
+        """Whether there is a turn with this id."""
+        return turn_id in self._turns
 
     def turns(self) -> Iterator[Turn]:
         """Yield all turns in the order they were added."""
@@ -171,18 +184,34 @@ class Conversation:
             pending += self._children[current]
         return found
 
-    def copies(self, turn_id: int) -> set[int]:
-        """Return the ids of a turn and of its copies on other branches.
+    def originals(self) -> dict[int, int]:
+        """Return for every turn's id the id of its first copy, which may be the turn itself.
 
-        Changing the system prompt copies a path. Copies agree with the original in the text, role
-        and time of every turn on their paths.
+        Changing the system prompt and compacting copy turns. A turn that does not say what it is a
+        copy of is one if all turns on its path agree with another path in text, role and time.
         """
-        said = self._said(turn_id)
-        same = (turn for turn in self._turns.values() if _key(turn) == said[-1])
-        return {turn.turn_id for turn in same if self._said(turn.turn_id) == said}
+        found = {ROOT: ROOT}
+        first: dict[tuple[int, tuple[float, Role, str]], int] = {}
+        for turn in self._turns.values():
+            said = first.setdefault((found[turn.parent_id], _key(turn)), turn.turn_id)
+            found[turn.turn_id] = found.get(turn.copy_of, said) if turn.copy_of else said
+        return found
 
-    def _said(self, turn_id: int) -> list[tuple[float, Role, str]]:
-        return [_key(turn) for turn in self.path(turn_id)]
+    def copies(self, turn_id: int) -> set[int]:
+        """Return the ids of a turn, of its copies on other branches, and of summaries of it.
+
+        A summary of a summary counts too.
+        """
+        originals = self.originals()
+        found: set[int] = set()
+        for turn in self._turns.values():
+            is_summary = turn.summary_of in self._turns
+            summarised = self.path(turn.summary_of) if is_summary else []
+            if originals[turn.turn_id] == originals[turn_id] or any(
+                t.turn_id in found or originals[t.turn_id] == originals[turn_id] for t in summarised
+            ):
+                found.add(turn.turn_id)
+        return found
 
     def contexts(self, turn_id: int = ROOT) -> list[list[int]]:
         """Return the token ids of every branch, to its leaf, that contains a turn or its copies."""

@@ -6,6 +6,7 @@ documents contain no terminal control characters. json and jsonl are imported wi
 
 import json
 import os
+import re
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -21,6 +22,9 @@ from kvchat.core.errors import SessionNotFound, StoreError, UsageError
 from kvchat.core.text import sanitize, sanitize_json
 from kvchat.core.types import FinishReason
 
+# The beginning of a Markdown block, which has to stand at the beginning of a line.
+_BLOCK = re.compile(r"\s*(```|~~~|#{1,6} |[-*+] |\d+[.)] |>|\|)")
+_SUMMARY_NAMES = {Role.USER: "Summary of earlier messages", Role.ASSISTANT: "Assistant"}
 _NAMES = {Role.USER: "You", Role.ASSISTANT: "Assistant"}
 
 
@@ -32,7 +36,9 @@ def to_markdown(conversation: Conversation) -> str:
     for turn in conversation.path():
         text = split_thinking(turn.text)[1] if turn.role is Role.ASSISTANT else turn.text
         cut = "\n\n*(cut off)*" if turn.is_partial else ""
-        parts.append(f"**{_NAMES[turn.role]}:** {text}{cut}\n")
+        name = _NAMES[turn.role] if turn.summary_of is None else _SUMMARY_NAMES[turn.role]
+        gap = "\n\n" if _BLOCK.match(text) else " "
+        parts.append(f"**{name}:**{gap}{text}{cut}\n")
     return "\n".join(parts)
 
 

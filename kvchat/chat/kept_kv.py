@@ -34,8 +34,10 @@ class KeptKv(Protocol):
     def cleared_s(self) -> float:
         """Return when the store was cleared last, in seconds since the epoch; 0 if never."""
 
-    def tree(self) -> list[tuple[ModelDirStatus, list[KeptPack]]]:
-        """Return every pack, by model directory."""
+    def tree(
+        self, named: Sequence[tuple[str, Sequence[int]]] = ()
+    ) -> list[tuple[ModelDirStatus, list[KeptPack]]]:
+        """Return every pack, by model directory; `named` are contexts by the names they have."""
 
     def verify(self, goes_on: Callable[[], bool]) -> Verified:
         """Read every pack while `goes_on()` is true; remove damaged packs."""

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from kvchat.chat import session_file
 from kvchat.chat.chat_model import ChatModel
-from kvchat.chat.conversation import Conversation, Role, Turn
+from kvchat.chat.conversation import ROOT, Conversation, Role, Turn
 from kvchat.core.errors import ContextTooLong
 from kvchat.core.events import RequestFailed, SampleFinished
 from kvchat.core.types import FinishReason
@@ -116,6 +116,22 @@ class Ledger:
         is_waiting = self._session.conversation.tip_id == self._user_turn.turn_id
         if self._before is not None and is_waiting:
             self._session.move_tip(self._before)
+
+
+class UnsavedLedger:
+    """Stores nothing: the ledger of an answer that is no part of the conversation."""
+
+    def begin_answer(self, sample: int) -> str | None:
+        return None
+
+    def extend_answer(self, sample: int, text: str, token_ids: list[int]) -> str | None:
+        return None
+
+    def end_answer(self, sample: int, event: SampleFinished) -> tuple[int, str | None]:
+        return ROOT, None
+
+    def abandon(self, failed: RequestFailed) -> str | None:
+        return None
 
 
 class ContinuedLedger(Ledger):

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 
@@ -9,7 +10,7 @@ from kvchat.chat.attachment import split_attached
 from kvchat.chat.conversation import Conversation, Role, Turn
 from kvchat.chat.store import SessionStore, SessionSummary
 from kvchat.chat.thinking import split_thinking
-from kvchat.core.errors import KvchatError
+from kvchat.core.errors import KvchatError, StoreError
 from kvchat.core.text import one_line
 
 _LABEL_CHARS = 56
@@ -40,6 +41,30 @@ class SavedChat:
 def read_chats(store: SessionStore, summaries: Iterable[SessionSummary]) -> list[SavedChat]:
     """Read conversations for a list; those that cannot be read have nothing but a label."""
     return told_apart([_read(store, summary) for summary in summaries])
+
+
+def titles(store: SessionStore | None) -> dict[str, str]:
+    """Return the titles of the saved conversations by their ids; none where they cannot be read."""
+    with suppress(StoreError):
+        return {each.session_id: each.title for each in store.summaries()} if store else {}
+    return {}
+
+
+def named_contexts(store: SessionStore | None) -> list[tuple[str, list[int]]]:
+    """Return the context of every branch of the saved conversations, with a name that tells the
+    conversation from the others.
+    """
+    if store is None:
+        return []
+    chats: list[SavedChat] = []
+    with suppress(StoreError):  # the packs are listed all the same, without names
+        chats = read_chats(store, store.summaries())
+    named: list[tuple[str, list[int]]] = []
+    for chat in chats:
+        with suppress(KvchatError):
+            conversation = store.read(chat.summary.session_id).conversation
+            named += [(chat.label, ids) for ids in conversation.contexts()]
+    return named
 
 
 def _read(store: SessionStore, summary: SessionSummary) -> SavedChat:

@@ -11,9 +11,10 @@ from dataclasses import replace
 from kvchat.chat import session_file
 from kvchat.chat.answer_settings import AskOptions
 from kvchat.chat.chat_model import ChatModel, readopt
+from kvchat.chat.compaction import OPENING, REPLY, CompactionPlan
 from kvchat.chat.conversation import ROOT, Conversation, Role, Turn
 from kvchat.chat.detokenizer import StopStringWatcher
-from kvchat.chat.ledger import ContinuedLedger, Ledger
+from kvchat.chat.ledger import ContinuedLedger, Ledger, UnsavedLedger
 from kvchat.chat.reply import AnswerLedger, Reply
 from kvchat.chat.store import SessionLog, SessionStore, new_session_id
 from kvchat.chat.think import Think
@@ -138,9 +139,20 @@ class ChatSession:
         self, text: str, parent_id: int | None = None, think: Think = Think.AUTO
     ) -> Turn:
         """Add a user turn below `parent_id`, by default the tip, and save it."""
+        parent = self.conversation.tip_id if parent_id is None else parent_id
+        is_first = not self.conversation.context_ids(parent)
+        system = self.conversation.system if is_first else None
+        return self._add_user_turn(text, parent, system, think)
+
+    def _add_user_turn(
+        self,
+        text: str,
+        parent: int,
+        system: str | None,
+        think: Think = Think.AUTO,
+        summary_of: int | None = None,
+    ) -> Turn:
         conversation = self.conversation
-        parent = conversation.tip_id if parent_id is None else parent_id
-        system = conversation.system if not conversation.context_ids(parent) else None
         turn = Turn(
             turn_id=conversation.next_turn_id,
             parent_id=parent,
@@ -150,6 +162,7 @@ class ChatSession:
             tokenizer=self.model.tokenizer.digest,
             created_s=time.time(),
             system=system,
+            summary_of=summary_of,
         )
         if not turn.token_ids and not conversation.context_ids(parent):
             raise UsageError("The message is empty.", "Type something.")
@@ -162,6 +175,7 @@ class ChatSession:
         text: str,
         finish: FinishReason = FinishReason.STOP,
         known: tuple[tuple[int, ...], FinishReason] | None = None,
+        summary_of: int | None = None,
     ) -> Turn:
         """Add and save an answer that is given as text, as if the model had generated it.
 
@@ -177,6 +191,7 @@ class ChatSession:
             tokenizer=self.model.tokenizer.digest,
             created_s=time.time(),
             finish=finish,
+            summary_of=summary_of,
         )
         if known is not None:
             turn = replace(turn, token_ids=known[0], finish=known[1])
@@ -231,7 +246,7 @@ class ChatSession:
         request ends before its first token, the tip moves back to where it was.
         """
         for turn in reversed(self.conversation.path()):
-            if turn.role is Role.USER:
+            if turn.is_message:
                 before = self.conversation.tip_id
                 turn = self._asked_with(turn, options.think)
                 self.move_tip(turn.turn_id)
@@ -273,6 +288,41 @@ class ChatSession:
         options = replace(options, num_samples=1)
         return self._generate(answer.turn_id, ledger, splitter.is_thinking, options, notify)
 
+    def ask_aside(
+        self,
+        text: str,
+        options: AskOptions,
+        notify: Callable[[], None] | None = None,
+        below: int | None = None,
+    ) -> Reply:
+        """Answer a message below a turn, by default the tip, and store neither of them.
+
+        Its KV is not kept on disk. Raises as `ask` does.
+        """
+        conversation = self.conversation
+        parent = conversation.tip_id if below is None else below
+        context = conversation.context_ids(parent)
+        system = conversation.system if not context else None
+        asked = self.model.user_ids(conversation, parent, text, system, options.think)
+        if not asked:
+            raise UsageError("The message is empty.", "Type something.")
+        options = replace(options, num_samples=1)
+        starts_thinking = self.model.starts_thinking(asked)
+        prompt = (*context, *asked)
+        return self._submit(prompt, UnsavedLedger(), starts_thinking, options, notify, False)
+
+    def compact(self, plan: CompactionPlan, summary: str) -> None:
+        """Continue on a new branch: a summary of the plan's older turns, then copies of the others.
+
+        The old branch stays.
+        """
+        first, summarised = plan.older[0], plan.older[-1].turn_id
+        self._add_user_turn(f"{OPENING}{summary}", ROOT, first.system, summary_of=summarised)
+        parent = self.add_answer(REPLY, summary_of=summarised).turn_id
+        for number, turn in enumerate(plan.kept):
+            parent = self._copy_below(turn, parent, None, is_rendered=not number)
+        self.move_tip(parent)
+
     def _answer(
         self,
         user_turn: Turn,
@@ -298,6 +348,19 @@ class ChatSession:
     ) -> Reply:
         """Generate what follows the context of a turn, and store it through `ledger`."""
         context = tuple(self.conversation.context_ids(turn_id))
+        is_one_shot = options.is_one_shot and self.conversation.is_alone(turn_id)
+        options = replace(options, is_one_shot=is_one_shot)
+        return self._submit(context, ledger, starts_thinking, options, notify)
+
+    def _submit(
+        self,
+        context: tuple[int, ...],
+        ledger: AnswerLedger,
+        starts_thinking: bool,
+        options: AskOptions,
+        notify: Callable[[], None] | None,
+        is_kept: bool = True,
+    ) -> Reply:
         tokenizer = self.model.tokenizer
         stops = options.stops
         answers = [
@@ -314,7 +377,8 @@ class ChatSession:
                 (lambda: StopStringWatcher(tokenizer.new_stream(context), stops)) if stops else None
             ),
             num_samples=options.num_samples,
-            is_one_shot=options.is_one_shot and self.conversation.is_alone(turn_id),
+            is_one_shot=options.is_one_shot,
+            is_kept=is_kept,
         )
         ticket = self._engine.submit(spec, reply.listen)
         reply.on_cancel(lambda reason: self._engine.cancel(ticket, reason))
@@ -328,9 +392,9 @@ class ChatSession:
         self.save(session_file.tip_line(turn_id))
 
     def undo(self) -> Turn | None:
-        """Move the tip before the last user turn; return that turn, or None at the beginning."""
+        """Move the tip before the last message; return that turn, or None at the beginning."""
         for turn in reversed(self.conversation.path()):
-            if turn.role is Role.USER:
+            if turn.is_message:
                 self.move_tip(turn.parent_id)
                 return turn
         return None
@@ -342,28 +406,39 @@ class ChatSession:
     def set_system(self, system: str | None) -> None:
         """Use another system prompt for this path and for later messages.
 
-        The path is copied below ROOT under the new prompt. The copied answers keep their exact ids,
-        and the old branch stays. Raises ContextTooLong, and changes nothing, for a prompt that no
-        context could hold.
+        The path is copied below ROOT under the new prompt, or the copy there is becomes the path.
+        The copied answers keep their exact ids, and the old branch stays. Raises ContextTooLong,
+        and changes nothing, for a prompt that no context could hold.
         """
         self.model.require_fit(system or "")
         conversation = self.conversation
         conversation.system = system
         self.save(session_file.system_line(system))
+        originals, wanted = conversation.originals(), conversation.tip_id
+        for turn in conversation.turns():
+            is_copy = originals[turn.turn_id] == originals[wanted]
+            if is_copy and conversation.path(turn.turn_id)[0].system == system:
+                self.move_tip(turn.turn_id)
+                return
         parent = ROOT
         for turn in conversation.path():
-            parent = self._copy_below(turn, parent, system)
+            parent = self._copy_below(turn, parent, system, is_rendered=parent == ROOT)
 
-    def _copy_below(self, turn: Turn, parent: int, system: str | None) -> int:
+    def _copy_below(self, turn: Turn, parent: int, system: str | None, is_rendered: bool) -> int:
+        """Add and save a copy of a turn; `is_rendered` if its ids depend on what is before it."""
         ids = turn.token_ids
-        if parent == ROOT:
+        if is_rendered and parent == ROOT:
             ids = self.model.ids_with_system(self.conversation, turn, system)
+        elif is_rendered:
+            think = self.model.think_of(self.conversation, turn) or Think.AUTO
+            ids = self.model.user_ids(self.conversation, parent, turn.text, None, think)
         copy = replace(
             turn,
             turn_id=self.conversation.next_turn_id,
             parent_id=parent,
             token_ids=ids,
             system=system if parent == ROOT else None,
+            copy_of=turn.turn_id,
         )
         self.conversation.add(copy)
         self.save(session_file.turn_line(copy))
@@ -376,13 +451,18 @@ class ChatSession:
 
         Raises StoreError, and removes nothing, if the file cannot be changed.
         """
-        is_first = self.conversation.turn(turn_id).parent_id == ROOT
+        parent = self.conversation.turn(turn_id).parent_id
+        is_first = parent == ROOT
         copies = self.conversation.copies(turn_id)
         gone = {below for copy in copies for below in self.conversation.below(copy)}
         if self._log is not None:
             self._log.rewrite(lambda data: session_file.without_turns(data, gone, not is_first))
+        is_tip_gone = self.conversation.tip_id in gone
         for copy in copies:
-            self.conversation.remove(copy)
+            if self.conversation.has(copy):  # not removed with a turn above it
+                self.conversation.remove(copy)
+        if is_tip_gone and self.conversation.has(parent):
+            self.conversation.move_tip(parent)
         if is_first:
             self.conversation.title = ""
         self.save(session_file.tip_line(self.conversation.tip_id), durable=True)

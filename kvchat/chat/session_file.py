@@ -5,6 +5,7 @@ Writes a conversation's lines and reads them back, also after an incomplete last
 """
 
 import json
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -21,6 +22,10 @@ MAGIC = "session"
 _OPENING = b'{"type":"'
 _KINDS = frozenset((b"turn", b"more", b"end", b"tip", b"title", b"system"))
 _ANSWER = b'"role":"assistant"'
+# The beginning of a turn's line, a key that only the turns of a summary have, and a tip's line.
+_TURN_LINE = re.compile(rb'\{"type":"turn","id":(\d+),"parent":(\d+),"role":"(user|assistant)",')
+_SUMMARY = b',"summary_of":'
+_TIP_LINE = re.compile(rb'\{"type":"tip","id":(\d+)\}$')
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +43,10 @@ class ReadSession:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """A session's entry in a list: its title or first words, and its number of turns."""
+    """A session's entry in a list: its title or first words, and its number of turns.
+
+    A turn is here a message of the user on the path to the tip, with its answer if it has one.
+    """
 
     label: str
     num_turns: int
@@ -70,8 +78,8 @@ def turn_line(turn: Turn) -> str:
         "tokenizer": turn.tokenizer,
         "at": turn.created_s,
     }
-    if turn.system is not None:
-        event["system"] = turn.system
+    optional = {"system": turn.system, "copy_of": turn.copy_of, "summary_of": turn.summary_of}
+    event.update((key, value) for key, value in optional.items() if value is not None)
     return _line(event)
 
 
@@ -152,13 +160,14 @@ def read_summary(data: bytes, name: str) -> Summary:
     """
     lines = data.split(b"\n")[:-1]
     first_turn = title = b""
-    num_turns, has_answer = 0, False
+    path, has_answer = _PathCount(), False
     for line in lines[1:]:
         kind = line[len(_OPENING) : line.find(b'"', len(_OPENING))]
         if kind not in _KINDS or not line.startswith(_OPENING) or not line.endswith(b"}"):
             return _whole_summary(read_session(data, name).conversation)
+        if not path.take(kind, line):
+            return _whole_summary(read_session(data, name).conversation)
         if kind == b"turn":
-            num_turns += 1
             first_turn = first_turn or line
             has_answer = has_answer or _ANSWER in line
         elif kind == b"title":
@@ -167,14 +176,43 @@ def read_summary(data: bytes, name: str) -> Summary:
     few = b"".join(line + b"\n" for line in (*lines[:1], first_turn, title) if line)
     return replace(
         _whole_summary(read_session(few, name).conversation),
-        num_turns=num_turns,
+        num_turns=path.num_turns,
         has_answer=has_answer,
     )
 
 
 def _whole_summary(conversation: Conversation) -> Summary:
     has_answer = any(turn.role is Role.ASSISTANT for turn in conversation.turns())
-    return Summary(conversation.label, len(conversation), has_answer)
+    num_turns = sum(turn.is_message for turn in conversation.path())
+    return Summary(conversation.label, num_turns, has_answer)
+
+
+class _PathCount:
+    """Counts the user's messages on the path to the tip, from lines of a session file."""
+
+    def __init__(self) -> None:
+        self._counts = {ROOT: 0}  # by turn: the messages on its path
+        self._tip = ROOT
+
+    @property
+    def num_turns(self) -> int:
+        return self._counts[self._tip]
+
+    def take(self, kind: bytes, line: bytes) -> bool:
+        """Take the next line; false if the count is not certain with it."""
+        if kind == b"tip":
+            match = _TIP_LINE.match(line)
+            self._tip = int(match[1]) if match is not None else -1
+            return self._tip in self._counts
+        if kind == b"turn":
+            match = _TURN_LINE.match(line)
+            parent = int(match[2]) if match is not None else -1
+            if match is None or parent not in self._counts:
+                return False
+            is_message = match[3] == b"user" and _SUMMARY not in line
+            self._tip = int(match[1])
+            self._counts[self._tip] = self._counts[parent] + is_message
+        return True
 
 
 def without_turns(data: bytes, gone: set[int], keeps_title: bool) -> bytes:
@@ -254,6 +292,8 @@ def _new_turn(conversation: Conversation, event: dict[str, Any]) -> Turn:
         tokenizer=str(event["tokenizer"]),
         created_s=float(event["at"]),
         system=_system(event),
+        copy_of=_number(event["copy_of"]) if "copy_of" in event else None,
+        summary_of=_number(event["summary_of"]) if "summary_of" in event else None,
     )
 
 

@@ -28,6 +28,8 @@ MAX_SESSION_BYTES = 1 << 29
 NEW_SUFFIX = ".new"
 # A retry is needed when another process replaces the file between opening and locking it.
 _MAX_OPENINGS = 8
+# The most sessions that an error lists.
+_MAX_LISTED = 5
 _SESSION_ID = re.compile(r"^[0-9]{8}-[0-9]{6}-[0-9a-f]{4}$")
 
 
@@ -277,18 +279,32 @@ class SessionStore:
         return conversation.tip_id != ROOT or not len(conversation)
 
     def find(self, text: str) -> str:
-        """Return the session id that `text` names: a full id or a unique prefix.
+        """Return the session id that `text` names: an id, a title, or the beginning of one.
 
-        Raises SessionNotFound for no match or several.
+        Raises SessionNotFound for no match, or for several, which it lists.
         """
-        matches = [i for i in self.ids() if i == text] or [
-            i for i in self.ids() if i.startswith(text)
-        ]
-        if not matches:
+        ids = self.ids()
+        begun = [i for i in ids if i == text] or [i for i in ids if text and i.startswith(text)]
+        named = [(session_id, "") for session_id in begun] or self._titled(text)
+        if not named:
             raise SessionNotFound(f"There is no session {text}.", "See `kvchat sessions`.")
-        if len(matches) > 1:
-            raise SessionNotFound(f"{text} could be {len(matches)} sessions.", "Give more of it.")
-        return matches[0]
+        if len(named) > 1:
+            shown = "; ".join(f"{i} {title}".rstrip() for i, title in named[:_MAX_LISTED])
+            more = f"; and {len(named) - _MAX_LISTED} more" if len(named) > _MAX_LISTED else ""
+            raise SessionNotFound(
+                f"{text} could be {len(named)} sessions: {shown}{more}.", "Give more of it."
+            )
+        return named[0][0]
+
+    def _titled(self, text: str) -> list[tuple[str, str]]:
+        """Return id and title of the sessions so called, or else of those whose title so begins."""
+        wanted = " ".join(text.lower().split())
+        if not wanted:
+            return []
+        titles = [(s.session_id, s.title) for s in self.summaries() if s.is_readable]
+        known = [(i, title, " ".join(title.lower().split())) for i, title in titles]
+        exact = [(i, title) for i, title, plain in known if plain == wanted]
+        return exact or [(i, title) for i, title, plain in known if plain.startswith(wanted)]
 
     def summaries(self) -> list[SessionSummary]:
         """Return one summary per session, the most recently changed first."""

@@ -99,7 +99,7 @@ def reuse_of(
     if miss_reason in _UNKNOWN and _is_first_of_a_model(conversation, asked, turn_id):
         miss_reason = MissReason.OTHER_MODEL
     first_missing = _turn_at(conversation, asked, cached.total)
-    miss_reason = _dated(miss_reason, first_missing.created_s, times)
+    miss_reason = dated(miss_reason, first_missing.created_s, times)
     others = [leaf for leaf in conversation.leaves() if not _is_below(conversation, leaf, asked)]
     if asked.parent_id != ROOT:
         others.append(conversation.turn(asked.parent_id))
@@ -117,7 +117,7 @@ def reuse_of(
     return Reuse(ids, before, change, cached, miss_reason)
 
 
-def _dated(reason: MissReason | None, created_s: float, times: Times) -> MissReason | None:
+def dated(reason: MissReason | None, created_s: float, times: Times) -> MissReason | None:
     """Return a miss reason, more exactly by when the KV of a turn made at `created_s` was computed.
 
     What this run has computed was in memory, whatever the disk has; what was on disk when the cache
@@ -271,6 +271,11 @@ _WHY = {
     MissReason.NO_ROOM: "there is no room for more on the device. --device-cache allows more.",
     MissReason.NO_TIER: "there is no disk cache, and they are no longer in memory.",
 }
+
+
+def missing(num_tokens: int, reason: MissReason | None) -> str:
+    """Return a sentence on tokens that have to be read because no tier has them."""
+    return f"{num_tokens:,} tokens have to be read: {_WHY[reason]}"
 
 
 def _places(cached: CachedTokens) -> str:

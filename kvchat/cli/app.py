@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from kvchat import __version__
+from kvchat.cli.command_line import ChatGroup
 from kvchat.cli.settings import BY_NAME, unknown_variables
 
 config_app = typer.Typer(rich_markup_mode=None, help="Settings and where they come from.")
@@ -18,6 +19,8 @@ config_app = typer.Typer(rich_markup_mode=None, help="Settings and where they co
 
 app = typer.Typer(
     name="kvchat",
+    cls=ChatGroup,
+    subcommand_metavar="[PROMPT | COMMAND [ARGS]...]",
     add_completion=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -65,7 +68,12 @@ def chat(
     ] = False,
     resume: Annotated[
         str | None,
-        typer.Option("-r", "--resume", help="go on with this conversation", metavar="ID"),
+        typer.Option(
+            "-r",
+            "--resume",
+            help="go on with this conversation: an id or a title; alone: choose one",
+            metavar="[ID|TITLE]",
+        ),
     ] = None,
     fork: Annotated[bool, typer.Option("--fork", help="with -c or -r: go on in a copy")] = False,
     title: Annotated[
@@ -121,8 +129,8 @@ def chat(
 ) -> None:
     """Chat with local language models, and never read the same conversation twice.
 
-    On a terminal this starts an interactive chat. With -p, or with input from a pipe, it answers
-    and exits.
+    On a terminal this starts an interactive chat. With a prompt, as in `kvchat "Hello"` or with -p,
+    or with input from a pipe, it answers and exits.
     """
     _warn_of_unknown_variables(bool(quiet))
     if context.invoked_subcommand is not None:
@@ -251,7 +259,7 @@ app.add_typer(cache_app, name="cache", invoke_without_command=True)
 app.add_typer(config_app, name="config", invoke_without_command=True)
 
 _SessionsDir = Annotated[str | None, _setting("sessions_dir", metavar="DIR")]
-_SessionId = Annotated[str, typer.Argument(metavar="ID", help="an id, or its beginning")]
+_SessionId = Annotated[str, typer.Argument(metavar="ID|TITLE", help="or the beginning of one")]
 
 
 def _given_before(context: typer.Context, name: str) -> Any:
@@ -325,7 +333,7 @@ def sessions_rename(context: typer.Context, session: _SessionId, title: str) -> 
 @sessions_app.command("rm")
 def sessions_remove(
     context: typer.Context,
-    session: Annotated[list[str], typer.Argument(metavar="ID...", help="ids")],
+    session: Annotated[list[str], typer.Argument(metavar="ID|TITLE...")],
 ) -> None:
     """Delete conversations permanently."""
     from kvchat.cli import sessions
@@ -342,7 +350,7 @@ def models_default(context: typer.Context) -> None:
 
 @models_app.command("list")
 def models_list() -> None:
-    """List the shipped demo and the models in the hub cache."""
+    """List the models on this machine with their sizes."""
     from kvchat.cli import models
 
     models.list_models()
@@ -372,7 +380,7 @@ def cache_default(
     json_: _Json = False,
 ) -> None:
     """Show, verify, clean up or delete the KV on disk; conversations are kept."""
-    flags = {"cache_dir": cache_dir, "disk_cache": disk_cache}
+    flags = {"cache_dir": cache_dir, "disk_cache": disk_cache, "sessions_dir": None}
     context.obj = {name: value or _given_before(context, name) for name, value in flags.items()}
     if context.invoked_subcommand is None:
         cache_status(context, json_)
@@ -383,7 +391,8 @@ def cache_status(context: typer.Context, json_: _Json = False) -> None:
     """Print the store's directory, its size, and when it was last used."""
     from kvchat.cli import cache
 
-    cache.show_status(cache.open_store(context.obj), json_)
+    store = cache.open_sessions(context.obj)
+    cache.show_status(cache.open_store(context.obj), store, json_)
 
 
 @cache_app.command("tree")
@@ -391,7 +400,15 @@ def cache_tree(context: typer.Context) -> None:
     """Print every pack, below the pack that it continues."""
     from kvchat.cli import cache
 
-    cache.show_tree(cache.open_store(context.obj))
+    cache.show_tree(cache.open_store(context.obj), cache.open_sessions(context.obj))
+
+
+@cache_app.command("why")
+def cache_why(context: typer.Context, session: _SessionId) -> None:
+    """Say what the next message of a conversation has to read, and why."""
+    from kvchat.cli import cache
+
+    cache.show_why(cache.open_store(context.obj), cache.open_sessions(context.obj), session)
 
 
 @cache_app.command("verify")
@@ -441,17 +458,19 @@ def doctor(context: typer.Context, sessions_dir: _SessionsDir = None) -> None:
 def config_default(context: typer.Context) -> None:
     """Show the current settings or the configuration file's path, or change a setting in it."""
     if context.invoked_subcommand is None:
-        config_show()
+        config_show(context)
 
 
 @config_app.command("show")
 def config_show(
+    context: typer.Context,
     origin: Annotated[bool, typer.Option("--origin", help="say where each comes from")] = False,
 ) -> None:
-    """Print every setting and its value."""
+    """Print every setting and the value that a chat would use."""
     from kvchat.cli import config
 
-    config.show(origin)
+    root = context.find_root().params
+    config.show({name: root[name] for name in BY_NAME if name in root}, origin)
 
 
 @config_app.command("path")

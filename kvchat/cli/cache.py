@@ -6,11 +6,15 @@ import sys
 from typing import Any
 
 from kvchat.cache.disk.admin import StoreAdmin
-from kvchat.cli.build import store_admin, user_paths
+from kvchat.chat.saved_chats import named_contexts, titles
+from kvchat.chat.store import SessionStore
+from kvchat.chat.why import Times, dated, missing
+from kvchat.cli.build import session_store, store_admin, user_paths
 from kvchat.cli.settings import resolve
 from kvchat.core.errors import ExitCode, UsageError
 from kvchat.core.stats import StoreStatus
-from kvchat.terminal import cache_lines
+from kvchat.core.text import one_line
+from kvchat.terminal import cache_lines, warmth
 from kvchat.terminal.theme import ASCII_GLYPHS, Glyphs, is_utf8
 
 
@@ -19,19 +23,43 @@ def open_store(flags: dict[str, Any]) -> StoreAdmin:
     return store_admin(resolve(flags, os.environ, user_paths().config))
 
 
-def show_status(kept: StoreAdmin, as_json: bool) -> None:
+def open_sessions(flags: dict[str, Any]) -> SessionStore:
+    """Return the store of conversations that the settings name."""
+    return session_store(resolve(flags, os.environ, user_paths().config))
+
+
+def show_status(kept: StoreAdmin, store: SessionStore, as_json: bool) -> None:
     """Print the store's directory and content."""
     status = kept.status()
     if as_json:
         _print([json.dumps(_object(status))])
     else:
-        _print(cache_lines.status_lines(status))
+        _print(cache_lines.status_lines(status, titles(store)))
 
 
-def show_tree(kept: StoreAdmin) -> None:
+def show_tree(kept: StoreAdmin, store: SessionStore) -> None:
     """Print one line per pack."""
-    has_unicode = is_utf8(sys.stdout.encoding)
-    _print(cache_lines.tree_lines(kept.tree(), Glyphs() if has_unicode else ASCII_GLYPHS))
+    glyphs = Glyphs() if is_utf8(sys.stdout.encoding) else ASCII_GLYPHS
+    _print(cache_lines.tree_lines(kept.tree(named_contexts(store)), glyphs))
+
+
+def show_why(kept: StoreAdmin, store: SessionStore, text: str) -> None:
+    """Print what the next message of a conversation costs, and why not less; loads no model."""
+    read = store.read(store.find(text))
+    conversation = read.conversation
+    ids = conversation.context_ids()
+    if not ids:
+        raise UsageError("This conversation is empty.")
+    [places] = kept.locate([(read.model, ids)])
+    cost = places.cost()
+    lines = [f"{one_line(conversation.label)}: {warmth.sentence(cost)}"]
+    reason = kept.why(read.model, ids)
+    if reason is not None:
+        [*_, last] = conversation.path()
+        lines.append(
+            missing(cost.num_read, dated(reason, last.created_s, Times(cleared_s=kept.cleared_s())))
+        )
+    _print(lines)
 
 
 def verify(kept: StoreAdmin) -> ExitCode:
@@ -84,6 +112,7 @@ def _object(status: StoreStatus) -> dict[str, object]:
         "generations": [
             {
                 "identity": model_dir.identity,
+                "model": model_dir.model or None,
                 "packs": model_dir.num_packs,
                 "tokens": model_dir.num_tokens,
                 "bytes": model_dir.num_bytes,

@@ -34,7 +34,10 @@ _INPUT_FORMATS = ("text", "lines", "jsonl")
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """The command line's arguments that are not settings."""
+    """The command line's arguments that are not settings.
+
+    `resume` is what names the conversation to resume, "" to let the user pick one.
+    """
 
     prompt: str | None = None
     files: tuple[Path, ...] = ()
@@ -54,6 +57,8 @@ class ChatRequest:
             raise UsageError("--continue and --resume exclude each other.")
         if self.is_forked and not self.resumes:
             raise UsageError("--fork needs --continue or --resume.")
+        if self.is_forked and self.picks:
+            raise UsageError("--fork needs the conversation.", "Name it: --resume TITLE --fork")
         if self.input_format == "jsonl" and (self.resumes or self.prompt is not None):
             raise UsageError("--input-format jsonl takes its prompts from the input alone.")
         if self.input_format == "jsonl" and (self.files or self.title):
@@ -62,6 +67,11 @@ class ChatRequest:
     @property
     def resumes(self) -> bool:
         return self.is_continued or self.resume is not None
+
+    @property
+    def picks(self) -> bool:
+        """Whether the user picks the conversation to resume."""
+        return self.resume == ""
 
 
 def _one_of(flag: str, value: str, allowed: tuple[str, ...]) -> None:
@@ -79,7 +89,12 @@ def run_chat(flags: dict[str, Any], request: ChatRequest) -> int:
     if is_interactive and request.input_format == "text" and request.output_format == "text":
         return _chat_interactively(settings, request)
     if request.prompt is None and _is_terminal(sys.stdin):
-        raise UsageError("There is nothing to answer.", "Give a prompt with -p, or pipe one in.")
+        raise UsageError("There is nothing to answer.", "Give a prompt, or pipe one in.")
+    if request.picks:
+        raise UsageError(
+            "--resume needs a terminal to let you choose.",
+            "Name one: `kvchat sessions` lists them.",
+        )
     return _answer_script(settings, request)
 
 
@@ -89,7 +104,7 @@ def _is_terminal(stream: Any) -> bool:
 
 def _session_id(settings: Settings, request: ChatRequest) -> str | None:
     """Return the id of the conversation to resume; None for a new one."""
-    if not request.resumes:
+    if not request.resumes or request.picks:
         return None
     store = session_store(settings)
     return store.latest() if request.resume is None else store.find(request.resume)
@@ -154,7 +169,7 @@ def _answer_script(settings: Settings, request: ChatRequest) -> int:
         piped = "" if _is_terminal(sys.stdin) else read_text(sys.stdin.buffer, notices)
         text = with_prompt(piped, request.prompt)
         if not text.strip() and not request.files:
-            raise UsageError("The input is empty.", "Give a prompt with -p, or pipe one in.")
+            raise UsageError("The input is empty.", "Give a prompt, or pipe one in.")
     with Interruption() as interruption:
         return _run_script(settings, request, notices, interruption, text)
 
@@ -221,9 +236,10 @@ def _script_commands(
     from kvchat.terminal.paint import Painter
     from kvchat.terminal.registry import build_registry
     from kvchat.terminal.script_commands import ScriptCommands, ScriptPage
+    from kvchat.terminal.status import StatsLevel
 
     page = ScriptPage(notices.show, Painter(look), shutil.get_terminal_size().columns)
-    return ScriptCommands(controller, page, build_registry(), shows_stats)
+    return ScriptCommands(controller, page, build_registry(), StatsLevel(shows_stats))
 
 
 def _tell_about(controller: "ChatController", notices: "Notices") -> None:
@@ -262,6 +278,7 @@ def _chat_interactively(settings: Settings, request: ChatRequest) -> int:
             settings["color"], settings["accessible"], os.environ, sys.stdout.encoding
         ),
         shows_stats=settings["stats"],
+        picks_session=request.picks,
         editor=os.environ.get("VISUAL") or os.environ.get("EDITOR") or "vi",
     )
     return run(setup)

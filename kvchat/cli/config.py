@@ -6,10 +6,11 @@ It writes TOML itself, for the few kinds of values that settings have.
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from kvchat.cli.build import check, user_paths
+from kvchat.cache.disk.quota import disk_budget
+from kvchat.cli.build import cache_directory, check, session_store, user_paths
 from kvchat.cli.settings import (
     BY_NAME,
     SETTINGS,
@@ -19,6 +20,7 @@ from kvchat.cli.settings import (
     read_config,
     resolve,
 )
+from kvchat.core.config import format_bytes
 from kvchat.core.errors import StoreError, UsageError
 from kvchat.core.paths import open_private, private_directory, user_path
 
@@ -26,16 +28,53 @@ from kvchat.core.paths import open_private, private_directory, user_path
 _DIRECTORIES = ("cache_dir", "sessions_dir")
 
 
-def show(with_origin: bool) -> None:
-    """Print every setting and its value, and where it comes from if asked."""
-    settings = resolve({}, os.environ, user_paths().config)
+def show(flags: Mapping[str, object], with_origin: bool) -> None:
+    """Print every setting and the value that a chat would use, and where it comes from if asked.
+
+    `flags` are those before the subcommand, None for those not given.
+    """
+    settings = resolve(flags, os.environ, user_paths().config)
     for setting in SETTINGS:
-        value = settings[setting.name]
-        shown = "-" if value is None or value == () else _toml(value)
-        line = f"{setting.name:20} {shown}"
+        line = f"{setting.name:20} {_effective(setting.name, settings)}"
         if with_origin:
-            line = f"{line:48} {settings.origins[setting.name]}"
+            line = f"{line:64} {settings.origins[setting.name]}"
         sys.stdout.write(line + "\n")
+
+
+# What a chat does where nothing is set and the value is known only after the model is loaded.
+_UNSET = {
+    "system": "none",
+    "temperature": "the model's own, else 0.7",
+    "top_p": "the model's own, else 1",
+    "top_k": "the model's own, else 0",
+    "min_p": "the model's own, else 0",
+    "repetition_penalty": "the model's own, else 1",
+    "seed": "a new one per answer",
+    "max_tokens": "as many as fit",
+    "stop": "none",
+    "timeout": "none",
+    "threads": "the physical cores",
+    "device_cache": "25% of what is free, on a GPU 80%",
+    "host_cache": "with a GPU 10% of what is free, 16G at most",
+    "max_context": "the model's own",
+    "stats": "on in a chat, off in scripts",
+}
+
+
+def _effective(name: str, settings: Settings) -> str:
+    """Return a setting's value as TOML, or in words what a chat does without it."""
+    value = settings[name]
+    if name == "cache_dir":
+        value = str(cache_directory(settings))
+    elif name == "sessions_dir":
+        value = str(session_store(settings).directory)
+    elif name == "spec":
+        value = settings.speculation_config(settings["model"]).mode != "off"
+    elif name == "draft" and value is None:
+        value = settings.draft_name(settings["model"]) or "none"
+    elif name == "disk_cache" and value is None:
+        return f"10% of what is free: {format_bytes(disk_budget(None, cache_directory(settings)))}"
+    return _UNSET[name] if value is None or value == () else _toml(value)
 
 
 def path() -> None:

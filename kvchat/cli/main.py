@@ -47,16 +47,24 @@ def run() -> NoReturn:
     except KeyboardInterrupt:
         code = ExitCode.INTERRUPT
         forget_streams()
-    if code in _NOT_WAITED_FOR or _is_engine_busy():
-        os._exit(code)  # everything is saved already, and torch's shutdown takes a second
+    _end(code)
+
+
+def _end(code: int) -> NoReturn:
+    """End the process at once: without Python's own shutdown if that could take long.
+
+    With torch loaded it frees modules and joins threads for one to seven seconds. Nothing is left
+    for it to do: conversations and KV are saved when they are closed, output is flushed, and a
+    forward pass or import that still runs has nothing to save.
+    """
+    if code in _NOT_WAITED_FOR or "torch" in sys.modules or _is_engine_busy():
+        logging.shutdown()
+        os._exit(code)
     sys.exit(code)
 
 
 def _is_engine_busy() -> bool:
-    """Whether the engine is inside a long forward pass or still importing torch.
-
-    In both cases there is nothing to save, and a normal exit would wait for it.
-    """
+    """Whether the engine's thread still runs, perhaps importing torch."""
     return any(thread.name == "kvchat-engine" for thread in threading.enumerate())
 
 

@@ -13,25 +13,14 @@ from kvchat.chat.template import Strategy
 from kvchat.core.config import CacheConfig, ModelConfig, format_bytes
 from kvchat.core.errors import ModelError, ModelUnsupported
 from kvchat.core.text import sanitize
+from kvchat.model.local_models import local_models, model_lines
 from kvchat.model.source import DEMO, ModelSource, find_model
 
 
 def list_models() -> None:
-    """Print the shipped demo and every model in the hub cache."""
-    names = [DEMO, *_hub_models()]
-    for name in names:
-        _print(name)
-
-
-def _hub_models() -> list[str]:
-    from huggingface_hub import scan_cache_dir
-    from huggingface_hub.errors import CacheNotFound
-
-    try:
-        repositories = scan_cache_dir().repos
-    except CacheNotFound:
-        return []
-    return sorted(repo.repo_id for repo in repositories if repo.repo_type == "model")
+    """Print every model on this machine with its size, one a line."""
+    for line in model_lines(local_models()):
+        _print(line)
 
 
 def info(name: str, device: str, as_json: bool, adapter: str | None = None) -> None:
@@ -88,13 +77,21 @@ def _size_facts(source: ModelSource, spec: Any, config: Any, device: str) -> dic
     geometry = kv_geometry(spec, CacheConfig(), dtype)
     budget = device_budget(CacheConfig(), where)
     weights = sum(path.stat().st_size for path in source.weight_files)
-    packing = packing_of(read_json(source.config_file) or {}, source.name)
+    packing = None
     spans = sorted({str(s.window or s.chunk or "full") for s in (x.span for x in spec.layers)})
+    blocks = {}
+    if source.gguf is not None:
+        from kvchat.model.gguf_tensors import block_formats
+
+        blocks = {"blocks": block_formats(source.gguf)}
+    else:
+        packing = packing_of(read_json(source.config_file) or {}, source.name)
     return {
         "supported": "yes",
         "architecture": spec.architecture,
         "parameters": f"{spec.num_parameters / 1e6:,.1f} M",
         "weights": format_bytes(weights),
+        **blocks,
         **({} if packing is None else {"packed": f"{packing.title}, unpacked when loaded"}),
         "dtype": dtype_name(dtype),
         "layers": len(spec.layers),

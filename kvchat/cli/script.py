@@ -22,9 +22,8 @@ from kvchat.cli.output import Exchange, Notices, Writer, ending_notice
 from kvchat.cli.streams import Interrupted, Interruption
 from kvchat.core.errors import ExitCode, KvchatError, TimedOut, UsageError
 from kvchat.core.types import FinishReason
-from kvchat.terminal.status import stats_line
+from kvchat.terminal.status import StatsLevel, detail_line, stats_line
 from kvchat.terminal.theme import ASCII_GLYPHS, Glyphs
-from kvchat.terminal.wrap import NO_BREAK
 
 if TYPE_CHECKING:
     from kvchat.terminal.commands import Invocation
@@ -118,7 +117,7 @@ class Script:
         """Run a command. Its output and errors go to stderr; an answer is written as usual."""
         try:
             request = commands.carry_out(line)
-            self._shows_stats = commands.shows_stats
+            self._shows_stats = commands.stats_level is not StatsLevel.OFF
             reply = request.ask() if request is not None else None
         except KvchatError as error:
             self._fail(error)
@@ -216,10 +215,9 @@ class Script:
         glyphs = self._setup.glyphs
         load_s = ready.load_s if ready is not None and not self._has_told_load else None
         self._has_told_load = True
-        line = stats_line(
-            ended.usage, ended.timing, ended.reason, limit, glyphs, read_again, load_s
-        )
-        self._setup.notices.show(line.replace(NO_BREAK, " ") + "\n")
+        line = stats_line(ended.usage, ended.timing, ended.reason, limit, glyphs, load_s=load_s)
+        details = detail_line(ended.usage, ended.timing, glyphs, read_again)
+        self._setup.notices.show("".join(f"{text}\n" for text in (line, details) if text))
 
     def _limited(self, reply: Reply) -> "_Limits":
         return _Limits(self._controller.host, reply, self._setup.timeout_s, self._interruption)

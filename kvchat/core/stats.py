@@ -102,6 +102,7 @@ class ModelDirStatus:
 
     last_used_s   seconds since the epoch, 0 if not known
     trouble       why it cannot be read, in a few words; empty if it can
+    model         the name of the model, "" if it is not known here
     """
 
     identity: str
@@ -111,6 +112,7 @@ class ModelDirStatus:
     last_used_s: float
     trouble: str = ""
     pins: "tuple[KeptPin, ...]" = ()
+    model: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +165,7 @@ class KeptPack:
     parent      index of the continued pack in the list, None for the beginning of a context
     is_orphan   the beginning of its context is missing
     is_pinned   eviction does not remove it
+    names       what the caller calls the contexts that it is a part of
     """
 
     parent: int | None
@@ -171,6 +174,7 @@ class KeptPack:
     last_used_s: float
     is_orphan: bool = False
     is_pinned: bool = False
+    names: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -253,7 +253,8 @@ class ModelDrafter:
         state = self._states.pop(request)
         computed = request.ids[: self._rewound(state, request)]
         self.cache.release(state.table, computed)
-        if self.connector is not None and request.state is State.FINISHED:
+        is_kept = request.state is State.FINISHED and request.spec.is_kept
+        if self.connector is not None and is_kept:
             self.connector.save(computed, is_one_shot=request.spec.is_one_shot)
 
     def learn(self, contexts: Sequence[Sequence[int]]) -> None:

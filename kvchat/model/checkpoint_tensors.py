@@ -3,7 +3,7 @@
 Plain tensors are memory-mapped. Packed ones are unpacked when transformers takes them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +11,10 @@ import torch
 from safetensors import safe_open
 
 from kvchat.core.errors import ModelError
+from kvchat.core.events import LoadProgress
 from kvchat.model.checkpoint_files import read_json
 from kvchat.model.device import dtype_name, free_bytes
+from kvchat.model.model_class import class_and_config
 from kvchat.model.packed_weights import PackedTensor, Packing, packing_of, unpacked
 from kvchat.model.source import ModelSource
 
@@ -27,12 +29,46 @@ class CheckpointTensors:
 
 
 def read_tensors(
-    source: ModelSource, hf_config: Any, dtype: torch.dtype | None
+    source: ModelSource,
+    hf_config: Any,
+    dtype: torch.dtype | None,
+    progress: Callable[[LoadProgress], None],
 ) -> CheckpointTensors:
     """Return a checkpoint's tensors; `dtype` is the one asked for, if any.
 
     Raises ModelError if packed weights are damaged, or take more memory than is free.
     """
+    if source.gguf is not None:
+        return _unpacked_gguf(source, source.gguf, hf_config, dtype or hf_config.dtype, progress)
+    found = _read_safetensors(source, hf_config, dtype)
+    progress(LoadProgress(found.stage, 0.0))
+    return found
+
+
+def _unpacked_gguf(
+    source: ModelSource, gguf: Any, hf_config: Any, dtype: torch.dtype, progress: Any
+) -> CheckpointTensors:
+    from kvchat.model.gguf_config import architecture_of
+    from kvchat.model.gguf_tensors import read_gguf_tensors, stage_of
+
+    if source.marks() != gguf.marks:
+        raise ModelError(f"{source.name} changed after it was found.", "Start again.")
+    model_class, config = class_and_config(hf_config)
+    with torch.device("meta"):
+        shapes = {name: t.shape for name, t in model_class(config).state_dict().items()}
+    stage, architecture = stage_of(gguf, dtype), architecture_of(gguf, source.name)
+    progress(LoadProgress(stage, 0.0))
+
+    def tick(share: float) -> None:
+        progress(LoadProgress(stage, share))
+
+    tensors = read_gguf_tensors(gguf, architecture, config, shapes, dtype, tick)
+    return CheckpointTensors(tensors, dtype, stage)
+
+
+def _read_safetensors(
+    source: ModelSource, hf_config: Any, dtype: torch.dtype | None
+) -> CheckpointTensors:
     tensors = _mapped(source)
     packing = packing_of(read_json(source.config_file) or {}, source.name)
     if packing is None:

@@ -24,7 +24,8 @@ _SAMPLE_BYTES = 4096
 def sample_digest(source: ModelSource) -> str:
     """Return `s1-` and 32 hex digits over config, tensor headers and three samples per tensor.
 
-    Covers exactly the files that are loaded, in loading order. Raises ModelError if one cannot be
+    Covers exactly the files that are loaded, in loading order. The configuration of a GGUF file is
+    in its header. Raises ModelError if one cannot be
     read.
     """
     digest = hashlib.sha256()
@@ -50,8 +51,12 @@ def sample_digest(source: ModelSource) -> str:
 
 
 def _identifying(source: ModelSource) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
-    """Return the files of settings and of weights that results depend on, in loading order."""
-    settings, weights = (source.config_file,), source.weight_files
+    """Return the files of settings and of weights that results depend on, in loading order.
+
+    The settings of a GGUF file are in its header.
+    """
+    settings = (source.config_file,) if source.gguf is None else ()
+    weights = source.weight_files
     if source.adapter is None:
         return settings, weights
     more, changes = source.adapter.files

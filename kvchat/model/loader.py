@@ -1,7 +1,7 @@
 """Loads a checkpoint directory into a module on its device, ready to be bound to KV pools.
 
-Reads safetensors only and runs no remote code. Maps the weights instead of copying them where dtype
-and device allow.
+Reads safetensors and GGUF only and runs no remote code. Maps the weights instead of copying them
+where dtype and device allow.
 """
 
 import logging
@@ -22,7 +22,7 @@ from kvchat.core.events import LoadProgress
 from kvchat.model.checkpoint_files import read_header, read_json
 from kvchat.model.checkpoint_tensors import read_tensors
 from kvchat.model.config_limits import check_counts, parameter_limit
-from kvchat.model.device import choose_device, dtype_of, free_bytes, set_threads
+from kvchat.model.device import choose_device, dtype_name, dtype_of, free_bytes, set_threads
 from kvchat.model.fuse import Fusing, choose_scheme
 from kvchat.model.fused_parts import limit_kept_shapes, take_few_shapes
 from kvchat.model.hf_adapter import (
@@ -97,7 +97,7 @@ def read_config(source: ModelSource) -> Any:
     Raises ModelError if config.json is unreadable, ModelUnsupported if transformers rejects it.
     """
     _keep_quiet()
-    content = read_json(source.config_file) or {}
+    content = _config_content(source)
     check_counts(content)
     packing_of(content, source.name)
     if "configuration_files" in content:
@@ -106,9 +106,12 @@ def read_config(source: ModelSource) -> Any:
             "Rename the newest to config.json.",
         )
     try:
-        config = AutoConfig.from_pretrained(
-            source.directory, trust_remote_code=False, local_files_only=True
-        )
+        if source.gguf is not None:
+            config = AutoConfig.for_model(**content)
+        else:
+            config = AutoConfig.from_pretrained(
+                source.directory, trust_remote_code=False, local_files_only=True
+            )
     except Exception as error:  # each configuration class raises its own error types
         raise ModelUnsupported(
             f"transformers cannot use the configuration of {source.name}: {_first_line(error)}",
@@ -120,6 +123,16 @@ def read_config(source: ModelSource) -> Any:
     return config
 
 
+def _config_content(source: ModelSource) -> dict[str, Any]:
+    if source.gguf is None:
+        return read_json(source.config_file) or {}
+    from kvchat.model.gguf_config import gguf_config
+    from kvchat.model.gguf_tensors import natural_dtype
+
+    dtype = dtype_name(natural_dtype(source.gguf))
+    return {**gguf_config(source.gguf, source.name), "dtype": dtype}
+
+
 def inspect_model(source: ModelSource) -> tuple[Any, ModelSpec | None]:
     """Return a checkpoint's config and its spec; None as the spec if the probe needs weights.
 
@@ -127,8 +140,11 @@ def inspect_model(source: ModelSource) -> tuple[Any, ModelSpec | None]:
     """
     config = without_towers(read_config(source))
     headers = [read_header(path) for path in source.weight_files]
+    content = _config_content(source)
+    if source.gguf is not None:  # a byte of its blocks may hold several weights
+        content["quantization_config"] = "gguf"
     try:
-        return config, probe(config, parameter_limit(headers, read_json(source.config_file) or {}))
+        return config, probe(config, parameter_limit(headers, content))
     except ProbeInconclusive:
         return config, None
 
@@ -223,8 +239,7 @@ def _read_weights(
     try:
         # With tensors and no directory, transformers opens no files: no pickles that an index
         # names, no adapters and no other checkpoints beside the weights.
-        found = read_tensors(source, hf_config, dtype)
-        progress(LoadProgress(found.stage, 0.0))
+        found = read_tensors(source, hf_config, dtype, progress)
         model_class, class_config = class_and_config(hf_config)
         module, report = model_class.from_pretrained(
             None,

@@ -4,6 +4,7 @@ Of a model that also reads images or sound kvchat runs the text alone. The tower
 are built without their layers, where the class allows it, so that they take no memory.
 """
 
+import logging
 from copy import deepcopy
 from typing import Any
 
@@ -15,6 +16,8 @@ from transformers import (
     AutoModelForImageTextToText,
     PreTrainedConfig,
 )
+
+_log = logging.getLogger(__name__)
 
 
 def is_image_text(config: Any) -> bool:
@@ -65,7 +68,8 @@ def without_towers(config: Any) -> Any:
                 setattr(tower, name, 0)
     try:
         tensor_names(light)
-    except Exception:  # each model class raises its own error types
+    except Exception as error:  # each model class raises its own error types
+        _log.info("a model's towers are built whole: %s", error)
         return config
     return light
 

@@ -1,4 +1,4 @@
-"""Finds a model's files: the shipped demo, a directory, or a Hugging Face hub id.
+"""Finds a model's files: the shipped demo, a directory, a GGUF file, or a Hugging Face hub id.
 
 Downloads hub models and checks that a checkpoint directory is complete. Loads no weights and
 imports neither torch nor transformers, so that a wrong name is reported at once.
@@ -13,6 +13,7 @@ from fnmatch import fnmatch
 from glob import escape
 from importlib import resources
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvchat.core.errors import ModelError, UsageError
 from kvchat.core.paths import user_path
@@ -27,8 +28,12 @@ from kvchat.model.checkpoint_files import (
     weight_paths,
 )
 
+if TYPE_CHECKING:
+    from kvchat.model.gguf_file import GgufModel
+
 DEMO, DEMO_DRAFT = "demo", "demo-draft"
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?$")
+_QUANT_NAME = re.compile(r"^(.+):([A-Za-z0-9][\w.-]*)$")
 _WANTED = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "README.md")
 _UNWANTED = ("original/*", "consolidated*", "onnx/*", "*/*.safetensors")
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -38,6 +43,7 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 class ModelSource:
     """A checkpoint directory with safetensors weights, and the name the user gave for it.
 
+    For a model in GGUF files, `gguf` has their headers and `directory` is where they are.
     `adapter` is merged into the weights, and is part of the model's identity. `notes` are sentences
     for the user on what was found.
     """
@@ -46,6 +52,7 @@ class ModelSource:
     directory: Path
     adapter: Adapter | None = None
     notes: tuple[str, ...] = ()
+    gguf: "GgufModel | None" = None
 
     @property
     def config_file(self) -> Path:
@@ -54,14 +61,17 @@ class ModelSource:
 
     @property
     def weight_files(self) -> tuple[Path, ...]:
-        """The safetensors files to load, in loading order; raises as `weight_paths` does."""
+        """The weight files to load, in loading order; raises as `weight_paths` does."""
+        if self.gguf is not None:
+            return self.gguf.paths
         return weight_paths(self.directory, read_json(self.config_file) or {})
 
     def marks(self) -> dict[Path, str]:
         """Return the `mark` of config.json and each weight file; it changes when the file does."""
+        described = () if self.gguf is not None else (self.config_file,)
         try:
             more = self.adapter.files if self.adapter is not None else ()
-            return {path: mark(path) for path in (self.config_file, *self.weight_files, *more)}
+            return {path: mark(path) for path in (*described, *self.weight_files, *more)}
         except OSError as error:
             raise ModelError(f"{self.name} cannot be read: {error.strerror}.") from error
 
@@ -101,14 +111,44 @@ def find_model(name: str, adapter: str | None = None) -> ModelSource:
         note = f"The adapter that {name} holds too is not used; --adapter {name} merges it."
         return _checked(ModelSource(name, path, notes=(note,)))
     if is_other:
-        raise ModelError(
-            f"{name} is a file.", "Give the directory that holds config.json and *.safetensors."
-        )
+        from kvchat.model.gguf_source import gguf_file
+
+        return ModelSource(name, path.parent, gguf=gguf_file(name, path))
+    if (chosen := _chosen(name)) is not None:
+        return chosen
     if name.startswith((".", "/", "~")) or not _HUB_ID.match(name):
         raise ModelError(
-            f"There is no model directory {name}.", "Give a directory or a hub id like org/name."
+            f"There is no model directory {name}.",
+            "Give a directory, a GGUF file or a hub id like org/name.",
         )
     return _checked(ModelSource(name, _hub_snapshot(name)))
+
+
+def _chosen(name: str) -> ModelSource | None:
+    """Return the model of PLACE:QUANT or ollama:NAME; None for a name of another form."""
+    if name.startswith("ollama:"):
+        from kvchat.model.gguf_source import ollama_gguf
+
+        path, gguf = ollama_gguf(name)
+        return ModelSource(name, path.parent, gguf=gguf)
+    found = _QUANT_NAME.match(name)
+    if found is None:
+        return None
+    from kvchat.model.gguf_source import gguf_in_directory, hub_gguf
+
+    place, quant = found.groups()
+    directory = user_path(place)
+    if directory.is_dir():
+        return ModelSource(name, directory, gguf=gguf_in_directory(name, directory, quant))
+    if name.startswith((".", "/", "~")) or not _HUB_ID.match(place):
+        return None
+    try:
+        snapshot, gguf = hub_gguf(place, quant)
+    except ModelError:
+        raise
+    except Exception as error:  # each transport of the hub client raises its own error types
+        raise _download_error(name, error) from error
+    return ModelSource(name, snapshot, gguf=gguf)
 
 
 def _on_its_base(name: str, adapter: Adapter) -> ModelSource:
@@ -132,21 +172,38 @@ def _on_its_base(name: str, adapter: Adapter) -> ModelSource:
 
 
 def _checked(source: ModelSource) -> ModelSource:
-    """Return the source; raises ModelError if config.json or a weight file is missing."""
+    """Return the source, or one of the GGUF file that the directory holds instead.
+
+    Raises ModelError if config.json or a weight file is missing.
+    """
     directory = source.directory
     try:
         names = frozenset(os.listdir(directory))
     except OSError as error:
         raise unreadable(directory, error.strerror) from error
+    if not (names & {"config.json", SINGLE, INDEX}) and (gguf := _gguf_inside(source)):
+        return gguf
     if "config.json" not in names:
         raise ModelError(
-            f"{directory} has no config.json.", "Give a directory in Hugging Face's layout."
+            f"{directory} has no config.json.",
+            "Give a directory in Hugging Face's layout, or NAME:QUANT for GGUF files.",
         )
     paths = source.weight_files
     check_weights(paths)
+    if not paths and (gguf := _gguf_inside(source)):
+        return gguf
     if not paths:
         raise _no_weights(source.name, names)
     return source
+
+
+def _gguf_inside(source: ModelSource) -> ModelSource | None:
+    """Return the model in the GGUF file of a directory; None if it holds none."""
+    if not any(source.directory.glob("*.gguf")) and not any(source.directory.glob("*/*.gguf")):
+        return None
+    from kvchat.model.gguf_source import gguf_in_directory
+
+    return replace(source, gguf=gguf_in_directory(source.name, source.directory, None))
 
 
 def _no_weights(name: str, names: frozenset[str]) -> ModelError:
@@ -156,8 +213,6 @@ def _no_weights(name: str, names: frozenset[str]) -> ModelError:
             f"{name} has its weights in pickle files only, which kvchat never opens.",
             "Convert them to safetensors first.",
         )
-    if any(file.endswith(".gguf") for file in names):
-        return ModelError(f"{name} holds GGUF weights.", "kvchat reads safetensors checkpoints.")
     return ModelError(f"{name} has neither {SINGLE} nor {INDEX}.", "Is the download complete?")
 
 
@@ -186,7 +241,7 @@ def _hub_snapshot(name: str, is_local: bool = False) -> Path:
     try:
         with suppress(LocalEntryNotFoundError):
             local = snapshot(local_files_only=True)
-            if _is_complete(local) or is_local:
+            if _is_complete(local) or is_local or any(local.glob("*.gguf")):
                 return local
         if is_local:
             raise ModelError(f"{name} is not on this machine.")

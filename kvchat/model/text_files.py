@@ -63,6 +63,10 @@ class TextFiles:
 
 def read_text_files(source: ModelSource) -> TextFiles:
     """Read a checkpoint's text files; raises ModelError if there is no usable tokenizer."""
+    if source.gguf is not None:
+        from kvchat.model.gguf_tokenizer import read_gguf_text
+
+        return read_gguf_text(source.gguf, source.name)
     directory = source.directory
     tokenizer_config = read_json(directory / "tokenizer_config.json") or {}
     generation = read_json(directory / "generation_config.json") or {}

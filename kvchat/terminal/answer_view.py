@@ -18,10 +18,11 @@ from kvchat.chat.events import (
     SavingFailed,
 )
 from kvchat.chat.thinking import whole_passages
+from kvchat.core.errors import ContextTooLong, KvchatError
 from kvchat.core.types import FinishReason
 from kvchat.terminal.markdown import MarkdownStream
 from kvchat.terminal.paint import Painter, RenderContext, Row, prefixed
-from kvchat.terminal.status import PrefillMeter, stats_line
+from kvchat.terminal.status import WAYS_OUT, PrefillMeter, StatsLevel, detail_line, stats_line
 from kvchat.terminal.theme import Role
 from kvchat.terminal.view import View
 
@@ -103,16 +104,19 @@ class AnswerView:
         self,
         view: View,
         context_limit: int | None,
-        shows_stats: bool,
+        stats_level: StatsLevel,
         said_before: str = "",
+        hides_thinking: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._view = view
         self._context_limit = context_limit
-        self._shows_stats = shows_stats
+        self._stats_level = stats_level
         self._clock = clock
         self._began_s = clock()
         self._said_before = said_before
+        self._hides_thinking = hides_thinking
+        self._has_hidden = False
         self._renderer = self._renderer_so_far()
         self._meter = PrefillMeter()
         self._has_text = False
@@ -129,9 +133,13 @@ class AnswerView:
 
     @property
     def tail(self) -> list[Row]:
-        """The rows that may still change; only the newest if there are many."""
+        """The rows that may still change; of a block with many, such as a table, their count."""
         most = self._view.max_tail_rows
-        return self._renderer.tail(self._view.render_context)[-most:] if most else []
+        rows = self._renderer.tail(self._view.render_context) if most else []
+        if len(rows) <= most:
+            return rows
+        painter = self._view.painter
+        return [painter.text(f"{painter.look.glyphs.ellipsis} {len(rows)} rows so far", Role.DIM)]
 
     @property
     def progress(self) -> str:
@@ -157,7 +165,7 @@ class AnswerView:
             self.failed = event
             return [
                 *self._renderer.finish(self._view.render_context),
-                *self._problem(str(event.error)),
+                *self._problem(_in_words(event.error)),
             ]
         assert isinstance(event, SavingFailed)
         return self._warning(event.message)
@@ -173,10 +181,18 @@ class AnswerView:
             # The earlier text was thinking too: the prompt held the opening mark.
             self._renderer = self._renderer_so_far(starts_thinking=True)
         self._has_text = True
+        if event.is_thinking and self._hides_thinking:
+            return self._note_hidden()
         if event.sample:
             self._others.setdefault(event.sample, _Other()).passages.append(event)
             return []
         return self._renderer.feed(event.text, event.is_thinking, self._view.render_context)
+
+    def _note_hidden(self) -> list[Row]:
+        """Return a row at the first hidden thinking, no row at the next."""
+        is_first, self._has_hidden = not self._has_hidden, True
+        words = "thinking; /think show shows it"
+        return [self._view.painter.text(words, Role.DIM)] if is_first else []
 
     def _end(self, event: AnswerEnded) -> list[Row]:
         self.ended[event.sample] = event
@@ -201,18 +217,34 @@ class AnswerView:
 
     def _closing(self, event: AnswerEnded) -> list[Row]:
         """Return the rows after an answer: how it ended, and the figures if they are on."""
-        look = self._view.painter.look
-        line = stats_line(event.usage, event.timing, event.reason, self._context_limit, look.glyphs)
-        if not self._shows_stats:
-            line = _ending_words(event.reason)
+        painter, width = self._view.painter, self._view.render_context.width
+        look = painter.look
+        lines = [_ending_words(event.reason)]
+        if self._stats_level:
+            room = None if look.is_spoken else width
+            lines = [
+                stats_line(
+                    event.usage,
+                    event.timing,
+                    event.reason,
+                    self._context_limit,
+                    look.glyphs,
+                    room,
+                )
+            ]
         if look.is_spoken:
-            line = f"End of answer. {line}".strip()
-        rows = (
-            self._view.painter.wrapped(line, self._view.render_context.width, Role.DIM)
-            if line
-            else []
-        )
+            lines[0] = f"End of answer. {lines[0]}".strip()
+        if self._stats_level is StatsLevel.ALL:
+            lines.append(detail_line(event.usage, event.timing, look.glyphs))
+        rows = [row for line in lines if line for row in painter.wrapped(line, width, Role.DIM)]
+        if self._has_filled_context(event):
+            rows += self._warning(f"The context is full: {WAYS_OUT}")
         return [*rows, Text(end="")]
+
+    def _has_filled_context(self, event: AnswerEnded) -> bool:
+        used = event.usage.prompt_tokens + event.usage.completion_tokens
+        is_cut = event.reason is FinishReason.LENGTH
+        return is_cut and self._context_limit is not None and used >= self._context_limit
 
     def _problem(self, message: str) -> list[Row]:
         rows = self._view.painter.wrapped(message, self._view.render_context.width, Role.ERROR)
@@ -236,6 +268,14 @@ def _joined(events: list[ChatEvent]) -> list[ChatEvent]:
         else:
             joined.append(event)
     return joined
+
+
+def _in_words(error: KvchatError) -> str:
+    """Return an error with its hint; a full context names the commands that help."""
+    if isinstance(error, ContextTooLong):
+        is_cache_small = "--device-cache" in error.hint
+        return f"{error.message} {WAYS_OUT}{' Or raise --device-cache.' if is_cache_small else ''}"
+    return str(error)
 
 
 def _ending_words(reason: FinishReason) -> str:

@@ -8,17 +8,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvchat.chat.answer_settings import AskOptions
-from kvchat.chat.attachment import Attached, mentioned_files
+from kvchat.chat.attachment import Attached, mentioned_files, missing_files
+from kvchat.chat.compaction import CompactionPlan
 from kvchat.chat.controller import ChatController
 from kvchat.chat.conversation import Role as Speaker
-from kvchat.chat.events import ChatEvent
+from kvchat.chat.events import AnswerEnded, ChatEvent
 from kvchat.chat.reply import Reply
 from kvchat.chat.reply_stream import ReplyStream
 from kvchat.core.errors import ContextTooLong, KvchatError
 from kvchat.core.text import one_line
 from kvchat.terminal.answer_view import AnswerView
 from kvchat.terminal.paint import Row
-from kvchat.terminal.status import format_seconds, plural
+from kvchat.terminal.status import StatsLevel, format_seconds, plural
 from kvchat.terminal.theme import Role
 from kvchat.terminal.view import Choice, LiveState, View, tell
 
@@ -51,6 +52,7 @@ class Answering:
         self._refresh = refresh
         self._live_state = live_state
         self._current: _Current | None = None
+        self.hides_thinking = False
 
     @property
     def is_running(self) -> bool:
@@ -86,7 +88,7 @@ class Answering:
             self._current.stream.hurry()
             self._refresh()
 
-    async def answer_message(self, text: str, shows_stats: bool) -> None:
+    async def answer_message(self, text: str, stats_level: StatsLevel) -> None:
         """Send a message with its attached files, and show the answer.
 
         If it cannot be answered, it goes back into the prompt, and the files stay attached.
@@ -99,9 +101,11 @@ class Answering:
             names = ", ".join(one_line(file.name) for file in self._controller.attached)
             if names:
                 tell(self._view, f"with {names}", gap=False)
+            for name in missing_files(text):
+                tell(self._view, f"There is no file {one_line(name)}: sent as text.", gap=False)
             self._write_gap()
             answer_view = await self._follow(
-                lambda notify: self._controller.ask(text, notify), shows_stats
+                lambda notify: self._controller.ask(text, notify), stats_level
             )
         except KvchatError as error:
             self._give_back(text, attached)
@@ -110,14 +114,14 @@ class Answering:
         if answer_view.failed is not None and isinstance(answer_view.failed.error, ContextTooLong):
             self._give_back(text, attached)
 
-    async def answer_again(self, options: AskOptions, shows_stats: bool) -> None:
+    async def answer_again(self, options: AskOptions, stats_level: StatsLevel) -> None:
         """Show another answer to the last message, or several to pick from."""
         self._write_gap()
         if options.num_samples > 1:
             tell(self._view, f"Answer 1 of {options.num_samples}", Role.TITLE, gap=False)
         try:
             answer_view = await self._follow(
-                lambda n: self._controller.retry(options, n), shows_stats
+                lambda n: self._controller.retry(options, n), stats_level
             )
         except KvchatError as error:
             tell(self._view, str(error), Role.ERROR)
@@ -126,7 +130,7 @@ class Answering:
             self._view.write(answer_view.others())
             await self._pick(answer_view)
 
-    async def continue_answer(self, shows_stats: bool) -> None:
+    async def continue_answer(self, stats_level: StatsLevel) -> None:
         """Continue the cut-off last answer, and show it."""
         path = self._controller.require_conversation().path()
 
@@ -137,15 +141,36 @@ class Answering:
 
         try:
             is_begun = bool(path) and path[-1].role is Speaker.ASSISTANT
-            await self._follow(ask, shows_stats, path[-1].text if is_begun else "")
+            await self._follow(ask, stats_level, path[-1].text if is_begun else "")
         except KvchatError as error:
             tell(self._view, str(error), Role.ERROR)
 
-    async def _follow(self, ask: _Ask, shows_stats: bool, said_before: str = "") -> AnswerView:
+    async def answer_aside(self, question: str, stats_level: StatsLevel) -> None:
+        """Show the answer to a question that does not join the conversation."""
+        tell(self._view, "aside, not part of the conversation:", Role.TITLE, gap=False)
+        try:
+            await self._follow(lambda n: self._controller.ask_aside(question, n), stats_level)
+        except KvchatError as error:
+            tell(self._view, str(error), Role.ERROR)
+
+    async def show_summary(
+        self, plan: CompactionPlan, focus: str, stats_level: StatsLevel
+    ) -> AnswerEnded:
+        """Show a summary while the model writes it; raises the error that prevented it."""
+        answer_view = await self._follow(
+            lambda n: self._controller.summarise(plan, focus, n), stats_level
+        )
+        if answer_view.failed is not None:
+            raise answer_view.failed.error
+        return answer_view.ended[0]
+
+    async def _follow(
+        self, ask: _Ask, stats_level: StatsLevel, said_before: str = ""
+    ) -> AnswerView:
         """Start a reply, and show it until it ends."""
         ready = self._controller.host.ready
         limit = ready.context_limit if ready is not None else None
-        answer_view = AnswerView(self._view, limit, shows_stats, said_before)
+        answer_view = AnswerView(self._view, limit, stats_level, said_before, self.hides_thinking)
         stream = ReplyStream(
             asyncio.get_running_loop(), lambda events: self._draw(answer_view, events)
         )

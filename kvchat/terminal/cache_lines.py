@@ -1,6 +1,6 @@
 """Formats the status of KV on disk and in host memory as lines, for command line and chat."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 
@@ -15,13 +15,16 @@ _PATH_CHARS = 4096
 _LABEL_CHARS = 64
 
 
-def status_lines(status: StoreStatus) -> list[str]:
-    """Return lines on the store's directory, size, last use and problems."""
+def status_lines(status: StoreStatus, titles: Mapping[str, str]) -> list[str]:
+    """Return lines on the store's directory, size, last use and problems.
+
+    `titles` are those of conversations by their ids, which pins have as labels.
+    """
     lines = [
         one_line(str(status.directory), _PATH_CHARS),
         f"{used_of_limit(status)}: {_packs(status)}",
         *(f"  {_model_dir(model_dir)}" for model_dir in status.model_dirs),
-        *pin_lines(status),
+        *pin_lines(status, titles),
     ]
     if not status.limit_bytes:
         lines.append("Chats keep nothing here: --disk-cache is 0.")
@@ -35,13 +38,13 @@ def _left_alone(strangers: Sequence[Path]) -> str:
     return f"Not made by this kvchat, and left alone: {strangers[0].name}{more}."
 
 
-def pin_lines(status: StoreStatus) -> list[str]:
-    """Return a line per pin."""
+def pin_lines(status: StoreStatus, titles: Mapping[str, str]) -> list[str]:
+    """Return a line per pin; `titles` as in `status_lines`."""
+    pins = [pin for model_dir in status.model_dirs for pin in model_dir.pins]
     return [
-        f"pinned: {one_line(pin.label, _LABEL_CHARS)}, {plural(pin.num_tokens, 'token')}, "
-        f"since {_when(pin.made_s)}"
-        for model_dir in status.model_dirs
-        for pin in model_dir.pins
+        f"pinned: {one_line(titles.get(pin.label, pin.label), _LABEL_CHARS)}, "
+        f"{plural(pin.num_tokens, 'token')}, since {_when(pin.made_s)}"
+        for pin in pins
     ]
 
 
@@ -74,7 +77,15 @@ def branch_lines(packs: list[KeptPack], glyphs: Glyphs) -> Iterator[str]:
         lost = ", its beginning is gone" if pack.is_orphan else ""
         pinned = ", pinned" if pack.is_pinned else ""
         size = f"{plural(pack.num_tokens, 'token')}, {format_bytes(pack.num_bytes)}"
-        yield f"  {own}{size}, {_when(pack.last_used_s)}{pinned}{lost}"
+        yield f"  {own}{size}, {_when(pack.last_used_s)}{_names(pack)}{pinned}{lost}"
+
+
+def _names(pack: KeptPack) -> str:
+    """Return the conversation that a pack belongs to, and how many others."""
+    if not pack.names:
+        return ""
+    more = f" and {len(pack.names) - 1:,} more" if pack.names[1:] else ""
+    return f", {one_line(pack.names[0], _LABEL_CHARS)}{more}"
 
 
 def verified_line(found: Verified) -> str:
@@ -145,7 +156,8 @@ def _packs(status: StoreStatus) -> str:
 def _model_dir(model_dir: ModelDirStatus) -> str:
     size = f"{plural(model_dir.num_packs, 'pack')}, {plural(model_dir.num_tokens, 'token')}"
     used = f"{format_bytes(model_dir.num_bytes)}, last used {_when(model_dir.last_used_s)}"
-    return f"{model_dir.identity[:_IDENTITY_CHARS]}: {size}, {used}"
+    model = one_line(model_dir.model, _LABEL_CHARS) or "a model not known here"
+    return f"{model}: {size}, {used} ({model_dir.identity[:_IDENTITY_CHARS]})"
 
 
 def _when(time_s: float) -> str:

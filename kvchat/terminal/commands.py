@@ -13,15 +13,20 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from kvchat.chat.answer_settings import AskOptions
+from kvchat.chat.compaction import CompactionPlan
 from kvchat.chat.controller import ChatController
+from kvchat.chat.events import AnswerEnded
 from kvchat.core.cost import Cost
 from kvchat.core.text import one_line
 from kvchat.terminal import warmth
+from kvchat.terminal.status import StatsLevel
 from kvchat.terminal.theme import Role
 from kvchat.terminal.view import Choice, Page, tell
 
-_NAME = re.compile(r"/(?:\?|[A-Za-z][\w-]*)$")
+# A path, or a comment of a programming language.
+_NO_COMMAND = re.compile(r"/[^/]*/|/[*]")
 _MIN_PREFIX_CHARS = 3
+_PUNCTUATION = "?!.,:;"
 
 
 class Group(StrEnum):
@@ -46,7 +51,10 @@ class Argument(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One command. `run` receives the context and the text typed after the name."""
+    """One command. `run` receives the context and the text typed after the name.
+
+    `subcommands` are words that completion offers as the first argument.
+    """
 
     name: str
     help: str
@@ -56,6 +64,7 @@ class Command:
     aliases: tuple[str, ...] = ()
     is_available_while_answering: bool = False
     argument: Argument = Argument.NOTHING
+    subcommands: tuple[str, ...] = ()
 
     @property
     def words(self) -> tuple[str, ...]:
@@ -117,6 +126,8 @@ class Registry:
     def closest(self, word: str) -> str | None:
         """Return the name that is closest to an unknown word, None if no name is close."""
         word = word.lower()
+        if not word:
+            return None
         begun = [known for known in self._by_word if known.startswith(word)]
         close = begun or difflib.get_close_matches(word, self._by_word, n=1, cutoff=0.5)
         return close[0] if close else None
@@ -130,23 +141,23 @@ class Registry:
         if not line.startswith("/") or "\n" in line.rstrip():
             return Message(line)
         first, _, rest = line.rstrip().partition(" ")
-        if not _NAME.match(first):
+        if _NO_COMMAND.match(first):
             return Message(line)
         command = self.find(first[1:])
         if command is None:
-            return Unknown(first[1:], self.closest(first[1:]))
+            return Unknown(first[1:], self.closest(first[1:].rstrip(_PUNCTUATION)))
         return Invocation(command, rest.strip())
 
 
 class CommandContext(ABC):
     """The interface that commands use, on the event loop only.
 
-    `shows_stats` says whether a line of figures follows every answer.
+    `stats_level` says which figures follow every answer.
     """
 
     controller: ChatController
     registry: Registry
-    shows_stats: bool
+    stats_level: StatsLevel
 
     @property
     @abstractmethod
@@ -188,13 +199,26 @@ class CommandContext(ABC):
         """Continue the last answer, after the command."""
 
     @abstractmethod
+    def ask_aside(self, question: str) -> None:
+        """Answer a question that does not join the conversation, after the command."""
+
+    @abstractmethod
+    async def show_summary(self, plan: CompactionPlan, focus: str) -> AnswerEnded:
+        """Let the model summarise, and show the summary; raises the error that prevented it."""
+
+    @abstractmethod
+    def hide_thinking(self, is_hidden: bool) -> None:
+        """Leave thinking out of the answers that are shown, or show it again."""
+
+    @abstractmethod
     def quit(self, code: int) -> None:
         """Leave, after the command."""
 
-    def set_stats(self, is_on: bool) -> None:
-        """Switch the line of figures after answers."""
-        self.shows_stats = is_on
-        self.notice(f"Statistics are {'on' if is_on else 'off'}.")
+    def set_stats(self, level: StatsLevel) -> str:
+        """Choose the figures after answers; return a sentence that confirms it."""
+        self.stats_level = level
+        words = {StatsLevel.OFF: "off", StatsLevel.LINE: "one line", StatsLevel.ALL: "all figures"}
+        return f"Statistics after answers: {words[level]}."
 
     # Notifications
     @abstractmethod

@@ -113,11 +113,18 @@ async def export(context: "CommandContext", arguments: str) -> None:
     context.say(f"Written to {path}. (Conversations are also saved by themselves.)")
 
 
+_KINDS = {**{kind: kind for kind in documents.KINDS}, "markdown": "md"}
+_OTHER_KINDS = ("html", "pdf", "txt", "text", "csv", "xml", "yaml", "docx")
+
+
 def _export_target(arguments: str, session_id: str) -> tuple[str, Path]:
     """Return the kind of document and its path; the default name has no conversation text."""
     first, _, rest = arguments.partition(" ")
-    if first in documents.KINDS:
-        kind, name = first, rest.strip()
+    word = first.lower().removeprefix(".")
+    if word in _KINDS:
+        kind, name = _KINDS[word], rest.strip()
+    elif word in _OTHER_KINDS:
+        raise UsageError(f"{one_line(first)} is no format of /export.", "/export md|json|jsonl")
     else:
         name = arguments
         kind = documents.kind_of(Path(name))
@@ -204,6 +211,7 @@ COMMANDS = (
         usage="[md|json|jsonl] [PATH]",
         aliases=("save",),
         argument=Argument.PATH,
+        subcommands=("md", "json", "jsonl"),
     ),
     Command(
         "import",

@@ -24,8 +24,17 @@ from kvchat.core.text import one_line
 from kvchat.terminal import warmth
 from kvchat.terminal.cache_lines import disk_lines, host_lines
 from kvchat.terminal.commands import Argument, Command, CommandContext, Group
+from kvchat.terminal.help_texts import EXAMPLES
 from kvchat.terminal.paint import Row, prefixed
-from kvchat.terminal.status import format_count, graph_lines, plural, speculation_lines, stats_line
+from kvchat.terminal.status import (
+    StatsLevel,
+    detail_line,
+    format_count,
+    graph_lines,
+    plural,
+    speculation_lines,
+    stats_line,
+)
 from kvchat.terminal.theme import Look, Role
 
 
@@ -104,7 +113,7 @@ _KEYS = (
     ("Tab, Right", "complete; take the suggestion"),
     ("Alt-Left, Alt-Right", "other answers to the same message"),
     ("Ctrl-G", "write in your editor"),
-    ("F2", "statistics line on and off"),
+    ("F2", "statistics after answers: one line, all figures, none"),
 )
 _BAR_CELLS = 30
 _NAME_COLUMNS = 37  # the longest name and usage fit
@@ -112,19 +121,25 @@ _MIN_TWO_COLUMNS = 72
 
 
 async def model(context: "CommandContext", arguments: str) -> None:
-    if not arguments:
-        context.say(describe_model(context.controller))
+    if arguments in ("", "list"):
+        lines = [] if arguments else [describe_model(context.controller), ""]
+        found = await asyncio.to_thread(context.controller.local_models)
+        lines += ["On this machine:", *(f"  {one_line(line, 200)}" for line in found)]
+        context.say("\n".join([*lines, "/model NAME goes on with another."]))
         return
     await change_model(context, arguments)
 
 
+_STATS_LEVELS = {"on": StatsLevel.LINE, "off": StatsLevel.OFF, "full": StatsLevel.ALL}
+
+
 async def stats(context: "CommandContext", arguments: str) -> None:
-    if arguments in ("on", "off"):
-        context.set_stats(arguments == "on")
+    if arguments in _STATS_LEVELS:
+        context.say(context.set_stats(_STATS_LEVELS[arguments]))
         return
     if arguments not in ("", "last", "all"):
-        raise UsageError(f"{one_line(arguments)} is unknown here.", "/stats [on|off]")
-    lines = [_last_stats(context) or "There is no answer yet."]
+        raise UsageError(f"{one_line(arguments)} is unknown here.", "/stats [on|off|full]")
+    lines = _last_stats(context) or ["There is no answer yet."]
     status = await context.controller.engine.status()
     if status is not None:
         reused = f"{status.num_cached:,} of {status.num_blocks:,} blocks hold KV for reuse"
@@ -164,12 +179,18 @@ async def _as_it_is_now(context: "CommandContext", disk: TierStatus) -> TierStat
     return disk
 
 
-def _last_stats(context: "CommandContext") -> str:
+def _last_stats(context: "CommandContext") -> list[str]:
+    """Return the figures of the last answer, with the reason for what was read again."""
     last, ready = context.controller.last, context.controller.host.ready
     if last is None or ready is None:
-        return ""
+        return []
     glyphs = context.page.painter.look.glyphs
-    return stats_line(last.usage, last.timing, last.reason, ready.context_limit, glyphs)
+    why = context.controller.why_so_much(last)
+    lines = [
+        stats_line(last.usage, last.timing, last.reason, ready.context_limit, glyphs),
+        detail_line(last.usage, last.timing, glyphs, why),
+    ]
+    return [line for line in lines if line]
 
 
 async def spec(context: "CommandContext", arguments: str) -> None:
@@ -178,7 +199,7 @@ async def spec(context: "CommandContext", arguments: str) -> None:
         raise UsageError(f"{one_line(arguments)} is unknown here.", "/spec on|off|auto|ngram|draft")
     if mode:
         await asyncio.wrap_future(context.controller.host.speculate(mode))
-        context.notice(f"Guessing ahead is {'off' if mode == 'off' else f'on: {mode}'}.")
+        context.say(f"Guessing ahead is {'off' if mode == 'off' else f'on: {mode}'}.")
         return
     status = await asyncio.wrap_future(context.controller.host.status())
     assert status.speculation is not None
@@ -192,7 +213,8 @@ async def context_(context: "CommandContext", arguments: str) -> None:
     asked = sum(len(turn.token_ids) for turn in path if turn.role is Speaker.USER)
     ready = context.controller.host.ready
     limit = ready.context_limit if ready is not None else None
-    lines = [f"{used:,} tokens: {asked:,} asked, {used - asked:,} answered, in {len(path)} turns"]
+    turns = plural(sum(turn.is_message for turn in path), "turn")
+    lines = [f"{used:,} tokens: {asked:,} asked, {used - asked:,} answered, in {turns}"]
     if limit:
         share, left = used / limit, max(0, limit - used)
         shown = f"{share:.0%} of {format_count(limit)}, {left:,} left"
@@ -224,10 +246,13 @@ def _help_rows(context: "CommandContext", arguments: str) -> list[Row]:
             raise UsageError(f"There is no command {one_line(arguments)}.", "/help lists them.")
         also = ", ".join(f"/{alias}" for alias in command.aliases)
         text = f"/{command.name} {command.usage}".rstrip() + f"\n  {command.help}"
-        return painter.wrapped(
+        rows = painter.wrapped(
             text + (f"\n  also {also}" if also else ""), context.page.render_context.width
         )
-    rows: list[Row] = []
+        for typed, meaning in EXAMPLES.get(command.name, ()):
+            rows += _entry(context, typed, meaning)
+        return rows
+    rows = []
     for group in Group:
         rows.append(painter.text(str(group), Role.TITLE))
         for command in context.registry.commands:
@@ -264,20 +289,22 @@ def _entry(context: "CommandContext", name: str, meaning: str) -> list[Row]:
 COMMANDS = (
     Command(
         "model",
-        "show the model, or go on with another",
+        "show the model and those on this machine, or go on with another",
         model,
         Group.ENGINE,
-        "[NAME|DIR|HF_ID]",
+        "[NAME|DIR|HF_ID|list]",
         argument=Argument.PATH,
+        subcommands=("list",),
     ),
     Command(
         "stats",
-        "figures of the last answer and the engine; on or off: the line after answers",
+        "figures of the last answer and the engine; on, off or full: those after answers",
         stats,
         Group.ENGINE,
-        "[on|off]",
+        "[on|off|full]",
         ("status",),
         is_available_while_answering=True,
+        subcommands=("on", "off", "full"),
     ),
     Command(
         "spec",
@@ -286,6 +313,7 @@ COMMANDS = (
         Group.ENGINE,
         "[on|off|auto|ngram|draft]",
         is_available_while_answering=True,
+        subcommands=("on", "off", "auto", "ngram", "draft"),
     ),
     Command(
         "context",
@@ -304,6 +332,7 @@ COMMANDS = (
         ("?",),
         is_available_while_answering=True,
         argument=Argument.COMMAND,
+        subcommands=("keys",),
     ),
 )
 

@@ -5,7 +5,10 @@ import shlex
 from pathlib import Path
 
 from kvchat.chat import answer_settings
+from kvchat.chat.attachment import matching_paths
 from kvchat.chat.conversation import Role
+from kvchat.chat.messages import MessageNumbers, in_words
+from kvchat.chat.think import Think
 from kvchat.chat.thinking import split_thinking
 from kvchat.core.bounded_files import read_bounded
 from kvchat.core.errors import UsageError
@@ -14,7 +17,7 @@ from kvchat.core.text import one_line, whole_number
 from kvchat.terminal.commands import Argument, Command, CommandContext, Group
 from kvchat.terminal.commands_engine import describe_model
 from kvchat.terminal.history_view import show_turns
-from kvchat.terminal.status import plural
+from kvchat.terminal.status import StatsLevel, plural
 
 _MAX_PROMPT_BYTES = 16 << 20
 _NAME_AND_VALUE = re.compile(r"([^\s=]*)(?:\s*=\s*|\s+)?(.*)", re.DOTALL)
@@ -33,8 +36,7 @@ async def file(context: "CommandContext", arguments: str) -> None:
         names = ", ".join(one_line(file.name) for file in controller.attached)
         context.say(f"Attached for your next message: {names}. /file clear takes them away.")
         return
-    for name in _split_paths(arguments):
-        path = user_path(name)
+    for path in [path for name in _split_paths(arguments) for path in matching_paths(name)]:
         tokens = controller.attach(path)
         context.say(
             f"Attached {one_line(path.name)}, {plural(tokens, 'token')}: "
@@ -92,7 +94,7 @@ async def set_(context: "CommandContext", arguments: str) -> None:
         await system(context, value)
     elif name in ("verbose", "quiet", "stats"):
         is_on = name == "verbose" or (name == "stats" and value not in ("off", "no", "false"))
-        context.set_stats(is_on)
+        context.say(context.set_stats(StatsLevel.LINE if is_on else StatsLevel.OFF))
     elif not value:
         known = dict(answer_settings.describe(context.controller.options))
         if name not in known:
@@ -110,6 +112,23 @@ async def set_(context: "CommandContext", arguments: str) -> None:
 def _show_settings(context: "CommandContext") -> None:
     settings = answer_settings.describe(context.controller.options)
     context.say("\n".join(f"{name:<20} {value}" for name, value in settings))
+
+
+async def think(context: "CommandContext", arguments: str) -> None:
+    controller = context.controller
+    word = arguments.lower()
+    if word in ("show", "hide"):
+        context.hide_thinking(word == "hide")
+        context.say(f"Thinking is {'hidden' if word == 'hide' else 'shown'}.")
+        return
+    if word:
+        options = answer_settings.changed(controller.options, "think", word)
+        if (problem := controller.host.model.think_problem(options.think)) is not None:
+            raise UsageError(problem)
+        controller.options = options
+    elif (problem := controller.host.model.think_problem(Think.ON)) is not None:
+        raise UsageError(problem)
+    context.say(f"Thinking is {controller.options.think}, from the next message on.")
 
 
 async def show(context: "CommandContext", arguments: str) -> None:
@@ -134,31 +153,34 @@ async def editor(context: "CommandContext", arguments: str) -> None:
 
 
 async def copy(context: "CommandContext", arguments: str) -> None:
-    answers = [
-        split_thinking(turn.text)[1]
-        for turn in context.controller.require_conversation().path()
-        if turn.role is Role.ASSISTANT
-    ]
+    conversation = context.controller.require_conversation()
+    numbers = MessageNumbers(conversation)
+    answers = {
+        numbers.of(turn): split_thinking(turn.text)[1]
+        for turn in conversation.path()
+        if turn.role is Role.ASSISTANT and turn.summary_of is None
+    }
     text = _wanted(answers, arguments)
     context.page.copy(text)
     context.say(f"Sent {plural(len(text), 'character')} to the terminal's clipboard.")
 
 
-def _wanted(answers: list[str], arguments: str) -> str:
-    """Return the answer or code block that /copy's argument selects."""
+def _wanted(answers: dict[int, str], arguments: str) -> str:
+    """Return the answer or code block that /copy's argument selects; answers by their message."""
     if not answers:
         raise UsageError("There is no answer to copy yet.")
+    last = list(answers.values())[-1]
     if arguments == "code":
-        blocks = [match[2] for match in _CODE_BLOCK.finditer(answers[-1])]
+        blocks = [match[2] for match in _CODE_BLOCK.finditer(last)]
         if not blocks:
             raise UsageError("The last answer has no code block.")
         return blocks[-1].rstrip("\n")
     if not arguments:
-        return answers[-1]
+        return last
     number = whole_number(arguments)
-    if number is None or not 1 <= number <= len(answers):
-        raise UsageError(f"There are {plural(len(answers), 'answer')} to copy from.")
-    return answers[number - 1]
+    if number is None or number not in answers:
+        raise UsageError(f"The messages with an answer here are {in_words(list(answers))}.")
+    return answers[number]
 
 
 COMMANDS = (
@@ -171,9 +193,15 @@ COMMANDS = (
         ("read", "add"),
         is_available_while_answering=True,
         argument=Argument.PATH,
+        subcommands=("clear",),
     ),
     Command(
-        "system", "show, set or clear the system prompt", system, Group.INPUT, "[TEXT|@PATH|clear]"
+        "system",
+        "show, set or clear the system prompt",
+        system,
+        Group.INPUT,
+        "[TEXT|@PATH|clear]",
+        subcommands=("show", "clear"),
     ),
     Command(
         "set",
@@ -191,6 +219,16 @@ COMMANDS = (
         Group.INPUT,
         "[chat|system|model]",
         is_available_while_answering=True,
+        subcommands=("chat", "system", "settings", "model"),
+    ),
+    Command(
+        "think",
+        "let the model think first, or not; show or hide its thinking",
+        think,
+        Group.INPUT,
+        "[on|off|show|hide]",
+        is_available_while_answering=True,
+        subcommands=("on", "off", "show", "hide", "low", "medium", "high", "auto"),
     ),
     Command("editor", "write the message in your editor", editor, Group.INPUT, "", ("e",)),
     Command(
@@ -200,5 +238,6 @@ COMMANDS = (
         Group.INPUT,
         "[n|code]",
         is_available_while_answering=True,
+        subcommands=("code",),
     ),
 )

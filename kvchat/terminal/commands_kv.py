@@ -9,9 +9,11 @@ from pathlib import Path
 from threading import Event
 from typing import TypeVar
 
+from kvchat.chat.attachment import matching_paths
 from kvchat.chat.conversation import Conversation, Role
 from kvchat.chat.keeping import file_context, forget_conversation, forget_last_turn, pin_context
 from kvchat.chat.kept_kv import KeptKv
+from kvchat.chat.saved_chats import named_contexts, titles
 from kvchat.core.errors import StoreError, UsageError
 from kvchat.core.paths import user_path
 from kvchat.core.text import one_line
@@ -37,10 +39,13 @@ async def cache(context: "CommandContext", arguments: str) -> None:
     if arguments == "path":
         context.say(one_line(str(kept.directory), 4096))
     elif arguments in ("", "status"):
-        context.say("\n".join(cache_lines.status_lines(await asyncio.to_thread(kept.status))))
+        status = await asyncio.to_thread(kept.status)
+        names = await asyncio.to_thread(titles, context.controller.host.store)
+        context.say("\n".join(cache_lines.status_lines(status, names)))
     elif arguments == "tree":
         glyphs = context.page.painter.look.glyphs
-        trees = await asyncio.to_thread(kept.tree)
+        named = await asyncio.to_thread(named_contexts, context.controller.host.store)
+        trees = await asyncio.to_thread(kept.tree, named)
         context.say("\n".join(cache_lines.tree_lines(trees, glyphs)))
     elif arguments == "verify":
         context.say(cache_lines.verified_line(await _while_wanted(kept.verify)))
@@ -80,7 +85,8 @@ _DATED_USE = (
 async def pin(context: "CommandContext", arguments: str) -> None:
     kept = _kept(context)
     if arguments in ("list", "show"):
-        lines = cache_lines.pin_lines(await asyncio.to_thread(kept.status))
+        names = await asyncio.to_thread(titles, context.controller.host.store)
+        lines = cache_lines.pin_lines(await asyncio.to_thread(kept.status), names)
         context.say("\n".join(lines) if lines else "Nothing is pinned.")
         return
     controller = context.controller
@@ -114,14 +120,8 @@ def _label_and_paths(arguments: str) -> tuple[str, list[Path]]:
         words = [arguments]
     first = user_path(words[0])
     has_name = len(words) > 1 and not first.exists() and not glob(str(first))
-    paths = [path for word in words[has_name:] for path in _matches(word)]
+    paths = [path for word in words[has_name:] for path in matching_paths(word)]
     return (words[0] if has_name else " ".join(path.name for path in paths)), paths
-
-
-def _matches(word: str) -> list[Path]:
-    path = user_path(word)
-    found = [] if path.exists() else sorted(glob(str(path)))
-    return [Path(name) for name in found] or [path]
 
 
 async def unpin(context: "CommandContext", arguments: str) -> None:
@@ -199,6 +199,7 @@ COMMANDS = (
         cache,
         Group.ENGINE,
         "[tree|why|verify|gc|clear]",
+        subcommands=("status", "tree", "why", "verify", "gc", "clear", "path"),
     ),
     Command(
         "pin",
@@ -207,13 +208,22 @@ COMMANDS = (
         Group.INPUT,
         "[[NAME] FILE...|list]",
         argument=Argument.PATH,
+        subcommands=("list",),
     ),
-    Command("unpin", "let it be forgotten again", unpin, Group.INPUT, "[NAME|all]"),
+    Command(
+        "unpin",
+        "let it be forgotten again",
+        unpin,
+        Group.INPUT,
+        "[NAME|all]",
+        subcommands=("all",),
+    ),
     Command(
         "forget",
         "delete this conversation or its last turn, text and KV, for good",
         forget,
         Group.ENGINE,
         "[last]",
+        subcommands=("last",),
     ),
 )

@@ -3,13 +3,17 @@
 import re
 from dataclasses import replace
 
-from kvchat.chat.conversation import Turn
+from kvchat.chat.conversation import Conversation, Turn
+from kvchat.chat.events import AnswerEnded
+from kvchat.chat.messages import MessageNumbers, find_place
 from kvchat.chat.turn_costs import turn_costs
 from kvchat.core.errors import UsageError
 from kvchat.core.text import one_line, whole_number
+from kvchat.core.types import FinishReason
 from kvchat.terminal import warmth
 from kvchat.terminal.commands import Argument, Command, CommandContext, Group
 from kvchat.terminal.history_view import show_where_it_stands, tree_rows, turn_summary
+from kvchat.terminal.status import format_seconds, plural
 from kvchat.terminal.view import Choice
 
 _MAX_SAMPLES = 16
@@ -17,13 +21,7 @@ _SAMPLES = re.compile(r"(?:-n\s*)?(\d+)$")
 
 
 async def undo(context: "CommandContext", arguments: str) -> None:
-    count = _count(arguments)
-    turn: Turn | None = None
-    for _ in range(count):
-        back = context.controller.undo()
-        if back is None:
-            break
-        turn = back
+    turn = context.controller.undo(_count(arguments))
     if turn is None:
         raise UsageError("This is the beginning.")
     context.say(f"Back before: {turn_summary(turn, 60)}  (/redo returns)")
@@ -44,7 +42,8 @@ async def rewind(context: "CommandContext", arguments: str) -> None:
     if arguments:
         turn = controller.user_turn(arguments)
     else:
-        choices = [Choice(f"{n}. {turn_summary(t, 60)}") for n, t in enumerate(turns, start=1)]
+        numbers = MessageNumbers(controller.require_conversation())
+        choices = [Choice(f"{numbers.of(turn)}. {turn_summary(turn, 60)}") for turn in turns]
         index = await context.page.choose("Go back to before", choices, len(turns) - 1)
         if index is None:
             return
@@ -64,7 +63,7 @@ async def edit(context: "CommandContext", arguments: str) -> None:
         return
     controller.edited = turn
     context.page.put_text(turn.text)
-    number = controller.user_turns.index(turn) + 1
+    number = MessageNumbers(conversation).of(turn)
     context.notice(f"Editing message {number}: what you send next takes its place, as a branch.")
 
 
@@ -80,6 +79,46 @@ async def retry(context: "CommandContext", arguments: str) -> None:
     asked = controller.require_conversation().context_ids(controller.user_turn("").turn_id)
     if await context.confirm_cost(await controller.engine.cost(asked), "/retry"):
         context.answer_again(options)
+
+
+async def btw(context: "CommandContext", arguments: str) -> None:
+    if not arguments:
+        raise UsageError("Ask what?", "/btw QUESTION")
+    context.ask_aside(arguments)
+
+
+async def compact(context: "CommandContext", arguments: str) -> None:
+    controller = context.controller
+    plan = controller.plan_compaction()
+    before = len(controller.context_ids)
+    cost = await controller.engine.cost(controller.context_ids[: plan.num_tokens])
+    if not await context.confirm_cost(cost, "/compact"):
+        return
+    old_branch = MessageNumbers(controller.require_conversation()).of(plan.messages[-1])
+    kept = sum(turn.is_message for turn in plan.kept)
+    context.say(
+        f"Summarising {plural(len(plan.messages), 'message')}, {plan.num_tokens:,} of {before:,} "
+        f"tokens; {f'the last {kept} stay word by word' if kept else 'none stays word by word'}.",
+    )
+    ended = await context.show_summary(plan, arguments)
+    if ended.reason is FinishReason.CANCELLED:
+        context.say("Stopped: nothing is compacted.")
+        return
+    if not ended.text.strip():
+        raise UsageError("The model wrote no summary; nothing is compacted.")
+    saved = controller.compact(plan, ended.text.strip())
+    after = before - saved
+    context.say(
+        f"Compacted: {before:,} tokens became {after:,}. It cost {_reading(ended)}, and the next "
+        f"message reads the {after:,} once. All messages are kept: /switch {old_branch} goes back."
+    )
+    context.conversation_changed()
+
+
+def _reading(ended: AnswerEnded) -> str:
+    """Return what an answer cost: the tokens that were read and written, and the time."""
+    read, written = ended.usage.prefilled_tokens, ended.usage.completion_tokens
+    return f"{read:,} read, {written:,} written, {format_seconds(ended.timing.total_s)}"
 
 
 async def continue_(context: "CommandContext", arguments: str) -> None:
@@ -104,12 +143,12 @@ async def tree(context: "CommandContext", arguments: str) -> None:
 
 async def switch(context: "CommandContext", arguments: str) -> None:
     conversation = context.controller.require_conversation()
-    leaves = conversation.leaves()
+    leaves = _ends(conversation)
     if arguments:
-        number = whole_number(arguments)
-        if number is None or number not in {turn.turn_id for turn in conversation.turns()}:
-            raise UsageError(f"{one_line(arguments)} is no turn.", "/tree shows their numbers.")
-        turn_id = conversation.latest_below(number)
+        place = find_place(conversation, arguments)
+        if place is None:
+            raise UsageError(f"{one_line(arguments)} is no message.", "/tree shows their numbers.")
+        turn_id = conversation.latest_below(place.turn_id)
     else:
         costs = await turn_costs(context.controller.engine, conversation)
         choices = [
@@ -134,11 +173,20 @@ def _show_where_it_stands(context: "CommandContext") -> None:
     context.conversation_changed()
 
 
+def _ends(conversation: Conversation) -> list[Turn]:
+    """Return the last turn of every branch; of a copied branch, that of the newest copy."""
+    originals = conversation.originals()
+    newest = {originals[turn.turn_id]: turn.turn_id for turn in conversation.turns()}
+    leaves = conversation.leaves()
+    return [leaf for leaf in leaves if newest[originals[leaf.turn_id]] == leaf.turn_id]
+
+
 def _trail(context: "CommandContext", leaf: Turn) -> str:
-    """Return one line on a branch: its last turn's number, the last message and its answer."""
-    path = context.controller.require_conversation().path(leaf.turn_id)
-    texts = [turn_summary(turn, 32) for turn in path[-2:]]
-    return f"{leaf.turn_id}. {': '.join(texts)}"
+    """Return one line on a branch: its last message's number, that message and its answer."""
+    conversation = context.controller.require_conversation()
+    path = [turn for turn in conversation.path(leaf.turn_id) if turn.summary_of is None]
+    texts = [turn_summary(turn, 32) for turn in path[-2:]] or ["a summary"]
+    return f"{MessageNumbers(conversation).of(leaf)}. {': '.join(texts)}"
 
 
 def _count(arguments: str) -> int:
@@ -177,6 +225,21 @@ COMMANDS = (
         "[-n K]",
         ("regen", "regenerate"),
     ),
+    Command(
+        "compact",
+        "let a summary take the place of the older messages, on a new branch",
+        compact,
+        Group.TURNS,
+        "[what matters most]",
+        ("compress",),
+    ),
+    Command(
+        "btw",
+        "ask aside: neither question nor answer joins the conversation",
+        btw,
+        Group.TURNS,
+        "QUESTION",
+    ),
     Command("continue", "go on with an answer that was cut off", continue_, Group.TURNS),
     Command(
         "fork", "go on in a copy of the conversation", fork, Group.TURNS, "[title]", ("branch",)
@@ -189,5 +252,5 @@ COMMANDS = (
         aliases=("branches",),
         is_available_while_answering=True,
     ),
-    Command("switch", "go to another branch", switch, Group.TURNS, "[turn]"),
+    Command("switch", "go to another branch", switch, Group.TURNS, "[n|n.answer]"),
 )

@@ -18,6 +18,17 @@ _MAX_PATHS = 200
 Candidates = Callable[[], Iterable[tuple[str, str]]]
 
 
+# What is used most comes first, and /exit last; the rest keeps its order.
+_BY_USE = ("help", "retry", "edit", "undo", "new", "resume", "file", "model", "system", "tree")
+_LAST = "exit"
+
+
+def _rank(command: Command) -> int:
+    if command.name == _LAST:
+        return 2 * len(_BY_USE)
+    return _BY_USE.index(command.name) if command.name in _BY_USE else len(_BY_USE)
+
+
 class LineCompleter(Completer):
     """Completes the line before the cursor. `sessions` and `turns` return current candidates."""
 
@@ -45,13 +56,15 @@ class LineCompleter(Completer):
             yield from _paths(word[1:].lstrip('"'))
 
     def _names(self, typed: str) -> Iterator[Completion]:
-        for command in self._registry.commands:
+        for command in sorted(self._registry.commands, key=_rank):
             word = next((w for w in command.words if w.startswith(typed.lower())), None)
             if word is not None:
                 shown = f"/{command.name}" if word == command.name else f"/{word} ({command.name})"
                 yield Completion(word, -len(typed), display=shown, display_meta=command.help)
 
     def _arguments(self, command: Command, typed: str) -> Iterator[Completion]:
+        if command.subcommands and " " not in typed:
+            yield from _matching(((word, "") for word in command.subcommands), typed)
         if command.argument is Argument.PATH:
             yield from _paths(typed.split(" ")[-1])
         elif command.argument is Argument.SETTING and " " not in typed:

@@ -8,7 +8,9 @@ import logging
 from collections.abc import Awaitable, Callable, Coroutine
 
 from kvchat.chat.answer_settings import AskOptions
+from kvchat.chat.compaction import CompactionPlan
 from kvchat.chat.controller import ChatController
+from kvchat.chat.events import AnswerEnded
 from kvchat.chat.message_queue import MessageQueue
 from kvchat.chat.read_ahead import ReadAhead
 from kvchat.core.errors import ExitCode, KvchatError
@@ -17,7 +19,7 @@ from kvchat.core.text import one_line
 from kvchat.terminal import history_view, warmth
 from kvchat.terminal.answering import Answering
 from kvchat.terminal.commands import CommandContext, Invocation, Message, Registry, Unknown
-from kvchat.terminal.status import ToolbarFacts, model_label, toolbar
+from kvchat.terminal.status import StatsLevel, ToolbarFacts, model_label, toolbar
 from kvchat.terminal.theme import Role
 from kvchat.terminal.view import LiveState, View
 
@@ -35,14 +37,14 @@ class Dialogue(CommandContext):
     """Implements `Listener` for views. `work` is its main loop; `exit_code` is set at the end."""
 
     def __init__(
-        self, controller: ChatController, view: View, registry: Registry, shows_stats: bool
+        self, controller: ChatController, view: View, registry: Registry, stats_level: StatsLevel
     ) -> None:
         self.controller = controller
         self._view = view
         self.registry = registry
         self.exit_code = ExitCode.OK
         self.failure: KvchatError | None = None
-        self.shows_stats = shows_stats
+        self.stats_level = stats_level
         self._queue = MessageQueue()
         self._asked: Callable[[], Awaitable[None]] | None = None
         self._answering = Answering(controller, view, self.refresh, self._live_state)
@@ -197,7 +199,7 @@ class Dialogue(CommandContext):
 
     def rewind(self) -> None:
         if not self.is_busy and self.controller.user_turns:
-            self._run_by_name("rewind")
+            self.run_by_name("rewind")
 
     def show_sibling(self, step: int) -> None:
         if self.is_busy:
@@ -212,7 +214,7 @@ class Dialogue(CommandContext):
         self.conversation_changed()
 
     def toggle_stats(self) -> None:
-        self.set_stats(not self.shows_stats)
+        self.notice(self.set_stats(self.stats_level.next()))
 
     def quit(self, code: int) -> None:
         """Leave; an answer in progress is stopped first and kept."""
@@ -275,7 +277,7 @@ class Dialogue(CommandContext):
         text = self._queue.take()
         self._ahead.forget()
         self.refresh()
-        await self._answering.answer_message(text, self.shows_stats)
+        await self._answering.answer_message(text, self.stats_level)
         self._answer_ended()
 
     async def _answer_asked(self) -> None:
@@ -299,14 +301,26 @@ class Dialogue(CommandContext):
     def answer_again(self, options: AskOptions) -> None:
         """Answer the last message again, when no answer or command holds the lock."""
         self.controller.user_turn("")
-        self._asked = lambda: self._answering.answer_again(options, self.shows_stats)
+        self._asked = lambda: self._answering.answer_again(options, self.stats_level)
         self._wake.set()
 
     def continue_answer(self) -> None:
         """Continue the last answer, when no answer or command holds the lock."""
         self.controller.require_conversation()
-        self._asked = lambda: self._answering.continue_answer(self.shows_stats)
+        self._asked = lambda: self._answering.continue_answer(self.stats_level)
         self._wake.set()
+
+    def ask_aside(self, question: str) -> None:
+        """Answer a question aside, when no answer or command holds the lock."""
+        self.controller.require_conversation()
+        self._asked = lambda: self._answering.answer_aside(question, self.stats_level)
+        self._wake.set()
+
+    async def show_summary(self, plan: CompactionPlan, focus: str) -> AnswerEnded:
+        return await self._answering.show_summary(plan, focus, self.stats_level)
+
+    def hide_thinking(self, is_hidden: bool) -> None:
+        self._answering.hides_thinking = is_hidden
 
     def conversation_changed(self) -> None:
         """Update the toolbar's figures, after the tip has moved."""
@@ -339,7 +353,8 @@ class Dialogue(CommandContext):
 
     # Carrying out commands
 
-    def _run_by_name(self, name: str) -> None:
+    def run_by_name(self, name: str) -> None:
+        """Run a command without arguments."""
         command = self.registry.find(name)
         assert command is not None
         self._begin(Invocation(command, ""))

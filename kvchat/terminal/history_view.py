@@ -6,14 +6,22 @@ from rich.cells import cell_len
 from rich.text import Text
 
 from kvchat.chat.attachment import split_attached
-from kvchat.chat.conversation import ROOT, Conversation, Role, Turn
+from kvchat.chat.compaction import OPENING
+from kvchat.chat.conversation import Conversation, Role, Turn
+from kvchat.chat.messages import (
+    MessageNumbers,
+    MessageTree,
+    TreeNode,
+    answer_place,
+    in_words,
+)
 from kvchat.chat.thinking import split_thinking, whole_passages
 from kvchat.core.text import one_line
 from kvchat.terminal.answer_view import AnswerRenderer
 from kvchat.terminal.paint import RenderContext, Row
 from kvchat.terminal.status import plural
 from kvchat.terminal.theme import Role as Look
-from kvchat.terminal.view import Page
+from kvchat.terminal.view import Page, tell
 from kvchat.terminal.wrap import one_row
 
 
@@ -38,9 +46,13 @@ def answer_rows(turn: Turn, page: Page) -> list[Row]:
 
 
 def show_turns(turns: list[Turn], page: Page) -> None:
-    """Show turns one after another."""
+    """Show turns one after another, and a summary as a note."""
     for turn in turns:
-        if turn.role is Role.USER:
+        if turn.summary_of is not None:
+            if turn.role is Role.USER:
+                words = f"Summary of earlier messages: {turn.text.removeprefix(OPENING)}"
+                tell(page, words)
+        elif turn.role is Role.USER:
             names, words = split_attached(turn.text)
             with_files = f"\nwith {', '.join(names)}" if names else ""
             page.write_turn(f"{words}{with_files}", is_said_now=False)
@@ -49,11 +61,12 @@ def show_turns(turns: list[Turn], page: Page) -> None:
 
 
 def show_where_it_stands(conversation: Conversation, page: Page) -> None:
-    """Show the last exchange, and the number of earlier messages."""
+    """Show the last exchange, and the number of exchanges before it on this branch."""
     path = conversation.path()
-    last = next((i for i in range(len(path) - 1, -1, -1) if path[i].role is Role.USER), 0)
-    if last:
-        note = f"{one_line(conversation.label)}: {plural(last, 'earlier turn')} (/show chat)"
+    last = next((i for i in range(len(path) - 1, -1, -1) if path[i].is_message), 0)
+    earlier = sum(turn.is_message for turn in path[:last])
+    if earlier:
+        note = f"{one_line(conversation.label)}: {plural(earlier, 'earlier turn')} (/show chat)"
         page.write([*page.painter.wrapped(note, page.render_context.width, Look.DIM), Text(end="")])
     if not path:
         page.write([page.painter.text("This is the beginning.", Look.DIM), Text(end="")])
@@ -66,35 +79,26 @@ _MIN_TEXT_CELLS = 8
 def tree_rows(
     conversation: Conversation, ctx: RenderContext, warmth: Mapping[int, str]
 ) -> list[Row]:
-    """Return one row per turn, parents before children, the tip marked.
+    """Return one row per message, answer and label, parents before children, the tip marked.
 
     `warmth` has, by turn, where its KV is and what continuing from there costs.
     """
-    on_path = {turn.turn_id for turn in conversation.path()}
-    rows: list[Row] = []
-    # What is still to be drawn, the next one last: a turn, what stands before it, and what stands
+    tree = MessageTree(conversation)
+    rows = _TreeRows(conversation, tree, ctx, warmth)
+    # What is still to be drawn, the next one last: a node, what stands before it, and what stands
     # before its children. A stack, because conversations are deeper than Python's.
-    pending = _branches(conversation, ROOT, "", ctx)
+    pending = _branches(tree.root, "", ctx)
+    drawn: list[Row] = []
     while pending:
-        turn, lead, below = pending.pop()
-        row = _row(
-            turn,
-            lead,
-            conversation.tip_id,
-            turn.turn_id in on_path,
-            ctx,
-            warmth.get(turn.turn_id, ""),
-        )
-        rows.append(row)
-        pending += _branches(conversation, turn.turn_id, below, ctx)
-    return rows
+        node, lead, below = pending.pop()
+        drawn.append(rows.row(node, lead))
+        pending += _branches(node, below, ctx)
+    return drawn
 
 
-def _branches(
-    conversation: Conversation, parent_id: int, lead: str, ctx: RenderContext
-) -> list[tuple[Turn, str, str]]:
-    """Return the children of a turn to draw, in reverse order."""
-    children = conversation.children(parent_id)
+def _branches(parent: TreeNode, lead: str, ctx: RenderContext) -> list[tuple[TreeNode, str, str]]:
+    """Return the children of a node to draw, in reverse order."""
+    children = parent.children
     if len(children) < 2:
         return [(child, lead, lead) for child in children]
     glyphs = ctx.painter.look.glyphs
@@ -103,18 +107,57 @@ def _branches(
     return drawn[::-1]
 
 
-def _row(
-    turn: Turn, lead: str, tip_id: int, is_on_path: bool, ctx: RenderContext, warmth: str
-) -> Row:
-    painter = ctx.painter
-    style = painter.style(Look.PLAIN if is_on_path else Look.DIM)
-    who = "you" if turn.role is Role.USER else "model"
-    mark = f" {painter.look.glyphs.tip}" if turn.turn_id == tip_id else ""
-    cut = " (cut off)" if turn.is_partial else ""
-    cut += f"{painter.look.glyphs.separator}{warmth}" if warmth else ""
-    head = f"{turn.turn_id} {who}: "
-    room = max(_MIN_TEXT_CELLS, ctx.width - cell_len(lead + head + mark + cut) - 1)
-    row = Text(end="").append(lead, painter.style(Look.DIM))
-    row.append(head, painter.style(Look.DIM)).append(turn_summary(turn, room), style)
-    row.append(cut, painter.style(Look.DIM)).append(mark, painter.style(Look.HEADING))
-    return row
+class _TreeRows:
+    """Draws the nodes of one tree."""
+
+    def __init__(
+        self,
+        conversation: Conversation,
+        tree: MessageTree,
+        ctx: RenderContext,
+        warmth: Mapping[int, str],
+    ) -> None:
+        self._warmth = warmth
+        originals = conversation.originals()
+        # Of a copied turn, the copy on the path to the tip is what the next message continues.
+        self._on_tip_path = {originals[t.turn_id]: t.turn_id for t in conversation.path()}
+        self._conversation = conversation
+        self._numbers = MessageNumbers(conversation)
+        self._on_path = {id(node) for node in tree.path()}
+        self._tip = tree.tip
+        self._ctx = ctx
+
+    def row(self, node: TreeNode, lead: str) -> Row:
+        painter = self._ctx.painter
+        style = painter.style(Look.PLAIN if id(node) in self._on_path else Look.DIM)
+        mark = f" {painter.look.glyphs.tip}" if node is self._tip else ""
+        cut = " (cut off)" if node.turn is not None and node.turn.is_partial else ""
+        shown = node.turn.turn_id if node.turn is not None else 0
+        warmth = self._warmth.get(self._on_tip_path.get(shown, shown), "")
+        cut += f"{painter.look.glyphs.separator}{warmth}" if warmth else ""
+        head = self._head(node)
+        room = max(_MIN_TEXT_CELLS, self._ctx.width - cell_len(lead + head + mark + cut) - 1)
+        text = turn_summary(node.turn, room) if node.turn is not None else self._label(node, room)
+        row = Text(end="").append(lead, painter.style(Look.DIM))
+        row.append(head, painter.style(Look.DIM)).append(text, style)
+        row.append(cut, painter.style(Look.DIM)).append(mark, painter.style(Look.HEADING))
+        return row
+
+    def _head(self, node: TreeNode) -> str:
+        """Return what stands before a node's text: the number of a message, and who speaks."""
+        turn = node.turn
+        if turn is None:
+            return "summary of " if node.opening.summary_of is not None else "system: "
+        number = self._numbers.of(turn)
+        if turn.role is Role.USER:
+            return f"{number} you: "
+        place, count = answer_place(self._conversation, turn)
+        return f"{number}.{place} model: " if count > 1 else "  model: "
+
+    def _label(self, node: TreeNode, room: int) -> str:
+        summarised = node.opening.summary_of
+        if summarised is None:
+            return one_row(node.opening.system or "none", room)
+        path = self._conversation.path(summarised)
+        numbers = sorted({self._numbers.of(turn) for turn in path if turn.is_message})
+        return one_row(f"messages {in_words(numbers)}", room)

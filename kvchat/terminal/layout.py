@@ -27,7 +27,7 @@ from prompt_toolkit.widgets import SearchToolbar
 from kvchat.terminal.paint import Fragments
 from kvchat.terminal.pickers import Picker
 from kvchat.terminal.view import LiveState
-from kvchat.terminal.wrap import one_row
+from kvchat.terminal.wrap import one_row, wrapped_rows
 
 if TYPE_CHECKING:
     from kvchat.terminal.prompt import LivePrompt
@@ -140,13 +140,13 @@ def _menu() -> Window:
 
 
 def _toolbar(prompt: "LivePrompt") -> Window:
-    """Return one row: the notice if there is one, else the toolbar."""
+    """Return the toolbar's row, or the notice if there is one, in as many rows as it takes."""
 
     def text() -> Fragments:
         width = prompt.size.columns - 1
         state = prompt.region.state
         if state.notice:
-            return [("class:notice", one_row(state.notice, width))]
+            return [("class:notice", "\n".join(wrapped_rows(state.notice, width)))]
         return [("class:toolbar", state.toolbar(width))]
 
-    return Window(FormattedTextControl(text), height=1)
+    return Window(FormattedTextControl(text), dont_extend_height=True)

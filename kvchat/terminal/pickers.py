@@ -13,7 +13,7 @@ from kvchat.core.text import whole_number
 from kvchat.terminal.paint import Fragments
 from kvchat.terminal.theme import Glyphs
 from kvchat.terminal.view import Choice, PickerActions
-from kvchat.terminal.wrap import first_cells, one_row
+from kvchat.terminal.wrap import first_cells, one_row, wrapped_rows
 
 _PREVIEW_ROWS = 2
 SEPARATOR = " · "  # between the parts of a choice's detail, the most important first
@@ -137,18 +137,25 @@ class Picker:
         below = self._num_rows_below(max_rows)
         return 1 + max(1, min(len(self._shown), max_rows - 1 - below)) + below
 
+    def _title(self, width: int) -> Fragments:
+        """Return the title, wrapped where it is too long for a row, and the hint after it."""
+        rows = wrapped_rows(self.title, width)
+        hint = self.filter or "type to search, Enter picks, Esc does not"
+        room = width - cell_len(rows[-1])
+        title: Fragments = [("class:picker.title", "\n".join(rows))]
+        if cell_len(hint) + 2 > room and not self.filter:
+            return title
+        return [*title, ("class:picker.detail", first_cells(f"  {hint}", room))]
+
     def fragments(self, max_rows: int, width: int, glyphs: Glyphs) -> Fragments:
         """Return the picker as formatted text: a title, the choices around the cursor, and with
         actions a preview and the keys.
         """
-        hint = self.filter or "type to search, Enter picks, Esc does not"
-        fragments: Fragments = [
-            ("class:picker.title", one_row(self.title, width)),
-            ("class:picker.detail", first_cells(f"  {hint}", width - cell_len(self.title))),
-        ]
+        fragments = self._title(width)
         if not self._shown:
             fragments += [("", "\n  "), ("class:picker.detail", "nothing like that")]
-        room = max(1, max_rows - 1 - self._num_rows_below(max_rows))
+        num_title_rows = len(wrapped_rows(self.title, width))
+        room = max(1, max_rows - num_title_rows - self._num_rows_below(max_rows))
         first = min(max(0, self._position - room // 2), max(0, len(self._shown) - room))
         for place in range(first, min(first + room, len(self._shown))):
             fragments += self._line(place, width, glyphs)

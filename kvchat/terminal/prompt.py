@@ -26,11 +26,11 @@ from prompt_toolkit.filters import Condition
 from prompt_toolkit.history import History
 from prompt_toolkit.input import Input
 from prompt_toolkit.input.defaults import create_input
-from prompt_toolkit.selection import SelectionState
 from prompt_toolkit.styles import Style
 from rich.text import Text
 
 from kvchat.chat.controller import ChatController
+from kvchat.chat.messages import MessageNumbers
 from kvchat.core.errors import UsageError
 from kvchat.terminal.completion import LineCompleter
 from kvchat.terminal.history_view import turn_summary
@@ -63,13 +63,27 @@ class LiveApplication(Application[None]):
         """Draw before returning; `invalidate` would draw later."""
         self._redraw()
 
+    def erase_region(self) -> None:
+        """Erase the region at its current place, which may be above the place it was drawn at."""
+        self.output.cursor_up(self._num_rows_added())
+        self.renderer.erase(leave_alternate_screen=False)
+
     def _remember_width(self, sender: object) -> None:
         self._drawn_columns = self.output.get_size().columns
 
+    def _redraw(self, render_as_done: bool = False) -> None:
+        """Draw, also in a window that has become wider or narrower before the signal says so."""
+        screen = self.renderer.last_rendered_screen
+        if screen is not None and self._drawn_columns != self.output.get_size().columns:
+            with self._held_output.stroke():
+                self.erase_region()
+                super()._redraw(render_as_done)
+        else:
+            super()._redraw(render_as_done)
+
     def _on_resize(self) -> None:
-        """Erase the region at its current place, which may be above the place it was drawn at."""
         with self._held_output.stroke():
-            self.output.cursor_up(self._num_rows_added())
+            self.erase_region()
             super()._on_resize()
 
     def _num_rows_added(self) -> int:
@@ -93,6 +107,9 @@ class LiveApplication(Application[None]):
 
 # Longer lines are hard to read, however wide the window.
 _MAX_TEXT_COLUMNS = 100
+# A window may change its width while rows for the other width are on their way. What a terminal
+# that reflows then makes of them stays in its scrollback, so there must be few.
+_MAX_TAIL_ROWS = 2
 _MAX_ECHOED_ROWS = 12
 _MAX_COPIED_BYTES = 200_000
 
@@ -175,7 +192,7 @@ class LivePrompt:
 
     @property
     def max_tail_rows(self) -> int:
-        return max(2, self.size.rows // 2)
+        return _MAX_TAIL_ROWS
 
     @property
     def prompt_text(self) -> str:
@@ -194,7 +211,7 @@ class LivePrompt:
             self._waiting.append(text)
             return
         with self._output.stroke():
-            self._app.renderer.erase()
+            self._app.erase_region()
             self._output.write_raw(text)
             self._app.redraw_now()
 
@@ -226,9 +243,6 @@ class LivePrompt:
 
     def put_back(self, text: str) -> None:
         self.put_text(text)
-        # The text is selected, so that the next typed or pasted text replaces it.
-        self.buffer.selection_state = state = SelectionState(original_cursor_position=0)
-        state.enter_shift_mode()
 
     async def choose(
         self,
@@ -351,7 +365,7 @@ class LivePrompt:
             self._output.flush()
         elif text:
             with self._output.stroke():
-                self._app.renderer.erase()
+                self._app.erase_region()
                 self._output.write_raw(text)
                 self._app.redraw_now()
 
@@ -395,5 +409,8 @@ def _sessions(controller: ChatController) -> Iterable[tuple[str, str]]:
 
 
 def _turns(controller: ChatController) -> Iterable[tuple[str, str]]:
-    for number, turn in enumerate(controller.user_turns, start=1):
-        yield str(number), turn_summary(turn, 60)
+    conversation = controller.conversation
+    if conversation is not None:
+        numbers = MessageNumbers(conversation)
+        for turn in controller.user_turns:
+            yield str(numbers.of(turn)), turn_summary(turn, 60)

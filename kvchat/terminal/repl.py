@@ -18,6 +18,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
+from rich.cells import cell_len
+from rich.text import Text
+
 from kvchat.chat.controller import ChatController
 from kvchat.chat.host import close_host
 from kvchat.chat.reply_stream import LoadRelay
@@ -28,7 +31,7 @@ from kvchat.terminal.dialogue import Dialogue
 from kvchat.terminal.history_view import show_where_it_stands
 from kvchat.terminal.paint import Painter
 from kvchat.terminal.registry import build_registry
-from kvchat.terminal.status import model_label
+from kvchat.terminal.status import StatsLevel, model_label
 from kvchat.terminal.theme import Look, Role
 from kvchat.terminal.view import View, tell
 
@@ -42,6 +45,7 @@ class ReplSetup:
     history_path   the file of the input history; None keeps no history
     shows_stats    whether a line of figures follows every answer; None: unless output is spoken
     editor         the command line of the user's editor
+    picks_session  whether the chat begins with the picker of saved conversations
     """
 
     controller: ChatController
@@ -50,6 +54,7 @@ class ReplSetup:
     look: Look = field(default_factory=Look)
     shows_stats: bool | None = None
     editor: str = "vi"
+    picks_session: bool = False
 
 
 def run(setup: ReplSetup) -> int:
@@ -68,12 +73,14 @@ async def run_repl(setup: ReplSetup) -> int:
     view = _new_view(setup)
     # Spoken output has no figures after answers, unless the user turns them on: /stats on.
     shows_stats = not setup.look.is_spoken if setup.shows_stats is None else setup.shows_stats
-    dialogue = Dialogue(controller, view, registry, shows_stats)
+    dialogue = Dialogue(controller, view, registry, StatsLevel(shows_stats))
     try:
         with _signals(dialogue), error_hooks(dialogue.report):
             _greet(controller, view)
             dialogue.refresh()
             setup.relay.attach(asyncio.get_running_loop(), dialogue.hear)
+            if setup.picks_session:
+                dialogue.run_by_name("resume")
             await _run_until_left(dialogue, view)
         has_been_used = dialogue.has_been_used
         _take_leave(dialogue, has_been_used, controller.close_session())
@@ -114,7 +121,9 @@ def _greet(controller: ChatController, view: View) -> None:
     if controller.host.store is None:
         parts.append("nothing is saved")
     line = view.painter.look.glyphs.separator.join(parts)
-    view.write([view.painter.text(line, Role.DIM), view.painter.text("")])
+    view.write([view.painter.text(line, Role.DIM)])
+    if controller.session is None and not view.painter.look.is_spoken:
+        view.write([view.painter.text(_what_to_try(controller, view), Role.DIM), Text(end="")])
     if view.painter.look.is_plain and controller.host.ready is None:
         tell(view, "The model is loading. What you type waits for it.")
     if controller.host.model.format.strategy is Strategy.NO_TEMPLATE:
@@ -126,6 +135,22 @@ def _greet(controller: ChatController, view: View) -> None:
         for note in controller.session.notes:
             view.write(view.painter.wrapped(note, view.render_context.width, Role.WARNING))
         show_where_it_stands(controller.session.conversation, view)
+
+
+def _what_to_try(controller: ChatController, view: View) -> str:
+    """Return one line on what the model is, and as many things to try as the width has room for."""
+    natures = ["a model on this machine", "a local model"]
+    tries = ["a question", "/file PATH", "/help keys"]
+    if controller.host.model.name == "demo":
+        natures = ["a toy model: it knows kvchat and what you tell it", "a toy model"]
+        tries = ["My name is Ada.", "How do I attach a file?", "/model"]
+    width, separator = view.render_context.width, view.painter.look.glyphs.separator
+    lines = [
+        f"{nature}; try: {separator.join(tries[:count])}"
+        for nature in natures
+        for count in range(len(tries), 0, -1)
+    ]
+    return next((line for line in lines if cell_len(line) <= width), natures[-1])
 
 
 @contextmanager

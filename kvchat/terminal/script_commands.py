@@ -10,13 +10,16 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from kvchat.chat.answer_settings import AskOptions
+from kvchat.chat.compaction import CompactionPlan
 from kvchat.chat.controller import ChatController
+from kvchat.chat.events import AnswerEnded, AnswerFailed
 from kvchat.chat.reply import Reply
 from kvchat.core.cost import Cost
 from kvchat.core.errors import UsageError
 from kvchat.terminal import warmth
 from kvchat.terminal.commands import CommandContext, Invocation, Registry
 from kvchat.terminal.paint import Painter, RenderContext, Row
+from kvchat.terminal.status import StatsLevel
 from kvchat.terminal.view import Choice, Page, PickerActions
 
 
@@ -92,11 +95,11 @@ class ScriptCommands(CommandContext):
     """Runs commands for a script. `has_left` is true after a command has ended the run."""
 
     def __init__(
-        self, controller: ChatController, page: Page, registry: Registry, shows_stats: bool
+        self, controller: ChatController, page: Page, registry: Registry, stats_level: StatsLevel
     ) -> None:
         self.controller = controller
         self.registry = registry
-        self.shows_stats = shows_stats
+        self.stats_level = stats_level
         self.has_left = False
         self._page = page
         self._request: AnswerRequest | None = None
@@ -135,6 +138,23 @@ class ScriptCommands(CommandContext):
     def continue_answer(self) -> None:
         self.controller.require_conversation()
         self._request = AnswerRequest(self.controller.continue_answer)
+
+    def ask_aside(self, question: str) -> None:
+        self.controller.require_conversation()
+        self._request = AnswerRequest(lambda: self.controller.ask_aside(question))
+
+    async def show_summary(self, plan: CompactionPlan, focus: str) -> AnswerEnded:
+        """Wait for the summary, and print it with what the command says."""
+        reply = self.controller.summarise(plan, focus)
+        last = (await asyncio.to_thread(list, reply))[-1]
+        if isinstance(last, AnswerFailed):
+            raise last.error
+        assert isinstance(last, AnswerEnded)
+        self.say(last.text)
+        return last
+
+    def hide_thinking(self, is_hidden: bool) -> None:
+        raise UsageError("A script's text output has no thinking; --json has it apart.")
 
     def quit(self, code: int) -> None:
         self.has_left = True

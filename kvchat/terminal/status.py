@@ -4,6 +4,7 @@ Pure functions of the engine's figures; parts that are zero or unknown are left 
 """
 
 from dataclasses import dataclass
+from enum import IntEnum
 
 from rich.cells import cell_len
 
@@ -12,9 +13,17 @@ from kvchat.core.stats import GraphStatus, SpeculationStatus
 from kvchat.core.text import one_line
 from kvchat.core.types import CachedTokens, FinishReason, Timing, Usage, rate
 from kvchat.terminal.theme import Glyphs
-from kvchat.terminal.wrap import NO_BREAK, first_cells
+from kvchat.terminal.wrap import first_cells
 
 _BAR_CELLS = 10
+# The share of the context from which on the toolbar warns.
+NEARLY_FULL = 0.8
+_MIN_WORDY_COLUMNS = 60
+# What to do when the context is full.
+WAYS_OUT = (
+    "/compact lets a summary take the place of older messages, /new begins another conversation, "
+    "/rewind goes back."
+)
 
 
 def format_count(count: int) -> str:
@@ -51,33 +60,72 @@ def plural(count: int, noun: str) -> str:
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
+class StatsLevel(IntEnum):
+    """The figures that follow every answer: none, one line, or the line and the details below."""
+
+    OFF = 0
+    LINE = 1
+    ALL = 2
+
+    def next(self) -> "StatsLevel":
+        """Return the level that F2 changes to: line, all, off, and again."""
+        return {StatsLevel.OFF: StatsLevel.LINE, StatsLevel.LINE: StatsLevel.ALL}.get(
+            self, StatsLevel.OFF
+        )
+
+
 def stats_line(
     usage: Usage,
     timing: Timing,
     reason: FinishReason,
     context_limit: int | None,
     glyphs: Glyphs,
-    read_again: str = "",
+    width: int | None = None,
     load_s: float | None = None,
 ) -> str:
-    """Return the line after an answer. A line that is too long breaks between its parts.
+    """Return the line after an answer, in at most `width` cells; None leaves nothing out.
 
-    `read_again` says why tokens were prefilled again, "" if none were. `load_s` is the loading time
-    of the model, for the first answer of a script.
+    The least important parts are left out first: tiers, context, tokens, the first token's time.
+    `load_s` is the loading time of the model, for the first answer of a script.
     """
     used = usage.prompt_tokens + usage.completion_tokens
-    parts = [
+    tiers = _tiers(usage.cached)
+    cached = f"cached {usage.cached.total:,}/{usage.prompt_tokens:,}"
+    full = [
         _ending(reason),
         f"loaded in {format_seconds(load_s)}" if load_s is not None else "",
-        _cached(usage, glyphs),
-        f"prefill {usage.prefilled_tokens:,}" if usage.prefilled_tokens else "",
-        f"read again: {read_again}" if read_again else "",
+        f"{cached} ({tiers})" if tiers else cached,
         f"first token {format_seconds(timing.ttft_s)}" if usage.completion_tokens else "",
         _generated(usage, timing),
-        _drafted(usage),
         f"context {format_count(used)}/{format_count(context_limit)}" if context_limit else "",
     ]
-    return glyphs.separator.join(part.replace(" ", NO_BREAK) for part in parts if part)
+    shorter: list[tuple[int, str]] = [(2, cached), (5, ""), (4, ""), (1, ""), (3, "")]
+    line = _joined(full, glyphs)
+    for place, text in shorter:
+        if width is None or cell_len(line) <= width:
+            break
+        full[place] = text
+        line = _joined(full, glyphs)
+    return line if width is None else first_cells(line, width)
+
+
+def detail_line(usage: Usage, timing: Timing, glyphs: Glyphs, read_again: str = "") -> str:
+    """Return the figures that the line after an answer leaves to /stats; "" if there are none.
+
+    `read_again` says why tokens were prefilled again, "" if none were.
+    """
+    pace = rate(usage.prefilled_tokens, timing.prefill_s)
+    prefill = f"prefill {usage.prefilled_tokens:,}" if usage.prefilled_tokens else ""
+    parts = [
+        f"{prefill} at {_format_rate(pace)}" if prefill and pace else prefill,
+        f"read again: {read_again}" if read_again else "",
+        _drafted(usage),
+    ]
+    return _joined(parts, glyphs)
+
+
+def _joined(parts: list[str], glyphs: Glyphs) -> str:
+    return glyphs.separator.join(part for part in parts if part)
 
 
 def _ending(reason: FinishReason) -> str:
@@ -89,20 +137,10 @@ def _ending(reason: FinishReason) -> str:
     return words.get(reason, "")
 
 
-def _cached(usage: Usage, glyphs: Glyphs) -> str:
-    total = usage.cached.total
-    if not total:
-        return ""
-    return f"cached {total:,}/{usage.prompt_tokens:,}{_tiers(usage.cached, glyphs)}"
-
-
-def _tiers(cached: CachedTokens, glyphs: Glyphs) -> str:
-    """Return the tiers of the cached tokens, "" if all of them were on the device."""
-    if cached.total == cached.device:
-        return ""
-    places = (("device", cached.device), ("host", cached.host), ("disk", cached.disk))
-    found = [f"{count:,} {name}" for name, count in places if count]
-    return f" ({glyphs.separator.join(found)})"
+def _tiers(cached: CachedTokens) -> str:
+    """Return the tiers below the device that tokens were read from; "" if there are none."""
+    places = (("host", cached.host), ("disk", cached.disk))
+    return ", ".join(f"{count:,} {name}" for name, count in places if count)
 
 
 def _generated(usage: Usage, timing: Timing) -> str:
@@ -110,7 +148,7 @@ def _generated(usage: Usage, timing: Timing) -> str:
         return ""
     tokens = plural(usage.completion_tokens, "token")
     speed = rate(usage.completion_tokens - 1, timing.decode_s)
-    return f"{tokens} at {_format_rate(speed)}" if speed else tokens
+    return f"{tokens}, {_format_rate(speed)}" if speed else tokens
 
 
 def _drafted(usage: Usage) -> str:
@@ -219,7 +257,10 @@ class ToolbarFacts:
 
 def toolbar(facts: ToolbarFacts, width: int, glyphs: Glyphs) -> str:
     """Return the toolbar's text; at a small width the least important parts are left out."""
+    is_full = _is_nearly_full(facts)
+    context = _context(facts, width)
     urgent = [
+        context if is_full else "",
         facts.loading,
         facts.answering,
         facts.editing,
@@ -229,7 +270,7 @@ def toolbar(facts: ToolbarFacts, width: int, glyphs: Glyphs) -> str:
     quiet = [
         facts.model,
         f"answer {facts.branch[0]}/{facts.branch[1]}" if facts.branch else "",
-        _context(facts),
+        "" if is_full else context,
         facts.warmth,
     ]
     separator = glyphs.separator
@@ -250,7 +291,18 @@ def _fitting(title: str, room: int, glyphs: Glyphs) -> str:
     return first_cells(title, cut).rstrip() + glyphs.ellipsis if cut >= 8 else ""
 
 
-def _context(facts: ToolbarFacts) -> str:
-    if not facts.context_tokens or not facts.context_limit:
+def _is_nearly_full(facts: ToolbarFacts) -> bool:
+    return facts.context_tokens >= NEARLY_FULL * (facts.context_limit or float("inf"))
+
+
+def _context(facts: ToolbarFacts, width: int) -> str:
+    """Return how full the context is; when it is nearly full, also the commands that help."""
+    used, limit = facts.context_tokens, facts.context_limit
+    if not used or not limit:
         return ""
-    return f"context {format_count(facts.context_tokens)}/{format_count(facts.context_limit)}"
+    words = f"context {format_count(used)}/{format_count(limit)}"
+    if not _is_nearly_full(facts):
+        return words
+    if width < _MIN_WORDY_COLUMNS:
+        return f"{used / limit:.0%} full: /compact /new /rewind"
+    return f"{words}, {used / limit:.0%} full: /compact, /new or /rewind"

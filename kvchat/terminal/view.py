@@ -129,7 +129,7 @@ class View(Page, Protocol):
         """Show rows permanently above the prompt, and with them a new state below, if given."""
 
     def put_back(self, text: str) -> None:
-        """Put refused text back into the prompt; the next typed text replaces it."""
+        """Put refused text back into the prompt, with the cursor at its end."""
 
     def show(self, state: LiveState) -> None:
         """Show another state below the finished rows soon."""

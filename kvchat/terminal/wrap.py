@@ -5,6 +5,7 @@ text to one row.
 """
 
 import re
+from itertools import pairwise
 
 from rich.cells import cell_len, get_character_cell_size
 
@@ -63,6 +64,13 @@ def one_row(text: str, max_cells: int) -> str:
     """Return text as `one_line` does, cut to what a row of the screen has room for."""
     line = " ".join(sanitize(text).split())
     return line if cell_len(line) <= max_cells else first_cells(line, max_cells - 1).rstrip() + "…"
+
+
+def wrapped_rows(text: str, width: int) -> list[str]:
+    """Return text as `one_line` does, broken into rows of at most `width` cells."""
+    line = " ".join(sanitize(text).split())
+    starts = [0, *break_offsets(line, width), len(line)]
+    return [line[a:b].rstrip() for a, b in pairwise(starts)]
 
 
 def first_cells(text: str, max_cells: int) -> str:

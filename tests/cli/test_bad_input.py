@@ -82,7 +82,7 @@ def test_a_setting_can_be_taken_out_again_and_a_directory_is_one_from_everywhere
     shown = shell.run("config", "show").stdout.decode().splitlines()
 
     assert [line.split() for line in shown if line.startswith(("temperature", "cache_dir"))] == [
-        ["temperature", "-"],
+        ["temperature", "the", "model's", "own,", "else", "0.7"],
         ["cache_dir", f'"{shell.home / "kept"}"'],
     ]
 

@@ -286,3 +286,31 @@ def test_the_doctor_says_when_nothing_can_be_kept(shell: Shell, tmp_path: Path) 
 
     assert done.returncode == 1
     assert b"Cannot use the directory" in done.stdout
+
+
+def test_models_and_conversations_are_named_and_why_is_told(shell: Shell, tiny: str) -> None:
+    """Digests of 32 digits were all that told whose KV it was."""
+    asked = ("-m", tiny, *GREEDY, "-p", "Of the twelve ships in the harbour three are red.")
+    shell.run(*asked, "--title", "Ships", "--block-size", "8")
+    name = tiny.rstrip("/").rpartition("/")[2]
+    listed = json.loads(shell.run("sessions", "list", "--json").stdout)
+
+    assert listed["next_message"]["cached"] > 0
+    assert b"(ready in 0.1 s)" in shell.run("sessions", "list").stdout
+    status = shell.run("cache").stdout.decode()
+    assert f"{name}: " in status
+    tree = shell.run("cache", "tree").stdout.decode()
+    assert f"{name}: " in tree
+    assert ", Ships" in tree
+    why = shell.run("cache", "why", listed["session"])
+    assert (why.returncode, why.stderr) == (0, b"")
+    assert why.stdout.startswith(b"Ships: ready: ")
+
+    shell.run("cache", "clear", "--yes")
+
+    why = shell.run("cache", "why", listed["session"])
+    assert why.stdout.startswith(b"Ships: cold: ")
+    assert b"have to be read: the cache on disk was cleared." in why.stdout
+    nobody = shell.run("cache", "why", "nobody")
+    assert nobody.returncode == 5
+    assert nobody.stderr.count(b"\n") == 1

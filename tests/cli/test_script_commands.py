@@ -28,6 +28,7 @@ from kvchat.core.events import LoadProgress
 from kvchat.terminal.paint import Painter
 from kvchat.terminal.registry import build_registry
 from kvchat.terminal.script_commands import ScriptCommands, ScriptPage
+from kvchat.terminal.status import StatsLevel
 from kvchat.terminal.theme import Look
 from support.commands import Shell
 from support.pty_screen import PtyScreen
@@ -109,7 +110,7 @@ def run_lines(model: ChatModel, tmp_path: Path, interrupted_s: list[float]) -> I
         setup = ScriptSetup(
             controller, writer or TextWriter(stdout, is_raw=False), notices, shows_stats=stats
         )
-        commands = ScriptCommands(controller, page, build_registry(), stats)
+        commands = ScriptCommands(controller, page, build_registry(), StatsLevel(stats))
         with Interruption() as interruption:
             script = Script(setup, interruption)
             script.answer_lines(commands, iter(lines), last or None)
@@ -137,7 +138,7 @@ def test_a_changed_system_prompt_is_why_all_of_it_is_read(run_lines: RunLines) -
     first, second = (json.loads(line) for line in ran.stdout.splitlines())
     assert "read_again" not in first
     assert second["read_again"] == "system prompt changed"
-    told = [line for line in ran.stderr.splitlines() if "first token" in line]
+    told = [line for line in ran.stderr.splitlines() if line.startswith("prefill")]
     assert ["read again: system prompt changed" in line for line in told] == [False, True]
 
 

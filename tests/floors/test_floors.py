@@ -38,7 +38,9 @@ OWNERS = {
     "transformers": {"model", "bench"},
     "huggingface_hub": {"model", "cli/models.py"},
     "safetensors": {"model", "bench/peers.py"},
-    "tokenizers": {"chat"},
+    # A GGUF file has a vocabulary in place of tokenizer.json, which the chat floor reads.
+    "tokenizers": {"chat", "model/gguf_tokenizer.py"},
+    "gguf": {"model"},
     "jinja2": {"chat"},
     "diskcache": {"cache/disk/table.py"},
     "xxhash": {"cache"},

@@ -120,6 +120,16 @@ def test_rounding_is_within_half_a_step_of_each_block(bits: int, error: float) -
     assert ((blocks - rounded).abs() <= 0.6 * step[..., None] + 1e-6).all()
 
 
+@pytest.mark.parametrize("bits", [8, 4])
+def test_turned_weights_lie_as_the_compiled_code_reads_them(bits: int) -> None:
+    """GPT-2's are turned; the levels once kept their strides, and only the plain form heeded it."""
+    weight, rows = torch.randn(64, 48).t(), rows_of(outlying(3, 64))
+
+    out = BlockProduct(quantised(weight, bits))(rows)
+
+    assert torch.allclose(out, rows.values() @ dequantised(quantised(weight, bits)).t(), atol=0.01)
+
+
 def test_only_whole_blocks_fit() -> None:
     assert fits(64)
     assert not fits(72)

@@ -66,9 +66,9 @@ def test_pickles_are_never_opened(directory: Path, name: str) -> None:
     assert_refused(directory, "pickle files only, which kvchat never opens")
 
 
-def test_gguf_is_another_format(directory: Path) -> None:
+def test_an_empty_gguf_file_is_no_model(directory: Path) -> None:
     (directory / "model.gguf").touch()
-    assert_refused(directory, "holds GGUF weights")
+    assert_refused(directory, "model.gguf cannot be read: it is not a complete GGUF file")
 
 
 def test_a_directory_without_weights_is_incomplete(directory: Path) -> None:

@@ -62,6 +62,12 @@ def author(question: str, sample: int) -> Script:
         return Script(lines, tokens_per_step=8, step_s=0.002)
     if word == "slow":
         return Script(lines, tokens_per_step=5, step_s=0.012)
+    if word == "table":
+        rows = "".join(f"| cell{n} | {'of a row ' * 6}end{n} |\n" for n in range(count))
+        return Script(f"| a | b |\n|---|---|\n{rows}\nAfter it.", tokens_per_step=20, step_s=0.01)
+    if word == "list":
+        items = "".join(f"- cell{n} {'of an item ' * (n % 5 * 4)}end{n}\n" for n in range(count))
+        return Script(items, tokens_per_step=12, step_s=0.008)
     if word == "prose":
         text = " ".join(f"word{number}" for number in range(count))
         return Script(text, tokens_per_step=5, step_s=0.008)
@@ -78,6 +84,8 @@ def author(question: str, sample: int) -> Script:
         return Script("All the same.", trouble=" ".join(words[1:]))
     if word == "think":
         return Script("<think>\nLet me see.\nYes.\n</think>\n\nThe answer is **42**.", 3, 0.005)
+    if word == "Summarise":
+        return Script("Ada has a dog called Rex.", tokens_per_step=5, step_s=0.01)
     if word == "warn":
         sys.stderr.write("a library warns\n\x1b[31mtwice\n")
         sys.stderr.flush()

@@ -46,15 +46,15 @@ def test_a_chat_that_keeps_nothing_says_so(start_chat: StartChat) -> None:
 def test_why_a_turn_was_read_is_told(start_chat: StartChat) -> None:
     chat = start_chat(columns=120)
     chat.enter("/cache why").wait_for("Nothing has been answered here yet.")
-    chat.enter("hello").wait_for("tokens at")
-    chat.enter("/cache why").wait_for("tokens were there").wait_for("which is what is new.")
+    chat.enter("hello").wait_for("tokens, ")
+    chat.enter("/cache why").wait_for("tokens were there").wait_for("were read: new text.")
     chat.enter("/new").enter("/cache why")
     chat.wait_for(lambda text: text.count("Nothing has been answered here yet.") == 2)
 
 
 def test_the_statistics_tell_of_the_disk(start_chat: StartChat) -> None:
     chat = start_chat(columns=140)
-    chat.enter("hello").wait_for("tokens at")
+    chat.enter("hello").wait_for("tokens, ")
     chat.enter("/stats").wait_for("disk:   2 packs of this model; 3 MiB of 1 GiB used by all")
 
 
@@ -102,7 +102,7 @@ def test_a_long_conversation_goes_straight_down() -> None:
     assert chain[-1] == "  |  |  16 tokens, 1 KiB, at an unknown time"
     assert branch == "  |  `- 16 tokens, 1 KiB, at an unknown time"
     assert orphan == "  `- 16 tokens, 1 KiB, at an unknown time, its beginning is gone"
-    assert cache_lines.status_lines(status)[1:] == [
+    assert cache_lines.status_lines(status, {})[1:] == [
         "0 B used: nothing is kept",
         "Chats keep nothing here: --disk-cache is 0.",
     ]

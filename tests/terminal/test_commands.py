@@ -55,10 +55,7 @@ def test_commands_are_found_by_name_alias_and_clear_beginning(
         "/* a comment */",
         " /help",
         "\t/help",
-        "/",
-        "/ help",
         "/help\nwith a second line",
-        "/1 is not a name",
         "a /help in the middle",
         "what is /help?",
         "/tmp/x.txt /help",
@@ -116,3 +113,13 @@ def test_the_commands_that_were_promised_are_there() -> None:
         command = _REGISTRY.find(name)
         assert command is not None
         assert command.name == name
+
+
+@pytest.mark.parametrize("line", ["/", "/ help", "/help?", "/helpp", "/1 is not a name", "/exit!"])
+def test_what_begins_as_a_command_and_is_none_is_never_sent(line: str) -> None:
+    """A lone slash and `/help?` went to the model."""
+    unknown = _REGISTRY.parse(line)
+    assert isinstance(unknown, Unknown)
+    assert "There is no command /" in str(unknown)
+    if line.startswith("/help"):
+        assert "Did you mean /help?" in str(unknown)

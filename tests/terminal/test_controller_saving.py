@@ -22,6 +22,7 @@ from kvchat.terminal.paint import Painter
 from kvchat.terminal.registry import build_registry
 from kvchat.terminal.repl import ReplSetup, run_repl
 from kvchat.terminal.script_commands import ScriptCommands, ScriptPage
+from kvchat.terminal.status import StatsLevel
 from kvchat.terminal.theme import Look
 from support.scripted_engine import Script, scripted_build
 from support.tiny_host import finish
@@ -75,7 +76,7 @@ def do(controller: ChatController, line: str) -> str:
     """Carry out a command; return what it said."""
     said: list[str] = []
     page = ScriptPage(said.append, Painter(PLAIN), 200)
-    commands = ScriptCommands(controller, page, build_registry(), False)
+    commands = ScriptCommands(controller, page, build_registry(), StatsLevel.OFF)
     parsed = commands.registry.parse(line)
     assert isinstance(parsed, Invocation), line
     commands.carry_out(parsed)

@@ -135,12 +135,12 @@ def test_a_turn_is_switched_to_by_the_number_that_the_tree_shows(
     ask(controller, "three")
     controller.forget(3)
 
-    assert "6" in do(controller, "/tree")
+    assert "2 you: three" in do(controller, "/tree")
     controller.move(2)
-    do(controller, "/switch 6")
+    do(controller, "/switch 2")
     assert controller.require_conversation().tip_id == 6
-    for number in ("3", "4", "0", "7", SUPERSCRIPT, ABSURD):
-        with pytest.raises(UsageError, match="is no turn"):
+    for number in ("3", "4", "0", "2.2", SUPERSCRIPT, ABSURD):
+        with pytest.raises(UsageError, match="is no message"):
             do(controller, f"/switch {number}")
     assert controller.require_conversation().tip_id == 6
 

@@ -29,7 +29,7 @@ def test_any_key_makes_room_for_the_toolbar_again(start_chat: StartChat) -> None
 
 def test_the_toolbar_says_how_to_give_up_an_edit(start_chat: StartChat) -> None:
     chat = start_chat()
-    chat.enter("one").wait_for("tokens at")
+    chat.enter("one").wait_for("tokens, ")
     chat.enter("/edit").wait_for("Editing message 1").type("x")
     chat.wait_for("editing 1 · Esc twice gives it up").type("\x1b").type("\x1b")
     chat.wait_for(lambda _: "editing 1" not in chat.shown)
@@ -42,13 +42,13 @@ def test_help_keeps_names_and_meanings_apart(start_chat: StartChat) -> None:
     chat.enter("/help").wait_for("/help keys lists the keys")
     assert "/export [md|json|jsonl] [PATH]     write the conversation" in chat.text
     assert "/cache [tree|why|verify|gc|clear]  KV kept on disk" in chat.text
-    chat.enter("/help keys").wait_for("statistics line on and off")
+    chat.enter("/help keys").wait_for("one line, all figures, none")
     assert "Alt-Enter, Ctrl-J, \\ Enter         a new line" in chat.text
 
 
 def test_help_is_readable_on_a_narrow_screen(start_chat: StartChat) -> None:
     chat = start_chat(columns=40, rows=60)
-    chat.enter("/help keys").wait_for("line on and off")
+    chat.enter("/help keys").wait_for("none")
     assert "  Esc Esc\n      clear the prompt; on an empty one," in chat.text
 
 
@@ -57,7 +57,7 @@ def test_a_conversation_is_exported_into_a_directory(start_chat: StartChat, tmp_
     directory = tmp_path / "exports"
     directory.mkdir()
     chat = start_chat(columns=200)
-    chat.enter("hello").wait_for("tokens at")
+    chat.enter("hello").wait_for("tokens, ")
     chat.enter(f"/export json {directory}").wait_for("Written to")
 
     [written] = directory.iterdir()
@@ -70,7 +70,7 @@ def test_a_written_conversation_is_imported_and_gone_on_with(
     """What /export wrote could only be read back from the shell."""
     path = tmp_path / "a chat.json"
     chat = start_chat(columns=200)
-    chat.enter("hello").wait_for("tokens at")
+    chat.enter("hello").wait_for("tokens, ")
     chat.enter(f"/export {path}").wait_for("Written to")
     chat.enter("/new").wait_for("A new conversation")
 
@@ -103,10 +103,10 @@ def test_those_who_listen_hear_that_the_model_loads(start_chat: StartChat, tmp_p
 def test_ctrl_c_gives_up_an_edit_on_plain_lines(start_chat: StartChat) -> None:
     """The next message took the edited one's place all the same."""
     chat = start_chat("--plain")
-    chat.enter("one").wait_for("tokens at")
+    chat.enter("one").wait_for("tokens, ")
     chat.enter("/edit").wait_for("Editing message 1").type("\x03").wait_for("again leaves")
-    chat.enter("two").wait_for("You said 'two' (0).").enter("/tree").wait_for("3 you: two")
-    assert "1 you: one\n2 model" in chat.text
+    chat.enter("two").wait_for("You said 'two' (0).").enter("/tree").wait_for("2 you: two")
+    assert "1 you: one · " in chat.text
 
 
 def test_an_interrupted_answer_begins_a_line_of_its_own(start_chat: StartChat) -> None:
@@ -136,6 +136,6 @@ def test_ctrl_c_clears_what_was_typed_since_the_last_one(start_chat: StartChat) 
 def test_a_command_typed_on_the_heels_of_another_waits_for_it(start_chat: StartChat) -> None:
     """It was refused, and put into the prompt again, while the one before was at work."""
     chat = start_chat()
-    chat.enter("one").wait_for("tokens at")
+    chat.enter("one").wait_for("tokens, ")
     chat.enter("/retry -n 2").wait_for("Go on from").type("\r/undo\r")
     chat.wait_for("Back before: one")

@@ -24,6 +24,7 @@ from kvchat.terminal.commands import Invocation
 from kvchat.terminal.paint import Painter
 from kvchat.terminal.registry import build_registry
 from kvchat.terminal.script_commands import ScriptCommands, ScriptPage
+from kvchat.terminal.status import StatsLevel
 from kvchat.terminal.theme import Look
 from support.checkpoints import save_checkpoint, tiny_model
 from support.tiny_host import BLOCK_SIZE, answer_options, finish, tiny_host
@@ -54,7 +55,7 @@ class Chat:
         """Carry out a command; return what it said."""
         self.said.clear()
         page = ScriptPage(self.said.append, Painter(Look(False, True)), 200)
-        commands = ScriptCommands(self.controller, page, build_registry(), False)
+        commands = ScriptCommands(self.controller, page, build_registry(), StatsLevel.OFF)
         parsed = commands.registry.parse(line)
         assert isinstance(parsed, Invocation), line
         commands.carry_out(parsed)

@@ -57,7 +57,7 @@ def test_leaving_restores_the_terminal_and_says_how(
 ) -> None:
     chat = start_chat(is_saved=False)
     before = _unused_settings()
-    chat.enter("hello").wait_for("tokens at")
+    chat.enter("hello").wait_for("tokens, ")
     how(chat)
 
     assert chat.finish() == code
@@ -140,7 +140,7 @@ def test_leaving_while_the_model_loads_does_not_wait_for_it(
 def test_a_download_for_another_model_can_be_left_with_ctrl_c(start_chat: StartChat) -> None:
     chat = start_chat(is_saved=False)
     before = _unused_settings()
-    chat.enter("hello").wait_for("tokens at")
+    chat.enter("hello").wait_for("tokens, ")
     chat.enter("/model slow-download").wait_for("downloading")
     chat.type("\x03")
 
@@ -153,7 +153,7 @@ def test_what_was_typed_is_remembered_privately_across_starts(
 ) -> None:
     path = tmp_path / "history"
     chat = start_chat("--history", str(path))
-    chat.enter("a needle in it").wait_for("tokens at").enter("/exit")
+    chat.enter("a needle in it").wait_for("tokens, ").enter("/exit")
     chat.finish()
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 

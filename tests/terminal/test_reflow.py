@@ -75,8 +75,27 @@ def test_resizing_leaves_every_word_once_and_no_stale_row(tmux: _Tmux) -> None:
         mark = f"word{word} "
         tmux.wait_for(_has(mark))
         tmux.tell("resize-window", "-x", str(columns), "-y", str(rows))
-    text = tmux.wait_for(_has("tokens\u00a0at"))
+    text = tmux.wait_for(_has("tokens, "))
 
-    answer = text.split("❯ prose 220", 1)[1].split("prefill", 1)[0]
+    answer = text.split("❯ prose 220", 1)[1].split("cached", 1)[0]
     assert re.findall(r"\S+", answer) == [f"word{number}" for number in range(220)]
     assert text.count("context") <= 2, "one line of statistics, one toolbar"
+
+
+@pytest.mark.parametrize("widths", [(100, 60, 100, 60), (60, 200, 60, 200)], ids=str)
+@pytest.mark.parametrize("block", ["table", "list"])
+def test_no_row_of_an_open_block_is_left_in_the_scrollback(
+    tmux: _Tmux, block: str, widths: tuple[int, ...]
+) -> None:
+    """Rows of a table so far were pushed into the scrollback, and came again with the whole."""
+    tmux.tell("resize-window", "-x", str(widths[0]), "-y", "30")
+    tmux.wait_for(_has("/help for help"))
+    tmux.tell("send-keys", f"{block} 60", "Enter")
+    tmux.wait_for(_has("rows so far" if block == "table" else "cell1"))
+    for columns in widths[1:]:
+        tmux.tell("resize-window", "-x", str(columns), "-y", "30")
+        before = tmux.text
+        tmux.wait_for(lambda text, before=before: text != before)  # type: ignore[misc]
+    text = tmux.wait_for(_has("first token"))
+
+    assert re.findall(r"cell\d+", text) == [f"cell{number}" for number in range(60)]

@@ -34,7 +34,7 @@ def _turns(sessions: Path) -> list[tuple[str, str]]:
 
 def test_a_message_is_typed_sent_and_answered(start_chat: StartChat, tmp_path: Path) -> None:
     chat = start_chat()
-    chat.enter("hello there").wait_for("You said 'hello there' (0).").wait_for("tokens at")
+    chat.enter("hello there").wait_for("You said 'hello there' (0).").wait_for("tokens, ")
 
     assert "❯ hello there" in chat.text
     assert _turns(tmp_path / "sessions")[0] == ("user", "hello there")
@@ -43,14 +43,14 @@ def test_a_message_is_typed_sent_and_answered(start_chat: StartChat, tmp_path: P
 
 def test_a_long_answer_is_in_the_scrollback_once_and_in_order(start_chat: StartChat) -> None:
     chat = start_chat()
-    chat.enter("lines 200").wait_for("tokens at")
+    chat.enter("lines 200").wait_for("tokens, ")
 
     assert _numbered(chat.text) == list(range(200))
 
 
 def test_the_answer_looks_like_markdown(start_chat: StartChat) -> None:
     chat = start_chat()
-    chat.enter("markdown").wait_for("tokens at")
+    chat.enter("markdown").wait_for("tokens, ")
 
     shown = chat.text
     for expected in ("Title", "Some bold text and code", "• one", "  1. nested", "─── python"):
@@ -62,7 +62,7 @@ def test_the_answer_looks_like_markdown(start_chat: StartChat) -> None:
 
 def test_thinking_is_shown_apart(start_chat: StartChat) -> None:
     chat = start_chat()
-    chat.enter("think").wait_for("tokens at")
+    chat.enter("think").wait_for("tokens, ")
 
     assert "┊ Let me see.\n┊ Yes.\n\nThe answer is 42." in chat.text
 
@@ -72,7 +72,7 @@ def test_messages_typed_meanwhile_wait_and_are_answered_in_order(start_chat: Sta
     chat.enter("slow 100").wait_for("line-0002")
     chat.enter("second question").enter("third question").type("half typed")
     chat.wait_for("queued 1: second question").wait_for("queued 2: third question")
-    chat.wait_for("You said 'third question' (0).").wait_for(_count_of("tokens at", 3))
+    chat.wait_for("You said 'third question' (0).").wait_for(_count_of("tokens, ", 3))
 
     order = [chat.text.index(said) for said in ("line-0099", "'second ques", "'third ques")]
     assert order == sorted(order)
@@ -122,7 +122,7 @@ def test_resizing_while_an_answer_comes_loses_and_doubles_nothing(start_chat: St
         before = max(_numbered(chat.text), default=0)
         chat.resize(columns, rows)
         chat.wait_for(_lines_up_to(before + 4))
-    chat.wait_for("tokens at")
+    chat.wait_for("first token")
 
     assert _numbered(chat.text) == list(range(45))
 
@@ -138,7 +138,7 @@ def test_a_very_small_window_still_works(start_chat: StartChat) -> None:
 def test_nothing_a_model_says_acts_on_the_terminal(start_chat: StartChat) -> None:
     chat = start_chat()
     before = len(chat.raw)
-    chat.enter("evil").wait_for("end").wait_for("tokens at")
+    chat.enter("evil").wait_for("end").wait_for("tokens, ")
 
     assert "␛]0;owned" in chat.text
     assert "␛[2J" in chat.text
@@ -223,7 +223,7 @@ def test_a_long_prompt_shows_how_far_it_is_read_and_can_be_stopped(start_chat: S
 
 def test_what_libraries_write_to_stderr_does_not_tear_the_screen(start_chat: StartChat) -> None:
     chat = start_chat()
-    chat.enter("warn me").wait_for("You said 'warn me' (0).").wait_for("tokens at")
+    chat.enter("warn me").wait_for("You said 'warn me' (0).").wait_for("tokens, ")
     chat.type("still typing").wait_for("❯ still typing")
 
     assert "\na library warns\n␛[31mtwice\n" in chat.text

@@ -72,7 +72,7 @@ def test_a_picker_is_measured_in_cells() -> None:
         rows = "".join(f[1] for f in picker.fragments(6, width, Glyphs())).split("\n")
 
         assert max(cell_len(row) for row in rows) <= width
-        assert "2 日 · 3 turns" in rows[1]
+        assert any("2 日 · 3 turns" in row for row in rows)
 
 
 def test_a_tree_is_measured_in_cells() -> None:

@@ -10,6 +10,7 @@ from kvchat.core.types import CachedTokens, DraftUse, FinishReason, Timing, Usag
 from kvchat.terminal.status import (
     PrefillMeter,
     ToolbarFacts,
+    detail_line,
     format_count,
     format_seconds,
     model_label,
@@ -22,81 +23,86 @@ from kvchat.terminal.theme import Glyphs
 _GLYPHS = Glyphs()
 
 
-def _line(usage: Usage, timing: Timing, reason: FinishReason = FinishReason.STOP) -> str:
-    return stats_line(usage, timing, reason, 32768, _GLYPHS).replace("\u00a0", " ")
+_USAGE = Usage(3904, CachedTokens(3200, 0, 612), 212, DraftUse(100, 74, 20, 2.345))
+_TIMING = Timing(ttft_s=0.084, prefill_s=0.05, decode_s=211 / 61)
 
 
-def test_the_line_after_an_answer_tells_all_there_is_to_tell() -> None:
-    usage = Usage(3904, CachedTokens(3200, 0, 612), 212, DraftUse(100, 74, 20, 2.345))
-    timing = Timing(ttft_s=0.084, decode_s=211 / 61)
+def _line(
+    usage: Usage,
+    timing: Timing = _TIMING,
+    reason: FinishReason = FinishReason.STOP,
+    width: int | None = None,
+) -> str:
+    return stats_line(usage, timing, reason, 32768, _GLYPHS, width)
 
-    assert _line(usage, timing) == (
-        "cached 3,812/3,904 (3,200 device · 612 disk) · prefill 92 · first token 84 ms · "
-        "212 tokens at 61/s · draft 74% accepted, 4.7 a step, 2.3x plain · context 4.1k/32k"
+
+def test_the_line_after_an_answer_tells_what_matters_and_the_rest_is_a_detail() -> None:
+    assert _line(_USAGE) == (
+        "cached 3,812/3,904 (612 disk) · first token 84 ms · 212 tokens, 61/s · context 4.1k/32k"
+    )
+    assert detail_line(_USAGE, _TIMING, _GLYPHS, "evicted") == (
+        "prefill 92 at 1840/s · read again: evicted · draft 74% accepted, 4.7 a step, 2.3x plain"
     )
 
 
-def test_what_was_read_again_has_its_reason_beside_the_count() -> None:
-    usage = Usage(40, CachedTokens(device=16), 1)
-    line = stats_line(usage, Timing(), FinishReason.STOP, None, _GLYPHS, "evicted")
+@pytest.mark.parametrize(
+    ("width", "line"),
+    [
+        (87, "cached 3,812/3,904 (612 disk) · first token 84 ms · 212 tokens, 61/s · "
+             "context 4.1k/32k"),
+        (86, "cached 3,812/3,904 · first token 84 ms · 212 tokens, 61/s · context 4.1k/32k"),
+        (75, "cached 3,812/3,904 · first token 84 ms · 212 tokens, 61/s"),
+        (56, "cached 3,812/3,904 · first token 84 ms"),
+        (37, "cached 3,812/3,904"),
+        (9, "cached 3,"),
+    ],
+)  # fmt: skip
+def test_the_line_fits_its_width_and_loses_what_matters_least_first(width: int, line: str) -> None:
+    """It was four rows on a narrow screen."""
+    assert _line(_USAGE, width=width) == line
 
-    assert line.replace("\u00a0", " ").startswith(
-        "cached 16/40 · prefill 24 · read again: evicted · "
-    )
+
+@pytest.mark.parametrize("width", range(1, 100))
+@pytest.mark.parametrize("reason", FinishReason)
+def test_the_line_is_never_wider_than_the_screen(width: int, reason: FinishReason) -> None:
+    assert cell_len(_line(_USAGE, _TIMING, reason, width)) <= width
 
 
 def test_what_loading_took_is_told_where_it_belongs_to_the_answer() -> None:
     usage, timing = Usage(prompt_tokens=40, completion_tokens=1), Timing(ttft_s=1.5)
     line = stats_line(usage, timing, FinishReason.STOP, None, _GLYPHS, load_s=2.04)
 
-    assert line.replace("\u00a0", " ").startswith(
-        "loaded in 2.0 s · prefill 40 · first token 1.5 s"
-    )
-
-
-def test_what_is_zero_is_left_out() -> None:
-    usage = Usage(prompt_tokens=40, completion_tokens=1)
-
-    assert (
-        _line(usage, Timing(ttft_s=1.5))
-        == "prefill 40 · first token 1.5 s · 1 token · context 41/32k"
-    )
+    assert line == "loaded in 2.0 s · cached 0/40 · first token 1.5 s · 1 token"
 
 
 def test_drafts_that_do_not_pay_say_why_there_are_none() -> None:
     drafts = DraftUse(why_plain="too dear for guesses 12% likely")
     usage = Usage(prompt_tokens=40, completion_tokens=1, drafts=drafts)
 
-    assert "1 token · draft off: too dear for guesses 12% likely · context" in _line(
-        usage, Timing()
-    )
+    details = detail_line(usage, Timing(), _GLYPHS)
+    assert details == "prefill 40 · draft off: too dear for guesses 12% likely"
 
 
-def test_a_wholly_cached_prompt_on_the_device_needs_no_places() -> None:
+def test_a_wholly_cached_prompt_on_the_device_needs_no_places_and_no_details() -> None:
     usage = Usage(64, CachedTokens(device=64), 2)
+    timing = Timing(ttft_s=0.01, decode_s=0.5)
 
-    assert _line(usage, Timing(ttft_s=0.01, decode_s=0.5)) == (
-        "cached 64/64 · first token 10 ms · 2 tokens at 2.0/s · context 66/32k"
+    assert _line(usage, timing) == (
+        "cached 64/64 · first token 10 ms · 2 tokens, 2.0/s · context 66/32k"
     )
+    assert detail_line(usage, timing, _GLYPHS) == ""
 
 
 @pytest.mark.parametrize(
     ("reason", "begins"),
     [
-        (FinishReason.CANCELLED, "stopped · prefill 10"),
-        (FinishReason.LENGTH, "cut off at the limit · prefill 10"),
-        (FinishReason.TIMEOUT, "out of time · prefill 10"),
+        (FinishReason.CANCELLED, "stopped · cached 0/10"),
+        (FinishReason.LENGTH, "cut off at the limit · cached 0/10"),
+        (FinishReason.TIMEOUT, "out of time · cached 0/10"),
     ],
 )
 def test_an_answer_that_did_not_end_by_itself_says_so(reason: FinishReason, begins: str) -> None:
     assert _line(Usage(10), Timing(), reason).startswith(begins)
-
-
-def test_the_line_can_only_break_between_its_parts() -> None:
-    usage = Usage(40, CachedTokens(device=16), 10)
-    line = stats_line(usage, Timing(0.0, 0.1, 0.1, 1.0), FinishReason.STOP, 32768, _GLYPHS)
-
-    assert all("\u00a0" not in word or "·" not in word for word in line.split(" "))
 
 
 @pytest.mark.parametrize(
@@ -187,3 +193,17 @@ def test_the_toolbar_is_measured_in_cells() -> None:
 
         assert cell_len(text) <= width
         assert text.endswith("Esc stops")
+
+
+@pytest.mark.parametrize(
+    ("width", "words"),
+    [
+        (100, "context 3.3k/4k, 81% full: /compact, /new or /rewind"),
+        (40, "81% full: /compact /new /rewind"),
+    ],
+)
+def test_a_nearly_full_context_names_the_ways_out(width: int, words: str) -> None:
+    facts = ToolbarFacts("demo", "A title", context_tokens=3300, context_limit=4096)
+    assert words in toolbar(facts, width, _GLYPHS)
+    fewer = ToolbarFacts("demo", "A title", context_tokens=3276, context_limit=4096)
+    assert "full" not in toolbar(fewer, width, _GLYPHS)

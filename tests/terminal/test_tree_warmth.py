@@ -20,8 +20,8 @@ def test_every_turn_is_marked(start_chat: StartChat, tmp_path: Path) -> None:
     chat = start_chat("--continue", columns=100, rows=30)
     chat.wait_for("cold: ").wait_for("tokens to read, about 2.7 s")
     chat.enter("/tree").wait_for("1 you: ").wait_for("· cold 1.5 s").wait_for("· cold 2.7 s ●")
-    chat.enter("lines 3").wait_for("tokens at")
-    chat.enter("/tree").wait_for("4 model: ").wait_for(
+    chat.enter("lines 3").wait_for("first token")
+    chat.enter("/tree").wait_for("2 you: lines 3").wait_for(
         lambda text: text.count("· device 0.1 s") == 4
     )
 

@@ -15,34 +15,34 @@ def _after(text: str, mark: str) -> str:
 
 def test_going_back_and_forth_in_the_tree_loses_nothing(start_chat: StartChat) -> None:
     chat = start_chat(rows=50)
-    chat.enter("one").wait_for("You said 'one' (0).").wait_for("tokens at")
+    chat.enter("one").wait_for("You said 'one' (0).").wait_for("tokens, ")
     chat.enter("two").wait_for("You said 'two' (0).")
-    chat.wait_for(lambda text: text.count("tokens at") == 2)
+    chat.wait_for(lambda text: text.count("tokens, ") == 2)
     chat.enter("/undo").wait_for("Back before: two")
     chat.enter("/redo").wait_for(lambda text: "You said 'two'" in _after(text, "/redo"))
     chat.enter("/retry -n 2").wait_for("Go on from").type("\r")
     chat.wait_for("answer 2/3")
     chat.enter("/edit 1").wait_for("Editing message 1").enter(" more")
-    chat.wait_for("You said 'one more' (0).").wait_for(lambda text: text.count("tokens at") == 5)
-    chat.enter("/tree").wait_for("7 you: one more")
+    chat.wait_for("You said 'one more' (0).").wait_for(lambda text: text.count("tokens, ") == 5)
+    chat.enter("/tree").wait_for("3 you: one more")
 
     tree = _after(chat.text, "/tree")
-    for expected in ("├─ 1 you: one", "│  ├─ 4 model:", "│  └─ 6 model:", "└─ 7 you: one more"):
+    for expected in ("├─ 1 you: one", "│  ├─ 2.1 model:", "│  └─ 2.3 model:", "└─ 3 you: one more"):
         assert expected in tree
-    chat.enter("/switch 3").wait_for(lambda text: "❯ two" in _after(text, "/switch 3"))
+    chat.enter("/switch 2").wait_for(lambda text: "❯ two" in _after(text, "/switch 2"))
 
 
 def test_siblings_are_flipped_with_alt_and_the_arrows(start_chat: StartChat) -> None:
     chat = start_chat()
-    chat.enter("one").wait_for("tokens at")
-    chat.enter("/retry").wait_for(lambda text: text.count("tokens at") == 2).wait_for("answer 2/2")
+    chat.enter("one").wait_for("tokens, ")
+    chat.enter("/retry").wait_for(lambda text: text.count("tokens, ") == 2).wait_for("answer 2/2")
     chat.type("\x1b[1;3D").wait_for("Answer 1 of 2").wait_for("answer 1/2")
 
 
 def test_rewinding_puts_the_message_into_the_prompt(start_chat: StartChat) -> None:
     chat = start_chat()
-    chat.enter("first").wait_for("tokens at")
-    chat.enter("second").wait_for(lambda text: text.count("tokens at") == 2)
+    chat.enter("first").wait_for("tokens, ")
+    chat.enter("second").wait_for(lambda text: text.count("tokens, ") == 2)
     chat.type("\x1b").type("\x1b").wait_for("Go back to before").type("\x1b[A").type("\r")
     chat.wait_for("Back before: first")
     chat.wait_for(lambda text: _after(text, "❯").startswith(" first"))
@@ -50,7 +50,7 @@ def test_rewinding_puts_the_message_into_the_prompt(start_chat: StartChat) -> No
 
 def test_a_conversation_is_resumed_where_it_was(start_chat: StartChat, tmp_path: Path) -> None:
     chat = start_chat()
-    chat.enter("remember this").wait_for("tokens at")
+    chat.enter("remember this").wait_for("tokens, ")
     chat.enter("/rename Of memory").wait_for("is called: Of memory")
     chat.enter("/exit")
     assert chat.finish() == 0
@@ -60,7 +60,7 @@ def test_a_conversation_is_resumed_where_it_was(start_chat: StartChat, tmp_path:
     again.wait_for("❯ remember this").wait_for("You said 'remember this' (0).")
     again.wait_for("Of memory")
     again.enter("/new").wait_for("A new conversation.")
-    again.enter("other").wait_for("You said 'other' (0).").wait_for("tokens at")
+    again.enter("other").wait_for("You said 'other' (0).").wait_for("tokens, ")
     again.enter("/resume memory").wait_for(lambda t: "remember this" in _after(t, "/resume memory"))
     again.enter("/fork Copy").wait_for("This is a copy now: Copy")
     again.enter("/exit")
@@ -80,7 +80,7 @@ def test_leaving_at_once_leaves_no_file(start_chat: StartChat, tmp_path: Path) -
 def test_a_conversation_is_deleted_only_after_a_yes(start_chat: StartChat, tmp_path: Path) -> None:
     store = SessionStore(tmp_path / "sessions")
     chat = start_chat()
-    chat.enter("secret").wait_for("tokens at")
+    chat.enter("secret").wait_for("tokens, ")
     chat.enter("/delete").wait_for("for good?").type("\r").wait_for("Kept: secret")
     assert len(store.ids()) == 1
     chat.enter("/delete").wait_for("for good?").type("yes").type("\r").wait_for("Deleted: secret")
@@ -91,7 +91,7 @@ def test_a_conversation_is_deleted_only_after_a_yes(start_chat: StartChat, tmp_p
 def test_a_conversation_is_written_to_a_file_once(start_chat: StartChat, tmp_path: Path) -> None:
     path = tmp_path / "out.md"
     chat = start_chat(columns=200)
-    chat.enter("hello").wait_for("tokens at")
+    chat.enter("hello").wait_for("tokens, ")
     chat.enter(f"/export {path}").wait_for("Written to")
     assert "You said 'hello' (0)." in path.read_text()
     chat.enter(f"/export {path}").wait_for(lambda text: "exists already" in text.replace("\n", " "))
@@ -102,11 +102,11 @@ def test_files_go_with_the_next_message(start_chat: StartChat, tmp_path: Path) -
     notes.write_text("forty-two\n")
     chat = start_chat(columns=120)
     chat.enter(f"/file {notes}").wait_for("Attached notes.txt")
-    chat.enter("what is in it?").wait_for("with notes.txt").wait_for("tokens at")
+    chat.enter("what is in it?").wait_for("with notes.txt").wait_for("tokens, ")
     chat.enter(f"and in @{notes}?").wait_for(lambda text: text.count("with notes.txt") == 2)
-    chat.wait_for(lambda text: text.count("tokens at") == 2)
+    chat.wait_for(lambda text: text.count("tokens, ") == 2)
 
-    chat.enter("/tree").wait_for("1 you: what is in it?").wait_for("3 you: and in @")
+    chat.enter("/tree").wait_for("1 you: what is in it?").wait_for("2 you: and in @")
     chat.enter("/show chat").wait_for("❯ what is in it?\n  with notes.txt")
     texts = [turn.text for turn in _conversation(tmp_path).turns()]
     assert "notes.txt:\n```\nforty-two\n```" in texts[0]
@@ -136,7 +136,7 @@ def test_a_file_longer_than_the_context_is_refused_at_once(
     long = tmp_path / "long.txt"
     long.write_text("forty-two " * 200_000)
     chat = start_chat(columns=200)
-    chat.enter("hello").wait_for("tokens at")
+    chat.enter("hello").wait_for("tokens, ")
     chat.enter(f"/file {long}").wait_for("Attach a part of it.")
     chat.enter("/file clear").wait_for("No file was attached.")
 
@@ -174,18 +174,18 @@ def test_the_statistics_line_can_be_switched_off(start_chat: StartChat) -> None:
     chat.enter("hello").wait_for("You said 'hello' (0).")
     chat.enter("again").wait_for("You said 'again' (0).")
 
-    assert "tokens at" not in chat.text
+    assert "tokens, " not in chat.text
 
 
 def test_dear_changes_say_their_price(start_chat: StartChat) -> None:
     chat = start_chat()
-    chat.enter("lines 60").wait_for("tokens at")
+    chat.enter("lines 60").wait_for("tokens, ")
     chat.enter("/system Be brief.").wait_for("/system re-reads 1,").wait_for("prompt is set")
 
 
 def test_another_model_takes_over_and_a_bad_one_does_not(start_chat: StartChat) -> None:
     chat = start_chat()
-    chat.enter("hello").wait_for("tokens at")
+    chat.enter("hello").wait_for("tokens, ")
     chat.enter("/model missing").wait_for("There is no model missing.")
     chat.enter("/model broken").wait_for("The weights are broken.")
     chat.enter("/model other").wait_for("Now with scripted, cpu, float32.")
@@ -220,7 +220,7 @@ def test_an_answer_that_was_cut_off_goes_on_in_its_own_turn(
     cut = list(_conversation(tmp_path).turns())[-1]
     chat.enter("/set max-tokens none").wait_for("as many as fit")
     chat.enter("/continue").wait_for("line-0003 of the answer")
-    chat.wait_for(lambda text: text.count("tokens at") == 2)
+    chat.wait_for(lambda text: text.count("tokens, ") == 2)
 
     whole = list(_conversation(tmp_path).turns())[-1]
     assert whole.text == "\n".join(f"line-{number:04} of the answer" for number in range(4))

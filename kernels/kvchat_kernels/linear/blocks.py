@@ -32,6 +32,8 @@ class BlockWeights:
         assert (self.bits, self.block) in ((8, 32), (8, 16), (4, 32))
         assert self.scales.shape == (self.num_out, self.num_in // self.block)
         assert (self.minimums is not None) == (self.bits == 4)
+        assert all(part.is_contiguous() for part in (self.levels, self.scales)), "code reads memory"
+        assert self.minimums is None or self.minimums.is_contiguous()
 
     @property
     def num_out(self) -> int:
@@ -82,7 +84,7 @@ def quantised(weight: torch.Tensor, bits: int) -> BlockWeights:
     block are levels 0 and 15.
     """
     num_out, num_in = weight.shape
-    blocks = weight.float().view(num_out, -1, COLUMNS)
+    blocks = weight.float().contiguous().view(num_out, -1, COLUMNS)
     if bits == 8:
         scales = (blocks.abs().amax(dim=-1) / 127).clamp_(min=1e-7).half()
         levels = (blocks / scales.float()[..., None]).round_().clamp_(-127, 127).to(torch.int8)

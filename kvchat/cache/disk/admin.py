@@ -8,13 +8,14 @@ import math
 import os
 import sqlite3
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
 from kvchat.cache.disk.db import LOCK_NAME, StoreBusy, StoreHeld, StoreLock
 from kvchat.cache.disk.inventory import ModelDir, pack_tree, read_model_dir, stored_model_dirs
+from kvchat.cache.disk.known_models import KnownModel, KnownModels
 from kvchat.cache.disk.lookup import StoreLookup
 from kvchat.cache.disk.model_dirs import (
     DATABASE,
@@ -70,6 +71,7 @@ class StoreAdmin:
     ) -> None:
         self.directory = directory
         self._size = size
+        self._state = state
         self._lookup = StoreLookup(directory, state, block_size)
 
     def locate(self, contexts: Sequence[tuple[str, TokenIds]]) -> list[KvPlaces]:
@@ -82,7 +84,9 @@ class StoreAdmin:
 
     def status(self) -> StoreStatus:
         """Return what the store holds. Reads all heads, changes nothing."""
-        found = [_status_of(read_model_dir(path)) for path in stored_model_dirs(self.directory)]
+        known = KnownModels(self._state).read()
+        paths = stored_model_dirs(self.directory)
+        found = [_status_of(read_model_dir(path), known) for path in paths]
         return StoreStatus(
             self.directory, self._limit_bytes, tuple(found), tuple(strangers(self.directory))
         )
@@ -91,10 +95,16 @@ class StoreAdmin:
         """Return what all of it takes at most: as `status` says, and sooner."""
         return sum(map(_bytes_in, stored_model_dirs(self.directory)))
 
-    def tree(self) -> list[tuple[ModelDirStatus, list[KeptPack]]]:
-        """Return every model directory and its packs, each after the one it continues."""
+    def tree(
+        self, named: Sequence[tuple[str, TokenIds]] = ()
+    ) -> list[tuple[ModelDirStatus, list[KeptPack]]]:
+        """Return every model directory and its packs, each after the one it continues.
+
+        `named` are contexts, by the names that their packs get.
+        """
+        known = KnownModels(self._state).read()
         found = [read_model_dir(path) for path in stored_model_dirs(self.directory)]
-        return [(_status_of(model_dir), pack_tree(model_dir)) for model_dir in found]
+        return [(_status_of(each, known), pack_tree(each, named)) for each in found]
 
     def verify(self, goes_on: Callable[[], bool] = lambda: True) -> Verified:
         """Read every pack and remove damaged ones. Ends early once `goes_on` returns false."""
@@ -256,8 +266,9 @@ class StoreAdmin:
                 set_last_used(path, used_s)
 
 
-def _status_of(model_dir: ModelDir) -> ModelDirStatus:
+def _status_of(model_dir: ModelDir, known: Mapping[str, KnownModel]) -> ModelDirStatus:
     layout = model_dir.layout
+    model = known.get(model_dir.path.name)
     return ModelDirStatus(
         identity=model_dir.path.name,
         num_packs=len(model_dir.heads),
@@ -271,6 +282,7 @@ def _status_of(model_dir: ModelDir) -> ModelDirStatus:
             KeptPin(pin.label, len(pin.keys) * layout.block_size, pin.made_s)
             for pin in model_dir.pins
         ),
+        model=model.name if model is not None else "",
     )
 
 

@@ -12,7 +12,7 @@ import logging
 import os
 import sqlite3
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -158,9 +158,13 @@ def connection_to(table: Path) -> sqlite3.Connection:
     return connection
 
 
-def pack_tree(model_dir: ModelDir) -> list[KeptPack]:
-    """Return the packs of a model directory, each after the one it continues, depth first."""
+def pack_tree(model_dir: ModelDir, named: Sequence[tuple[str, TokenIds]] = ()) -> list[KeptPack]:
+    """Return the packs of a model directory, each after the one it continues, depth first.
+
+    `named` are contexts by their names, which the packs get that hold a part of them.
+    """
     layout = model_dir.layout
+    names = _names_of_blocks(layout, named)
     owners = {
         key: number
         for number, stored in enumerate(model_dir.heads)
@@ -189,9 +193,24 @@ def pack_tree(model_dir: ModelDir) -> list[KeptPack]:
                 last_used_s=stored.last_used_s,
                 is_orphan=is_orphan,
                 is_pinned=not pinned.isdisjoint(stored.head.keys(layout)),
+                names=tuple(names.get(stored.key, ())),
             )
         )
     return packs
+
+
+def _names_of_blocks(
+    layout: Layout, named: Sequence[tuple[str, TokenIds]]
+) -> dict[bytes, list[str]]:
+    """Return the names of the contexts that have a block, by the block's key."""
+    names: dict[bytes, list[str]] = {}
+    root = root_key(layout.identity)
+    for name, token_ids in named:
+        for key in chain_keys(root, encode_ids(token_ids), layout.ids_bytes):
+            known = names.setdefault(key, [])
+            if name not in known:
+                known.append(name)
+    return names
 
 
 def _last_first(children: dict[int | None, list[int]], number: int | None) -> list[int]:

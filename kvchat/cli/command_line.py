@@ -1,0 +1,110 @@
+"""Reads the habits of other programs from the command line, before typer parses it.
+
+A prompt may stand where a subcommand could, and `-r` may stand without a conversation. Both are
+rewritten as flags that typer knows, so that all else has one meaning only.
+"""
+
+import difflib
+from collections.abc import Collection, Sequence
+
+import typer
+from typer.core import TyperGroup
+
+from kvchat.core.config import shown
+from kvchat.core.errors import UsageError
+
+_PROMPT_FLAGS = ("-p", "--prompt")
+_RESUME_FLAGS = ("-r", "--resume")
+# Words that people try as a subcommand in other programs, and the right one here.
+_OTHER_WORDS = {"help": "--help", "version": "--version", "list": "models list"}
+
+
+class ChatGroup(TyperGroup):
+    """The `kvchat` command: subcommands, or a prompt in their place."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
+        """Parse the rewritten arguments; a shell that completes a line gets them unchanged."""
+        if not ctx.resilient_parsing:
+            valued = {flag for p in self.params if not _is_switch(p) for flag in p.opts}
+            args = spelled_out(args, valued, self.commands)
+        return super().parse_args(ctx, args)
+
+
+def _is_switch(parameter: object) -> bool:
+    return bool(getattr(parameter, "is_flag", False))
+
+
+def spelled_out(
+    arguments: Sequence[str], valued_flags: Collection[str], commands: Collection[str]
+) -> list[str]:
+    """Return the arguments with a positional prompt as `--prompt`, and a bare `-r` as `--resume=`.
+
+    What follows a subcommand's name is unchanged. `valued_flags` are the flags that take a value.
+    Raises UsageError for two prompts, and for one word that looks like a mistyped subcommand.
+    """
+    kept: list[str] = []
+    prompts: list[str] = []
+    has_flag = False
+    rest = list(arguments)
+    while rest:
+        argument = rest.pop(0)
+        if argument == "--":
+            prompts += rest
+            break
+        if not argument.startswith("-") or argument == "-":
+            if argument in commands and not prompts:
+                return [*kept, argument, *rest]
+            prompts.append(argument)
+            continue
+        has_flag = has_flag or _has_prompt(argument)
+        if argument in _RESUME_FLAGS and not (rest and _is_value(rest[0])):
+            kept.append("--resume=")
+            continue
+        kept.append(argument)
+        if _awaits_value(argument, valued_flags) and rest:
+            kept.append(rest.pop(0))
+    return kept + _as_flag(prompts, has_flag, commands)
+
+
+def _is_value(argument: str) -> bool:
+    """Whether an argument after `-r` names a conversation and is not the next flag."""
+    return not argument.startswith("-")
+
+
+def _has_prompt(argument: str) -> bool:
+    return argument in _PROMPT_FLAGS or argument.startswith("--prompt=")
+
+
+def _awaits_value(argument: str, valued_flags: Collection[str]) -> bool:
+    """Whether the next argument is this flag's value; of `-qp`, the last letter decides."""
+    if argument.startswith("--"):
+        return argument in valued_flags
+    letters = [f"-{letter}" for letter in argument[1:]]
+    first = next((i for i, letter in enumerate(letters) if letter in valued_flags), None)
+    return first is not None and first == len(letters) - 1
+
+
+def _as_flag(prompts: list[str], has_flag: bool, commands: Collection[str]) -> list[str]:
+    if not prompts:
+        return []
+    if has_flag:
+        raise UsageError(f"There are two prompts: {shown(prompts[0])} and that of --prompt.")
+    if len(prompts) > 1:
+        raise UsageError(
+            f"There are {len(prompts)} prompts: {shown(prompts[0])}, {shown(prompts[1])}.",
+            "Put a prompt of several words in quotes.",
+        )
+    [prompt] = prompts
+    meant = _OTHER_WORDS.get(prompt) or _closest(prompt, commands)
+    if meant is not None:
+        raise UsageError(
+            f"There is no command {shown(prompt)}.",
+            f"Is `kvchat {meant}` meant? As a prompt: kvchat -p {prompt}",
+        )
+    return [f"--prompt={prompt}"]
+
+
+def _closest(word: str, commands: Collection[str]) -> str | None:
+    """Return the subcommand that a single word may be a misspelling of, None if there is none."""
+    close = difflib.get_close_matches(word, commands, n=1, cutoff=0.75)
+    return close[0] if close else None

@@ -1,0 +1,210 @@
+"""The tensors of a GGUF file under transformers' names, unpacked to one dtype.
+
+A tensor whose file has the wanted dtype stays mapped. The others are unpacked a few rows at a time
+into the one copy that the model then uses, so that the memory needed is the model's own size and
+a little. The package gguf unpacks the blocks, in numpy, exactly as llama.cpp defines them.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvchat.core.config import format_bytes
+from kvchat.core.errors import ModelError, ModelUnsupported
+from kvchat.model.device import dtype_name, free_bytes
+from kvchat.model.gguf_config import Architecture
+from kvchat.model.gguf_file import GgufModel, GgufTensor
+
+_PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+# A chunk of this many elements is unpacked at once. numpy takes about 20 bytes for each.
+_CHUNK_ELEMENTS = 1 << 19
+_STACKED = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(gate_up_proj|down_proj)$")
+_ROTATED = re.compile(r"\.attn_(q|k)\.(?:weight|bias)$")
+
+
+def natural_dtype(gguf: GgufModel) -> torch.dtype:
+    """Return the dtype of most weights: blocks are unpacked to bfloat16.
+
+    bfloat16 also for float16 in Gemma's families, whose activations exceed float16's range.
+    """
+    sizes: dict[torch.dtype, int] = {}
+    for tensor in gguf.tensors.values():
+        if len(tensor.shape) > 1:
+            dtype = _PLAIN.get(kind_name(tensor), torch.bfloat16)
+            sizes[dtype] = sizes.get(dtype, 0) + prod(tensor.shape)
+    dtype = max(sizes, key=sizes.__getitem__, default=torch.bfloat16)
+    is_gemma = gguf.architecture.startswith("gemma")
+    return torch.bfloat16 if is_gemma and dtype == torch.float16 else dtype
+
+
+def kind_name(tensor: GgufTensor) -> str:
+    """Return the block format's name, such as Q4_K."""
+    from gguf.constants import GGMLQuantizationType
+
+    return GGMLQuantizationType(tensor.kind).name
+
+
+def block_formats(gguf: GgufModel) -> str:
+    """Return the names of the matrices' formats, that of the most bytes first."""
+    sizes: dict[str, int] = {}
+    for tensor in gguf.tensors.values():
+        if len(tensor.shape) > 1:
+            name = kind_name(tensor)
+            sizes[name] = sizes.get(name, 0) + tensor.num_bytes
+    return ", ".join(sorted(sizes, key=sizes.__getitem__, reverse=True))
+
+
+def stage_of(gguf: GgufModel, dtype: torch.dtype) -> str:
+    """Return what loading does, in words, with the memory that it takes."""
+    size = unpacked_bytes(gguf, dtype)
+    if not size:
+        return "loading weights"
+    return f"unpacking {block_formats(gguf)} to {format_bytes(size)} of {dtype_name(dtype)}"
+
+
+def unpacked_bytes(gguf: GgufModel, dtype: torch.dtype) -> int:
+    """Return the bytes of memory that unpacking takes; tensors that stay mapped take none."""
+    return sum(
+        prod(tensor.shape) * dtype.itemsize
+        for tensor in gguf.tensors.values()
+        if _PLAIN.get(kind_name(tensor)) != dtype
+    )
+
+
+def read_gguf_tensors(
+    gguf: GgufModel,
+    architecture: Architecture,
+    config: Any,
+    shapes: Mapping[str, torch.Size],
+    dtype: torch.dtype,
+    tick: Callable[[float], None],
+) -> dict[str, torch.Tensor]:
+    """Return the tensors of a module whose state has these `shapes`, on the CPU, in `dtype`.
+
+    A tensor that the file lacks is left out. Raises ModelError if memory is too small, and
+    ModelUnsupported for a block format that cannot be unpacked.
+    """
+    needed, free = unpacked_bytes(gguf, dtype), free_bytes(torch.device("cpu"))
+    if needed > free:
+        raise ModelError(
+            f"The weights take {format_bytes(needed)} of memory as {dtype_name(dtype)}, and "
+            f"{format_bytes(free)} are free.",
+            "Use a smaller model.",
+        )
+    reader = _Unpacker(dtype)
+    sources = _sources(gguf, shapes)
+    done, total = 0, sum(t.num_bytes for parts in sources.values() for t in parts) or 1
+    state: dict[str, torch.Tensor] = {}
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        for name, parts in sources.items():
+            tensor = reader.read(parts, architecture, config, pool)
+            if tensor.shape != shapes[name] and tensor.numel() == prod(shapes[name]):
+                tensor = tensor.reshape(shapes[name])
+            state[name] = tensor
+            done += sum(part.num_bytes for part in parts)
+            tick(done / total)
+    return state
+
+
+def _sources(gguf: GgufModel, shapes: Mapping[str, torch.Size]) -> dict[str, list[GgufTensor]]:
+    """Return the file's tensors that make up each of the module's: two for stacked experts."""
+    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+
+    archs = {name: arch for arch, name in MODEL_ARCH_NAMES.items()}
+    names = get_tensor_name_map(archs[gguf.architecture], gguf.get("block_count"))
+    found = {}
+    for name in shapes:
+        parts = [gguf.tensors.get(stored) for stored in _stored_names(name, names)]
+        if parts and None not in parts:
+            found[name] = [part for part in parts if part is not None]
+    return found
+
+
+def _stored_names(name: str, names: Any) -> list[str]:
+    if stacked := _STACKED.match(name):
+        kinds = ("gate", "up") if stacked[2] == "gate_up_proj" else ("down",)
+        return [f"blk.{stacked[1]}.ffn_{kind}_exps.weight" for kind in kinds]
+    stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
+    return [stored] if stored is not None else []
+
+
+class _Unpacker:
+    """Reads tensors of GGUF files in one dtype. Keeps the files mapped."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._maps: dict[Path, np.ndarray[Any, Any]] = {}
+
+    def read(
+        self, parts: list[GgufTensor], architecture: Architecture, config: Any, pool: Any
+    ) -> torch.Tensor:
+        """Return a tensor as the module has it; several parts are put together by rows."""
+        first = parts[0]
+        if len(parts) == 1:
+            return self._converted(first, architecture, config, pool)
+        out = torch.empty(
+            (first.shape[0], sum(part.shape[1] for part in parts), *first.shape[2:]),
+            dtype=self._dtype,
+        )
+        at = 0
+        for part in parts:
+            out[:, at : at + part.shape[1]] = self._unpacked(part, self._dtype, pool)
+            at += part.shape[1]
+        return out
+
+    def _converted(
+        self, tensor: GgufTensor, architecture: Architecture, config: Any, pool: Any
+    ) -> torch.Tensor:
+        if architecture.norm_offset and tensor.name.endswith("norm.weight"):
+            whole = self._unpacked(tensor, torch.float32, pool)
+            return (whole - architecture.norm_offset).to(self._dtype)
+        out = self._unpacked(tensor, self._dtype, pool)
+        rotated = _ROTATED.search(tensor.name) if architecture.permutes else None
+        if rotated is None:
+            return out
+        heads = config.num_attention_heads if rotated[1] == "q" else config.num_key_value_heads
+        if out.shape[0] % (2 * heads):
+            raise ModelError(f"{tensor.name} does not divide into {heads} heads.")
+        # llama.cpp rotates neighbours, transformers one half of a head with the other.
+        pairs = out.view(heads, out.shape[0] // heads // 2, 2, *out.shape[1:])
+        return pairs.transpose(1, 2).reshape(out.shape)
+
+    def _unpacked(self, tensor: GgufTensor, dtype: torch.dtype, pool: Any) -> torch.Tensor:
+        blocks = self._map(tensor.path)[tensor.start : tensor.start + tensor.num_bytes]
+        plain = _PLAIN.get(kind_name(tensor))
+        if plain is not None:
+            return torch.from_numpy(blocks).view(plain).view(tensor.shape).to(dtype)
+        out = torch.empty(tensor.shape, dtype=dtype)
+        rows = blocks.reshape(prod(tensor.shape[:-1]), -1)
+        targets = out.view(len(rows), -1)
+        step = max(1, _CHUNK_ELEMENTS // max(1, tensor.shape[-1]))
+        spans = [slice(at, at + step) for at in range(0, len(rows), step)]
+        for _ in pool.map(lambda span: _unpack(rows[span], tensor, targets[span]), spans):
+            pass
+        return out
+
+    def _map(self, path: Path) -> np.ndarray[Any, Any]:
+        if path not in self._maps:
+            # Copy on write: torch wants memory it may write to, and the file must not change.
+            self._maps[path] = np.memmap(path, dtype=np.uint8, mode="c")
+        return self._maps[path]
+
+
+def _unpack(blocks: np.ndarray[Any, Any], tensor: GgufTensor, out: torch.Tensor) -> None:
+    from gguf.constants import GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    try:
+        values = dequantize(blocks, GGMLQuantizationType(tensor.kind))
+    except NotImplementedError as error:
+        raise ModelUnsupported(
+            f"{tensor.name} is in the block format {kind_name(tensor)}, which cannot be unpacked.",
+            "Use a file in another format, such as Q4_K_M or Q8_0.",
+        ) from error
+    out.copy_(torch.from_numpy(values))

@@ -1,0 +1,281 @@
+"""The tokenizer of a GGUF file, as the text of a tokenizer.json, and the file's text settings.
+
+A GGUF file has the vocabulary, the merges or scores, and the name of the rule that splits a text
+into words. The rules here are those of the models' own tokenizer.json; a rule of another name is
+refused, because a near one gives other tokens than the model was trained on.
+"""
+
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, TypeGuard
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+from kvchat.core.errors import ModelError, ModelUnsupported, UsageError
+from kvchat.core.types import SamplingParams
+from kvchat.model.gguf_file import GgufModel
+from kvchat.model.text_files import TextFiles
+
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
+_SPACE = "▁"  # sentencepiece's space
+
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_ENDS = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LLAMA3 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_ENDS}"
+_QWEN2 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_ENDS}"
+_QWEN35 = (
+    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
+    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_MIXED_ENDS = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_TEKKEN = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
+    rf"|\p{{N}}|{_MIXED_ENDS}"
+)
+_GPT4O = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTIONS}?"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTIONS}?|\p{{N}}{{1,3}}|{_MIXED_ENDS}"
+)
+_DEEPSEEK3 = (
+    r"\p{N}{1,3}",
+    r"[一-龥぀-ゟ゠-ヿ]+",
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
+_DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", r"[一-龥ࠀ-一가-퟿]+", r"\p{N}")
+_FALCON = (r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, r"[0-9][0-9][0-9]")
+_DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
+_DIGITS_GPT2 = (r"\p{N}", _GPT2)
+
+_LLAMA3_NAMES = (
+    "llama3",
+    "llama-v3",
+    "llama-bpe",
+    "falcon3",
+    "falcon-h1",
+    "pixtral",
+    "midm-2.0",
+    "lfm2",
+)
+# The regular expressions that split a text, one after another, by the rule's name.
+_RULES: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("default", ""), _DEFAULT),
+    **dict.fromkeys(
+        _LLAMA3_NAMES,
+        (_LLAMA3,),
+    ),
+    **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe", "glm4", "glm5"), (_LLAMA3,)),
+    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "exaone4", "trillion"), (_GPT2,)),
+    **dict.fromkeys(
+        ("qwen2", "deepseek-r1-qwen", "stablelm2", "megrez", "hunyuan", "solar-open"), (_QWEN2,)
+    ),
+    "qwen35": (_QWEN35,),
+    "tekken": (_TEKKEN,),
+    **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "minimax-m2"), (_GPT4O,)),
+    **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "joyai-llm"), _DEEPSEEK3),
+    "deepseek-coder": _DEEPSEEK_CODER,
+    "falcon": _FALCON,
+    **dict.fromkeys(
+        ("starcoder", "refact", "command-r", "smollm", "codeshell", "exaone", "minerva-7b"),
+        _DIGITS_GPT2,
+    ),
+}
+# A word that is a token is that token, whatever the merges say.
+_WHOLE_WORDS = frozenset((*_LLAMA3_NAMES, "glm4", "glm5", "tekken"))
+_STARTS_WITH_BOS = _WHOLE_WORDS - {"glm4", "glm5"}
+_COMPOSES = frozenset(("qwen2", "deepseek-r1-qwen", "qwen35", "command-r"))
+
+# Control tokens that end an answer in the families that have them.
+_ENDS_OF_TURN = ("<|eot_id|>", "<|im_end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>")
+_STOP_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
+_ROLES = {
+    "bos_token": "bos_token_id",
+    "eos_token": "eos_token_id",
+    "unk_token": "unknown_token_id",
+    "pad_token": "padding_token_id",
+    "sep_token": "seperator_token_id",  # spelt so in the format
+}
+_SAMPLING = {
+    "temperature": "temp",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "penalty_repeat",
+}
+
+
+def read_gguf_text(gguf: GgufModel, name: str) -> TextFiles:
+    """Return the text settings of a GGUF file; raises ModelError if it has no usable tokenizer."""
+    try:
+        return _text_files(gguf, name)
+    except ModelError:
+        raise
+    except Exception as error:  # tokenizers raises plain Exception for a vocabulary it rejects
+        raise ModelError(
+            f"The tokenizer of {name} cannot be read: {type(error).__name__}.",
+            "Is the file complete?",
+        ) from error
+
+
+def _text_files(gguf: GgufModel, name: str) -> TextFiles:
+    metadata = gguf.metadata
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    if not isinstance(tokens, list) or not tokens:
+        raise ModelError(f"{name} has no vocabulary.", "Give a GGUF file with a tokenizer in it.")
+    kinds = list(metadata.get("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens))
+    if len(kinds) != len(tokens):
+        raise ModelError(f"{name} has a damaged vocabulary.", "Is the file complete?")
+    template = metadata.get("tokenizer.chat_template")
+    roles = {role: metadata.get(f"tokenizer.ggml.{key}") for role, key in _ROLES.items()}
+    embedding = gguf.tensors.get("token_embd.weight")
+    return TextFiles(
+        tokenizer_json=_tokenizer(gguf, name, tokens, kinds).to_str(),
+        chat_template=template if isinstance(template, str) else None,
+        special_tokens={r: tokens[i] for r, i in roles.items() if _is_id(i, tokens)},
+        stop_token_ids=_stop_ids(metadata, tokens, kinds),
+        sampling_defaults=_sampling_defaults(metadata),
+        adds_bos=_adds_bos(metadata),
+        max_context=gguf.get("context_length"),
+        vocab_size=embedding.shape[0] if embedding is not None and embedding.shape else None,
+    )
+
+
+def _is_id(value: Any, tokens: Sequence[str]) -> TypeGuard[int]:
+    return type(value) is int and 0 <= value < len(tokens)
+
+
+def _stop_ids(metadata: dict[str, Any], tokens: list[str], kinds: Sequence[int]) -> tuple[int, ...]:
+    named = [metadata.get(f"tokenizer.ggml.{key}") for key in _STOP_KEYS]
+    ids = {found for found in named if _is_id(found, tokens)}
+    is_end = set(_ENDS_OF_TURN).__contains__
+    ids |= {i for i, token in enumerate(tokens) if kinds[i] == _CONTROL and is_end(token)}
+    return tuple(sorted(ids))
+
+
+def _adds_bos(metadata: dict[str, Any]) -> bool:
+    is_pieces = metadata.get("tokenizer.ggml.model") == "llama"
+    default = is_pieces or metadata.get("tokenizer.ggml.pre") in _STARTS_WITH_BOS
+    return metadata.get("tokenizer.ggml.add_bos_token", default) is True
+
+
+def _sampling_defaults(metadata: dict[str, Any]) -> dict[str, float]:
+    defaults: dict[str, float] = {}
+    for name, key in _SAMPLING.items():
+        value: Any = metadata.get(f"general.sampling.{key}")
+        if value is not None:
+            with suppress(UsageError, TypeError):
+                SamplingParams(**{name: value})
+                defaults[name] = value
+    return defaults
+
+
+def _tokenizer(gguf: GgufModel, name: str, tokens: list[str], kinds: list[int]) -> Tokenizer:
+    model = gguf.metadata.get("tokenizer.ggml.model")
+    if model == "gpt2":
+        tokenizer = _byte_level(gguf.metadata, name, tokens, kinds)
+    elif model == "llama":
+        tokens = _respelt(tokens, kinds)
+        tokenizer = _pieces(gguf, tokens, kinds)
+    else:
+        raise ModelUnsupported(
+            f"{name} has a tokenizer of the kind {model}, which kvchat does not build.",
+            "Byte-level BPE (gpt2) and sentencepiece BPE (llama) work; use its safetensors.",
+        )
+    for kind, is_special in ((_CONTROL, True), (_USER_DEFINED, False)):
+        added = [
+            AddedToken(token, normalized=False, special=is_special)
+            for token, found in zip(tokens, kinds, strict=True)
+            if found == kind and token and not _is_run(token)
+        ]
+        tokenizer.add_special_tokens(added) if is_special else tokenizer.add_tokens(added)
+    return tokenizer
+
+
+def _is_run(token: str) -> bool:
+    return len(token) > 1 and not token.strip(_SPACE)
+
+
+def _byte_level(
+    metadata: dict[str, Any], name: str, tokens: list[str], kinds: list[int]
+) -> Tokenizer:
+    rule = metadata.get("tokenizer.ggml.pre", "")
+    if rule not in _RULES:
+        raise ModelUnsupported(
+            f"{name} splits text by the rule {rule!r}, which kvchat does not know.",
+            "Use the model's safetensors, which come with their tokenizer.json.",
+        )
+    # Added tokens at the end are no part of the model in the original, so that no merge and no
+    # whole word gives one.
+    count = len(tokens)
+    while count and kinds[count - 1] != _NORMAL:
+        count -= 1
+    merges = [tuple(merge.split(" ", 1)) for merge in metadata.get("tokenizer.ggml.merges", [])]
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocab={token: index for index, token in enumerate(tokens[:count])},
+            merges=merges,
+            ignore_merges=rule in _WHOLE_WORDS,
+        )
+    )
+    splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in _RULES[rule]]
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, byte_level])
+    tokenizer.decoder = decoders.ByteLevel()
+    if rule in _COMPOSES:
+        tokenizer.normalizer = normalizers.NFC()
+    return tokenizer
+
+
+def _respelt(tokens: list[str], kinds: list[int]) -> list[str]:
+    """Return the tokens with runs of spaces spelt as sentencepiece does."""
+    return [_SPACE * len(token) if token and not token.strip(" ") else token for token in tokens]
+
+
+def _pieces(gguf: GgufModel, tokens: list[str], kinds: list[int]) -> Tokenizer:
+    metadata = gguf.metadata
+    unknown = metadata.get("tokenizer.ggml.unknown_token_id")
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocab={token: index for index, token in enumerate(tokens)},
+            merges=_merges(gguf, tokens, kinds),
+            unk_token=tokens[unknown] if _is_id(unknown, tokens) else None,
+            fuse_unk=True,
+            byte_fallback=_BYTE in kinds,
+        )
+    )
+    steps: list[Any] = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    spaces: Any = normalizers.Replace(" ", _SPACE)
+    if metadata.get("tokenizer.ggml.add_space_prefix", True):
+        spaces = normalizers.Sequence([normalizers.Prepend(_SPACE), spaces])
+        steps.append(decoders.Strip(" ", 1, 0))
+    tokenizer.normalizer = spaces
+    tokenizer.decoder = decoders.Sequence(steps)
+    return tokenizer
+
+
+def _merges(gguf: GgufModel, tokens: list[str], kinds: list[int]) -> list[tuple[str, str]]:
+    """Return the merges that a sentencepiece vocabulary implies, the first to be made first.
+
+    A piece of a higher score is made first. Gemma's order is that of its ids.
+    """
+    scores = gguf.metadata.get("tokenizer.ggml.scores") or ()
+    if gguf.architecture.startswith("gemma") or len(scores) != len(tokens):
+        scores = range(0, -len(tokens), -1)
+    merged = {
+        token: index
+        for index, token in enumerate(tokens)
+        if kinds[index] == _NORMAL or (kinds[index] == _USER_DEFINED and _is_run(token))
+    }
+    found: list[tuple[float, int, int]] = []
+    for token, index in merged.items():
+        pairs = [
+            (merged[token[:at]], merged[token[at:]])
+            for at in range(1, len(token))
+            if token[:at] in merged and token[at:] in merged
+        ]
+        found.extend((scores[index], *pair) for pair in sorted(pairs))
+    lengths = [len(token) for token in tokens]
+    found.sort(key=lambda entry: (entry[0], lengths[entry[1]], lengths[entry[2]]), reverse=True)
+    return [(tokens[left], tokens[right]) for _, left, right in found]

@@ -1,0 +1,205 @@
+"""Compacting, asking aside, and the numbers of messages on branches and copies."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvchat.chat.answer_settings import AskOptions
+from kvchat.chat.chat_model import ChatModel
+from kvchat.chat.compaction import OPENING, plan_compaction
+from kvchat.chat.controller import ChatController
+from kvchat.chat.conversation import Conversation, Role
+from kvchat.chat.host import ChatHost
+from kvchat.chat.messages import MessageNumbers, MessageTree, TreeNode, find_place, in_words
+from kvchat.chat.store import SessionStore
+from kvchat.core.errors import UsageError
+from support.scripted_engine import Script, scripted_build, text_model, write_text_checkpoint
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> ChatModel:
+    return text_model(write_text_checkpoint(tmp_path_factory.mktemp("checkpoint") / "scripted"))
+
+
+@pytest.fixture
+def controller(model: ChatModel, tmp_path: Path) -> Iterator[ChatController]:
+    def author(question: str, sample: int) -> Script:
+        is_summary = question.startswith("Summarise")
+        return Script("Rex is a dog." if is_summary else f"You said {question}", 16)
+
+    host = ChatHost(model, scripted_build(model, author), SessionStore(tmp_path / "sessions"))
+    host.wait_until_ready()
+    controller = ChatController(host, lambda name, hear: host, None, AskOptions())
+    yield controller
+    controller.close_session()
+    host.close()
+
+
+def _say(controller: ChatController, *texts: str) -> None:
+    for text in texts:
+        list(controller.ask(text))
+
+
+def _conversation(controller: ChatController) -> Conversation:
+    return controller.require_conversation()
+
+
+def _drawn(controller: ChatController) -> list[str]:
+    """The displayed tree: depth by spaces, messages by number, labels in brackets, the tip *."""
+    conversation = _conversation(controller)
+    numbers, tree = MessageNumbers(conversation), MessageTree(conversation)
+    rows: list[str] = []
+
+    def draw(node: TreeNode, depth: int) -> None:
+        mark = "*" if node is tree.tip else ""
+        if node.turn is None and node is not tree.root:
+            opening = node.opening
+            rows.append(
+                f"{' ' * depth}[{opening.system or ''}{'S' if opening.summary_of else ''}]{mark}"
+            )
+        elif node.turn is not None:
+            who = "" if node.turn.role is Role.USER else "a"
+            rows.append(f"{' ' * depth}{who}{numbers.of(node.turn)}{mark}")
+        for child in node.children:
+            draw(child, depth + (len(node.children) > 1))
+
+    draw(tree.root, 0)
+    return rows
+
+
+def test_a_message_has_one_number_on_every_branch_and_in_every_copy(
+    controller: ChatController,
+) -> None:
+    """/tree counted turns, /edit messages of the path, and /system doubled everything."""
+    _say(controller, "one", "two")
+    controller.edited = controller.user_turn("2")
+    _say(controller, "two, edited")
+    assert _drawn(controller) == ["1", "a1", " 2", " a2", " 3", " a3*"]
+    assert controller.user_turn("3").text == "two, edited"
+    with pytest.raises(UsageError, match="Message 2 is on another branch"):
+        controller.user_turn("2")
+    with pytest.raises(UsageError, match="on this branch they are numbered 1 and 3"):
+        controller.user_turn("9")
+
+    controller.set_system("Be brief.")
+    assert _drawn(controller) == ["1", "a1", " 2", " a2", " 3", " a3", " [Be brief.]*"]
+    assert controller.user_turn("3").text == "two, edited"
+    _say(controller, "three")
+    assert _drawn(controller)[-3:] == [" [Be brief.]", " 4", " a4*"]
+
+
+def test_going_back_to_a_system_prompt_copies_nothing_again(controller: ChatController) -> None:
+    _say(controller, "one")
+    for system in ("Be brief.", None, "Be brief.", None):
+        controller.set_system(system)
+    assert len(_conversation(controller)) == 4
+    assert _drawn(controller) == ["1", "a1*"]
+    assert controller.ids_with_system(None) == controller.context_ids
+
+
+def test_a_place_is_named_by_message_and_answer(controller: ChatController) -> None:
+    _say(controller, "one")
+    list(controller.retry(AskOptions()))
+    conversation = _conversation(controller)
+    first, second = conversation.children(1)
+    assert find_place(conversation, "1") == conversation.turn(1)
+    assert find_place(conversation, "1.1") == first
+    assert find_place(conversation, "1.2") == second
+    for unknown in ("1.3", "2", "x", "1.x", "", "0"):
+        assert find_place(conversation, unknown) is None
+    assert in_words([1, 2, 3, 5, 7, 8]) == "1 to 3, 5 and 7 to 8"
+
+
+def test_a_summary_takes_the_place_of_older_messages_on_a_new_branch(
+    controller: ChatController,
+) -> None:
+    long = "My dog is called Rex. " * 20
+    _say(controller, long, "two", "three", "four")
+    plan = controller.plan_compaction()
+    assert [turn.text for turn in plan.messages] == [long, "two"]
+    before = list(controller.context_ids)
+    [*_, ended] = controller.summarise(plan)
+    assert ended.text == "Rex is a dog."
+    assert ended.usage.cached.total > plan.num_tokens - 16, "all but the request is cached"
+    assert controller.context_ids == before, "asking for it changes nothing"
+
+    saved = controller.compact(plan, ended.text)
+
+    path = _conversation(controller).path()
+    assert path[0].text == f"{OPENING}Rex is a dog."
+    assert [turn.text for turn in path[2:]] == ["three", "You said three", "four", "You said four"]
+    assert saved == len(before) - len(controller.context_ids) > 200
+    assert [MessageNumbers(_conversation(controller)).of(t) for t in controller.user_turns] == [
+        3,
+        4,
+    ]
+    assert _drawn(controller) == ["1", "a1", "2", "a2", "3", "a3", "4", "a4", "[S]*"]
+    _say(controller, "five")
+    assert _drawn(controller)[-3:] == ["[S]", "5", "a5*"]
+    place = find_place(_conversation(controller), "2")
+    assert place is not None
+    controller.move(_conversation(controller).latest_below(place.turn_id))
+    assert controller.context_ids == before, "the old branch is as it was"
+
+
+def test_a_compacted_conversation_is_the_same_after_a_restart(controller: ChatController) -> None:
+    _say(controller, "Rex " * 100, "two", "three")
+    controller.compact(controller.plan_compaction(), "Rex is a dog.")
+    _say(controller, "four")
+    drawn, ids, session = _drawn(controller), controller.context_ids, controller.require_session()
+
+    controller.begin_new()
+    controller.open(session.session_id)
+    assert (_drawn(controller), controller.context_ids) == (drawn, ids)
+    assert controller.host.store is not None
+    [summary] = controller.host.store.summaries()
+    assert summary.num_turns == 3, "two kept messages and a new one"
+
+
+def test_forgetting_a_message_removes_its_copies_and_the_summaries_of_it(
+    controller: ChatController,
+) -> None:
+    _say(controller, "Rex " * 100, "a secret", "three " * 20, "four")
+    controller.compact(controller.plan_compaction(), "There is a secret.")
+    _say(controller, "five", "six")
+    controller.compact(controller.plan_compaction(), "Of a secret.")
+    place = find_place(_conversation(controller), "2")
+    assert place is not None
+    controller.forget(place.turn_id)
+    assert _drawn(controller) == ["1", "a1*"]
+    assert controller.host.store is not None
+    data = controller.host.store.read_bytes(controller.require_session().session_id)
+    assert b"secret" not in data
+
+
+def test_a_summary_that_saves_nothing_changes_nothing(controller: ChatController) -> None:
+    _say(controller, "one")
+    before = controller.context_ids
+    with pytest.raises(UsageError, match="as long as what it stands for"):
+        controller.compact(controller.plan_compaction(), "Many words. " * 50)
+    assert controller.context_ids == before
+
+
+def test_large_newest_messages_are_summarised_too(controller: ChatController) -> None:
+    _say(controller, "one", "word " * 100)
+    plan = plan_compaction(_conversation(controller), context_limit=1000)
+    assert plan.kept == ()
+    plan = plan_compaction(_conversation(controller), context_limit=100_000)
+    assert [turn.text for turn in plan.messages] == ["one"]
+
+
+def test_asking_aside_leaves_no_trace(controller: ChatController) -> None:
+    _say(controller, "one")
+    session = controller.require_session()
+    assert controller.host.store is not None
+    before = controller.host.store.read_bytes(session.session_id), controller.context_ids
+
+    [*_, ended] = controller.ask_aside("and aside?")
+    controller.note_ended(ended)
+
+    assert ended.text == "You said and aside?"
+    assert ended.usage.cached.total > 0
+    after = controller.host.store.read_bytes(session.session_id), controller.context_ids
+    assert after == before
+    assert controller.last is None or controller.last.turn_id != 0

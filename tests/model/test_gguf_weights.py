@@ -1,0 +1,181 @@
+"""A model in a GGUF file is the model in safetensors: every architecture, every block format."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from kvchat.core.config import ModelConfig
+from kvchat.core.errors import ModelError, ModelUnsupported
+from kvchat.model import gguf_tensors
+from kvchat.model.loader import LoadedModel, load_model
+from kvchat.model.source import find_model
+from support.checkpoints import tiny_model
+from support.gguf_files import QUANTISED, RANDOM_BLOCKS, write_gguf
+
+_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": None},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen2": {},
+    "qwen2_moe": {**_MOE, "shared_expert_intermediate_size": 48},
+    "qwen3": {},
+    "qwen3_moe": {**_MOE, "norm_topk_prob": True},
+    "gemma": {},
+    "gemma2": {"sliding_window": 8, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 2.0},
+    "gemma3_text": {"sliding_window": 8, "num_hidden_layers": 7, "query_pre_attn_scalar": 16},
+    "phi3": {"sliding_window": 8},
+    "starcoder2": {},
+    "stablelm": {},
+    "smollm3": {"num_hidden_layers": 5},
+    "granite": {"embedding_multiplier": 3.0, "attention_multiplier": 0.5},
+    "olmo2": {},
+    "cohere": {"logit_scale": 0.25},
+    "cohere2": {"logit_scale": 0.25, "sliding_window": 8, "num_hidden_layers": 5},
+}
+
+
+def load(path: Path, dtype: str = "float32") -> LoadedModel:
+    source = find_model(str(path))
+    return load_model(source, ModelConfig(source.name, "cpu", dtype=dtype), None, lambda _: None)
+
+
+def with_random_norms(model: PreTrainedModel) -> PreTrainedModel:
+    """A norm of ones would hide that its weights were left out or shifted."""
+    generator = torch.Generator().manual_seed(3)
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.data.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def assert_twins(loaded: LoadedModel, model: PreTrainedModel, tolerance: float = 0.0) -> None:
+    own = dict(loaded.module.named_parameters())
+    for name, parameter in model.named_parameters():
+        assert (own[name] - parameter).abs().max() <= tolerance, name
+    ids = torch.arange(40)[None] * 7 % 250
+    loaded.module.set_attn_implementation("eager")
+    with torch.no_grad():
+        expected = model(ids).logits
+        found = loaded.module(ids, use_cache=False).logits
+    assert (found - expected).abs().max() <= 10 * tolerance
+
+
+@pytest.mark.parametrize("family", _FAMILIES)
+def test_logits_equal_those_of_the_safetensors_twin(family: str, tmp_path: Path) -> None:
+    model = with_random_norms(tiny_model(family, **_FAMILIES[family]))
+    path = write_gguf(tmp_path / "m.gguf", model, metadata=_metadata_of(family, model))
+    # Gemma's norms are stored plus one, which rounds.
+    assert_twins(load(path), model, tolerance=1e-6 if family.startswith("gemma") else 0.0)
+
+
+def _metadata_of(family: str, model: PreTrainedModel) -> dict[str, Any]:
+    if family == "mixtral":
+        return {"expert_count": 4}
+    if family == "stablelm":
+        return {"rope.dimension_count": 4}  # a quarter of 16, which is the model's default
+    return {}
+
+
+@pytest.mark.parametrize("kind", [*QUANTISED, *RANDOM_BLOCKS])
+def test_every_block_format_is_unpacked_exactly(kind: str, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
+    model = tiny_model("llama", **sizes, head_dim=64)
+    path = write_gguf(tmp_path / "m.gguf", model, kind)
+    assert_twins(load(path), model)
+
+
+def test_blocks_are_unpacked_to_bfloat16_and_plain_weights_stay_as_they_are(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    for kind, dtype in (("Q8_0", torch.bfloat16), ("F16", torch.float16), ("F32", torch.float32)):
+        loaded = load(write_gguf(tmp_path / f"{kind}.gguf", model, kind), dtype="auto")
+        assert loaded.dtype == dtype
+
+
+def test_llama_3_rope_factors_in_a_tensor_are_applied(tmp_path: Path) -> None:
+    rope = {
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": 32.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    model = tiny_model("llama", rope_parameters=rope)
+    factors = [_llama3_factor(500000.0 ** (index / 8)) for index in range(8)]
+    assert len(set(factors)) > 2
+    extra = {"rope_freqs.weight": np.array(factors, dtype=np.float32)}
+    assert_twins(load(write_gguf(tmp_path / "m.gguf", model, extra=extra)), model)
+
+
+def _llama3_factor(inverse_frequency: float) -> float:
+    """Llama 3's formula, as its authors wrote it, for the numbers above."""
+    wavelength = 2 * math.pi * inverse_frequency
+    if wavelength < 8192 / 4:
+        return 1.0
+    if wavelength > 8192:
+        return 32.0
+    smooth = (8192 / wavelength - 1) / 3
+    return 1 / ((1 - smooth) / 32 + smooth)
+
+
+def test_a_file_in_parts_is_one_model(tmp_path: Path) -> None:
+    import gguf
+
+    model = tiny_model("llama")
+    whole = write_gguf(tmp_path / "whole.gguf", model)
+    reader = gguf.GGUFReader(whole)
+    names = [tensor.name for tensor in reader.tensors]
+    for number in range(3):
+        writer = gguf.GGUFWriter(tmp_path / f"m-0000{number + 1}-of-00003.gguf", "llama")
+        writer.add_uint16("split.no", number)
+        writer.add_uint16("split.count", 3)
+        writer.add_int32("split.tensors.count", len(names))
+        if number == 0:
+            for field in reader.fields.values():
+                _copy_field(writer, field)
+        for tensor in reader.tensors[number::3]:
+            writer.add_tensor(tensor.name, np.array(tensor.data))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    assert_twins(load(tmp_path / "m-00002-of-00003.gguf"), model)
+    (tmp_path / "m-00003-of-00003.gguf").unlink()
+    with pytest.raises(ModelError, match=r"00003-of-00003\.gguf cannot be read"):
+        find_model(str(tmp_path / "m-00001-of-00003.gguf"))
+
+
+def _copy_field(writer: Any, field: Any) -> None:
+    if not field.name.startswith(("GGUF.", "general.architecture")):
+        value = field.contents()
+        sub_type = field.types[-1] if len(field.types) > 1 else None
+        writer.add_key_value(field.name, value, field.types[0], sub_type)
+
+
+def test_weights_that_do_not_fit_are_refused_before_they_are_unpacked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_gguf(tmp_path / "m.gguf", tiny_model("llama"), "Q8_0")
+    monkeypatch.setattr(gguf_tensors, "free_bytes", lambda device: 1000)
+    with pytest.raises(ModelError, match=r"take .* of memory as bfloat16, and 1000 B are free"):
+        load(path, dtype="auto")
+
+
+def test_an_architecture_that_is_not_mapped_is_named(tmp_path: Path) -> None:
+    import gguf
+
+    for architecture, message in (("bloom", "of the architecture 'bloom'"), ("clip", "mmproj")):
+        writer = gguf.GGUFWriter(tmp_path / "m.gguf", architecture)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        with pytest.raises(ModelUnsupported, match=message) as caught:
+            load(tmp_path / "m.gguf")
+        assert caught.value.hint

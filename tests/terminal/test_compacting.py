@@ -1,0 +1,54 @@
+"""/compact and /btw on the screen, and what a full context says."""
+
+from collections.abc import Callable
+
+import pytest
+
+from support.pty_screen import PtyScreen
+
+StartChat = Callable[..., PtyScreen]
+
+
+def _figures(count: int) -> Callable[[str], bool]:
+    return lambda text: text.count("first token") == count
+
+
+def test_a_question_aside_is_marked_and_leaves_no_trace(start_chat: StartChat) -> None:
+    chat = start_chat(columns=100)
+    chat.enter("one").wait_for(_figures(1))
+    chat.enter("/btw and two?").wait_for("aside, not part of the conversation:")
+    chat.wait_for("You said 'and two?' (0).").wait_for(_figures(2))
+    chat.enter("/show chat").wait_for(
+        lambda text: "You said 'one'" in text.partition("/show chat")[2]
+    )
+    assert "two" not in chat.text.partition("/show chat")[2]
+    chat.enter("/btw").wait_for("Ask what?")
+
+
+def test_compacting_says_what_it_costs_and_saves_and_keeps_the_branch(
+    start_chat: StartChat,
+) -> None:
+    chat = start_chat(columns=100, rows=40)
+    chat.enter("lines 40").wait_for(_figures(1))
+    for number, text in enumerate(("two", "three"), start=2):
+        chat.enter(text).wait_for(_figures(number))
+    chat.enter("/compact").wait_for("Summarising 1 message,").wait_for("Ada has a dog called Rex.")
+    chat.wait_for("tokens became").wait_for("/switch 1 goes back.")
+    chat.enter("four").wait_for("You said 'four' (0).").wait_for(_figures(5))
+    chat.enter("/tree").wait_for("4 you: four")
+    tree = chat.text.rpartition("/tree")[2]
+    for row in ("1 you: lines 40", "3 you: three", "summary of messages 1", "4 you: four"):
+        assert tree.count(row) == 1, tree
+    chat.enter("/show chat").wait_for("Summary of earlier messages: Ada has a dog called Rex.")
+    chat.enter("/switch 1").wait_for(lambda text: "❯ three" in text.rpartition("/switch 1")[2])
+
+
+@pytest.mark.parametrize("columns", [40, 100])
+def test_a_full_context_names_the_ways_out(start_chat: StartChat, columns: int) -> None:
+    chat = start_chat("--context", "300", columns=columns)
+    chat.enter("lines 10").wait_for(_figures(1))
+    chat.wait_for_shown("full: /compact")
+    chat.enter("this is a longer message than what the context still has room for, as it is 300")
+    ways_out = "/compact lets a summary take the place of older messages"
+    chat.wait_for(lambda text: ways_out in " ".join(text.split()))
+    assert "The prompt has " in chat.text

@@ -1,0 +1,122 @@
+"""/help COMMAND, the first screen, completion, and what small commands say."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from prompt_toolkit.completion import CompleteEvent
+from prompt_toolkit.document import Document
+
+from kvchat.chat.attachment import matching_paths, missing_files
+from kvchat.chat.conversation import Conversation, Role, Turn
+from kvchat.chat.documents import to_markdown
+from kvchat.core.types import FinishReason
+from kvchat.terminal.commands import Invocation
+from kvchat.terminal.completion import LineCompleter
+from kvchat.terminal.help_texts import EXAMPLES
+from kvchat.terminal.pickers import Picker
+from kvchat.terminal.registry import build_registry
+from kvchat.terminal.theme import Glyphs
+from kvchat.terminal.view import Choice
+from support.pty_screen import PtyScreen
+
+StartChat = Callable[..., PtyScreen]
+
+
+@pytest.mark.parametrize("command", build_registry().commands, ids=lambda command: command.name)
+def test_every_command_has_two_examples_that_are_typed_as_they_stand(command) -> None:  # type: ignore[no-untyped-def]
+    registry = build_registry()
+    assert len(EXAMPLES[command.name]) == 2
+    typed = [registry.parse(line) for line, _ in EXAMPLES[command.name]]
+    assert all(isinstance(line, Invocation) for line in typed)
+    assert any(isinstance(line, Invocation) and line.command.name == command.name for line in typed)
+
+
+def test_no_example_is_of_a_command_that_does_not_exist() -> None:
+    assert set(EXAMPLES) == {command.name for command in build_registry().commands}
+
+
+def _completed(line: str) -> list[str]:
+    completer = LineCompleter(build_registry(), lambda: (), lambda: ())
+    found = completer.get_completions(Document(line), CompleteEvent())
+    return [completion.text for completion in found]
+
+
+def test_completion_goes_by_use_ends_with_exit_and_knows_subcommands() -> None:
+    names = _completed("/")
+    assert names[:3] == ["help", "retry", "edit"]
+    assert names[-1] == "exit"
+    assert len(names) == len(build_registry().commands)
+    assert _completed("/cache v") == ["verify"]
+    assert _completed("/stats ") == ["on", "off", "full"]
+    assert _completed("/think o") == ["on", "off"]
+
+
+def test_a_missing_file_is_told_from_other_words_with_an_at_sign(tmp_path: Path) -> None:
+    there = tmp_path / "notes.txt"
+    there.write_text("x")
+    text = f"@{there} and @ntoes.txt, @docs/nothing and @ada, me@example.org @property"
+    assert missing_files(text) == ["ntoes.txt", "docs/nothing"]
+
+
+def test_a_pattern_names_the_files_that_match(tmp_path: Path) -> None:
+    for name in ("b.md", "a.md", "c.txt"):
+        (tmp_path / name).write_text("x")
+    assert matching_paths(f"{tmp_path}/*.md") == [tmp_path / "a.md", tmp_path / "b.md"]
+    assert matching_paths(f"{tmp_path}/none*") == [tmp_path / "none*"]
+
+
+def test_an_exported_fence_stands_on_its_own_line() -> None:
+    conversation = Conversation("20260101-120000-abcd", 0.0)
+    for number, (role, text) in enumerate(
+        [(Role.USER, "Code?"), (Role.ASSISTANT, "```python\nx = 1\n```")], start=1
+    ):
+        end = FinishReason.STOP if role is Role.ASSISTANT else None
+        conversation.add(Turn(number, number - 1, role, text, (1,), "t", float(number), finish=end))
+    assert "**You:** Code?\n" in to_markdown(conversation)
+    assert "**Assistant:**\n\n```python\nx = 1\n```\n" in to_markdown(conversation)
+
+
+def test_a_long_question_is_wrapped_and_not_clipped() -> None:
+    question = "Forget this conversation for good, text and KV? What others share stays."
+    picker = Picker(question, [Choice("no"), Choice("yes")])
+    text = "".join(part for _, part, *_ in picker.fragments(12, 40, Glyphs()))
+    assert " ".join(text.split()).startswith(question)
+    assert all(len(row) <= 40 for row in text.split("\n"))
+
+
+@pytest.mark.parametrize(("columns", "rows"), [(100, 30), (40, 12)])
+def test_the_first_screen_says_what_the_model_is_and_what_to_try(
+    start_chat: StartChat, columns: int, rows: int
+) -> None:
+    chat = start_chat(columns=columns, rows=rows)
+    chat.wait_for_shown("❯")
+    first, second, third, *_ = chat.lines
+    assert first.startswith("kvchat ")
+    tries = " · /file PATH · /help keys" if columns == 100 else ""
+    assert second == f"a model on this machine; try: a question{tries}"
+    assert third == ""
+
+
+def test_small_commands_say_what_they_did_and_undo_is_taken_back_whole(
+    start_chat: StartChat, tmp_path: Path
+) -> None:
+    chat = start_chat(columns=100, rows=40)
+    for number, text in enumerate(("one", "two", "three"), start=1):
+        chat.enter(text).wait_for(lambda shown, n=number: shown.count("first token") == n)  # type: ignore[misc]
+    chat.enter("/undo 3").wait_for("Back before: one").enter("/redo")
+    chat.wait_for(lambda text: "You said 'three'" in text.partition("/redo")[2])
+    chat.enter("/think on").wait_for(
+        lambda text: "no switch for thinking; on changes nothing." in " ".join(text.split())
+    )
+    chat.enter("/think hide").wait_for("Thinking is hidden.")
+    chat.enter("/stats full").wait_for("Statistics after answers: all figures.")
+    chat.enter("/export pdf").wait_for("pdf is no format of /export.")
+    chat.enter("/model").wait_for("On this machine:").wait_for("shipped with kvchat")
+    chat.enter("/edit 9").wait_for("9 is no message; on this branch they are numbered 1 to 3.")
+    chat.enter("/hlep").wait_for("There is no command /hlep. Did you mean /help?")
+    chat.wait_for_shown("❯ /hlep").type("\x15").enter("think").wait_for("thinking; /think show")
+    chat.wait_for("The answer is 42.")
+    assert "Let me see." not in chat.text
+    chat.enter("/help undo").wait_for("/undo 3").wait_for("before the last three")
+    chat.enter("What is in @nothing.txt?").wait_for("There is no file nothing.txt: sent as text.")

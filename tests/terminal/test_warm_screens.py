@@ -1,0 +1,114 @@
+"""Whole screens that tell of warmth: a resumed chat, the tree and the list of conversations."""
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvchat.chat.store import SessionStore
+from support.pty_screen import PtyScreen
+from support.saved_sessions import save_chat
+
+StartChat = Callable[..., PtyScreen]
+
+
+def _screen(chat: PtyScreen) -> list[str]:
+    """The visible rows from the first command or message on, without the empty ones."""
+    rows = [row for row in chat.shown.split("\n") if row and "/help" not in row]
+    return [row for row in rows if not row.startswith("a model on this machine")]
+
+
+def _talk(start_chat: StartChat) -> None:
+    chat = start_chat()
+    chat.enter("prose 60").wait_for("word59").wait_for("first token")
+    chat.enter("hello").wait_for(lambda text: text.count("first token") == 2)
+    chat.enter("/exit").finish()
+
+
+_OPENED = [
+    "prose 60: 1 earlier turn (/show chat)",
+    "❯ hello",
+    "You said 'hello' (0).",
+    "cold: 485 tokens to read, about 0.5 s",
+]
+RESUMED = {
+    (100, 30): [*_OPENED, "❯", "scripted · prose 60 · context 485/32k · cold, about 0.5 s"],
+    (40, 12): [*_OPENED, "❯", "context 485/32k · cold, about 0.5 s"],
+}
+TREE = {
+    (100, 30): [
+        "❯ /tree",
+        "1 you: prose 60 · cold 0.1 s",
+        "  model: word0 word1 word2 word3 word4 word5 word6 word7 word8 word9 word10 word11 wo… "
+        "· cold 0.4 s",
+        "2 you: hello · cold 0.5 s",
+        "  model: You said 'hello' (0). · cold 0.5 s ●",
+        "❯",
+        "scripted · prose 60 · context 485/32k · cold, about 0.5 s",
+    ],
+    (40, 12): [
+        "❯ /tree",
+        "1 you: prose 60 · cold 0.1 s",
+        "  model: word0 word1 word… · cold 0.4 s",
+        "2 you: hello · cold 0.5 s",
+        "  model: You said 'hell… · cold 0.5 s ●",
+        "❯",
+        "context 485/32k · cold, about 0.5 s",
+    ],
+}
+PICKER = {
+    (100, 30): [
+        "❯ /resume",
+        "Go on with  type to filter, Enter picks, Esc does not",
+        "  hello · what is a radix tree  cold, about 0.1 s · 3 h ago · 2 turns",
+        "❯ hello · my cat is Mia  cold, about 0.1 s · 6 h ago · 2 turns",
+        "  Summarise the minutes of the meeting in Bergen  cold, about 3.9 s · 9 h ago · 1 turn",
+        "  ┊ my cat is Mia",
+        "  ┊ A cat named Mia.",
+        "Ctrl-R renames · Ctrl-X deletes · Ctrl-O shows 1 one-shot",
+        "scripted",
+    ],
+    (40, 12): [
+        "❯ /resume",
+        "Go on with",
+        "  hello · what…  cold, about 0.1 s",
+        "❯ hello · my c…  cold, about 0.1 s",
+        "  Summarise th…  cold, about 3.9 s",
+        "  ┊ my cat is Mia",
+        "  ┊ A cat named Mia.",
+        "Ctrl-R renames · Ctrl-X deletes · Ctrl…",
+        "scripted",
+    ],
+}
+
+
+@pytest.mark.parametrize("size", [(100, 30), (40, 12)])
+def test_a_resumed_chat_and_its_tree(start_chat: StartChat, size: tuple[int, int]) -> None:
+    _talk(start_chat)
+    chat = start_chat("--continue", columns=size[0], rows=size[1])
+    chat.wait_for(lambda _: _screen(chat) == RESUMED[size])
+
+    chat.enter("/tree").wait_for(lambda _: _screen(chat)[-len(TREE[size]) :] == TREE[size])
+
+
+@pytest.mark.parametrize("size", [(100, 30), (40, 12)])
+def test_the_list_of_conversations(
+    start_chat: StartChat, tmp_path: Path, size: tuple[int, int]
+) -> None:
+    store = SessionStore(tmp_path / "sessions")
+    said = [
+        ("hello", "Hello to you.", "what is a radix tree", "A tree of prefixes."),
+        ("hello", "Hello again.", "my cat is Mia", "A cat named Mia."),
+        ("Summarise the minutes of the meeting in Bergen", "It was long. " * 300),
+        ("hello", "Hello, script."),
+    ]
+    for number, texts in enumerate(said):
+        session_id = save_chat(store, *texts, is_one_shot=number == 3)
+        past_s = time.time() - (number + 1) * 3 * 3600 - 60
+        os.utime(store.directory / f"{session_id}.jsonl", (past_s, past_s))
+    chat = start_chat(columns=size[0], rows=size[1])
+    chat.enter("/resume").wait_for_shown("cold, about 3.9 s").type("\x1b[B")
+
+    chat.wait_for(lambda _: _screen(chat) == PICKER[size])
