@@ -194,7 +194,10 @@ def load_model(
             "Start again when they are complete.",
         )
     load_s = time.perf_counter() - start_s
-    _log.info("loaded model=%s device=%s seconds=%.2f", spec.model_type, device, load_s)
+    path = "gathered" if spec.gathered is not None else "paged"
+    _log.info(
+        "loaded model=%s device=%s path=%s seconds=%.2f", spec.model_type, device, path, load_s
+    )
     return LoadedModel(
         source=source,
         module=module,

@@ -291,7 +291,8 @@ def _refusing(config: Any) -> Iterator[None]:
     except Refusal as refusal:
         raise ModelUnsupported(
             f"The architecture {_name(config)} is not supported: it {refusal}.",
-            "kvchat needs softmax attention over keys and values that never change.",
+            "kvchat needs keys and values that it can keep; transformers itself may run the model. "
+            "docs/models.md lists every type that kvchat runs.",
         ) from refusal
 
 

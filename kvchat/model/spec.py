@@ -109,7 +109,7 @@ def attention_in_words(
 ) -> str:
     """Return one phrase: `Triton kernels`, or how many layers run on what, and why."""
     if spec.gathered is not None:
-        return f"transformers' own, over KV gathered for one sequence at a time: {_why(spec)}"
+        return f"transformers' own, over KV copied out of the pages: it {spec.gathered.reason}"
     counts = Counter(choose(device, layer.key_dim, layer.value_dim, dtype) for layer in spec.layers)
     if len(counts) == 1:
         return _in_words(next(iter(counts)))
@@ -117,11 +117,6 @@ def attention_in_words(
         f"{number} layer{'s' if number > 1 else ''}: {_in_words(chosen)}"
         for chosen, number in counts.items()
     )
-
-
-def _why(spec: ModelSpec) -> str:
-    assert spec.gathered is not None
-    return f"it {spec.gathered.reason}"
 
 
 def _in_words(chosen: Implementation) -> str:
