@@ -4,17 +4,20 @@ It combines the radix tree (which KV is cached), the block pool (which blocks ar
 pool (the tensors), and keeps their reference counts consistent. BlockPool and BlockTable are here.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from kvchat.cache.keys import encode_ids
 from kvchat.cache.kv_pool import KvPool
-from kvchat.cache.radix_tree import Node, RadixTree, StateSnapshot, TreeInsert
+from kvchat.cache.radix_tree import Node, RadixTree, TreeInsert
 from kvchat.core.errors import GenerationError
 from kvchat.core.types import TokenIds
+
+if TYPE_CHECKING:
+    from kvchat.cache.state_manager import TableState
 
 SCRATCH_BLOCK = 0
 
@@ -110,7 +113,8 @@ class BlockTable:
     # [0, num_committed)              in the tree, at or above `node`, which this table locks
     # [num_committed, len(blocks))    this table's own, or shared with a fork until written
 
-    `cached_len` counts the tokens whose KV was cached when the table was made.
+    `cached_len` counts the tokens whose KV was cached when the table was made. `state` is the
+    recurrent state of its sequence, None for a model without any.
     """
 
     block_size: int
@@ -119,6 +123,7 @@ class BlockTable:
     cached_len: int
     num_committed: int
     is_released: bool = field(default=False)
+    state: "TableState | None" = None
 
     @property
     def capacity(self) -> int:
@@ -162,6 +167,9 @@ class CacheManager:
     Without `reuse` nothing is matched and nothing is kept: every sequence starts cold. One thread
     owns a manager.
     """
+
+    has_state = False  # whether sequences have recurrent state beside their KV
+    num_state_blocks = 0
 
     def __init__(self, kv_pool: KvPool, reuse: bool = True) -> None:
         self.kv_pool = kv_pool
@@ -232,6 +240,25 @@ class CacheManager:
             self._copy_head(table, found.head, found.head_len)
         return table
 
+    def start(self, token_ids: TokenIds) -> BlockTable:
+        """Return the table that a sequence with this prompt starts from: here, its match."""
+        return self.match(token_ids)
+
+    def num_reusable_tokens(self, token_ids: TokenIds) -> int:
+        """Return how many leading tokens in full blocks a sequence need not compute."""
+        return self.num_cached_tokens(token_ids)
+
+    def contexts_to_keep(self, token_ids: TokenIds) -> list[TokenIds]:
+        """Return the contexts that a slower tier is to have so that it can restore a context."""
+        return [token_ids]
+
+    def with_state(self, token_ids: TokenIds, num_tokens: int) -> TokenIds:
+        """Return the ids under which the recurrent state after `num_tokens` tokens is kept."""
+        return token_ids[:num_tokens]
+
+    def drop_states(self, table: BlockTable, token_ids: TokenIds) -> None:
+        """Drop all recurrent state of a sequence that failed; here there is none."""
+
     def _hold(
         self, node: Node, blocks: list[int], cached_len: int, num_committed: int
     ) -> BlockTable:
@@ -252,38 +279,6 @@ class CacheManager:
         self.kv_pool.copy_block(source, target)
         self._num_copied += 1
         return target
-
-    # State of recurrent layers, beside the KV
-
-    def match_state(self, token_ids: TokenIds) -> tuple[BlockTable, StateSnapshot | None]:
-        """Match like `match`, but only as far as the longest cached state, for a recurrent model.
-
-        The snapshot is the state after the table's tokens. The cache owns it and keeps it until
-        the table is released. Without a cached state: an empty table and None.
-        """
-        state = self._tree.match(encode_ids(token_ids[:-1])).state if self._reuse else None
-        if state is None:
-            return self._hold(self._tree.root, [], 0, 0), None
-        num_tokens = state.num_blocks * self.block_size
-        found = self._tree.match(encode_ids(token_ids[:num_tokens]))
-        table = self._hold(found.node, list(found.blocks), num_tokens, state.num_blocks)
-        return table, state.snapshot
-
-    def attach_state(self, table: BlockTable, snapshot: StateSnapshot) -> None:
-        """Keep the state after the blocks that `commit` has entered for a table, one at least.
-
-        The cache takes ownership: it releases the snapshot with the last of those blocks, or at
-        once if it already has a state for the same tokens.
-        """
-        if self._reuse:
-            self._tree.attach(table.node, snapshot)
-        else:
-            snapshot.release()
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of all states kept."""
-        return self._tree.state_bytes
 
     # Growing
 
@@ -439,20 +434,37 @@ class CacheManager:
         It may be fewer than given, if there is no room. It is 0 if the blocks before `first` are
         no longer cached: KV without its prefix is useless.
         """
-        size, image_bytes = self.block_size, self.kv_pool.geometry.block_bytes
-        table = self.match([*token_ids[: first * size], -1])
+        image_bytes = self.kv_pool.geometry.block_bytes
         num_blocks = min(len(image) // image_bytes, self.num_available)
+
+        def fill(blocks: list[int]) -> None:
+            self.kv_pool.scatter(blocks, image[: num_blocks * image_bytes])
+
+        return num_blocks if self._enter(token_ids, first, num_blocks, fill) else 0
+
+    def _enter(
+        self,
+        token_ids: TokenIds,
+        first: int,
+        num_blocks: int,
+        fill: Callable[[list[int]], None],
+    ) -> bool:
+        """Enter `num_blocks` blocks of a context from `first` on, which `fill` fills; false without
+        room, or if the blocks before `first` are not cached.
+        """
+        size = self.block_size
+        table = self.match([*token_ids[: first * size], -1])
         start, end = first * size, (first + num_blocks) * size
         if table.cached_len != start or not self.reserve(table, start, end):
             self.release(table, token_ids[: table.cached_len])
-            return 0
+            return False
         num_written = start
         try:
-            self.kv_pool.scatter(table.blocks[first:], image[: num_blocks * image_bytes])
+            fill(table.blocks[first:])
             num_written = end
         finally:
             self.release(table, token_ids[:num_written])
-        return num_blocks
+        return True
 
     # Verifying cached KV
 
@@ -525,8 +537,13 @@ class CacheManager:
         for table in tables:
             assert not table.is_released
             assert table.num_committed * self.block_size <= table.capacity
-            for block in table.blocks:
-                expected[block] += 1
+        for block in self._holders(tables):
+            expected[block] += 1
         actual = [self._pool.references(block) for block in range(1, self._pool.num_blocks)]
         assert actual == expected[1:], "reference counts differ from the users found"
         assert self._tree.root.lock_count == len(tables), "locks differ from the live tables"
+
+    def _holders(self, tables: list[BlockTable]) -> Iterator[int]:
+        """Yield each block once for every reference that the tables hold."""
+        for table in tables:
+            yield from table.blocks

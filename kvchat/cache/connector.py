@@ -130,7 +130,8 @@ class KvConnector:
         `done` is called with the number of pinned tokens, on the transfer thread, or at once if
         that thread has ended.
         """
-        encoded = encode_ids(ids)
+        # KV of a recurrent model is of no use without a snapshot; the last context has the longest.
+        encoded = encode_ids(self._manager.contexts_to_keep(ids)[-1])
         size = self._manager.block_size
 
         def pin(tier: Tier | None) -> None:
@@ -140,7 +141,7 @@ class KvConnector:
                     keys = chain_keys(tier.root, encoded, size * TOKEN_BYTES)
                     num_blocks = tier.pin(keys, encoded, label)
             finally:
-                done(num_blocks * size)
+                done(min(num_blocks * size, len(ids)))
 
         self.write_behind.go_on(0.0)
         self.transfer.afterwards(pin)

@@ -18,7 +18,7 @@ import torch
 
 from kvchat.cache.block_manager import BlockTable, CacheManager
 from kvchat.cache.host_tier import HostTier, Lease
-from kvchat.cache.keys import TOKEN_BYTES, ChainMemo, encode_ids
+from kvchat.cache.keys import NO_TOKEN, TOKEN_BYTES, ChainMemo, chain_keys, encode_ids
 from kvchat.cache.rates import CopyRates, RateMemory
 from kvchat.cache.transfer import TransferThread
 from kvchat.core.stats import TierStatus
@@ -329,12 +329,19 @@ class HostOffload:
         none, there is no room, or computing is quicker.
         """
         self._take_done(0.0)
+        if self._manager.has_state:
+            with_snapshot = self._with_snapshot(ids)
+            if with_snapshot is None:
+                return None
+            ids = with_snapshot
         size = self._manager.block_size
         encoded = encode_ids(ids[:-1])
         first = self._manager.num_cached_tokens(ids[:-1]) // size
         keys = self._memo.keys_of(encoded)[first:]
         rest = encoded[first * self._block_bytes :]
         count = min(self._count(keys, rest), self._manager.num_available)
+        if self._manager.has_state and count < len(keys):
+            return None  # a part of a snapshot is of no use
         if not count or not self.rates.is_worth_fetching(count * size, count * self._image_bytes):
             return None
         promotion = Promotion(
@@ -347,6 +354,21 @@ class HostOffload:
         self._promotions.append(promotion)
         self._start_copies(promotion)
         return promotion
+
+    def _with_snapshot(self, ids: TokenIds) -> TokenIds | None:
+        """Return the longest context of a prompt whose snapshot of recurrent state begins in host
+        memory, and one token after it; None if there is none that saves computing.
+        """
+        size = self._manager.block_size
+        keys = self._memo.keys_of(encode_ids(ids[:-1]))
+        known = self._manager.num_reusable_tokens(ids[:-1]) // size
+        state = encode_ids(self._manager.with_state((), 0))
+        for num_blocks in range(len(keys), known, -1):
+            first = state[: self._block_bytes]
+            [key] = chain_keys(keys[num_blocks - 1], first, self._block_bytes)
+            if self.host.count([key], first):
+                return [*self._manager.with_state(ids, num_blocks * size), NO_TOKEN]
+        return None
 
     def num_cached_tokens(self, ids: TokenIds, num_known: int) -> int:
         """Return how many tokens host memory has after the first `num_known`, in full blocks."""

@@ -11,6 +11,8 @@ from collections import deque
 from kvchat.core.types import TokenIds
 
 TOKEN_BYTES = array("i").itemsize
+# An id that no context holds.
+NO_TOKEN = -1
 
 
 def encode_ids(token_ids: TokenIds) -> bytes:

@@ -2,7 +2,7 @@
 
 A compressed trie over token ids, whose nodes end at block boundaries. It holds block numbers and
 encoded token ids; tensors and reference counts are elsewhere. The tests compare it with a dict of
-prefixes. For a model with recurrent layers, the state after a block can be attached to the block.
+prefixes.
 
 The idea is RadixAttention (Zheng et al., SGLang, 2024). Two things differ: a leaf may hold a partly
 filled block (a *tail*), and a match may end inside a block, whose head the caller can copy.
@@ -12,31 +12,15 @@ import heapq
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import count
-from typing import Protocol
 
 from kvchat.cache.keys import TOKEN_BYTES, common_tokens
-
-
-class StateSnapshot(Protocol):
-    """State of a model's recurrent layers after the tokens of a context.
-
-    The tree owns the snapshots attached to it. A snapshot never changes: its user copies it.
-    """
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of memory it holds; constant."""
-
-    def release(self) -> None:
-        """Free its memory. Called once; the snapshot is not used afterwards."""
 
 
 class Node:
     """An edge of the tree: `key` holds the encoded token ids of `blocks`, in order.
 
     A tail is a leaf of one block whose key is shorter than a block. `lock_count` counts locks taken
-    at this node or below it. `states` maps a number of this node's blocks, at least 1, to the
-    snapshot after them; None if none was ever attached.
+    at this node or below it.
     """
 
     __slots__ = (
@@ -46,7 +30,6 @@ class Node:
         "last_used",
         "lock_count",
         "parent",
-        "states",
         "tails",
     )
 
@@ -58,7 +41,6 @@ class Node:
         self.tails: list[Node] = []
         self.lock_count = 0
         self.last_used = now
-        self.states: dict[int, StateSnapshot] | None = None
 
     @property
     def is_leaf(self) -> bool:
@@ -89,22 +71,12 @@ class TreeMatch:
     node     the node whose end is the end of the matched full blocks
     blocks   the full blocks, in order
     head     a further block whose first `head_len` tokens match, or None
-    state    the longest state on the path to `node`'s end; it stays while `node` is locked
     """
 
     node: Node
     blocks: tuple[int, ...]
     head: int | None
     head_len: int
-    state: "FoundState | None" = None
-
-
-@dataclass(frozen=True, slots=True)
-class FoundState:
-    """The snapshot after a context's first `num_blocks` blocks; the tree owns it."""
-
-    num_blocks: int
-    snapshot: StateSnapshot
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +108,6 @@ class RadixTree:
         self._serial = count()
         self._num_blocks = 0
         self._num_locked_blocks = 0
-        self._num_states = self._state_bytes = 0
         # Candidates for eviction, oldest first; entries go stale and are checked when popped.
         self._candidates: list[tuple[int, int, Node]] = []
         self.root = Node(None, b"", [], 0)
@@ -151,11 +122,6 @@ class RadixTree:
         """Blocks that cannot be evicted because their node, or one below it, is locked."""
         return self._num_locked_blocks
 
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of all attached snapshots."""
-        return self._state_bytes
-
     # Looking up
 
     def match(self, encoded: bytes) -> TreeMatch:
@@ -169,20 +135,33 @@ class RadixTree:
             node = self._split(node, matched)
         self._touch(node)
         head, head_len = self._best_head(node, encoded[len(blocks) * self._block_bytes :])
-        state = _state_of(node) if self._num_states else None
-        return TreeMatch(node, tuple(blocks), head, head_len, state)
+        return TreeMatch(node, tuple(blocks), head, head_len)
 
     def num_cached_tokens(self, encoded: bytes) -> int:
         """Return how many leading tokens are cached in full blocks; changes nothing."""
         return len(self.blocks_of(encoded)) * self.block_size
 
-    def blocks_of(self, encoded: bytes) -> list[int]:
-        """Return the full blocks a match would find; changes nothing."""
-        return self._walk(encoded)[2]
+    def blocks_of(self, encoded: bytes, below: Node | None = None) -> list[int]:
+        """Return the full blocks a match would find; changes nothing. With `below`, `encoded`
+        continues the context that ends with that node.
+        """
+        return self._walk(encoded, below)[2]
 
-    def _walk(self, encoded: bytes) -> tuple[Node, int, list[int]]:
+    def find(self, encoded: bytes) -> tuple[Node, int]:
+        """Return the last node that a match would enter, and the number of matching blocks; changes
+        nothing. The node may end after the match.
+        """
+        node, _, blocks = self._walk(encoded)
+        return node, len(blocks)
+
+    def touch_below(self, node: Node, first_block: bytes) -> None:
+        """Mark the context of `node` as used now, and its child that begins with `first_block`."""
+        self._touch(node.children[first_block])
+
+    def _walk(self, encoded: bytes, below: Node | None = None) -> tuple[Node, int, list[int]]:
         """Return the last node entered, how many of its blocks match, and all matching blocks."""
-        node, matched, blocks = self.root, 0, []
+        node = below if below is not None else self.root
+        matched, blocks = len(node.blocks), []
         position = 0
         while matched == len(node.blocks):
             child = node.children.get(encoded[position : position + self._block_bytes])
@@ -314,35 +293,7 @@ class RadixTree:
         node.key = node.key[cut:]
         node.blocks = node.blocks[num_blocks:]
         upper.children[node.key[: self._block_bytes]] = node
-        if node.states is not None:
-            upper.states = {n: state for n, state in node.states.items() if n <= num_blocks}
-            node.states = {n - num_blocks: s for n, s in node.states.items() if n > num_blocks}
         return upper
-
-    def attach(self, node: Node, snapshot: StateSnapshot) -> None:
-        """Attach the state after the last block of `node`, which the caller has locked.
-
-        The tree takes ownership: it releases the snapshot when it removes that block, or at once
-        if it already has a state for the same tokens.
-        """
-        assert node.blocks, "the empty context has the model's initial state"
-        assert node.lock_count, "the node is not locked"
-        node.states = {} if node.states is None else node.states
-        if len(node.blocks) in node.states:
-            snapshot.release()
-        else:
-            node.states[len(node.blocks)] = snapshot
-            self._num_states += 1
-            self._state_bytes += snapshot.num_bytes
-
-    def _drop_states(self, node: Node, num_kept: int) -> None:
-        """Release the states of a node after more than its first `num_kept` blocks."""
-        if node.states is not None:
-            for n in [n for n in node.states if n > num_kept]:
-                gone = node.states.pop(n)
-                self._num_states -= 1
-                self._state_bytes -= gone.num_bytes
-                gone.release()
 
     # Locking and evicting
 
@@ -402,7 +353,6 @@ class RadixTree:
         while node.blocks and len(blocks) < most and not is_shared(node.blocks[-1]):
             blocks.append(node.blocks.pop())
         self._num_blocks -= len(blocks)
-        self._drop_states(node, len(node.blocks))
         if node.blocks:
             node.key = node.key[: len(node.blocks) * self._block_bytes]
         elif blocks:
@@ -434,7 +384,6 @@ class RadixTree:
         while pending:
             lower = pending.pop()
             lower.parent = None
-            self._drop_states(lower, 0)
             gone.extend(lower.blocks)
             pending.extend((*lower.children.values(), *lower.tails))
         self._num_blocks -= len(gone)
@@ -476,27 +425,18 @@ class RadixTree:
     def check(self) -> None:
         """Check every invariant; raises AssertionError with the values that disagree."""
         seen: set[int] = set()
-        states: list[StateSnapshot] = []
         candidates = {id(node) for stamp, _, node in self._candidates if stamp == node.last_used}
         for node in self.nodes():
             self._check_node(node)
             assert seen.isdisjoint(node.blocks), "a block stands in two nodes"
             seen.update(node.blocks)
-            states.extend((node.states or {}).values())
             if self._is_evictable(node):
                 assert id(node) in candidates, "an evictable leaf is not a candidate"
         assert len(seen) == self._num_blocks, (len(seen), self._num_blocks)
         locked = sum(len(node.blocks) for node in self.nodes() if node.lock_count)
         assert locked == self._num_locked_blocks, (locked, self._num_locked_blocks)
-        assert len({id(state) for state in states}) == len(states), "a state stands in two places"
-        assert len(states) == self._num_states, (len(states), self._num_states)
-        state_bytes = sum(state.num_bytes for state in states)
-        assert state_bytes == self._state_bytes, (state_bytes, self._state_bytes)
 
     def _check_node(self, node: Node) -> None:
-        assert all(0 < n <= len(node.blocks) for n in node.states or ()), (
-            "a state without its block"
-        )
         assert node.lock_count >= sum(child.lock_count for child in node.children.values())
         assert node.last_used >= max((c.last_used for c in node.children.values()), default=0)
         for first, child in node.children.items():
@@ -508,7 +448,6 @@ class RadixTree:
             assert tail.parent is node
             assert tail.is_leaf
             assert tail.lock_count == 0
-            assert not tail.states
             assert len(tail.blocks) == 1
             assert 0 < len(tail.key) < self._block_bytes
             others = [*node.children.values(), *(t for t in node.tails if t is not tail)]
@@ -518,15 +457,3 @@ class RadixTree:
 def _context_of(node: Node) -> bytes:
     """Return the encoded ids of everything from the root to a node's end."""
     return b"".join([part.key for part in path_to_root(node)][::-1])
-
-
-def _state_of(node: Node) -> FoundState | None:
-    """Return the longest state on the path to a node's end, or None."""
-    path = list(path_to_root(node))
-    end = sum(len(part.blocks) for part in path)
-    for part in path:
-        end -= len(part.blocks)
-        if part.states:
-            num_blocks = max(part.states)
-            return FoundState(end + num_blocks, part.states[num_blocks])
-    return None

@@ -13,7 +13,7 @@ from queue import Empty, SimpleQueue
 from threading import BoundedSemaphore, Event
 
 from kvchat.cache.block_manager import CacheManager
-from kvchat.cache.keys import TOKEN_BYTES, chain_keys, encode_ids
+from kvchat.cache.keys import NO_TOKEN, TOKEN_BYTES, chain_keys, encode_ids
 from kvchat.cache.rates import RestorePlanner
 from kvchat.cache.tier import DamagedRecord, Found, GoneRecord, HeldRecord, LogitFingerprint, Tier
 from kvchat.cache.transfer import TransferThread
@@ -59,7 +59,8 @@ class RestoredContext:
 @dataclass(slots=True, eq=False)
 class Restore:
     """One prompt being restored. The engine's thread makes and reads it; the transfer thread
-    delivers pieces to it.
+    delivers pieces to it. Before the first piece, the transfer thread may set `ids` to the context
+    of a snapshot of recurrent state in the prompt.
 
     `num_known` counts the leading tokens that the device had, `num_tokens` those restored so far.
     `give_up` ends it; blocks already on the device stay. `miss_reason` says why no more was
@@ -204,19 +205,21 @@ class Restorer:
 
         If no tier is asked, the result is already over and its `miss_reason` says why.
         """
-        num_known = self._manager.num_cached_tokens(ids[:-1])
+        num_known = self._manager.num_reusable_tokens(ids[:-1])
         size = self._manager.block_size
         num_blocks = (len(ids) - 1 - num_known) // size
         if num_blocks < 1:
             return None
+        start_block = self._manager.num_cached_tokens(ids[:-1]) // size
         if self._transfer.is_without_tier:
             return self._refused(ids, num_known, MissReason.NO_TIER)
-        num_tokens, num_bytes = num_blocks * size, num_blocks * self._image_bytes
+        num_tokens = num_blocks * size
+        num_bytes = (num_blocks + self._manager.num_state_blocks) * self._image_bytes
         if not self._planner.is_worth(num_tokens, num_bytes):
             self._planner.note_refused()
             return self._refused(ids, num_known, MissReason.SLOWER)
         restore = Restore(ids, num_known, self._clock(), is_prefetch, is_one_shot)
-        self._transfer.restore(lambda tier: self._read(tier, restore, num_known // size))
+        self._transfer.restore(lambda tier: self._read(tier, restore, start_block))
         return restore
 
     def _refused(self, ids: TokenIds, num_known: int, miss_reason: MissReason) -> Restore:
@@ -274,13 +277,18 @@ class Restorer:
         restore.since_s = self._clock()
 
     def _hurry(self, restore: Restore) -> None:
-        """Extend the front, by twice as much each time in a row; a prefetch gives up instead."""
+        """Extend the front, by twice as much each time in a row.
+
+        A prefetch gives up instead, and so does a context with recurrent state: its snapshot is of
+        use only as a whole.
+        """
         num_there = self._manager.num_cached_tokens(restore.ids[:-1])
         num_more = max(_HURRY_TOKENS << restore.num_hurries, self._manager.block_size)
         restore.num_hurries += 1
         num_front = (num_there + num_more) // self._manager.block_size * self._manager.block_size
         restore.miss_reason = MissReason.LATE
-        if restore.is_prefetch or num_front >= len(restore.ids) - 1:
+        is_whole = restore.is_prefetch or self._manager.has_state
+        if is_whole or num_front >= len(restore.ids) - 1:
             restore.give_up()
         else:
             restore.num_front = num_front
@@ -355,10 +363,35 @@ class Restorer:
             num_found = sum(found.num_blocks for found in runs)
             if num_found < len(keys):
                 restore.miss_reason = tier.why(keys[num_found], encoded, num_found)
+            if self._manager.has_state:
+                runs = self._with_snapshot(tier, restore, keys[:num_found])
+                num_restored = len(restore.ids) // self._manager.block_size
+                start_block = min(start_block, num_restored - self._manager.num_state_blocks)
             start_block = self._planned_start(restore, runs, start_block)
             wanted.extend(run for run in runs if run.start_block + run.num_blocks > start_block)
         finally:
             self._read_on(tier, restore, wanted, start_block)
+
+    def _with_snapshot(self, tier: Tier, restore: Restore, keys: list[bytes]) -> list[Found]:
+        """Change the context to restore to the longest one with a snapshot of recurrent state.
+
+        `keys` are those of the prompt's blocks that the tier has. Returns its packs; none if there
+        is no whole snapshot after what the device can use.
+        """
+        size = self._manager.block_size
+        num_known = restore.num_known
+        for num_blocks in range(len(keys), num_known // size, -1):
+            ids = self._manager.with_state(restore.ids, num_blocks * size)
+            encoded = encode_ids(ids[num_blocks * size :])
+            state_keys = chain_keys(keys[num_blocks - 1], encoded, self._block_bytes)
+            if not tier.find(state_keys[:1], encoded[: self._block_bytes], restore.is_one_shot):
+                continue
+            all_keys = [*keys[:num_blocks], *state_keys]
+            runs = tier.find(all_keys, encode_ids(ids), restore.is_one_shot)
+            if sum(run.num_blocks for run in runs) == len(all_keys):
+                restore.ids = [*ids, NO_TOKEN]
+                return runs
+        return []
 
     def _read_on(
         self, tier: Tier, restore: Restore, wanted: deque[Found], start_block: int
@@ -401,7 +434,7 @@ class Restorer:
         if not wanted:
             return start_block
         restore.piece_bytes = max(found.num_blocks for found in wanted) * self._image_bytes
-        if restore.is_prefetch:
+        if restore.is_prefetch or self._manager.has_state:
             return start_block
         size = self._manager.block_size
         first = self._planner.first_worth(

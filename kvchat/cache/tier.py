@@ -72,6 +72,13 @@ class PackHead:
     def num_blocks(self, layout: Layout) -> int:
         return len(self.ids) // layout.ids_bytes
 
+    def num_tokens(self, layout: Layout) -> int:
+        """Return how many tokens the pack stands for. Blocks of a snapshot of recurrent state,
+        whose ids are negative, stand for none.
+        """
+        first_ids = memoryview(self.ids).cast("i")[:: layout.block_size]
+        return sum(token >= 0 for token in first_ids) * layout.block_size
+
     def num_shared(self, encoded: bytes, block: int, layout: Layout) -> int:
         """Return how many leading blocks equal those of `encoded` token ids from `block` on."""
         size, count, num_blocks = layout.ids_bytes, 0, self.num_blocks(layout)

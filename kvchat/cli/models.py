@@ -78,7 +78,7 @@ def _size_facts(source: ModelSource, spec: Any, config: Any, device: str) -> dic
     budget = device_budget(CacheConfig(), where)
     weights = sum(path.stat().st_size for path in source.weight_files)
     packing = None
-    spans = {layer.span for layer in spec.layers}
+    spans = sorted({str(s.window or s.chunk or "full") for s in (x.span for x in spec.layers)})
     blocks = {}
     if source.gguf is not None:
         from kvchat.model.gguf_tensors import block_formats
@@ -94,13 +94,55 @@ def _size_facts(source: ModelSource, spec: Any, config: Any, device: str) -> dic
         **blocks,
         **({} if packing is None else {"packed": f"{packing.title}, unpacked when loaded"}),
         "dtype": dtype_name(dtype),
-        "layers": len(spec.layers),
-        "attention": attention_in_words(spec, where, dtype),
-        "windows": ", ".join(sorted(str(s.window or s.chunk or "full") for s in spans)),
+        "layers": f"{len(spec.layers)} with attention" if spec.state else len(spec.layers),
+        "attention": attention_in_words(spec, where, dtype) if spec.layers else "none",
+        "path": _path(spec),
+        "windows": _windows(spec, spans),
+        "reads": _inputs(config),
         "context": f"{spec.max_context:,} tokens",
-        "kv_per_token": format_bytes(geometry.token_bytes),
+        "kv_per_token": format_bytes(geometry.token_bytes if spec.layers else 0),
+        **_state_facts(spec, geometry, dtype),
         "fits_on_device": f"{budget // geometry.token_bytes:,} tokens in {format_bytes(budget)}",
     }
+
+
+def _path(spec: Any) -> str:
+    if spec.state:
+        return "recurrent state, one sequence at a time"
+    return "paged" if spec.gathered is None else "gathered, one sequence at a time"
+
+
+def _windows(spec: Any, spans: list[str]) -> str:
+    if spec.gathered is not None:
+        return "as in the model's own code"
+    return ", ".join(spans) or "none"
+
+
+def _state_facts(spec: Any, geometry: Any, dtype: Any) -> dict[str, Any]:
+    """Return the size of a snapshot of recurrent state; nothing for a model without any."""
+    from kvchat.model.state import state_bytes
+
+    if not spec.state:
+        return {}
+    num_bytes = state_bytes(spec.state, dtype)
+    num_layers = len({tensor.layer for tensor in spec.state})
+    as_kv = (
+        f", as much as KV of {num_bytes // geometry.token_bytes:,} tokens" if spec.layers else ""
+    )
+    return {
+        "state": f"{format_bytes(num_bytes)} a snapshot in {num_layers} recurrent layers{as_kv}",
+        "drafts": "none: a wrong draft cannot be taken out of recurrent state",
+    }
+
+
+def _inputs(config: Any) -> str:
+    from kvchat.model.model_class import loads_towers, reads_more_than_text
+
+    if not reads_more_than_text(config):
+        return "text"
+    if loads_towers(config):
+        return "text alone; its parts for images or sound are loaded and not used"
+    return "text alone; its parts for images or sound are left out of memory"
 
 
 def _text_facts(source: ModelSource) -> dict[str, Any]:

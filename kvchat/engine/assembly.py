@@ -9,9 +9,10 @@ a note says why.
 import hashlib
 import json
 import logging
+import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from kvchat.cache.host_offload import HostOffload
 from kvchat.cache.host_tier import HostTier
 from kvchat.cache.kv_pool import KvGeometry, KvPool, LayerGeometry, PlainFormat
 from kvchat.cache.rates import PrefillRate, RateMemory
+from kvchat.cache.state_manager import StateCacheManager
 from kvchat.cache.tier import Layout
 from kvchat.cache.tier_list import TierOpener, open_tiers
 from kvchat.cache.transfer import TransferThread
@@ -47,6 +49,7 @@ from kvchat.engine.engine import Engine
 from kvchat.engine.ngram import NgramDrafter
 from kvchat.engine.runner import Runner, Warmup
 from kvchat.engine.speculation import Mode, Speculation
+from kvchat.engine.stateful_runner import StatefulRunner
 from kvchat.engine.step_threads import StepThreads
 from kvchat.model.cuda_graph import CudaGraphs
 from kvchat.model.device import can_change_threads, device_name, dtype_name, dtype_of, free_bytes
@@ -54,11 +57,13 @@ from kvchat.model.fused_parts import MAX_PACKED_ROWS
 from kvchat.model.graphs import GraphRunner
 from kvchat.model.identity import content_digest
 from kvchat.model.loader import LoadedModel, Progress, load_model
-from kvchat.model.paged_model import PagedModel
+from kvchat.model.paged_model import PagedModel, StatefulModel
 from kvchat.model.self_test import ensure_trusted
 from kvchat.model.source import ModelSource
 from kvchat.model.spec import ModelSpec
+from kvchat.model.state import state_bytes
 from kvchat.model.text_files import same_vocabulary
+from kvchat_kernels.kv_layer import KvLayer
 
 # Increase it when the content of a slot changes for the same token: the layout of a block image, or
 # what the attention writes to it.
@@ -78,6 +83,8 @@ def kv_identity(loaded: LoadedModel, geometry: KvGeometry, content_digest: str) 
         "layers": [(x.num_kv_heads, x.key_dim, x.value_dim) for x in geometry.layers],
         "rope": [*loaded.frozen_rope, loaded.max_context] if loaded.frozen_rope else [],
     }
+    if loaded.spec.state:
+        facts["state"] = [[str(part) for part in asdict(x).values()] for x in loaded.spec.state]
     if loaded.spec.gathered is not None:
         facts["path"] = "gathered"
     if geometry.format.name != PlainFormat().name:  # plain KV has no format in its older stores
@@ -97,6 +104,11 @@ _MAX_DEFAULT_HOST_BYTES = 16 << 30
 _CPU_STEP_MACS = 4e10
 _CPU_STEP_TOKENS = (16, 512)
 _CUDA_STEP_TOKENS = 4096
+_NO_DRAFTS = (
+    "Answers come without drafts: a wrong one cannot be taken out of this model's recurrent state."
+)
+# Blocks of a snapshot of a model without attention layers: its blocks of tokens hold nothing.
+_CARRIER_BLOCKS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,13 +165,11 @@ def engine_around(
     """Build pools, cache and engine for a loaded model; a model serves one engine at a time."""
     geometry = kv_geometry(loaded.spec, cache_config, loaded.dtype)
     kv_pool = new_kv_pool(geometry, cache_config, loaded.device)
-    cache = CacheManager(kv_pool, cache_config.reuse)
+    cache, runner = _cache_and_runner(loaded, kv_pool, cache_config, engine_config)
     connector = new_connector(loaded, cache, cache_config, state_directory)
-    model = PagedModel(loaded, kv_pool.layers)
-    graphs, threads = new_graphs(model, cache, engine_config), new_threads(loaded.device)
     memory = rate_memory(loaded, state_directory)
     return Engine(
-        runner=Runner(model, cache.block_size, graphs, threads, new_warmup(model, cache)),
+        runner=runner,
         cache=cache,
         max_context=loaded.max_context,
         max_step_tokens=engine_config.max_step_tokens or step_tokens(loaded.spec, loaded.device),
@@ -172,16 +182,47 @@ def engine_around(
     )
 
 
+def _cache_and_runner(
+    loaded: LoadedModel, kv_pool: KvPool, config: CacheConfig, engine_config: EngineConfig
+) -> tuple[CacheManager, Runner]:
+    threads = new_threads(loaded.device)
+    if loaded.spec.state:
+        num_bytes = state_bytes(loaded.spec.state, loaded.dtype)
+        states = StateCacheManager(kv_pool, num_bytes, config.reuse)
+        return states, StatefulRunner(
+            StatefulModel(loaded, _kv_of(loaded, kv_pool)), states, threads
+        )
+    cache = CacheManager(kv_pool, config.reuse)
+    model = PagedModel(loaded, kv_pool.layers)
+    graphs = new_graphs(model, cache, engine_config)
+    return cache, Runner(model, cache.block_size, graphs, threads, new_warmup(model, cache))
+
+
+def _kv_of(loaded: LoadedModel, kv_pool: KvPool) -> Sequence[KvLayer]:
+    """Return the KV of the model's attention layers; none if it has no such layer."""
+    return kv_pool.layers if loaded.spec.storing_layers else ()
+
+
 def kv_geometry(spec: ModelSpec, config: CacheConfig, dtype: torch.dtype) -> KvGeometry:
     """Return the shape of the KV pools for a model computing in `dtype`."""
-    return KvGeometry(
-        layers=tuple(
-            LayerGeometry(layer.num_kv_heads, layer.key_dim, layer.value_dim)
-            for layer in spec.storing_layers
-        ),
-        dtype=dtype_of(config.kv_dtype) or dtype,
-        block_size=config.block_size,
+    kv_dtype = dtype_of(config.kv_dtype) or dtype
+    layers = tuple(
+        LayerGeometry(layer.num_kv_heads, layer.key_dim, layer.value_dim)
+        for layer in spec.storing_layers
     )
+    if not layers:
+        layers = (_carrier(spec, dtype, config.block_size * kv_dtype.itemsize),)
+    return KvGeometry(layers, kv_dtype, config.block_size)
+
+
+def _carrier(spec: ModelSpec, dtype: torch.dtype, bytes_an_element: int) -> LayerGeometry:
+    """Return a layer for a model without attention: its blocks hold snapshots of state only.
+
+    Blocks of tokens stay empty, so blocks are small; a snapshot takes `_CARRIER_BLOCKS` of them.
+    """
+    block_bytes = state_bytes(spec.state, dtype) / _CARRIER_BLOCKS
+    return LayerGeometry(1, max(1, math.ceil(block_bytes / 2 / bytes_an_element)),
+                         max(1, math.ceil(block_bytes / 2 / bytes_an_element)))  # fmt: skip
 
 
 def device_budget(config: CacheConfig, device: torch.device) -> int:
@@ -376,12 +417,20 @@ def build_speculating_engine(
 ) -> AssembledEngine:
     """Load a model and, if given, a draft model, and build the engine for them.
 
-    Otherwise as `build_engine`. If the draft model cannot be used, the model's notes say why.
+    Otherwise as `build_engine`. If the draft model, or any draft, cannot be used, the model's notes
+    say why.
     """
     began_s = time.perf_counter()
     target = load_trusted(
         source, model_config, engine_config.max_context, state_directory, progress
     )
+    if target.spec.state:
+        if speculation_config.mode != Mode.OFF or draft_source is not None:
+            target = replace(target, notes=(*target.notes, _NO_DRAFTS))
+        engine = engine_around(
+            target, cache_config, engine_config, state_directory, no_drafts(target)
+        )
+        return AssembledEngine(engine, target, model_ready(target, engine, began_s))
     build = _DraftBuild(target, model_config, cache_config, engine_config, state_directory)
     try:
         draft = build.drafter(draft_source) if draft_source is not None else None
@@ -398,6 +447,11 @@ def build_speculating_engine(
     if draft is not None and draft_source is not None:
         ready = replace(ready, draft=draft_source.name)
     return AssembledEngine(engine, target, ready)
+
+
+def no_drafts(loaded: LoadedModel) -> Speculation:
+    """Return speculation that is off, and for a model with recurrent state stays off."""
+    return Speculation(mode=Mode.OFF, refusal=_NO_DRAFTS if loaded.spec.state else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -426,6 +480,8 @@ class _DraftBuild:
         loaded = load_trusted(
             source, self.model_config, target.max_context, self.state_directory, _say_nothing
         )
+        if loaded.spec.state:
+            raise ModelError(f"{source.name} has recurrent state, which cannot follow drafts.")
         geometry = kv_geometry(loaded.spec, self.cache_config, loaded.dtype)
         target_geometry = kv_geometry(target.spec, self.cache_config, target.dtype)
         both_bytes = geometry.block_bytes + target_geometry.block_bytes

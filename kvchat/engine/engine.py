@@ -39,6 +39,8 @@ _log = logging.getLogger(__name__)
 
 # How long a step without other work waits for room in the write queue, in seconds.
 _ROOM_PATIENCE_S = 0.02
+# Copying snapshots takes time, which must not delay the first token.
+_TOKENS_BEFORE_KEEPING = 2
 # What a measurement of the prefill rate computes: about a tenth of a second on a CPU.
 _MEASURED_TOKENS = 256
 
@@ -167,7 +169,7 @@ class Engine:
 
     def cached_tokens(self, token_ids: Sequence[int]) -> CachedTokens:
         """Return how many tokens of a context each memory tier has cached; changes nothing."""
-        device = self.cache.num_cached_tokens(token_ids)
+        device = self.cache.num_reusable_tokens(token_ids)
         host = (
             self._offload.num_cached_tokens(token_ids, device) if self._offload is not None else 0
         )
@@ -433,6 +435,9 @@ class Engine:
         """
         if self._connector is None:
             return
+        if self.cache.has_state:
+            self._keep_prompts(plan)
+            return
         write_behind = self._connector.write_behind
         for request in (scheduled.request for scheduled in plan):
             request.num_offered = min(request.num_offered, request.num_computed)
@@ -441,6 +446,17 @@ class Engine:
                 request.num_offered = request.num_computed
                 computed = request.ids[: request.num_computed]
                 write_behind.save_packs(computed, request.spec.is_one_shot)
+
+    def _keep_prompts(self, plan: Sequence[ScheduledRequest]) -> None:
+        """Write prompts with their snapshots of recurrent state, once the answer has begun.
+
+        Not before: a state that is not finite shows only in the logits.
+        """
+        for request in (scheduled.request for scheduled in plan):
+            is_due = request.num_generated == _TOKENS_BEFORE_KEEPING and request.spec.is_kept
+            if is_due and request.state is State.RUNNING:
+                computed = request.ids[: request.num_computed]
+                self._kv_verifier.save(computed, request.spec.is_one_shot)
 
     def _run_alone(self, pieces: "Sequence[SequencePiece]") -> torch.Tensor:
         return self._runner.run((), pieces)

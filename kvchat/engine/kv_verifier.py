@@ -12,6 +12,9 @@ a table of the errors it finds. It cannot find, at this low cost, a few wrong va
 was not drawn, if their effect on other tokens is below rounding. In 16 bits it also cannot find a
 change of a few percent in weights that do not make keys or values themselves (q_proj, o_proj, the
 MLP).
+
+Contexts of a model with recurrent state are not recomputed: a token in their middle has no state to
+start from. Their checksums and their identity have to do.
 """
 
 import logging
@@ -24,6 +27,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvchat.cache.block_manager import BlockTable, CacheManager
+from kvchat.cache.keys import NO_TOKEN
 from kvchat.cache.restore import RestoredContext
 from kvchat.cache.tier import LogitFingerprint
 from kvchat.engine.logit_fingerprint import fingerprint_of, kv_deviation, logit_deviation, tolerance
@@ -34,8 +38,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-# A token id that no context holds.
-_NO_TOKEN = -1
 # How many tokens of a restored context are recomputed, besides its last.
 _NUM_DRAWN = 2
 
@@ -125,7 +127,12 @@ class KvVerifier:
 
     def save(self, ids: Sequence[int], is_one_shot: bool = False) -> None:
         """Queue a context: the next step computes its fingerprint, then the connector keeps it."""
-        if self._connector is not None and self._connector.write_behind.lacks(ids):
+        if self._connector is None:
+            return
+        if self._cache.has_state:
+            for context in self._cache.contexts_to_keep(ids):
+                self._connector.save(context, None, is_one_shot)
+        elif self._connector.write_behind.lacks(ids):
             self._to_keep.append(_Kept(list(ids), is_one_shot))
 
     def begin(self, run: Run, of_all: bool = False) -> list[RestoredContext]:
@@ -136,6 +143,9 @@ class KvVerifier:
         that is not verified.
         """
         if self._connector is None or not (self._to_keep or self._connector.restorer.unverified):
+            return []
+        if self._cache.has_state:
+            self._connector.restorer.take_unverified(of_all)  # their checksums have to do
             return []
         waiting, self._to_keep = self._to_keep, []
         failed: list[RestoredContext] = []
@@ -217,7 +227,7 @@ class KvVerifier:
         Otherwise making room for a copy of the last block could evict it, and there would be
         nothing to compare.
         """
-        return self._cache.match([*ids, _NO_TOKEN])
+        return self._cache.match([*ids, NO_TOKEN])
 
     def _is_there(self, row: _Row) -> bool:
         return bool(row.ids) and row.table.cached_len == len(row.ids)

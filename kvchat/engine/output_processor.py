@@ -211,6 +211,7 @@ class OutputProcessor:
             if request.request_id != failed.request_id:
                 continue
             if request.table is not None:
+                self._cache.drop_states(request.table, request.ids)
                 num_finite = self._num_finite(request.table, request.num_computed)
                 if num_finite < request.num_computed:
                     with_nan.append((request.ids[: request.num_computed], num_finite))

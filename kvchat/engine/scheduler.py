@@ -158,7 +158,7 @@ class Scheduler:
         assert request.table is not None
         before = request.num_computed
         self._cache.release(request.table, request.ids[:before])
-        request.table = self._cache.match(request.ids)
+        request.table = self._cache.start(request.ids)
         request.num_computed = request.table.cached_len
         request.end_fetching()
         if request.cached is not None:
@@ -222,7 +222,7 @@ class Scheduler:
         best, best_cost = None, 0.0
         ready = (request for request in self._waiting if request.num_due)
         for request in islice(ready, _MAX_COMPARED):
-            cached = self._cache.num_cached_tokens(request.ids)
+            cached = self._cache.num_reusable_tokens(request.ids)
             if self._is_being_computed(request, cached):
                 continue
             cost = len(request.ids) - cached - _TOKENS_PER_STEP_WAITED * request.steps_waited
@@ -245,7 +245,7 @@ class Scheduler:
         Leaves room for one more block of every running request. Otherwise the new request, as the
         youngest, would soon be preempted.
         """
-        table = self._cache.match(request.ids)
+        table = self._cache.start(request.ids)
         num_blocks = -(-len(request.ids) // self._cache.block_size) - len(table.blocks)
         has_room = num_blocks + len(self._running) <= self._cache.num_available
         if not has_room or self._promote(request):

@@ -59,7 +59,8 @@ class Speculation:
     """Drafts for one engine. `drafters` are in order of preference; `clock` returns seconds.
 
     For each step the engine calls `draft`, then `note` unless the step failed, then `update`. While
-    `is_on` is false, in mode OFF, the engine calls none of them.
+    `is_on` is false, in mode OFF, the engine calls none of them. With a `refusal`, a sentence that
+    says why the model cannot verify drafts, the mode stays OFF.
     """
 
     def __init__(
@@ -68,8 +69,11 @@ class Speculation:
         mode: Mode = Mode.AUTO,
         policy: DraftPolicy | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        refusal: str = "",
     ) -> None:
+        assert not refusal or mode is Mode.OFF
         self.total = Drafting()
+        self._refusal = refusal
         self._mode = mode
         self.is_on = mode is not Mode.OFF
         self._drafters = list(drafters)
@@ -85,7 +89,11 @@ class Speculation:
         return self._mode
 
     def switch(self, mode: Mode) -> None:
-        """Change the mode; raises UsageError if the mode is DRAFT and there is no draft model."""
+        """Change the mode; raises UsageError if the mode is DRAFT and there is no draft model, and
+        if the model cannot verify drafts.
+        """
+        if self._refusal and mode is not Mode.OFF:
+            raise UsageError(self._refusal)
         names = {drafter.name for drafter in self._drafters}
         if mode is Mode.DRAFT and mode not in names:
             failure = self.failures.get(mode)

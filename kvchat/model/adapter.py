@@ -93,7 +93,7 @@ def _odd_kind(settings: dict[str, Any]) -> str:
         return f"of the type {str(kind)[:40]!r}"
     for name, value in settings.items():
         if value and re.match(r"use_(?!rslora$)", name):
-            return str(name.removeprefix("use_"))[:40]
+            return f"made with {str(name)[:40]}"
     for name in ("layer_replication", "target_parameters", "trainable_token_indices", "lora_bias"):
         if settings.get(name):
             return f"made with {name}"

@@ -7,6 +7,7 @@ import torch
 
 from kvchat_kernels.paged_attention import PagedSequences, Sequences
 from kvchat_kernels.sending import each_on_device, on_device
+from kvchat_kernels.state_buffer import StateBuffer
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +38,15 @@ class SequencePiece:
     """The new tokens of one sequence: `token_ids` follow `start` tokens whose KV is in `blocks`.
 
     `blocks` are the sequence's block ids in position order, with room for the new tokens. The
-    forward pass computes logits for the last `num_logit_rows` new tokens.
+    forward pass computes logits for the last `num_logit_rows` new tokens. `state` is that of the
+    recurrent layers after the `start` tokens, for a model that has such layers.
     """
 
     token_ids: Sequence[int]
     start: int
     blocks: Sequence[int]
     num_logit_rows: int
+    state: StateBuffer | None = None
 
     @property
     def end(self) -> int:

@@ -176,7 +176,8 @@ def load_model(
     limit = min(spec.max_context, max_context or spec.max_context)
     frozen_rope = freeze_rope(module, limit)
     _move(module, device, progress)
-    if spec.gathered is not None:
+    runs_fused = spec.gathered is None and not spec.state
+    if not runs_fused:
         notes += _own_weights_only(config)
     elif config.weights != "auto":
         notes += quantise(module, spec, config.weights, _telling(progress))
@@ -184,7 +185,7 @@ def load_model(
         take_few_shapes(module)
     step = StepContext()
     fusing = None
-    if spec.gathered is None:  # fused layers know paged attention only
+    if runs_fused:  # fused layers know paged attention only
         fusing = Fusing(module, spec, step, choose_scheme(module, config.weights))
     identity = sample_digest(source)
     if source.marks() != marks:
@@ -193,7 +194,10 @@ def load_model(
             "Start again when they are complete.",
         )
     load_s = time.perf_counter() - start_s
-    _log.info("loaded model=%s device=%s seconds=%.2f", spec.model_type, device, load_s)
+    path = "gathered" if spec.gathered is not None else "paged"
+    _log.info(
+        "loaded model=%s device=%s path=%s seconds=%.2f", spec.model_type, device, path, load_s
+    )
     return LoadedModel(
         source=source,
         module=module,
@@ -215,7 +219,10 @@ def _own_weights_only(config: ModelConfig) -> tuple[str, ...]:
     """Return a note if weights in fewer bits were asked for and are not used."""
     if config.weights == "auto":
         return ()
-    return (f"--weights {config.weights} is not used: the model runs on the gathered path.",)
+    return (
+        f"--weights {config.weights} is not used: only models whose layers are all paged attention "
+        "have weights in fewer bits.",
+    )
 
 
 def _telling(progress: Progress) -> Callable[[float], None]:

@@ -48,6 +48,12 @@ def reads_more_than_text(config: Any) -> bool:
     return bool(_towers(config))
 
 
+def loads_towers(config: Any) -> bool:
+    """Whether towers have layers in a configuration that `without_towers` returned."""
+    depths = [getattr(tower, name, 0) for tower in _towers(config) for name in _DEPTHS]
+    return any(isinstance(depth, int) and depth > 0 for depth in depths)
+
+
 def without_towers(config: Any) -> Any:
     """Return a copy of a configuration whose towers have no layers, if its class can be built so.
 

@@ -70,7 +70,7 @@ class PackedTensor:
     def __getitem__(self, index: object) -> torch.Tensor:
         assert index is ..., "a packed weight is unpacked whole"
         with self.lock:
-            return self.unpack().to(self.dtype).reshape(self.shape)
+            return self.unpack().to(self.dtype).reshape(self.shape).contiguous()
 
 
 def packing_of(config: Mapping[str, Any], name: str) -> Packing | None:
@@ -192,15 +192,6 @@ class _Table:
             raise self.fault(f"{key} in config.json must be one of {listed}")
         return value
 
-    def groups(self, name: str, num_in: int, num_groups: int) -> torch.Tensor:
-        """Return the group of each column, [num_in] int64, where groups are of one size."""
-        given = self.settings.get("group_size")
-        size = given if type(given) is int and given > 0 else num_in
-        if num_in % num_groups == 0:
-            size = num_in // num_groups
-        self.check(ceil(num_in / size) == num_groups, name)
-        return torch.arange(num_in) // size
-
 
 # Each of these reads one method
 
@@ -222,13 +213,19 @@ def _read_gptq(table: _Table) -> None:
 
 def _group_of(
     table: _Table, stem: str, num_in: int, num_groups: int, ending: str = ".g_idx"
-) -> torch.Tensor:
-    """Return the group of each column: the file's own list, if it has one."""
+) -> torch.Tensor | None:
+    """Return the group of each column; None for groups of one size, one after the other."""
+    is_even = num_in % num_groups == 0
     if f"{stem}{ending}" not in table.tensors:
-        return table.groups(stem, num_in, num_groups)
+        given = table.settings.get("group_size")
+        size = given if type(given) is int and given > 0 else num_in
+        table.check(is_even or ceil(num_in / size) == num_groups, stem)
+        return None if is_even else torch.arange(num_in) // size
     listed = table.take(f"{stem}{ending}", 1, (torch.int32, torch.int64)).long()
     fits = len(listed) == num_in and 0 <= int(listed.min()) <= int(listed.max()) < num_groups
     table.check(fits, stem)
+    if is_even and torch.equal(listed, torch.arange(num_in) // (num_in // num_groups)):
+        return None
     return listed
 
 
@@ -242,12 +239,9 @@ def _read_awq(table: _Table) -> None:
         num_in, num_out = len(words), words.shape[1] * per_word
         table.check(scales.shape[1] == num_out, stem)
         table.check(tuple(zeros.shape) == (len(scales), words.shape[1]), stem)
-        group_of = table.groups(stem, num_in, len(scales))
-        table.add(
-            f"{stem}.weight",
-            (num_out, num_in),
-            partial(unpacking.awq, words, zeros, scales, group_of),
-        )
+        table.check(num_in % len(scales) == 0, stem)
+        unpack = partial(unpacking.awq, words, zeros, scales)
+        table.add(f"{stem}.weight", (num_out, num_in), unpack)
 
 
 def _read_fp8(table: _Table) -> None:
@@ -363,7 +357,7 @@ def _read_packed_integers(table: _Table, stem: str) -> None:
         shape = (ceil(num_out * fitting[0] / _WORD_BITS), scales.shape[1])
         table.check(tuple(zeros.shape) == shape, stem)
     group_of = _group_of(table, stem, num_in, scales.shape[1], ".weight_g_idx")
-    unpack = partial(unpacking.packed_integers, words, zeros, scales, group_of, fitting[0])
+    unpack = partial(unpacking.packed_integers, words, zeros, scales, group_of, fitting[0], num_in)
     table.add(f"{stem}.weight", (num_out, num_in), unpack)
 
 

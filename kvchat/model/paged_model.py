@@ -2,11 +2,13 @@
 
 import inspect
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
 
-from kvchat.model.batch import ForwardBatch
+from kvchat.model.batch import ForwardBatch, SequencePiece, build_batch
 from kvchat.model.gathered import GatheredSteps
 from kvchat.model.hf_adapter import (
     OWN_ATTENTION,
@@ -16,7 +18,9 @@ from kvchat.model.hf_adapter import (
     replace_own_attention,
 )
 from kvchat.model.loader import LoadedModel
+from kvchat.model.state import StateIo
 from kvchat_kernels.kv_layer import KvLayer, PlainKv
+from kvchat_kernels.state_buffer import StateBuffer
 
 _PADDING_WARNING = "warn_if_padding_and_no_attention_mask"
 
@@ -95,18 +99,70 @@ class PagedModel:
     def _run(self, batch: ForwardBatch) -> torch.Tensor:
         if self._gathered is not None:
             return self._gathered.logits(batch, self._keeps_rows)
+        return self._logits(batch, position_ids=batch.positions[None], use_cache=False)
+
+    def _logits(self, batch: ForwardBatch, **settings: Any) -> torch.Tensor:
+        """Run the module's own forward with `settings`; return the logits of `batch.logit_rows`."""
         # Select rows by a tensor: with an integer, some models drop rows before attention.
         rows = {"logits_to_keep": batch.logit_rows} if self._keeps_rows else {}
-        output = self._module(
-            input_ids=batch.token_ids[None],
-            position_ids=batch.positions[None],
-            use_cache=False,
-            **rows,
-        )
+        output = self._module(input_ids=batch.token_ids[None], **settings, **rows)
         logits = output.logits[0]
         if not self._keeps_rows:
             logits = logits[batch.logit_rows]
         return logits.float()
+
+
+# Mamba-1 in transformers' own code starts a step of several tokens from an empty state.
+_ONE_BY_ONE = frozenset({"mamba", "falcon_mamba", "jamba", "zamba"})
+
+
+class StatefulModel(PagedModel):
+    """A PagedModel with recurrent layers: it runs one sequence at a time, with its state."""
+
+    def __init__(self, loaded: LoadedModel, pools: KvLayers) -> None:
+        super().__init__(loaded, pools)
+        self.state_io = StateIo(self._module, loaded.spec.state, loaded.dtype, loaded.device)
+        self._takes_positions = "position_ids" in inspect.signature(self._module.forward).parameters
+        self._steps_one_by_one = loaded.spec.model_type in _ONE_BY_ONE
+
+    @torch.inference_mode()
+    def forward_piece(self, piece: SequencePiece, block_size: int) -> torch.Tensor:
+        """Run the new tokens of one sequence: write their KV and advance `piece.state`.
+
+        Returns [piece.num_logit_rows, vocab_size] float32. If it raises, the state is undefined.
+        """
+        assert piece.state is not None
+        assert piece.state.num_tokens == piece.start
+        if not self._steps_one_by_one or not piece.start:
+            return self._forward_part(piece, piece.state, block_size)
+        first_row = len(piece.token_ids) - piece.num_logit_rows
+        rows = [
+            self._forward_part(
+                replace(
+                    piece,
+                    token_ids=[token],
+                    start=piece.start + index,
+                    num_logit_rows=int(index >= first_row),
+                ),
+                piece.state,
+                block_size,
+            )
+            for index, token in enumerate(piece.token_ids)
+        ]
+        return torch.cat(rows)
+
+    def _forward_part(
+        self, piece: SequencePiece, state: StateBuffer, block_size: int
+    ) -> torch.Tensor:
+        batch = build_batch([piece], block_size, self.device)
+        settings: dict[str, Any] = {"use_cache": True}
+        if self._takes_positions:
+            settings["position_ids"] = batch.positions[None]
+        with self.loaded.step.running(batch), self.state_io.running(state) as cache:
+            settings[self.state_io.argument] = cache
+            logits = self._logits(batch, **settings)
+        state.num_tokens = piece.end
+        return logits
 
 
 def _unfuse(loaded: LoadedModel) -> None:

@@ -22,7 +22,8 @@ from kvchat.model.config_limits import ParameterLimit, TooLarge
 from kvchat.model.gathered import cache_over
 from kvchat.model.hf_adapter import OWN_ATTENTION, find_sinks, replace_own_attention
 from kvchat.model.model_class import new_model
-from kvchat.model.spec import CacheCall, Gathered, LayerSpec, ModelSpec
+from kvchat.model.spec import CacheCall, Gathered, LayerSpec, ModelSpec, StateTensor
+from kvchat.model.state import cache_argument, new_state_cache, read_state
 from kvchat_kernels.paged_attention import FULL, AttentionSpan
 
 MaskFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -290,7 +291,8 @@ def _refusing(config: Any) -> Iterator[None]:
     except Refusal as refusal:
         raise ModelUnsupported(
             f"The architecture {_name(config)} is not supported: it {refusal}.",
-            "kvchat needs softmax attention over keys and values that never change.",
+            "kvchat needs keys and values that it can keep; transformers itself may run the model. "
+            "docs/models.md lists every type that kvchat runs.",
         ) from refusal
 
 
@@ -302,12 +304,15 @@ def _name(config: Any) -> str:
 
 
 def _refuse_layer_types(config: Any) -> None:
-    for layer_type in getattr(config.get_text_config(), "layer_types", None) or ():
-        if str(layer_type) in _ATTENTION_LAYERS:
-            continue
-        if any(word in str(layer_type) for word in ("sparse", "indexed", "compressed")):
+    for layer_type in _strange_layer_types(config):
+        if any(word in layer_type for word in ("sparse", "indexed", "compressed")):
             raise Refusal(f"chooses its keys by an index of its own in {layer_type} layers")
-        raise Refusal(f"keeps state other than keys and values in its {layer_type} layers")
+
+
+def _strange_layer_types(config: Any) -> list[str]:
+    """Return the types of layers that are not known as attention: they may keep state."""
+    layer_types = getattr(config.get_text_config(), "layer_types", None) or ()
+    return [str(name) for name in layer_types if str(name) not in _ATTENTION_LAYERS]
 
 
 def _refuse_own_positions(config: Any) -> None:
@@ -324,18 +329,29 @@ def _refuse_own_positions(config: Any) -> None:
 
 
 def _record(model: Any, config: Any) -> ModelSpec:
-    """Run the forward pass and make a spec of the recorded calls."""
-    if getattr(type(model), "_is_stateful", False):
-        raise Refusal("keeps recurrent state beside attention")
+    """Run the forward pass and make a spec of the recorded calls and of the recurrent state."""
     own = OWN_ATTENTION.get(config.model_type)
     recorder = _Recorder(own.span if own is not None else None)
     for path, module in model.named_modules():
         recorder.names[module] = path
         module.__dict__[_RECORDER] = recorder
-    # With a mask, transformers skips its search for packed sequences, which needs real values.
-    mask = torch.ones(1, _NUM_TOKENS, dtype=torch.long, device=model.device)
-    _run(model, attention_mask=mask, use_cache=False)
-    return _spec(recorder, model, config)
+    is_stateful = getattr(type(model), "_is_stateful", False)
+    if not is_stateful and not _strange_layer_types(config):
+        # With a mask, transformers skips its search for packed sequences, which needs real values.
+        mask = torch.ones(1, _NUM_TOKENS, dtype=torch.long, device=model.device)
+        _run(model, attention_mask=mask, use_cache=False)
+        return _spec(recorder, model, config)
+    argument = cache_argument(model)
+    if argument is None:
+        raise Refusal("keeps recurrent state in a form of its own")
+    cache = new_state_cache(model.config)
+    # With a cache it does not search, and recurrent layers would read the mask's values.
+    _run(model, **{argument: cache}, use_cache=True)
+    state = read_state(cache, model.dtype)
+    if not state:
+        strange = (*_strange_layer_types(config), "recurrent")
+        raise Refusal(f"keeps state other than keys and values in its {strange[0]} layers")
+    return _model_spec(model, config, recorder.layers, state=state)
 
 
 def _run(model: Any, **settings: Any) -> None:
@@ -371,7 +387,11 @@ def _spec(recorder: _Recorder, model: Any, config: Any) -> ModelSpec:
 
 
 def _model_spec(
-    model: Any, config: Any, layers: Sequence[LayerSpec], gathered: Gathered | None = None
+    model: Any,
+    config: Any,
+    layers: Sequence[LayerSpec],
+    gathered: Gathered | None = None,
+    state: tuple[StateTensor, ...] = (),
 ) -> ModelSpec:
     text_config = config.get_text_config()
     return ModelSpec(
@@ -382,6 +402,7 @@ def _model_spec(
         max_context=getattr(text_config, "max_position_embeddings", None) or _DEFAULT_CONTEXT,
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
         gathered=gathered,
+        state=state,
     )
 
 

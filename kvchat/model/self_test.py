@@ -24,7 +24,7 @@ from kvchat.model.fuse import Fusing
 from kvchat.model.gemm_autotune import autotune_products, machine_name
 from kvchat.model.hf_adapter import own_attention
 from kvchat.model.loader import LoadedModel
-from kvchat.model.paged_model import PagedModel
+from kvchat.model.paged_model import PagedModel, StatefulModel
 
 _log = logging.getLogger(__name__)
 
@@ -145,6 +145,8 @@ def _own_logits(loaded: LoadedModel, token_ids: torch.Tensor) -> torch.Tensor:
 
 def _paged_logits(loaded: LoadedModel, one: list[int], other: list[int]) -> torch.Tensor:
     """Return the logits of every token of `one`, with tokens of `other` in the same steps."""
+    if loaded.spec.state:
+        return _stateful_logits(loaded, one, other)
     blocks_each = -(-len(one) // _BLOCK_SIZE)
     model = PagedModel(loaded, _small_pools(loaded, 1 + 2 * blocks_each))
     tables = (range(1, 1 + blocks_each), range(1 + blocks_each, 1 + 2 * blocks_each))
@@ -156,6 +158,25 @@ def _paged_logits(loaded: LoadedModel, one: list[int], other: list[int]) -> torc
         ]
         rows.append(model.forward(build_batch(pieces, _BLOCK_SIZE, loaded.device)).cpu())
         starts = [starts[0] + chunk, starts[1] + other_chunk]
+    return torch.cat(rows)
+
+
+def _stateful_logits(loaded: LoadedModel, one: list[int], other: list[int]) -> torch.Tensor:
+    """Return the same for a model with recurrent state: one sequence a step, in turns, so that the
+    state of each must survive the steps of the other.
+    """
+    blocks_each = -(-len(one) // _BLOCK_SIZE)
+    model = StatefulModel(loaded, _small_pools(loaded, 1 + 2 * blocks_each))
+    tables = (range(1, 1 + blocks_each), range(1 + blocks_each, 1 + 2 * blocks_each))
+    states = (model.state_io.new_buffer(), model.state_io.new_buffer())
+    rows = []
+    for chunk, other_chunk in zip(_CHUNKS, _OTHER_CHUNKS, strict=True):
+        start = states[1].num_tokens
+        piece = SequencePiece(other[start:][:other_chunk], start, tables[1], 0, states[1])
+        model.forward_piece(piece, _BLOCK_SIZE)
+        start = states[0].num_tokens
+        piece = SequencePiece(one[start:][:chunk], start, tables[0], chunk, states[0])
+        rows.append(model.forward_piece(piece, _BLOCK_SIZE).cpu())
     return torch.cat(rows)
 
 

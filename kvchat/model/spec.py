@@ -4,6 +4,7 @@ The probe computes it, and the cache takes its shapes from it. It holds no modul
 `attention_in_words` describes which paged attention implementation its layers use on a device.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,6 +35,24 @@ class LayerSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class StateTensor:
+    """A tensor of constant size that a recurrent layer keeps for each sequence.
+
+    `kind` says where transformers' cache object has it (`model/state.py`), in layer `layer` under
+    number `index`. `dtype` is None if it has the model's dtype. The first dimension is 1.
+    """
+
+    layer: int
+    kind: str
+    index: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None
+
+    def num_bytes(self, own_dtype: torch.dtype) -> int:
+        return math.prod(self.shape) * (self.dtype or own_dtype).itemsize
+
+
+@dataclass(frozen=True, slots=True)
 class CacheCall:
     """A call to transformers' cache: the keys and values of a layer, or the keys of its index."""
 
@@ -58,6 +77,8 @@ class Gathered:
 class ModelSpec:
     """A supported model: its layers in execution order, its sizes and limits (in tokens).
 
+    `layers` are those with attention; `state` is what the recurrent layers keep for each sequence,
+    empty for a model without such layers.
     `gathered` is None for a model that runs on paged attention. Otherwise `layers` are what the
     model keeps in transformers' cache, and have no module of their own.
     """
@@ -69,6 +90,7 @@ class ModelSpec:
     max_context: int
     num_parameters: int
     gathered: Gathered | None = None
+    state: tuple[StateTensor, ...] = ()
 
     @property
     def storing_layers(self) -> tuple[LayerSpec, ...]:
@@ -87,7 +109,7 @@ def attention_in_words(
 ) -> str:
     """Return one phrase: `Triton kernels`, or how many layers run on what, and why."""
     if spec.gathered is not None:
-        return f"transformers' own, over KV gathered for one sequence at a time: {_why(spec)}"
+        return f"transformers' own, over KV copied out of the pages: it {spec.gathered.reason}"
     counts = Counter(choose(device, layer.key_dim, layer.value_dim, dtype) for layer in spec.layers)
     if len(counts) == 1:
         return _in_words(next(iter(counts)))
@@ -95,11 +117,6 @@ def attention_in_words(
         f"{number} layer{'s' if number > 1 else ''}: {_in_words(chosen)}"
         for chosen, number in counts.items()
     )
-
-
-def _why(spec: ModelSpec) -> str:
-    assert spec.gathered is not None
-    return f"it {spec.gathered.reason}"
 
 
 def _in_words(chosen: Implementation) -> str:

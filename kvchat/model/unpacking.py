@@ -10,8 +10,6 @@ import torch
 _FP4_HALF = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _FP4 = (*_FP4_HALF, *(-value for value in _FP4_HALF))
 _BITS_PER_WORD = 32
-# AWQ packs columns in this order, lowest bits first, so that its GPU kernel can unpack in pairs.
-_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 def unpack_bits(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
@@ -40,24 +38,31 @@ def unpack_bits(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
 
 
 def grouped(
-    levels: torch.Tensor, zeros: torch.Tensor | None, scales: torch.Tensor, group_of: torch.Tensor
+    levels: torch.Tensor,
+    zeros: torch.Tensor | None,
+    scales: torch.Tensor,
+    group_of: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return (levels - zeros) * scales, a zero and a scale for each group of a row's columns.
 
-    `levels` is [rows, columns]; `zeros` (None for 0) and `scales` are [rows, groups]; `group_of` is
-    [columns] int64.
+    `levels` is [rows, columns]; `zeros` (None for 0) and `scales` are [rows, groups]. `group_of` is
+    [columns] int64; None for groups of one size, one after the other.
     """
-    weight = levels.float()
-    if zeros is not None:
-        weight -= zeros.float().index_select(1, group_of)
-    return weight.mul_(scales.float().index_select(1, group_of))
+    if group_of is not None:
+        levels = levels.unsqueeze(-1)
+        zeros = None if zeros is None else zeros.index_select(1, group_of)
+        scales = scales.index_select(1, group_of)
+    else:
+        levels = levels.unflatten(1, (scales.shape[1], -1))
+    zero = 0.0 if zeros is None else zeros.float().unsqueeze(-1)
+    return torch.sub(levels, zero).mul_(scales.float().unsqueeze(-1)).flatten(1)
 
 
 def gptq(
     words: torch.Tensor,
     zero_words: torch.Tensor,
     scales: torch.Tensor,
-    group_of: torch.Tensor,
+    group_of: torch.Tensor | None,
     bits: int,
     zero_offset: int,
 ) -> torch.Tensor:
@@ -68,36 +73,36 @@ def gptq(
     scales       [groups, out]
     zero_offset  1 for the first version of the format, which stores each zero less one
     """
-    num_out, num_in = scales.shape[1], len(group_of)
+    num_out, num_in = scales.shape[1], len(words) * _BITS_PER_WORD // bits
     levels = unpack_bits(words.t(), bits, num_in)
     zeros = unpack_bits(zero_words, bits, num_out).float().add_(zero_offset)
     return grouped(levels, zeros.t(), scales.t(), group_of)
 
 
-def awq(
-    words: torch.Tensor, zero_words: torch.Tensor, scales: torch.Tensor, group_of: torch.Tensor
-) -> torch.Tensor:
+def awq(words: torch.Tensor, zero_words: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Return an AWQ weight of the gemm layout, [out, in]: 4 bits, packed along the outputs.
 
     `words` is [in, out / 8] int32, `zero_words` [groups, out / 8], `scales` [groups, out].
     """
     levels, zeros = _unpack_awq(words), _unpack_awq(zero_words)
-    return grouped(levels.t(), zeros.t(), scales.t(), group_of)
+    groups = levels.unflatten(0, (len(scales), -1))
+    weight = torch.sub(groups, zeros.float().unsqueeze(1)).mul_(scales.float().unsqueeze(1))
+    return weight.flatten(0, 1).t()
 
 
 def _unpack_awq(words: torch.Tensor) -> torch.Tensor:
-    packed = unpack_bits(words, 4, 8 * words.shape[1]).unflatten(-1, (-1, 8))
-    numbers = torch.empty_like(packed)
-    numbers[..., list(_AWQ_ORDER)] = packed
-    return numbers.flatten(-2)
+    """Return [rows, columns]: a word holds the even columns of its eight, then the odd ones."""
+    numbers = unpack_bits(words, 4, 8 * words.shape[1])
+    return numbers.unflatten(-1, (-1, 2, 4)).transpose(-1, -2).flatten(-3)
 
 
 def packed_integers(
     words: torch.Tensor,
     zero_words: torch.Tensor | None,
     scales: torch.Tensor,
-    group_of: torch.Tensor,
+    group_of: torch.Tensor | None,
     bits: int,
+    num_in: int,
 ) -> torch.Tensor:
     """Return a weight of compressed-tensors' pack-quantized layout, [out, in].
 
@@ -105,10 +110,11 @@ def packed_integers(
     [out, groups]. Levels and zeros are stored with the same offset, which makes them positive.
     """
     middle = 2 ** (bits - 1)
-    levels = unpack_bits(words, bits, len(group_of)).float().sub_(middle)
-    zeros = None
-    if zero_words is not None:
-        zeros = unpack_bits(zero_words.t(), bits, len(scales)).t().float().sub_(middle)
+    levels = unpack_bits(words, bits, num_in)
+    if zero_words is None:
+        zeros = torch.full_like(scales, middle)
+    else:
+        zeros = unpack_bits(zero_words.t(), bits, len(scales)).t()
     return grouped(levels, zeros, scales, group_of)
 
 
@@ -119,9 +125,8 @@ def affine(
 
     `words` is [rows, count * bits / 32] uint32; `scales` and `offsets` are [rows, groups].
     """
-    group_of = torch.arange(count) // (count // scales.shape[1])
-    weight = grouped(unpack_bits(words, bits, count), None, scales, group_of)
-    return weight.add_(offsets.float().index_select(1, group_of))
+    weight = grouped(unpack_bits(words, bits, count), None, scales)
+    return weight.unflatten(1, (scales.shape[1], -1)).add_(offsets.float().unsqueeze(-1)).flatten(1)
 
 
 def scaled(
@@ -132,13 +137,15 @@ def scaled(
     `values` is [..., rows, columns] in 8 bits; `scales` and `zeros` are [..., ceil(rows /
     block[0]), ceil(columns / block[1])].
     """
-    row_of, column_of = (
-        torch.arange(size) // length for size, length in zip(values.shape[-2:], block, strict=True)
-    )
+    column_of = torch.arange(values.shape[-1]) // block[1]
     weight = values.float()
-    for part, combine in ((zeros, weight.sub_), (scales, weight.mul_)):
-        if part is not None:
-            combine(part.float().index_select(-2, row_of).index_select(-1, column_of))
+    for part, combine in ((zeros, torch.Tensor.sub_), (scales, torch.Tensor.mul_)):
+        if part is None:
+            continue
+        wide = part.float().index_select(-1, column_of)
+        for number in range(wide.shape[-2]):
+            rows = slice(number * block[0], (number + 1) * block[0])
+            combine(weight[..., rows, :], wide[..., number : number + 1, :])
     return weight
 
 
@@ -198,5 +205,7 @@ def _scale_blocks(values: torch.Tensor, scales: torch.Tensor, block: int) -> tor
 
 def _lookup(packed: torch.Tensor, table: torch.Tensor, low_first: bool) -> torch.Tensor:
     """Return the entries that the two halves of each byte name; the last dimension doubles."""
-    halves = (packed & 15, packed >> 4) if low_first else (packed >> 4, packed & 15)
-    return table[torch.stack(halves, dim=-1).flatten(-2).int()]
+    every = torch.arange(256)
+    halves = (every & 15, every >> 4) if low_first else (every >> 4, every & 15)
+    pairs = table[torch.stack(halves, dim=-1)]
+    return torch.nn.functional.embedding(packed.int(), pairs).flatten(-2)

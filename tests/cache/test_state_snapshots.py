@@ -1,21 +1,26 @@
-"""State of recurrent layers beside KV blocks, against recomputing it from the first token.
+"""Snapshots of recurrent state beside KV blocks, against recomputing the state from the start.
 
 The recurrent model is a hash of all tokens so far, which is next to nothing but depends on each.
 """
 
 import random
+import struct
 import zlib
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
 
-import pytest
 import torch
 
-from kvchat.cache.block_manager import BlockTable, CacheManager
+from kvchat.cache.block_manager import BlockTable
 from kvchat.cache.kv_pool import KvGeometry, KvPool, LayerGeometry
+from kvchat.cache.state_manager import StateCacheManager
 from support.cached_contexts import CPU
 from support.soak_sizes import short_and_long
 
 BLOCK = 4
+# A block of the pool holds 32 bytes: a snapshot takes three blocks.
+STATE_BYTES = 80
 
 
 def after(state: int, ids: Sequence[int]) -> int:
@@ -23,191 +28,211 @@ def after(state: int, ids: Sequence[int]) -> int:
     return zlib.crc32(bytes(ids), state)
 
 
-class HashState:
-    """A snapshot; knows the tokens it stands for, which a real one does not."""
-
-    def __init__(self, ids: Sequence[int], value: int, num_bytes: int = 100) -> None:
-        self.ids = tuple(ids)
-        self.value = value
-        self.num_bytes = num_bytes
-        self.is_released = False
-
-    def release(self) -> None:
-        assert not self.is_released, "released twice"
-        self.is_released = True
-
-
+@dataclass
 class RecurrentModel:
-    """Reads contexts in pieces, and has a state kept after each piece that ends with a block."""
+    """Reads contexts as a stateful runner does, and checks the state at every start."""
 
-    def __init__(self, num_blocks: int, reuse: bool = True) -> None:
+    num_blocks: int = 100
+    reuse: bool = True
+    manager: StateCacheManager = field(init=False)
+
+    def __post_init__(self) -> None:
         geometry = KvGeometry((LayerGeometry(1, 1, 1),), torch.float32, BLOCK)
-        self.manager = CacheManager(KvPool(geometry, num_blocks, CPU), reuse)
-        self.made: list[HashState] = []
+        pool = KvPool(geometry, self.num_blocks, CPU)
+        self.manager = StateCacheManager(pool, STATE_BYTES, self.reuse)
 
-    @property
-    def kept(self) -> list[HashState]:
-        return [state for state in self.made if not state.is_released]
+    def begin(self, ids: Sequence[int]) -> BlockTable:
+        table = self.manager.start(ids)
+        state = self.manager.state_of(table)
+        assert state.num_tokens == table.cached_len
+        assert self.read_back(state.data) == after(0, ids[: table.cached_len])
+        return table
 
-    def begin(self, ids: Sequence[int]) -> tuple[BlockTable, int]:
-        """Return a table of what is cached of a context, and the state it ends in."""
-        table, snapshot = self.manager.match_state(ids)
-        if snapshot is None:
-            assert table.cached_len == 0
-            return table, 0
-        assert isinstance(snapshot, HashState)
-        assert not snapshot.is_released
-        assert snapshot.ids == tuple(ids[: table.cached_len])
-        return table, snapshot.value
+    def read_back(self, data: torch.Tensor) -> int:
+        """Return a state; its copies in all places agree."""
+        values = set(struct.unpack(f"<{STATE_BYTES // 4}I", bytes(data[:STATE_BYTES].tolist())))
+        assert len(values) == 1, "a state made of several"
+        return values.pop()
 
-    def read(self, table: BlockTable, ids: Sequence[int], cuts: Sequence[int], state: int) -> bool:
-        """Go on from a table to the end of `ids`, by way of `cuts`; false without room."""
-        start = table.cached_len
-        for end in cuts:
-            if not self.manager.reserve(table, start, end):
-                return False
-            state = after(state, ids[start:end])
-            self.manager.commit(table, ids, end)
-            table.cached_len = start = end
-            if end and end % BLOCK == 0:
-                snapshot = HashState(ids[:end], state, num_bytes=end)
-                self.made.append(snapshot)
-                self.manager.attach_state(table, snapshot)
-        assert state == after(0, ids[:start]), "the state is not that of the tokens"
+    def read(self, table: BlockTable, ids: Sequence[int], end: int, is_prompt_end: bool) -> bool:
+        """Go on from a table to `end`; false without room."""
+        state = self.manager.state_of(table)
+        start = state.num_tokens
+        if not self.manager.reserve(table, start, end):
+            return False
+        cuts = self.manager.cuts(table, start, end, is_prompt_end)
+        for stop in sorted({*cuts, end}):
+            value = after(self.read_back(state.data), ids[state.num_tokens : stop])
+            packed = struct.pack("<I", value) * (STATE_BYTES // 4)
+            state.data[:STATE_BYTES] = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
+            state.num_tokens = stop
+            if stop in cuts:
+                self.manager.take_snapshot(table)
+        self.manager.commit(table, ids, end)
         return True
 
-    def compute(self, ids: Sequence[int], *cuts: int) -> int:
-        """Read a context and leave it cached; return how much of it was."""
-        table, state = self.begin(ids)
-        cached_len = table.cached_len
-        later = [cut for cut in cuts if cut > cached_len]
-        assert self.read(table, ids, [*later, len(ids)], state)
-        self.manager.release(table, ids[: table.cached_len])
-        return cached_len
-
-    def check(self, tables: list[BlockTable]) -> None:
-        self.manager.check(tables)
-        assert self.manager.state_bytes == sum(state.num_bytes for state in self.kept)
-
-
-def test_a_context_goes_on_from_the_longest_state_of_its_beginning() -> None:
-    model = RecurrentModel(20)
-    story = list(range(22))
-    assert model.compute(story, 4, 16) == 0
-
-    assert model.compute([*story[:19], 99]) == 16
-    assert model.compute([*story[:15], 99]) == 4
-    assert model.compute([*story[:3], 99]) == 0
-    model.check([])
+    def turn(self, prompt: Sequence[int], answer: Sequence[int]) -> int:
+        """Read a prompt in one step and an answer token by token; return what was cached."""
+        table = self.begin(prompt)
+        ids = [*prompt, *answer]
+        num_cached = table.cached_len
+        assert self.read(table, ids, len(prompt), is_prompt_end=True)
+        for end in range(len(prompt) + 1, len(ids) + 1):
+            assert self.read(table, ids, end, is_prompt_end=False)
+        self.manager.release(table, ids)
+        self.manager.check([])
+        return num_cached
 
 
-def test_at_least_one_token_is_left_to_compute() -> None:
-    model = RecurrentModel(20)
-    model.compute(list(range(8)), 4)
+def test_the_next_turn_starts_at_the_last_block_end_of_the_turn_before() -> None:
+    model = RecurrentModel()
+    assert model.turn(range(10), range(20, 29)) == 0
 
-    assert model.compute(list(range(8))) == 4
+    assert model.turn([*range(10), *range(20, 29), 1, 2, 3], [4]) == 16
 
 
-def test_a_state_goes_with_the_last_of_its_blocks() -> None:
-    model = RecurrentModel(20)
-    model.compute(list(range(16)), 8)
-    early, late = model.made
+def test_an_answer_is_tried_again_from_the_end_of_its_prompt() -> None:
+    model = RecurrentModel()
+    model.turn(range(70), range(3))
+    assert model.turn(range(70), range(5, 9)) == 68
 
+
+def test_a_prompt_that_ends_with_a_block_leaves_that_block_to_compute() -> None:
+    model = RecurrentModel()
+    model.turn(range(40), [])
+    assert model.turn(range(40), []) == 36
+
+
+def test_where_a_prompt_leaves_a_known_context_it_takes_a_snapshot() -> None:
+    model = RecurrentModel()
+    story = list(range(60))
+    model.turn(story, [])
+    first = model.turn([*story[:30], *range(100, 120)], [])
+    second = model.turn([*story[:30], *range(150, 170)], [])
+    assert first == 0
+    assert second == 28
+
+
+def test_snapshots_close_to_their_neighbours_are_dropped() -> None:
+    model = RecurrentModel(400)
+    ids: list[int] = []
+    for turn in range(20):
+        model.turn([*ids, turn, turn, turn], [turn, turn])
+        ids += [turn] * 5
+
+    positions = [0, *model.manager.snapshot_positions(ids)]
+    pairs = zip(positions, positions[2:], strict=False)
+    assert positions[-1] == 100
+    assert all(late - early > model.manager._between for early, late in pairs)
+    assert all(late - early <= 2 * model.manager._between for early, late in pairwise(positions))
+
+
+def test_a_snapshot_without_room_is_left_out() -> None:
+    model = RecurrentModel(num_blocks=4)
+    assert model.turn(range(11), []) == 0
+    assert model.turn(range(11), []) == 0
+
+
+def test_an_evicted_part_of_a_snapshot_makes_it_a_miss_until_it_is_taken_again() -> None:
+    model = RecurrentModel()
+    model.turn(range(11), [])
     model.manager.evict_cold(1)
-    assert (early.is_released, late.is_released) == (False, True)
-    assert model.manager.state_bytes == early.num_bytes
-    model.manager.evict_cold(1)
-    assert not early.is_released
-    model.manager.evict_cold(1)
-    assert early.is_released
-    assert model.manager.state_bytes == 0
-    model.check([])
+    assert model.manager.num_reusable_tokens(range(11)) == 0
+    assert model.turn(range(11), []) == 0
+    assert model.turn(range(11), []) == 8
 
 
-def test_a_state_of_known_tokens_is_released_at_once() -> None:
-    model = RecurrentModel(20)
-    ids = list(range(9))
-    tables = [model.begin(ids)[0] for _ in range(2)]
-    for table in tables:
-        assert model.read(table, ids, [8, 9], 0)
-
-    first, second = model.made
-    assert (first.is_released, second.is_released) == (False, True)
-    model.check(tables)
+def test_a_failed_sequence_leaves_no_snapshot() -> None:
+    model = RecurrentModel()
+    table = model.begin(range(20))
+    assert model.read(table, range(20), 20, is_prompt_end=True)
+    assert model.manager.snapshot_positions(range(20)) == [16]
+    model.manager.drop_states(table, range(20))
+    model.manager.release(table, range(20))
+    assert model.manager.snapshot_positions(range(20)) == []
 
 
-def test_what_is_forgotten_takes_its_states_along() -> None:
-    model = RecurrentModel(20)
-    model.compute(list(range(16)), 4, 8, 12)
-    model.compute([*range(8), 99, 99, 99, 99], 8)
+def test_a_fork_has_a_state_of_its_own() -> None:
+    model = RecurrentModel()
+    table = model.begin(range(9))
+    assert model.read(table, range(9), 9, is_prompt_end=True)
+    fork = model.manager.fork(table, 9)
+    assert model.read(table, [*range(9), 1], 10, is_prompt_end=False)
+    assert model.read(fork, [*range(9), 2], 10, is_prompt_end=False)
+    assert model.read_back(model.manager.state_of(fork).data) == after(0, [*range(9), 2])
+    assert model.read_back(model.manager.state_of(table).data) == after(0, [*range(9), 1])
+    model.manager.check([table, fork])
 
-    model.manager.forget(list(range(16)), num_kept=8)
 
-    assert {len(state.ids) for state in model.kept} == {4, 8, 12}
-    assert model.compute([*range(12), 1]) == 8
-    model.check([])
+def test_what_is_forgotten_takes_its_snapshots_along() -> None:
+    model = RecurrentModel()
+    model.turn(range(40), [])
+    model.manager.forget(range(40), num_kept=20)
+    assert model.manager.snapshot_positions(range(40)) == []
+    model.manager.check([])
 
 
 def test_without_reuse_nothing_is_kept() -> None:
-    model = RecurrentModel(20, reuse=False)
-
-    assert model.compute(list(range(8)), 4) == 0
-    assert model.compute(list(range(8)), 4) == 0
-    assert model.kept == []
-
-
-def test_the_check_finds_a_state_that_lost_its_block() -> None:
-    model = RecurrentModel(20)
-    model.compute(list(range(8)))
-    [leaf] = [node for node in model.manager._tree.nodes() if node.states]
-    assert leaf.states is not None
-    leaf.states[3] = leaf.states.pop(2)
-
-    with pytest.raises(AssertionError, match="a state without its block"):
-        model.check([])
+    model = RecurrentModel(reuse=False)
+    assert model.turn(range(20), [1]) == 0
+    assert model.turn(range(20), [1]) == 0
+    assert model.manager.status().num_cached == 0
 
 
-def longest(model: RecurrentModel, ids: Sequence[int]) -> int:
-    """The naive way to look for a state: at all of them."""
-    return max(
-        (len(s.ids) for s in model.kept if s.ids == tuple(ids[:-1][: len(s.ids)])), default=0
-    )
+def test_a_snapshot_is_kept_on_slower_tiers_as_a_context_of_its_own() -> None:
+    model, other = RecurrentModel(), RecurrentModel()
+    model.turn(range(40), [])
+    kv, *snapshots = model.manager.contexts_to_keep(range(40))
+    assert list(kv) == list(range(40))
+    for context in (kv, *snapshots):
+        num_known = other.manager.num_cached_tokens(context) // BLOCK
+        image = model.manager.export(context, num_known, len(context) // BLOCK)
+        assert image is not None
+        other.manager.adopt(context, num_known, image)
+    assert other.turn(range(40), []) == 36
 
 
-@short_and_long(4, 200)
+@short_and_long(3, 100)
 def test_random_actors_agree_with_recomputing_from_scratch(size: int) -> None:
-    """Match, read, branch, evict and forget at random."""
+    """Start, read, branch, fork, evict, fail and forget at random."""
     for seed in range(size):
         live(random.Random(seed))
 
 
 def live(rng: random.Random) -> None:
-    model = RecurrentModel(40)
+    model = RecurrentModel(60)
     held: list[tuple[BlockTable, list[int]]] = []
     num_reused = 0
-    for _ in range(400):
-        ids = [rng.randint(0, 1) for _ in range(rng.randint(1, 40))]
+    for _ in range(300):
+        ids = [rng.randint(0, 1) for _ in range(rng.randint(1, 60))]
         action = rng.random()
         if action < 0.6:
-            expected = longest(model, ids)
-            table, state = model.begin(ids)
+            expected = model.manager.num_reusable_tokens(ids[:-1])
+            table = model.begin(ids)
             assert table.cached_len == expected
             num_reused += expected
-            left = range(table.cached_len + 1, len(ids) + 1)
-            cuts = sorted(rng.sample(left, min(len(left), rng.randint(1, 4))))
-            model.read(table, ids, cuts, state)
+            ends = sorted({len(ids), *rng.choices(range(1, len(ids) + 1), k=2)})
+            for end in (end for end in ends if end > table.cached_len):
+                if not model.read(table, ids, end, is_prompt_end=end == len(ids)):
+                    break
             held.append((table, ids))
+            if rng.random() < 0.2:
+                done = model.manager.state_of(table).num_tokens
+                held.append((model.manager.fork(table, done), ids))
         elif action < 0.75:
             model.manager.evict_cold(rng.randint(1, 6))
         elif action < 0.85:
             model.manager.forget(ids, rng.randrange(len(ids)))
         while held and (len(held) > 2 or rng.random() < 0.5):
             table, ids = held.pop(rng.randrange(len(held)))
-            model.manager.release(table, ids[: table.cached_len])
-        model.check([table for table, _ in held])
+            done = model.manager.state_of(table).num_tokens
+            if rng.random() < 0.1:
+                model.manager.drop_states(table, ids)
+            model.manager.release(table, ids[:done])
+        model.manager.check([table for table, _ in held])
     assert num_reused, "no state was ever used again"
-    for table, ids in held:
-        model.manager.release(table, ids[: table.cached_len])
+    for table, _ in held:
+        model.manager.release(table, [])
     model.manager.clear()
-    assert model.kept == []
-    model.check([])
+    assert model.manager.status().num_cached == 0
+    model.manager.check([])

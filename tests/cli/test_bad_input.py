@@ -143,14 +143,14 @@ def test_weights_in_pickles_are_never_opened(shell: Shell, tmp_path: Path) -> No
 def test_an_unsupported_architecture_is_named_with_its_reason(shell: Shell, tmp_path: Path) -> None:
     checkpoint = save_checkpoint(tmp_path / "m", tiny_model("llama"))
     config = json.loads((checkpoint / "config.json").read_text())
-    config |= {"model_type": "mamba", "architectures": ["MambaForCausalLM"], "state_size": 4}
+    config |= {"model_type": "rwkv", "architectures": ["RwkvForCausalLM"]}
     (checkpoint / "config.json").write_text(json.dumps(config))
 
     done = shell.run("-m", str(checkpoint), "-p", "x")
 
     assert done.returncode == 3
-    assert b"MambaForCausalLM (mamba) is not supported" in done.stderr
-    assert b"linear_attention layers" in done.stderr
+    assert b"RwkvForCausalLM (rwkv) is not supported" in done.stderr
+    assert b"recurrent state in a form of its own" in done.stderr
 
 
 def test_damaged_weights_are_told_apart_from_a_bug(shell: Shell, tmp_path: Path) -> None:

@@ -144,27 +144,11 @@ _LLAMA4 = {
 
 # name -> (model type, settings, what the refusal says); these are refused before weights are read.
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "qwen3_next, linear attention": (
-        "qwen3_next",
-        {
-            **_MOE,
-            "layer_types": ["linear_attention", "full_attention"],
-            "shared_expert_intermediate_size": 32,
-        },
-        "keeps state other than keys and values in its linear_attention layers",
+    "rwkv": (
+        "rwkv",
+        {"attention_hidden_size": 64},
+        "keeps recurrent state in a form of its own",
     ),
-    "mamba": ("mamba", {"state_size": 4}, "keeps state other than keys and values"),
-    "falcon_h1": (
-        "falcon_h1",
-        {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8},
-        "keeps state other than keys and values",
-    ),
-    "lfm2, convolutions": (
-        "lfm2",
-        {"layer_types": ["conv", "full_attention"]},
-        "keeps state other than keys and values in its conv layers",
-    ),
-    "rwkv": ("rwkv", {"attention_hidden_size": 64}, "keeps recurrent state beside attention"),
     "gemma3, both directions": (
         "gemma3_text",
         {"use_bidirectional_attention": True, "sliding_window": 8},

@@ -269,17 +269,17 @@ class StoreAdmin:
 def _status_of(model_dir: ModelDir, known: Mapping[str, KnownModel]) -> ModelDirStatus:
     layout = model_dir.layout
     model = known.get(model_dir.path.name)
+    heads = [stored.head for stored in model_dir.heads]
+    of_state = {key for head in heads if not head.num_tokens(layout) for key in head.keys(layout)}
     return ModelDirStatus(
         identity=model_dir.path.name,
         num_packs=len(model_dir.heads),
-        num_tokens=sum(
-            stored.head.num_blocks(layout) * layout.block_size for stored in model_dir.heads
-        ),
+        num_tokens=sum(head.num_tokens(layout) for head in heads),
         num_bytes=_bytes_in(model_dir.path),
         last_used_s=_last_used(model_dir.path),
         trouble=model_dir.trouble,
         pins=tuple(
-            KeptPin(pin.label, len(pin.keys) * layout.block_size, pin.made_s)
+            KeptPin(pin.label, len(set(pin.keys) - of_state) * layout.block_size, pin.made_s)
             for pin in model_dir.pins
         ),
         model=model.name if model is not None else "",

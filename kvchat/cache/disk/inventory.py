@@ -188,7 +188,7 @@ def pack_tree(model_dir: ModelDir, named: Sequence[tuple[str, TokenIds]] = ()) -
         packs.append(
             KeptPack(
                 parent=parent,
-                num_tokens=num_blocks * layout.block_size,
+                num_tokens=stored.head.num_tokens(layout),
                 num_bytes=num_blocks * layout.block_bytes,
                 last_used_s=stored.last_used_s,
                 is_orphan=is_orphan,

@@ -1,0 +1,193 @@
+"""The state of recurrent layers: what of transformers' cache object it is, and a step with it.
+
+Layers with recurrence or a short convolution (Mamba, gated delta nets, LFM2's convolutions) keep
+tensors of constant size instead of keys and values. transformers holds them in its cache object.
+Here that object holds nothing else: keys and values pass through it to the paged attention. Its
+tensors are views of a StateBuffer, which the cache saves and restores as bytes.
+"""
+
+import inspect
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol, cast
+
+import torch
+from transformers import DynamicCache
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
+from transformers.models.minimax.modeling_minimax import MiniMaxCache
+
+from kvchat.model.spec import StateTensor
+from kvchat_kernels.state_buffer import StateBuffer
+
+# Views of other dtypes need aligned offsets, and kernels prefer whole cache lines.
+_ALIGNMENT = 64
+_CONV, _RECURRENT, _LINEAR = "conv", "recurrent", "linear"
+
+
+class _PassingThrough(DynamicCache):
+    """Keys and values are returned as they come: paged attention stores them.
+
+    `num_tokens` is the length of the context before the step.
+    """
+
+    num_tokens = 0
+
+    def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> Any:
+        return key_states, value_states
+
+    def get_seq_length(self, *args: Any, **kwargs: Any) -> int:
+        return self.num_tokens
+
+    def get_mask_sizes(self, query_length: int, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        return self.num_tokens + query_length, 0
+
+
+class _PassingThroughMiniMax(MiniMaxCache):
+    """The same for MiniMax, which accepts only its own class."""
+
+    num_tokens = 0
+    update = _PassingThrough.update
+    get_seq_length = _PassingThrough.get_seq_length
+    get_mask_sizes = _PassingThrough.get_mask_sizes
+
+
+class StateCache(Protocol):
+    """A cache object that a model's forward takes, and the state tensors in it."""
+
+    num_tokens: int
+    layers: list[Any]
+
+
+def new_state_cache(config: Any) -> StateCache:
+    """Return an empty cache object for a model of `config`; raises what transformers raises."""
+    if config.get_text_config().model_type == "minimax":
+        return cast(StateCache, _PassingThroughMiniMax())
+    return cast(StateCache, _PassingThrough(config=config))
+
+
+def cache_argument(module: Any) -> str | None:
+    """Return the name of the forward's argument that takes a cache object; None without one."""
+    parameters = inspect.signature(module.forward).parameters
+    return next((n for n in ("past_key_values", "cache_params") if n in parameters), None)
+
+
+def read_state(cache: Any, own_dtype: torch.dtype) -> tuple[StateTensor, ...]:
+    """Return the state tensors that a cache object holds after a step.
+
+    A tensor in `own_dtype`, the dtype of the step, has the model's dtype, whichever that is later.
+    """
+    return tuple(
+        StateTensor(
+            layer,
+            kind,
+            index,
+            tuple(value.shape),
+            None if value.dtype == own_dtype else value.dtype,
+        )
+        for layer, kind, index, value in _held(cache)
+    )
+
+
+def _held(cache: Any) -> Iterator[tuple[int, str, int, torch.Tensor]]:
+    for number, layer in enumerate(cache.layers):
+        if isinstance(layer, LinearAttentionCacheLayerMixin):
+            for kind, states in (
+                (_CONV, layer.conv_states),
+                (_RECURRENT, layer.recurrent_states),
+            ):
+                yield from ((number, kind, i, t) for i, t in states.items() if t is not None)
+    for number, value in enumerate(getattr(cache, "linear_cache", ())):
+        if isinstance(value, torch.Tensor):
+            yield number, _LINEAR, 0, value
+
+
+class StateIo:
+    """Runs the steps of one model with the state of one sequence at a time.
+
+    `tensors` are the model's state tensors. One thread uses it.
+    """
+
+    def __init__(
+        self,
+        module: Any,
+        tensors: tuple[StateTensor, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        name = cache_argument(module)
+        assert name is not None
+        self.argument = name
+        self.num_bytes = state_bytes(tensors, dtype)
+        self._tensors = tensors
+        self._dtype = dtype
+        self._device = device
+        self._cache: Any = new_state_cache(module.config)
+
+    def new_buffer(self) -> StateBuffer:
+        """Return the state of the empty context."""
+        return StateBuffer(torch.zeros(self.num_bytes, dtype=torch.uint8, device=self._device))
+
+    @contextmanager
+    def running(self, state: StateBuffer) -> Iterator[Any]:
+        """Yield the cache object to hand to the forward; afterwards `state` has its new value.
+
+        The caller then sets `state.num_tokens`. If the step raises, the value is undefined.
+        """
+        if not state.views:
+            state.views = self._views(state.data)
+        cache = self._cache
+        cache.num_tokens = state.num_tokens
+        for tensor, view in zip(self._tensors, state.views, strict=True):
+            self._bind(tensor, view, has_past=state.num_tokens > 0)
+        yield cache
+        for tensor, view in zip(self._tensors, state.views, strict=True):
+            value = self._value(tensor)
+            if value.data_ptr() != view.data_ptr():  # some layers replace their tensor
+                view.copy_(value)
+
+    def _views(self, data: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        views, offset = [], 0
+        for tensor in self._tensors:
+            num_bytes = tensor.num_bytes(self._dtype)
+            part = data[offset : offset + num_bytes].view(tensor.dtype or self._dtype)
+            views.append(part.view(tensor.shape))
+            offset += _aligned(num_bytes)
+        return tuple(views)
+
+    def _bind(self, tensor: StateTensor, view: torch.Tensor, has_past: bool) -> None:
+        if tensor.kind == _LINEAR:
+            if has_past:
+                self._cache.set_linear_cache(tensor.layer, view)
+            elif tensor.layer < len(self._cache.linear_cache):
+                self._cache.linear_cache[tensor.layer] = None
+            return
+        layer = self._cache.layers[tensor.layer]
+        layer.device, layer.dtype = view.device, view.dtype
+        layer.has_previous_state[tensor.index] = has_past
+        if tensor.kind == _CONV:
+            layer.conv_states[tensor.index] = view
+            layer.conv_kernel_size[tensor.index] = view.shape[-1]
+            layer.is_conv_states_initialized[tensor.index] = True
+        else:
+            layer.recurrent_states[tensor.index] = view
+            layer.is_recurrent_states_initialized[tensor.index] = True
+
+    def _value(self, tensor: StateTensor) -> torch.Tensor:
+        value: torch.Tensor
+        if tensor.kind == _LINEAR:
+            value = self._cache.linear_cache[tensor.layer]
+        else:
+            layer = self._cache.layers[tensor.layer]
+            states = layer.conv_states if tensor.kind == _CONV else layer.recurrent_states
+            value = states[tensor.index]
+        return value
+
+
+def state_bytes(tensors: tuple[StateTensor, ...], dtype: torch.dtype) -> int:
+    """Return the size in bytes of a StateBuffer of a model computing in `dtype`."""
+    return sum(_aligned(tensor.num_bytes(dtype)) for tensor in tensors)
+
+
+def _aligned(num_bytes: int) -> int:
+    return math.ceil(num_bytes / _ALIGNMENT) * _ALIGNMENT

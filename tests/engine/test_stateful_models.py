@@ -1,0 +1,155 @@
+"""Models with recurrent state give the answers of a full recompute, and reuse what is cached.
+
+Every type: three turns, two samples, an edit, a batch, and a restart from the disk.
+"""
+
+import sqlite3
+from contextlib import closing
+from itertools import count
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from kvchat.cache.disk.format import decode_head, layout_of
+from kvchat.core.errors import UsageError
+from kvchat.core.events import RequestEvent
+from kvchat.engine.speculation import Mode
+from kvchat.model.batch import SequencePiece
+from kvchat.model.loader import LoadedModel
+from kvchat.model.self_test import compare_with_own
+from support.stateful_models import NUM_GENERATED, STATEFUL, Chat, load_stateful, open_engine, words
+
+BLOCK = 16
+Loaded = tuple[PreTrainedModel, LoadedModel]
+
+
+@pytest.mark.parametrize("name", STATEFUL)
+def test_answers_are_those_of_a_full_recompute(name: str, tmp_path: Path) -> None:
+    reference, loaded = load_stateful(name, tmp_path / "model")
+    assert compare_with_own(loaded) > 0.9999
+    chat = Chat(reference, open_engine(loaded, tmp_path / "kv"))
+    context: list[int] = []
+    ends = []
+    for turn in range(3):
+        prompt = [*context, *words(61 if turn == 0 else 11, seed=turn)]
+        first, second = chat.ask(prompt, num_samples=2)
+        assert first.ids == second.ids == chat.right_answer(prompt), f"turn {turn}"
+        assert first.num_cached >= len(context) - BLOCK if turn else first.num_cached == 0
+        ends.append(prompt + first.ids)
+        context = ends[-1]
+
+    edited = [*ends[0], *words(13, seed=77)]
+    others = [[*context, *words(5, seed=9)], edited, words(40, seed=8)]
+    answers = chat.ask(*others)
+    assert [a.ids for a in answers] == [chat.right_answer(ids) for ids in others]
+    assert answers[1].num_cached >= len(ends[0]) - 2 * BLOCK
+    chat.engine.close()
+
+    again = Chat(reference, open_engine(loaded, tmp_path / "kv"))
+    continued = [*others[0], *answers[0].ids, *words(7, seed=5)]
+    [answer] = again.ask(continued)
+    again.engine.close()
+    assert answer.ids == chat.right_answer(continued)
+    known = len(others[0]) + NUM_GENERATED - 1
+    assert answer.num_from_disk >= known - BLOCK, "the state was not restored"
+
+
+@pytest.fixture(scope="module")
+def lfm2(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
+    return load_stateful("lfm2", tmp_path_factory.mktemp("lfm2"))
+
+
+def test_a_damaged_snapshot_is_a_miss(lfm2: Loaded, tmp_path: Path) -> None:
+    prompt = words(90, seed=1)
+    chat = Chat(lfm2[0], open_engine(lfm2[1], tmp_path))
+    [before] = chat.ask(prompt)
+    chat.engine.close()
+    assert damage_snapshots(tmp_path) > 0
+
+    chat = Chat(lfm2[0], open_engine(lfm2[1], tmp_path))
+    [after] = chat.ask(prompt)
+    status = chat.engine.status().disk
+    chat.engine.close()
+    assert after.ids == before.ids
+    assert after.num_from_disk == 0
+    assert status is not None
+    assert status.num_damaged > 0
+
+
+def damage_snapshots(directory: Path) -> int:
+    """Flip the last byte of every stored snapshot; return how many there are."""
+    [table] = directory.glob("*/cache.db")
+    with closing(sqlite3.connect(table)) as connection:
+        rows = dict(connection.execute("SELECT key, value FROM Cache").fetchall())
+        heads = {key[1:]: value for key, value in rows.items() if key[:1] == b"h"}
+        hit = []
+        for key, data in heads.items():
+            layout = layout_of(data)
+            if not decode_head(data, layout).num_tokens(layout):
+                payload = bytearray(rows[b"p" + key])
+                payload[-1] ^= 1
+                hit.append((bytes(payload), b"p" + key))
+        connection.executemany("UPDATE Cache SET value = ? WHERE key = ?", hit)
+        connection.commit()
+    return len(hit)
+
+
+def test_a_failed_step_of_a_batch_changes_no_state(lfm2: Loaded) -> None:
+    """The requests of a failed step run again alone: a state advanced twice gives other tokens."""
+    chat = Chat(lfm2[0], open_engine(lfm2[1], None))
+    model = chat.engine._runner._model
+    forward, calls = model.forward_piece, []
+
+    def failing(piece: SequencePiece, block_size: int) -> torch.Tensor:
+        calls.append(piece)
+        if len(calls) in (2, 9):  # the second sequence of a step, after the first has advanced
+            raise RuntimeError("a passing fault")
+        return forward(piece, block_size)
+
+    model.forward_piece = failing
+    prompts = [words(20, seed=1), words(21, seed=2)]
+    answers = chat.ask(*prompts)
+    del model.forward_piece
+    assert len(calls) > 9
+    assert [a.ids for a in answers] == [chat.right_answer(p) for p in prompts]
+
+
+def test_drafts_are_refused_with_the_reason(lfm2: Loaded) -> None:
+    engine = open_engine(lfm2[1], None)
+    with pytest.raises(UsageError, match="cannot be taken out"):
+        engine.speculation.switch(Mode.NGRAM)
+
+
+def test_a_preempted_request_goes_on_from_its_last_snapshot(lfm2: Loaded) -> None:
+    chat = Chat(lfm2[0], open_engine(lfm2[1], None))
+    engine, prompts = chat.engine, [words(70, seed=3), words(75, seed=4)]
+    step, num_steps = engine.step, count(1)
+
+    def preempting() -> list[RequestEvent]:
+        if next(num_steps) in (5, 8):
+            engine._scheduler._preempt(engine._scheduler._running[-1])
+        return step()
+
+    engine.step = preempting
+    answers = chat.ask(*prompts)
+    assert engine.status().num_preempted == 2
+    assert [a.ids for a in answers] == [chat.right_answer(p) for p in prompts]
+    computed = sum(map(len, prompts)) + 2 * (NUM_GENERATED - 1)
+    assert engine.status().num_tokens_computed <= computed + 2 * BLOCK
+
+
+def test_a_snapshot_goes_to_host_memory_and_back(lfm2: Loaded) -> None:
+    engine = open_engine(lfm2[1], None, num_bytes=16 * 4096, host_bytes=8 << 20)
+    chat = Chat(lfm2[0], engine)
+    prompt = words(100, seed=6)
+    [first] = chat.ask(prompt)
+    for seed in range(4):
+        chat.ask(words(120, seed=100 + seed))
+    assert engine.cache.num_reusable_tokens(prompt) == 0
+
+    [second] = chat.ask([*prompt, *first.ids, 7])
+    assert second.ids == chat.right_answer([*prompt, *first.ids, 7])
+    assert second.num_from_host >= len(prompt) - BLOCK
+    engine.close()

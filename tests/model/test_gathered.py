@@ -1,0 +1,137 @@
+"""What the matrix of types cannot see of the gathered path and of towers beside the text."""
+
+from copy import deepcopy
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvchat.cli.models import info
+from kvchat.core.config import CacheConfig, ModelConfig
+from kvchat.engine.assembly import kv_geometry, kv_identity, load_trusted
+from kvchat.model.gathered import cache_over
+from kvchat.model.loader import LoadedModel, inspect_model, load_model
+from kvchat.model.model_class import loads_towers, without_towers
+from kvchat.model.source import find_model
+from kvchat.model.spec import CacheCall
+from support.architectures import GATHERED
+from support.checkpoints import save_checkpoint, tiny_model
+from support.every_type import every_config, every_model
+
+
+class KeptTokens:
+    """A sequence of the cache that keeps what it is given, in memory."""
+
+    start = 3
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[CacheCall, torch.Tensor, torch.Tensor]] = []
+
+    def extend(
+        self, call: CacheCall, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.calls.append((call, key, value))
+        return key, value
+
+
+def checkpoint(name: str, directory: Path) -> Path:
+    model_type, settings, _ = GATHERED[name]
+    return save_checkpoint(directory, tiny_model(model_type, **settings))
+
+
+def load(directory: Path, weights: str = "auto") -> LoadedModel:
+    config = ModelConfig(dtype="float32", weights=weights)
+    return load_model(find_model(str(directory)), config, None, lambda event: None)
+
+
+def test_a_cache_counts_a_sequence_s_tokens_and_then_the_new_ones_too() -> None:
+    cache = cache_over(KeptTokens(), num_layers=2)
+    new = torch.zeros(1, 2, 4, 8)
+    assert cache.get_seq_length() == 3
+    assert cache.get_mask_sizes(4, 1) == (7, 0)
+
+    cache.update(new, new, 0)
+
+    assert (cache.get_seq_length(0), cache.get_seq_length(1)) == (7, 3)
+
+
+def test_an_index_is_stored_in_halves_and_comes_back_whole() -> None:
+    kept = KeptTokens()
+    cache = cache_over(kept, num_layers=1)
+    if not hasattr(cache, "update_indexer"):
+        pytest.skip("this version of transformers has no index in its cache")
+    index = torch.arange(24.0).view(1, 4, 6)
+
+    assert torch.equal(cache.update_indexer(index, 0), index)
+
+    [(call, key, value)] = kept.calls
+    assert call == CacheCall(0, is_index=True)
+    assert key.shape == value.shape == (1, 1, 4, 3)
+
+
+def test_kv_of_the_gathered_path_has_an_identity_of_its_own(tmp_path: Path) -> None:
+    loaded = load(checkpoint("roberta", tmp_path))
+    geometry = kv_geometry(loaded.spec, CacheConfig(), loaded.dtype)
+    gathered = kv_identity(loaded, geometry, "weights")
+
+    object.__setattr__(loaded.spec, "gathered", None)
+
+    assert kv_identity(loaded, geometry, "weights") != gathered
+
+
+def test_weights_in_fewer_bits_are_not_used_and_a_note_says_so(tmp_path: Path) -> None:
+    loaded = load(checkpoint("bloom", tmp_path), weights="int8")
+
+    assert loaded.weights == "own"
+    assert any("--weights int8 is not used" in note for note in loaded.notes)
+
+
+def test_a_model_that_fails_over_a_cache_is_refused_in_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvchat.core.errors import ModelUnsupported
+    from kvchat.model.gathered import GatheredSteps
+
+    def fail(*args: object) -> torch.Tensor:
+        raise ValueError("position_ids are incorrect")
+
+    directory = checkpoint("bart", tmp_path)
+    monkeypatch.setattr(GatheredSteps, "logits", fail)
+
+    with pytest.raises(ModelUnsupported, match=r"over a paged cache failed \(ValueError\)"):
+        load_trusted(
+            find_model(str(directory)), ModelConfig(dtype="float32"), None, None, lambda event: None
+        )
+
+
+def test_info_names_the_path_and_its_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    info(str(checkpoint("bloom", tmp_path)), "cpu", as_json=False)
+
+    out = capsys.readouterr().out
+    assert "path                   gathered, one sequence at a time\n" in out
+    assert "it computes with the attention mask itself\n" in out
+
+
+@pytest.mark.parametrize("model_type", ["mistral3", "qwen2_5_vl", "smolvlm"])
+def test_towers_that_read_images_are_left_out_of_memory(model_type: str, tmp_path: Path) -> None:
+    config = every_config(model_type)
+    whole = every_model(deepcopy(config))
+    source = find_model(str(save_checkpoint(tmp_path, whole)))
+
+    light, spec = inspect_model(source)
+    loaded = load(tmp_path)
+
+    assert loads_towers(config)
+    assert not loads_towers(light)
+    assert spec is not None
+    assert sum(p.numel() for p in loaded.module.parameters()) == spec.num_parameters
+    assert spec.num_parameters < sum(p.numel() for p in whole.parameters())
+    assert loaded.notes == ()  # their tensors are not reported as strangers
+
+
+def test_a_text_model_has_no_towers_to_leave_out() -> None:
+    config = every_config("llama")
+
+    assert without_towers(config) is config
