@@ -4,11 +4,12 @@ Plain tensors are memory-mapped. Packed ones are unpacked when transformers take
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from safetensors import safe_open
+from torch import nn
 
 from kvchat.core.errors import ModelError
 from kvchat.core.events import LoadProgress
@@ -17,15 +18,20 @@ from kvchat.model.device import dtype_name, free_bytes
 from kvchat.model.model_class import class_and_config
 from kvchat.model.packed_weights import PackedTensor, Packing, packing_of, unpacked
 from kvchat.model.source import ModelSource
+from kvchat_kernels.linear.blocks import BlockWeights
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointTensors:
-    """Tensors by name; the dtype to load them in, None for their own; and what to say meanwhile."""
+    """Tensors by name; the dtype to load them in, None for their own; and what to say meanwhile.
+
+    `blocks` are weights of linear layers that stay in their blocks; `tensors` has zeros for them.
+    """
 
     tensors: Mapping[str, torch.Tensor | PackedTensor]
     dtype: torch.dtype | None
     stage: str
+    blocks: Mapping[str, BlockWeights] = field(default_factory=dict)
 
 
 def read_tensors(
@@ -33,20 +39,29 @@ def read_tensors(
     hf_config: Any,
     dtype: torch.dtype | None,
     progress: Callable[[LoadProgress], None],
+    keeps_blocks: bool,
 ) -> CheckpointTensors:
     """Return a checkpoint's tensors; `dtype` is the one asked for, if any.
+
+    With `keeps_blocks` the linear layers of a GGUF file stay in their blocks.
 
     Raises ModelError if packed weights are damaged, or take more memory than is free.
     """
     if source.gguf is not None:
-        return _unpacked_gguf(source, source.gguf, hf_config, dtype or hf_config.dtype, progress)
+        wanted = dtype or hf_config.dtype
+        return _read_gguf(source, source.gguf, hf_config, wanted, progress, keeps_blocks)
     found = _read_safetensors(source, hf_config, dtype)
     progress(LoadProgress(found.stage, 0.0))
     return found
 
 
-def _unpacked_gguf(
-    source: ModelSource, gguf: Any, hf_config: Any, dtype: torch.dtype, progress: Any
+def _read_gguf(
+    source: ModelSource,
+    gguf: Any,
+    hf_config: Any,
+    dtype: torch.dtype,
+    progress: Any,
+    keeps_blocks: bool,
 ) -> CheckpointTensors:
     from kvchat.model.gguf_config import architecture_of
     from kvchat.model.gguf_tensors import read_gguf_tensors, stage_of
@@ -55,15 +70,23 @@ def _unpacked_gguf(
         raise ModelError(f"{source.name} changed after it was found.", "Start again.")
     model_class, config = class_and_config(hf_config)
     with torch.device("meta"):
-        shapes = {name: t.shape for name, t in model_class(config).state_dict().items()}
-    stage, architecture = stage_of(gguf, dtype), architecture_of(gguf, source.name)
+        module = model_class(config)
+    shapes = {name: tensor.shape for name, tensor in module.state_dict().items()}
+    kept = _linear_names(module) if keeps_blocks else frozenset()
+    stage, architecture = stage_of(gguf, dtype, keeps_blocks), architecture_of(gguf, source.name)
     progress(LoadProgress(stage, 0.0))
 
     def tick(share: float) -> None:
         progress(LoadProgress(stage, share))
 
-    tensors = read_gguf_tensors(gguf, architecture, config, shapes, dtype, tick)
-    return CheckpointTensors(tensors, dtype, stage)
+    found = read_gguf_tensors(gguf, architecture, config, shapes, dtype, tick, kept)
+    return CheckpointTensors(found.tensors, dtype, stage, found.blocks)
+
+
+def _linear_names(module: nn.Module) -> frozenset[str]:
+    """Return the names of the linear layers' weights."""
+    layers = module.named_modules()
+    return frozenset(f"{name}.weight" for name, layer in layers if type(layer) is nn.Linear)
 
 
 def _read_safetensors(

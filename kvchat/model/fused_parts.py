@@ -78,7 +78,7 @@ def take_few_shapes(module: Any) -> None:
     if module.device.type != "cpu" or module.dtype == torch.float32:
         return
     for layer in module.modules():
-        if type(layer) is nn.Linear:
+        if type(layer) is nn.Linear and "forward" not in layer.__dict__:  # nor packed
             # As a method of its own, which a deep copy binds to the copy.
             layer.forward = MethodType(_few_shapes_forward, layer)  # type: ignore[method-assign]
 

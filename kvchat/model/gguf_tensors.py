@@ -1,13 +1,15 @@
-"""The tensors of a GGUF file under transformers' names, unpacked to one dtype.
+"""The tensors of a GGUF file under transformers' names, unpacked to one dtype or in their blocks.
 
-A tensor whose file has the wanted dtype stays mapped. The others are unpacked a few rows at a time
+A tensor whose file has the wanted dtype stays mapped. A linear layer's may stay in blocks, for the
+products of `kvchat_kernels.linear`. The others are unpacked a few rows at a time
 into the one copy that the model then uses, so that the memory needed is the model's own size and
 a little. The package gguf unpacks the blocks, in numpy, exactly as llama.cpp defines them.
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,8 @@ from kvchat.core.errors import ModelError, ModelUnsupported
 from kvchat.model.device import dtype_name, free_bytes
 from kvchat.model.gguf_config import Architecture
 from kvchat.model.gguf_file import GgufModel, GgufTensor
+from kvchat_kernels.linear.blocks import BlockWeights, reordered
+from kvchat_kernels.linear.gguf_blocks import BLOCK_FORMATS, block_weights
 
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # A chunk of this many elements is unpacked at once. numpy takes about 20 bytes for each.
@@ -60,11 +64,13 @@ def block_formats(gguf: GgufModel) -> str:
     return ", ".join(sorted(sizes, key=sizes.__getitem__, reverse=True))
 
 
-def stage_of(gguf: GgufModel, dtype: torch.dtype) -> str:
+def stage_of(gguf: GgufModel, dtype: torch.dtype, keeps_blocks: bool) -> str:
     """Return what loading does, in words, with the memory that it takes."""
     size = unpacked_bytes(gguf, dtype)
     if not size:
         return "loading weights"
+    if keeps_blocks:
+        return f"loading weights in blocks of {block_formats(gguf)}"
     return f"unpacking {block_formats(gguf)} to {format_bytes(size)} of {dtype_name(dtype)}"
 
 
@@ -77,6 +83,17 @@ def unpacked_bytes(gguf: GgufModel, dtype: torch.dtype) -> int:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class GgufTensors:
+    """A module's tensors by name, and those that stay in blocks.
+
+    A tensor that stays in blocks is in `tensors` too, as zeros that take no memory.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    blocks: dict[str, BlockWeights]
+
+
 def read_gguf_tensors(
     gguf: GgufModel,
     architecture: Architecture,
@@ -84,32 +101,48 @@ def read_gguf_tensors(
     shapes: Mapping[str, torch.Size],
     dtype: torch.dtype,
     tick: Callable[[float], None],
-) -> dict[str, torch.Tensor]:
+    kept: Set[str] = frozenset(),
+) -> GgufTensors:
     """Return the tensors of a module whose state has these `shapes`, on the CPU, in `dtype`.
 
-    A tensor that the file lacks is left out. Raises ModelError if memory is too small, and
-    ModelUnsupported for a block format that cannot be unpacked.
+    `kept` are the names of matrices that may stay in blocks. A tensor that the file lacks is left
+    out. Raises ModelError if memory is too small, and ModelUnsupported for a block format that
+    cannot be unpacked.
     """
-    needed, free = unpacked_bytes(gguf, dtype), free_bytes(torch.device("cpu"))
+    sources = _sources(gguf, shapes)
+    needed, free = _needed_bytes(sources, dtype, kept), free_bytes(torch.device("cpu"))
     if needed > free:
         raise ModelError(
             f"The weights take {format_bytes(needed)} of memory as {dtype_name(dtype)}, and "
             f"{format_bytes(free)} are free.",
             "Use a smaller model.",
         )
-    reader = _Unpacker(dtype)
-    sources = _sources(gguf, shapes)
+    reader = _Reader(dtype, kept)
     done, total = 0, sum(t.num_bytes for parts in sources.values() for t in parts) or 1
     state: dict[str, torch.Tensor] = {}
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         for name, parts in sources.items():
-            tensor = reader.read(parts, architecture, config, pool)
+            tensor = reader.read(name, parts, architecture, config, pool)
             if tensor.shape != shapes[name] and tensor.numel() == prod(shapes[name]):
                 tensor = tensor.reshape(shapes[name])
             state[name] = tensor
             done += sum(part.num_bytes for part in parts)
             tick(done / total)
-    return state
+    return GgufTensors(state, reader.blocks)
+
+
+def _needed_bytes(
+    sources: Mapping[str, list[GgufTensor]], dtype: torch.dtype, kept: Set[str]
+) -> int:
+    """Return the bytes of memory that reading takes; tensors that stay mapped take none."""
+    needed = 0
+    for name, parts in sources.items():
+        for part in parts:
+            if name in kept and kind_name(part) in BLOCK_FORMATS:
+                needed += 2 * part.num_bytes  # blocks here have longer scales
+            elif _PLAIN.get(kind_name(part)) != dtype:
+                needed += prod(part.shape) * dtype.itemsize
+    return needed
 
 
 def _sources(gguf: GgufModel, shapes: Mapping[str, torch.Size]) -> dict[str, list[GgufTensor]]:
@@ -134,18 +167,34 @@ def _stored_names(name: str, names: Any) -> list[str]:
     return [stored] if stored is not None else []
 
 
-class _Unpacker:
-    """Reads tensors of GGUF files in one dtype. Keeps the files mapped."""
+class _Reader:
+    """Reads tensors of GGUF files in one dtype, or in their blocks. Keeps the files mapped."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, kept: Set[str]) -> None:
+        self.blocks: dict[str, BlockWeights] = {}
         self._dtype = dtype
+        self._kept = kept
         self._maps: dict[Path, np.ndarray[Any, Any]] = {}
 
     def read(
-        self, parts: list[GgufTensor], architecture: Architecture, config: Any, pool: Any
+        self,
+        name: str,
+        parts: list[GgufTensor],
+        architecture: Architecture,
+        config: Any,
+        pool: Any,
     ) -> torch.Tensor:
         """Return a tensor as the module has it; several parts are put together by rows."""
         first = parts[0]
+        if name in self._kept and len(parts) == 1:
+            weights = self._in_blocks(first)
+            if weights is not None:
+                heads = _num_rotated_heads(first, architecture, config)
+                if heads:
+                    rows = torch.arange(weights.num_out)
+                    weights = reordered(weights, _as_halves(rows, heads))
+                self.blocks[name] = weights
+                return torch.zeros((), dtype=self._dtype).expand(first.shape)
         if len(parts) == 1:
             return self._converted(first, architecture, config, pool)
         out = torch.empty(
@@ -165,18 +214,21 @@ class _Unpacker:
             whole = self._unpacked(tensor, torch.float32, pool)
             return (whole - architecture.norm_offset).to(self._dtype)
         out = self._unpacked(tensor, self._dtype, pool)
-        rotated = _ROTATED.search(tensor.name) if architecture.permutes else None
-        if rotated is None:
-            return out
-        heads = config.num_attention_heads if rotated[1] == "q" else config.num_key_value_heads
-        if out.shape[0] % (2 * heads):
-            raise ModelError(f"{tensor.name} does not divide into {heads} heads.")
-        # llama.cpp rotates neighbours, transformers one half of a head with the other.
-        pairs = out.view(heads, out.shape[0] // heads // 2, 2, *out.shape[1:])
-        return pairs.transpose(1, 2).reshape(out.shape)
+        heads = _num_rotated_heads(tensor, architecture, config)
+        return _as_halves(out, heads) if heads else out
+
+    def _in_blocks(self, tensor: GgufTensor) -> BlockWeights | None:
+        """Return a matrix in its blocks, None for a format without a layout of ours."""
+        if len(tensor.shape) != 2:
+            return None
+        rows = torch.from_numpy(self._stored(tensor)).view(tensor.shape[0], -1)
+        return block_weights(rows, kind_name(tensor))
+
+    def _stored(self, tensor: GgufTensor) -> np.ndarray[Any, Any]:
+        return self._map(tensor.path)[tensor.start : tensor.start + tensor.num_bytes]
 
     def _unpacked(self, tensor: GgufTensor, dtype: torch.dtype, pool: Any) -> torch.Tensor:
-        blocks = self._map(tensor.path)[tensor.start : tensor.start + tensor.num_bytes]
+        blocks = self._stored(tensor)
         plain = _PLAIN.get(kind_name(tensor))
         if plain is not None:
             return torch.from_numpy(blocks).view(plain).view(tensor.shape).to(dtype)
@@ -194,6 +246,26 @@ class _Unpacker:
             # Copy on write: torch wants memory it may write to, and the file must not change.
             self._maps[path] = np.memmap(path, dtype=np.uint8, mode="c")
         return self._maps[path]
+
+
+def _num_rotated_heads(tensor: GgufTensor, architecture: Architecture, config: Any) -> int:
+    """Return the heads of a tensor whose rows llama.cpp has in another order; 0 for others."""
+    rotated = _ROTATED.search(tensor.name) if architecture.permutes else None
+    if rotated is None:
+        return 0
+    heads: int = config.num_attention_heads if rotated[1] == "q" else config.num_key_value_heads
+    if tensor.shape[0] % (2 * heads):
+        raise ModelError(f"{tensor.name} does not divide into {heads} heads.")
+    return heads
+
+
+def _as_halves(rows: torch.Tensor, heads: int) -> torch.Tensor:
+    """Return rows in transformers' order.
+
+    llama.cpp rotates neighbours, transformers one half of a head with the other.
+    """
+    pairs = rows.view(heads, len(rows) // heads // 2, 2, *rows.shape[1:])
+    return pairs.transpose(1, 2).reshape(rows.shape)
 
 
 def _unpack(blocks: np.ndarray[Any, Any], tensor: GgufTensor, out: torch.Tensor) -> None:

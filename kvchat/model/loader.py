@@ -48,7 +48,7 @@ from kvchat.model.probe import (
     probe_loaded,
     register_probe,
 )
-from kvchat.model.quantise import quantise
+from kvchat.model.quantise import is_packed, quantise, use_packed
 from kvchat.model.source import ModelSource
 from kvchat.model.spec import ModelSpec
 
@@ -58,6 +58,8 @@ _log = logging.getLogger(__name__)
 
 # Load one model at a time: transformers changes torch's process-wide default dtype meanwhile.
 _LOADING = threading.Lock()
+# The form of weights that stay in a file's blocks; part of the identity of KV.
+_IN_BLOCKS = "blocks"
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +167,10 @@ def load_model(
     with _LOADING:
         marks = source.marks()
         hf_config, spec = inspect_model(source)
-        module, notes = _read_weights(source, hf_config, dtype_of(config.dtype), spec, progress)
+        keeps_blocks = device.type == "cpu" and _keeps_blocks(source, config, spec)
+        module, notes = _read_weights(
+            source, hf_config, dtype_of(config.dtype), spec, progress, keeps_blocks
+        )
         if spec is None:
             spec = probe_loaded(module)
             if spec.gathered is None:
@@ -186,7 +191,8 @@ def load_model(
     step = StepContext()
     fusing = None
     if runs_fused:  # fused layers know paged attention only
-        fusing = Fusing(module, spec, step, choose_scheme(module, config.weights))
+        weights = _IN_BLOCKS if is_packed(module) and config.weights == "auto" else config.weights
+        fusing = Fusing(module, spec, step, choose_scheme(module, weights))
     identity = sample_digest(source)
     if source.marks() != marks:
         raise ModelError(
@@ -215,6 +221,12 @@ def load_model(
     )
 
 
+def _keeps_blocks(source: ModelSource, config: ModelConfig, spec: ModelSpec | None) -> bool:
+    """Whether linear layers may multiply with a file's blocks: where nothing else is asked for."""
+    is_plain = config.weights == "auto" and config.dtype == "auto" and source.adapter is None
+    return is_plain and spec is not None and spec.gathered is None and not spec.state
+
+
 def _own_weights_only(config: ModelConfig) -> tuple[str, ...]:
     """Return a note if weights in fewer bits were asked for and are not used."""
     if config.weights == "auto":
@@ -235,6 +247,7 @@ def _read_weights(
     dtype: torch.dtype | None,
     spec: ModelSpec | None,
     progress: Progress,
+    keeps_blocks: bool,
 ) -> tuple[Any, tuple[str, ...]]:
     """Read the weights into a module; `spec` is None if the module is to be probed."""
     register_attention()
@@ -243,7 +256,7 @@ def _read_weights(
     try:
         # With tensors and no directory, transformers opens no files: no pickles that an index
         # names, no adapters and no other checkpoints beside the weights.
-        found = read_tensors(source, hf_config, dtype, progress)
+        found = read_tensors(source, hf_config, dtype, progress, keeps_blocks)
         model_class, class_config = class_and_config(hf_config)
         module, report = model_class.from_pretrained(
             None,
@@ -271,6 +284,8 @@ def _read_weights(
             "Is the download complete?",
         ) from error
     _refuse_gaps(source, report)
+    for name, weights in found.blocks.items():
+        use_packed(module.get_submodule(name.removesuffix(".weight")), weights)
     return module.eval().requires_grad_(False), _leftovers(source, hf_config, report)
 
 

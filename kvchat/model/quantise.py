@@ -61,6 +61,11 @@ def pack_of(layer: nn.Module) -> BlockProduct | None:
     return pack
 
 
+def is_packed(module: nn.Module) -> bool:
+    """Whether any layer of a model multiplies with a packed weight."""
+    return any(pack_of(layer) is not None for layer in module.modules())
+
+
 def quantise(
     module: Any, spec: ModelSpec, weights: str, tick: Callable[[float], None]
 ) -> tuple[str, ...]:

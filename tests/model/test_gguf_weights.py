@@ -13,7 +13,10 @@ from kvchat.core.config import ModelConfig
 from kvchat.core.errors import ModelError, ModelUnsupported
 from kvchat.model import gguf_tensors
 from kvchat.model.loader import LoadedModel, load_model
+from kvchat.model.quantise import is_packed, pack_of
+from kvchat.model.self_test import compare_with_own
 from kvchat.model.source import find_model
+from kvchat_kernels.linear.blocks import dequantised
 from support.checkpoints import tiny_model
 from support.gguf_files import QUANTISED, RANDOM_BLOCKS, write_gguf
 
@@ -88,6 +91,37 @@ def test_every_block_format_is_unpacked_exactly(kind: str, tmp_path: Path) -> No
     model = tiny_model("llama", **sizes, head_dim=64)
     path = write_gguf(tmp_path / "m.gguf", model, kind)
     assert_twins(load(path), model)
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text"])
+def test_linear_layers_multiply_with_the_blocks_of_the_file(
+    kind: str, family: str, tmp_path: Path
+) -> None:
+    """Rows that llama.cpp has in another order included."""
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
+    model = tiny_model(family, **sizes, head_dim=64)
+    path = write_gguf(tmp_path / "m.gguf", model, kind)
+
+    loaded = load(path, dtype="auto")
+
+    twins, num_packed = dict(model.named_modules()), 0
+    for name, layer in loaded.module.named_modules():
+        if (pack := pack_of(layer)) is not None:
+            num_packed += 1
+            twin = twins[name].weight
+            assert layer.weight.numel() == 0
+            assert torch.allclose(dequantised(pack.weights), twin, rtol=1e-5, atol=1e-7)
+    assert num_packed >= 2 * 7
+    assert loaded.weights == "blocks"
+    assert compare_with_own(loaded) > 0.999
+
+
+def test_a_dtype_that_is_asked_for_unpacks_the_blocks(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", tiny_model("llama"), "Q8_0")
+
+    assert not is_packed(load(path, "bfloat16").module)
+    assert is_packed(load(path, "auto").module)
 
 
 def test_blocks_are_unpacked_to_bfloat16_and_plain_weights_stay_as_they_are(tmp_path: Path) -> None:

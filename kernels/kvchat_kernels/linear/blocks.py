@@ -76,6 +76,14 @@ class BlockWeights:
         )
 
 
+def reordered(weights: BlockWeights, order: torch.Tensor) -> BlockWeights:
+    """Return the rows in another order, copied."""
+    minimums = weights.minimums[order] if weights.minimums is not None else None
+    return BlockWeights(
+        weights.bits, weights.block, weights.levels[order], weights.scales[order], minimums
+    )
+
+
 def dequantised(weights: BlockWeights) -> torch.Tensor:
     """Return the matrix [out, in] in float32."""
     levels = weights.levels

@@ -119,6 +119,15 @@ class BlockProduct:
         self._unpack(task, self._num_threads(end - start))
         return room
 
+    def unpack(self, out: torch.Tensor) -> None:
+        """Write the whole matrix to `out` [out, in], of any floating dtype, tile by tile."""
+        weights = self.weights
+        step = max(1, _TILE_BYTES // (4 * weights.num_in))
+        room = torch.empty(min(step, weights.num_out), weights.num_in)
+        for start in range(0, weights.num_out, step):
+            end = min(start + step, weights.num_out)
+            out[start:end] = self._unpacked(start, end, room[: end - start])
+
 
 def rows_of(x: torch.Tensor) -> Rows:
     """Round activation rows x [num_rows, in] float32 to 16 bits; `in` is a multiple of 32."""

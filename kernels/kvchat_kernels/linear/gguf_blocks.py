@@ -134,3 +134,4 @@ _FORMATS: dict[str, tuple[int, int, int, Callable[[torch.Tensor], _Parts]]] = {
     "Q5_K": (8, 32, 176, _q5_k),
     "Q6_K": (8, 16, 210, _q6_k),
 }
+BLOCK_FORMATS = frozenset(_FORMATS)
