@@ -61,6 +61,7 @@ class Answer:
         with suppress(TimeoutError):
             async with asyncio.timeout(PING_INTERVAL_S):
                 await self._has_news.wait()
+        self._has_news.clear()  # before the poll: what comes after it sets it again
         self._first = self._require_asked().reply.poll()
         failed = next((event for event in self._first if isinstance(event, AnswerFailed)), None)
         if failed is not None:
@@ -78,7 +79,6 @@ class Answer:
         Raises ApiError if the request fails.
         """
         asked = self._require_asked()
-        self._has_news.clear()
         for wanted in self._taken(self._first):
             yield wanted
         while not asked.reply.is_finished:

@@ -10,8 +10,8 @@ def test_a_shell_can_complete_commands_and_flags(shell: Shell) -> None:
         assert done.stderr == b""
         return set(done.stdout.decode().split())
 
-    assert completed("kvchat se") == {"sessions"}
+    assert completed("kvchat se") == {"serve", "sessions"}
     assert {"export", "import", "show"} <= completed("kvchat sessions ")
-    assert {"--temperature", "--timeout", "--top-p", "--top-k", "--title"} == completed(
+    assert {"--temperature", "--think", "--timeout", "--top-p", "--top-k", "--title"} == completed(
         "kvchat --t"
     ) - {"--threads"}
