@@ -44,6 +44,7 @@ def show(flags: Mapping[str, object], with_origin: bool) -> None:
 # What a chat does where nothing is set and the value is known only after the model is loaded.
 _UNSET = {
     "system": "none",
+    "adapter": "none",
     "temperature": "the model's own, else 0.7",
     "top_p": "the model's own, else 1",
     "top_k": "the model's own, else 0",

@@ -153,7 +153,7 @@ class _Recorder:
         """Record one call; return an uninitialised output of the right shape."""
         _refuse_strange_calls(module, key, kwargs)
         if isinstance(scaling, complex):  # the square root of a negative setting
-            raise Refusal("scales its attention by a number that is not real")
+            raise NotReal("scales its attention by a number that is not real")
         if module in self.modules:
             raise Refusal("runs attention more than once per layer")
         shares = [index for index, earlier in enumerate(self.keys) if earlier is key]
@@ -204,6 +204,10 @@ class NotCausal(Refusal):
     """No path can serve the architecture: its keys and values depend on later tokens."""
 
 
+class NotReal(Refusal):
+    """No path can serve the checkpoint: its configuration makes no real numbers."""
+
+
 class ProbeInconclusive(Exception):
     """The model does not run without weights; use `probe_loaded` on the loaded model."""
 
@@ -227,7 +231,7 @@ def probe(config: Any, limit: ParameterLimit | None = None) -> ModelSpec:
     with _refusing(config):
         try:
             return _paged(config, limit)
-        except NotCausal:
+        except (NotCausal, NotReal):
             raise
         except Refusal as refusal:
             return _gathered(_build(config, limit, "eager"), config, refusal)
@@ -262,7 +266,7 @@ def probe_loaded(model: Any) -> ModelSpec:
             if model.config._attn_implementation != PROBE:
                 return _paged(model.config, None)  # which raises why it was not loaded with PROBE
             return _record(model, model.config)
-        except NotCausal:
+        except (NotCausal, NotReal):
             raise
         except (Refusal, ProbeInconclusive) as error:
             refusal = error if isinstance(error, Refusal) else _failed(error)

@@ -93,6 +93,12 @@ def _bind_lines(bindings: KeyBindings, prompt: "LivePrompt") -> None:
     def _newline(event: E) -> None:
         prompt.buffer.insert_text("\n")
 
+    @bindings.add("/", filter=Condition(lambda: prompt.holds_refused_command))
+    def _begin_anew(event: E) -> None:
+        # "/hepl" and "/help", both typed ahead, were one message, "/hepl/help".
+        prompt.buffer.reset()
+        prompt.buffer.insert_text("/")
+
     @bindings.add("backspace", filter=shift_selection_mode)
     @bindings.add("c-h", filter=shift_selection_mode)
     def _amend(event: E) -> None:

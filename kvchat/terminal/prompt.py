@@ -143,6 +143,7 @@ class LivePrompt:
         self.region = LiveRegion()
         self._editor = editor
         self._listener: Listener | None = None
+        self._refused = ""  # the text that was put back last
         self._picked: asyncio.Future[int | None] | None = None
         self._num_lent = 0
         self.interrupts_leave = False
@@ -243,6 +244,14 @@ class LivePrompt:
 
     def put_back(self, text: str) -> None:
         self.put_text(text)
+        self._refused = text
+
+    @property
+    def holds_refused_command(self) -> bool:
+        """Whether the prompt holds a command as it was put back, the cursor after it."""
+        buffer = self.buffer
+        is_at_end = buffer.cursor_position == len(buffer.text)
+        return is_at_end and buffer.text == self._refused and buffer.text.startswith("/")
 
     async def choose(
         self,

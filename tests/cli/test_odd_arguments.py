@@ -19,7 +19,7 @@ GREEDY = ("--temperature", "0", "--max-tokens", "4")
         ("/file ~nobody-of-that-name/x", b"is in no home directory"),
         ("/file a\0b", b"NUL character"),
         ("/pin ~nobody-of-that-name/x", b"no "),
-        ("/copy \u00b2", b"to copy from"),
+        ("/copy \u00b2", b"messages with an answer here are 1."),
     ],
 )
 def test_an_odd_argument_leaves_the_rest_of_a_script_alone(

@@ -127,7 +127,7 @@ def test_answers_go_to_stdout_and_what_commands_say_to_stderr(run_lines: RunLine
 
     assert ran.code == 0
     assert ran.stdout == "You said 'one' (0).\n" * 2
-    for said in ("1 you: one", "3 model: You said", "step back before", "tokens:"):
+    for said in ("1 you: one", "1.2 model: You said", "step back before", "tokens:"):
         assert said in ran.stderr
     assert "\x1b" not in ran.stderr
 
@@ -158,7 +158,7 @@ def test_guessing_ahead_is_switched_and_told_of(run_lines: RunLines) -> None:
 
 
 def test_commands_move_about_as_they_do_for_a_person(run_lines: RunLines) -> None:
-    ran = run_lines("one", "two", "/undo", "three", "/edit 1", "four", "/switch 3", "five")
+    ran = run_lines("one", "two", "/undo", "three", "/edit 1", "four", "/switch 2", "five")
 
     conversation = ran.store.read(ran.store.latest()).conversation
     assert ran.code == 0

@@ -323,4 +323,4 @@ def test_a_script_is_told_why_something_was_read_again(shell: Shell, tiny: str) 
 
     [answer] = objects(done.stdout)
     assert answer["read_again"] == "not written before the last run ended"
-    assert b" | read again: not written before the last run ended | " in done.stderr
+    assert b" | read again: not written before the last run ended\n" in done.stderr

@@ -55,7 +55,7 @@ def test_a_whole_text_that_closes_a_mark_first_begins_with_thinking(
 def test_what_was_thought_is_in_no_export_list_or_tree() -> None:
     """Exports, lists and trees used to tell the thinking of models whose prompt opens its mark."""
     conversation = _conversation()
-    tree = [row.plain for row in tree_rows(conversation, RenderContext(_PAINTER, 60))]
+    tree = [row.plain for row in tree_rows(conversation, RenderContext(_PAINTER, 60), {})]
 
     assert to_markdown(conversation).endswith("**Assistant:** It is 42.\n")
     assert turn_summary(conversation.turn(2), 60) == "It is 42."

@@ -174,12 +174,10 @@ def test_an_unknown_command_is_explained_and_back_in_the_prompt(start_chat: Star
     assert "You said" not in chat.text
 
 
-def test_what_is_typed_after_a_refused_line_takes_its_place(start_chat: StartChat) -> None:
+def test_a_command_typed_after_a_refused_one_takes_its_place(start_chat: StartChat) -> None:
     """It was glued to the line, and "/hepl/help" went to the model as a path."""
     chat = start_chat()
     chat.type("/hepl\r/help undo\r").wait_for("Did you mean /help?").wait_for("/undo [n]")
-    chat.enter("/hepl").wait_for("❯ /hepl")
-    chat.paste("pasted").type("\r").wait_for("You said 'pasted' (0).")
 
 
 def test_a_refused_line_can_be_amended(start_chat: StartChat) -> None:

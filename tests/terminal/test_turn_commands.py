@@ -170,7 +170,8 @@ def test_settings_are_shown_and_changed(start_chat: StartChat) -> None:
 
 def test_the_statistics_line_can_be_switched_off(start_chat: StartChat) -> None:
     chat = start_chat()
-    chat.type("\x1bOQ").wait_for("Statistics are off.")
+    chat.type("\x1bOQ").wait_for("Statistics after answers: all figures.")
+    chat.type("\x1bOQ").wait_for("Statistics after answers: off.")
     chat.enter("hello").wait_for("You said 'hello' (0).")
     chat.enter("again").wait_for("You said 'again' (0).")
 

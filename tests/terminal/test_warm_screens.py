@@ -61,7 +61,7 @@ TREE = {
 PICKER = {
     (100, 30): [
         "❯ /resume",
-        "Go on with  type to filter, Enter picks, Esc does not",
+        "Go on with  type to search, Enter picks, Esc does not",
         "  hello · what is a radix tree  cold, about 0.1 s · 3 h ago · 2 turns",
         "❯ hello · my cat is Mia  cold, about 0.1 s · 6 h ago · 2 turns",
         "  Summarise the minutes of the meeting in Bergen  cold, about 3.9 s · 9 h ago · 1 turn",
