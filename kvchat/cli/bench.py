@@ -33,6 +33,9 @@ class BenchRequest:
 
 def run_bench(request: BenchRequest) -> None:
     """Run the requested scenarios, or all of them; write the report if requested."""
+    from kvchat.model.lean_import import import_transformers
+
+    import_transformers()
     from kvchat.bench.report import print_json, print_result, record
     from kvchat.bench.scenarios import DEFAULT_NAMES, scenario
     from kvchat.bench.setup import BenchSetup, subject

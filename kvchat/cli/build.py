@@ -158,6 +158,9 @@ def _build(
     kept = None if settings["incognito"] else cache_directory(settings)
 
     def build(progress: Callable[[LoadProgress], None]) -> "tuple[Engine, ModelReady]":
+        from kvchat.model.lean_import import import_transformers
+
+        import_transformers()
         from kvchat.engine.assembly import build_speculating_engine
 
         assembled = build_speculating_engine(

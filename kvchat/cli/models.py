@@ -40,6 +40,9 @@ def info(name: str, device: str, as_json: bool, adapter: str | None = None) -> N
 
 
 def _facts(source: ModelSource, device: str) -> tuple[dict[str, Any], ModelUnsupported | None]:
+    from kvchat.model.lean_import import import_transformers
+
+    import_transformers()
     from kvchat.model.loader import inspect_model
 
     facts: dict[str, Any] = {"model": source.name, "directory": str(source.directory)}

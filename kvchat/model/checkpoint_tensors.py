@@ -15,7 +15,7 @@ from kvchat.core.errors import ModelError
 from kvchat.core.events import LoadProgress
 from kvchat.model.checkpoint_files import read_json
 from kvchat.model.device import dtype_name, free_bytes
-from kvchat.model.model_class import class_and_config
+from kvchat.model.model_class import class_and_config, on_meta
 from kvchat.model.packed_weights import PackedTensor, Packing, packing_of, unpacked
 from kvchat.model.source import ModelSource
 from kvchat_kernels.linear.blocks import BlockWeights
@@ -69,7 +69,7 @@ def _read_gguf(
     if source.marks() != gguf.marks:
         raise ModelError(f"{source.name} changed after it was found.", "Start again.")
     model_class, config = class_and_config(hf_config)
-    with torch.device("meta"):
+    with on_meta():
         module = model_class(config)
     shapes = {name: tensor.shape for name, tensor in module.state_dict().items()}
     kept = _linear_names(module) if keeps_blocks else frozenset()

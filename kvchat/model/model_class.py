@@ -5,10 +5,13 @@ are built without their layers, where the class allows it, so that they take no 
 """
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -38,6 +41,25 @@ def new_model(config: Any, attention: str, dtype: torch.dtype) -> Any:
         dtype=dtype,
         trust_remote_code=False,  # None would make transformers ask on the terminal
     )
+
+
+@contextmanager
+def on_meta() -> Iterator[None]:
+    """Build modules without memory inside this context, and without computing initial values."""
+    with torch.device("meta"), _NoInitialValues():
+        yield
+
+
+class _NoInitialValues(TorchFunctionMode):
+    """Leaves new parameters as they are: nobody sees random values that take no memory."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if getattr(function, "__module__", None) == "torch.nn.init":
+            return kwargs["tensor"] if "tensor" in kwargs else args[0]
+        return function(*args, **kwargs)
 
 
 _DEPTHS = ("num_hidden_layers", "depth", "num_layers", "n_layers", "layers", "encoder_layers")
@@ -76,7 +98,7 @@ def without_towers(config: Any) -> Any:
 
 def tensor_names(config: Any) -> set[str]:
     """Return the names of a configuration's weights; raises what its class raises."""
-    with torch.device("meta"):
+    with on_meta():
         return set(new_model(deepcopy(config), "eager", torch.bfloat16).state_dict())
 
 

@@ -21,7 +21,7 @@ from kvchat.core.errors import ModelUnsupported
 from kvchat.model.config_limits import ParameterLimit, TooLarge
 from kvchat.model.gathered import cache_over
 from kvchat.model.hf_adapter import OWN_ATTENTION, find_sinks, replace_own_attention
-from kvchat.model.model_class import new_model
+from kvchat.model.model_class import new_model, on_meta
 from kvchat.model.spec import CacheCall, Gathered, LayerSpec, ModelSpec, StateTensor
 from kvchat.model.state import cache_argument, new_state_cache, read_state
 from kvchat_kernels.paged_attention import FULL, AttentionSpan
@@ -482,7 +482,7 @@ def _build(config: Any, limit: ParameterLimit | None, implementation: str | None
     config = deepcopy(config)  # transformers writes the attention's name and the dtype into it
     register_probe()
     try:
-        with torch.device("meta"), limit.guarded() if limit is not None else nullcontext():
+        with on_meta(), limit.guarded() if limit is not None else nullcontext():
             default = "eager" if own else PROBE
             model = new_model(config, implementation or default, _PROBE_DTYPE).eval()
     except TooLarge:
