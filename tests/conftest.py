@@ -1,9 +1,25 @@
 """Settings of the whole test run."""
 
 import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from support.fork_server import ForkServer
 
 # As `kvchat` itself does: barriers that spin make a shared machine many times slower.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models: a second thread only waits
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+@pytest.fixture(scope="session")
+def fork_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator["ForkServer"]:
+    from support.fork_server import ForkServer
+
+    server = ForkServer(tmp_path_factory.mktemp("server"))
+    yield server
+    server.close()

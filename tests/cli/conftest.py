@@ -6,13 +6,14 @@ import pytest
 
 from support.checkpoints import save_checkpoint, tiny_model
 from support.commands import Shell
+from support.fork_server import ForkServer, ShellThatRunsForks
 
 
 @pytest.fixture
-def shell(tmp_path: Path) -> Shell:
+def shell(tmp_path: Path, fork_server: ForkServer) -> Shell:
     home = tmp_path / "home"
     home.mkdir()
-    return Shell(home)
+    return ShellThatRunsForks(home, server=fork_server)
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,6 @@
 """The soak tests' shared fixtures, and their totals, printed at the end."""
 
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -44,13 +43,6 @@ def pytest_terminal_summary(
     terminalreporter.line(
         f"wrong answers, wrong KV, lost words, bytes over the limit, files touched outside: {found}"
     )
-
-
-@pytest.fixture(scope="session")
-def fork_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
-    server = ForkServer(tmp_path_factory.mktemp("server"))
-    yield server
-    server.close()
 
 
 @pytest.fixture

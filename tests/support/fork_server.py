@@ -16,17 +16,19 @@ import socket
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO, Any
 
 import pytest
 
 import kvchat
 from kvchat.cli.main import run, set_library_environment
-from support.commands import Shell
+from support.commands import TIMEOUT_S, Shell
 from support.failing_files import Faults
 from support.patient_kvchat import be_patient
 
@@ -37,6 +39,7 @@ _IMPORTED = (
 )
 _LEFT_OUT = ("kvchat.bench", "kvchat.demo", "kvchat.__main__", "kvchat.cli.bench")
 _MOST_BYTES = 1 << 20
+_READ_BY_IMPORTS = ("HF_", "TRANSFORMERS_", "TORCH_", "OMP_", "PYTHON")
 
 
 class ForkedLife:
@@ -53,6 +56,25 @@ class ForkedLife:
     def kill(self) -> None:
         if self.returncode is None:  # until it is waited for, its number is nobody else's
             os.kill(self.pid, signal.SIGKILL)
+
+    def finish(self, given: bytes, timeout: float) -> tuple[bytes, bytes]:
+        """Write its standard input, wait for its end, and return what it wrote to the others."""
+        with ThreadPoolExecutor(3) as pool:
+            pool.submit(self._give, given)
+            told = [pool.submit(stream.read) for stream in (self.stdout, self.stderr)]
+            try:
+                self.wait(timeout)
+            except TimeoutError:
+                self.kill()
+                raise
+            output = [reading.result() for reading in told]
+        for stream in (self.stdout, self.stderr):
+            stream.close()
+        return output[0], output[1]
+
+    def _give(self, given: bytes) -> None:
+        with suppress(BrokenPipeError), self.stdin:
+            self.stdin.write(given)
 
     def wait(self, timeout: float | None = None) -> int:
         """Wait for its end; -9 where a signal 9 ended it, as `Popen` says."""
@@ -71,12 +93,18 @@ class ForkServer:
             environment = Shell(home).environment
             self._process = subprocess.Popen(command, stdin=theirs, env=environment, cwd=home)
 
-    def start(self, shell: Shell, *arguments: str, kill_at: int | None = None) -> ForkedLife:
-        """Fork a kvchat, as `ForkedShell.start` says."""
+    def start(
+        self,
+        shell: Shell,
+        *arguments: str,
+        kill_at: int | None = None,
+        variables: Mapping[str, str] = MappingProxyType({}),
+    ) -> ForkedLife:
+        """Fork a kvchat, as `ForkedShell.start` says; `variables` are added to its environment."""
         (stdin, ours_in), (ours_out, stdout), (ours_err, stderr) = os.pipe(), os.pipe(), os.pipe()
         asked = {
             "arguments": arguments,
-            "environment": shell.environment,
+            "environment": {**shell.environment, **variables},
             "home": str(shell.home),
             "is_patient": shell.module != "kvchat",
             "kill_at": kill_at,
@@ -103,10 +131,27 @@ class ForkServer:
 
 
 @dataclass(frozen=True)
-class ForkedShell(Shell):
-    """A shell whose `start` forks."""
+class ShellThatRunsForks(Shell):
+    """A shell whose `run` forks; `start` and the commands of others begin with Python itself."""
 
     server: ForkServer | None = None
+
+    def run(
+        self, *arguments: str, stdin: bytes | None = None, **variables: str
+    ) -> "subprocess.CompletedProcess[bytes]":
+        """Run kvchat to its end in a fork, or afresh for variables that imported modules read."""
+        if any(name.startswith(_READ_BY_IMPORTS) for name in variables):
+            return super().run(*arguments, stdin=stdin, **variables)
+        assert self.server is not None
+        life = self.server.start(self, *arguments, variables=variables)
+        stdout, stderr = life.finish(stdin or b"", TIMEOUT_S)
+        assert life.returncode is not None
+        return subprocess.CompletedProcess(arguments, life.returncode, stdout, stderr)
+
+
+@dataclass(frozen=True)
+class ForkedShell(ShellThatRunsForks):
+    """A shell whose `start` forks, too."""
 
     def start(self, *arguments: str, kill_at: int | None = None) -> ForkedLife:  # type: ignore[override]
         """Start kvchat; it kills itself where it does operation `kill_at` on files or tables."""
