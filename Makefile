@@ -22,7 +22,7 @@ chat: $(STAMP)  ## install on first use, and chat with the shipped demo model
 	@$(BIN)/kvchat
 
 test: $(DEV_STAMP)  ## everything that needs no GPU
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not soak and not gpu"
+	$(BIN)/python -m pytest -n 3 --dist loadfile -m "not soak and not gpu"
 
 test-gpu: $(DEV_STAMP)  ## the same kernels and engine on a CUDA device, and its figures into docs/benchmarks
 	$(BIN)/python -m pytest -m gpu

@@ -9,8 +9,10 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
@@ -25,11 +27,9 @@ from kvchat.core.events import (
     SampleFinished,
     TokensGenerated,
 )
-from kvchat.core.stats import EngineStatus, TierStatus
-from kvchat.core.types import CachedTokens, FinishReason, Timing, Usage
-from kvchat.engine.ngram import NgramDrafter
+from kvchat.core.stats import EngineStatus, SpeculationStatus, TierStatus
+from kvchat.core.types import CachedTokens, DraftUse, FinishReason, Timing, Usage
 from kvchat.engine.request import RequestSpec
-from kvchat.engine.speculation import Mode, Speculation
 from kvchat.model.source import find_model
 
 _SPECIAL_TOKENS = ("<|pad|>", "<|bos|>", "<|start|>", "<|end|>", "<|eos|>")
@@ -120,12 +120,34 @@ class _Cache:
         return whole // BLOCK_SIZE * BLOCK_SIZE
 
 
+class _Speculation:
+    """The engine's own from its first use on: until then a short test does without torch."""
+
+    @cached_property
+    def _own(self) -> Any:
+        from kvchat.engine.ngram import NgramDrafter
+        from kvchat.engine.speculation import Mode, Speculation
+
+        return Speculation([NgramDrafter()], Mode.OFF)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own, name)
+
+    def learn(self, branches: object) -> None:
+        """Nothing drafts here."""
+
+    def status(self) -> SpeculationStatus:
+        if "_own" in self.__dict__:
+            return self._own.status()
+        return SpeculationStatus("off", ("ngram",), DraftUse())
+
+
 class ScriptedEngine:
     """Has of an Engine what an EngineThread asks of it."""
 
     def __init__(self, model: ChatModel, author: Author, max_context: int = 32768) -> None:
         self.cache = _Cache()
-        self.speculation = Speculation([NgramDrafter()], Mode.OFF)
+        self.speculation = _Speculation()
         self._model = model
         self._author = author
         self._max_context = max_context
