@@ -9,6 +9,7 @@ import os
 import select
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from types import FrameType
@@ -25,7 +26,9 @@ class Stalled(BrokenPipeError):
 
 
 class _Output(io.FileIO):
-    """The raw file of stdout or stderr; it measures how long a write has waited for its reader."""
+    """The raw file of stdout or stderr; it measures how long a write of the main thread has waited
+    for its reader.
+    """
 
     def __init__(self, number: int) -> None:
         super().__init__(number, "w", closefd=False)
@@ -37,29 +40,39 @@ class _Output(io.FileIO):
         return time.monotonic() - self._began_s if self._began_s is not None else 0.0
 
     def write(self, data) -> int:  # type: ignore[no-untyped-def]  # a Buffer
+        if threading.current_thread() is not threading.main_thread():
+            return self._write_piece(data)
         self._began_s = time.monotonic()
         try:
-            while (num_written := super().write(memoryview(data)[:_PIECE_BYTES])) is None:
-                # Another program made this open file non-blocking, and its buffer is full.
-                poll = select.poll()
-                poll.register(self, select.POLLOUT)
-                poll.poll()
-            return num_written
+            return self._write_piece(data)
         finally:
             self._began_s = None
 
+    def _write_piece(self, data) -> int:  # type: ignore[no-untyped-def]
+        while (num_written := super().write(memoryview(data)[:_PIECE_BYTES])) is None:
+            # Another program made this open file non-blocking, and its buffer is full.
+            poll = select.poll()
+            poll.register(self, select.POLLOUT)
+            poll.poll()
+        return num_written
+
 
 class _ForgivingOutput(_Output):
-    """Drops output that cannot be written, because the error could not be reported either."""
+    """Drops output that cannot be written, because the error could not be reported either.
+
+    It needs no buffer, whose lock would be held by a thread that waits for the reader: the main
+    thread would wait for that lock, where no signal reaches it. So it writes all it is given.
+    """
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
         self._is_lost = False
 
     def write(self, data) -> int:  # type: ignore[no-untyped-def]
+        rest = memoryview(data)
         try:
-            if not self._is_lost:
-                return super().write(data)
+            while rest.nbytes and not self._is_lost:
+                rest = rest[super().write(rest) :]
         except Stalled:
             self._is_lost = True
         except OSError:
@@ -70,18 +83,18 @@ class _ForgivingOutput(_Output):
 def prepare_streams() -> None:
     """Open closed standard streams, and use our raw files below stdout and stderr."""
     _ensure_open()
-    sys.stdout = _over(_Output(1), sys.stdout)
+    sys.stdout = _over(io.BufferedWriter(_Output(1)), sys.stdout)
     sys.stderr = _over(_ForgivingOutput(2), sys.stderr)
     # Characters that stdout's encoding lacks become question marks; stderr keeps its own setting.
     if sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="replace")
 
 
-def _over(raw: _Output, before: TextIO) -> io.TextIOWrapper:
-    """Return a text stream over a raw file, with the settings of the stream it replaces."""
+def _over(file: io.BufferedWriter | _ForgivingOutput, before: TextIO) -> io.TextIOWrapper:
+    """Return a text stream over a file, with the settings of the stream it replaces."""
     assert isinstance(before, io.TextIOWrapper)
     return io.TextIOWrapper(
-        io.BufferedWriter(raw),
+        file,
         encoding=before.encoding,
         errors=before.errors,
         newline="\n",
@@ -114,7 +127,8 @@ def raise_if_stalled(seconds: float) -> None:
     Call it from a signal handler, which interrupts the waiting write.
     """
     for stream in (sys.stdout, sys.stderr):
-        raw = getattr(getattr(stream, "buffer", None), "raw", None)
+        file = getattr(stream, "buffer", None)
+        raw = getattr(file, "raw", file)
         if isinstance(raw, _Output) and raw.waits_s >= seconds:
             raise Stalled
 

@@ -45,19 +45,37 @@ from kvchat.terminal.terminal_io import HeldOutput, StrayOutput, typed_ahead
 from kvchat.terminal.theme import Role
 from kvchat.terminal.view import Choice, Listener, LiveState, PickerActions
 
+# tmux wraps its lines for a new width at once, but tells the program of a second change only
+# 250 ms after the first. Rows drawn in between are for a width that the window no longer has.
+_SETTLING_S = 0.3
+
 
 class LiveApplication(Application[None]):
     """prompt_toolkit's application, with a redraw that handles terminals that reflow.
 
-    `reflows` says that the terminal wraps earlier lines again when it becomes narrower.
+    `reflows` says that the terminal wraps earlier lines again when it becomes narrower. After a
+    change of the width it draws once and then waits until the width has settled; `on_settled` is
+    called then, and has to draw.
     """
 
-    def __init__(self, reflows: bool, held_output: HeldOutput, **settings: Any) -> None:
+    def __init__(
+        self,
+        reflows: bool,
+        held_output: HeldOutput,
+        on_settled: Callable[[], None],
+        **settings: Any,
+    ) -> None:
         self._reflows = reflows
         self._held_output = held_output
+        self._on_settled = on_settled
         self._drawn_columns = 0
+        self._settling: asyncio.TimerHandle | None = None
         super().__init__(**settings)
         self.after_render += self._remember_width
+
+    @property
+    def is_settling(self) -> bool:
+        return self._settling is not None
 
     def redraw_now(self) -> None:
         """Draw before returning; `invalidate` would draw later."""
@@ -78,13 +96,31 @@ class LiveApplication(Application[None]):
             with self._held_output.stroke():
                 self.erase_region()
                 super()._redraw(render_as_done)
-        else:
+            self._settle()
+        elif render_as_done or not self.is_settling:
             super()._redraw(render_as_done)
 
     def _on_resize(self) -> None:
+        self._end_settling()
         with self._held_output.stroke():
             self.erase_region()
             super()._on_resize()
+        self._settle()
+
+    def _settle(self) -> None:
+        """Draw nothing for a while, unless the width changes again."""
+        self._end_settling()
+        if self.loop is not None and not self.is_done:
+            self._settling = self.loop.call_later(_SETTLING_S, self._settled)
+
+    def _end_settling(self) -> None:
+        if self._settling is not None:
+            self._settling.cancel()
+        self._settling = None
+
+    def _settled(self) -> None:
+        self._settling = None
+        self._on_settled()
 
     def _num_rows_added(self) -> int:
         """Return how many rows a narrower terminal has added above the cursor by wrapping.
@@ -163,6 +199,7 @@ class LivePrompt:
         self._app = LiveApplication(
             reflows=look.reflows,
             held_output=self._output,
+            on_settled=self._draw_what_waited,
             layout=build_layout(self),
             key_bindings=build_keys(self),
             style=Style.from_dict(look.prompt_styles()),
@@ -208,7 +245,7 @@ class LivePrompt:
         if state is not None:
             self.region.state = state
         text = self.painter.ansi(rows).replace("\n", "\r\n")
-        if self.is_lent or not self._app.is_running:
+        if self.is_lent or not self._app.is_running or self._app.is_settling:
             self._waiting.append(text)
             return
         with self._output.stroke():
@@ -366,7 +403,15 @@ class LivePrompt:
         self._app.after_render -= self._begin
         asyncio.get_running_loop().call_soon(self._write_waiting)
 
+    def _draw_what_waited(self) -> None:
+        """Write and draw what came while the width of the window settled."""
+        if self._app.is_running and not self.is_lent:
+            self._write_waiting()
+            self._app.invalidate()
+
     def _write_waiting(self, at_end: bool = False) -> None:
+        if self._app.is_settling and not at_end:
+            return
         text = "".join(self._waiting)
         self._waiting.clear()
         if text and at_end:

@@ -8,6 +8,7 @@ import shlex
 import signal
 import struct
 import subprocess
+import sys
 import termios
 import time
 from pathlib import Path
@@ -23,6 +24,7 @@ _NEARLY_FULL = 3700
 _FILLING = b"." * 3000
 # The program needs half a second; a busy machine more. Without an end it took for ever.
 _DEADLINE_S = 120
+_REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -110,6 +112,56 @@ def test_an_interrupt_ends_an_export_that_nobody_reads(shell: Shell, tmp_path: P
 
     arguments = ["sessions", "export", imported]
     assert _ended_by_signal(shell, arguments, b"", signal.SIGINT, filling=b"") == 130
+
+
+_TWO_THREADS_COMPLAIN = """
+import sys, threading
+from kvchat.cli.streams import Interrupted, Interruption, forget_streams, prepare_streams
+
+def complain():
+    for _ in range(9):
+        print("complaint " * 100, file=sys.stderr)
+
+prepare_streams()
+with Interruption():
+    threading.Thread(target=complain, daemon=True).start()
+    sys.stdin.readline()
+    print("both", flush=True)
+    try:
+        complain()
+    except Interrupted as error:
+        forget_streams()
+        raise SystemExit(error.code)
+"""
+
+
+def test_a_signal_ends_a_program_while_another_thread_waits_for_the_reader() -> None:
+    """The waiting thread held the lock of stderr's buffer, and the main thread waited for it."""
+    source, sink = os.pipe()
+    fcntl.fcntl(sink, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+    process = subprocess.Popen(
+        [sys.executable, "-c", _TWO_THREADS_COMPLAIN],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=sink,
+        cwd=_REPOSITORY,
+    )
+    os.close(sink)
+    try:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        end_s = time.monotonic() + _DEADLINE_S
+        while _num_unread(source) < _PIPE_BYTES - 1010:
+            assert time.monotonic() < end_s
+        process.stdin.write(b"\n")
+        process.stdin.close()
+        assert process.stdout.readline() == b"both\n"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(_DEADLINE_S) == 130
+    finally:
+        process.kill()
+        process.wait()
+        os.close(source)
 
 
 @pytest.mark.parametrize("redirection", ["2>/dev/full", "2>&-"])
