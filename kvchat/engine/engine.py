@@ -28,6 +28,8 @@ from kvchat.engine.request import Request, RequestSpec, State
 from kvchat.engine.runner import Runner, draw, draws_of, tokens_of
 from kvchat.engine.scheduler import ScheduledRequest, Scheduler
 from kvchat.engine.speculation import Limits, Mode, Speculation
+from kvchat.engine.step_threads import MOST_ROWS
+from kvchat.model.batch import StepAbandoned
 
 if TYPE_CHECKING:
     from kvchat.cache.connector import KvConnector
@@ -67,6 +69,7 @@ class Engine:
         speculation: Speculation | None = None,
         offload: "HostOffload | None" = None,
         prefill_rate: PrefillRate | None = None,
+        max_prefill_tokens: int = 0,
     ) -> None:
         self.cache = cache
         self._kv_verifier = KvVerifier(cache, connector, runner.dtype)  # reserves a block
@@ -76,7 +79,9 @@ class Engine:
         self._runner = runner
         self._fetcher = Fetcher(connector, offload)
         promote = self._fetcher.promote
-        self._scheduler = Scheduler(cache, max_step_tokens, max_running, promote)
+        self._scheduler = Scheduler(
+            cache, max_step_tokens, max_running, promote, max_prefill_tokens
+        )
         self._max_step_tokens = max_step_tokens
         self._clock = clock
         self._connector = connector
@@ -91,6 +96,8 @@ class Engine:
         self._num_tokens = 0
         self._prefill_rate = prefill_rate or PrefillRate(None)
         self._ahead_id: int | None = None
+        self._is_measuring = False
+        self._is_unwanted: Callable[[frozenset[int]], bool] = lambda request_ids: False
 
     @property
     def has_work(self) -> bool:
@@ -224,8 +231,10 @@ class Engine:
         if not num_tokens or self.cache.num_cached_tokens(ids):
             return
         self.submit(RequestSpec(ids, max_tokens=1, is_kept=False))
+        self._is_measuring = True
         while self._scheduler.has_work:
             self.step()
+        self._is_measuring = False
         self.cache.forget(ids, 0)
 
     def prefetch(self, token_ids: Sequence[int]) -> None:
@@ -295,6 +304,14 @@ class Engine:
             if request.request_id == request_id:
                 request.cancelled_for = reason
 
+    def abandon_steps(self, is_unwanted: "Callable[[frozenset[int]], bool]") -> None:
+        """Give up a step of prefill once `is_unwanted` is true of the ids of its requests.
+
+        It is asked at every layer, on the thread that steps. Nothing of such a step counts: its
+        requests are computed again, unless they have been cancelled by then.
+        """
+        self._is_unwanted = is_unwanted
+
     def step(self) -> list[RequestEvent]:
         """Run one forward pass over the scheduled tokens; return the events."""
         events = self._step()
@@ -350,7 +367,8 @@ class Engine:
 
     def _plan(self) -> list[ScheduledRequest]:
         """Choose the requests of the next step, with drafts where speculation is on."""
-        plan = self._scheduler.schedule()
+        # A read-ahead is ended when a request comes, which must not wait for a long step.
+        plan = self._scheduler.schedule(is_short=self._ahead_id is not None)
         if self.speculation.is_on:
             plan = self.speculation.draft(plan, self.cache, self._limits)
         return plan
@@ -383,11 +401,13 @@ class Engine:
         is_alone = len(plan) == 1 and not checks and not plan[0].drafts
         try:
             if (tokens := self._draw_at_once(plan)) is None:
-                logits = self._runner.run(plan, checks)
+                logits = self._runner.run(plan, checks, self._stop_of(plan))
                 num_rows = len(logits) - len(checks)
                 if checks and self._fails(logits[num_rows:]):
                     return []  # nothing was counted, so the remaining requests are computed again
                 tokens = draw(plan, logits[:num_rows])
+        except StepAbandoned:
+            return []
         except Exception as error:  # a model's own code can fail with anything
             _log.error("step failed requests=%d", len(plan), exc_info=error)
             explanation = _explain(error)
@@ -404,6 +424,13 @@ class Engine:
             if scheduled.request.state is State.RUNNING:
                 events.extend(self._compute([replace(scheduled, drafts=())]))
         return events
+
+    def _stop_of(self, plan: Sequence[ScheduledRequest]) -> "Callable[[], bool] | None":
+        """Return what says that a step is not wanted any more; None for a step that is short."""
+        if self._is_measuring or sum(scheduled.num_tokens for scheduled in plan) <= MOST_ROWS:
+            return None
+        request_ids = frozenset(scheduled.request.request_id for scheduled in plan)
+        return lambda: self._is_unwanted(request_ids)
 
     def _fails(self, logits: torch.Tensor) -> bool:
         """Finish a step's checks with their logits rows; return whether any KV was wrong."""

@@ -6,7 +6,8 @@ their tokens. Appending the tokens to the requests is the OutputProcessor's work
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -123,16 +124,26 @@ class Runner:
         return self._model.device
 
     def run(
-        self, plan: Sequence[ScheduledRequest], checks: Sequence[SequencePiece] = ()
+        self,
+        plan: Sequence[ScheduledRequest],
+        checks: Sequence[SequencePiece] = (),
+        is_unwanted: Callable[[], bool] | None = None,
     ) -> torch.Tensor:
         """Compute the plan's tokens; return the rows of logits of its completing requests.
 
         Each of those requests has one row, and one more for each of its drafts: the logits after
         that draft. `checks` are computed in the same batch; their rows come last. Returns
-        [num_rows + num_check_rows, vocab_size] float32, in the order of the plan.
+        [num_rows + num_check_rows, vocab_size] float32, in the order of the plan. On a CPU it asks
+        `is_unwanted` at every layer, and raises StepAbandoned once that is true; the plan can be
+        run again.
         """
         pieces = [*(_piece(scheduled) for scheduled in plan), *checks]
-        return self.run_pieces(pieces)
+        with self.stopping(is_unwanted):
+            return self.run_pieces(pieces)
+
+    def stopping(self, is_unwanted: Callable[[], bool] | None) -> AbstractContextManager[None]:
+        """Let the block's steps be abandoned, as `run` says; None lets none be."""
+        return nullcontext() if is_unwanted is None else self._model.stopping(is_unwanted)
 
     def run_pieces(self, pieces: Sequence[SequencePiece]) -> torch.Tensor:
         """Compute pieces; return the rows of logits they ask for, in order.

@@ -46,6 +46,7 @@ class ScheduledRequest:
 class Scheduler:
     """Owns the queues. `max_step_tokens` bounds a step, `max_running` the requests with blocks.
 
+    A step in which no request decodes has up to `max_prefill_tokens`: it keeps no answer waiting.
     At most `max_step_tokens` requests run, so that all of them can decode in every step. `promote`
     is called before a request starts. It returns true if it began to promote KV for the request,
     which then waits.
@@ -57,8 +58,10 @@ class Scheduler:
         max_step_tokens: int,
         max_running: int,
         promote: Callable[[Request], bool] = lambda request: False,
+        max_prefill_tokens: int = 0,
     ) -> None:
         self._cache = cache
+        self._max_prefill_tokens = max(max_prefill_tokens, max_step_tokens)
         self._promote = promote
         self._max_step_tokens = max_step_tokens
         self._max_running = min(max_running, max_step_tokens)
@@ -123,22 +126,26 @@ class Scheduler:
                 request.cached = None
             self._send_back(request)
 
-    def schedule(self) -> list[ScheduledRequest]:
+    def schedule(self, is_short: bool = False) -> list[ScheduledRequest]:
         """Choose the requests of the next step and reserve their blocks.
 
-        The result is empty if nothing can run.
+        A short step has at most `max_step_tokens` in any case. The result is empty if nothing can
+        run.
         """
-        plan = list(self._continue_running())
-        budget = self._max_step_tokens - sum(scheduled.num_tokens for scheduled in plan)
+        most = self._max_prefill_tokens
+        if is_short or any(request.is_decoding for request in self._running):
+            most = self._max_step_tokens
+        plan = list(self._continue_running(most))
+        budget = most - sum(scheduled.num_tokens for scheduled in plan)
         plan.extend(self._admit(budget))
         for request in self._waiting:
             request.steps_waited += 1
         return plan
 
-    def _continue_running(self) -> Iterator[ScheduledRequest]:
+    def _continue_running(self, most: int) -> Iterator[ScheduledRequest]:
         """Schedule running requests, oldest first; every decoding one gets its token."""
         decoding = {request for request in self._running if request.is_decoding}
-        prefill_budget = self._max_step_tokens - len(decoding)
+        prefill_budget = most - len(decoding)
         index = 0
         while index < len(self._running):
             request = self._running[index]

@@ -4,7 +4,7 @@ Each request's state is in its block table. The runner stops at the ends of bloc
 wants a snapshot of it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -28,18 +28,24 @@ class StatefulRunner(Runner):
         self._cache = cache
 
     def run(
-        self, plan: Sequence[ScheduledRequest], checks: Sequence[SequencePiece] = ()
+        self,
+        plan: Sequence[ScheduledRequest],
+        checks: Sequence[SequencePiece] = (),
+        is_unwanted: Callable[[], bool] | None = None,
     ) -> torch.Tensor:
         """Compute the plan's tokens; the result is that of `Runner.run`, without checks.
 
         If it raises, the states are those before the step, so that each request can run again
-        alone; the state of a request that runs alone is then undefined, and the request has failed.
+        alone. Only the state of a request that runs alone and cannot be abandoned is then
+        undefined, and the request has failed.
         """
         assert not checks, "restored state is verified by its checksums"
         states = [self._state_of(scheduled) for scheduled in plan]
-        before = [state.copy() for state in states] if len(states) > 1 else []
+        is_copied = len(states) > 1 or is_unwanted is not None
+        before = [state.copy() for state in states] if is_copied else []
         try:
-            rows = [self._advance(*pair) for pair in zip(plan, states, strict=True)]
+            with self.stopping(is_unwanted):
+                rows = [self._advance(*pair) for pair in zip(plan, states, strict=True)]
         except Exception:
             for state, old in zip(states, before, strict=False):
                 state.become(old)

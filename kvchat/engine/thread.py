@@ -92,6 +92,8 @@ class EngineThread:
         self._listeners: dict[int, Listener] = {}
         self._samples_left: dict[int, int] = {}
         self._request_ids: dict[Ticket, int] = {}
+        self._to_cancel: set[Ticket] = set()  # told, and not seen by the engine yet
+        self._is_to_close = False
         self._thread = threading.Thread(target=self._run, name="kvchat-engine", daemon=True)
         self._thread.start()
 
@@ -105,7 +107,8 @@ class EngineThread:
         return ticket
 
     def cancel(self, ticket: Ticket, reason: FinishReason = FinishReason.CANCELLED) -> None:
-        """End a request at the next step; does nothing if it has ended already."""
+        """End a request soon, within a step of prefill; nothing if it has ended already."""
+        self._to_cancel.add(ticket)
         self._send(_Cancel(ticket, reason))
 
     def call(self, function: "Callable[[Engine], T]") -> "Future[T]":
@@ -119,6 +122,7 @@ class EngineThread:
 
         Later requests and calls fail with GenerationError.
         """
+        self._is_to_close = True
         self._send(_Close())
         self._thread.join(timeout_s)
 
@@ -185,6 +189,7 @@ class EngineThread:
             _refuse(message, error)
 
     def _serve(self, engine: "Engine", ready_s: float) -> None:
+        engine.abandon_steps(self._is_unwanted)
         while True:
             try:
                 message = self._messages.get(block=not engine.has_work)
@@ -195,10 +200,18 @@ class EngineThread:
                 return
             self._handle(engine, message, ready_s)
 
+    def _is_unwanted(self, request_ids: frozenset[int]) -> bool:
+        """Whether one of these requests is to be cancelled, or the thread is to end."""
+        if self._is_to_close:
+            return True
+        told = tuple(self._to_cancel) if self._to_cancel else ()
+        return any(self._request_ids.get(ticket) in request_ids for ticket in told)
+
     def _handle(self, engine: "Engine", message: _Message, ready_s: float) -> None:
         if isinstance(message, _Submit):
             self._submit(engine, message, ready_s)
         elif isinstance(message, _Cancel):
+            self._to_cancel.discard(message.ticket)
             if message.ticket in self._request_ids:
                 engine.cancel(self._request_ids[message.ticket], message.reason)
         elif isinstance(message, _Call) and message.future.set_running_or_notify_cancel():

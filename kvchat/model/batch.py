@@ -10,6 +10,10 @@ from kvchat_kernels.sending import each_on_device, on_device
 from kvchat_kernels.state_buffer import StateBuffer
 
 
+class StepAbandoned(Exception):
+    """A step was given up between two layers: some of its KV is written, no logits are there."""
+
+
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:
     """The new tokens of several sequences, one after another, without padding.

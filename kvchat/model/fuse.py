@@ -62,6 +62,7 @@ class Installer:
         ) -> Any:
             if not (self._applies(hidden_states) and _are_angles(position_embeddings)):
                 return own(hidden_states, *args, position_embeddings=position_embeddings, **kwargs)
+            self._context.check()
             cos, sin = position_embeddings
             x = hidden_states[0].to(self._compute_dtype)
             out = self.layers[attention](x, cos, sin, binding_of(attention))[None]
@@ -79,6 +80,7 @@ class Installer:
         ) -> Any:
             if not (self._applies(hidden_states) and _are_angles(position_embeddings)):
                 return own(hidden_states, *args, position_embeddings=position_embeddings, **kwargs)
+            self._context.check()
             cos, sin = position_embeddings
             x = hidden_states[0].to(self._compute_dtype)
             out = fused(x, cos, sin, binding_of(module))[None]

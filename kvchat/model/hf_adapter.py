@@ -16,7 +16,7 @@ from torch import nn
 from transformers import AttentionInterface
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from kvchat.model.batch import ForwardBatch
+from kvchat.model.batch import ForwardBatch, StepAbandoned
 from kvchat.model.spec import LayerSpec
 from kvchat_kernels.kv_layer import KvLayer, PlainKv
 from kvchat_kernels.paged_attention import AttentionSpan
@@ -38,6 +38,21 @@ class StepContext:
     def __init__(self) -> None:
         self.batch: ForwardBatch | None = None
         self.memo: dict[int, Any] = {}
+        self._is_unwanted: Callable[[], bool] | None = None
+
+    @contextmanager
+    def stopping(self, is_unwanted: Callable[[], bool] | None) -> Iterator[None]:
+        """Ask `is_unwanted` at every layer of the passes in the block; None asks nothing."""
+        self._is_unwanted = is_unwanted
+        try:
+            yield
+        finally:
+            self._is_unwanted = None
+
+    def check(self) -> None:
+        """Raise StepAbandoned if the running pass is not wanted any more."""
+        if self._is_unwanted is not None and self._is_unwanted():
+            raise StepAbandoned
 
     @contextmanager
     def running(self, batch: ForwardBatch) -> Iterator[None]:
@@ -121,6 +136,7 @@ def paged_attention_function(
     binding: KvBinding = module.__dict__[_BINDING]
     batch, layer = binding.context.batch, binding.layer
     assert batch is not None, "attention outside of a step"
+    binding.context.check()
     if layer.stores_kv:
         binding.kv.write(key[0].transpose(0, 1), value[0].transpose(0, 1), batch.slot_mapping)
     out = binding.kv.attend(

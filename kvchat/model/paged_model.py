@@ -1,7 +1,8 @@
 """PagedModel: a loaded module bound to KV pools. It turns a ForwardBatch into logits."""
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -46,7 +47,7 @@ class PagedModel:
             _unfuse(loaded)
         self._gathered = None
         if loaded.spec.gathered is not None:
-            self._gathered = GatheredSteps(self._module, loaded.spec, layers)
+            self._gathered = GatheredSteps(self._module, loaded.spec, layers, loaded.step)
         else:
             self._bind(layers)
         _disable_padding_check(self._module)
@@ -82,6 +83,13 @@ class PagedModel:
             return True
         fusing.before_step(1)
         return fusing.whole is None or fusing.whole.is_checked
+
+    def stopping(self, is_unwanted: Callable[[], bool]) -> AbstractContextManager[None]:
+        """Ask `is_unwanted` at every layer of the block's steps; StepAbandoned once it is true.
+
+        On a GPU nothing is asked: it runs behind the host, which has passed the layers already.
+        """
+        return self.loaded.step.stopping(is_unwanted if self.device.type == "cpu" else None)
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> torch.Tensor:

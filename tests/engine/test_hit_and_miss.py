@@ -76,11 +76,11 @@ class Machine:
         """Let computing and reading take their time."""
         run, restore = harness.engine._runner.run, connector.transfer.restore
 
-        def run_in_time(plan, checks=()):  # type: ignore[no-untyped-def]
+        def run_in_time(plan, checks=(), *stop):  # type: ignore[no-untyped-def]
             self.clock.advance(
                 COMPUTE_S * (sum(scheduled.num_rows for scheduled in plan) + len(checks))
             )
-            return run(plan, checks)
+            return run(plan, checks, *stop)
 
         def restore_in_time(job: Callable[[Tier], object]) -> None:
             def work(tier: Tier) -> None:

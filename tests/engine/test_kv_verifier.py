@@ -292,7 +292,7 @@ def test_a_check_that_fails_costs_nothing(
     process = processes.start()
     run = process.harness.engine._runner.run
 
-    def fail_beside_checks(plan, checks=()):  # type: ignore[no-untyped-def]
+    def fail_beside_checks(plan, checks=(), *stop):  # type: ignore[no-untyped-def]
         if checks:
             raise RuntimeError("boom")
         return run(plan)

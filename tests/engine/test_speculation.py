@@ -224,12 +224,12 @@ def test_a_step_that_fails_with_drafts_is_tried_without() -> None:
     engine = EngineHarness(speculation=speculating(OracleDrafter()))
     run, num_failed = engine.engine._runner.run, 0
 
-    def fails_with_drafts(plan, checks=()):  # type: ignore[no-untyped-def]
+    def fails_with_drafts(plan, *others):  # type: ignore[no-untyped-def]
         nonlocal num_failed
         if any(scheduled.drafts for scheduled in plan):
             num_failed += 1
             raise MemoryError
-        return run(plan, checks)
+        return run(plan, *others)
 
     engine.engine._runner.run = fails_with_drafts  # type: ignore[method-assign]
     number = engine.submit(RequestSpec((1, 2, 3), SAMPLED, max_tokens=20))

@@ -50,8 +50,8 @@ class Sabotage:
         self.num_failures = 0
         engine._runner.run = self._fail_or_run  # type: ignore[method-assign]
 
-    def _fail_or_run(self, plan, probes=()):  # type: ignore[no-untyped-def]
-        logits = self._run(plan, probes)
+    def _fail_or_run(self, plan, *others):  # type: ignore[no-untyped-def]
+        logits = self._run(plan, *others)
         if self.num_failures:
             self.num_failures -= 1
             raise RuntimeError("boom")  # with the pass behind it: its KV is written and worthless

@@ -49,12 +49,14 @@ class SteppedEngine:
     def _watch_plans(self, runner: Runner) -> None:
         run = runner.run
 
-        def watched(plan: Sequence[ScheduledRequest], checks: Sequence[SequencePiece] = ()):  # type: ignore[no-untyped-def]
+        def watched(  # type: ignore[no-untyped-def]
+            plan: Sequence[ScheduledRequest], checks: Sequence[SequencePiece] = (), *stop
+        ):
             if plan:
                 self.steps.append(
                     [(scheduled.request.request_id, scheduled.num_rows) for scheduled in plan]
                 )
-            return run(plan, checks)
+            return run(plan, checks, *stop)
 
         runner.run = watched  # type: ignore[method-assign]
 
@@ -137,6 +139,7 @@ class EngineHarness(SteppedEngine):
         max_context: int = 120,
         max_step_tokens: int = 16,
         max_running: int = 8,
+        max_prefill_tokens: int = 0,
         fails: Callable[[], None] = lambda: None,
         persist: Callable[[CacheManager], KvConnector] | None = None,
         speculation: Speculation | None = None,
@@ -158,8 +161,9 @@ class EngineHarness(SteppedEngine):
             connector=connector,
             speculation=speculation,
             offload=new_offload(cache, num_host_blocks, connector) if num_host_blocks else None,
+            max_prefill_tokens=max_prefill_tokens,
         )
-        super().__init__(engine, max_step_tokens, max_running)
+        super().__init__(engine, max(max_prefill_tokens, max_step_tokens), max_running)
 
     def check(self) -> None:
         assert not self.model.broken_promises, self.model.broken_promises

@@ -8,6 +8,7 @@ no cache at all.
 
 import zlib
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -17,6 +18,7 @@ from kvchat.core.types import SamplingParams
 from kvchat.engine.request import RequestSpec
 from kvchat.engine.sampler import SamplingRow, sample, sample_seed
 from kvchat.model.batch import ForwardBatch
+from kvchat.model.hf_adapter import StepContext
 
 CPU = torch.device("cpu")
 VOCAB_SIZE = 40
@@ -46,7 +48,11 @@ class RememberingModel:
         self._tokens = token_pool.view(-1)
         self._positions = position_pool.view(-1)
         self._fails = fails
+        self._step = StepContext()
         self.broken_promises: list[AssertionError] = []
+
+    def stopping(self, is_unwanted: Callable[[], bool]) -> AbstractContextManager[None]:
+        return self._step.stopping(is_unwanted)
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         try:
@@ -61,6 +67,7 @@ class RememberingModel:
         assert len(set(slots.tolist())) == len(slots), "two tokens share a slot"
         assert slots.min() >= batch.sequences.block_size, "a token is written to the scratch block"
         self._tokens[slots] = batch.token_ids.float()
+        self._step.check()
         self._fails()  # half way through: what was written so far is worthless
         self._positions[slots] = batch.positions.float()
         logits = torch.full((len(batch.token_ids), VOCAB_SIZE), float("nan"))

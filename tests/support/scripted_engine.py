@@ -174,6 +174,9 @@ class ScriptedEngine:
     def has_work(self) -> bool:
         return bool(self._running)
 
+    def abandon_steps(self, is_unwanted: Callable[[frozenset[int]], bool]) -> None:
+        """No step takes long enough to be given up."""
+
     def submit(self, spec: RequestSpec, submitted_s: float | None = None) -> int:
         if len(spec.prompt_ids) >= self._max_context:
             raise ContextTooLong(

@@ -58,9 +58,9 @@ def tiny_host(
         )
         run = assembled.engine._runner.run
 
-        def paced(plan, checks=()):  # type: ignore[no-untyped-def]
+        def paced(plan, *others):  # type: ignore[no-untyped-def]
             before_step()
-            return run(plan, checks)
+            return run(plan, *others)
 
         assembled.engine._runner.run = paced  # type: ignore[method-assign]
         return assembled.engine, assembled.ready

@@ -1,0 +1,184 @@
+"""Steps of prefill that are given up between two layers, and how large such steps are."""
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig, Size
+from kvchat.core.events import ModelReady, RequestEvent, SampleFinished
+from kvchat.core.types import FinishReason
+from kvchat.engine.assembly import build_engine
+from kvchat.engine.request import RequestSpec
+from kvchat.engine.thread import EngineThread
+from kvchat.model.source import find_model
+from support.checkpoints import save_checkpoint, tiny_model
+from support.engine_harness import EngineHarness
+from support.greedy_answer import greedy_answer
+from support.remembering_model import GREEDY, VOCAB_SIZE
+from support.stateful_models import Chat, load_stateful, open_engine, words
+
+WAIT_S = 60.0
+
+
+def long_prompt(length: int = 60) -> tuple[int, ...]:
+    return tuple((7 * i + 3) % VOCAB_SIZE for i in range(length))
+
+
+def greedy(*prompt: int, max_tokens: int = 4) -> RequestSpec:
+    return RequestSpec(prompt, GREEDY, max_tokens=max_tokens)
+
+
+def test_a_step_is_large_only_where_no_answer_waits_for_it() -> None:
+    engine = EngineHarness(max_step_tokens=8, max_prefill_tokens=24)
+    first = engine.submit(greedy(*long_prompt(50), max_tokens=9))
+    for _ in range(3):
+        engine.step()
+    second = engine.submit(greedy(*long_prompt(50)[::-1], max_tokens=1))
+    engine.run()
+
+    assert [dict(step)[first] for step in engine.steps[:3]] == [24, 24, 2]
+    beside = [dict(step)[second] for step in engine.steps if second in dict(step)]
+    assert max(beside) == 7, "it decoded beside"
+    engine.assert_complete(first)
+    engine.assert_complete(second)
+
+
+def test_a_read_ahead_is_read_in_short_steps() -> None:
+    engine = EngineHarness(max_step_tokens=8, max_prefill_tokens=48)
+    engine.engine.read_ahead(long_prompt(40))
+    engine.run()
+
+    assert max(tokens for step in engine.steps for _, tokens in step) == 8
+
+
+def test_nothing_of_an_abandoned_step_counts() -> None:
+    engine = EngineHarness(max_prefill_tokens=48)
+    request_id = engine.submit(greedy(*long_prompt()))
+    asked: list[frozenset[int]] = []
+
+    def is_unwanted(request_ids: frozenset[int]) -> bool:
+        asked.append(request_ids)
+        return len(asked) == 1
+
+    engine.engine.abandon_steps(is_unwanted)
+
+    assert engine.step() == []
+    assert asked == [frozenset({request_id})]
+    [request] = engine.live()
+    assert request.num_computed == 0
+    engine.run()
+    engine.assert_complete(request_id)
+
+
+def test_a_cancelled_request_ends_though_its_step_was_abandoned() -> None:
+    engine = EngineHarness(max_prefill_tokens=48)
+    spec = greedy(*long_prompt())
+    request_id = engine.submit(spec)
+    engine.engine.abandon_steps(lambda request_ids: True)
+    engine.step()
+    engine.engine.cancel(request_id)
+    engine.run()
+
+    assert engine.ending(request_id).reason is FinishReason.CANCELLED
+    engine.engine.abandon_steps(lambda request_ids: False)
+    again = engine.submit(spec)
+    engine.run()
+    engine.assert_complete(again)
+
+
+def test_short_steps_are_never_asked() -> None:
+    engine = EngineHarness()
+    engine.engine.abandon_steps(lambda request_ids: pytest.fail("asked"))
+
+    engine.complete(greedy(*long_prompt(16)))
+
+
+class _Waits:
+    """A model's layers that wait until the step is not wanted."""
+
+    def __init__(self, is_asked: threading.Event) -> None:
+        self._is_asked = is_asked
+
+    def __call__(self, own: Callable[[frozenset[int]], bool], request_ids: frozenset[int]) -> bool:
+        self._is_asked.set()
+        end_s = time.monotonic() + WAIT_S
+        while not own(request_ids):
+            assert time.monotonic() < end_s, "nobody gave the step up"
+        return True
+
+
+@pytest.mark.parametrize("ending", ["cancel", "close"])
+def test_a_cancel_and_a_close_give_up_the_step_that_runs(ending: str) -> None:
+    """Esc in a long step had to wait for all of its layers."""
+    harness, is_asked = EngineHarness(max_prefill_tokens=48), threading.Event()
+    abandon, waits = harness.engine.abandon_steps, _Waits(is_asked)
+    harness.engine.abandon_steps = lambda own: abandon(partial(waits, own))  # type: ignore[method-assign]
+    ready = ModelReady("fake", "s1-0", "cpu", "float32", 120, 0.0)
+    thread = EngineThread(lambda _: (harness.engine, ready), lambda _: None)
+    ended, events = threading.Event(), list[RequestEvent]()
+
+    def listen(event: RequestEvent) -> None:
+        events.append(event)
+        if isinstance(event, SampleFinished):
+            ended.set()
+
+    ticket = thread.submit(greedy(*long_prompt()), listen)
+    assert is_asked.wait(WAIT_S)
+    if ending == "cancel":
+        thread.cancel(ticket)
+        assert ended.wait(WAIT_S)
+        assert [type(event) for event in events] == [SampleFinished]
+    thread.close(WAIT_S)
+    assert not thread._thread.is_alive()
+
+
+@pytest.mark.parametrize("name", ["lfm2", "falcon_h1"])
+def test_the_state_of_an_abandoned_step_is_that_before_it(name: str, tmp_path: Path) -> None:
+    reference, loaded = load_stateful(name, tmp_path / "model")
+    chat = Chat(reference, open_engine(loaded, tmp_path / "kv"))
+    prompt = words(90, seed=3)
+    num_asked = 0
+
+    def is_unwanted(request_ids: frozenset[int]) -> bool:
+        nonlocal num_asked
+        num_asked += 1
+        return num_asked % 3 == 0 and num_asked < 10
+
+    chat.engine.abandon_steps(is_unwanted)
+    [answer] = chat.ask(prompt)
+    [again] = chat.ask([*prompt, *answer.ids, *words(40, seed=4)])
+    chat.engine.close()
+
+    assert num_asked > 3
+    assert answer.ids == chat.right_answer(prompt)
+    assert again.ids == chat.right_answer([*prompt, *answer.ids, *words(40, seed=4)])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_layer_of_a_real_model_asks(dtype: str, tmp_path: Path) -> None:
+    """Layers that run fused in large steps too asked nothing, and Esc took a second longer."""
+    source = find_model(str(save_checkpoint(tmp_path, tiny_model("llama"))))
+    cache = CacheConfig(device_bytes=Size(num_bytes=1 << 20))
+    config = ModelConfig(dtype=dtype)
+    engine = build_engine(source, config, cache, EngineConfig(), None, lambda _: None).engine
+    num_asked = 0
+
+    def is_unwanted(request_ids: frozenset[int]) -> bool:
+        nonlocal num_asked
+        num_asked += 1
+        return False
+
+    engine.abandon_steps(is_unwanted)
+    greedy_answer(engine, words(40, seed=1), 1)
+    engine.close()
+
+    assert num_asked >= source_layers(source.directory)
+
+
+def source_layers(directory: Path) -> int:
+    return int(json.loads((directory / "config.json").read_text())["num_hidden_layers"])
