@@ -29,6 +29,7 @@ class AskOptions:
     seed          None draws a new seed for every answer
     is_one_shot   a new conversation will probably not be continued; ignored once it is
     think         whether and how much the model thinks first, where its template has a switch
+    max_calls     the most tool calls of an answer; None sets no limit, 0 reads calls as text
     chosen        names of the sampling parameters that the user set, not the model's defaults
     """
 
@@ -39,6 +40,7 @@ class AskOptions:
     num_samples: int = 1
     is_one_shot: bool = False
     think: Think = Think.AUTO
+    max_calls: int | None = None
     chosen: frozenset[str] = SAMPLING_NAMES
 
     def for_model(self, defaults: Mapping[str, float]) -> "AskOptions":

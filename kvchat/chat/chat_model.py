@@ -19,6 +19,7 @@ from kvchat.chat.thinking import (
     first_mark_closes,
 )
 from kvchat.chat.tokenizer import ChatTokenizer, Segment
+from kvchat.chat.tools import ToolResult, ToolUse
 from kvchat.core.errors import ContextTooLong
 from kvchat.core.types import FinishReason
 from kvchat.model.source import ModelSource
@@ -54,25 +55,33 @@ class ChatModel:
         system: str | None,
         think: Think = Think.AUTO,
         is_answered: bool = False,
+        results: tuple[ToolResult, ...] = (),
     ) -> tuple[int, ...]:
         """Return the ids that a user turn adds below `parent_id`; `system` is for first turns.
 
-        With `is_answered` they are those before an answer that is given as text.
+        With `is_answered` they are those before an answer that is given as text. `results` are what
+        the calls of the answer before returned.
 
         Raises ContextTooLong for a text so long that no context could hold it.
         """
-        self.require_fit(text)
-        self.require_fit(system or "")
+        for given in (text, system or "", *(result.text for result in results)):
+            self.require_fit(given)
         clock = datetime.fromtimestamp(conversation.created_s)
         last = conversation.last_token(parent_id)
         if last is None:
-            return tuple(self.format.opening(system, text, clock, think, is_answered))
-        first = conversation.path(parent_id)[0]
-        return tuple(self.format.following(text, last, clock, think, is_answered, first.system))
+            tools = conversation.tools
+            return tuple(self.format.opening(system, text, clock, think, is_answered, tools))
+        first, answer = conversation.path(parent_id)[0], conversation.turn(parent_id)
+        use = ToolUse(answer.calls, results)
+        return tuple(
+            self.format.following(text, last, clock, think, is_answered, first.system, use)
+        )
 
     def asking_ids(self, conversation: Conversation, turn: Turn, think: Think) -> tuple[int, ...]:
         """Return the ids of a user turn as if it had been asked with `think`."""
-        return self.user_ids(conversation, turn.parent_id, turn.text, turn.system, think)
+        return self.user_ids(
+            conversation, turn.parent_id, turn.text, turn.system, think, results=turn.results
+        )
 
     def think_of(self, conversation: Conversation, turn: Turn) -> Think | None:
         """Return how a user turn was asked, by its ids; None if they are another template's."""
@@ -105,10 +114,15 @@ class ChatModel:
         could hold it.
         """
         self.require_fit(turn.text)
+        for call in turn.calls:
+            self.require_fit(call.arguments_text)
         before = () if turn.parent_id == ROOT else conversation.turn(turn.parent_id).token_ids
-        segments = self._given(turn.text, self.starts_thinking(before))
-        if turn.finish is FinishReason.STOP:
-            segments.append(Segment(self.format.answer.closing))
+        if turn.calls:
+            segments = self.format.given_calls(turn.text, turn.calls)
+        else:
+            segments = self._given(turn.text, self.starts_thinking(before))
+            if turn.finish is FinishReason.STOP:
+                segments.append(Segment(self.format.answer.closing))
         return tuple(self.tokenizer.encode_after(before[-1] if before else None, segments))
 
     def _given(self, text: str, is_open: bool) -> list[Segment]:
@@ -146,7 +160,14 @@ class ChatModel:
         return turn.token_ids == self._told_ids(conversation, turn)
 
     def _told_ids(self, conversation: Conversation, turn: Turn) -> tuple[int, ...]:
-        return self.user_ids(conversation, turn.parent_id, turn.text, turn.system, is_answered=True)
+        return self.user_ids(
+            conversation,
+            turn.parent_id,
+            turn.text,
+            turn.system,
+            is_answered=True,
+            results=turn.results,
+        )
 
     def require_fit(self, text: str) -> None:
         """Raise ContextTooLong if a text alone certainly exceeds the context.

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from kvchat.chat.tools import ToolCall, ToolResult, ToolSet
 from kvchat.core.types import FinishReason
 
 ROOT = 0
@@ -36,6 +37,8 @@ class Turn:
     is_imported  a turn from a document: its ids were encoded from its text
     copy_of      the turn that this is a copy of, in another context
     summary_of   on the two turns that carry a summary: the last turn that it summarises
+    calls        the tool calls in an answer
+    results      on a user turn: what the calls in the answer before returned, before its text
     """
 
     turn_id: int
@@ -51,6 +54,8 @@ class Turn:
     is_imported: bool = False
     copy_of: int | None = None
     summary_of: int | None = None
+    calls: tuple[ToolCall, ...] = ()
+    results: tuple[ToolResult, ...] = ()
 
     @property
     def is_message(self) -> bool:
@@ -76,13 +81,21 @@ class Turn:
 class Conversation:
     """A tree of turns and the tip, below which the next turn is added.
 
-    Turns are removed only when the user asks to forget them.
+    Turns are removed only when the user asks to forget them. `tools` stand at the beginning of
+    every context, as the system prompt does.
     """
 
-    def __init__(self, session_id: str, created_s: float, system: str | None = None) -> None:
+    def __init__(
+        self,
+        session_id: str,
+        created_s: float,
+        system: str | None = None,
+        tools: ToolSet | None = None,
+    ) -> None:
         self.session_id = session_id
         self.created_s = created_s
         self.system = system
+        self.tools = tools
         self.title = ""
         self.tip_id = ROOT
         self._last_id = ROOT

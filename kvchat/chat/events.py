@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from kvchat.chat.tools import ToolCall
 from kvchat.core.errors import KvchatError
 from kvchat.core.types import CachedTokens, FinishReason, MissReason, Timing, Usage
 
@@ -25,9 +26,18 @@ class AnswerText:
 
 
 @dataclass(frozen=True, slots=True)
-class AnswerEnded:
-    """One sample's answer is complete and saved. `text` is the answer without its thinking.
+class AnswerCall:
+    """One sample calls a tool."""
 
+    sample: int
+    call: ToolCall
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerEnded:
+    """One sample's answer is complete and saved. `text` is the answer without thinking and calls.
+
+    `num_dropped_calls` counts calls beyond the limit of the request.
     `miss_reason` says why a slower tier did not have more of the context, None if it was not asked.
     """
 
@@ -39,6 +49,8 @@ class AnswerEnded:
     usage: Usage
     timing: Timing
     miss_reason: MissReason | None = None
+    calls: tuple[ToolCall, ...] = ()
+    num_dropped_calls: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,4 +67,4 @@ class SavingFailed:
     message: str
 
 
-ChatEvent = ReadingPrompt | AnswerText | AnswerEnded | AnswerFailed | SavingFailed
+ChatEvent = ReadingPrompt | AnswerText | AnswerCall | AnswerEnded | AnswerFailed | SavingFailed

@@ -14,6 +14,7 @@ from kvchat.chat.chat_model import ChatModel
 from kvchat.chat.conversation import Conversation
 from kvchat.chat.session import ChatSession
 from kvchat.chat.store import SessionStore
+from kvchat.chat.tools import ToolSet
 from kvchat.core.cost import KvPlaces
 from kvchat.core.errors import TimedOut
 from kvchat.core.events import (
@@ -112,13 +113,18 @@ class ChatHost:
         return ChatSession.new(self.model, self._engine, self.store, system, title, is_one_shot)
 
     def unsaved_session(
-        self, system: str | None = None, created_s: float | None = None
+        self,
+        system: str | None = None,
+        created_s: float | None = None,
+        tools: ToolSet | None = None,
     ) -> ChatSession:
         """Begin a conversation without a file; it cannot be continued later.
 
         `created_s` is the time that its template shows, in seconds since the epoch; None is now.
         """
-        return ChatSession.new(self.model, self._engine, None, system, created_s=created_s)
+        return ChatSession.new(
+            self.model, self._engine, None, system, created_s=created_s, tools=tools
+        )
 
     def open_session(self, session_id: str) -> ChatSession:
         """Open a saved conversation, and prefetch its KV.

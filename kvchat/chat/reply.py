@@ -6,11 +6,12 @@ decodes tokens, updates the ledger and writes the session file.
 
 import queue
 import time
-from collections.abc import Callable, Iterator
-from typing import Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, Protocol
 
 from kvchat.chat.detokenizer import StopFilter, TokenStream
 from kvchat.chat.events import (
+    AnswerCall,
     AnswerEnded,
     AnswerFailed,
     AnswerText,
@@ -19,6 +20,8 @@ from kvchat.chat.events import (
     SavingFailed,
 )
 from kvchat.chat.thinking import Passage, ThinkingSplitter
+from kvchat.chat.tool_calls import CallSplitter
+from kvchat.chat.tools import ToolCall
 from kvchat.core.events import (
     PrefillProgress,
     RequestEvent,
@@ -50,13 +53,30 @@ class AnswerLedger(Protocol):
         """End the turns that exist, after the request failed."""
 
 
+class Decoding(NamedTuple):
+    """How the tokens of one sample become text, thinking and calls; one answer owns its parts."""
+
+    stream: TokenStream
+    stops: tuple[str, ...]
+    starts_thinking: bool
+    calls: CallSplitter | None = None
+
+
 class _Answer:
     """The text of one sample while it is generated."""
 
-    def __init__(self, stream: TokenStream, stops: tuple[str, ...], starts_thinking: bool) -> None:
+    def __init__(
+        self,
+        stream: TokenStream,
+        stops: tuple[str, ...],
+        starts_thinking: bool,
+        calls: CallSplitter | None = None,
+    ) -> None:
         self._stream = stream
         self._filter = StopFilter(stops)
         self._splitter = ThinkingSplitter(starts_thinking)
+        self._calls = calls
+        self.calls: list[ToolCall] = []
         self.text = ""
         self.thinking = ""
         self.has_begun = False
@@ -74,7 +94,22 @@ class _Answer:
         events = self._show(sample, tail)
         if not is_stopped_by_text:
             events += self._show(sample, self._filter.flush())
-        return events + self._passages(sample, self._splitter.flush())
+        return events + self._flush_parts(sample)
+
+    def _flush_parts(self, sample: int) -> list[ChatEvent]:
+        """Return what thinking and calls held back."""
+        calls = self._calls
+        if calls is None:
+            return self._passages(sample, self._splitter.flush())
+        if calls.is_channel:
+            events = self._parts(sample, calls.flush())
+            return events + self._passages(sample, self._splitter.flush())
+        events = self._passages(sample, self._splitter.flush())
+        return events + self._parts(sample, calls.flush())
+
+    @property
+    def num_dropped_calls(self) -> int:
+        return self._calls.num_dropped if self._calls is not None else 0
 
     @property
     def was_stopped(self) -> bool:
@@ -82,15 +117,38 @@ class _Answer:
 
     def _show(self, sample: int, text: str) -> list[ChatEvent]:
         self.unsaved_text += text
+        if self._calls is not None and self._calls.is_channel:
+            return self._parts(sample, self._calls.feed(text))
         return self._passages(sample, self._splitter.feed(text))
 
     def _passages(self, sample: int, passages: list[Passage]) -> list[ChatEvent]:
+        events: list[ChatEvent] = []
         for passage in passages:
-            if passage.is_thinking:
-                self.thinking += passage.text
+            if passage.is_thinking or self._calls is None or self._calls.is_channel:
+                events.append(self._said(sample, passage))
             else:
-                self.text += passage.text
-        return [AnswerText(sample, passage.text, passage.is_thinking) for passage in passages]
+                events += self._parts(sample, self._calls.feed(passage.text))
+        return events
+
+    def _parts(self, sample: int, parts: list[str | ToolCall]) -> list[ChatEvent]:
+        """Return the events for calls, and for the text around them."""
+        events: list[ChatEvent] = []
+        for part in parts:
+            if isinstance(part, ToolCall):
+                self.calls.append(part)
+                events.append(AnswerCall(sample, part))
+            elif self._calls is not None and self._calls.is_channel:
+                events += self._passages(sample, self._splitter.feed(part))
+            else:
+                events.append(self._said(sample, Passage(part, is_thinking=False)))
+        return events
+
+    def _said(self, sample: int, passage: Passage) -> AnswerText:
+        if passage.is_thinking:
+            self.thinking += passage.text
+        else:
+            self.text += passage.text
+        return AnswerText(sample, passage.text, passage.is_thinking)
 
 
 class Reply:
@@ -103,7 +161,7 @@ class Reply:
     def __init__(
         self,
         ledger: AnswerLedger,
-        answers: list[tuple[TokenStream, tuple[str, ...], bool]],
+        answers: Sequence[Decoding],
         notify: Callable[[], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -192,6 +250,8 @@ class Reply:
             usage=event.usage,
             timing=event.timing,
             miss_reason=event.miss_reason,
+            calls=tuple(answer.calls),
+            num_dropped_calls=answer.num_dropped_calls,
         )
         return [*events, *_complaint(problem), ended]
 

@@ -14,46 +14,63 @@ from kvchat.chat.conversation import Role
 from kvchat.chat.events import AnswerEnded
 from kvchat.chat.host import ChatHost
 from kvchat.chat.reply import Reply
-from kvchat.chat.resent_difference import Difference, SeenChats
+from kvchat.chat.resent_difference import Difference, Message, SeenChats
 from kvchat.chat.session import ChatSession
+from kvchat.chat.tools import ToolCall, ToolSet
 from kvchat.core.errors import UsageError
 from kvchat.core.types import FinishReason
-
-Message = tuple[Role, str]
 
 _KEPT_FINISHES = (FinishReason.STOP, FinishReason.LENGTH)
 
 
 @dataclass(frozen=True, slots=True)
 class ResentChat:
-    """A system prompt and messages that alternate, the user's first.
+    """A system prompt, tools, and messages that alternate, the user's first.
 
     If the last message is the assistant's, the answer continues it.
     """
 
     system: str | None
     messages: tuple[Message, ...]
+    tools: ToolSet | None = None
 
     @property
     def is_continuation(self) -> bool:
-        return self.messages[-1][0] is Role.ASSISTANT
+        return self.messages[-1].role is Role.ASSISTANT
+
+    @property
+    def needs_tools(self) -> bool:
+        """Whether the template has to write tools or calls."""
+        return bool(self.tools) or any(message.calls for message in self.messages)
 
 
-def resent_chat(system: str | None, messages: Iterable[Message]) -> ResentChat:
-    """Join neighbouring messages of one role; raises UsageError without a user message first."""
+def resent_chat(
+    system: str | None, messages: Iterable[Message], tools: ToolSet | None = None
+) -> ResentChat:
+    """Join neighbouring messages of one role; raises UsageError without a user message first.
+
+    Results have to follow an answer with as many calls.
+    """
     joined: list[Message] = []
-    for role, text in messages:
-        if joined and joined[-1][0] is role:
-            joined[-1] = (role, f"{joined[-1][1]}\n\n{text}")
+    for message in messages:
+        if joined and joined[-1].role is message.role:
+            joined[-1] = joined[-1].joined(message)
         else:
-            joined.append((role, text))
+            joined.append(message)
     if not joined:
         raise UsageError("There is no message to answer.")
-    if joined[0][0] is not Role.USER:
+    if joined[0].role is not Role.USER:
         raise UsageError("The first message has to be the user's.")
-    if not joined[-1][1].strip():
+    last = joined[-1]
+    if not last.text.strip() and not last.results:
         raise UsageError("The last message is empty.")
-    return ResentChat(system or None, tuple(joined))
+    if last.calls:
+        raise UsageError("The last message calls a tool, but there is no result.")
+    for number, message in enumerate(joined):
+        num_calls = len(joined[number - 1].calls) if number else 0
+        if len(message.results) > num_calls:
+            raise UsageError("There is a result of a tool without a call before it.")
+    return ResentChat(system or None, tuple(joined), tools)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +101,12 @@ class ResentChats:
     ) -> Asked:
         """Begin to answer; errors as `ChatSession.ask`."""
         session = self._opened(chat)
-        difference = self._seen.note(chat.system, chat.messages)
+        difference = self._seen.note(chat.system, chat.messages, chat.tools)
+        last = chat.messages[-1]
         if chat.is_continuation:
             reply = session.continue_answer(options, notify)
         else:
-            reply = session.ask(chat.messages[-1][1], options, notify)
+            reply = session.ask(last.text, options, notify, last.results)
         return Asked(session, reply, difference)
 
     def complete(
@@ -105,7 +123,7 @@ class ResentChats:
         """Return the number of tokens of the context that `ask` would feed."""
         session = self._opened(chat)
         if not chat.is_continuation:
-            session.add_user_turn(chat.messages[-1][1])
+            session.add_user_turn(chat.messages[-1].text, results=chat.messages[-1].results)
         return len(session.conversation.context_ids())
 
     def remember(self, asked: Asked, ended: AnswerEnded) -> None:
@@ -114,10 +132,13 @@ class ResentChats:
         turn = conversation.turn(ended.turn_id)
         if turn.role is not Role.ASSISTANT or ended.reason not in _KEPT_FINISHES:
             return
+        if ended.num_dropped_calls:
+            return  # the ids hold calls that the client does not know
         digest = self._digest()
         digest.extend(conversation.context_ids(turn.parent_id))
-        text = turn.text if not ended.thinking else ended.text
-        self._memory.put(digest.key(text), KnownAnswer(turn.token_ids, ended.reason))
+        text = ended.text if ended.thinking or ended.calls else turn.text
+        key = digest.key(_answer_text(text, ended.calls))
+        self._memory.put(key, KnownAnswer(turn.token_ids, ended.reason))
 
     def close(self) -> None:
         self._memory.close()
@@ -127,20 +148,25 @@ class ResentChats:
 
     def _opened(self, chat: ResentChat) -> ChatSession:
         """Return a session with all messages but a last one of the user."""
-        session = self._host.unsaved_session(chat.system, self._began_s(chat))
+        model = self._host.model
+        if chat.needs_tools and model.format.tools is None:
+            raise UsageError(f"The chat template of {model.name} has no place for tools.")
+        session = self._host.unsaved_session(chat.system, self._began_s(chat), chat.tools)
         digest = self._digest()
         history = chat.messages if chat.is_continuation else chat.messages[:-1]
-        for number, (role, text) in enumerate(history, start=1):
-            if role is Role.USER:
-                turn = session.add_user_turn(text)
+        for number, message in enumerate(history, start=1):
+            if message.role is Role.USER:
+                turn = session.add_user_turn(message.text, results=message.results)
             else:
                 is_last = number == len(chat.messages)
-                known = self._memory.find(digest.key(text)) if not is_last else None
+                key = digest.key(_answer_text(message.text, message.calls))
+                known = self._memory.find(key) if not is_last else None
                 asked = session.conversation.path()[-1]
                 turn = session.add_answer(
-                    text,
+                    message.text,
                     finish=FinishReason.LENGTH if is_last else FinishReason.STOP,
                     known=(known.token_ids, known.finish) if known is not None else None,
+                    calls=message.calls,
                 )
                 if session.conversation.turn(asked.turn_id) is not asked:  # told, not asked
                     digest = self._digest()
@@ -154,5 +180,10 @@ class ResentChats:
         A template may show the date, which must not change within a conversation.
         """
         digest = self._digest()
-        opening = digest.key(f"began\0{chat.system}\0{chat.messages[0][1]}")
+        opening = digest.key(f"began\0{chat.system}\0{chat.messages[0].text}")
         return self._memory.first_time(opening, time.time())
+
+
+def _answer_text(text: str, calls: tuple[ToolCall, ...]) -> str:
+    """Return the text that stands for an answer and its calls, whatever ids the client uses."""
+    return "\0".join((text.strip(), *(call.key for call in calls)))

@@ -15,10 +15,12 @@ from kvchat.chat.compaction import OPENING, REPLY, CompactionPlan
 from kvchat.chat.conversation import ROOT, Conversation, Role, Turn
 from kvchat.chat.detokenizer import StopStringWatcher
 from kvchat.chat.ledger import ContinuedLedger, Ledger, UnsavedLedger
-from kvchat.chat.reply import AnswerLedger, Reply
+from kvchat.chat.reply import AnswerLedger, Decoding, Reply
 from kvchat.chat.store import SessionLog, SessionStore, new_session_id
 from kvchat.chat.think import Think
 from kvchat.chat.thinking import ThinkingSplitter
+from kvchat.chat.tool_calls import CallSplitter
+from kvchat.chat.tools import ToolCall, ToolResult, ToolSet
 from kvchat.core.errors import KvchatError, UsageError
 from kvchat.core.types import FinishReason
 from kvchat.engine.request import RequestSpec
@@ -66,14 +68,17 @@ class ChatSession:
         title: str = "",
         is_one_shot: bool = False,
         created_s: float | None = None,
+        tools: ToolSet | None = None,
     ) -> "ChatSession":
         """Begin a conversation; with `store` None it is never written to a file.
 
         `is_one_shot` if a script begins it, so that it will probably not be continued. `created_s`
-        is its time in seconds since the epoch; None is now.
+        is its time in seconds since the epoch; None is now. `tools` are
+        for conversations without a file: a session file does not hold them.
         """
+        assert tools is None or store is None
         began_s = time.time() if created_s is None else created_s
-        conversation = Conversation(new_session_id(), began_s, system)
+        conversation = Conversation(new_session_id(), began_s, system, tools)
         log = store.create(conversation, model.name, is_one_shot) if store is not None else None
         session = cls(model, engine, conversation, log)
         if title:
@@ -127,22 +132,32 @@ class ChatSession:
     # Asking
 
     def ask(
-        self, text: str, options: AskOptions, notify: Callable[[], None] | None = None
+        self,
+        text: str,
+        options: AskOptions,
+        notify: Callable[[], None] | None = None,
+        results: tuple[ToolResult, ...] = (),
     ) -> Reply:
         """Add a user turn at the tip, save it, and start answering it.
 
-        Raises UsageError for an empty message, ContextTooLong for one that no context could hold.
+        `results` are what the calls of the last answer returned. Raises UsageError for an empty
+        message, ContextTooLong for one that no context could hold.
         """
-        return self._answer(self.add_user_turn(text, think=options.think), options, notify)
+        turn = self.add_user_turn(text, think=options.think, results=results)
+        return self._answer(turn, options, notify)
 
     def add_user_turn(
-        self, text: str, parent_id: int | None = None, think: Think = Think.AUTO
+        self,
+        text: str,
+        parent_id: int | None = None,
+        think: Think = Think.AUTO,
+        results: tuple[ToolResult, ...] = (),
     ) -> Turn:
         """Add a user turn below `parent_id`, by default the tip, and save it."""
         parent = self.conversation.tip_id if parent_id is None else parent_id
         is_first = not self.conversation.context_ids(parent)
         system = self.conversation.system if is_first else None
-        return self._add_user_turn(text, parent, system, think)
+        return self._add_user_turn(text, parent, system, think, results=results)
 
     def _add_user_turn(
         self,
@@ -151,18 +166,20 @@ class ChatSession:
         system: str | None,
         think: Think = Think.AUTO,
         summary_of: int | None = None,
+        results: tuple[ToolResult, ...] = (),
     ) -> Turn:
-        conversation = self.conversation
+        conversation, model = self.conversation, self.model
         turn = Turn(
             turn_id=conversation.next_turn_id,
             parent_id=parent,
             role=Role.USER,
             text=text,
-            token_ids=self.model.user_ids(conversation, parent, text, system, think),
-            tokenizer=self.model.tokenizer.digest,
+            token_ids=model.user_ids(conversation, parent, text, system, think, results=results),
+            tokenizer=model.tokenizer.digest,
             created_s=time.time(),
             system=system,
             summary_of=summary_of,
+            results=results,
         )
         if not turn.token_ids and not conversation.context_ids(parent):
             raise UsageError("The message is empty.", "Type something.")
@@ -176,6 +193,7 @@ class ChatSession:
         finish: FinishReason = FinishReason.STOP,
         known: tuple[tuple[int, ...], FinishReason] | None = None,
         summary_of: int | None = None,
+        calls: tuple[ToolCall, ...] = (),
     ) -> Turn:
         """Add and save an answer that is given as text, as if the model had generated it.
 
@@ -192,6 +210,7 @@ class ChatSession:
             created_s=time.time(),
             finish=finish,
             summary_of=summary_of,
+            calls=calls,
         )
         if known is not None:
             turn = replace(turn, token_ids=known[0], finish=known[1])
@@ -364,7 +383,7 @@ class ChatSession:
         tokenizer = self.model.tokenizer
         stops = options.stops
         answers = [
-            (tokenizer.new_stream(context), stops, starts_thinking)
+            Decoding(tokenizer.new_stream(context), stops, starts_thinking, self._calls(options))
             for _ in range(options.num_samples)
         ]
         reply = Reply(ledger, answers, notify)
@@ -383,6 +402,13 @@ class ChatSession:
         ticket = self._engine.submit(spec, reply.listen)
         reply.on_cancel(lambda reason: self._engine.cancel(ticket, reason))
         return reply
+
+    def _calls(self, options: AskOptions) -> CallSplitter | None:
+        """Return what finds the tool calls in one answer, None if none are looked for."""
+        tools, form = self.conversation.tools, self.model.format.tools
+        if tools is None or form is None or options.max_calls == 0:
+            return None
+        return CallSplitter(form.calls, tools, options.max_calls)
 
     # Moving the tip; no turn is removed
 

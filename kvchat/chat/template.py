@@ -6,16 +6,25 @@ text after the placeholder answer is used.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
+from functools import cached_property
 from typing import Protocol
 
 from kvchat.chat.template_process import RenderingFailed, TemplateProcess
+from kvchat.chat.template_tools import (
+    StandIns,
+    ToolForm,
+    cut_answer,
+    find_tool_form,
+    probe_message,
+)
 from kvchat.chat.think import Think, ThinkSwitch
 from kvchat.chat.thinking import THINKING_MARKS
 from kvchat.chat.tokenizer import ChatTokenizer, Segment
+from kvchat.chat.tools import NO_TOOL_USE, ToolCall, ToolSet, ToolUse
 from kvchat.core.errors import ModelError
 from kvchat.model.text_files import TextFiles
 
@@ -77,8 +86,9 @@ class TurnFormat(Protocol):
         clock: datetime,
         think: Think = Think.AUTO,
         is_answered: bool = False,
+        tools: ToolSet | None = None,
     ) -> list[int]:
-        """Return the ids of a context that starts with this user turn."""
+        """Return the ids of a context that starts with this user turn, after the tools if any."""
 
     def following(
         self,
@@ -88,15 +98,24 @@ class TurnFormat(Protocol):
         think: Think = Think.AUTO,
         is_answered: bool = False,
         system: str | None = None,
+        use: ToolUse = NO_TOOL_USE,
     ) -> list[int]:
         """Return the ids to append after an answer that ended with `last_id`.
 
-        `system` is the conversation's system prompt, whose ids stand before already.
+        `system` is the conversation's system prompt, whose ids stand before already. `use` are the
+        calls of that answer and their results, which stand before the user's text.
         """
+
+    def given_calls(self, text: str, calls: Sequence[ToolCall]) -> list[Segment]:
+        """Return an answer with calls, after its prompt, with the closing token if that is kept."""
 
     @property
     def closing_id(self) -> int | None:
         """The control token that the template puts after an answer, None if it puts none there."""
+
+    @property
+    def tools(self) -> ToolForm | None:
+        """How the template writes tools and calls, None if it does not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,12 +165,13 @@ class ChatTemplate:
         clock: datetime,
         think: Think = Think.AUTO,
         is_answered: bool = False,
+        tools: ToolSet | None = None,
     ) -> list[int]:
         """Return the ids of a context that starts with this user turn.
 
         If the template does not accept a system prompt, the prompt is put before the user's text.
         """
-        return self._tokenizer.encode(self._opening(system, user, clock, think, is_answered))
+        return self._tokenizer.encode(self._opening(system, user, clock, think, is_answered, tools))
 
     def following(
         self,
@@ -161,14 +181,20 @@ class ChatTemplate:
         think: Think = Think.AUTO,
         is_answered: bool = False,
         system: str | None = None,
+        use: ToolUse = NO_TOOL_USE,
     ) -> list[int]:
         """Return the ids to append after an answer that ended with `last_id`.
 
         They close the answer, unless `last_id` is the closing token already, add the user turn, and
         open the next answer.
         """
-        segments = self._following(user, clock, think, is_answered, system)
-        closing_id = self.answer.closing_id
+        if use.calls:
+            segments = self._following_calls(user, clock, think, is_answered, system, use)
+            form = self._require_tools()
+            closing_id = self._tokenizer.token_id(form.closing) if form.closing else None
+        else:
+            segments = self._following(user, clock, think, is_answered, system)
+            closing_id = self.answer.closing_id
         if closing_id is None or last_id != closing_id:
             return self._tokenizer.encode_after(last_id, segments)
         ids = self._tokenizer.encode(segments)
@@ -181,6 +207,7 @@ class ChatTemplate:
         clock: datetime,
         think: Think = Think.AUTO,
         is_answered: bool = False,
+        tools: ToolSet | None = None,
     ) -> list[Segment]:
         if system is not None and not self.takes_system:
             system, user = None, f"{system}\n\n{user}"
@@ -192,8 +219,10 @@ class ChatTemplate:
             texts |= more
         if is_answered:
             messages += [_message("assistant", _NEXT_ANSWER), _message("user", _LATER)]
-        rendered = self._render(messages, clock, think).partition(_NEXT_ANSWER)[0]
-        return self._fill(rendered, texts)
+        stand_ins = StandIns(self._tokenizer.reserved_texts)
+        defined = stand_ins.guarded(tools.definitions) if tools else None
+        rendered = self._render(messages, clock, think, defined).partition(_NEXT_ANSWER)[0]
+        return self._fill(rendered, texts, stand_ins.texts)
 
     def _following(
         self,
@@ -216,18 +245,95 @@ class ChatTemplate:
     ) -> str:
         """Return what the template writes after an answer, up to the start of the next one."""
         messages = [
+            *self._words(system),
             _message("user", _EARLIER),
             _message("assistant", _ANSWER),
             _message("user", user),
         ]
-        # A word for the template in the system prompt holds for every turn.
-        words = _WORD_FOR_TEMPLATE.findall(system or "")
-        if words and self.takes_system:
-            messages.insert(0, _message("system", " ".join(words)))
         if is_answered:
             messages += [_message("assistant", _NEXT_ANSWER), _message("user", _LATER)]
         rendered = self._render(messages, clock, think).partition(_NEXT_ANSWER)[0]
         return rendered.rpartition(_ANSWER)[2]
+
+    def _words(self, system: str | None) -> list[dict[str, str]]:
+        """Return a message with the words for the template in a system prompt: they hold on."""
+        words = _WORD_FOR_TEMPLATE.findall(system or "")
+        return [_message("system", " ".join(words))] if words and self.takes_system else []
+
+    # Tools
+
+    @cached_property
+    def tools(self) -> ToolForm | None:
+        return find_tool_form(self._render_probe, self._tokenizer, self._leads)
+
+    def _render_probe(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        tools: Sequence[dict[str, object]] | None = None,
+        is_open: bool = True,
+    ) -> str:
+        return self._render(messages, self._probe_clock, tools=tools, is_open=is_open)
+
+    @cached_property
+    def _leads(self) -> list[str]:
+        """Return what may stand before an answer to the probe's message: as asked, and as told."""
+        asked = self._render_probe([probe_message()])
+        later = (_message("assistant", _NEXT_ANSWER), _message("user", _LATER))
+        told = self._render_probe((probe_message(), *later)).partition(_NEXT_ANSWER)[0]
+        return [asked, told]
+
+    def _require_tools(self) -> ToolForm:
+        assert self.tools is not None, "the template takes no tools"
+        return self.tools
+
+    def given_calls(self, text: str, calls: Sequence[ToolCall]) -> list[Segment]:
+        form, stand_ins = self._require_tools(), StandIns(self._tokenizer.reserved_texts)
+        said = {_NEXT_ANSWER: text} if text else {}
+        message = form.answer(_NEXT_ANSWER if text else "", calls, stand_ins)
+        try:
+            rendered = self._render_probe([probe_message(), message], is_open=False)
+        except ModelError:  # some templates refuse text beside calls, others two calls at once
+            if text:
+                return self.given_calls("", calls)
+            if len(calls) == 1:
+                raise
+            *first, last = (self.given_calls("", [call]) for call in calls)
+            return [*(part for some in first for part in (*some[:-1], Segment("; "))), *last]
+        answer, closing = cut_answer(rendered, self._leads, self._tokenizer)
+        is_kept = bool(closing) and self._tokenizer.token_id(closing) == self.closing_id
+        return [*self._fill(answer, said, stand_ins.texts), Segment(closing if is_kept else "")]
+
+    def _following_calls(
+        self,
+        user: str,
+        clock: datetime,
+        think: Think,
+        is_answered: bool,
+        system: str | None,
+        use: ToolUse,
+    ) -> list[Segment]:
+        form, stand_ins = self._require_tools(), StandIns(self._tokenizer.reserved_texts)
+        content, texts = _stand_in(_USER, user)
+        later = [
+            *form.results(use.results, stand_ins),
+            *([_message("user", content)] if user or not use.results else []),
+        ]
+        if is_answered:
+            later += [_message("assistant", _NEXT_ANSWER), _message("user", _LATER)]
+
+        def rendered(calls: Sequence[ToolCall]) -> str:
+            called = form.asked_calls(calls, stand_ins)
+            earlier = [*self._words(system), _message("user", _EARLIER)]
+            return self._render([*earlier, called, *later], clock, think)
+
+        try:
+            whole = rendered(use.calls)
+        except ModelError:  # some templates refuse two calls at once
+            whole = rendered(use.calls[-1:])
+        rest = form.after(whole.partition(_NEXT_ANSWER)[0], self._tokenizer)
+        return self._fill(rest, texts, stand_ins.texts)
+
+    # Answers
 
     def _answer_form(self) -> AnswerForm:
         """Compare a prompt with the same turn in the history, and read what closes an answer."""
@@ -253,11 +359,16 @@ class ChatTemplate:
         return "", None
 
     def _render(
-        self, messages: Sequence[dict[str, str]], clock: datetime, think: Think = Think.AUTO
+        self,
+        messages: Sequence[Mapping[str, object]],
+        clock: datetime,
+        think: Think = Think.AUTO,
+        tools: Sequence[dict[str, object]] | None = None,
+        is_open: bool = True,
     ) -> str:
         variables = {**self._variables, **self.switch.variables(think)}
         try:
-            return self._process.render(messages, variables, clock)
+            return self._process.render(messages, variables, clock, tools, is_open)
         except RenderingFailed as error:
             raise ModelError(
                 f"The checkpoint's chat template cannot be used: {error}.",
@@ -271,11 +382,17 @@ class ChatTemplate:
             return False
         return all(message["content"] in rendered for message in messages)
 
-    def _fill(self, rendered: str, texts: dict[str, str]) -> list[Segment]:
-        """Replace placeholders in a rendered conversation by the texts, as inert segments."""
+    def _fill(
+        self, rendered: str, texts: dict[str, str], whole: Mapping[str, str] | None = None
+    ) -> list[Segment]:
+        """Replace placeholders in a rendered conversation by the texts, as inert segments.
+
+        The texts are stripped as the template strips messages, those of `whole` are not.
+        """
+        stripped = {stand_in: self._spaces.strip(text) for stand_in, text in texts.items()}
         segments = [Segment(rendered)]
-        for stand_in, text in texts.items():
-            inert = Segment(self._spaces.strip(text), is_inert=True)
+        for stand_in, text in {**stripped, **(whole or {})}.items():
+            inert = Segment(text, is_inert=True)
             segments = [part for segment in segments for part in _replace(segment, stand_in, inert)]
         return segments
 
@@ -340,6 +457,7 @@ class PlainText:
     strategy = Strategy.NO_TEMPLATE
     switch = ThinkSwitch()
     answer = AnswerForm()
+    tools: ToolForm | None = None
 
     def __init__(self, tokenizer: ChatTokenizer) -> None:
         self._tokenizer = tokenizer
@@ -348,6 +466,9 @@ class PlainText:
     def closing_id(self) -> int | None:
         return None
 
+    def given_calls(self, text: str, calls: Sequence[ToolCall]) -> list[Segment]:
+        raise AssertionError("plain text has no form for calls")
+
     def opening(
         self,
         system: str | None,
@@ -355,6 +476,7 @@ class PlainText:
         clock: datetime,
         think: Think = Think.AUTO,
         is_answered: bool = False,
+        tools: ToolSet | None = None,
     ) -> list[int]:
         """Return the ids of the text, with the system prompt before it."""
         text = user if system is None else f"{system}\n\n{user}"
@@ -368,6 +490,7 @@ class PlainText:
         think: Think = Think.AUTO,
         is_answered: bool = False,
         system: str | None = None,
+        use: ToolUse = NO_TOOL_USE,
     ) -> list[int]:
         """Return the ids of the text alone."""
         return self._tokenizer.encode_bare(user, is_first=False)

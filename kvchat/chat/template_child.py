@@ -51,17 +51,18 @@ class CompiledTemplate:
 
     def render(
         self,
-        messages: Sequence[dict[str, str]],
+        messages: Sequence[dict[str, object]],
         variables: dict[str, object],
         clock: datetime,
-        add_generation_prompt: bool,
+        add_generation_prompt: bool = True,
+        tools: Sequence[dict[str, object]] | None = None,
     ) -> str:
         """Render a conversation at the time `clock`; raises TemplateFailed if that fails."""
         try:
             return self._template.render(
                 messages=[dict(message) for message in messages],
                 add_generation_prompt=add_generation_prompt,
-                tools=None,
+                tools=tools,
                 documents=None,
                 strftime_now=clock.strftime,
                 **variables,
@@ -153,7 +154,8 @@ def _limit(what: int, most: int) -> None:
 
 def _render(template: CompiledTemplate, request: dict[str, Any], text_bytes: int) -> str:
     clock = datetime.fromisoformat(request["clock"])
-    text = template.render(request["messages"], request["variables"], clock, True)
+    is_open, tools = request["is_open"], request["tools"]
+    text = template.render(request["messages"], request["variables"], clock, is_open, tools)
     if len(text) > text_bytes or len(text.encode("utf-8", "surrogatepass")) > text_bytes:
         raise TemplateFailed(f"it writes more than {text_bytes >> 20} MiB")
     return text

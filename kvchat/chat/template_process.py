@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -67,15 +67,22 @@ class TemplateProcess:
                 ) from error
 
     def render(
-        self, messages: Sequence[dict[str, str]], variables: dict[str, object], clock: datetime
+        self,
+        messages: Sequence[Mapping[str, object]],
+        variables: dict[str, object],
+        clock: datetime,
+        tools: Sequence[dict[str, Any]] | None = None,
+        is_open: bool = True,
     ) -> str:
-        """Render a conversation at the time `clock`, up to the start of the next answer.
+        """Render a conversation at the time `clock`, with `is_open` up to the next answer's start.
 
         Raises RenderingFailed if the template refuses or exceeds its limits, and TimedOut if the
         limit that it exceeded is the user's `limit_s`.
         """
         request = {
             "messages": messages,
+            "tools": tools,
+            "is_open": is_open,
             "variables": variables,
             "clock": clock.isoformat(),
             "limit_s": self._limit_s,

@@ -15,6 +15,7 @@ from tokenizers import Encoding, Tokenizer, models
 
 from kvchat.chat.detokenizer import TokenStream, faults_as_model_errors
 from kvchat.chat.thinking import CHANNEL_TOKEN, CHANNEL_TOKENS, THINKING_MARKS
+from kvchat.chat.tool_calls import CALL_TOKENS
 from kvchat.model.text_files import TextFiles
 
 # Roles of the special tokens that control a model. Padding is not one: nothing is padded here.
@@ -74,6 +75,12 @@ class ChatTokenizer:
     def is_control(self, token_id: int) -> bool:
         """Return whether an id is a control token, in the tokenizer or in the template."""
         return token_id in self._control
+
+    @cached_property
+    def reserved_texts(self) -> re.Pattern[str]:
+        """Matches the text of any token that inert text must not become."""
+        texts = {self._tokenizer.id_to_token(i) or "" for i in self._reserved}
+        return re.compile("|".join(re.escape(t) for t in sorted(texts, key=len)[::-1] if t) or "$^")
 
     def encode(self, segments: Sequence[Segment]) -> list[int]:
         """Return the ids of a prompt's segments, without adding any special tokens.
@@ -255,8 +262,8 @@ def _unknown_ids(tokenizer: Tokenizer, files: TextFiles) -> set[int]:
 
 
 def _hidden_ids(tokenizer: Tokenizer, template: str) -> frozenset[int]:
-    """Return the special tokens that are never displayed; thinking marks stay in the text."""
-    shown = {*THINKING_MARKS.keys(), *THINKING_MARKS.values()}
+    """Return the special tokens that are never displayed; marks of thinking and calls stay."""
+    shown = {*THINKING_MARKS.keys(), *THINKING_MARKS.values(), *CALL_TOKENS}
     if CHANNEL_TOKEN in template:
         shown |= CHANNEL_TOKENS
     return frozenset(

@@ -11,7 +11,13 @@ from contextlib import aclosing, suppress
 from typing import TypeVar
 
 from kvchat.chat.answer_settings import AskOptions
-from kvchat.chat.events import AnswerEnded, AnswerFailed, AnswerText, ChatEvent
+from kvchat.chat.events import (
+    AnswerCall,
+    AnswerEnded,
+    AnswerFailed,
+    AnswerText,
+    ChatEvent,
+)
 from kvchat.chat.resent import Asked, ResentChat, ResentChats
 from kvchat.chat.resent_difference import Difference
 from kvchat.core.errors import KvchatError
@@ -73,8 +79,8 @@ class Answer:
         with suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(self._has_news.set)
 
-    async def events(self) -> AsyncIterator[AnswerText | AnswerEnded | None]:
-        """Yield new text and ends of answers; None when there was nothing for a while.
+    async def events(self) -> AsyncIterator[AnswerText | AnswerCall | AnswerEnded | None]:
+        """Yield new text, calls and ends of answers; None when there was nothing for a while.
 
         Raises ApiError if the request fails.
         """
@@ -92,7 +98,7 @@ class Answer:
             for wanted in self._taken(asked.reply.poll()):
                 yield wanted
 
-    def _taken(self, events: list[ChatEvent]) -> Iterator[AnswerText | AnswerEnded]:
+    def _taken(self, events: list[ChatEvent]) -> Iterator[AnswerText | AnswerCall | AnswerEnded]:
         for event in events:
             if isinstance(event, AnswerFailed):
                 raise as_api_error(event.error)
@@ -100,7 +106,7 @@ class Answer:
                 self._metrics.note_answer(event.usage, event.timing)
                 self._remember(self._require_asked(), event)
                 yield event
-            elif isinstance(event, AnswerText):
+            elif isinstance(event, AnswerText | AnswerCall):
                 yield event
 
     @property

@@ -8,18 +8,18 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from kvchat.chat.answer_settings import AskOptions
-from kvchat.chat.conversation import Role
-from kvchat.chat.events import AnswerEnded, AnswerText
+from kvchat.chat.events import AnswerCall, AnswerEnded, AnswerText
 from kvchat.chat.resent import ResentChat
+from kvchat.chat.tools import ToolCall
 from kvchat.core.types import FinishReason, Usage
 from kvchat.server.answering import Answer, whole_answers
 from kvchat.server.api_errors import ApiError, anthropic_form
+from kvchat.server.conversations import RequestChat, max_calls, read_tools
 from kvchat.server.fields import Fields, read_body, sampling_options, stops
-from kvchat.server.openai_api import checked_chat
 from kvchat.server.service import Service, facts, until_gone
 from kvchat.server.streaming import sse, stream_response
 
-_UNSUPPORTED = ("tools", "mcp_servers", "container")
+_UNSUPPORTED = ("mcp_servers", "container")
 
 
 class AnthropicApi:
@@ -57,6 +57,7 @@ class AnthropicApi:
             stops=stops(fields, "stop_sequences") or options.stops,
             num_samples=1,
             is_one_shot=len(chat.messages) == 1,
+            max_calls=_max_calls(fields.nested("tool_choice")),
         )
 
 
@@ -64,17 +65,55 @@ class AnthropicApi:
 
 
 def _chat(fields: Fields) -> ResentChat:
-    messages: list[tuple[Role, str]] = []
+    chat = RequestChat()
+    chat.instruct(_text(fields, "system"))
     for message in fields.objects("messages"):
         role = message.text("role")
-        if role not in ("user", "assistant"):
+        if role == "assistant":
+            chat.answer(_text(message, "content", "tool_use"), _calls(message))
+        elif role == "user":
+            results = _blocks(message, "content", "tool_result")
+            for block in results:
+                chat.add_result(block, "tool_use_id", _text(block, "content"))
+            text = _text(message, "content", "tool_result")
+            if text or not results:
+                chat.ask(text)
+        else:
             raise message.fault("role", "must be user or assistant")
-        messages.append((Role(role), _text(message, "content")))
-    return checked_chat(_text(fields, "system"), messages)
+    return chat.chat(read_tools(map(_tool, fields.objects_if_any("tools")), "input_schema"))
 
 
-def _text(holder: Fields, name: str) -> str:
-    """Return the text of a field that is a text or a list of blocks; thinking is left out."""
+def _tool(tool: Fields) -> Fields:
+    if tool.text("type", "custom") != "custom":
+        raise tool.fault("type", "must be custom; kvchat runs no tools of its own")
+    return tool
+
+
+def _max_calls(choice: Fields) -> int | None:
+    return max_calls(choice.text("type"), not choice.flag("disable_parallel_tool_use"))
+
+
+def _blocks(holder: Fields, name: str, kind: str) -> list[Fields]:
+    if isinstance(holder.raw(name), str | None):
+        return []
+    return [block for block in holder.objects(name) if block.text("type") == kind]
+
+
+def _calls(message: Fields) -> list[tuple[str, ToolCall]]:
+    calls = []
+    for block in _blocks(message, "content", "tool_use"):
+        if not block.text("name"):
+            raise block.fault("name", "is missing")
+        call = ToolCall(block.text("name") or "", block.nested("input").values)
+        calls.append((block.text("id") or "", call))
+    return calls
+
+
+def _text(holder: Fields, name: str, besides: str = "") -> str:
+    """Return the text of a field that is a text or a list of blocks; thinking is left out.
+
+    Blocks of the type `besides` may be there too.
+    """
     value = holder.raw(name)
     if value is None:
         return ""
@@ -85,7 +124,7 @@ def _text(holder: Fields, name: str) -> str:
         kind = block.text("type")
         if kind == "text":
             texts.append(block.text("text", "") or "")
-        elif kind not in ("thinking", "redacted_thinking"):
+        elif kind not in ("thinking", "redacted_thinking", besides):
             raise block.fault("type", "must be text; the model reads nothing else")
     return "".join(texts)
 
@@ -106,19 +145,29 @@ def _message(model: str) -> dict[str, Any]:
 
 
 def _outcome(ended: AnswerEnded, answer: Answer) -> dict[str, Any]:
-    content: list[dict[str, str]] = []
+    content: list[dict[str, Any]] = []
     if ended.thinking:
         content.append({"type": "thinking", "thinking": ended.thinking, "signature": ""})
-    content.append({"type": "text", "text": ended.text})
+    if ended.text or not ended.calls:
+        content.append({"type": "text", "text": ended.text})
+    content += [{**_tool_use(call), "input": call.arguments} for call in ended.calls]
     return {
         "content": content,
-        "stop_reason": _stop_reason(ended.reason),
+        "stop_reason": _stop_reason(ended),
         "usage": _usage(ended, answer),
     }
 
 
-def _stop_reason(reason: FinishReason) -> str:
-    return "end_turn" if reason is FinishReason.STOP else "max_tokens"
+def _tool_use(call: ToolCall) -> dict[str, Any]:
+    """Return the block of a call without its input."""
+    token = secrets.token_hex(12)
+    return {"type": "tool_use", "id": f"toolu_{token}", "name": call.name, "input": {}}
+
+
+def _stop_reason(ended: AnswerEnded) -> str:
+    if ended.reason is not FinishReason.STOP:
+        return "max_tokens"
+    return "tool_use" if ended.calls else "end_turn"
 
 
 def _usage(ended: AnswerEnded, answer: Answer) -> dict[str, Any]:
@@ -145,6 +194,7 @@ class _MessageEvents:
         self._answer = answer
         self._message = _message(model)
         self._index = -1
+        self._is_open = False
         self._is_thinking = False
 
     def begin(self) -> str:
@@ -154,15 +204,21 @@ class _MessageEvents:
 
     def text(self, event: AnswerText) -> str:
         opening = ""
-        if self._index < 0 or event.is_thinking != self._is_thinking:
-            opening = self._close() + self._open(event.is_thinking)
+        if not self._is_open or event.is_thinking != self._is_thinking:
+            opening = self._close() + self._open_text(event.is_thinking)
         kind, name = ("thinking_delta", "thinking") if event.is_thinking else ("text_delta", "text")
         delta = {"type": kind, name: event.text}
         return opening + _event("content_block_delta", index=self._index, delta=delta)
 
+    def call(self, event: AnswerCall) -> str:
+        opening = self._close() + self._open(_tool_use(event.call))
+        delta = {"type": "input_json_delta", "partial_json": event.call.arguments_text}
+        said = _event("content_block_delta", index=self._index, delta=delta)
+        return opening + said + self._close()
+
     def ended(self, event: AnswerEnded) -> str:
-        opening = self._open(is_thinking=False) if self._index < 0 else ""
-        delta = {"stop_reason": _stop_reason(event.reason), "stop_sequence": None}
+        opening = self._open_text(is_thinking=False) if self._index < 0 else ""
+        delta = {"stop_reason": _stop_reason(event), "stop_sequence": None}
         return (
             opening
             + self._close()
@@ -175,16 +231,20 @@ class _MessageEvents:
     def fail(self, error: ApiError) -> str:
         return sse(anthropic_form(error), "error")
 
-    def _open(self, is_thinking: bool) -> str:
-        self._index += 1
+    def _open_text(self, is_thinking: bool) -> str:
         self._is_thinking = is_thinking
-        block = {"type": "text", "text": ""}
         if is_thinking:
-            block = {"type": "thinking", "thinking": "", "signature": ""}
+            return self._open({"type": "thinking", "thinking": "", "signature": ""})
+        return self._open({"type": "text", "text": ""})
+
+    def _open(self, block: dict[str, Any]) -> str:
+        self._index += 1
+        self._is_open = True
         return _event("content_block_start", index=self._index, content_block=block)
 
     def _close(self) -> str:
-        return _event("content_block_stop", index=self._index) if self._index >= 0 else ""
+        was_open, self._is_open = self._is_open, False
+        return _event("content_block_stop", index=self._index) if was_open else ""
 
 
 def _event(kind: str, **fields: Any) -> str:

@@ -79,6 +79,16 @@ class Fields:
             raise self.fault(name, "must be a number that can be computed with")
         return value
 
+    @property
+    def values(self) -> dict[str, Any]:
+        """All fields as they are."""
+        return dict(self._values)
+
+    def objects_if_any(self, name: str) -> list["Fields"]:
+        """Return a list of objects, an empty one where it is missing."""
+        value = self._values.get(name)
+        return [] if value is None or value == [] else self.objects(name)
+
     def objects(self, name: str) -> list["Fields"]:
         """Return a list of objects; raises where it is missing or empty."""
         value = self._values.get(name)

@@ -1,7 +1,9 @@
 """OpenAI's interface: /v1/models, /v1/chat/completions and /v1/completions."""
 
+import json
 import secrets
 import time
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -9,12 +11,12 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from kvchat.chat.answer_settings import AskOptions
-from kvchat.chat.conversation import Role
-from kvchat.chat.events import AnswerEnded, AnswerText
-from kvchat.chat.resent import ResentChat, resent_chat
-from kvchat.core.errors import KvchatError
+from kvchat.chat.events import AnswerCall, AnswerEnded, AnswerText
+from kvchat.chat.resent import ResentChat
+from kvchat.chat.tools import ToolCall
 from kvchat.server.answering import Answer, whole_answers
-from kvchat.server.api_errors import ApiError, as_api_error, openai_form
+from kvchat.server.api_errors import ApiError, openai_form
+from kvchat.server.conversations import RequestChat, max_calls, read_tools
 from kvchat.server.fields import Fields, num_samples, read_body, sampling_options, stops
 from kvchat.server.service import Service, facts, finish_word, until_gone
 from kvchat.server.streaming import sse, stream_response
@@ -22,7 +24,6 @@ from kvchat.server.streaming import sse, stream_response
 _DONE = "data: [DONE]\n\n"
 # Each would change the answer. What only describes the request, such as "user", is ignored.
 _UNSUPPORTED = (
-    "tools",
     "functions",
     "logprobs",
     "top_logprobs",
@@ -63,7 +64,8 @@ class OpenAiApi:
         fields.refuse(*_UNSUPPORTED)
         _require_text_format(fields)
         chat = _chat(fields)
-        options = self._options(fields, ("max_completion_tokens", "max_tokens"), chat)
+        limits = ("max_completion_tokens", "max_tokens")
+        options = replace(self._options(fields, limits, chat), max_calls=_max_calls(fields))
         head = _Head("chatcmpl", "chat.completion", self._service.name)
         answer = await self._service.answering.chat(chat, options)
         if fields.flag("stream"):
@@ -137,28 +139,52 @@ def _require_text_format(fields: Fields) -> None:
 
 def _chat(fields: Fields) -> ResentChat:
     """Return the conversation of a request."""
-    systems: list[str] = []
-    messages: list[tuple[Role, str]] = []
+    chat = RequestChat()
     for message in fields.objects("messages"):
-        message.refuse("tool_calls", "function_call", "audio")
+        message.refuse("function_call", "audio")
         role, text = message.text("role"), message_text(message)
-        if role in ("system", "developer") and not messages:
-            systems.append(text)
-        elif role in ("system", "developer", "user"):  # later instructions stand where they came
-            messages.append((Role.USER, text))
+        if role in ("system", "developer"):
+            chat.instruct(text)
+        elif role == "user":
+            chat.ask(text)
         elif role == "assistant":
-            messages.append((Role.ASSISTANT, text))
+            chat.answer(text, map(_given_call, message.objects_if_any("tool_calls")))
+        elif role == "tool":
+            chat.add_result(message, "tool_call_id", text)
         else:
-            raise message.fault("role", "must be system, developer, user or assistant")
-    return checked_chat("\n\n".join(systems), messages)
+            raise message.fault("role", "must be system, developer, user, assistant or tool")
+    return chat.chat(read_tools(map(_function, fields.objects_if_any("tools"))))
 
 
-def checked_chat(system: str | None, messages: list[tuple[Role, str]]) -> ResentChat:
-    """Return the conversation, or raise ApiError for one that cannot be answered."""
+def _function(item: Fields) -> Fields:
+    """Return the function of a tool, or of a call."""
+    if item.text("type", "function") != "function":
+        raise item.fault("type", "must be function")
+    return item.nested("function")
+
+
+def _given_call(item: Fields) -> tuple[str, ToolCall]:
+    function = _function(item)
+    return item.text("id") or "", given_call(function)
+
+
+def given_call(function: Fields) -> ToolCall:
+    """Return a call from its name and its arguments, which are JSON text."""
+    name = function.text("name")
+    if not name:
+        raise function.fault("name", "is missing")
     try:
-        return resent_chat(system, messages)
-    except KvchatError as error:
-        raise replace(as_api_error(error), param="messages") from error
+        arguments = json.loads(function.text("arguments") or "{}")
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise function.fault("arguments", "must be the text of a JSON object")
+    return ToolCall(name, arguments)
+
+
+def _max_calls(fields: Fields) -> int | None:
+    allows_several = fields.raw("parallel_tool_calls") is not False
+    return max_calls(fields.raw("tool_choice"), allows_several)
 
 
 def message_text(message: Fields, name: str = "content") -> str:
@@ -218,12 +244,20 @@ def _chat_choice(ended: AnswerEnded) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": ended.text, "refusal": None}
     if ended.thinking:
         message["reasoning_content"] = ended.thinking
+    if ended.calls:
+        message["content"] = ended.text or None
+        message["tool_calls"] = [_call(call) for call in ended.calls]
     return {
         "index": ended.sample,
         "message": message,
         "logprobs": None,
-        "finish_reason": finish_word(ended.reason),
+        "finish_reason": finish_word(ended),
     }
+
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments_text}
+    return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
 
 
 def _text_choice(ended: AnswerEnded, echo: str) -> dict[str, Any]:
@@ -231,7 +265,7 @@ def _text_choice(ended: AnswerEnded, echo: str) -> dict[str, Any]:
         "index": ended.sample,
         "text": echo + ended.thinking + ended.text,
         "logprobs": None,
-        "finish_reason": finish_word(ended.reason),
+        "finish_reason": finish_word(ended),
     }
 
 
@@ -249,6 +283,9 @@ class _Chunks:
 
     def begin(self) -> str:
         return ""
+
+    def call(self, event: AnswerCall) -> str:
+        raise AssertionError("only a chat has tools")
 
     def _chunk(self, choices: list[dict[str, Any]], **others: Any) -> str:
         extra = {"usage": None} if self._includes_usage else {}
@@ -269,6 +306,10 @@ class _Chunks:
 class _ChatChunks(_Chunks):
     kind = "chat.completion.chunk"
 
+    def __init__(self, answer: Answer, head: _Head, includes_usage: bool, num_samples: int) -> None:
+        super().__init__(answer, head, includes_usage, num_samples)
+        self._num_calls: Counter[int] = Counter()
+
     def begin(self) -> str:
         role = {"role": "assistant", "content": ""}
         return "".join(self._delta(sample, role) for sample in range(self._num_samples))
@@ -277,11 +318,17 @@ class _ChatChunks(_Chunks):
         name = "reasoning_content" if event.is_thinking else "content"
         return self._delta(event.sample, {name: event.text})
 
+    def call(self, event: AnswerCall) -> str:
+        index = self._num_calls[event.sample]
+        self._num_calls[event.sample] += 1
+        call = {"index": index, **_call(event.call)}
+        return self._delta(event.sample, {"tool_calls": [call]})
+
     def ended(self, event: AnswerEnded) -> str:
         self._answers.append(event)
-        return self._delta(event.sample, {}, finish_word(event.reason))
+        return self._delta(event.sample, {}, finish_word(event))
 
-    def _delta(self, sample: int, delta: dict[str, str], finish: str | None = None) -> str:
+    def _delta(self, sample: int, delta: dict[str, Any], finish: str | None = None) -> str:
         choice = {"index": sample, "delta": delta, "logprobs": None, "finish_reason": finish}
         return self._chunk([choice])
 
@@ -303,7 +350,7 @@ class _TextChunks(_Chunks):
 
     def ended(self, event: AnswerEnded) -> str:
         self._answers.append(event)
-        return self._piece(event.sample, "", finish_word(event.reason))
+        return self._piece(event.sample, "", finish_word(event))
 
     def _piece(self, sample: int, text: str, finish: str | None = None) -> str:
         choice = {"index": sample, "text": text, "logprobs": None, "finish_reason": finish}

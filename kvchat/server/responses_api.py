@@ -1,4 +1,4 @@
-"""OpenAI's Responses interface: /v1/responses, without stored responses and without tools."""
+"""OpenAI's Responses interface: /v1/responses, without stored responses."""
 
 import secrets
 import time
@@ -9,18 +9,19 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from kvchat.chat.answer_settings import AskOptions
-from kvchat.chat.conversation import Role
-from kvchat.chat.events import AnswerEnded, AnswerText
+from kvchat.chat.events import AnswerCall, AnswerEnded, AnswerText
 from kvchat.chat.resent import ResentChat
+from kvchat.chat.tools import ToolCall
 from kvchat.core.types import FinishReason
 from kvchat.server.answering import Answer, whole_answers
 from kvchat.server.api_errors import ApiError, openai_form
+from kvchat.server.conversations import RequestChat, max_calls, read_tools
 from kvchat.server.fields import Fields, read_body, sampling_options
-from kvchat.server.openai_api import checked_chat, message_text
+from kvchat.server.openai_api import given_call, message_text
 from kvchat.server.service import Service, facts, until_gone
 from kvchat.server.streaming import sse, stream_response
 
-_UNSUPPORTED = ("tools", "previous_response_id", "conversation", "background", "top_logprobs")
+_UNSUPPORTED = ("previous_response_id", "conversation", "background", "top_logprobs")
 
 
 class ResponsesApi:
@@ -36,7 +37,7 @@ class ResponsesApi:
         _require_text_format(fields)
         chat = _chat(fields)
         options = self._options(fields, chat)
-        response = _Response(self._service.name, options, fields.text("instructions"))
+        response = _Response(self._service.name, options, fields)
         answer = await self._service.answering.chat(chat, options)
         if fields.flag("stream"):
             return stream_response(answer, _ResponseEvents(answer, response))
@@ -51,6 +52,7 @@ class ResponsesApi:
             max_tokens=limit if limit is not None else options.max_tokens,
             num_samples=1,
             is_one_shot=len(chat.messages) == 1,
+            max_calls=_max_calls(fields),
         )
 
 
@@ -62,33 +64,56 @@ def _require_text_format(fields: Fields) -> None:
 
 
 def _chat(fields: Fields) -> ResentChat:
-    systems = [fields.text("instructions") or ""]
+    chat = RequestChat()
+    chat.instruct(fields.text("instructions") or "")
     given = fields.raw("input")
     if isinstance(given, str):
-        return checked_chat(systems[0], [(Role.USER, given)])
-    messages: list[tuple[Role, str]] = []
-    for item in fields.objects("input"):
-        kind = item.text("type", "message")
-        if kind == "reasoning":
-            continue  # its ids are known with the answer's
-        if kind != "message":
-            raise item.fault("type", "must be message or reasoning")
-        role, text = item.text("role"), message_text(item)
-        if role in ("system", "developer") and not messages:
-            systems.append(text)
-        elif role in ("system", "developer", "user"):
-            messages.append((Role.USER, text))
-        elif role == "assistant":
-            messages.append((Role.ASSISTANT, text))
-        else:
-            raise item.fault("role", "must be system, developer, user or assistant")
-    return checked_chat("\n\n".join(text for text in systems if text), messages)
+        chat.ask(given)
+    else:
+        for item in fields.objects("input"):
+            _add_item(chat, item)
+    return chat.chat(read_tools(map(_tool, fields.objects_if_any("tools"))))
+
+
+def _add_item(chat: RequestChat, item: Fields) -> None:
+    kind = item.text("type", "message")
+    if kind == "message":
+        _add_message(chat, item)
+    elif kind == "function_call":
+        chat.answer("", [(item.text("call_id") or "", given_call(item))])
+    elif kind == "function_call_output":
+        chat.add_result(item, "call_id", message_text(item, "output"))
+    elif kind != "reasoning":  # its ids are known with the answer's
+        raise item.fault("type", "must be message, reasoning or a function's call or output")
+
+
+def _add_message(chat: RequestChat, item: Fields) -> None:
+    role, text = item.text("role"), message_text(item)
+    if role in ("system", "developer"):
+        chat.instruct(text)
+    elif role == "user":
+        chat.ask(text)
+    elif role == "assistant":
+        chat.answer(text)
+    else:
+        raise item.fault("role", "must be system, developer, user or assistant")
+
+
+def _tool(tool: Fields) -> Fields:
+    if tool.text("type", "function") != "function":
+        raise tool.fault("type", "must be function; kvchat runs no tools of its own")
+    return tool
+
+
+def _max_calls(fields: Fields) -> int | None:
+    allows_several = fields.raw("parallel_tool_calls") is not False
+    return max_calls(fields.raw("tool_choice"), allows_several)
 
 
 class _Response:
     """The response object, before and after the answer."""
 
-    def __init__(self, model: str, options: AskOptions, instructions: str | None) -> None:
+    def __init__(self, model: str, options: AskOptions, fields: Fields) -> None:
         self._fields: dict[str, Any] = {
             "id": f"resp_{secrets.token_hex(12)}",
             "object": "response",
@@ -96,18 +121,18 @@ class _Response:
             "status": "in_progress",
             "error": None,
             "incomplete_details": None,
-            "instructions": instructions,
+            "instructions": fields.text("instructions"),
             "max_output_tokens": options.max_tokens,
             "model": model,
             "output": [],
-            "parallel_tool_calls": False,
+            "parallel_tool_calls": options.max_calls is None,
             "previous_response_id": None,
             "reasoning": {"effort": None, "summary": None},
             "store": False,
             "temperature": options.sampling.temperature,
             "text": {"format": {"type": "text"}},
-            "tool_choice": "none",
-            "tools": [],
+            "tool_choice": "none" if options.max_calls == 0 else "auto",
+            "tools": fields.raw("tools") or [],
             "top_p": options.sampling.top_p,
             "truncation": "disabled",
             "usage": None,
@@ -138,7 +163,20 @@ class _Response:
 
 def _items(ended: AnswerEnded) -> list[dict[str, Any]]:
     reasoning = [_item(True, ended.thinking, "completed")] if ended.thinking else []
-    return [*reasoning, _item(False, ended.text, "completed")]
+    said = ended.text or not ended.calls
+    message = [_item(False, ended.text, "completed")] if said else []
+    return [*reasoning, *message, *(_call_item(call) for call in ended.calls)]
+
+
+def _call_item(call: ToolCall) -> dict[str, Any]:
+    return {
+        "id": f"fc_{secrets.token_hex(12)}",
+        "type": "function_call",
+        "status": "completed",
+        "call_id": f"call_{secrets.token_hex(12)}",
+        "name": call.name,
+        "arguments": call.arguments_text,
+    }
 
 
 def _item(is_thinking: bool, text: str, status: str, item_id: str | None = None) -> dict[str, Any]:
@@ -198,8 +236,20 @@ class _ResponseEvents:
         self._text += event.text
         return opening + self._about_part(f"{self._kind}.delta", delta=event.text)
 
+    def call(self, event: AnswerCall) -> str:
+        said, item, index = self._close(), _call_item(event.call), len(self._items)
+        begun = {**item, "status": "in_progress", "arguments": ""}
+        said += self._event("response.output_item.added", output_index=index, item=begun)
+        kind, arguments = "response.function_call_arguments", item["arguments"]
+        place = {"item_id": item["id"], "output_index": index}
+        said += self._event(f"{kind}.delta", **place, delta=arguments)
+        said += self._event(f"{kind}.done", **place, name=item["name"], arguments=arguments)
+        self._items.append(item)
+        return said + self._event("response.output_item.done", output_index=index, item=item)
+
     def ended(self, event: AnswerEnded) -> str:
-        opening = "" if self._item_id else self._open(is_thinking=False)
+        is_said = self._item_id or event.calls
+        opening = "" if is_said else self._open(is_thinking=False)
         closing = opening + self._close()
         complete = self._response.complete(event, self._answer, self._items)
         return closing + self._event(f"response.{complete['status']}", response=complete)

@@ -72,9 +72,11 @@ async def _gone(request: Request) -> None:
         pass
 
 
-def finish_word(reason: FinishReason) -> str:
+def finish_word(ended: AnswerEnded) -> str:
     """Return OpenAI's word for the end of an answer."""
-    return "stop" if reason is FinishReason.STOP else "length"
+    if ended.reason is not FinishReason.STOP:
+        return "length"
+    return "tool_calls" if ended.calls else "stop"
 
 
 def facts(ended: AnswerEnded, difference: Difference | None = None) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from starlette.responses import StreamingResponse
 
-from kvchat.chat.events import AnswerEnded, AnswerText
+from kvchat.chat.events import AnswerCall, AnswerEnded, AnswerText
 from kvchat.server.answering import Answer
 from kvchat.server.api_errors import ApiError
 
@@ -19,6 +19,8 @@ class StreamWriter(Protocol):
     def begin(self) -> str: ...
 
     def text(self, event: AnswerText) -> str: ...
+
+    def call(self, event: AnswerCall) -> str: ...
 
     def ended(self, event: AnswerEnded) -> str: ...
 
@@ -51,6 +53,8 @@ async def _written(answer: Answer, writer: StreamWriter) -> AsyncIterator[str]:
                 yield _PING
             elif isinstance(event, AnswerText):
                 yield writer.text(event)
+            elif isinstance(event, AnswerCall):
+                yield writer.call(event)
             else:
                 yield writer.ended(event)
         yield writer.finish()

@@ -3,6 +3,7 @@
 import os
 import sqlite3
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,13 +12,13 @@ from kvchat.chat.answer_memory import AnswerMemory, ContextDigest, KnownAnswer
 from kvchat.chat.conversation import Role
 from kvchat.chat.events import AnswerEnded
 from kvchat.chat.host import ChatHost
-from kvchat.chat.resent import Message, ResentChats, resent_chat
-from kvchat.chat.resent_difference import SeenChats
+from kvchat.chat.resent import ResentChats, resent_chat
+from kvchat.chat.resent_difference import Message, SeenChats
 from kvchat.core.errors import UsageError
 from kvchat.core.types import FinishReason
 from support.tiny_host import answer_options, finish
 
-U, A = Role.USER, Role.ASSISTANT
+U, A = partial(Message, Role.USER), partial(Message, Role.ASSISTANT)
 ANSWER = KnownAnswer((1, 2, 3), FinishReason.STOP)
 
 
@@ -45,12 +46,12 @@ def test_the_ids_of_an_answer_are_those_that_were_generated(
 ) -> None:
     """Random weights answer with ids that no text encodes to: only the memory knows them."""
     chats = ResentChats(host, AnswerMemory(tmp_path / "answers.db"))
-    first, fed = answered(chats, [(U, "one")], "Be brief.")
+    first, fed = answered(chats, [U("one")], "Be brief.")
     if is_restarted:
         chats.close()
         chats = ResentChats(host, AnswerMemory(tmp_path / "answers.db"))
 
-    resent = [(U, "one"), (A, f" {first.text}\n"), (U, "two")]
+    resent = [U("one"), A(f" {first.text}\n"), U("two")]
     second, fed_again = answered(chats, resent, "Be brief.")
 
     assert fed_again[: len(fed)] == fed
@@ -61,22 +62,22 @@ def test_the_ids_of_an_answer_are_those_that_were_generated(
 
 def test_an_answer_in_another_conversation_is_encoded(host: ChatHost, memory: AnswerMemory) -> None:
     chats = ResentChats(host, memory)
-    first, _ = answered(chats, [(U, "one")])
+    first, _ = answered(chats, [U("one")])
 
-    ended, fed = answered(chats, [(U, "another"), (A, first.text), (U, "two")])
+    ended, fed = answered(chats, [U("another"), A(first.text), U("two")])
 
     assert ended.usage.prompt_tokens == len(fed)
 
 
 def test_neighbours_of_one_role_are_joined() -> None:
-    chat = resent_chat("", [(U, "a"), (U, "b"), (A, "c")])
+    chat = resent_chat("", [U("a"), U("b"), A("c")])
 
-    assert chat.messages == ((U, "a\n\nb"), (A, "c"))
+    assert chat.messages == (U("a\n\nb"), A("c"))
     assert chat.system is None
     assert chat.is_continuation
 
 
-@pytest.mark.parametrize("messages", [[], [(A, "x")], [(U, "x"), (A, "y"), (U, " ")]])
+@pytest.mark.parametrize("messages", [[], [A("x")], [U("x"), A("y"), U(" ")]])
 def test_what_cannot_be_answered_is_refused(messages: list[Message]) -> None:
     with pytest.raises(UsageError):
         resent_chat(None, messages)
@@ -152,17 +153,17 @@ def test_the_date_of_a_conversation_stays_what_it_was(memory: AnswerMemory) -> N
 def test_a_continued_conversation_has_no_difference() -> None:
     seen = SeenChats()
 
-    assert seen.note("s", ((U, "a"),)) is None
-    assert seen.note("s", ((U, "a"), (A, "b"), (U, "c"))) is None
-    assert seen.note("s", ((U, "a"), (A, "b"), (U, "another c"))) is None
-    assert seen.note("s", ((U, "something else"),)) is None
+    assert seen.note("s", (U("a"),)) is None
+    assert seen.note("s", (U("a"), A("b"), U("c"))) is None
+    assert seen.note("s", (U("a"), A("b"), U("another c"))) is None
+    assert seen.note("s", (U("something else"),)) is None
 
 
 def test_a_changed_system_prompt_is_found() -> None:
     seen = SeenChats()
-    seen.note("Today is Monday.", ((U, "a"), (A, "b"), (U, "c")))
+    seen.note("Today is Monday.", (U("a"), A("b"), U("c")))
 
-    found = seen.note("Today is Tuesday.", ((U, "a"), (A, "b"), (U, "c"), (A, "d"), (U, "e")))
+    found = seen.note("Today is Tuesday.", (U("a"), A("b"), U("c"), A("d"), U("e")))
 
     assert found is not None
     assert found.as_dict() == {
@@ -175,9 +176,9 @@ def test_a_changed_system_prompt_is_found() -> None:
 
 def test_a_changed_earlier_message_is_found() -> None:
     seen = SeenChats()
-    seen.note(None, ((U, "a"), (A, "b"), (U, "c"), (A, "d"), (U, "e")))
+    seen.note(None, (U("a"), A("b"), U("c"), A("d"), U("e")))
 
-    found = seen.note(None, ((U, "a"), (A, "b!"), (U, "c"), (A, "d"), (U, "e")))
+    found = seen.note(None, (U("a"), A("b!"), U("c"), A("d"), U("e")))
 
     assert found is not None
-    assert (found.message, found.character, found.now) == (1, 1, "!")
+    assert (found.place, found.character, found.now) == (1, 1, "!")

@@ -14,6 +14,7 @@ from kvchat.server.app import new_app
 from kvchat.server.guard import App, Limits
 from kvchat.server.metrics import Metrics
 from kvchat.server.service import Service
+from support import template_zoo as zoo
 from support.scripted_engine import (
     Author,
     Script,
@@ -29,6 +30,13 @@ Serve = Callable[..., App]
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> ChatModel:
     return text_model(write_text_checkpoint(tmp_path_factory.mktemp("model") / "scripted"))
+
+
+@pytest.fixture(scope="session")
+def tool_model(tmp_path_factory: pytest.TempPathFactory) -> ChatModel:
+    """The text side of a model whose template takes tools."""
+    source = zoo.TOOLS_AS_JSON.replace("<|im_start|>", "<|start|>").replace("<|im_end|>", "<|end|>")
+    return text_model(write_text_checkpoint(tmp_path_factory.mktemp("tools") / "tools", source))
 
 
 def echo(question: str, sample: int) -> Script:
@@ -47,8 +55,9 @@ def serve(model: ChatModel) -> Iterator[Serve]:
         limits: Limits | None = None,
         memory: Path | None = None,
         max_context: int = 32768,
+        served: ChatModel = model,
     ) -> App:
-        host = ChatHost(model, scripted_build(model, author, max_context=max_context), None)
+        host = ChatHost(served, scripted_build(served, author, max_context=max_context), None)
         host.wait_until_ready()
         metrics = Metrics()
         answering = Answering(ResentChats(host, AnswerMemory(memory)), metrics)

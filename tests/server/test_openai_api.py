@@ -136,7 +136,7 @@ BAD: dict[str, tuple[Any, int, str | None]] = {
     "no messages": ({"model": "scripted"}, 400, "messages"),
     "an empty message": (asked(" "), 400, "messages"),
     "an unknown role": (
-        {"model": "scripted", "messages": [{"role": "tool", "content": "x"}]},
+        {"model": "scripted", "messages": [{"role": "robot", "content": "x"}]},
         400,
         "messages[0].role",
     ),
@@ -160,7 +160,11 @@ BAD: dict[str, tuple[Any, int, str | None]] = {
     "no tokens": (asked("x", max_tokens=0), 400, "max_tokens"),
     "too many samples": (asked("x", n=1000), 400, "n"),
     "an empty stop": (asked("x", stop=[""]), 400, "stop"),
-    "tools": (asked("x", tools=[{"type": "function"}]), 400, "tools"),
+    "a tool without a name": (
+        asked("x", tools=[{"type": "function"}]),
+        400,
+        "tools[0].function.name",
+    ),
     "a schema": (asked("x", response_format={"type": "json_object"}), 400, "response_format"),
     "penalties": (asked("x", presence_penalty=0.5), 400, "presence_penalty"),
 }

@@ -61,7 +61,7 @@ class Script:
 Author = Callable[[str, int], Script]
 
 
-def write_text_checkpoint(directory: Path) -> Path:
+def write_text_checkpoint(directory: Path, template: str = _TEMPLATE) -> Path:
     """Write a checkpoint that has everything but weights; return its directory."""
     directory.mkdir(parents=True, exist_ok=True)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -74,7 +74,7 @@ def write_text_checkpoint(directory: Path) -> Path:
     names = {"bos_token": "<|bos|>", "eos_token": "<|eos|>", "pad_token": "<|pad|>"}
     (directory / "tokenizer_config.json").write_text(json.dumps(names))
     (directory / "config.json").write_text(json.dumps({"eos_token_id": 260}))
-    (directory / "chat_template.jinja").write_text(_TEMPLATE)
+    (directory / "chat_template.jinja").write_text(template)
     (directory / "model.safetensors").write_bytes(b"")
     return directory
 

@@ -148,3 +148,84 @@ READS_WORDS = (
         "assistant\n{% if '/no_think' in system %}<think>\n\n</think>\n{% endif %}{% endif",
     )
 )
+
+# Templates with tools: definitions first, then a system message if there is one.
+_DEFINED = (
+    "{% if tools %}<|im_start|>system\n{% for t in tools %}{{ t | tojson }}\n{% endfor %}"
+    "<|im_end|>\n{% endif %}"
+)
+_TALK_WITH_TOOLS = (
+    "{% for m in messages %}{% if m.role == 'tool' %}RESULT{% elif m.tool_calls %}CALLED"
+    "{% else %}" + _TURN + "{% endif %}{% endfor %}"
+)
+
+
+def _with_tools(called: str, result: str) -> str:
+    talk = _TALK_WITH_TOOLS.replace("RESULT", result).replace("CALLED", called)
+    return _DEFINED + talk + _GENERATION
+
+
+# JSON objects between tags, as Qwen 2.5's and Hermes'.
+TOOLS_AS_JSON = _with_tools(
+    "<|im_start|>assistant\n{{ m.content }}{% for c in m.tool_calls %}\n<tool_call>\n"
+    "{{ c.function | tojson }}\n</tool_call>{% endfor %}<|im_end|>\n",
+    "<|im_start|>user\n<tool_response>\n{{ m.content }}\n</tool_response><|im_end|>\n",
+)
+
+# An element for each argument, as Qwen 3 Coder's.
+TOOLS_AS_ELEMENTS = _with_tools(
+    "<|im_start|>assistant\n{{ m.content }}{% for c in m.tool_calls %}\n<tool_call>\n"
+    "<function={{ c.function.name }}>\n{% for k, v in c.function.arguments.items() %}"
+    "<parameter={{ k }}>\n{{ v if v is string else v | tojson }}\n</parameter>\n{% endfor %}"
+    "</function>\n</tool_call>{% endfor %}<|im_end|>\n",
+    "<|im_start|>user\n{{ m.content }}<|im_end|>\n",
+)
+
+# Pairs of keys and values, and no token that closes an answer, as GLM 4.5's.
+TOOLS_AS_PAIRS = _with_tools(
+    "<|im_start|>assistant\n{{ m.content }}{% for c in m.tool_calls %}\n<tool_call>"
+    "{{ c.function.name }}\n{% for k, v in c.function.arguments.items() %}<arg_key>{{ k }}"
+    "</arg_key>\n<arg_value>{{ v if v is string else v | tojson }}</arg_value>\n{% endfor %}"
+    "</tool_call>{% endfor %}",
+    "<|im_start|>observation\n{{ m.content }}",
+)
+
+# One bare JSON object and no text beside it; results are JSON texts, as Llama 3's.
+TOOLS_BARE = _with_tools(
+    "{% if m.tool_calls | length > 1 %}{{ raise_exception('one call at once') }}{% endif %}"
+    "<|im_start|>assistant\n{% set f = m.tool_calls[0].function %}"
+    '{"name": "{{ f.name }}", "parameters": {{ f.arguments | tojson }}}<|im_end|>\n',
+    "<|im_start|>ipython\n{{ m.content | tojson }}<|im_end|>\n",
+)
+
+# A mark, then a list; ids of nine characters; text beside calls is refused, as Mistral's.
+TOOLS_MARKED = _with_tools(
+    "{% if m.content %}{{ raise_exception('text and calls') }}{% endif %}<|im_start|>assistant\n"
+    "[TOOL_CALLS][{% for c in m.tool_calls %}{% if c.id | length != 9 %}"
+    "{{ raise_exception('nine characters') }}{% endif %}{{ c.function | tojson }}"
+    "{% if not loop.last %}, {% endif %}{% endfor %}]</s>",
+    "<|im_start|>[TOOL_RESULTS]{{ m.content }}[/TOOL_RESULTS]",
+)
+
+# A channel with the name of the tool, and another closing token than other answers, as gpt-oss'.
+TOOLS_IN_CHANNELS = _with_tools(
+    "<|im_start|>assistant to=functions.{{ m.tool_calls[0].function.name }}<|channel|>commentary "
+    "json<|message|>{{ m.tool_calls[0].function.arguments | tojson }}</s>",
+    "<|im_start|>functions.{{ m.name }}<|message|>{{ m.content | tojson }}<|im_end|>\n",
+).replace("assistant\n{% endif", "assistant{% endif")
+
+# It needs the arguments as text.
+TOOLS_WITH_TEXT = TOOLS_AS_JSON.replace(
+    "{{ c.function | tojson }}",
+    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments + "" }}}',
+)
+
+TOOLS = {
+    "json": TOOLS_AS_JSON,
+    "elements": TOOLS_AS_ELEMENTS,
+    "pairs": TOOLS_AS_PAIRS,
+    "bare": TOOLS_BARE,
+    "marked": TOOLS_MARKED,
+    "channels": TOOLS_IN_CHANNELS,
+    "text arguments": TOOLS_WITH_TEXT,
+}

@@ -1,0 +1,95 @@
+"""Tools that a model may call: their definitions, a model's calls, and the results of calls."""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvchat.core.errors import UsageError
+
+# The order in which models see the fields of a definition in their training.
+_FIELDS = ("name", "description", "parameters")
+_NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """One call by a model. `arguments` are the values by name, of JSON's types."""
+
+    name: str
+    arguments: Mapping[str, Any]
+
+    @property
+    def arguments_text(self) -> str:
+        """The arguments as JSON."""
+        return json.dumps(self.arguments, ensure_ascii=False)
+
+    @property
+    def key(self) -> str:
+        """A text that equal calls share, in whatever order their arguments stand."""
+        return json.dumps([self.name, self.arguments], sort_keys=True)
+
+
+@dataclass(frozen=True, slots=True)
+class ToolResult:
+    """What one call returned. Results stand in the order of their calls."""
+
+    name: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """The calls of one answer, and the results that came back; both may be empty."""
+
+    calls: tuple[ToolCall, ...] = ()
+    results: tuple[ToolResult, ...] = ()
+
+
+NO_TOOL_USE = ToolUse()
+
+
+class ToolSet:
+    """The tools of one conversation, in the order of the client.
+
+    A template writes them into the beginning of the context, so every definition has one form,
+    whatever the order of its fields: a definition that is added costs only what follows it.
+    """
+
+    def __init__(self, definitions: Iterable[Mapping[str, Any]]) -> None:
+        """Take functions, each with `name` and perhaps `description` and `parameters`.
+
+        Raises UsageError for two of one name.
+        """
+        functions = [_in_order(definition) for definition in definitions]
+        self._by_name = {function["name"]: function for function in functions}
+        if len(self._by_name) < len(functions):
+            raise UsageError("Two tools have the same name.")
+
+    def __len__(self) -> int:
+        return len(self._by_name)
+
+    @property
+    def definitions(self) -> list[dict[str, Any]]:
+        """The definitions as templates read them."""
+        functions = self._by_name.values()
+        return [{"type": "function", "function": function} for function in functions]
+
+    @property
+    def text(self) -> str:
+        """The definitions as JSON, to compare them; empty without any."""
+        return json.dumps(self.definitions, ensure_ascii=False) if self._by_name else ""
+
+    def takes_text(self, tool: str, argument: str) -> bool | None:
+        """Return whether an argument is a text by the tool's schema; None if that is not said."""
+        schema: Any = self._by_name.get(tool, {}).get("parameters")
+        for name in ("properties", argument):
+            schema = schema.get(name) if isinstance(schema, Mapping) else None
+        kind = schema.get("type") if isinstance(schema, Mapping) else None
+        return kind == "string" if isinstance(kind, str) else None
+
+
+def _in_order(definition: Mapping[str, Any]) -> dict[str, Any]:
+    ordered = {name: definition[name] for name in _FIELDS if definition.get(name) is not None}
+    ordered.setdefault("parameters", _NO_PARAMETERS)
+    return ordered

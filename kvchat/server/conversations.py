@@ -1,0 +1,110 @@
+"""RequestChat: collects the messages of one request, in whichever interface it was written.
+
+Each interface reads its own fields and adds what it finds here. The result is a ResentChat.
+"""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from kvchat.chat.conversation import Role
+from kvchat.chat.resent import ResentChat, resent_chat
+from kvchat.chat.resent_difference import Message
+from kvchat.chat.tools import ToolCall, ToolResult, ToolSet
+from kvchat.core.errors import KvchatError
+from kvchat.server.api_errors import ApiError, as_api_error
+from kvchat.server.fields import Fields
+
+_MOST_TOOLS = 1024
+
+
+class RequestChat:
+    """The messages so far. Add them in their order, then take `chat`."""
+
+    def __init__(self) -> None:
+        self._systems: list[str] = []
+        self._messages: list[Message] = []
+        self._open_calls: dict[str, ToolCall] = {}
+        self._results: dict[str, ToolResult] = {}
+
+    def instruct(self, text: str) -> None:
+        """Add to the system prompt; an instruction after the first message stands where it came."""
+        if self._messages:
+            self.ask(text)
+        elif text:
+            self._systems.append(text)
+
+    def ask(self, text: str) -> None:
+        """Add a message of the user."""
+        self._end_calls()
+        self._messages.append(Message(Role.USER, text))
+
+    def answer(self, text: str, calls: Iterable[tuple[str, ToolCall]] = ()) -> None:
+        """Add an answer, with calls by the ids that the client gave them."""
+        if self._results:
+            self._end_calls()
+        named = dict(calls)
+        self._open_calls |= named
+        self._messages.append(Message(Role.ASSISTANT, text, tuple(named.values())))
+
+    def add_result(self, item: Fields, id_field: str, text: str) -> None:
+        """Add the result of a call; raises ApiError if the item's id names no call before it."""
+        call_id = item.text(id_field)
+        call = self._open_calls.get(call_id or "")
+        if call is None or call_id is None:
+            raise item.fault(id_field, "names no call of the answer before it")
+        self._results[call_id] = ToolResult(call.name, text)
+
+    def chat(self, tools: ToolSet | None = None) -> ResentChat:
+        """Return the conversation, or raise ApiError for one that cannot be answered."""
+        self._end_calls()
+        try:
+            return resent_chat("\n\n".join(self._systems), self._messages, tools)
+        except KvchatError as error:
+            raise replace(as_api_error(error), param="messages") from error
+
+    def _end_calls(self) -> None:
+        """Add the results of the last calls, in the order of the calls."""
+        if not self._open_calls:
+            return
+        for call_id, call in self._open_calls.items():
+            if call_id not in self._results:
+                sentence = f"The call of {call.name!r} has no result."
+                raise ApiError(400, sentence, "messages", "invalid_value")
+        results = tuple(self._results[call_id] for call_id in self._open_calls)
+        self._messages.append(Message(Role.USER, "", results=results))
+        self._open_calls, self._results = {}, {}
+
+
+def read_tools(definitions: Iterable[Fields], schema: str = "parameters") -> ToolSet | None:
+    """Return the tools of a request, None without any. `schema` is the field of the parameters."""
+    read = [_definition(definition, schema) for definition in definitions]
+    if len(read) > _MOST_TOOLS:
+        raise ApiError(400, f"There are more than {_MOST_TOOLS} tools.", "tools", "invalid_value")
+    try:
+        return ToolSet(read) if read else None
+    except KvchatError as error:
+        raise replace(as_api_error(error), param="tools") from error
+
+
+def _definition(definition: Fields, schema: str) -> dict[str, Any]:
+    name = definition.text("name")
+    if not name:
+        raise definition.fault("name", "is missing")
+    parameters = definition.nested(schema).values if schema in definition else None
+    described = {"name": name, "description": definition.text("description")}
+    return {**described, "parameters": parameters}
+
+
+def max_calls(choice: object, allows_several: bool) -> int | None:
+    """Return how many calls an answer may have, by the interface's word for the choice."""
+    if choice == "none":
+        return 0
+    if choice not in (None, "auto"):
+        raise ApiError(
+            400,
+            "kvchat does not support tool_choice other than auto and none.",
+            "tool_choice",
+            "unsupported_parameter",
+        )
+    return None if allows_several else 1
