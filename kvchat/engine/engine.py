@@ -17,7 +17,7 @@ import torch
 from kvchat.cache.block_manager import CacheManager
 from kvchat.cache.rates import PrefillRate
 from kvchat.core.cost import KvPlaces, ReadRates
-from kvchat.core.errors import ContextTooLong, GenerationError, KvchatError
+from kvchat.core.errors import ContextTooLong, GenerationError, KvchatError, UsageError
 from kvchat.core.events import RequestEvent
 from kvchat.core.stats import EngineStatus
 from kvchat.core.types import CachedTokens, FinishReason, MissReason
@@ -141,7 +141,8 @@ class Engine:
         """Queue a request; return its id. `submitted_s` is the time of submission, if not now.
 
         Raises ContextTooLong if the prompt leaves no room for a token. Raises GenerationError for
-        an id without an embedding: it would fail the other requests of its step too.
+        an id without an embedding: it would fail the other requests of its step too. Raises
+        UsageError for a logit bias of a token that the model does not have.
         """
         length = len(spec.prompt_ids)
         if length >= self.max_context:
@@ -156,6 +157,9 @@ class Engine:
                 f"The prompt holds token {unknown_ids[0]}, and the model has {self._vocab_size}.",
                 "Its tokenizer and its weights do not belong together.",
             )
+        biased = max((token for token, _ in spec.sampling.logit_bias), default=-1)
+        if biased >= self._vocab_size:
+            raise UsageError(f"logit-bias names token {biased}; the model has {self._vocab_size}.")
         self.end_read_ahead()
         request_id = next(self._request_ids)
         now_s = self._clock() if submitted_s is None else submitted_s

@@ -51,6 +51,11 @@ class RequestSpec:
         assert self.num_samples >= 1
         assert self.max_tokens is None or self.max_tokens >= 1
 
+    @property
+    def needs_logits(self) -> bool:
+        """Whether its tokens cannot be drawn within a graph."""
+        return self.sampling.changes_logits
+
 
 class State(Enum):
     """The state of a request in the scheduler."""
@@ -112,7 +117,7 @@ class Request:
     is looked up at every step. `table` is set while the request runs. `steps_waited` counts the
     steps since it last ran. `promotion` and `restore` are its transfers from host memory and from
     the disk. `num_offered` counts the leading tokens whose KV was last offered to be written.
-    `device_ids` are its ids on the device, for a repetition penalty.
+    `device_ids` are its ids on the device, for a penalty.
     """
 
     request_id: int

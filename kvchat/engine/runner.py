@@ -269,15 +269,15 @@ def draw(
 def draws_of(plan: Sequence[ScheduledRequest]) -> list[RowDraw | None] | None:
     """Return for each request how its rows draw in a graph; None for one that does not complete.
 
-    Returns None for the whole plan if a request has a repetition penalty, which needs its context,
-    or siblings to fork, which draw from one row.
+    Returns None for the whole plan if a request needs its logits outside the graph, or has siblings
+    to fork, which draw from one row.
     """
     draws: list[RowDraw | None] = []
     for scheduled in plan:
         request = scheduled.request
         if not scheduled.completes:
             draws.append(None)
-        elif request.spec.sampling.repetition_penalty != 1.0 or request.num_siblings_to_fork:
+        elif request.spec.needs_logits or request.num_siblings_to_fork:
             return None
         else:
             draws.append(row_draw(sampling_row(request, (), _HOST)))
@@ -311,7 +311,7 @@ def sampling_row(
     """Return how to draw the token after a request's ids and `drafts`; a penalty uses both."""
     params = request.spec.sampling
     context_ids = None
-    if params.repetition_penalty != 1.0:
+    if params.penalises:
         request.device_ids = request.device_ids or DeviceTokenIds(device)
         context_ids = request.device_ids.of(request.ids, drafts)
     return SamplingRow(
@@ -319,4 +319,5 @@ def sampling_row(
         seed=sample_seed(params.seed, request.sample + sibling),
         position=len(request.ids) + len(drafts),
         context_ids=context_ids,
+        num_prompt=request.num_prompt_tokens,
     )

@@ -18,6 +18,7 @@ from kvchat.server.answering import Answer, whole_answers
 from kvchat.server.api_errors import ApiError, openai_form
 from kvchat.server.conversations import RequestChat, max_calls, read_tools
 from kvchat.server.fields import Fields, num_samples, read_body, sampling_options, stops
+from kvchat.server.generation_fields import with_penalties
 from kvchat.server.service import Service, facts, finish_word, until_gone
 from kvchat.server.streaming import sse, stream_response
 
@@ -27,9 +28,6 @@ _UNSUPPORTED = (
     "functions",
     "logprobs",
     "top_logprobs",
-    "logit_bias",
-    "presence_penalty",
-    "frequency_penalty",
     "audio",
     "prediction",
     "web_search_options",
@@ -103,6 +101,7 @@ class OpenAiApi:
     ) -> AskOptions:
         """Return how to answer; the first of `limits` that is given limits the tokens."""
         options = sampling_options(fields, self._service.options)
+        options = with_penalties(fields, options, self._service.host.model.vocab_size)
         limit = next((fields.whole(name, 1) for name in limits if name in fields), None)
         return replace(
             options,

@@ -166,7 +166,7 @@ BAD: dict[str, tuple[Any, int, str | None]] = {
         "tools[0].function.name",
     ),
     "a schema": (asked("x", response_format={"type": "json_object"}), 400, "response_format"),
-    "penalties": (asked("x", presence_penalty=0.5), 400, "presence_penalty"),
+    "penalties": (asked("x", presence_penalty=5), 400, "presence_penalty"),
 }
 
 

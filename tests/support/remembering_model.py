@@ -101,7 +101,8 @@ def complete_without_cache(spec: RequestSpec, number: int, max_context: int) -> 
             spec.sampling,
             sample_seed(spec.sampling.seed, number),
             len(ids),
-            torch.tensor(ids) if spec.sampling.repetition_penalty != 1.0 else None,
+            torch.tensor(ids) if spec.sampling.penalises else None,
+            len(spec.prompt_ids),
         )
         [token] = sample(logits_of(ids)[None].clone(), [row])
         if token in spec.stop_token_ids:
