@@ -54,6 +54,34 @@ class StopWatcher(Protocol):
         """Take the next token id; true once a stop string is complete."""
 
 
+class TokenConstraint(Protocol):
+    """Limits one completion's tokens; one request owns it. A call may raise KvchatError."""
+
+    def allowed(self) -> bytes | None:
+        """Return which ids may come next, a bit for each, the lowest first; None for every id.
+
+        Bits that are missing at the end are 0. It changes nothing.
+        """
+
+    def accept(self, token_id: int) -> bool:
+        """Take the next token id; true once no other can follow."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """The natural logarithm of the probability of a token, and of the likeliest ones at its place.
+
+    The distribution is the softmax of the model's logits as they are: before temperature, filters,
+    penalties, biases and constraints.
+
+    top   (token id, logarithm), likeliest first
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How the next token is chosen. `temperature` 0 is greedy decoding.

@@ -25,7 +25,7 @@ from kvchat.engine.fetch import Fetcher
 from kvchat.engine.kv_verifier import KvVerifier
 from kvchat.engine.output_processor import OutputProcessor
 from kvchat.engine.request import Request, RequestSpec, State
-from kvchat.engine.runner import Runner, draw, draws_of, tokens_of
+from kvchat.engine.runner import Drawn, Runner, draw, draws_of, tokens_of
 from kvchat.engine.scheduler import ScheduledRequest, Scheduler
 from kvchat.engine.speculation import Limits, Mode, Speculation
 from kvchat.engine.step_threads import MOST_ROWS
@@ -404,20 +404,20 @@ class Engine:
         checks = self._kv_verifier.pieces
         is_alone = len(plan) == 1 and not checks and not plan[0].drafts
         try:
-            if (tokens := self._draw_at_once(plan)) is None:
+            if (drawn := self._draw_at_once(plan)) is None:
                 logits = self._runner.run(plan, checks, self._stop_of(plan))
                 num_rows = len(logits) - len(checks)
                 if checks and self._fails(logits[num_rows:]):
                     return []  # nothing was counted, so the remaining requests are computed again
-                tokens = draw(plan, logits[:num_rows])
+                drawn = draw(plan, logits[:num_rows])
         except StepAbandoned:
             return []
         except Exception as error:  # a model's own code can fail with anything
             _log.error("step failed requests=%d", len(plan), exc_info=error)
             explanation = _explain(error)
         else:
-            self._note_step(plan, tokens, self._clock() - began_s)
-            return self._advance(plan, tokens)
+            self._note_step(plan, drawn.tokens, self._clock() - began_s)
+            return self._advance(plan, drawn)
         # Outside the handler: the error object keeps the failed step's tensors alive.
         if is_alone:
             return self._output.fail(plan[0].request, explanation)
@@ -442,9 +442,7 @@ class Engine:
         self._invalidate(failed)
         return bool(failed)
 
-    def _draw_at_once(
-        self, plan: Sequence[ScheduledRequest]
-    ) -> dict[ScheduledRequest, list[int]] | None:
+    def _draw_at_once(self, plan: Sequence[ScheduledRequest]) -> Drawn | None:
         """Compute the plan and draw in one graph; None if no graph fits or it cannot draw."""
         if not self._runner.has_graphs or self._kv_verifier.pieces:
             return None
@@ -452,10 +450,8 @@ class Engine:
         drawn = self._runner.draw(plan, draws) if draws is not None else None
         return tokens_of(plan, drawn) if drawn is not None else None
 
-    def _advance(
-        self, plan: Sequence[ScheduledRequest], tokens: dict[ScheduledRequest, list[int]]
-    ) -> list[RequestEvent]:
-        events = self._output.advance(plan, tokens)
+    def _advance(self, plan: Sequence[ScheduledRequest], drawn: Drawn) -> list[RequestEvent]:
+        events = self._output.advance(plan, drawn)
         self._keep_whole_packs(plan)
         return events
 
@@ -528,6 +524,8 @@ def _with_disk(cached: CachedTokens, num_kept: int) -> CachedTokens:
 
 
 def _explain(error: Exception) -> KvchatError:
+    if isinstance(error, KvchatError):
+        return error
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return GenerationError(
             "The device ran out of memory while answering.",

@@ -1,10 +1,11 @@
-"""Changes one row of logits before the filters: penalties, then biases.
+"""Changes one row of logits before the filters: penalties, then biases, then a constraint.
 
 Each part that is off runs no code.
 """
 
 import torch
 
+from kvchat.core.errors import GenerationError
 from kvchat.core.types import SamplingParams
 from kvchat_kernels.sending import on_device
 
@@ -50,3 +51,20 @@ def _add_bias(logits: torch.Tensor, bias: tuple[tuple[int, float], ...]) -> None
     known = [(token_id, value) for token_id, value in bias if token_id < len(logits)]
     token_ids = on_device([token_id for token_id, _ in known], torch.int64, logits.device)
     logits[token_ids] += on_device([value for _, value in known], torch.float32, logits.device)
+
+
+def refuse_others(logits: torch.Tensor, allowed: bytes) -> None:
+    """Make all tokens but the allowed ones impossible, in place.
+
+    logits    [vocab_size] float32
+    allowed   a bit for each id, the lowest first; ids beyond it are refused
+
+    Raises GenerationError if no token is allowed. A logit that is NaN stays: it is found later.
+    """
+    octets = torch.frombuffer(bytearray(allowed), dtype=torch.uint8)[:, None]
+    bits = (octets >> torch.arange(8, dtype=torch.uint8)).bitwise_and_(1).bool().flatten()
+    if not bits[: len(logits)].any():
+        raise GenerationError("The format of the answer allows no token of the model.")
+    refused = torch.ones(len(logits), dtype=torch.bool)
+    refused[: len(bits)] = ~bits[: len(logits)]
+    logits.masked_fill_(refused.to(logits.device) & ~logits.isnan(), float("-inf"))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from kvchat.core.types import SamplingParams
-from kvchat.engine.logit_changes import change_logits
+from kvchat.engine.logit_changes import change_logits, refuse_others
 from kvchat_kernels.launch import uses_triton
 from kvchat_kernels.sampler import RowDraw, SamplerRows, sample_tokens
 from kvchat_kernels.sending import on_device
@@ -114,8 +114,10 @@ _MOST_INT32 = (1 << 31) - 1
 class SamplingRow:
     """How to draw one token.
 
-    `seed` and `position` select the noise. `context_ids`, [num_tokens] int64, are the tokens before
-    it, of which the request has generated those from `num_prompt` on; None without a penalty.
+    seed, position   they select the noise
+    context_ids      [num_tokens] int64, the tokens before it; None without a penalty
+    num_prompt       the request has generated the tokens of the context from this index on
+    allowed          the bits of the ids that may be drawn, as a TokenConstraint tells them
     """
 
     params: SamplingParams
@@ -123,24 +125,28 @@ class SamplingRow:
     position: int
     context_ids: torch.Tensor | None = None
     num_prompt: int = 0
+    allowed: bytes | None = None
 
     @property
     def changes_logits(self) -> bool:
-        return self.params.changes_logits
+        return self.params.changes_logits or self.allowed is not None
 
 
 @torch.inference_mode()  # the logits are inference tensors, changed in place only in this mode
 def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[int]:
     """Draw one token id per row.
 
-    logits   [num_rows, vocab_size] float32; rows with a penalty or a bias are changed in place
+    logits   [num_rows, vocab_size] float32; changed in place where `changes_logits` is true
 
     Raises ValueError if a logit is NaN: low precision overflowed, or the weights are damaged.
+    Raises GenerationError for a row that allows no token.
     """
     assert logits.shape[0] == len(rows)
     for index, row in enumerate(rows):
         if row.changes_logits:
             change_logits(logits[index], row.params, row.context_ids, row.num_prompt)
+        if row.allowed is not None:
+            refuse_others(logits[index], row.allowed)
     if uses_triton(logits.device, "auto"):
         return _draw_on_device(logits, rows)
     chosen = logits.argmax(dim=-1)
