@@ -19,7 +19,7 @@ from kvchat.chat.thinking import (
     first_mark_closes,
 )
 from kvchat.chat.tokenizer import ChatTokenizer, Segment
-from kvchat.chat.tools import ToolResult, ToolUse
+from kvchat.chat.tools import NO_TOOL_USE, ToolResult, ToolUse
 from kvchat.core.errors import ContextTooLong
 from kvchat.core.types import FinishReason
 from kvchat.model.source import ModelSource
@@ -73,6 +73,9 @@ class ChatModel:
             return tuple(self.format.opening(system, text, clock, think, is_answered, tools))
         first, answer = conversation.path(parent_id)[0], conversation.turn(parent_id)
         use = ToolUse(answer.calls, results)
+        if self.format.tools is None and use.calls:  # another model's: what it was told stays
+            text = "\n\n".join((*(result.text for result in results), *([text] if text else [])))
+            use = NO_TOOL_USE
         return tuple(
             self.format.following(text, last, clock, think, is_answered, first.system, use)
         )
@@ -117,7 +120,7 @@ class ChatModel:
         for call in turn.calls:
             self.require_fit(call.arguments_text)
         before = () if turn.parent_id == ROOT else conversation.turn(turn.parent_id).token_ids
-        if turn.calls:
+        if turn.calls and self.format.tools is not None:
             segments = self.format.given_calls(turn.text, turn.calls)
         else:
             segments = self._given(turn.text, self.starts_thinking(before))
@@ -253,7 +256,9 @@ def _ids_again(conversation: Conversation, turn: Turn, model: ChatModel) -> tupl
     """
     try:
         if turn.role is Role.USER:
-            return model.user_ids(conversation, turn.parent_id, turn.text, turn.system)
+            return model.user_ids(
+                conversation, turn.parent_id, turn.text, turn.system, results=turn.results
+            )
         return model.answer_ids(conversation, turn)
     except ContextTooLong:  # opening must not fail for one turn, perhaps on an unused branch
         text = f"{turn.system or ''}\n\n{turn.text}"

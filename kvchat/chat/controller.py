@@ -32,6 +32,7 @@ from kvchat.chat.reply import Reply
 from kvchat.chat.session import ChatSession
 from kvchat.chat.think import Think
 from kvchat.chat.tokenizer import Segment
+from kvchat.chat.tools import ToolResult, ToolSet
 from kvchat.chat.why import (
     Reuse,
     Times,
@@ -59,6 +60,7 @@ class ChatController:
     edited     the turn that the next message replaces, None if it replaces none
     engine     queries to the host's engine
     kept       maintenance of the KV on disk, None where no KV is kept on disk
+    tools      the tools that new conversations offer to the model, None for none
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class ChatController:
         title: str = "",
         attached: tuple[Attached, ...] = (),
         kept: KeptKv | None = None,
+        tools: ToolSet | None = None,
     ) -> None:
         self.host = host
         self.engine = EngineQueries(host, kept)
@@ -81,10 +84,12 @@ class ChatController:
         self.title = title
         self.attached = attached
         self.kept = kept
+        self.tools = tools
         self.edited: Turn | None = None
         self.last: AnswerEnded | None = None
         self._last_session_id = ""
         self._undone: list[int] = []
+        self._held: tuple[int, tuple[ToolResult, ...]] = (ROOT, ())
 
     # State
     @property
@@ -200,11 +205,51 @@ class ChatController:
         edited = self.edited
         if edited is not None:
             session.move_tip(edited.parent_id)
-        reply = session.ask(whole, self.options, notify)
+        below, results = self._held
+        held = results if session.conversation.tip_id == below else ()
+        reply = session.ask(whole, self.options, notify, held)
         self.edited = None
         self.attached = ()
         self._undone.clear()
         return reply
+
+    def give_results(
+        self, results: tuple[ToolResult, ...], notify: Callable[[], None] | None = None
+    ) -> Reply:
+        """Answer the results of the last answer's calls."""
+        return self.require_session().ask("", self.options, notify, results)
+
+    def hold_results(self, results: tuple[ToolResult, ...]) -> None:
+        """Keep the results of the last answer's calls for the message that follows it."""
+        self._held = (self.require_conversation().tip_id, results)
+
+    @property
+    def has_other_tools(self) -> bool:
+        """Whether the open conversation began with other tools than those offered now."""
+        conversation = self.conversation
+        if conversation is None or not len(conversation):
+            return False
+        texts = [t.text if t is not None else "" for t in (conversation.tools, self.tools)]
+        return texts[0] != texts[1]
+
+    def ids_with_tools(self, tools: ToolSet | None) -> list[int]:
+        """Return the token ids of the context with other tools at its beginning."""
+        conversation = self.conversation
+        path = conversation.path() if conversation is not None else []
+        if conversation is None or not path:
+            return []
+        empty = Conversation("", conversation.created_s, tools=tools)
+        first = self.host.model.user_ids(empty, ROOT, path[0].text, path[0].system)
+        return [*first, *(token for turn in path[1:] for token in turn.token_ids)]
+
+    def set_tools(self, tools: ToolSet | None) -> None:
+        """Offer other tools in this and in later conversations."""
+        self.tools = tools
+        self.options = replace(self.options, max_calls=None if tools else 0)
+        if self.session is not None and self.has_other_tools:
+            self.session.set_tools(tools)
+            self._undone.clear()
+            self.edited = None
 
     def retry(self, options: AskOptions, notify: Callable[[], None] | None = None) -> Reply:
         """Answer the last message once more."""
@@ -315,7 +360,7 @@ class ChatController:
     def _ensure_session(self) -> ChatSession:
         if self.session is None:
             one_shot = self.options.is_one_shot
-            self.session = self.host.new_session(self.system, self.title, one_shot)
+            self.session = self.host.new_session(self.system, self.title, one_shot, self.tools)
         return self.session
 
     # Conversations

@@ -60,7 +60,8 @@ class Turn:
     @property
     def is_message(self) -> bool:
         """Whether the user typed this turn."""
-        return self.role is Role.USER and self.summary_of is None
+        is_typed = bool(self.text) or not self.results
+        return self.role is Role.USER and self.summary_of is None and is_typed
 
     @property
     def is_partial(self) -> bool:

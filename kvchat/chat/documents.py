@@ -13,7 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from kvchat.chat.conversation import NO_TOKENIZER, Conversation, Role, Turn
-from kvchat.chat.session_file import end_line, read_session, tip_line, title_line, turn_line
+from kvchat.chat.session_file import (
+    end_line,
+    read_session,
+    tip_line,
+    title_line,
+    tools_line,
+    turn_line,
+)
 from kvchat.chat.store import MAX_SESSION_BYTES, SessionStore, new_session_id
 from kvchat.chat.thinking import split_thinking
 from kvchat.core.bounded_files import read_bounded
@@ -34,12 +41,20 @@ def to_markdown(conversation: Conversation) -> str:
     if conversation.system:
         parts.append(f"> {conversation.system}\n")
     for turn in conversation.path():
-        text = split_thinking(turn.text)[1] if turn.role is Role.ASSISTANT else turn.text
+        text = _text_of(turn)
         cut = "\n\n*(cut off)*" if turn.is_partial else ""
         name = _NAMES[turn.role] if turn.summary_of is None else _SUMMARY_NAMES[turn.role]
         gap = "\n\n" if _BLOCK.match(text) else " "
         parts.append(f"**{name}:**{gap}{text}{cut}\n")
     return "\n".join(parts)
+
+
+def _text_of(turn: Turn) -> str:
+    """Return a turn as text: without thinking, with the tools it calls or what they returned."""
+    results = (f"Result of {result.name}:\n{result.text}" for result in turn.results)
+    calls = (f"Calls {call.name} with {call.arguments_text}" for call in turn.calls)
+    text = split_thinking(turn.text)[1] if turn.role is Role.ASSISTANT else turn.text
+    return "\n\n".join((*results, *([text] if text else []), *calls))
 
 
 def to_messages(conversation: Conversation) -> list[dict[str, str]]:
@@ -48,7 +63,8 @@ def to_messages(conversation: Conversation) -> list[dict[str, str]]:
     if conversation.system:
         messages.append({"role": "system", "content": conversation.system})
     for turn in conversation.path():
-        messages.append({"role": turn.role.value, "content": turn.text})
+        text = turn.text if not turn.calls and not turn.results else _text_of(turn)
+        messages.append({"role": turn.role.value, "content": text})
     return messages
 
 
@@ -162,10 +178,12 @@ def import_file(store: SessionStore, path: Path) -> str:
     if not len(conversation):
         raise UsageError(f"{path} holds no messages.")
     log = store.create(conversation, "")
+    if conversation.tools is not None:
+        log.write(tools_line(conversation.tools))
     for turn in conversation.turns():
         log.write(turn_line(turn))
         if turn.finish is not None:
-            log.write(end_line(turn.turn_id, turn.finish, {}))
+            log.write(end_line(turn.turn_id, turn.finish, {}, turn.calls))
     log.write(tip_line(conversation.tip_id))
     log.write(title_line(conversation.title), durable=True)
     if (problem := log.close()) is not None:
@@ -179,7 +197,8 @@ def _from_session(data: bytes, name: str) -> Conversation | None:
     if not data.startswith(b'{"kvchat"'):
         return None
     original = read_session(data, name).conversation
-    copy = Conversation(new_session_id(), original.created_s, original.system)
+    tools = original.tools
+    copy = Conversation(new_session_id(), original.created_s, original.system, tools)
     copy.title = original.label
     for turn in original.turns():
         copy.add(turn)

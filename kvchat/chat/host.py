@@ -107,10 +107,16 @@ class ChatHost:
         return self._outcome
 
     def new_session(
-        self, system: str | None = None, title: str = "", is_one_shot: bool = False
+        self,
+        system: str | None = None,
+        title: str = "",
+        is_one_shot: bool = False,
+        tools: ToolSet | None = None,
     ) -> ChatSession:
         """Begin a conversation; `is_one_shot` if it will probably not be continued."""
-        return ChatSession.new(self.model, self._engine, self.store, system, title, is_one_shot)
+        return ChatSession.new(
+            self.model, self._engine, self.store, system, title, is_one_shot, tools=tools
+        )
 
     def unsaved_session(
         self,

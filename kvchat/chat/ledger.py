@@ -7,6 +7,7 @@ from typing import Protocol
 from kvchat.chat import session_file
 from kvchat.chat.chat_model import ChatModel
 from kvchat.chat.conversation import ROOT, Conversation, Role, Turn
+from kvchat.chat.tools import ToolCall
 from kvchat.core.errors import ContextTooLong
 from kvchat.core.events import RequestFailed, SampleFinished
 from kvchat.core.types import FinishReason
@@ -79,6 +80,10 @@ class Ledger:
     def _line(self, grown: Turn, text: str, token_ids: tuple[int, ...]) -> str:
         return session_file.more_line(grown.turn_id, text, token_ids)
 
+    def add_calls(self, sample: int, calls: tuple[ToolCall, ...], text: str) -> None:
+        turn = self._session.conversation.turn(self._turn_ids[sample])
+        self._session.conversation.replace(replace(turn, calls=calls, text=text))
+
     def end_answer(self, sample: int, event: SampleFinished) -> tuple[int, str | None]:
         turn_id = self._turn_ids.get(sample)
         if turn_id is None:  # stopped before the first token
@@ -93,7 +98,8 @@ class Ledger:
             "usage": event.usage.as_dict(),
             "timing": event.timing.as_dict(event.usage),
         }
-        self._session.save(session_file.end_line(turn_id, event.reason, facts), durable=True)
+        line = session_file.end_line(turn_id, event.reason, facts, turn.calls, turn.text)
+        self._session.save(line, durable=True)
         return turn_id, self._session.saving_problem()
 
     def abandon(self, failed: RequestFailed) -> str | None:
@@ -126,6 +132,9 @@ class UnsavedLedger:
 
     def extend_answer(self, sample: int, text: str, token_ids: list[int]) -> str | None:
         return None
+
+    def add_calls(self, sample: int, calls: tuple[ToolCall, ...], text: str) -> None:
+        """They stand in the answer's end."""
 
     def end_answer(self, sample: int, event: SampleFinished) -> tuple[int, str | None]:
         return ROOT, None

@@ -20,7 +20,7 @@ from kvchat.chat.events import (
     SavingFailed,
 )
 from kvchat.chat.shown_logprobs import LogprobTrack, ShownToken
-from kvchat.chat.thinking import Passage, ThinkingSplitter
+from kvchat.chat.thinking import THINKING_MARKS, Passage, ThinkingSplitter
 from kvchat.chat.tool_calls import CallSplitter
 from kvchat.chat.tools import ToolCall
 from kvchat.core.events import (
@@ -46,6 +46,9 @@ class AnswerLedger(Protocol):
 
     def extend_answer(self, sample: int, text: str, token_ids: list[int]) -> str | None:
         """Append text and ids to the turn."""
+
+    def add_calls(self, sample: int, calls: tuple[ToolCall, ...], text: str) -> None:
+        """Note the calls of an answer that is about to end, and its text without them."""
 
     def end_answer(self, sample: int, event: SampleFinished) -> tuple[int, str | None]:
         """Close the turn; returns its id as well."""
@@ -86,6 +89,7 @@ class _Answer:
         self._splitter = ThinkingSplitter(starts_thinking)
         self._calls = calls
         self.calls: list[ToolCall] = []
+        self._whole = ""
         self.text = ""
         self.thinking = ""
         self.has_begun = False
@@ -123,6 +127,15 @@ class _Answer:
         return events + self._parts(sample, calls.flush())
 
     @property
+    def text_without_calls(self) -> str:
+        """The text to save: thinking with its marks, and the answer."""
+        if not self.thinking:
+            return self.text
+        ends = [(self._whole.find(mark), mark) for mark in THINKING_MARKS.values()]
+        end, mark = min(((e, m) for e, m in ends if e >= 0), default=(len(self.thinking), ""))
+        return f"{self._whole[:end]}{mark}\n\n{self.text}" if mark else self._whole[:end]
+
+    @property
     def num_dropped_calls(self) -> int:
         return self._calls.num_dropped if self._calls is not None else 0
 
@@ -132,6 +145,7 @@ class _Answer:
 
     def _show(self, sample: int, text: str) -> list[ChatEvent]:
         self.unsaved_text += text
+        self._whole += text
         if self._calls is not None and self._calls.is_channel:
             return self._parts(sample, self._calls.feed(text))
         return self._passages(sample, self._splitter.feed(text))
@@ -258,6 +272,8 @@ class Reply:
         events += answer.flush(event.sample, answer.was_stopped)
         if answer.has_begun:
             events += self._save(event.sample)
+        if answer.calls:
+            self._ledger.add_calls(event.sample, tuple(answer.calls), answer.text_without_calls)
         turn_id, problem = self._ledger.end_answer(event.sample, event)
         self._num_open -= 1
         ended = AnswerEnded(

@@ -75,14 +75,14 @@ class ChatSession:
         """Begin a conversation; with `store` None it is never written to a file.
 
         `is_one_shot` if a script begins it, so that it will probably not be continued. `created_s`
-        is its time in seconds since the epoch; None is now. `tools` are
-        for conversations without a file: a session file does not hold them.
+        is its time in seconds since the epoch; None is now.
         """
-        assert tools is None or store is None
         began_s = time.time() if created_s is None else created_s
         conversation = Conversation(new_session_id(), began_s, system, tools)
         log = store.create(conversation, model.name, is_one_shot) if store is not None else None
         session = cls(model, engine, conversation, log)
+        if tools is not None:
+            session.save(session_file.tools_line(tools))
         if title:
             session.rename(title)
         return session
@@ -111,14 +111,15 @@ class ChatSession:
         original: Conversation,
     ) -> "ChatSession":
         """Begin a conversation as a copy of another one; the original does not change."""
-        copy = Conversation(new_session_id(), original.created_s, original.system)
+        tools = original.tools
+        copy = Conversation(new_session_id(), original.created_s, original.system, tools)
         log = store.create(copy, model.name) if store is not None else None
-        lines = []
+        lines = [session_file.tools_line(tools)] if tools is not None else []
         for turn in original.turns():
             copy.add(turn)
             lines.append(session_file.turn_line(turn))
             if turn.finish is not None:
-                lines.append(session_file.end_line(turn.turn_id, turn.finish, {}))
+                lines.append(session_file.end_line(turn.turn_id, turn.finish, {}, turn.calls))
         copy.move_tip(original.tip_id)
         lines.append(session_file.tip_line(original.tip_id))
         if log is not None:
@@ -224,7 +225,7 @@ class ChatSession:
             turn = replace(turn, token_ids=self.model.answer_ids(self.conversation, turn))
         self.conversation.add(turn)
         self.save(session_file.turn_line(turn))
-        self.save(session_file.end_line(turn.turn_id, turn.finish or finish, {}))
+        self.save(session_file.end_line(turn.turn_id, turn.finish or finish, {}, calls))
         return turn
 
     def continue_text(
@@ -485,8 +486,22 @@ class ChatSession:
         self.conversation.add(copy)
         self.save(session_file.turn_line(copy))
         if copy.finish is not None:
-            self.save(session_file.end_line(copy.turn_id, copy.finish, {}))
+            self.save(session_file.end_line(copy.turn_id, copy.finish, {}, copy.calls))
         return copy.turn_id
+
+    def set_tools(self, tools: ToolSet | None) -> None:
+        """Offer other tools on this path and to later messages.
+
+        The path is copied below ROOT with the new definitions. The copied answers keep their ids,
+        and the old branch stays.
+        """
+        conversation = self.conversation
+        conversation.tools = tools
+        self.save(session_file.tools_line(tools))
+        parent = ROOT
+        for turn in conversation.path():
+            system = conversation.system
+            parent = self._copy_below(turn, parent, system, is_rendered=parent == ROOT)
 
     def forget(self, turn_id: int) -> None:
         """Remove a turn, its copies on other branches, and all turns below them permanently.

@@ -12,7 +12,8 @@ from datetime import datetime
 from typing import Any
 
 from kvchat.chat.conversation import ROOT, Conversation, Role, Turn
-from kvchat.core.errors import StoreError
+from kvchat.chat.tools import ToolCall, ToolResult, ToolSet
+from kvchat.core.errors import KvchatError, StoreError
 from kvchat.core.types import FinishReason
 
 FORMAT_VERSION = 1
@@ -20,11 +21,13 @@ MAGIC = "session"
 # The beginning of every line but the first, the kinds that follow it, and the text that only an
 # answer's turn line contains.
 _OPENING = b'{"type":"'
-_KINDS = frozenset((b"turn", b"more", b"end", b"tip", b"title", b"system"))
+_KINDS = frozenset((b"turn", b"more", b"end", b"tip", b"title", b"system", b"tools"))
 _ANSWER = b'"role":"assistant"'
 # The beginning of a turn's line, a key that only the turns of a summary have, and a tip's line.
 _TURN_LINE = re.compile(rb'\{"type":"turn","id":(\d+),"parent":(\d+),"role":"(user|assistant)",')
 _SUMMARY = b',"summary_of":'
+# What a turn has that holds results of tools and no text of the user.
+_RESULTS, _NO_TEXT = b',"results":', b'"role":"user","text":"",'
 _TIP_LINE = re.compile(rb'\{"type":"tip","id":(\d+)\}$')
 
 
@@ -78,7 +81,13 @@ def turn_line(turn: Turn) -> str:
         "tokenizer": turn.tokenizer,
         "at": turn.created_s,
     }
-    optional = {"system": turn.system, "copy_of": turn.copy_of, "summary_of": turn.summary_of}
+    results = [[result.name, result.text] for result in turn.results] or None
+    optional = {
+        "system": turn.system,
+        "copy_of": turn.copy_of,
+        "summary_of": turn.summary_of,
+        "results": results,
+    }
     event.update((key, value) for key, value in optional.items() if value is not None)
     return _line(event)
 
@@ -96,9 +105,27 @@ def more_line(
     return _line(event)
 
 
-def end_line(turn_id: int, reason: FinishReason, facts: dict[str, object]) -> str:
-    """Return the line that ends an answer; `facts` (usage, timing) are for human readers."""
-    return _line({"type": "end", "id": turn_id, "finish": reason.value, **facts})
+def end_line(
+    turn_id: int,
+    reason: FinishReason,
+    facts: dict[str, object],
+    calls: Iterable[ToolCall] = (),
+    text: str | None = None,
+) -> str:
+    """Return the line that ends an answer; `facts` (usage, timing) are for human readers.
+
+    With calls, `text` replaces the text before it, in which they stand as the model wrote them.
+    """
+    called = [[call.name, dict(call.arguments)] for call in calls]
+    made: dict[str, object] = {"calls": called} if called else {}
+    if called and text is not None:
+        made["text"] = text
+    return _line({"type": "end", "id": turn_id, "finish": reason.value, **made, **facts})
+
+
+def tools_line(tools: ToolSet | None) -> str:
+    """Return the line that sets the tools of later contexts."""
+    return _line({"type": "tools", "functions": tools.functions if tools is not None else []})
 
 
 def tip_line(turn_id: int) -> str:
@@ -209,7 +236,8 @@ class _PathCount:
             parent = int(match[2]) if match is not None else -1
             if match is None or parent not in self._counts:
                 return False
-            is_message = match[3] == b"user" and _SUMMARY not in line
+            is_typed = _RESULTS not in line or _NO_TEXT not in line
+            is_message = match[3] == b"user" and _SUMMARY not in line and is_typed
             self._tip = int(match[1])
             self._counts[self._tip] = self._counts[parent] + is_message
         return True
@@ -267,13 +295,17 @@ def _apply(conversation: Conversation, event: dict[str, Any]) -> None:
         conversation.replace(_grown(conversation.turn(_number(event["id"])), event))
     elif kind == "end":
         turn = conversation.turn(_number(event["id"]))
-        conversation.replace(replace(turn, finish=FinishReason(event["finish"])))
+        finish, calls = FinishReason(event["finish"]), _calls(event)
+        text = str(event["text"]) if calls and "text" in event else turn.text
+        conversation.replace(replace(turn, finish=finish, calls=calls, text=text))
     elif kind == "tip":
         conversation.move_tip(_known(conversation, event["id"]))
     elif kind == "title":
         conversation.title = str(event["title"])
     elif kind == "system":
         conversation.system = _system(event)
+    elif kind == "tools":
+        conversation.tools = _tools(event)
     elif kind == "damaged":
         raise ValueError
     # Other kinds come from later releases with the same format version, and are ignored.
@@ -294,6 +326,7 @@ def _new_turn(conversation: Conversation, event: dict[str, Any]) -> Turn:
         system=_system(event),
         copy_of=_number(event["copy_of"]) if "copy_of" in event else None,
         summary_of=_number(event["summary_of"]) if "summary_of" in event else None,
+        results=tuple(ToolResult(str(n), str(text)) for n, text in event.get("results", ())),
     )
 
 
@@ -324,6 +357,23 @@ def _ids(event: dict[str, Any]) -> tuple[int, ...]:
     if ids and not 0 <= min(ids) <= max(ids) < 2**31:
         raise ValueError
     return ids
+
+
+def _calls(event: dict[str, Any]) -> tuple[ToolCall, ...]:
+    calls = [(name, arguments) for name, arguments in event.get("calls", ())]
+    if not all(isinstance(name, str) and isinstance(given, dict) for name, given in calls):
+        raise TypeError
+    return tuple(ToolCall(name, arguments) for name, arguments in calls)
+
+
+def _tools(event: dict[str, Any]) -> ToolSet | None:
+    functions = event["functions"]
+    if not isinstance(functions, list) or not all(isinstance(f["name"], str) for f in functions):
+        raise TypeError
+    try:
+        return ToolSet(functions) if functions else None
+    except KvchatError as error:
+        raise ValueError from error
 
 
 def _system(event: dict[str, Any]) -> str | None:

@@ -70,10 +70,14 @@ class ToolSet:
         return len(self._by_name)
 
     @property
+    def functions(self) -> list[dict[str, Any]]:
+        """The functions, in the form that this class takes."""
+        return list(self._by_name.values())
+
+    @property
     def definitions(self) -> list[dict[str, Any]]:
         """The definitions as templates read them."""
-        functions = self._by_name.values()
-        return [{"type": "function", "function": function} for function in functions]
+        return [{"type": "function", "function": function} for function in self.functions]
 
     @property
     def text(self) -> str:

@@ -100,6 +100,8 @@ def chat(
     max_tokens: Annotated[int | None, _setting("max_tokens", metavar="N")] = None,
     stop: Annotated[list[str] | None, _setting("stop", metavar="TEXT")] = None,
     think: Annotated[str | None, _setting("think", metavar="HOW")] = None,
+    tools: Annotated[bool | None, _setting("tools", "--tools/--no-tools")] = None,
+    allow_tool: Annotated[list[str] | None, _setting("allow_tool", metavar="NAME")] = None,
     timeout: Annotated[float | None, _setting("timeout", metavar="S")] = None,
     samples: Annotated[
         int, typer.Option("-n", "--samples", help="answers to the same prompt", metavar="N")

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from kvchat.chat.template_process import RenderingChild
     from kvchat.engine.engine import Engine
     from kvchat.model.source import ModelSource
+    from kvchat.tools.toolbox import Toolbox
 
 
 # Thirty years: a wait for a lock counts nanoseconds in 64 bits.
@@ -92,6 +93,26 @@ def ask_options(settings: Settings, model_defaults: dict[str, float], samples: i
         chosen=frozenset(chosen),
     )
     return options.for_model(model_defaults)
+
+
+def open_toolbox(settings: Settings) -> "Toolbox | None":
+    """Return the tools that the settings offer, with MCP servers connected; None for none.
+
+    Raises UsageError for a bad list of servers. The owner closes the toolbox.
+    """
+    if not settings["tools"]:
+        return None
+    from kvchat.tools.local_tools import local_tools
+    from kvchat.tools.mcp_tools import McpServers, read_servers
+    from kvchat.tools.toolbox import Toolbox
+
+    tools, allowed = local_tools(Path.cwd()), settings["allow_tool"]
+    configs = read_servers(user_paths().config.with_name("mcp.json"))
+    if not configs:
+        return Toolbox(tools, allowed)
+    servers = McpServers(configs)
+    tools += servers.start()
+    return Toolbox(tools, allowed, servers.problems, servers.close)
 
 
 def check(settings: Settings, samples: int = 1) -> None:

@@ -10,7 +10,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvchat.cli.build import ask_options, check, open_host, session_store, store_admin, user_paths
+from kvchat.cli.build import (
+    ask_options,
+    check,
+    open_host,
+    open_toolbox,
+    session_store,
+    store_admin,
+    user_paths,
+)
 from kvchat.cli.log_file import close_log
 from kvchat.cli.settings import Settings, resolve
 from kvchat.core.config import shown
@@ -23,10 +31,12 @@ if TYPE_CHECKING:
     from kvchat.chat.host import ChatHost
     from kvchat.chat.session import ChatSession
     from kvchat.cli.output import Notices, Writer
+    from kvchat.cli.script import ScriptSetup
     from kvchat.cli.streams import Interruption
     from kvchat.core.events import LoadEvent
     from kvchat.terminal.script_commands import ScriptCommands
     from kvchat.terminal.theme import Look
+    from kvchat.tools.toolbox import Toolbox
 
 _OUTPUT_FORMATS = ("text", "json", "stream-json")
 _INPUT_FORMATS = ("text", "lines", "jsonl")
@@ -126,7 +136,7 @@ def _open_controller(
     request: ChatRequest,
     on_load: "Callable[[LoadEvent], None]",
     is_script: bool = False,
-) -> "ChatController":
+) -> "tuple[ChatController, Toolbox | None]":
     """Read attached files, start loading the model, and open the conversation, if one is named.
 
     Errors are raised in this order, the cheapest check first. A conversation that a script begins
@@ -141,18 +151,35 @@ def _open_controller(
     attached = tuple(Attached(path.name, read_attachment(path)) for path in request.files)
     session_id = _session_id(settings, request)
     host = open_host(settings, on_load, child=child)
+    toolbox = _toolbox_for(host, settings)
     session = _open_session(host, settings, request, session_id)
     options = ask_options(settings, host.model.sampling_defaults, request.num_samples)
-    return ChatController(
+    controller = ChatController(
         host,
         lambda name, hear: open_host(settings, hear, name),
         session,
-        replace(options, is_one_shot=is_script),
+        replace(options, is_one_shot=is_script, max_calls=None if toolbox is not None else 0),
         settings["system"],
         request.title,
         attached,
         store_admin(settings) if host.store is not None and settings["cache"] else None,
+        toolbox.definitions if toolbox is not None else None,
     )
+    return controller, toolbox
+
+
+def _toolbox_for(host: "ChatHost", settings: Settings) -> "Toolbox | None":
+    """Return the tools to offer; UsageError for a model that takes none if the flag is given."""
+    if not settings["tools"]:
+        return None
+    if host.model.format.tools is None:
+        if settings.origins.get("tools") != "--tools":
+            return None
+        raise UsageError(
+            f"The chat template of {host.model.name} has no place for tools.",
+            "Leave out --tools, or choose another model.",
+        )
+    return open_toolbox(settings)
 
 
 # Scripts
@@ -186,7 +213,7 @@ def _run_script(
     from kvchat.cli.script_input import read_lines, read_requests
 
     loading = LoadingLine(sys.stderr, settings["quiet"])
-    controller = _open_controller(settings, request, loading.show, is_script=True)
+    controller, toolbox = _open_controller(settings, request, loading.show, is_script=True)
     look = _stderr_look()
     setup = ScriptSetup(
         controller=controller,
@@ -195,6 +222,7 @@ def _run_script(
         timeout_s=settings["timeout"],
         shows_stats=bool(settings["stats"]),
         glyphs=look.glyphs,
+        toolbox=toolbox,
     )
     script = Script(setup, interruption)
     try:
@@ -204,15 +232,19 @@ def _run_script(
             script.answer_batch(read_requests(sys.stdin.buffer, notices))
             return script.exit_code
         _tell_about(controller, notices)
+        for problem in toolbox.problems if toolbox is not None else ():
+            notices.tell(problem)
         if text is not None:
             script.answer(text)
         else:
             lines = iter(()) if _is_terminal(sys.stdin) else read_lines(sys.stdin.buffer, notices)
-            commands = _script_commands(controller, notices, look, setup.shows_stats)
+            commands = _script_commands(setup, look)
             script.answer_lines(commands, lines, request.prompt)
         return script.exit_code
     finally:
         _let_go(controller)
+        if toolbox is not None:
+            toolbox.close()
 
 
 def _let_go(controller: "ChatController") -> None:
@@ -230,16 +262,15 @@ def _stderr_look() -> "Look":
     return Look(has_colour=False, is_plain=True, has_unicode=has_unicode)
 
 
-def _script_commands(
-    controller: "ChatController", notices: "Notices", look: "Look", shows_stats: bool
-) -> "ScriptCommands":
+def _script_commands(setup: "ScriptSetup", look: "Look") -> "ScriptCommands":
     from kvchat.terminal.paint import Painter
     from kvchat.terminal.registry import build_registry
     from kvchat.terminal.script_commands import ScriptCommands, ScriptPage
     from kvchat.terminal.status import StatsLevel
 
-    page = ScriptPage(notices.show, Painter(look), shutil.get_terminal_size().columns)
-    return ScriptCommands(controller, page, build_registry(), StatsLevel(shows_stats))
+    page = ScriptPage(setup.notices.show, Painter(look), shutil.get_terminal_size().columns)
+    level = StatsLevel(setup.shows_stats)
+    return ScriptCommands(setup.controller, page, build_registry(), level, setup.toolbox)
 
 
 def _tell_about(controller: "ChatController", notices: "Notices") -> None:
@@ -270,8 +301,10 @@ def _chat_interactively(settings: Settings, request: ChatRequest) -> int:
     from kvchat.terminal.repl import LoadRelay, Look, ReplSetup, run
 
     relay = LoadRelay()
+    controller, toolbox = _open_controller(settings, request, relay.hear)
     setup = ReplSetup(
-        controller=_open_controller(settings, request, relay.hear),
+        controller=controller,
+        toolbox=toolbox,
         relay=relay,
         history_path=None if settings["incognito"] else user_paths().state / "history",
         look=Look.choose(
@@ -281,4 +314,8 @@ def _chat_interactively(settings: Settings, request: ChatRequest) -> int:
         picks_session=request.picks,
         editor=os.environ.get("VISUAL") or os.environ.get("EDITOR") or "vi",
     )
-    return run(setup)
+    try:
+        return run(setup)
+    finally:
+        if toolbox is not None:
+            toolbox.close()

@@ -41,10 +41,8 @@ def show(flags: Mapping[str, object], with_origin: bool) -> None:
         sys.stdout.write(line + "\n")
 
 
-# What a chat does where nothing is set and the value is known only after the model is loaded.
+# What a chat does where nothing is set, if that is not nothing.
 _UNSET = {
-    "system": "none",
-    "adapter": "none",
     "temperature": "the model's own, else 0.7",
     "top_p": "the model's own, else 1",
     "top_k": "the model's own, else 0",
@@ -52,8 +50,6 @@ _UNSET = {
     "repetition_penalty": "the model's own, else 1",
     "seed": "a new one per answer",
     "max_tokens": "as many as fit",
-    "stop": "none",
-    "timeout": "none",
     "threads": "the physical cores",
     "device_cache": "25% of what is free, on a GPU 80%",
     "host_cache": "with a GPU 10% of what is free, 16G at most",
@@ -75,7 +71,7 @@ def _effective(name: str, settings: Settings) -> str:
         value = settings.draft_name(settings["model"]) or "none"
     elif name == "disk_cache" and value is None:
         return f"10% of what is free: {format_bytes(disk_budget(None, cache_directory(settings)))}"
-    return _UNSET[name] if value is None or value == () else _toml(value)
+    return _UNSET.get(name, "none") if value is None or value == () else _toml(value)
 
 
 def path() -> None:

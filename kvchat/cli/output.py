@@ -55,7 +55,7 @@ def final_object(
 ) -> dict[str, object]:
     """Return the object that describes a finished answer, as `--json` prints it.
 
-    It has `thinking` and `read_again` only if they are not empty.
+    It has `calls`, `thinking` and `read_again` only if they are not empty.
     """
     timing = ended.timing.as_dict(ended.usage)
     timing["load_s"] = round(ready.load_s, 4) if ready is not None else 0.0
@@ -67,6 +67,8 @@ def final_object(
         "timing": timing,
         "model": model_object(ready),
     }
+    if ended.calls:
+        result["calls"] = [{"name": call.name, "arguments": call.arguments} for call in ended.calls]
     if ended.thinking:
         result["thinking"] = ended.thinking
     if read_again:

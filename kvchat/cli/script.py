@@ -18,12 +18,15 @@ from kvchat.chat.host import ChatHost
 from kvchat.chat.json_requests import BadRequest, JsonRequest
 from kvchat.chat.reply import Reply
 from kvchat.chat.session import ChatSession
+from kvchat.chat.tools import ToolCall, ToolResult
 from kvchat.cli.output import Exchange, Notices, Writer, ending_notice
 from kvchat.cli.streams import Interrupted, Interruption
 from kvchat.core.errors import ExitCode, KvchatError, TimedOut, UsageError
+from kvchat.core.text import one_line
 from kvchat.core.types import FinishReason
 from kvchat.terminal.status import StatsLevel, detail_line, stats_line
 from kvchat.terminal.theme import ASCII_GLYPHS, Glyphs
+from kvchat.tools.toolbox import Toolbox, call_in_words, refused
 
 if TYPE_CHECKING:
     from kvchat.terminal.commands import Invocation
@@ -31,6 +34,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+_MOST_ROUNDS = 50
 # JSON requests in flight at once: enough to fill a batch, below the limit of open files.
 _MAX_IN_FLIGHT = 128
 
@@ -41,6 +45,7 @@ class ScriptSetup:
 
     controller   the conversation, its model, and how answers are generated
     timeout_s    limits the loading of the model, and then each answer
+    toolbox      the tools that are offered to the model; those not allowed are refused
     shows_stats  a line of figures follows every answer, drawn with `glyphs`
     """
 
@@ -50,6 +55,7 @@ class ScriptSetup:
     timeout_s: float | None = None
     shows_stats: bool = False
     glyphs: Glyphs = ASCII_GLYPHS
+    toolbox: Toolbox | None = None
 
 
 class Script:
@@ -129,17 +135,49 @@ class Script:
         """Write an answer of the conversation until it ends."""
         session = self._controller.require_session()
         exchange = Exchange(session.session_id, num_samples=num_samples)
+        calls = self._take_all(exchange, reply)
+        for _ in range(_MOST_ROUNDS):
+            toolbox = self._setup.toolbox
+            if not calls or toolbox is None or self._is_over:
+                break
+            results = tuple(self._result(toolbox, call) for call in calls)
+            try:
+                reply = self._controller.give_results(results)
+            except KvchatError as error:
+                self.report(error, self._session_fields)
+                return
+            exchange = Exchange(session.session_id)
+            calls = self._take_all(exchange, reply)
+        self._tell_trouble()
+
+    def _result(self, toolbox: Toolbox, call: ToolCall) -> ToolResult:
+        """Run a call, or refuse it: a script has no user to ask."""
+        if toolbox.has(call.name) and not toolbox.permissions.of(call.name):
+            name = one_line(call.name)
+            self._setup.notices.tell(f"{name} is not allowed; --allow-tool {name} allows it.")
+            return refused(call)
+        self._setup.notices.tell(call_in_words(call))
+        stop = threading.Event()
+        self._interruption.watch(stop.set)
+        try:
+            return toolbox.run(call, stop)
+        finally:
+            self._interruption.watch(None)
+
+    def _take_all(self, exchange: Exchange, reply: Reply) -> tuple[ToolCall, ...]:
+        """Write an answer until it ends; return the calls in it, which its sender waits for."""
+        calls: tuple[ToolCall, ...] = ()
         try:
             with self._limited(reply):
                 for event in reply:
                     if isinstance(event, AnswerEnded):
                         self._controller.note_ended(event)
+                        calls = event.calls if event.reason is FinishReason.STOP else ()
                     self._handle(exchange, event, reply)
         except TimedOut as error:  # loading cannot be cancelled: only an exit ends it
             self._has_given_up = True
             self.report(error, self._session_fields)
-            return
-        self._tell_trouble()
+        return calls if exchange.num_samples == 1 else ()
 
     def _tell_trouble(self) -> None:
         """Print a new problem of the KV store or of speculation; the exit code stays."""

@@ -71,6 +71,8 @@ SETTINGS = (
         "whether the model thinks first, or how much, where its template has a switch",
         ("auto", "on", "off", "low", "medium", "high"),
     ),
+    Setting("tools", bool, False, "let the model read files here and run commands; it asks first"),
+    Setting("allow_tool", list, (), "run this tool without a question"),
     Setting("timeout", float, None, "in scripts, seconds loading may take, and then each answer"),
     Setting(
         "spec",
@@ -298,7 +300,8 @@ def _checked(setting: Setting, value: object, origin: str) -> object:
     if setting.kind is list and isinstance(value, list | tuple):
         value = tuple(str(item) for item in value)
         if "" in value:
-            raise UsageError(f"{origin} is an empty text, which would stop every answer.")
+            effect = ", which would stop every answer" if setting.name == "stop" else ""
+            raise UsageError(f"{origin} is an empty text{effect}.")
     elif not _is_of(setting.kind, value):
         kind = "true or false" if setting.kind is bool else _KIND_NAMES[setting.kind]
         raise UsageError(f"{origin} is {shown(value)}, but must be {kind}.")

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from rich.text import Text
 
 from kvchat.chat.events import (
+    AnswerCall,
     AnswerEnded,
     AnswerFailed,
     AnswerText,
@@ -158,6 +159,8 @@ class AnswerView:
             return self._take_text(event)
         if isinstance(event, AnswerEnded):
             return self._end(event)
+        if isinstance(event, AnswerCall):
+            return []  # shown when it is run
         if isinstance(event, ReadingPrompt):
             self._meter.update(event, self._clock())
             return []

@@ -6,6 +6,7 @@ The dialogue decides when a message is sent.
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from kvchat.chat.answer_settings import AskOptions
 from kvchat.chat.attachment import Attached, mentioned_files, missing_files
@@ -17,11 +18,16 @@ from kvchat.chat.reply import Reply
 from kvchat.chat.reply_stream import ReplyStream
 from kvchat.core.errors import ContextTooLong, KvchatError
 from kvchat.core.text import one_line
+from kvchat.core.types import FinishReason
 from kvchat.terminal.answer_view import AnswerView
 from kvchat.terminal.paint import Row
 from kvchat.terminal.status import StatsLevel, format_seconds, plural
 from kvchat.terminal.theme import Role
+from kvchat.terminal.tool_use import ToolUse
 from kvchat.terminal.view import Choice, LiveState, View, tell
+
+# An answer that only calls tools again is read by nobody; this ends a model that does not end.
+_MOST_ROUNDS = 50
 
 # Starts a reply; its argument is the function that the reply calls when it has events.
 _Ask = Callable[[Callable[[], None]], Reply]
@@ -46,17 +52,19 @@ class Answering:
         view: View,
         refresh: Callable[[], None],
         live_state: Callable[[], LiveState],
+        tools: ToolUse,
     ) -> None:
         self._controller = controller
         self._view = view
         self._refresh = refresh
         self._live_state = live_state
         self._current: _Current | None = None
+        self._tools = tools
         self.hides_thinking = False
 
     @property
     def is_running(self) -> bool:
-        return self._current is not None
+        return self._current is not None or bool(self._tools.running)
 
     @property
     def tail(self) -> list[Row]:
@@ -72,7 +80,7 @@ class Answering:
         """The activity of the answer in progress, in a few words."""
         current = self._current
         if current is None:
-            return ""
+            return f"running {self._tools.running}" if self._tools.running else ""
         if current.is_stopping:
             return "stopping"
         tokens = current.reply.num_tokens
@@ -81,7 +89,11 @@ class Answering:
         return f"{words} {format_seconds(float(seconds))}" if seconds else words
 
     def stop(self) -> None:
-        """End the answer at the engine's next step; its text so far is saved and shown."""
+        """End the answer at the engine's next step; its text so far is saved and shown.
+
+        A tool that runs is stopped.
+        """
+        self._tools.stop()
         if self._current is not None:
             self._current.is_stopping = True
             self._current.reply.cancel()
@@ -113,6 +125,28 @@ class Answering:
             return
         if answer_view.failed is not None and isinstance(answer_view.failed.error, ContextTooLong):
             self._give_back(text, attached)
+        await self._use_tools(answer_view, stats_level)
+
+    async def _use_tools(self, answer_view: AnswerView, stats_level: StatsLevel) -> None:
+        """Run the calls of an answer, and let the model answer their results, again and again."""
+        for _ in range(_MOST_ROUNDS):
+            ended = answer_view.ended.get(0)
+            if ended is None or not ended.calls or ended.reason is not FinishReason.STOP:
+                return
+            results = await self._tools.results(ended.calls)
+            self._write_gap()
+            if self._tools.was_stopped:
+                self._controller.hold_results(results)
+                tell(self._view, "Stopped. Your next message goes with what came back.")
+                return
+            try:
+                answer_view = await self._follow(
+                    partial(self._controller.give_results, results), stats_level
+                )
+            except KvchatError as error:
+                tell(self._view, str(error), Role.ERROR)
+                return
+        tell(self._view, f"The model has called tools {_MOST_ROUNDS} times. Send a word to go on.")
 
     async def answer_again(self, options: AskOptions, stats_level: StatsLevel) -> None:
         """Show another answer to the last message, or several to pick from."""
@@ -129,6 +163,8 @@ class Answering:
         if len(answer_view.ended) > 1:
             self._view.write(answer_view.others())
             await self._pick(answer_view)
+        else:
+            await self._use_tools(answer_view, stats_level)
 
     async def continue_answer(self, stats_level: StatsLevel) -> None:
         """Continue the cut-off last answer, and show it."""

@@ -22,6 +22,7 @@ from kvchat.terminal import warmth
 from kvchat.terminal.status import StatsLevel
 from kvchat.terminal.theme import Role
 from kvchat.terminal.view import Choice, Page, tell
+from kvchat.tools.toolbox import Toolbox
 
 # A path, or a comment of a programming language.
 _NO_COMMAND = re.compile(r"/[^/]*/|/[*]")
@@ -152,12 +153,13 @@ class Registry:
 class CommandContext(ABC):
     """The interface that commands use, on the event loop only.
 
-    `stats_level` says which figures follow every answer.
+    `stats_level` says which figures follow every answer, `toolbox` which tools there are.
     """
 
     controller: ChatController
     registry: Registry
     stats_level: StatsLevel
+    toolbox: Toolbox | None
 
     @property
     @abstractmethod

@@ -21,7 +21,9 @@ from kvchat.terminal.answering import Answering
 from kvchat.terminal.commands import CommandContext, Invocation, Message, Registry, Unknown
 from kvchat.terminal.status import StatsLevel, ToolbarFacts, model_label, toolbar
 from kvchat.terminal.theme import Role
+from kvchat.terminal.tool_use import ToolUse
 from kvchat.terminal.view import LiveState, View
+from kvchat.tools.toolbox import Toolbox
 
 _STOP_PATIENCE_S = 2.0
 # After such a pause in typing, what is finished of a message is prefilled.
@@ -37,7 +39,12 @@ class Dialogue(CommandContext):
     """Implements `Listener` for views. `work` is its main loop; `exit_code` is set at the end."""
 
     def __init__(
-        self, controller: ChatController, view: View, registry: Registry, stats_level: StatsLevel
+        self,
+        controller: ChatController,
+        view: View,
+        registry: Registry,
+        stats_level: StatsLevel,
+        toolbox: Toolbox | None = None,
     ) -> None:
         self.controller = controller
         self._view = view
@@ -47,7 +54,9 @@ class Dialogue(CommandContext):
         self.stats_level = stats_level
         self._queue = MessageQueue()
         self._asked: Callable[[], Awaitable[None]] | None = None
-        self._answering = Answering(controller, view, self.refresh, self._live_state)
+        self.toolbox = toolbox
+        tools = ToolUse(toolbox, view, self.refresh)
+        self._answering = Answering(controller, view, self.refresh, self._live_state, tools)
         self._stage = "loading the model"
         self._notice = ""
         self._said_farewell = ""

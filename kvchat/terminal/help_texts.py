@@ -57,6 +57,10 @@ EXAMPLES: dict[str, tuple[Example, Example]] = {
     "stats": (("/stats", "all figures"), ("/stats off", "none after answers")),
     "spec": (("/spec off", "one token a step"), ("/spec auto", "guess where it pays")),
     "context": (("/context", "how full it is"), ("/tokens", "the same")),
+    "tools": (
+        ("/tools", "the tools, and which ask first"),
+        ("/tools allow read_file", "run it without a question"),
+    ),
     "cache": (("/cache", "what is kept"), ("/cache why", "why the last answer read so much")),
     "pin": (("/pin", "this conversation"), ("/pin manual docs/*.md", "files, under a name")),
     "unpin": (("/unpin manual", "that pin"), ("/unpin all", "every pin")),

@@ -21,14 +21,19 @@ from kvchat.terminal.answer_view import AnswerRenderer
 from kvchat.terminal.paint import RenderContext, Row
 from kvchat.terminal.status import plural
 from kvchat.terminal.theme import Role as Look
+from kvchat.terminal.tool_use import result_in_words
 from kvchat.terminal.view import Page, tell
 from kvchat.terminal.wrap import one_row
+from kvchat.tools.toolbox import call_in_words
 
 
 def turn_summary(turn: Turn, room: int) -> str:
     """Return a turn's text without attached files, in one line of at most `room` cells."""
     if turn.role is Role.ASSISTANT:
-        return one_row(split_thinking(turn.text)[1], room)
+        calls = (call_in_words(call) for call in turn.calls)
+        return one_row(" ".join((split_thinking(turn.text)[1], *calls)), room)
+    if not turn.is_message and turn.results:
+        return one_row("; ".join(map(result_in_words, turn.results)), room)
     names, words = split_attached(turn.text)
     return one_row(words if words.strip() else ", ".join(names), room)
 
@@ -40,6 +45,7 @@ def answer_rows(turn: Turn, page: Page) -> list[Row]:
     for passage in whole_passages(turn.text):
         rows += renderer.feed(passage.text, passage.is_thinking, page.render_context)
     rows += renderer.finish(page.render_context)
+    rows += [page.painter.text(call_in_words(call), Look.TITLE) for call in turn.calls]
     if turn.is_partial:
         rows.append(page.painter.text("(cut off)", Look.DIM))
     return [*rows, Text(end="")]
@@ -52,6 +58,9 @@ def show_turns(turns: list[Turn], page: Page) -> None:
             if turn.role is Role.USER:
                 words = f"Summary of earlier messages: {turn.text.removeprefix(OPENING)}"
                 tell(page, words)
+        elif turn.role is Role.USER and not turn.is_message:
+            for result in turn.results:
+                tell(page, result_in_words(result))
         elif turn.role is Role.USER:
             names, words = split_attached(turn.text)
             with_files = f"\nwith {', '.join(names)}" if names else ""
@@ -149,6 +158,8 @@ class _TreeRows:
         if turn is None:
             return "summary of " if node.opening.summary_of is not None else "system: "
         number = self._numbers.of(turn)
+        if turn.role is Role.USER and turn.results and not turn.is_message:
+            return "  result: "
         if turn.role is Role.USER:
             return f"{number} you: "
         place, count = answer_place(self._conversation, turn)

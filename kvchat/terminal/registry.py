@@ -5,6 +5,7 @@ from kvchat.terminal import (
     commands_engine,
     commands_input,
     commands_kv,
+    commands_tools,
     commands_turns,
 )
 from kvchat.terminal.commands import Registry
@@ -19,5 +20,6 @@ def build_registry() -> Registry:
             *commands_input.COMMANDS,
             *commands_engine.COMMANDS,
             *commands_kv.COMMANDS,
+            *commands_tools.COMMANDS,
         )
     )

@@ -34,6 +34,7 @@ from kvchat.terminal.registry import build_registry
 from kvchat.terminal.status import StatsLevel, model_label
 from kvchat.terminal.theme import Look, Role
 from kvchat.terminal.view import View, tell
+from kvchat.tools.toolbox import Toolbox
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,7 @@ class ReplSetup:
     shows_stats    whether a line of figures follows every answer; None: unless output is spoken
     editor         the command line of the user's editor
     picks_session  whether the chat begins with the picker of saved conversations
+    toolbox        the tools that are offered to the model, None for none
     """
 
     controller: ChatController
@@ -55,6 +57,7 @@ class ReplSetup:
     shows_stats: bool | None = None
     editor: str = "vi"
     picks_session: bool = False
+    toolbox: Toolbox | None = None
 
 
 def run(setup: ReplSetup) -> int:
@@ -73,10 +76,13 @@ async def run_repl(setup: ReplSetup) -> int:
     view = _new_view(setup)
     # Spoken output has no figures after answers, unless the user turns them on: /stats on.
     shows_stats = not setup.look.is_spoken if setup.shows_stats is None else setup.shows_stats
-    dialogue = Dialogue(controller, view, registry, StatsLevel(shows_stats))
+    level = StatsLevel(shows_stats)
+    dialogue = Dialogue(controller, view, registry, level, setup.toolbox)
     try:
         with _signals(dialogue), error_hooks(dialogue.report):
             _greet(controller, view)
+            for problem in setup.toolbox.problems if setup.toolbox is not None else ():
+                tell(view, problem, Role.WARNING)
             dialogue.refresh()
             setup.relay.attach(asyncio.get_running_loop(), dialogue.hear)
             if setup.picks_session:
@@ -135,6 +141,8 @@ def _greet(controller: ChatController, view: View) -> None:
         for note in controller.session.notes:
             view.write(view.painter.wrapped(note, view.render_context.width, Role.WARNING))
         show_where_it_stands(controller.session.conversation, view)
+        if controller.tools is not None and controller.has_other_tools:
+            tell(view, "This conversation began without these tools: /tools here offers them.")
 
 
 def _what_to_try(controller: ChatController, view: View) -> str:

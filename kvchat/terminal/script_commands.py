@@ -21,6 +21,7 @@ from kvchat.terminal.commands import CommandContext, Invocation, Registry
 from kvchat.terminal.paint import Painter, RenderContext, Row
 from kvchat.terminal.status import StatsLevel
 from kvchat.terminal.view import Choice, Page, PickerActions
+from kvchat.tools.toolbox import Toolbox
 
 
 class ScriptPage:
@@ -95,11 +96,17 @@ class ScriptCommands(CommandContext):
     """Runs commands for a script. `has_left` is true after a command has ended the run."""
 
     def __init__(
-        self, controller: ChatController, page: Page, registry: Registry, stats_level: StatsLevel
+        self,
+        controller: ChatController,
+        page: Page,
+        registry: Registry,
+        stats_level: StatsLevel,
+        toolbox: Toolbox | None = None,
     ) -> None:
         self.controller = controller
         self.registry = registry
         self.stats_level = stats_level
+        self.toolbox = toolbox
         self.has_left = False
         self._page = page
         self._request: AnswerRequest | None = None

@@ -88,7 +88,9 @@ def test_the_users_limit_counts_where_it_is_the_shorter_one() -> None:
         process.render(MESSAGES, NAMES, CLOCK)
 
 
-@pytest.mark.parametrize("name", [name for name in vars(zoo) if name.isupper()])
+@pytest.mark.parametrize(
+    "name", [name for name, value in vars(zoo).items() if name.isupper() and isinstance(value, str)]
+)
 def test_a_process_renders_what_its_plain_twin_renders(name: str) -> None:
     source = getattr(zoo, name)
     plain, process = compile_template(source), TemplateProcess(source)

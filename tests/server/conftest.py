@@ -14,13 +14,13 @@ from kvchat.server.app import new_app
 from kvchat.server.guard import App, Limits
 from kvchat.server.metrics import Metrics
 from kvchat.server.service import Service
-from support import template_zoo as zoo
 from support.scripted_engine import (
     Author,
     Script,
     scripted_build,
     text_model,
     write_text_checkpoint,
+    write_tool_checkpoint,
 )
 from support.tiny_host import answer_options
 
@@ -35,8 +35,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ChatModel:
 @pytest.fixture(scope="session")
 def tool_model(tmp_path_factory: pytest.TempPathFactory) -> ChatModel:
     """The text side of a model whose template takes tools."""
-    source = zoo.TOOLS_AS_JSON.replace("<|im_start|>", "<|start|>").replace("<|im_end|>", "<|end|>")
-    return text_model(write_text_checkpoint(tmp_path_factory.mktemp("tools") / "tools", source))
+    return text_model(write_tool_checkpoint(tmp_path_factory.mktemp("tools") / "tools"))
 
 
 def echo(question: str, sample: int) -> Script:

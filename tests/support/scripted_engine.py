@@ -31,6 +31,7 @@ from kvchat.core.stats import EngineStatus, SpeculationStatus, TierStatus
 from kvchat.core.types import CachedTokens, DraftUse, FinishReason, Timing, Usage
 from kvchat.engine.request import RequestSpec
 from kvchat.model.source import find_model
+from support.template_zoo import TOOLS_AS_JSON
 
 _SPECIAL_TOKENS = ("<|pad|>", "<|bos|>", "<|start|>", "<|end|>", "<|eos|>")
 _END = 256 + _SPECIAL_TOKENS.index("<|end|>")
@@ -77,6 +78,12 @@ def write_text_checkpoint(directory: Path, template: str = _TEMPLATE) -> Path:
     (directory / "chat_template.jinja").write_text(template)
     (directory / "model.safetensors").write_bytes(b"")
     return directory
+
+
+def write_tool_checkpoint(directory: Path) -> Path:
+    """Write such a checkpoint whose template takes tools."""
+    source = TOOLS_AS_JSON.replace("<|im_start|>", "<|start|>").replace("<|im_end|>", "<|end|>")
+    return write_text_checkpoint(directory, source)
 
 
 def text_model(directory: Path) -> ChatModel:

@@ -2,15 +2,17 @@
 
 Usage: python -m support.scripted_repl CHECKPOINT [--sessions DIR] [--history FILE] [--plain]
        [--spoken] [--loading FILE [--silent]] [--fail] [--continue] [--reflows] [--log FILE]
-       [--kept DIR]
+       [--kept DIR] [--tools DIR]
 
 What is typed decides the answer: `lines 40` gives forty numbered lines, `slow 40` the same slowly,
 `evil` tries to act on the terminal, `think` thinks first, `crash` makes the engine fail, `trouble`
-its disk tier, with the sentence that follows, and `long 20000` is for measurements. What is pressed
+its disk tier, with the sentence that follows, and `long 20000` is for measurements. `call NAME
+JSON` calls a tool, and the answer to its result begins with "I got". What is pressed
 twice within a minute is pressed twice: a busy machine takes longer than fingers.
 """
 
 import argparse
+import json
 import logging
 import sys
 import time
@@ -25,6 +27,8 @@ from kvchat.core.errors import ModelError
 from kvchat.core.types import SamplingParams
 from kvchat.terminal import keys, line_view
 from kvchat.terminal.repl import LoadRelay, Look, ReplSetup, run
+from kvchat.tools.local_tools import local_tools
+from kvchat.tools.toolbox import Toolbox
 from support.scripted_engine import Loading, Script, scripted_build, text_model
 
 EVIL = (
@@ -84,6 +88,11 @@ def author(question: str, sample: int) -> Script:
         return Script("All the same.", trouble=" ".join(words[1:]))
     if word == "think":
         return Script("<think>\nLet me see.\nYes.\n</think>\n\nThe answer is **42**.", 3, 0.005)
+    if word == "call":
+        called = json.dumps({"name": words[1], "arguments": json.loads(" ".join(words[2:]))})
+        return Script(f"Let me see.\n<tool_call>\n{called}\n</tool_call>")
+    if word == "<tool_response>":
+        return Script(f"I got {question.removeprefix(word).removesuffix('</tool_response>')}")
     if word == "Summarise":
         return Script("Ada has a dog called Rex.", tokens_per_step=5, step_s=0.01)
     if word == "warn":
@@ -110,6 +119,7 @@ def main() -> int:
     parser.add_argument("--editor", default="vi")
     parser.add_argument("--log", type=Path)
     parser.add_argument("--kept", type=Path)
+    parser.add_argument("--tools", type=Path)
     arguments = parser.parse_args()
     keys._TWICE_S = keys._ESCAPE_TWICE_S = line_view._TWICE_S = 60.0
     if arguments.log is not None:
@@ -141,7 +151,10 @@ def _setup(arguments: argparse.Namespace) -> ReplSetup:
     host = new_host("scripted", relay.hear)
     is_plain = arguments.plain or arguments.spoken
     session = host.open_session(store.latest()) if arguments.continues and store else None
-    options = AskOptions(sampling=SamplingParams(temperature=0.0))
+    toolbox = Toolbox(local_tools(arguments.tools)) if arguments.tools else None
+    options = AskOptions(
+        sampling=SamplingParams(temperature=0.0), max_calls=None if toolbox is not None else 0
+    )
     return ReplSetup(
         controller=ChatController(
             host,
@@ -149,7 +162,9 @@ def _setup(arguments: argparse.Namespace) -> ReplSetup:
             session,
             options,
             kept=StoreAdmin(arguments.kept) if arguments.kept else None,
+            tools=toolbox.definitions if toolbox is not None else None,
         ),
+        toolbox=toolbox,
         relay=relay,
         history_path=arguments.history,
         look=Look(

@@ -1,0 +1,89 @@
+"""ToolUse: asks the user about the calls of an answer, runs them, and shows what came back."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+
+from kvchat.chat.tools import ToolCall, ToolResult
+from kvchat.core.text import one_line
+from kvchat.terminal.status import format_seconds, plural
+from kvchat.terminal.theme import Role
+from kvchat.terminal.view import Choice, View, tell
+from kvchat.tools.toolbox import Toolbox, call_in_words, refused
+
+_CHOICES = (
+    Choice("yes", "once"),
+    Choice("always", "this tool, until kvchat ends"),
+    Choice("no", "the model is told so"),
+    Choice("never", "this tool, until kvchat ends"),
+)
+_YES, _ALWAYS, _NO, _NEVER = range(len(_CHOICES))
+
+
+class ToolUse:
+    """Runs the calls of one answer at a time. `toolbox` is None where no tools are offered."""
+
+    def __init__(self, toolbox: Toolbox | None, view: View, refresh: Callable[[], None]) -> None:
+        self.toolbox = toolbox
+        self._view = view
+        self._refresh = refresh
+        self._stop = threading.Event()
+        self.running = ""
+
+    def stop(self) -> None:
+        """End the running call soon, and ask about no further one."""
+        self._stop.set()
+
+    @property
+    def was_stopped(self) -> bool:
+        """Whether the user stopped the last calls: the answer to them is not wanted either."""
+        return self._stop.is_set()
+
+    async def results(self, calls: tuple[ToolCall, ...]) -> tuple[ToolResult, ...]:
+        """Return the result of each call, in their order, also of one that is not allowed."""
+        assert self.toolbox is not None, "calls are read only where tools are offered"
+        self._stop.clear()
+        results = []
+        for call in calls:
+            if self._stop.is_set() or not await self._may_run(self.toolbox, call):
+                tell(self._view, f"not run: {call_in_words(call)}", gap=False)
+                results.append(refused(call))
+            else:
+                results.append(await self._run(self.toolbox, call))
+        return tuple(results)
+
+    async def _may_run(self, toolbox: Toolbox, call: ToolCall) -> bool:
+        """Return whether the user allows a call; a tool that is not there needs no question."""
+        allowed = toolbox.permissions.of(call.name)
+        if allowed is not None or not toolbox.has(call.name):
+            return allowed is not False
+        answer = await self._view.choose(f"Run {call_in_words(call, 1000)}?", _CHOICES)
+        if answer == _ALWAYS:
+            toolbox.permissions.always.add(call.name)
+        elif answer == _NEVER:
+            toolbox.permissions.never.add(call.name)
+        elif answer is None:
+            self._stop.set()
+        return answer in (_YES, _ALWAYS)
+
+    async def _run(self, toolbox: Toolbox, call: ToolCall) -> ToolResult:
+        self.running = call.name
+        self._refresh()
+        began_s = time.monotonic()
+        try:
+            result = await asyncio.to_thread(toolbox.run, call, self._stop)
+        finally:
+            self.running = ""
+            self._refresh()
+        tell(self._view, call_in_words(call), Role.TITLE, gap=False)
+        tell(self._view, result_in_words(result, time.monotonic() - began_s), gap=False)
+        return result
+
+
+def result_in_words(result: ToolResult, seconds: float | None = None) -> str:
+    """Return a result as one line: its first line, and how many follow."""
+    lines = result.text.splitlines()
+    rest = f" and {plural(len(lines) - 1, 'more line')}" if len(lines) > 1 else ""
+    took = f", {format_seconds(seconds)}" if seconds is not None and seconds >= 1.0 else ""
+    return f"{one_line(lines[0] if lines else '', 60)}{rest}{took}"

@@ -1,0 +1,267 @@
+"""McpServers: the tools of MCP servers, which other programs offer over stdio or HTTP.
+
+The official `mcp` package speaks the protocol, on an event loop of its own thread. Servers are
+named in a file in the form that other clients know: an object `mcpServers`, by name either
+`command`, `args`, `env` and `cwd`, or `url` and `headers`.
+"""
+
+import asyncio
+import json
+import logging
+import os
+import re
+import threading
+from collections.abc import Mapping
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NotYet
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvchat.core.bounded_files import read_bounded
+from kvchat.core.errors import UsageError
+from kvchat.core.text import one_line
+from kvchat.tools.toolbox import Tool, ToolFailed
+
+if TYPE_CHECKING:
+    from mcp import ClientSession
+
+_MOST_BYTES = 1 << 20
+_START_S = 30.0
+_CALL_S = 120.0
+_LOOK_S = 0.1
+_MEND_IT = "Mend or remove it."
+_NO_WORD = re.compile(r"[^A-Za-z0-9_-]")
+_VARIABLE = re.compile(r"\$\{(\w+)\}")
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """One server: a command with its arguments, or else an address."""
+
+    name: str
+    command: str = ""
+    args: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+    cwd: str | None = None
+    url: str = ""
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+def read_servers(path: Path) -> list[ServerConfig]:
+    """Return the servers of a file, none if there is no file; raises UsageError."""
+    try:
+        document = json.loads(read_bounded(path, _MOST_BYTES))
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}.", _MEND_IT) from error
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{path} is not JSON.", _MEND_IT) from error
+    servers = document.get("mcpServers") if isinstance(document, dict) else None
+    if not isinstance(servers, dict):
+        raise UsageError(f"{path} has no object mcpServers.", _MEND_IT)
+    return [_server(name, value, path) for name, value in servers.items()]
+
+
+def _server(name: str, value: Any, path: Path) -> ServerConfig:
+    try:
+        if not isinstance(value, dict):
+            raise TypeError
+        found = ServerConfig(
+            _NO_WORD.sub("_", name),
+            _text(value.get("command", "")),
+            tuple(_text(item) for item in value.get("args", ())),
+            {str(key): _text(item) for key, item in value.get("env", {}).items()},
+            _text(value["cwd"]) if value.get("cwd") else None,
+            _text(value.get("url", "")),
+            {str(key): _text(item) for key, item in value.get("headers", {}).items()},
+        )
+    except (TypeError, AttributeError):
+        found = ServerConfig(name)
+    if bool(found.command) is bool(found.url):
+        raise UsageError(
+            f"{path}: the server {one_line(name, 40)} needs a command or a url, and texts in both.",
+            _MEND_IT,
+        )
+    return found
+
+
+def _text(value: Any) -> str:
+    """Return a text in which `${NAME}` is the environment's value; TypeError for anything else."""
+    if not isinstance(value, str):
+        raise TypeError
+    return _VARIABLE.sub(lambda match: os.environ.get(match[1], ""), value)
+
+
+class McpServers:
+    """Connections to servers. `start` waits for all; `close` ends them. `problems` are sentences.
+
+    What servers write on stderr goes nowhere: it may hold text of the conversation.
+    """
+
+    def __init__(self, configs: list[ServerConfig]) -> None:
+        self._configs = configs
+        self._loop = asyncio.new_event_loop()
+        self._tools: list[Tool] = []
+        self.problems: list[str] = []
+        self._started = threading.Event()
+        self._stop = asyncio.Event()
+        self._thread = threading.Thread(target=self._run, name="kvchat-mcp", daemon=True)
+
+    def start(self) -> list[Tool]:
+        """Connect to all servers, and return their tools in the order of the file."""
+        self._thread.start()
+        self._started.wait()
+        return self._tools
+
+    def close(self) -> None:
+        """End all servers. Idempotent."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._stop.set)
+            self._thread.join(5.0)
+
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._serve())
+
+    async def _serve(self) -> None:
+        """Hold all connections. Each has its own task: one that breaks ends no other."""
+        starts = [self._loop.create_future() for _ in self._configs]
+        holding = [
+            asyncio.create_task(self._hold(config, ready))
+            for config, ready in zip(self._configs, starts, strict=True)
+        ]
+        try:
+            for ready in starts:
+                self._tools += await ready
+        finally:
+            self._started.set()
+        await self._stop.wait()
+        for task in holding:
+            task.cancel()
+        await asyncio.gather(*holding, return_exceptions=True)
+
+    async def _hold(self, config: ServerConfig, ready: "asyncio.Future[list[Tool]]") -> None:
+        """Connect to one server, and keep the connection until this task is cancelled."""
+        try:
+            async with AsyncExitStack() as stack:
+                async with asyncio.timeout(_START_S):
+                    session = await _connect(config, stack)
+                    tools = await _list_tools(session)
+                found = (McpTool(config.name, tool, session, self._loop) for tool in tools)
+                ready.set_result(list(found))
+                await asyncio.Event().wait()
+        except Exception as error:
+            _log.warning("the MCP server %s: %s", config.name, type(error).__name__, exc_info=error)
+            if not ready.done():
+                reason = one_line(str(_root(error)), 120) or type(_root(error)).__name__
+                self.problems.append(f"The MCP server {config.name} does not answer: {reason}.")
+                ready.set_result([])
+
+
+def _root(error: BaseException) -> BaseException:
+    """Return the first error of a group: the library's tasks wrap what really happened."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+async def _connect(config: ServerConfig, stack: AsyncExitStack) -> "ClientSession":
+    from mcp import ClientSession, StdioServerParameters
+    from mcp.client.stdio import get_default_environment, stdio_client
+
+    if config.url:
+        import httpx2
+        from mcp.client.streamable_http import streamable_http_client
+
+        timeout = httpx2.Timeout(_START_S, read=_CALL_S)
+        client = httpx2.AsyncClient(
+            headers=dict(config.headers), timeout=timeout, follow_redirects=True
+        )
+        await stack.enter_async_context(client)
+        streams = await stack.enter_async_context(
+            streamable_http_client(config.url, http_client=client)
+        )
+    else:
+        parameters = StdioServerParameters(
+            command=config.command,
+            args=list(config.args),
+            env={**get_default_environment(), **config.env},
+            cwd=config.cwd,
+        )
+        nowhere = stack.enter_context(open(os.devnull, "w"))  # noqa: SIM115
+        streams = await stack.enter_async_context(stdio_client(parameters, errlog=nowhere))
+    session = await stack.enter_async_context(ClientSession(streams[0], streams[1]))
+    await session.initialize()
+    return session
+
+
+async def _list_tools(session: "ClientSession") -> list[Any]:
+    """Return all tools of a server, which it lists in pages."""
+    from mcp.types import PaginatedRequestParams
+
+    tools: list[Any] = []
+    cursor = None
+    while True:
+        page = await session.list_tools(params=PaginatedRequestParams(cursor=cursor))
+        tools += page.tools
+        cursor = page.next_cursor
+        if not cursor:
+            return tools
+
+
+class McpTool:
+    """One tool of a server, under the name `SERVER__TOOL`."""
+
+    def __init__(
+        self,
+        server: str,
+        tool: Any,
+        session: "ClientSession",
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        self.name = f"{server}__{_NO_WORD.sub('_', tool.name)}"
+        self.description = tool.description or ""
+        self.parameters: Mapping[str, Any] = tool.input_schema
+        self._name = tool.name
+        self._session = session
+        self._loop = loop
+
+    def run(self, arguments: Mapping[str, Any], stop: threading.Event) -> str:
+        if self._loop.is_closed():
+            raise ToolFailed("its server has ended.")
+        calling = asyncio.run_coroutine_threadsafe(self._call(dict(arguments)), self._loop)
+        result = self._wait(calling, stop)
+        texts = [_part_text(part) for part in result.content]
+        if result.is_error:
+            raise ToolFailed("\n".join(texts) or "the tool says no more than that.")
+        return "\n".join(texts)
+
+    async def _call(self, arguments: dict[str, Any]) -> Any:
+        return await self._session.call_tool(self._name, arguments, read_timeout_seconds=_CALL_S)
+
+    def _wait(self, future: "Future[Any]", stop: threading.Event) -> Any:
+        while True:
+            try:
+                return future.result(_LOOK_S)
+            except NotYet:
+                if future.done():
+                    raise ToolFailed("the server did not answer in time.") from None
+                if stop.is_set():
+                    future.cancel()
+                    raise ToolFailed("the user stopped it.") from None
+            except Exception as error:
+                raise ToolFailed(one_line(str(_root(error)), 200)) from error
+
+
+def _part_text(part: Any) -> str:
+    """Return a part of a result as text; images and sounds are only named."""
+    if getattr(part, "type", "") == "text":
+        return str(part.text)
+    resource = getattr(part, "resource", None)
+    if resource is not None and getattr(resource, "text", None) is not None:
+        return str(resource.text)
+    return f"[{getattr(part, 'type', 'something')} that cannot be shown as text]"

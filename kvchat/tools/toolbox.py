@@ -1,0 +1,123 @@
+"""Toolbox: the tools of a chat, what the user allows, and how a call becomes a result.
+
+A call never raises: what went wrong is the result that the model reads.
+"""
+
+import json
+import logging
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from kvchat.chat.tools import ToolCall, ToolResult, ToolSet
+from kvchat.core.text import one_line, sanitize
+
+MOST_RESULT_CHARS = 16_000
+_log = logging.getLogger(__name__)
+
+
+class ToolFailed(Exception):
+    """A tool did not do what was asked; the message tells the model why, in a sentence."""
+
+
+class Tool(Protocol):
+    """One tool. `run` is called on a thread of its own."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def description(self) -> str: ...
+
+    @property
+    def parameters(self) -> Mapping[str, Any]:
+        """The JSON schema of the arguments."""
+
+    def run(self, arguments: Mapping[str, Any], stop: threading.Event) -> str:
+        """Do it and return what the model reads; ends soon after `stop` is set.
+
+        Raises ToolFailed, or anything else for arguments of a wrong kind.
+        """
+
+
+@dataclass(slots=True)
+class Permissions:
+    """What the user allows without a question, by name of tool."""
+
+    always: set[str]
+    never: set[str]
+
+    def of(self, name: str) -> bool | None:
+        """Return whether a tool may run; None if the user has to be asked."""
+        if name in self.never:
+            return False
+        return True if name in self.always else None
+
+
+class Toolbox:
+    """The tools in the order in which they are offered.
+
+    `problems` are sentences on tools that are not there. `end` ends what the tools need.
+    """
+
+    def __init__(
+        self,
+        tools: Sequence[Tool],
+        allowed: Collection[str] = (),
+        problems: Sequence[str] = (),
+        end: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._by_name = {tool.name: tool for tool in tools}
+        self.permissions = Permissions(set(allowed), set())
+        self.problems = tuple(problems)
+        self.close = end
+
+    @property
+    def definitions(self) -> ToolSet:
+        return ToolSet(
+            {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
+            for tool in self._by_name.values()
+        )
+
+    @property
+    def tools(self) -> list[Tool]:
+        return list(self._by_name.values())
+
+    def has(self, name: str) -> bool:
+        return name in self._by_name
+
+    def run(self, call: ToolCall, stop: threading.Event) -> ToolResult:
+        """Run a call that the user allows, and return its result, cut and sanitised."""
+        tool = self._by_name.get(call.name)
+        if tool is None:
+            known = ", ".join(self._by_name) or "none"
+            return ToolResult(call.name, f"Error: there is no such tool. There are: {known}.")
+        try:
+            text = tool.run(call.arguments, stop)
+        except ToolFailed as error:
+            text = f"Error: {error}"
+        except (TypeError, ValueError, KeyError, AttributeError, OSError) as error:
+            _log.info("the tool %s failed", call.name, exc_info=error)
+            text = f"Error: {type(error).__name__}: {one_line(str(error), 200)}"
+        return ToolResult(call.name, cut(sanitize(text)) or "(nothing)")
+
+
+def refused(call: ToolCall) -> ToolResult:
+    """Return the result of a call that the user does not allow."""
+    return ToolResult(call.name, "Error: the user does not allow this call.")
+
+
+def cut(text: str, most: int = MOST_RESULT_CHARS) -> str:
+    """Return a text with at most `most` characters: what is left out is in the middle."""
+    if len(text) <= most:
+        return text
+    half = most // 2
+    left_out = f"\n[{len(text) - 2 * half:,} characters left out]\n"
+    return text[:half] + left_out + text[-half:]
+
+
+def call_in_words(call: ToolCall, max_chars: int = 200) -> str:
+    """Return a call as one safe line: its name and its arguments."""
+    parts = (f"{name}={json.dumps(v, ensure_ascii=False)}" for name, v in call.arguments.items())
+    return one_line(f"{call.name}({', '.join(parts)})", max_chars)

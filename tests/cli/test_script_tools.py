@@ -1,0 +1,108 @@
+"""Tools in scripts: allowed by name or refused, because there is no user to ask."""
+
+import io
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvchat.chat.answer_settings import AskOptions
+from kvchat.chat.controller import ChatController
+from kvchat.chat.host import ChatHost
+from kvchat.chat.store import SessionStore
+from kvchat.cli.output import JsonWriter, Notices, TextWriter
+from kvchat.cli.script import Script, ScriptSetup
+from kvchat.cli.streams import Interruption
+from kvchat.tools.local_tools import local_tools
+from kvchat.tools.toolbox import Toolbox
+from support.commands import Shell
+from support.scripted_engine import Script as Answer
+from support.scripted_engine import scripted_build, text_model, write_tool_checkpoint
+
+READ = '<tool_call>\n{"name": "read_file", "arguments": {"path": "a.txt"}}\n</tool_call>'
+Answered = Callable[..., tuple[str, str]]
+
+
+def _author(question: str, sample: int) -> Answer:
+    if question == "again and again":
+        return Answer(READ)
+    if question.startswith("<tool_response>"):
+        told = question.removeprefix("<tool_response>").removesuffix("</tool_response>").strip()
+        return Answer(f"It says: {told}" if "again" not in told else READ)
+    return Answer(f"I read it. \n{READ}")
+
+
+@pytest.fixture
+def answered(tmp_path: Path) -> Iterator[Answered]:
+    """Return a function that answers a prompt, and returns stdout and stderr."""
+    model = text_model(write_tool_checkpoint(tmp_path / "model"))
+    (tmp_path / "a.txt").write_text("alpha")
+    controllers: list[ChatController] = []
+
+    def answer(*allowed: str, prompt: str = "read it", is_json: bool = False) -> tuple[str, str]:
+        toolbox = Toolbox(local_tools(tmp_path), allowed)
+        host = ChatHost(model, scripted_build(model, _author), SessionStore(tmp_path / "sessions"))
+        controller = ChatController(
+            host, lambda *_: host, None, AskOptions(), tools=toolbox.definitions
+        )
+        controllers.append(controller)
+        stdout, stderr = io.StringIO(), io.StringIO()
+        writer: Any = TextWriter(stdout, is_raw=False)
+        if is_json:
+            writer = JsonWriter(stdout, lambda: host.ready)
+        setup = ScriptSetup(controller, writer, Notices(False, stderr), toolbox=toolbox)
+        with Interruption() as interruption:
+            script = Script(setup, interruption)
+            script.answer(prompt)
+        assert script.exit_code == 0
+        return stdout.getvalue(), stderr.getvalue()
+
+    yield answer
+    for controller in controllers:
+        controller.close_session()
+        controller.host.close()
+
+
+def test_an_allowed_tool_runs_and_the_last_answer_follows(answered: Answered) -> None:
+    stdout, stderr = answered("read_file")
+
+    assert stdout == "I read it.\nIt says: alpha\n"
+    assert 'read_file(path="a.txt")' in stderr
+
+
+def test_a_tool_that_is_not_allowed_is_refused_with_the_flag_that_allows_it(
+    answered: Answered,
+) -> None:
+    stdout, stderr = answered()
+
+    assert "the user does not allow this call" in stdout
+    assert "--allow-tool read_file allows it" in stderr
+
+
+def test_json_has_the_calls_of_each_answer(answered: Answered) -> None:
+    stdout, _ = answered("read_file", is_json=True)
+
+    first, last = (json.loads(line) for line in stdout.splitlines())
+    assert first["calls"] == [{"name": "read_file", "arguments": {"path": "a.txt"}}]
+    assert first["text"] == "I read it."
+    assert "calls" not in last
+
+
+def test_a_model_that_never_stops_calling_is_ended(answered: Answered, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("again")
+
+    stdout, stderr = answered("read_file", prompt="again and again")
+
+    assert stderr.count("read_file(") == 50
+    assert stdout.count("\n") <= 51
+
+
+def test_a_model_whose_template_takes_no_tools_is_refused_where_the_flag_asks(
+    shell: Shell,
+) -> None:
+    ran = shell.run("--tools", "-p", "hi")
+
+    assert ran.returncode == 2
+    assert b"has no place for tools" in ran.stderr

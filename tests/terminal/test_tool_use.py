@@ -1,0 +1,120 @@
+"""Tools in the chat, at a real terminal: asked for, run, shown, saved, and continued later."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from support.pty_screen import PtyScreen
+from support.scripted_engine import write_tool_checkpoint
+
+READ = 'call read_file {"path": "a.txt"}'
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tool_checkpoint(tmp_path_factory.mktemp("checkpoint") / "tools")
+
+
+@pytest.fixture
+def chat(start_chat: Callable[..., PtyScreen], tmp_path: Path) -> PtyScreen:
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "a.txt").write_text("alpha\nbeta\n")
+    return start_chat("--tools", str(tmp_path / "work"))
+
+
+def test_a_call_is_asked_for_run_and_answered(chat: PtyScreen) -> None:
+    chat.enter(READ)
+    chat.wait_for('Run read_file(path="a.txt")?')
+    assert "tool_call" not in chat.text
+
+    chat.type("\r")
+
+    chat.wait_for("I got")
+    chat.wait_for("beta")
+    chat.wait_for("alpha and 1 more line")
+
+
+def test_a_call_that_is_refused_is_not_run_and_the_model_is_told(chat: PtyScreen) -> None:
+    chat.enter('call run_command {"command": "echo ran > b.txt"}')
+    chat.wait_for("Run run_command")
+
+    chat.type("no\r")
+
+    chat.wait_for("not run: run_command")
+    chat.wait_for("the user does not allow this call")
+
+
+def test_a_tool_that_is_always_allowed_is_asked_for_once(chat: PtyScreen) -> None:
+    chat.enter(READ)
+    chat.wait_for("Run read_file").type("always\r")
+    chat.wait_for("I got")
+
+    chat.enter('call read_file {"path": "gone.txt"}')
+    chat.wait_for("there is no file gone.txt")
+
+    chat.enter("/tools")
+    chat.wait_for("read_file (runs at once)")
+    chat.wait_for("run_command (asks first)")
+    chat.enter("/tools never run_command")
+    chat.wait_for("run_command never runs.")
+    chat.enter('call run_command {"command": "true"}')
+    chat.wait_for("not run: run_command")
+
+
+def test_escape_stops_a_command_and_gives_the_prompt_back(chat: PtyScreen) -> None:
+    chat.enter('call run_command {"command": "sleep 1000"}')
+    chat.wait_for("Run run_command").type("\r")
+    chat.wait_for("running run_command")
+
+    chat.type("\x1b")
+
+    chat.wait_for("Stopped. Your next message goes with what came back.")
+    chat.enter("hello")
+    chat.wait_for("[stopped by the user]")
+
+
+def test_escape_at_the_question_runs_nothing(chat: PtyScreen) -> None:
+    chat.enter(READ)
+    chat.wait_for("Run read_file").type("\x1b")
+
+    chat.wait_for("not run: read_file")
+    chat.wait_for("Stopped.")
+
+
+def test_calls_and_results_are_there_again_in_a_resumed_chat(
+    chat: PtyScreen, start_chat: Callable[..., PtyScreen], tmp_path: Path
+) -> None:
+    chat.enter(READ)
+    chat.wait_for("Run read_file").type("\r")
+    chat.wait_for("I got")
+    chat.enter("/tree")
+    chat.wait_for("result: alpha and 1 more line")
+    chat.enter("/exit")
+    assert chat.finish() == 0
+
+    again = start_chat("--tools", str(tmp_path / "work"), "--continue")
+    again.wait_for('read_file(path="a.txt")')
+    assert "other tools" not in again.text
+    again.enter("/undo")
+    again.enter(READ)
+    again.wait_for("Run read_file")
+
+
+def test_tools_are_offered_to_a_conversation_that_began_without(
+    start_chat: Callable[..., PtyScreen], tmp_path: Path
+) -> None:
+    before = start_chat()
+    before.enter("hello")
+    before.wait_for("You said 'hello'")
+    before.enter("/tools")
+    before.wait_for("No tools are offered to the model.")
+    before.enter("/exit")
+    assert before.finish() == 0
+
+    after = start_chat("--tools", str(tmp_path), "--continue")
+    after.wait_for("/tools here offers them")
+    after.enter("/tools here")
+    after.wait_for("The tools are offered in this conversation from now on.")
+    after.enter(READ)
+    after.wait_for("Run read_file")

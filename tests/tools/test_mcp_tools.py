@@ -1,0 +1,181 @@
+"""MCP servers: real ones over stdio and HTTP, and what a file of servers may say.
+
+The servers are made with the official package in a process of their own.
+"""
+
+import json
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvchat.chat.tools import ToolCall
+from kvchat.core.errors import UsageError
+from kvchat.tools.mcp_tools import McpServers, read_servers
+from kvchat.tools.toolbox import Toolbox
+
+_SERVER = """
+import sys
+from mcp.server import MCPServer
+
+server = MCPServer("calculator")
+
+@server.tool()
+def add(a: int, b: int) -> int:
+    "Add two numbers."
+    return a + b
+
+@server.tool()
+def environment(name: str) -> str:
+    "Return a variable."
+    import os
+    return os.environ.get(name, "none")
+
+@server.tool()
+def wait() -> str:
+    "Wait for ever."
+    import time
+    time.sleep(1000)
+    return "never"
+
+print("a server may write here", file=sys.stderr)
+if len(sys.argv) > 1:
+    server.run("streamable-http", port=int(sys.argv[1]))
+else:
+    server.run()
+"""
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("server") / "server.py"
+    path.write_text(_SERVER)
+    return path
+
+
+def connected(tmp_path: Path, servers: dict[str, Any]) -> tuple[McpServers, Toolbox]:
+    path = tmp_path / "mcp.json"
+    path.write_text(json.dumps({"mcpServers": servers}))
+    made = McpServers(read_servers(path))
+    return made, Toolbox(made.start())
+
+
+@pytest.fixture
+def over_stdio(program: Path, tmp_path: Path) -> Iterator[tuple[McpServers, Toolbox]]:
+    server = {
+        "command": sys.executable,
+        "args": [str(program)],
+        "env": {"GIVEN": "yes"},
+    }
+    made, toolbox = connected(tmp_path, {"calc": server, "gone": {"command": "/no/such/program"}})
+    yield made, toolbox
+    made.close()
+
+
+def call(toolbox: Toolbox, name: str, /, **arguments: Any) -> str:
+    return toolbox.run(ToolCall(name, arguments), threading.Event()).text
+
+
+def test_a_server_is_used_and_another_that_is_not_there_is_told(
+    over_stdio: tuple[McpServers, Toolbox],
+) -> None:
+    servers, toolbox = over_stdio
+
+    assert [tool.name for tool in toolbox.tools] == ["calc__add", "calc__environment", "calc__wait"]
+    assert toolbox.tools[0].description == "Add two numbers."
+    assert toolbox.definitions.takes_text("calc__environment", "name") is True
+    [problem] = servers.problems
+    assert problem.startswith("The MCP server gone does not answer: ")
+    assert call(toolbox, "calc__add", a=2, b=3) == "5"
+    assert call(toolbox, "calc__environment", name="GIVEN") == "yes"
+    assert call(toolbox, "calc__add", a="x").startswith("Error: ")
+
+
+def test_a_call_that_waits_ends_when_the_user_stops_it(
+    over_stdio: tuple[McpServers, Toolbox],
+) -> None:
+    _, toolbox = over_stdio
+    stop = threading.Event()
+    stop.set()
+
+    assert toolbox.run(ToolCall("calc__wait", {}), stop).text == "Error: the user stopped it."
+
+
+def test_the_servers_end_with_the_chat(over_stdio: tuple[McpServers, Toolbox]) -> None:
+    servers, toolbox = over_stdio
+    servers.close()
+    servers.close()
+
+    assert call(toolbox, "calc__add", a=1, b=1).startswith("Error: ")
+
+
+def test_a_server_over_http_is_used(program: Path, tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, str(program), str(port)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        _wait_for_port(port)
+        made, toolbox = connected(tmp_path, {"web": {"url": f"http://127.0.0.1:{port}/mcp"}})
+        assert made.problems == []
+        assert call(toolbox, "web__add", a=2, b=3) == "5"
+        made.close()
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _wait_for_port(port: int) -> None:
+    deadline_s = time.monotonic() + 60
+    while time.monotonic() < deadline_s:
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        threading.Event().wait(0.05)
+    raise AssertionError("the server did not start")
+
+
+def test_variables_of_the_environment_are_filled_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("A_KEY", "secret")
+    path = tmp_path / "mcp.json"
+    server = {"url": "https://x.org", "headers": {"Authorization": "Bearer ${A_KEY}"}}
+    path.write_text(json.dumps({"mcpServers": {"my server!": server}}))
+
+    [config] = read_servers(path)
+
+    assert config.name == "my_server_"
+    assert config.headers == {"Authorization": "Bearer secret"}
+
+
+BAD = (
+    "{",
+    "[]",
+    '{"servers": {}}',
+    '{"mcpServers": {"a": 1}}',
+    '{"mcpServers": {"a": {}}}',
+    '{"mcpServers": {"a": {"command": "x", "args": [1]}}}',
+    '{"mcpServers": {"a": {"command": "x", "url": "y"}}}',
+    '{"mcpServers": {"a": {"command": "x", "env": {"a": null}}}}',
+)
+
+
+@pytest.mark.parametrize("content", BAD)
+def test_a_bad_file_is_refused_in_a_sentence(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "mcp.json"
+    path.write_text(content)
+
+    with pytest.raises(UsageError, match=r"mcp\.json"):
+        read_servers(path)
+
+
+def test_no_file_is_no_server(tmp_path: Path) -> None:
+    assert read_servers(tmp_path / "mcp.json") == []
