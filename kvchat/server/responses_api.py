@@ -19,7 +19,12 @@ from kvchat.server.answering import Answer, whole_answers
 from kvchat.server.api_errors import ApiError, openai_form
 from kvchat.server.conversations import RequestChat, max_calls, read_tools
 from kvchat.server.fields import Fields, read_body, sampling_options
-from kvchat.server.generation_fields import require_no_calls, response_logprobs, with_format
+from kvchat.server.generation_fields import (
+    require_no_calls,
+    response_logprobs,
+    with_format,
+    with_penalties,
+)
 from kvchat.server.logprob_forms import listed
 from kvchat.server.openai_api import given_call, message_text
 from kvchat.server.service import Service, facts, until_gone
@@ -52,6 +57,7 @@ class ResponsesApi:
 
     def _options(self, fields: Fields, chat: ResentChat) -> AskOptions:
         options = sampling_options(fields, self._service.options)
+        options = with_penalties(fields, options, self._service.host.model.vocab_size)
         limit = fields.whole("max_output_tokens", 1)
         return replace(
             options,

@@ -19,6 +19,7 @@ from kvchat.server.metrics import Metrics
 from kvchat.server.service import Service
 from support.asgi_client import Got, post
 from support.checkpoints import save_checkpoint, tiny_model
+from support.template_zoo import TOOLS_AS_JSON
 from support.tiny_host import tiny_host
 
 CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
@@ -60,6 +61,12 @@ def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[App]:
 @pytest.fixture(scope="module")
 def thinking_app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[App]:
     yield from served(tmp_path_factory.mktemp("thinking"), THINKING)
+
+
+@pytest.fixture(scope="module")
+def tool_app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[App]:
+    template = TOOLS_AS_JSON.replace("<|im_", "<|")
+    yield from served(tmp_path_factory.mktemp("tools"), template)
 
 
 def chat(app: App, **fields: Any) -> Got:
@@ -215,6 +222,22 @@ def test_a_response_follows_its_schema(app: App) -> None:
     assert is_as_the_schema_says(response["output"][0]["content"][0]["text"])
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_message_follows_its_schema(app: App, stream: bool) -> None:
+    wanted = {"type": "json_schema", "schema": SCHEMA}
+    body = {"model": "tiny", "messages": MESSAGES, "max_tokens": 300, "stream": stream}
+
+    for fields in ({"output_config": {"format": wanted}}, {"output_format": wanted}):
+        got = post(app, "/v1/messages", body | fields)
+        if stream:
+            deltas = [data["delta"] for name, data in got.events if name == "content_block_delta"]
+            answer = "".join(delta["text"] for delta in deltas)
+        else:
+            [block] = got.json["content"]
+            answer = block["text"]
+        assert is_as_the_schema_says(answer)
+
+
 def test_an_answer_cut_by_its_limit_says_so(app: App) -> None:
     [choice] = chat(app, response_format=CHAT_FORMAT, max_tokens=5).json["choices"]
 
@@ -319,3 +342,14 @@ def test_a_schema_nested_too_deeply_is_refused(app: App) -> None:
     wanted = {"type": "json_schema", "json_schema": {"schema": schema}}
 
     assert chat(app, response_format=wanted).status == 400
+
+
+def test_calls_go_together_with_neither(tool_app: App) -> None:
+    choose = {"tools": TOOLS, "max_tokens": 300}
+
+    for fields in ({"response_format": CHAT_FORMAT}, {"logprobs": True}):
+        got = chat(tool_app, **choose, **fields)
+        assert (got.status, got.json["error"]["param"]) == (400, "tools")
+        [choice] = chat(tool_app, **choose, **fields, tool_choice="none").json["choices"]
+        told = content_of(choice["logprobs"]["content"]) if "logprobs" in fields else None
+        assert told in (None, choice["message"]["content"])
