@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 
+from kvchat.chat.grammar import Grammar
 from kvchat.chat.think import Think, parse_think
 from kvchat.core.errors import UsageError
 from kvchat.core.types import SamplingParams
@@ -30,6 +31,9 @@ class AskOptions:
     is_one_shot   a new conversation will probably not be continued; ignored once it is
     think         whether and how much the model thinks first, where its template has a switch
     max_calls     the most tool calls of an answer; None sets no limit, 0 reads calls as text
+    num_top_logprobs   likeliest tokens told beside each token; None tells no logprobs at all.
+                       Logprobs are not told of answers that may call tools
+    grammar       what the text of the answer after its thinking matches; None for any text
     chosen        names of the sampling parameters that the user set, not the model's defaults
     """
 
@@ -42,6 +46,8 @@ class AskOptions:
     think: Think = Think.AUTO
     max_calls: int | None = None
     chosen: frozenset[str] = SAMPLING_NAMES
+    num_top_logprobs: int | None = None
+    grammar: Grammar | None = None
 
     def for_model(self, defaults: Mapping[str, float]) -> "AskOptions":
         """Return a copy in which parameters that the user did not set are a model's defaults."""

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from kvchat.chat.shown_logprobs import ShownToken
 from kvchat.chat.tools import ToolCall
 from kvchat.core.errors import KvchatError
 from kvchat.core.types import CachedTokens, FinishReason, MissReason, Timing, Usage
@@ -18,11 +19,16 @@ class ReadingPrompt:
 
 @dataclass(frozen=True, slots=True)
 class AnswerText:
-    """More text of one sample's answer, or of the thinking before it."""
+    """More text of one sample's answer, or of the thinking before it.
+
+    `logprobs` are its tokens where they were asked for. The first may have begun in the text
+    before; a token is told once.
+    """
 
     sample: int
     text: str
     is_thinking: bool = False
+    logprobs: tuple[ShownToken, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +43,7 @@ class AnswerCall:
 class AnswerEnded:
     """One sample's answer is complete and saved. `text` is the answer without thinking and calls.
 
+    `logprobs` are the tokens of the text where they were asked for, else none.
     `num_dropped_calls` counts calls beyond the limit of the request.
     `miss_reason` says why a slower tier did not have more of the context, None if it was not asked.
     """
@@ -51,6 +58,8 @@ class AnswerEnded:
     miss_reason: MissReason | None = None
     calls: tuple[ToolCall, ...] = ()
     num_dropped_calls: int = 0
+    logprobs: tuple[ShownToken, ...] = ()
+    thinking_logprobs: tuple[ShownToken, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

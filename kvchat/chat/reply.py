@@ -19,6 +19,7 @@ from kvchat.chat.events import (
     ReadingPrompt,
     SavingFailed,
 )
+from kvchat.chat.shown_logprobs import LogprobTrack, ShownToken
 from kvchat.chat.thinking import THINKING_MARKS, Passage, ThinkingSplitter
 from kvchat.chat.tool_calls import CallSplitter
 from kvchat.chat.tools import ToolCall
@@ -57,12 +58,16 @@ class AnswerLedger(Protocol):
 
 
 class Decoding(NamedTuple):
-    """How the tokens of one sample become text, thinking and calls; one answer owns its parts."""
+    """How the tokens of one sample become text, thinking and calls; one answer owns its parts.
+
+    `track` is for answers whose logprobs are told, which have no calls.
+    """
 
     stream: TokenStream
     stops: tuple[str, ...]
     starts_thinking: bool
     calls: CallSplitter | None = None
+    track: LogprobTrack | None = None
 
 
 class _Answer:
@@ -74,7 +79,11 @@ class _Answer:
         stops: tuple[str, ...],
         starts_thinking: bool,
         calls: CallSplitter | None = None,
+        track: LogprobTrack | None = None,
     ) -> None:
+        assert calls is None or track is None
+        self._track = track
+        self.logprobs: dict[bool, list[ShownToken]] = {False: [], True: []}  # by is_thinking
         self._stream = stream
         self._filter = StopFilter(stops)
         self._splitter = ThinkingSplitter(starts_thinking)
@@ -88,13 +97,19 @@ class _Answer:
         self.unsaved_ids: list[int] = []
         self.saved_s = float("-inf")
 
-    def feed(self, sample: int, token_ids: tuple[int, ...]) -> list[ChatEvent]:
-        self.unsaved_ids.extend(token_ids)
-        text = "".join(self._stream.feed(token) for token in token_ids)
-        return self._show(sample, self._filter.feed(text))
+    def feed(self, sample: int, generated: TokensGenerated) -> list[ChatEvent]:
+        self.unsaved_ids.extend(generated.token_ids)
+        pieces = [self._stream.feed(token) for token in generated.token_ids]
+        if self._track is not None:
+            for token, piece in zip(generated.logprobs, pieces, strict=True):
+                self._track.add(token, piece)
+        return self._show(sample, self._filter.feed("".join(pieces)))
 
     def flush(self, sample: int, is_stopped_by_text: bool) -> list[ChatEvent]:
-        tail = self._filter.feed(self._stream.flush())
+        end = self._stream.flush()
+        if self._track is not None:
+            self._track.complete(end)
+        tail = self._filter.feed(end)
         events = self._show(sample, tail)
         if not is_stopped_by_text:
             events += self._show(sample, self._filter.flush())
@@ -162,7 +177,11 @@ class _Answer:
             self.thinking += passage.text
         else:
             self.text += passage.text
-        return AnswerText(sample, passage.text, passage.is_thinking)
+        if self._track is None:
+            return AnswerText(sample, passage.text, passage.is_thinking)
+        tokens = self._track.take(passage.start, passage.end)
+        self.logprobs[passage.is_thinking] += tokens
+        return AnswerText(sample, passage.text, passage.is_thinking, tokens)
 
 
 class Reply:
@@ -240,7 +259,7 @@ class Reply:
         answer = self._answers[event.sample]
         self.num_tokens += len(event.token_ids)
         events: list[ChatEvent] = self._begin(event.sample)
-        events += answer.feed(event.sample, event.token_ids)
+        events += answer.feed(event.sample, event)
         if self._clock() - answer.saved_s >= SAVE_INTERVAL_S:
             events += self._save(event.sample)
         return events
@@ -268,6 +287,8 @@ class Reply:
             miss_reason=event.miss_reason,
             calls=tuple(answer.calls),
             num_dropped_calls=answer.num_dropped_calls,
+            logprobs=tuple(answer.logprobs[False]),
+            thinking_logprobs=tuple(answer.logprobs[True]),
         )
         return [*events, *_complaint(problem), ended]
 

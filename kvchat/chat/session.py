@@ -7,6 +7,7 @@ Joins conversation, text model, engine and session file; start reading this pack
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from kvchat.chat import session_file
 from kvchat.chat.answer_settings import AskOptions
@@ -16,6 +17,7 @@ from kvchat.chat.conversation import ROOT, Conversation, Role, Turn
 from kvchat.chat.detokenizer import StopStringWatcher
 from kvchat.chat.ledger import ContinuedLedger, Ledger, UnsavedLedger
 from kvchat.chat.reply import AnswerLedger, Decoding, Reply
+from kvchat.chat.shown_logprobs import LogprobTrack
 from kvchat.chat.store import SessionLog, SessionStore, new_session_id
 from kvchat.chat.think import Think
 from kvchat.chat.thinking import ThinkingSplitter
@@ -303,9 +305,10 @@ class ChatSession:
             raise UsageError("The last answer is complete.", "/retry answers once more.")
         answer = path[-1]
         splitter = ThinkingSplitter(self._starts_thinking(answer.parent_id))
-        splitter.feed(answer.text)
+        said = "".join(p.text for p in splitter.feed(answer.text) if not p.is_thinking)
         ledger = ContinuedLedger(self, self.conversation.turn(answer.parent_id), answer)
-        options = replace(options, num_samples=1)
+        grammar = options.grammar.begun(said) if options.grammar is not None else None
+        options = replace(options, num_samples=1, grammar=grammar)
         return self._generate(answer.turn_id, ledger, splitter.is_thinking, options, notify)
 
     def ask_aside(
@@ -383,22 +386,35 @@ class ChatSession:
     ) -> Reply:
         tokenizer = self.model.tokenizer
         stops = options.stops
+        new_stream = partial(tokenizer.new_stream, context)
+        has_track = options.num_top_logprobs is not None
         answers = [
-            Decoding(tokenizer.new_stream(context), stops, starts_thinking, self._calls(options))
+            Decoding(
+                new_stream(),
+                stops,
+                starts_thinking,
+                self._calls(options),
+                LogprobTrack(tokenizer) if has_track else None,
+            )
             for _ in range(options.num_samples)
         ]
+        grammar = options.grammar
         reply = Reply(ledger, answers, notify)
         spec = RequestSpec(
             prompt_ids=context,
             sampling=options.resolved_sampling(),
             max_tokens=options.max_tokens,
             stop_token_ids=self.model.stop_token_ids,
-            new_stop_watcher=(
-                (lambda: StopStringWatcher(tokenizer.new_stream(context), stops)) if stops else None
-            ),
+            new_stop_watcher=((lambda: StopStringWatcher(new_stream(), stops)) if stops else None),
             num_samples=options.num_samples,
             is_one_shot=options.is_one_shot,
             is_kept=is_kept,
+            new_constraint=(
+                (lambda: grammar.constraint(new_stream() if starts_thinking else None))
+                if grammar is not None
+                else None
+            ),
+            num_top_logprobs=options.num_top_logprobs,
         )
         ticket = self._engine.submit(spec, reply.listen)
         reply.on_cancel(lambda reason: self._engine.cancel(ticket, reason))

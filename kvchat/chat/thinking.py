@@ -4,7 +4,7 @@ This is for display only; the ledger stores the whole text.
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 
 THINKING_MARKS = {
@@ -23,10 +23,15 @@ _ANY_MARK = re.compile(f"(?<!`)(?:{'|'.join(map(re.escape, _MARKS))})")
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """A run of text that is either thinking or answer."""
+    """A run of text that is either thinking or answer; `start` is its place in the whole text."""
 
     text: str
     is_thinking: bool
+    start: int = field(default=0, compare=False)
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.text)
 
 
 class _Stage(Enum):
@@ -50,6 +55,7 @@ class ThinkingSplitter:
         self._closers = tuple(THINKING_MARKS.values())
         self._has_thought = False
         self._held = ""
+        self._start = 0  # the place of what is held in the whole text
 
     @property
     def is_thinking(self) -> bool:
@@ -64,7 +70,7 @@ class ThinkingSplitter:
         if self._stage is _Stage.THINKING:
             passages += self._think()
         if self._stage is _Stage.BETWEEN:
-            self._held = self._held.lstrip("\n")
+            self._keep(self._held.lstrip("\n"))
             if self._held:
                 self._stage = _Stage.ANSWER
         if self._stage is _Stage.ANSWER:
@@ -73,8 +79,19 @@ class ThinkingSplitter:
 
     def flush(self) -> list[Passage]:
         """Return the text that was held back, at the end of the stream."""
-        held, self._held = self._held, ""
-        return self._passages(held)
+        return self._take(self._held, "")
+
+    def _keep(self, rest: str) -> None:
+        """Drop the beginning of what is held."""
+        assert self._held.endswith(rest)
+        self._start += len(self._held) - len(rest)
+        self._held = rest
+
+    def _take(self, text: str, rest: str) -> list[Passage]:
+        """Return the passage of `text`, the beginning of what is held; hold only `rest`."""
+        passages = [Passage(text, self.is_thinking, self._start)] if text else []
+        self._keep(rest)
+        return passages
 
     def _open(self) -> None:
         """Leave the opening stage once the beginning is a mark or cannot become one."""
@@ -83,32 +100,28 @@ class ThinkingSplitter:
             if start.startswith(opener):
                 self._stage = _Stage.THINKING
                 self._closers = (closer,)
-                self._held = start[len(opener) :]
+                self._keep(start[len(opener) :])
                 return
         if start.startswith(_ANSWER_MARK):
-            self._held = start[len(_ANSWER_MARK) :]
+            self._keep(start[len(_ANSWER_MARK) :])
             self._stage = _Stage.ANSWER
         elif not any(mark.startswith(start) for mark in (*THINKING_MARKS, _ANSWER_MARK)):
             self._stage = _Stage.ANSWER
 
     def _think(self) -> list[Passage]:
         if not self._has_thought:
-            self._held = self._held.lstrip("\n")
+            self._keep(self._held.lstrip("\n"))
         ends = [(end, mark) for mark in self._closers if (end := self._held.find(mark)) >= 0]
         if ends:
             end, mark = min(ends)
-            thinking = self._passages(self._held[:end].rstrip("\n"))
-            self._held = self._held[end + len(mark) :]
+            thinking = self._take(self._held[:end].rstrip("\n"), self._held[end + len(mark) :])
             self._stage = _Stage.BETWEEN
             return thinking
         cut = len(self._held) - _overlap(self._held, self._closers)
         cut = len(self._held[:cut].rstrip("\n"))
-        thinking, self._held = self._passages(self._held[:cut]), self._held[cut:]
+        thinking = self._take(self._held[:cut], self._held[cut:])
         self._has_thought = self._has_thought or bool(thinking)
         return thinking
-
-    def _passages(self, text: str) -> list[Passage]:
-        return [Passage(text, self.is_thinking)] if text else []
 
 
 def whole_passages(text: str, starts_thinking: bool | None = None) -> list[Passage]:

@@ -14,7 +14,9 @@ from typing import Any
 from tokenizers import Encoding, Tokenizer, models
 
 from kvchat.chat.detokenizer import TokenStream, faults_as_model_errors
+from kvchat.chat.grammar import Grammars
 from kvchat.chat.thinking import CHANNEL_TOKEN, CHANNEL_TOKENS, THINKING_MARKS
+from kvchat.chat.token_bytes import TokenBytes
 from kvchat.chat.tool_calls import CALL_TOKENS
 from kvchat.model.text_files import TextFiles
 
@@ -81,6 +83,23 @@ class ChatTokenizer:
         """Matches the text of any token that inert text must not become."""
         texts = {self._tokenizer.id_to_token(i) or "" for i in self._reserved}
         return re.compile("|".join(re.escape(t) for t in sorted(texts, key=len)[::-1] if t) or "$^")
+
+    def is_hidden(self, token_id: int) -> bool:
+        """Return whether a token is never displayed."""
+        return token_id in self._hidden
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes that a token adds to a text, perhaps a part of a character."""
+        return self._bytes.of(token_id)
+
+    @cached_property
+    def _bytes(self) -> TokenBytes:
+        return TokenBytes(self._tokenizer)
+
+    @cached_property
+    def grammars(self) -> Grammars:
+        """Compiles grammars for this vocabulary."""
+        return Grammars(self._tokenizer.to_str())
 
     def encode(self, segments: Sequence[Segment]) -> list[int]:
         """Return the ids of a prompt's segments, without adding any special tokens.

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from kvchat.core.errors import KvchatError
-from kvchat.core.types import CachedTokens, FinishReason, MissReason, Timing, Usage
+from kvchat.core.types import CachedTokens, FinishReason, MissReason, Timing, TokenLogprobs, Usage
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +50,15 @@ class PrefillProgress:
 
 @dataclass(frozen=True, slots=True)
 class TokensGenerated:
-    """Token ids appended to sample `sample` of a request, in order."""
+    """Token ids appended to sample `sample` of a request, in order.
+
+    `logprobs` has one item for each if the request wants them, else none.
+    """
 
     request_id: int
     sample: int
     token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,12 +54,45 @@ class StopWatcher(Protocol):
         """Take the next token id; true once a stop string is complete."""
 
 
+class TokenConstraint(Protocol):
+    """Limits one completion's tokens; one request owns it. A call may raise KvchatError."""
+
+    def allowed(self) -> bytes | None:
+        """Return which ids may come next, a bit for each, the lowest first; None for every id.
+
+        Bits that are missing at the end are 0. It changes nothing.
+        """
+
+    def accept(self, token_id: int) -> bool:
+        """Take the next token id; true once no other can follow."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """The natural logarithm of the probability of a token, and of the likeliest ones at its place.
+
+    The distribution is the softmax of the model's logits as they are: before temperature, filters,
+    penalties, biases and constraints.
+
+    top   (token id, logarithm), likeliest first
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How the next token is chosen. `temperature` 0 is greedy decoding.
 
-    top_k 0, top_p 1, min_p 0 and repetition_penalty 1 switch the respective filter off.
-    The same `seed` draws the same noise at the same position.
+    top_k 0, top_p 1, min_p 0, repetition_penalty 1, the other penalties 0 and an empty bias switch
+    the respective part off. The same `seed` draws the same noise at the same position.
+
+    repetition_penalty   divides the positive logits of all tokens of the context, multiplies others
+    presence_penalty     subtracted from the logit of every token that this request has generated
+    frequency_penalty    the same, as often as the token was generated
+    logit_bias           (token id, number added to its logit), each id once
     """
 
     temperature: float = 0.7
@@ -68,6 +101,9 @@ class SamplingParams:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     seed: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
         _require(0.0 <= self.temperature <= 100.0, "temperature", self.temperature, "0 to 100")
@@ -80,10 +116,31 @@ class SamplingParams:
             self.repetition_penalty,
             "0.01 to 100",
         )
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            _require(-2.0 <= value <= 2.0, name.replace("_", "-"), value, "-2 to 2")
+        for token_id, bias in self.logit_bias:
+            _require(
+                -100.0 <= bias <= 100.0, f"logit-bias of token {token_id}", bias, "-100 to 100"
+            )
 
     @property
     def is_greedy(self) -> bool:
         return self.temperature == 0.0
+
+    @property
+    def penalises(self) -> bool:
+        """Whether earlier tokens change the logits."""
+        return self.repetition_penalty != 1.0 or self.penalises_generated
+
+    @property
+    def penalises_generated(self) -> bool:
+        return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether logits are changed one row at a time before the filters."""
+        return self.penalises or bool(self.logit_bias)
 
 
 def _require(holds: bool, name: str, value: object, allowed: str) -> None:

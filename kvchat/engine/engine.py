@@ -17,7 +17,7 @@ import torch
 from kvchat.cache.block_manager import CacheManager
 from kvchat.cache.rates import PrefillRate
 from kvchat.core.cost import KvPlaces, ReadRates
-from kvchat.core.errors import ContextTooLong, GenerationError, KvchatError
+from kvchat.core.errors import ContextTooLong, GenerationError, KvchatError, UsageError
 from kvchat.core.events import RequestEvent
 from kvchat.core.stats import EngineStatus
 from kvchat.core.types import CachedTokens, FinishReason, MissReason
@@ -25,7 +25,7 @@ from kvchat.engine.fetch import Fetcher
 from kvchat.engine.kv_verifier import KvVerifier
 from kvchat.engine.output_processor import OutputProcessor
 from kvchat.engine.request import Request, RequestSpec, State
-from kvchat.engine.runner import Runner, draw, draws_of, tokens_of
+from kvchat.engine.runner import Drawn, Runner, draw, draws_of, tokens_of
 from kvchat.engine.scheduler import ScheduledRequest, Scheduler
 from kvchat.engine.speculation import Limits, Mode, Speculation
 from kvchat.engine.step_threads import MOST_ROWS
@@ -141,7 +141,8 @@ class Engine:
         """Queue a request; return its id. `submitted_s` is the time of submission, if not now.
 
         Raises ContextTooLong if the prompt leaves no room for a token. Raises GenerationError for
-        an id without an embedding: it would fail the other requests of its step too.
+        an id without an embedding: it would fail the other requests of its step too. Raises
+        UsageError for a logit bias of a token that the model does not have.
         """
         length = len(spec.prompt_ids)
         if length >= self.max_context:
@@ -156,6 +157,9 @@ class Engine:
                 f"The prompt holds token {unknown_ids[0]}, and the model has {self._vocab_size}.",
                 "Its tokenizer and its weights do not belong together.",
             )
+        biased = max((token for token, _ in spec.sampling.logit_bias), default=-1)
+        if biased >= self._vocab_size:
+            raise UsageError(f"logit-bias names token {biased}; the model has {self._vocab_size}.")
         self.end_read_ahead()
         request_id = next(self._request_ids)
         now_s = self._clock() if submitted_s is None else submitted_s
@@ -400,20 +404,20 @@ class Engine:
         checks = self._kv_verifier.pieces
         is_alone = len(plan) == 1 and not checks and not plan[0].drafts
         try:
-            if (tokens := self._draw_at_once(plan)) is None:
+            if (drawn := self._draw_at_once(plan)) is None:
                 logits = self._runner.run(plan, checks, self._stop_of(plan))
                 num_rows = len(logits) - len(checks)
                 if checks and self._fails(logits[num_rows:]):
                     return []  # nothing was counted, so the remaining requests are computed again
-                tokens = draw(plan, logits[:num_rows])
+                drawn = draw(plan, logits[:num_rows])
         except StepAbandoned:
             return []
         except Exception as error:  # a model's own code can fail with anything
             _log.error("step failed requests=%d", len(plan), exc_info=error)
             explanation = _explain(error)
         else:
-            self._note_step(plan, tokens, self._clock() - began_s)
-            return self._advance(plan, tokens)
+            self._note_step(plan, drawn.tokens, self._clock() - began_s)
+            return self._advance(plan, drawn)
         # Outside the handler: the error object keeps the failed step's tensors alive.
         if is_alone:
             return self._output.fail(plan[0].request, explanation)
@@ -438,9 +442,7 @@ class Engine:
         self._invalidate(failed)
         return bool(failed)
 
-    def _draw_at_once(
-        self, plan: Sequence[ScheduledRequest]
-    ) -> dict[ScheduledRequest, list[int]] | None:
+    def _draw_at_once(self, plan: Sequence[ScheduledRequest]) -> Drawn | None:
         """Compute the plan and draw in one graph; None if no graph fits or it cannot draw."""
         if not self._runner.has_graphs or self._kv_verifier.pieces:
             return None
@@ -448,10 +450,8 @@ class Engine:
         drawn = self._runner.draw(plan, draws) if draws is not None else None
         return tokens_of(plan, drawn) if drawn is not None else None
 
-    def _advance(
-        self, plan: Sequence[ScheduledRequest], tokens: dict[ScheduledRequest, list[int]]
-    ) -> list[RequestEvent]:
-        events = self._output.advance(plan, tokens)
+    def _advance(self, plan: Sequence[ScheduledRequest], drawn: Drawn) -> list[RequestEvent]:
+        events = self._output.advance(plan, drawn)
         self._keep_whole_packs(plan)
         return events
 
@@ -524,6 +524,8 @@ def _with_disk(cached: CachedTokens, num_kept: int) -> CachedTokens:
 
 
 def _explain(error: Exception) -> KvchatError:
+    if isinstance(error, KvchatError):
+        return error
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return GenerationError(
             "The device ran out of memory while answering.",

@@ -16,13 +16,16 @@ from kvchat.core.events import (
     SampleFinished,
     TokensGenerated,
 )
-from kvchat.core.types import CachedTokens, FinishReason
+from kvchat.core.types import CachedTokens, FinishReason, TokenLogprobs
 from kvchat.engine.kv_verifier import KvVerifier
 from kvchat.engine.request import Request, State
+from kvchat.engine.runner import Drawn
 from kvchat.engine.scheduler import ScheduledRequest, Scheduler
 from kvchat.engine.speculation import accepted_len
 
 _log = logging.getLogger(__name__)
+
+_FORMAT_FAILED = "Following the format of the answer failed."
 
 
 class OutputProcessor:
@@ -52,9 +55,7 @@ class OutputProcessor:
             if scheduled.request.clock.started_s is None:
                 scheduled.request.clock.started_s = now_s
 
-    def advance(
-        self, plan: Sequence[ScheduledRequest], tokens: dict[ScheduledRequest, list[int]]
-    ) -> list[RequestEvent]:
+    def advance(self, plan: Sequence[ScheduledRequest], drawn: Drawn) -> list[RequestEvent]:
         """Count the computed tokens, add full blocks to the tree, and append the drawn tokens."""
         events: list[RequestEvent] = []
         for scheduled in plan:
@@ -66,16 +67,22 @@ class OutputProcessor:
             self._cache.commit(request.table, request.ids, request.num_computed)
             if request.num_generated == 0:
                 events.append(_progress(request))
+            tokens = drawn.tokens.get(scheduled, [])
+            logprobs = drawn.logprobs.get(scheduled, [])
             if scheduled.drafts:
-                events.extend(self._append_verified(request, scheduled.drafts, tokens[scheduled]))
-            elif scheduled in tokens:
-                events.extend(self._append_drawn(request, tokens[scheduled]))
+                events.extend(self._append_verified(request, scheduled.drafts, tokens, logprobs))
+            elif tokens:
+                events.extend(self._append_drawn(request, tokens, logprobs))
             if request.table is not None:
                 self._cache.rewind(request.table, len(request.ids))
         return events
 
     def _append_verified(
-        self, request: Request, drafts: Sequence[int], tokens: Sequence[int]
+        self,
+        request: Request,
+        drafts: Sequence[int],
+        tokens: Sequence[int],
+        logprobs: Sequence[TokenLogprobs],
     ) -> list[RequestEvent]:
         """Append the accepted drafts and the token drawn after them, until one ends the request.
 
@@ -90,17 +97,20 @@ class OutputProcessor:
             ending = self._append(request, tokens[index], is_accepted)
             if ending:
                 break
-        return [*_generated(request, start), *ending]
+        return [*_generated(request, start, logprobs), *ending]
 
-    def _append_drawn(self, request: Request, tokens: list[int]) -> list[RequestEvent]:
+    def _append_drawn(
+        self, request: Request, tokens: list[int], logprobs: Sequence[TokenLogprobs]
+    ) -> list[RequestEvent]:
         """Fork the request's siblings, then append one drawn token to the request and to each."""
         events: list[RequestEvent] = []
         siblings = self._fork(request)
-        for sibling, token in zip([request, *siblings], tokens, strict=True):
+        for index, (sibling, token) in enumerate(zip([request, *siblings], tokens, strict=True)):
             if sibling.state is not State.FINISHED:  # another sample may have failed
                 start = len(sibling.ids)
                 ending = self._append(sibling, token, is_computed=False)
-                events.extend([*_generated(sibling, start), *ending])
+                own = logprobs[index : index + 1]
+                events.extend([*_generated(sibling, start, own), *ending])
         return events
 
     def _fork(self, request: Request) -> list[Request]:
@@ -135,6 +145,13 @@ class OutputProcessor:
             _log.error("a stop watcher failed", exc_info=error)
             failure = GenerationError("Looking for stop strings failed.", "Answer without --stop.")
             return self.fail(request, failure)
+        try:
+            is_stopped |= request.constraint is not None and request.constraint.accept(token)
+        except Exception as error:  # so is a constraint
+            _log.error("a constraint failed", exc_info=error)
+            if isinstance(error, KvchatError):
+                return self.fail(request, error)
+            return self.fail(request, GenerationError(_FORMAT_FAILED))
         if is_stopped:
             return [self._finish(request, FinishReason.STOP)]
         if self._is_at_limit(request):
@@ -234,10 +251,18 @@ class OutputProcessor:
             return 0
 
 
-def _generated(request: Request, start: int) -> list[TokensGenerated]:
-    """Return the event for the tokens from `start` on; empty if there are none."""
+def _generated(
+    request: Request, start: int, logprobs: Sequence[TokenLogprobs]
+) -> list[TokensGenerated]:
+    """Return the event for the tokens from `start` on; empty if there are none.
+
+    `logprobs` are those of all tokens that were drawn; a token that ended the request is not told.
+    """
     token_ids = tuple(request.ids[start:])
-    return [TokensGenerated(request.request_id, request.sample, token_ids)] if token_ids else []
+    told = tuple(logprobs[: len(token_ids)])
+    return (
+        [TokensGenerated(request.request_id, request.sample, token_ids, told)] if token_ids else []
+    )
 
 
 def _progress(request: Request) -> PrefillProgress:

@@ -14,6 +14,7 @@ from kvchat.core.types import (
     SamplingParams,
     StopWatcher,
     Timing,
+    TokenConstraint,
     Usage,
 )
 
@@ -35,6 +36,8 @@ class RequestSpec:
     num_samples        completions wanted for the same prompt; each sample has its own noise
     is_one_shot        a later request is unlikely to continue it: its stored KV is evicted first
     is_kept            its KV may be kept on slower tiers; false for a prompt not yet sent
+    new_constraint     makes what limits the tokens, one per sample; such a request has no drafts
+    num_top_logprobs   how many logprobs are told beside each token's own; None for not even that
     """
 
     prompt_ids: tuple[int, ...]
@@ -45,11 +48,19 @@ class RequestSpec:
     num_samples: int = 1
     is_one_shot: bool = False
     is_kept: bool = True
+    new_constraint: Callable[[], TokenConstraint] | None = None
+    num_top_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         assert self.prompt_ids
         assert self.num_samples >= 1
         assert self.max_tokens is None or self.max_tokens >= 1
+
+    @property
+    def needs_logits(self) -> bool:
+        """Whether its tokens cannot be drawn within a graph."""
+        is_limited = self.new_constraint is not None
+        return self.sampling.changes_logits or is_limited or self.num_top_logprobs is not None
 
 
 class State(Enum):
@@ -112,7 +123,7 @@ class Request:
     is looked up at every step. `table` is set while the request runs. `steps_waited` counts the
     steps since it last ran. `promotion` and `restore` are its transfers from host memory and from
     the disk. `num_offered` counts the leading tokens whose KV was last offered to be written.
-    `device_ids` are its ids on the device, for a repetition penalty.
+    `device_ids` are its ids on the device, for a penalty.
     """
 
     request_id: int
@@ -135,6 +146,7 @@ class Request:
     drafting: Drafting = field(default_factory=Drafting)
     told_miss_reason: MissReason | None = None
     device_ids: "DeviceTokenIds | None" = None
+    constraint: TokenConstraint | None = None
 
     @classmethod
     def from_spec(cls, request_id: int, spec: RequestSpec, now_s: float) -> "Request":
@@ -146,11 +158,12 @@ class Request:
             clock=Clock(submitted_s=now_s),
             watcher=spec.new_stop_watcher() if spec.new_stop_watcher is not None else None,
             num_siblings_to_fork=spec.num_samples - 1,
+            constraint=spec.new_constraint() if spec.new_constraint is not None else None,
         )
 
     def sibling(self, sample: int, table: "BlockTable") -> "Request":
         """Return another sample of the same prompt, with as many tokens computed, on `table`."""
-        maker = self.spec.new_stop_watcher
+        maker, new_constraint = self.spec.new_stop_watcher, self.spec.new_constraint
         return Request(
             request_id=self.request_id,
             sample=sample,
@@ -162,6 +175,7 @@ class Request:
             num_computed=self.num_computed,
             cached=CachedTokens(device=self.num_prompt_tokens),
             watcher=maker() if maker is not None else None,
+            constraint=new_constraint() if new_constraint is not None else None,
         )
 
     @property

@@ -8,13 +8,15 @@ their tokens. Appending the tokens to the requests is the OutputProcessor's work
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
 
 import torch
 
 from kvchat.cache.block_manager import SCRATCH_BLOCK
 from kvchat.core.stats import GraphStatus
+from kvchat.core.types import TokenLogprobs
+from kvchat.engine.logprobs import logprobs_of
 from kvchat.engine.request import Request
 from kvchat.engine.sampler import (
     DeviceTokenIds,
@@ -233,9 +235,14 @@ class _Owner:
     sibling: int
 
 
-def draw(
-    plan: Sequence[ScheduledRequest], logits: torch.Tensor
-) -> dict[ScheduledRequest, list[int]]:
+class Drawn(NamedTuple):
+    """The tokens drawn in a step, and the logprobs of those that want them, one for each token."""
+
+    tokens: dict[ScheduledRequest, list[int]]
+    logprobs: dict[ScheduledRequest, list[TokenLogprobs]]
+
+
+def draw(plan: Sequence[ScheduledRequest], logits: torch.Tensor) -> Drawn:
     """Draw the next token of each completing request, and of the siblings about to fork.
 
     logits   [num_rows, vocab_size] float32, as a Runner returns them
@@ -260,41 +267,54 @@ def draw(
         sampling_row(o.scheduled.request, o.scheduled.drafts[: o.row], logits.device, o.sibling)
         for o in owners
     ]
+    wanting = [i for i, o in enumerate(owners) if _num_top(o) is not None]
+    raw = logits[wanting] if wanting else None  # a copy: drawing changes rows in place
     drawn = sample(logits, rows) if rows else []
     for owner, token in zip(owners, drawn, strict=True):
         tokens[owner.scheduled].append(token)
-    return tokens
+    logprobs: dict[ScheduledRequest, list[TokenLogprobs]] = {}
+    if raw is not None:
+        most = max(_num_top(owners[i]) or 0 for i in wanting)
+        told = logprobs_of(raw, [drawn[i] for i in wanting], most)
+        for index, each in zip(wanting, told, strict=True):
+            cut = replace(each, top=each.top[: _num_top(owners[index])])
+            logprobs.setdefault(owners[index].scheduled, []).append(cut)
+    return Drawn(tokens, logprobs)
+
+
+def _num_top(owner: _Owner) -> int | None:
+    return owner.scheduled.request.spec.num_top_logprobs
 
 
 def draws_of(plan: Sequence[ScheduledRequest]) -> list[RowDraw | None] | None:
     """Return for each request how its rows draw in a graph; None for one that does not complete.
 
-    Returns None for the whole plan if a request has a repetition penalty, which needs its context,
-    or siblings to fork, which draw from one row.
+    Returns None for the whole plan if a request needs its logits outside the graph, or has siblings
+    to fork, which draw from one row.
     """
     draws: list[RowDraw | None] = []
     for scheduled in plan:
         request = scheduled.request
         if not scheduled.completes:
             draws.append(None)
-        elif request.spec.sampling.repetition_penalty != 1.0 or request.num_siblings_to_fork:
+        elif request.spec.needs_logits or request.num_siblings_to_fork:
             return None
         else:
             draws.append(row_draw(sampling_row(request, (), _HOST)))
     return draws
 
 
-def tokens_of(
-    plan: Sequence[ScheduledRequest], drawn: torch.Tensor
-) -> dict[ScheduledRequest, list[int]]:
-    """Return the tokens of each completing request, as `draw` does.
+def tokens_of(plan: Sequence[ScheduledRequest], drawn: torch.Tensor) -> Drawn:
+    """Return the tokens of each completing request, as `draw` does; none wants logprobs.
 
     drawn   [num_rows] int64, one token for each row
 
     Raises ValueError if a logit was NaN.
     """
     tokens = iter(as_tokens(drawn))
-    return {w: [next(tokens) for _ in range(1 + len(w.drafts))] for w in plan if w.completes}
+    return Drawn(
+        {w: [next(tokens) for _ in range(1 + len(w.drafts))] for w in plan if w.completes}, {}
+    )
 
 
 def _owners(scheduled: ScheduledRequest) -> Iterator[_Owner]:
@@ -308,10 +328,14 @@ def _owners(scheduled: ScheduledRequest) -> Iterator[_Owner]:
 def sampling_row(
     request: Request, drafts: Sequence[int], device: torch.device, sibling: int = 0
 ) -> SamplingRow:
-    """Return how to draw the token after a request's ids and `drafts`; a penalty uses both."""
+    """Return how to draw the token after a request's ids and `drafts`; a penalty uses both.
+
+    A request with a constraint has no drafts.
+    """
+    assert not (drafts and request.constraint is not None)
     params = request.spec.sampling
     context_ids = None
-    if params.repetition_penalty != 1.0:
+    if params.penalises:
         request.device_ids = request.device_ids or DeviceTokenIds(device)
         context_ids = request.device_ids.of(request.ids, drafts)
     return SamplingRow(
@@ -319,4 +343,6 @@ def sampling_row(
         seed=sample_seed(params.seed, request.sample + sibling),
         position=len(request.ids) + len(drafts),
         context_ids=context_ids,
+        num_prompt=request.num_prompt_tokens,
+        allowed=request.constraint.allowed() if request.constraint is not None else None,
     )

@@ -1,8 +1,8 @@
 """Sampler: logits -> token ids, each row with its own sampling parameters.
 
-Supports temperature, top-k, top-p, min-p, repetition penalty and seeds. The noise is counter-based:
-the same seed, position and token id always give the same number, and no state is kept. So a sampled
-text does not depend on the rest of the batch, on chunking or on preemption.
+Supports temperature, top-k, top-p, min-p, penalties, logit biases and seeds. The noise is
+counter-based: the same seed, position and token id always give the same number, and no state is
+kept. So a sampled text does not depend on the rest of the batch, on chunking or on preemption.
 """
 
 from collections.abc import Sequence
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from kvchat.core.types import SamplingParams
+from kvchat.engine.logit_changes import change_logits, refuse_others
 from kvchat_kernels.launch import uses_triton
 from kvchat_kernels.sampler import RowDraw, SamplerRows, sample_tokens
 from kvchat_kernels.sending import on_device
@@ -113,28 +114,39 @@ _MOST_INT32 = (1 << 31) - 1
 class SamplingRow:
     """How to draw one token.
 
-    `seed` and `position` select the noise. `context_ids`, [num_tokens] int64, are the tokens a
-    repetition penalty applies to; None without one.
+    seed, position   they select the noise
+    context_ids      [num_tokens] int64, the tokens before it; None without a penalty
+    num_prompt       the request has generated the tokens of the context from this index on
+    allowed          the bits of the ids that may be drawn, as a TokenConstraint tells them
     """
 
     params: SamplingParams
     seed: int
     position: int
     context_ids: torch.Tensor | None = None
+    num_prompt: int = 0
+    allowed: bytes | None = None
+
+    @property
+    def changes_logits(self) -> bool:
+        return self.params.changes_logits or self.allowed is not None
 
 
 @torch.inference_mode()  # the logits are inference tensors, changed in place only in this mode
 def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[int]:
     """Draw one token id per row.
 
-    logits   [num_rows, vocab_size] float32; rows with a repetition penalty are changed in place
+    logits   [num_rows, vocab_size] float32; changed in place where `changes_logits` is true
 
     Raises ValueError if a logit is NaN: low precision overflowed, or the weights are damaged.
+    Raises GenerationError for a row that allows no token.
     """
     assert logits.shape[0] == len(rows)
     for index, row in enumerate(rows):
-        if row.context_ids is not None:
-            _penalise(logits[index], row.context_ids, row.params.repetition_penalty)
+        if row.changes_logits:
+            change_logits(logits[index], row.params, row.context_ids, row.num_prompt)
+        if row.allowed is not None:
+            refuse_others(logits[index], row.allowed)
     if uses_triton(logits.device, "auto"):
         return _draw_on_device(logits, rows)
     chosen = logits.argmax(dim=-1)
@@ -156,9 +168,9 @@ def _draw_on_device(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[i
 
 
 def row_draw(row: SamplingRow) -> RowDraw | None:
-    """Return how a row draws in a graph; None if a penalty has to change its logits first."""
+    """Return how a row draws in a graph; None if its logits have to be changed first."""
     params = row.params
-    if row.context_ids is not None:
+    if row.changes_logits:
         return None
     top_k = min(params.top_k, _MOST_INT32)
     return RowDraw(params.temperature, top_k, params.top_p, params.min_p, _signed(row.seed))
@@ -203,12 +215,6 @@ def _signed(seed: int) -> int:
 def _filters(row: SamplingRow) -> bool:
     params = row.params
     return params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
-
-
-def _penalise(logits: torch.Tensor, context_ids: torch.Tensor, penalty: float) -> None:
-    """Lower the scores of tokens in the context (CTRL: Keskar et al., 2019, section 4.1)."""
-    scores = logits[context_ids]
-    logits[context_ids] = torch.where(scores > 0, scores / penalty, scores * penalty)
 
 
 def _draw(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:

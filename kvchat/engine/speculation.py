@@ -332,6 +332,8 @@ def _close(drafter: Drafter) -> None:
 def _most(scheduled: ScheduledRequest, limits: Limits) -> int:
     """Return how many drafts can still be used: the very last token is never drafted."""
     request = scheduled.request
+    if request.constraint is not None:
+        return 0  # what is allowed after a draft is not known before it is accepted
     most = min(MAX_DRAFTED, limits.max_context - len(request.ids) - 1)
     if request.spec.max_tokens is not None:
         most = min(most, request.spec.max_tokens - request.num_generated - 1)

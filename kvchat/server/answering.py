@@ -159,7 +159,7 @@ class Answering:
     async def count(self, chat: ResentChat) -> int:
         """Return the number of tokens of a conversation's context."""
         try:
-            return await self._on_encoder(lambda: self._chats.count(chat))
+            return await self.on_encoder(lambda: self._chats.count(chat))
         except Exception as error:
             raise _told(error) from error
 
@@ -168,7 +168,7 @@ class Answering:
         begin: Callable[[Callable[[], None]], Asked],
         remember: Callable[[Asked, AnswerEnded], None],
     ) -> Answer:
-        answer = Answer(begin, remember, self._metrics, self._on_encoder)
+        answer = Answer(begin, remember, self._metrics, self.on_encoder)
         try:
             await answer.start()
         except Exception as error:
@@ -179,7 +179,8 @@ class Answering:
         # On the encoder's thread, as all uses of the memory.
         self._encoder.submit(self._chats.remember, asked, ended)
 
-    def _on_encoder(self, function: Callable[[], T]) -> "asyncio.Future[T]":
+    def on_encoder(self, function: Callable[[], T]) -> "asyncio.Future[T]":
+        """Run a function on the thread that encodes, after what it has to do before."""
         loop = asyncio.get_running_loop()
         return loop.run_in_executor(self._encoder, function)
 

@@ -16,6 +16,7 @@ from kvchat.server.answering import Answer, whole_answers
 from kvchat.server.api_errors import ApiError, anthropic_form
 from kvchat.server.conversations import RequestChat, max_calls, read_tools
 from kvchat.server.fields import Fields, read_body, sampling_options, stops
+from kvchat.server.generation_fields import require_no_calls, with_format
 from kvchat.server.service import Service, facts, until_gone
 from kvchat.server.streaming import sse, stream_response
 
@@ -34,6 +35,9 @@ class AnthropicApi:
         fields.refuse(*_UNSUPPORTED)
         chat = _chat(fields)
         options = self._options(fields, chat)
+        for place, name in ((fields, "output_format"), (fields.nested("output_config"), "format")):
+            options = await with_format(self._service, place, name, ("schema",), options)
+        require_no_calls(chat, options)
         answer = await self._service.answering.chat(chat, options)
         if fields.flag("stream"):
             return stream_response(answer, _MessageEvents(answer, self._service.name))

@@ -30,7 +30,7 @@ class Fields:
 
     def name_of(self, name: str) -> str:
         """Return a field's full name for an error."""
-        return f"{self._path}.{name}" if self._path else name
+        return ".".join(part for part in (self._path, name) if part)
 
     def fault(self, name: str, sentence: str) -> ApiError:
         """Return the error for a bad field."""

@@ -4,6 +4,7 @@ import json
 import secrets
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,11 +14,20 @@ from starlette.responses import JSONResponse, Response
 from kvchat.chat.answer_settings import AskOptions
 from kvchat.chat.events import AnswerCall, AnswerEnded, AnswerText
 from kvchat.chat.resent import ResentChat
+from kvchat.chat.shown_logprobs import ShownToken
 from kvchat.chat.tools import ToolCall
 from kvchat.server.answering import Answer, whole_answers
 from kvchat.server.api_errors import ApiError, openai_form
 from kvchat.server.conversations import RequestChat, max_calls, read_tools
 from kvchat.server.fields import Fields, num_samples, read_body, sampling_options, stops
+from kvchat.server.generation_fields import (
+    chat_logprobs,
+    require_no_calls,
+    text_logprobs,
+    with_format,
+    with_penalties,
+)
+from kvchat.server.logprob_forms import legacy, listed
 from kvchat.server.service import Service, facts, finish_word, until_gone
 from kvchat.server.streaming import sse, stream_response
 
@@ -25,11 +35,6 @@ _DONE = "data: [DONE]\n\n"
 # Each would change the answer. What only describes the request, such as "user", is ignored.
 _UNSUPPORTED = (
     "functions",
-    "logprobs",
-    "top_logprobs",
-    "logit_bias",
-    "presence_penalty",
-    "frequency_penalty",
     "audio",
     "prediction",
     "web_search_options",
@@ -62,10 +67,16 @@ class OpenAiApi:
         fields = read_body(await request.body())
         self._service.require_model(fields)
         fields.refuse(*_UNSUPPORTED)
-        _require_text_format(fields)
         chat = _chat(fields)
         limits = ("max_completion_tokens", "max_tokens")
-        options = replace(self._options(fields, limits, chat), max_calls=_max_calls(fields))
+        options = replace(
+            self._options(fields, limits, chat),
+            max_calls=_max_calls(fields),
+            num_top_logprobs=chat_logprobs(fields),
+        )
+        schema = ("json_schema", "schema")
+        options = await with_format(self._service, fields, "response_format", schema, options)
+        require_no_calls(chat, options)
         head = _Head("chatcmpl", "chat.completion", self._service.name)
         answer = await self._service.answering.chat(chat, options)
         if fields.flag("stream"):
@@ -73,7 +84,8 @@ class OpenAiApi:
                 answer, _ChatChunks(answer, head, _includes_usage(fields), options.num_samples)
             )
         answers = await until_gone(request, whole_answers(answer, options.num_samples))
-        choices = [_chat_choice(ended) for ended in answers]
+        has_logprobs = options.num_top_logprobs is not None
+        choices = [_chat_choice(ended, has_logprobs) for ended in answers]
         return JSONResponse(
             {**head.as_dict(), "choices": choices, "usage": usage_of(answers, answer)}
         )
@@ -84,6 +96,7 @@ class OpenAiApi:
         fields.refuse(*_UNSUPPORTED, "suffix", "best_of")
         prompt = _prompt(fields)
         options = self._options(fields, ("max_tokens",))
+        options = replace(options, num_top_logprobs=text_logprobs(fields))
         head = _Head("cmpl", "text_completion", self._service.name)
         echo = prompt if fields.flag("echo") and isinstance(prompt, str) else ""
         answer = await self._service.answering.complete(prompt, options)
@@ -93,7 +106,8 @@ class OpenAiApi:
                 _TextChunks(answer, head, _includes_usage(fields), options.num_samples, echo),
             )
         answers = await until_gone(request, whole_answers(answer, options.num_samples))
-        choices = [_text_choice(ended, echo) for ended in answers]
+        has_logprobs = options.num_top_logprobs is not None
+        choices = [_text_choice(ended, echo, has_logprobs) for ended in answers]
         return JSONResponse(
             {**head.as_dict(), "choices": choices, "usage": usage_of(answers, answer)}
         )
@@ -103,6 +117,7 @@ class OpenAiApi:
     ) -> AskOptions:
         """Return how to answer; the first of `limits` that is given limits the tokens."""
         options = sampling_options(fields, self._service.options)
+        options = with_penalties(fields, options, self._service.host.model.vocab_size)
         limit = next((fields.whole(name, 1) for name in limits if name in fields), None)
         return replace(
             options,
@@ -128,13 +143,6 @@ def usage_of(answers: list[AnswerEnded], answer: Answer) -> dict[str, Any]:
 
 
 # Requests
-
-
-def _require_text_format(fields: Fields) -> None:
-    kind = fields.nested("response_format").text("type", "text")
-    if kind != "text":
-        sentence = "kvchat does not support response_format other than text."
-        raise ApiError(400, sentence, "response_format", "unsupported_parameter")
 
 
 def _chat(fields: Fields) -> ResentChat:
@@ -240,7 +248,7 @@ class _Head:
         }
 
 
-def _chat_choice(ended: AnswerEnded) -> dict[str, Any]:
+def _chat_choice(ended: AnswerEnded, has_logprobs: bool) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": ended.text, "refusal": None}
     if ended.thinking:
         message["reasoning_content"] = ended.thinking
@@ -250,9 +258,13 @@ def _chat_choice(ended: AnswerEnded) -> dict[str, Any]:
     return {
         "index": ended.sample,
         "message": message,
-        "logprobs": None,
+        "logprobs": _chat_logprobs(ended.logprobs) if has_logprobs else None,
         "finish_reason": finish_word(ended),
     }
+
+
+def _chat_logprobs(tokens: Sequence[ShownToken]) -> dict[str, Any]:
+    return {"content": listed(tokens), "refusal": None}
 
 
 def _call(call: ToolCall) -> dict[str, Any]:
@@ -260,11 +272,12 @@ def _call(call: ToolCall) -> dict[str, Any]:
     return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
 
 
-def _text_choice(ended: AnswerEnded, echo: str) -> dict[str, Any]:
+def _text_choice(ended: AnswerEnded, echo: str, has_logprobs: bool) -> dict[str, Any]:
+    tokens = (*ended.thinking_logprobs, *ended.logprobs)
     return {
         "index": ended.sample,
         "text": echo + ended.thinking + ended.text,
-        "logprobs": None,
+        "logprobs": legacy(tokens, 0) if has_logprobs else None,
         "finish_reason": finish_word(ended),
     }
 
@@ -316,7 +329,8 @@ class _ChatChunks(_Chunks):
 
     def text(self, event: AnswerText) -> str:
         name = "reasoning_content" if event.is_thinking else "content"
-        return self._delta(event.sample, {name: event.text})
+        told = () if event.is_thinking else event.logprobs
+        return self._delta(event.sample, {name: event.text}, logprobs=told)
 
     def call(self, event: AnswerCall) -> str:
         index = self._num_calls[event.sample]
@@ -328,8 +342,15 @@ class _ChatChunks(_Chunks):
         self._answers.append(event)
         return self._delta(event.sample, {}, finish_word(event))
 
-    def _delta(self, sample: int, delta: dict[str, Any], finish: str | None = None) -> str:
-        choice = {"index": sample, "delta": delta, "logprobs": None, "finish_reason": finish}
+    def _delta(
+        self,
+        sample: int,
+        delta: dict[str, Any],
+        finish: str | None = None,
+        logprobs: Sequence[ShownToken] = (),
+    ) -> str:
+        told = _chat_logprobs(logprobs) if logprobs else None
+        choice = {"index": sample, "delta": delta, "logprobs": told, "finish_reason": finish}
         return self._chunk([choice])
 
 
@@ -339,6 +360,7 @@ class _TextChunks(_Chunks):
     ) -> None:
         super().__init__(answer, head, includes_usage, num_samples)
         self._echo = echo
+        self._lengths: Counter[int] = Counter()
 
     def begin(self) -> str:
         if not self._echo:
@@ -346,12 +368,21 @@ class _TextChunks(_Chunks):
         return "".join(self._piece(sample, self._echo) for sample in range(self._num_samples))
 
     def text(self, event: AnswerText) -> str:
-        return self._piece(event.sample, event.text)
+        start = self._lengths[event.sample]
+        self._lengths[event.sample] += len(event.text)
+        told = legacy(event.logprobs, start) if event.logprobs else None
+        return self._piece(event.sample, event.text, logprobs=told)
 
     def ended(self, event: AnswerEnded) -> str:
         self._answers.append(event)
         return self._piece(event.sample, "", finish_word(event))
 
-    def _piece(self, sample: int, text: str, finish: str | None = None) -> str:
-        choice = {"index": sample, "text": text, "logprobs": None, "finish_reason": finish}
+    def _piece(
+        self,
+        sample: int,
+        text: str,
+        finish: str | None = None,
+        logprobs: dict[str, Any] | None = None,
+    ) -> str:
+        choice = {"index": sample, "text": text, "logprobs": logprobs, "finish_reason": finish}
         return self._chunk([choice])

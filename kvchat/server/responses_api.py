@@ -2,6 +2,7 @@
 
 import secrets
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,17 +12,25 @@ from starlette.responses import JSONResponse, Response
 from kvchat.chat.answer_settings import AskOptions
 from kvchat.chat.events import AnswerCall, AnswerEnded, AnswerText
 from kvchat.chat.resent import ResentChat
+from kvchat.chat.shown_logprobs import ShownToken
 from kvchat.chat.tools import ToolCall
 from kvchat.core.types import FinishReason
 from kvchat.server.answering import Answer, whole_answers
 from kvchat.server.api_errors import ApiError, openai_form
 from kvchat.server.conversations import RequestChat, max_calls, read_tools
 from kvchat.server.fields import Fields, read_body, sampling_options
+from kvchat.server.generation_fields import (
+    require_no_calls,
+    response_logprobs,
+    with_format,
+    with_penalties,
+)
+from kvchat.server.logprob_forms import listed
 from kvchat.server.openai_api import given_call, message_text
 from kvchat.server.service import Service, facts, until_gone
 from kvchat.server.streaming import sse, stream_response
 
-_UNSUPPORTED = ("previous_response_id", "conversation", "background", "top_logprobs")
+_UNSUPPORTED = ("previous_response_id", "conversation", "background")
 
 
 class ResponsesApi:
@@ -34,9 +43,11 @@ class ResponsesApi:
         fields = read_body(await request.body())
         self._service.require_model(fields)
         fields.refuse(*_UNSUPPORTED)
-        _require_text_format(fields)
         chat = _chat(fields)
         options = self._options(fields, chat)
+        text = fields.nested("text")
+        options = await with_format(self._service, text, "format", ("schema",), options)
+        require_no_calls(chat, options)
         response = _Response(self._service.name, options, fields)
         answer = await self._service.answering.chat(chat, options)
         if fields.flag("stream"):
@@ -46,6 +57,7 @@ class ResponsesApi:
 
     def _options(self, fields: Fields, chat: ResentChat) -> AskOptions:
         options = sampling_options(fields, self._service.options)
+        options = with_penalties(fields, options, self._service.host.model.vocab_size)
         limit = fields.whole("max_output_tokens", 1)
         return replace(
             options,
@@ -53,14 +65,8 @@ class ResponsesApi:
             num_samples=1,
             is_one_shot=len(chat.messages) == 1,
             max_calls=_max_calls(fields),
+            num_top_logprobs=response_logprobs(fields),
         )
-
-
-def _require_text_format(fields: Fields) -> None:
-    kind = fields.nested("text").nested("format").text("type", "text")
-    if kind != "text":
-        sentence = "kvchat does not support text.format other than text."
-        raise ApiError(400, sentence, "text.format", "unsupported_parameter")
 
 
 def _chat(fields: Fields) -> ResentChat:
@@ -130,9 +136,10 @@ class _Response:
             "reasoning": {"effort": None, "summary": None},
             "store": False,
             "temperature": options.sampling.temperature,
-            "text": {"format": {"type": "text"}},
+            "text": {"format": fields.nested("text").raw("format") or {"type": "text"}},
             "tool_choice": "none" if options.max_calls == 0 else "auto",
             "tools": fields.raw("tools") or [],
+            "top_logprobs": options.num_top_logprobs or 0,
             "top_p": options.sampling.top_p,
             "truncation": "disabled",
             "usage": None,
@@ -164,7 +171,7 @@ class _Response:
 def _items(ended: AnswerEnded) -> list[dict[str, Any]]:
     reasoning = [_item(True, ended.thinking, "completed")] if ended.thinking else []
     said = ended.text or not ended.calls
-    message = [_item(False, ended.text, "completed")] if said else []
+    message = [_item(False, ended.text, "completed", None, ended.logprobs)] if said else []
     return [*reasoning, *message, *(_call_item(call) for call in ended.calls)]
 
 
@@ -179,7 +186,13 @@ def _call_item(call: ToolCall) -> dict[str, Any]:
     }
 
 
-def _item(is_thinking: bool, text: str, status: str, item_id: str | None = None) -> dict[str, Any]:
+def _item(
+    is_thinking: bool,
+    text: str,
+    status: str,
+    item_id: str | None = None,
+    logprobs: Sequence[ShownToken] = (),
+) -> dict[str, Any]:
     if is_thinking:
         content = [{"type": "reasoning_text", "text": text}]
         item_id = item_id or f"rs_{secrets.token_hex(12)}"
@@ -189,14 +202,15 @@ def _item(is_thinking: bool, text: str, status: str, item_id: str | None = None)
         "type": "message",
         "status": status,
         "role": "assistant",
-        "content": [_part(False, text)] if status == "completed" else [],
+        "content": [_part(False, text, logprobs)] if status == "completed" else [],
     }
 
 
-def _part(is_thinking: bool, text: str) -> dict[str, Any]:
+def _part(is_thinking: bool, text: str, logprobs: Sequence[ShownToken] = ()) -> dict[str, Any]:
     if is_thinking:
         return {"type": "reasoning_text", "text": text}
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+    told = listed(logprobs)
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": told}
 
 
 def _usage(ended: AnswerEnded, answer: Answer) -> dict[str, Any]:
@@ -222,6 +236,7 @@ class _ResponseEvents:
         self._item_id = ""
         self._is_thinking = False
         self._text = ""
+        self._logprobs: list[ShownToken] = []
 
     def begin(self) -> str:
         begun = self._response.begun()
@@ -234,7 +249,13 @@ class _ResponseEvents:
         if not self._item_id or event.is_thinking != self._is_thinking:
             opening = self._close() + self._open(event.is_thinking)
         self._text += event.text
-        return opening + self._about_part(f"{self._kind}.delta", delta=event.text)
+        self._logprobs += event.logprobs
+        told = self._told(event.logprobs)
+        return opening + self._about_part(f"{self._kind}.delta", delta=event.text, **told)
+
+    def _told(self, logprobs: Sequence[ShownToken]) -> dict[str, Any]:
+        """Return the fields of logprobs, which only events about an answer's text have."""
+        return {} if self._is_thinking else {"logprobs": listed(logprobs)}
 
     def call(self, event: AnswerCall) -> str:
         said, item, index = self._close(), _call_item(event.call), len(self._items)
@@ -266,7 +287,7 @@ class _ResponseEvents:
         return "response.reasoning_text" if self._is_thinking else "response.output_text"
 
     def _open(self, is_thinking: bool) -> str:
-        self._is_thinking, self._text = is_thinking, ""
+        self._is_thinking, self._text, self._logprobs = is_thinking, "", []
         item = _item(is_thinking, "", "in_progress")
         self._item_id = item["id"]
         return self._event(
@@ -276,9 +297,11 @@ class _ResponseEvents:
     def _close(self) -> str:
         if not self._item_id:
             return ""
-        item = _item(self._is_thinking, self._text, "completed", self._item_id)
-        part = _part(self._is_thinking, self._text)
-        said = self._about_part(f"{self._kind}.done", text=self._text)
+        tokens = self._logprobs
+        item = _item(self._is_thinking, self._text, "completed", self._item_id, tokens)
+        part = _part(self._is_thinking, self._text, tokens)
+        told = self._told(tokens)
+        said = self._about_part(f"{self._kind}.done", text=self._text, **told)
         said += self._about_part("response.content_part.done", part=part)
         said += self._event("response.output_item.done", output_index=len(self._items), item=item)
         self._items.append(item)

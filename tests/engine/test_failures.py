@@ -1,16 +1,17 @@
 """What fails ends the request it belongs to and nobody else's, and leaves the cache whole."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 
-from kvchat.core.errors import GenerationError
+from kvchat.core.errors import GenerationError, UsageError
 from kvchat.engine import runner
 from kvchat.engine.request import RequestSpec
 from kvchat.model.batch import ForwardBatch
 from support.engine_harness import EngineHarness
-from support.remembering_model import GREEDY
+from support.remembering_model import GREEDY, VOCAB_SIZE
 
 
 class Saboteur:
@@ -273,3 +274,13 @@ def test_a_failure_leaves_its_stack_in_the_log(caplog: pytest.LogCaptureFixture)
     [record] = [r for r in caplog.records if r.name == "kvchat.engine.engine"]
     assert "boom" in (record.exc_text or "")
     assert "requests=1" in record.getMessage()
+
+
+def test_a_bias_of_a_token_the_model_lacks_is_refused_before_it_runs() -> None:
+    biased = replace(GREEDY, logit_bias=((VOCAB_SIZE, 1.0),))
+    engine = EngineHarness()
+
+    with pytest.raises(UsageError, match=f"logit-bias names token {VOCAB_SIZE}"):
+        engine.submit(RequestSpec((1, 2, 3), biased, max_tokens=2))
+
+    assert not engine.engine.has_work

@@ -2,6 +2,7 @@
 
 import math
 import random
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -37,6 +38,10 @@ def plain_sample(logits: list[float], row: SamplingRow) -> int:
             scores[token] = (
                 scores[token] / penalty if scores[token] > 0 else scores[token] * penalty
             )
+        for token, times in Counter(row.context_ids.tolist()[row.num_prompt :]).items():
+            scores[token] -= params.presence_penalty + times * params.frequency_penalty
+    for token, bias in params.logit_bias:
+        scores[token] += bias
     order = sorted(range(len(scores)), key=lambda token: -scores[token])
     if params.is_greedy:
         return order[0]
@@ -62,15 +67,21 @@ def random_params(rng: random.Random) -> SamplingParams:
         top_p=rng.choice([1.0, 1.0, 0.2, 0.9, 0.97]),
         min_p=rng.choice([0.0, 0.0, 0.02, 0.5]),
         repetition_penalty=rng.choice([1.0, 1.0, 1.3, 0.7]),
+        presence_penalty=rng.choice([0.0, 0.0, 1.5, -2.0]),
+        frequency_penalty=rng.choice([0.0, 0.0, 0.25, -1.0]),
+        logit_bias=rng.choice([(), (), ((2, 3.0), (7, -100.0)), ((0, 1.25),)]),
     )
 
 
 def random_row(rng: random.Random, vocab_size: int) -> SamplingRow:
     params = random_params(rng)
     context = None
-    if params.repetition_penalty != 1.0:
-        context = torch.tensor([rng.randrange(vocab_size) for _ in range(30)])
-    return SamplingRow(params, rng.randrange(1 << 62), rng.randrange(1000), context)
+    if params.penalises:
+        common = rng.randrange(vocab_size)
+        drawn = (rng.choice([common, rng.randrange(vocab_size)]) for _ in range(30))
+        context = torch.tensor(list(drawn))
+    place = rng.randrange(1000)
+    return SamplingRow(params, rng.randrange(1 << 62), place, context, rng.randrange(31))
 
 
 @pytest.mark.parametrize(("vocab_size", "spread"), [(10, 2.0), (1024, 1.5), (3000, 0.3), (3000, 3)])
@@ -149,6 +160,21 @@ def test_a_penalty_counts_a_token_once_however_often_it_occurred() -> None:
 
     assert sample(logits, [row]) == [0]
     assert logits[0].tolist() == pytest.approx([2.0 / 1.2, 1.5, -1.2])
+
+
+def test_presence_counts_a_generated_token_once_and_frequency_each_time() -> None:
+    logits = torch.tensor([[2.0, 2.0, 2.0, 2.0]])
+    params = SamplingParams(temperature=0.0, presence_penalty=0.5, frequency_penalty=0.25)
+    row = SamplingRow(params, 0, 6, torch.tensor([3, 3, 0, 1, 1, 1]), num_prompt=2)
+
+    assert sample(logits, [row]) == [2]
+    assert logits[0].tolist() == [1.25, 0.75, 2.0, 2.0]
+
+
+def test_a_bias_of_a_token_beyond_a_narrow_draft_model_is_left_out() -> None:
+    params = SamplingParams(temperature=0.0, logit_bias=((1, 5.0), (9, 100.0)))
+
+    assert sample(torch.zeros(1, 4), [SamplingRow(params, 0, 0)]) == [1]
 
 
 @pytest.mark.parametrize("temperature", [1e-300, 1e-45, 1e-38, 1e-8])

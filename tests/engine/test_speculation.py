@@ -24,6 +24,9 @@ from support.virtual_time import VirtualClock
 
 SAMPLED = SamplingParams(temperature=1.3, top_p=0.95, seed=11)
 PENALISED = SamplingParams(temperature=0.9, repetition_penalty=1.4, seed=3)
+SPARSE = SamplingParams(
+    temperature=0.9, presence_penalty=1.5, frequency_penalty=0.7, logit_bias=((4, -100.0), (5, 2.0))
+)
 DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "oracle": OracleDrafter,
     "nearly right": lambda: OracleDrafter(error=0.3),
@@ -42,6 +45,7 @@ def conversations() -> list[RequestSpec]:
         RequestSpec((1, 2, 3) * 9, GREEDY, max_tokens=40),
         RequestSpec(tuple(range(30)), SAMPLED, max_tokens=35),
         RequestSpec((9, 8, 7), PENALISED, max_tokens=50),
+        RequestSpec((9, 8, 7), SPARSE, max_tokens=50),
         RequestSpec(tuple(range(14)), replace(SAMPLED, seed=5), max_tokens=30, num_samples=3),
     ]
 

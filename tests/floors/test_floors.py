@@ -43,6 +43,7 @@ OWNERS = {
     "tokenizers": {"chat", "model/gguf_tokenizer.py"},
     "gguf": {"model"},
     "jinja2": {"chat"},
+    "llguidance": {"chat/grammar.py"},
     "diskcache": {"cache/disk/table.py"},
     "xxhash": {"cache"},
     "rich": {"terminal"},

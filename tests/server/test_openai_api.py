@@ -165,8 +165,8 @@ BAD: dict[str, tuple[Any, int, str | None]] = {
         400,
         "tools[0].function.name",
     ),
-    "a schema": (asked("x", response_format={"type": "json_object"}), 400, "response_format"),
-    "penalties": (asked("x", presence_penalty=0.5), 400, "presence_penalty"),
+    "functions": (asked("x", functions=[{"name": "f"}]), 400, "functions"),
+    "penalties": (asked("x", presence_penalty=5), 400, "presence_penalty"),
 }
 
 

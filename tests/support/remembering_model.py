@@ -96,12 +96,15 @@ def complete_without_cache(spec: RequestSpec, number: int, max_context: int) -> 
     """Return what sample `number` of a spec generates, computed from nothing at every token."""
     ids = list(spec.prompt_ids)
     watcher = spec.new_stop_watcher() if spec.new_stop_watcher is not None else None
+    constraint = spec.new_constraint() if spec.new_constraint is not None else None
     while len(ids) < max_context:
         row = SamplingRow(
             spec.sampling,
             sample_seed(spec.sampling.seed, number),
             len(ids),
-            torch.tensor(ids) if spec.sampling.repetition_penalty != 1.0 else None,
+            torch.tensor(ids) if spec.sampling.penalises else None,
+            len(spec.prompt_ids),
+            constraint.allowed() if constraint is not None else None,
         )
         [token] = sample(logits_of(ids)[None].clone(), [row])
         if token in spec.stop_token_ids:
@@ -109,9 +112,28 @@ def complete_without_cache(spec: RequestSpec, number: int, max_context: int) -> 
         ids.append(token)
         if watcher is not None and watcher.feed(token):
             break
+        if constraint is not None and constraint.accept(token):
+            break
         if spec.max_tokens is not None and len(ids) - len(spec.prompt_ids) >= spec.max_tokens:
             break
     return ids[len(spec.prompt_ids) :]
+
+
+class RisingTokens:
+    """A constraint: each token is above the one before, and of the same remainder by 3."""
+
+    def __init__(self) -> None:
+        self._last = -3
+
+    def allowed(self) -> bytes:
+        bits = sum(1 << token for token in range(self._last + 3, VOCAB_SIZE, 3))
+        return bits.to_bytes(VOCAB_SIZE // 8, "little")
+
+    def accept(self, token_id: int) -> bool:
+        assert token_id > self._last
+        assert (token_id - self._last) % 3 == 0
+        self._last = token_id
+        return token_id + 3 >= VOCAB_SIZE
 
 
 class WatchFor:

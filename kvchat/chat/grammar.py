@@ -1,0 +1,169 @@
+"""Grammars: limits the text of answers to a grammar, with the library llguidance.
+
+The library is imported when the first grammar is compiled.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from kvchat.chat.detokenizer import TokenStream
+from kvchat.chat.thinking import ThinkingSplitter
+from kvchat.core.errors import GenerationError, UsageError
+from kvchat.core.types import TokenConstraint
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+# Between two parts of JSON: a space, or a new line and its indentation. Where JSON allows any white
+# space, some models write nothing else until their last token.
+_SPACE = r" |\n {0,24}|\n\t{0,8}"
+_MOST_REASON = 300
+
+
+def json_grammar(schema: Mapping[str, Any]) -> str:
+    """Return the grammar of JSON text that a JSON schema describes."""
+    options = {"whitespace_pattern": _SPACE, "lenient": False}
+    return json.dumps({"grammars": [{"json_schema": {**schema, "x-guidance": options}}]})
+
+
+class Grammars:
+    """Compiles grammars for the vocabulary of one tokenizer, given as its JSON text.
+
+    One thread at a time uses it.
+    """
+
+    def __init__(self, tokenizer_json: str) -> None:
+        self._json = tokenizer_json
+        self._vocabularies: dict[frozenset[int], LLTokenizer] = {}
+
+    def compile(self, grammar: str, stop_ids: frozenset[int]) -> "Grammar":
+        """Return a grammar, in the form of llguidance, for answers that `stop_ids` end.
+
+        Raises UsageError for a grammar that is wrong or cannot be followed, and for a tokenizer
+        whose tokens have no bytes.
+        """
+        from llguidance import LLMatcher
+
+        vocabulary = self._vocabulary(stop_ids)
+        matcher = LLMatcher(vocabulary, grammar, log_level=0)
+        if matcher.is_error():
+            raise UsageError(f"It cannot be followed: {_reason(matcher)}.")
+        return Grammar(matcher, vocabulary, stop_ids)
+
+    def _vocabulary(self, stop_ids: frozenset[int]) -> "LLTokenizer":
+        from llguidance import LLTokenizer
+
+        if stop_ids not in self._vocabularies:
+            try:
+                made = LLTokenizer(self._json, eos_token=sorted(stop_ids))
+            except (ValueError, TypeError) as error:
+                raise UsageError(
+                    "Answers of this model cannot follow a format: "
+                    f"{str(error).splitlines()[0][:_MOST_REASON].rstrip('.')}."
+                ) from error
+            self._vocabularies[stop_ids] = made
+        return self._vocabularies[stop_ids]
+
+
+class Grammar:
+    """A compiled grammar for one model."""
+
+    def __init__(
+        self, matcher: "LLMatcher", vocabulary: "LLTokenizer", stop_ids: frozenset[int]
+    ) -> None:
+        self._matcher = matcher
+        self._vocabulary = vocabulary
+        self._stop_ids = stop_ids
+
+    def begun(self, said: str) -> "Grammar":
+        """Return the grammar of what may follow a text; raises UsageError if nothing may."""
+        if not said:
+            return self
+        matcher = self._matcher.deep_copy()
+        tokens = self._vocabulary.tokenize_str(said)
+        if matcher.try_consume_tokens(tokens) < len(tokens):
+            raise UsageError("The answer to continue does not match the format.")
+        return Grammar(matcher, self._vocabulary, self._stop_ids)
+
+    def constraint(self, thinking: TokenStream | None = None) -> TokenConstraint:
+        """Return what limits the tokens of one answer.
+
+        thinking   decodes the answer if it begins within thinking: the constraint applies after it
+        """
+        follows = _Follows(self._matcher.deep_copy(), self._vocabulary, self._stop_ids)
+        return follows if thinking is None else _ThinksFirst(follows, thinking)
+
+
+class _Follows:
+    """Follows a grammar from the first token on. Owns the matcher."""
+
+    def __init__(
+        self, matcher: "LLMatcher", vocabulary: "LLTokenizer", stop_ids: frozenset[int]
+    ) -> None:
+        self._matcher = matcher
+        self._vocabulary = vocabulary
+        self._stop_ids = stop_ids
+
+    def allowed(self) -> bytes:
+        """Return the bits; the tokens that end an answer are allowed once it is complete."""
+        bits = self._matcher.compute_bitmask()
+        self._check()
+        if self._matcher.is_accepting():
+            return bits
+        return _without(bits, self._stop_ids)  # one that is no special token is text as well
+
+    def accept(self, token_id: int) -> bool:
+        self._matcher.consume_token(token_id)
+        self._check()
+        return self._matcher.is_stopped()
+
+    def accept_text(self, text: str) -> None:
+        self._matcher.consume_tokens(self._vocabulary.tokenize_str(text))
+        self._check()
+
+    def anything(self) -> bytes:
+        """Return the bits of all tokens that do not end an answer."""
+        size = self._vocabulary.vocab_size
+        return _without(b"\xff" * ((size + 7) // 8), self._stop_ids)
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            reason = _reason(self._matcher)
+            raise GenerationError(f"The answer could not follow its format: {reason}.")
+
+
+class _ThinksFirst:
+    """Allows any text until thinking ends, and then what follows a grammar."""
+
+    def __init__(self, follows: _Follows, stream: TokenStream) -> None:
+        self._follows = follows
+        self._stream = stream
+        self._splitter = ThinkingSplitter(starts_thinking=True)
+
+    def allowed(self) -> bytes:
+        return self._follows.anything() if self._splitter.is_thinking else self._follows.allowed()
+
+    def accept(self, token_id: int) -> bool:
+        if not self._splitter.is_thinking:
+            return self._follows.accept(token_id)
+        passages = self._splitter.feed(self._stream.feed(token_id))
+        # A token may hold the end of the mark and the beginning of the answer.
+        answer = "".join(passage.text for passage in passages if not passage.is_thinking)
+        if answer:
+            self._follows.accept_text(answer)
+        return False
+
+
+def _without(bits: bytes, token_ids: frozenset[int]) -> bytes:
+    changed = bytearray(bits)
+    for token_id in token_ids:
+        if token_id // 8 < len(changed):
+            changed[token_id // 8] &= ~(1 << token_id % 8)
+    return bytes(changed)
+
+
+def _reason(matcher: "LLMatcher") -> str:
+    """Return the first line of the library's message; later lines may hold the whole grammar."""
+    lines = matcher.get_error().strip().splitlines() or ["the library does not say why"]
+    return lines[0][:_MOST_REASON].rstrip(".")

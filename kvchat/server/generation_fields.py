@@ -1,0 +1,142 @@
+"""Reads the fields of OpenAI's interfaces on tokens: penalties, biases, logprobs and formats."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from kvchat.chat.answer_settings import AskOptions
+from kvchat.chat.grammar import Grammar, json_grammar
+from kvchat.chat.resent import ResentChat
+from kvchat.core.errors import UsageError
+from kvchat.server.api_errors import ApiError
+from kvchat.server.fields import Fields
+from kvchat.server.service import Service
+
+_PENALTIES = ("presence_penalty", "frequency_penalty")
+_MOST_PENALTY = 2.0
+_MOST_BIAS = 100.0
+_MOST_BIASED = 4096
+_MOST_TOP_LOGPROBS = 20
+_INCLUDED_LOGPROBS = "message.output_text.logprobs"
+
+
+def with_penalties(fields: Fields, options: AskOptions, vocab_size: int | None) -> AskOptions:
+    """Return `options` with the penalties and the logit bias of a request.
+
+    vocab_size   every token id is below it; None if that is not known
+    """
+    values: dict[str, Any] = {}
+    for name in _PENALTIES:
+        value = fields.number(name)
+        if value is None:
+            continue
+        if abs(value) > _MOST_PENALTY:
+            raise fields.fault(name, f"must be {-_MOST_PENALTY:g} to {_MOST_PENALTY:g}")
+        values[name] = float(value)
+    if "logit_bias" in fields:
+        values["logit_bias"] = _logit_bias(fields.nested("logit_bias"), vocab_size)
+    return replace(options, sampling=replace(options.sampling, **values)) if values else options
+
+
+def _logit_bias(fields: Fields, vocab_size: int | None) -> tuple[tuple[int, float], ...]:
+    """Return token ids and what is added to their logits, in the order of the ids."""
+    if len(fields.values) > _MOST_BIASED:
+        raise fields.fault("", f"must name at most {_MOST_BIASED} tokens")
+    bias: dict[int, float] = {}
+    for name in fields.values:
+        token_id = int(name) if name.isascii() and name.isdigit() and len(name) < 20 else None
+        if token_id is None or (vocab_size is not None and token_id >= vocab_size):
+            raise fields.fault(name, "must be the id of a token of the model")
+        value = fields.number(name)
+        if value is None or abs(value) > _MOST_BIAS:
+            raise fields.fault(name, f"must be {-_MOST_BIAS:g} to {_MOST_BIAS:g}")
+        bias[token_id] = float(value)
+    return tuple(sorted((token_id, value) for token_id, value in bias.items() if value))
+
+
+# Logprobs
+
+
+def chat_logprobs(fields: Fields) -> int | None:
+    """Return how many logprobs a chat completion tells beside each token's; None for none."""
+    num_top = fields.whole("top_logprobs", 0, _MOST_TOP_LOGPROBS)
+    if fields.flag("logprobs"):
+        return num_top or 0
+    if num_top:
+        raise fields.fault("top_logprobs", "needs logprobs to be true")
+    return None
+
+
+def text_logprobs(fields: Fields) -> int | None:
+    """Return the same for a plain completion, where `logprobs` is the number."""
+    num_top = fields.whole("logprobs", 0, _MOST_TOP_LOGPROBS)
+    if num_top is not None and fields.flag("echo"):
+        raise fields.fault("logprobs", "is not told of a prompt; leave out echo")
+    return num_top
+
+
+def response_logprobs(fields: Fields) -> int | None:
+    """Return the same for a response, which includes them by name."""
+    num_top = fields.whole("top_logprobs", 0, _MOST_TOP_LOGPROBS)
+    included = fields.raw("include")
+    if included is not None and not isinstance(included, list):
+        raise fields.fault("include", "must be a list")
+    if num_top or _INCLUDED_LOGPROBS in (included or ()):
+        return num_top or 0
+    return None
+
+
+# Formats
+
+
+async def with_format(
+    service: Service, fields: Fields, name: str, schema_path: tuple[str, ...], options: AskOptions
+) -> AskOptions:
+    """Return `options` with the grammar of the format that a request asks for, if it does.
+
+    name          the field of `fields` that holds the format
+    schema_path   where in it the schema is
+
+    Raises ApiError for a format that is unknown, and for a schema that cannot be followed.
+    """
+    format_fields = fields.nested(name)
+    kind = format_fields.text("type", "text")
+    if kind == "text":
+        return options
+    if kind == "json_object":
+        grammar = await _compiled(service, {"type": "object"}, fields.name_of(name))
+    elif kind == "json_schema":
+        for part in schema_path[:-1]:
+            format_fields = format_fields.nested(part)
+        last = schema_path[-1]
+        if format_fields.raw(last) is None:
+            raise format_fields.fault(last, "is missing")
+        format_fields.flag("strict")
+        schema = format_fields.nested(last).values
+        grammar = await _compiled(service, schema, format_fields.name_of(last))
+    else:
+        raise format_fields.fault("type", "must be text, json_object or json_schema")
+    return replace(options, grammar=grammar)
+
+
+async def _compiled(service: Service, schema: Mapping[str, Any], param: str) -> Grammar:
+    model = service.host.model
+    try:
+        grammar = json_grammar(schema)
+        return await service.answering.on_encoder(
+            lambda: model.tokenizer.grammars.compile(grammar, model.stop_token_ids)
+        )
+    except UsageError as error:
+        raise ApiError(400, f"{param}: {error}", param, "invalid_value") from error
+    except RecursionError:
+        raise ApiError(400, f"{param} is nested too deeply.", param, "invalid_value") from None
+
+
+def require_no_calls(chat: ResentChat, options: AskOptions) -> None:
+    """Raise ApiError for logprobs, or a format, of an answer that may call tools."""
+    if chat.tools is None or options.max_calls == 0:
+        return
+    for wanted, name in ((options.grammar, "A format"), (options.num_top_logprobs, "Logprobs")):
+        if wanted is not None:
+            sentence = f"{name} and tools do not go together; set tool_choice to none."
+            raise ApiError(400, sentence, "tools", "unsupported_parameter")
