@@ -84,6 +84,14 @@ class ToolSet:
         """The definitions as JSON, to compare them; empty without any."""
         return json.dumps(self.definitions, ensure_ascii=False) if self._by_name else ""
 
+    @property
+    def names(self) -> list[str]:
+        return list(self._by_name)
+
+    def parameters(self, name: str) -> dict[str, Any]:
+        """Return the schema of a tool's arguments; raises KeyError for an unknown tool."""
+        return dict(self._by_name[name]["parameters"])
+
     def takes_text(self, tool: str, argument: str) -> bool | None:
         """Return whether an argument is a text by the tool's schema; None if that is not said."""
         schema: Any = self._by_name.get(tool, {}).get("parameters")

@@ -14,11 +14,12 @@ from kvchat.chat.tools import ToolCall
 from kvchat.core.types import FinishReason, Usage
 from kvchat.server.answering import Answer, whole_answers
 from kvchat.server.api_errors import ApiError, anthropic_form
-from kvchat.server.conversations import RequestChat, max_calls, read_tools
+from kvchat.server.conversations import RequestChat
 from kvchat.server.fields import Fields, read_body, sampling_options, stops
 from kvchat.server.generation_fields import require_no_calls, with_format
 from kvchat.server.service import Service, facts, until_gone
 from kvchat.server.streaming import sse, stream_response
+from kvchat.server.tool_fields import anthropic_choice, read_tools, with_required_call
 
 _UNSUPPORTED = ("mcp_servers", "container")
 
@@ -38,6 +39,8 @@ class AnthropicApi:
         for place, name in ((fields, "output_format"), (fields.nested("output_config"), "format")):
             options = await with_format(self._service, place, name, ("schema",), options)
         require_no_calls(chat, options)
+        choice = anthropic_choice(fields)
+        options = await with_required_call(self._service, choice, chat.tools, options)
         answer = await self._service.answering.chat(chat, options)
         if fields.flag("stream"):
             return stream_response(answer, _MessageEvents(answer, self._service.name))
@@ -61,7 +64,7 @@ class AnthropicApi:
             stops=stops(fields, "stop_sequences") or options.stops,
             num_samples=1,
             is_one_shot=len(chat.messages) == 1,
-            max_calls=_max_calls(fields.nested("tool_choice")),
+            max_calls=anthropic_choice(fields).max_calls,
         )
 
 
@@ -91,10 +94,6 @@ def _tool(tool: Fields) -> Fields:
     if tool.text("type", "custom") != "custom":
         raise tool.fault("type", "must be custom; kvchat runs no tools of its own")
     return tool
-
-
-def _max_calls(choice: Fields) -> int | None:
-    return max_calls(choice.text("type"), not choice.flag("disable_parallel_tool_use"))
 
 
 def _blocks(holder: Fields, name: str, kind: str) -> list[Fields]:

@@ -5,7 +5,6 @@ Each interface reads its own fields and adds what it finds here. The result is a
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
 
 from kvchat.chat.conversation import Role
 from kvchat.chat.resent import ResentChat, resent_chat
@@ -14,8 +13,6 @@ from kvchat.chat.tools import ToolCall, ToolResult, ToolSet
 from kvchat.core.errors import KvchatError
 from kvchat.server.api_errors import ApiError, as_api_error
 from kvchat.server.fields import Fields
-
-_MOST_TOOLS = 1024
 
 
 class RequestChat:
@@ -74,37 +71,3 @@ class RequestChat:
         results = tuple(self._results[call_id] for call_id in self._open_calls)
         self._messages.append(Message(Role.USER, "", results=results))
         self._open_calls, self._results = {}, {}
-
-
-def read_tools(definitions: Iterable[Fields], schema: str = "parameters") -> ToolSet | None:
-    """Return the tools of a request, None without any. `schema` is the field of the parameters."""
-    read = [_definition(definition, schema) for definition in definitions]
-    if len(read) > _MOST_TOOLS:
-        raise ApiError(400, f"There are more than {_MOST_TOOLS} tools.", "tools", "invalid_value")
-    try:
-        return ToolSet(read) if read else None
-    except KvchatError as error:
-        raise replace(as_api_error(error), param="tools") from error
-
-
-def _definition(definition: Fields, schema: str) -> dict[str, Any]:
-    name = definition.text("name")
-    if not name:
-        raise definition.fault("name", "is missing")
-    parameters = definition.nested(schema).values if schema in definition else None
-    described = {"name": name, "description": definition.text("description")}
-    return {**described, "parameters": parameters}
-
-
-def max_calls(choice: object, allows_several: bool) -> int | None:
-    """Return how many calls an answer may have, by the interface's word for the choice."""
-    if choice == "none":
-        return 0
-    if choice not in (None, "auto"):
-        raise ApiError(
-            400,
-            "kvchat does not support tool_choice other than auto and none.",
-            "tool_choice",
-            "unsupported_parameter",
-        )
-    return None if allows_several else 1

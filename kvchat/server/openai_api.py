@@ -18,7 +18,7 @@ from kvchat.chat.shown_logprobs import ShownToken
 from kvchat.chat.tools import ToolCall
 from kvchat.server.answering import Answer, whole_answers
 from kvchat.server.api_errors import ApiError, openai_form
-from kvchat.server.conversations import RequestChat, max_calls, read_tools
+from kvchat.server.conversations import RequestChat
 from kvchat.server.fields import Fields, num_samples, read_body, sampling_options, stops
 from kvchat.server.generation_fields import (
     chat_logprobs,
@@ -30,6 +30,7 @@ from kvchat.server.generation_fields import (
 from kvchat.server.logprob_forms import legacy, listed
 from kvchat.server.service import Service, facts, finish_word, until_gone
 from kvchat.server.streaming import sse, stream_response
+from kvchat.server.tool_fields import openai_choice, read_tools, with_required_call
 
 _DONE = "data: [DONE]\n\n"
 # Each would change the answer. What only describes the request, such as "user", is ignored.
@@ -71,12 +72,14 @@ class OpenAiApi:
         limits = ("max_completion_tokens", "max_tokens")
         options = replace(
             self._options(fields, limits, chat),
-            max_calls=_max_calls(fields),
+            max_calls=openai_choice(fields).max_calls,
             num_top_logprobs=chat_logprobs(fields),
         )
         schema = ("json_schema", "schema")
         options = await with_format(self._service, fields, "response_format", schema, options)
         require_no_calls(chat, options)
+        choice = openai_choice(fields)
+        options = await with_required_call(self._service, choice, chat.tools, options)
         head = _Head("chatcmpl", "chat.completion", self._service.name)
         answer = await self._service.answering.chat(chat, options)
         if fields.flag("stream"):
@@ -188,11 +191,6 @@ def given_call(function: Fields) -> ToolCall:
     if not isinstance(arguments, dict):
         raise function.fault("arguments", "must be the text of a JSON object")
     return ToolCall(name, arguments)
-
-
-def _max_calls(fields: Fields) -> int | None:
-    allows_several = fields.raw("parallel_tool_calls") is not False
-    return max_calls(fields.raw("tool_choice"), allows_several)
 
 
 def message_text(message: Fields, name: str = "content") -> str:

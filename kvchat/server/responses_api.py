@@ -17,7 +17,7 @@ from kvchat.chat.tools import ToolCall
 from kvchat.core.types import FinishReason
 from kvchat.server.answering import Answer, whole_answers
 from kvchat.server.api_errors import ApiError, openai_form
-from kvchat.server.conversations import RequestChat, max_calls, read_tools
+from kvchat.server.conversations import RequestChat
 from kvchat.server.fields import Fields, read_body, sampling_options
 from kvchat.server.generation_fields import (
     require_no_calls,
@@ -29,6 +29,7 @@ from kvchat.server.logprob_forms import listed
 from kvchat.server.openai_api import given_call, message_text
 from kvchat.server.service import Service, facts, until_gone
 from kvchat.server.streaming import sse, stream_response
+from kvchat.server.tool_fields import openai_choice, read_tools, with_required_call
 
 _UNSUPPORTED = ("previous_response_id", "conversation", "background")
 
@@ -48,6 +49,8 @@ class ResponsesApi:
         text = fields.nested("text")
         options = await with_format(self._service, text, "format", ("schema",), options)
         require_no_calls(chat, options)
+        choice = openai_choice(fields)
+        options = await with_required_call(self._service, choice, chat.tools, options)
         response = _Response(self._service.name, options, fields)
         answer = await self._service.answering.chat(chat, options)
         if fields.flag("stream"):
@@ -64,7 +67,7 @@ class ResponsesApi:
             max_tokens=limit if limit is not None else options.max_tokens,
             num_samples=1,
             is_one_shot=len(chat.messages) == 1,
-            max_calls=_max_calls(fields),
+            max_calls=openai_choice(fields).max_calls,
             num_top_logprobs=response_logprobs(fields),
         )
 
@@ -111,11 +114,6 @@ def _tool(tool: Fields) -> Fields:
     return tool
 
 
-def _max_calls(fields: Fields) -> int | None:
-    allows_several = fields.raw("parallel_tool_calls") is not False
-    return max_calls(fields.raw("tool_choice"), allows_several)
-
-
 class _Response:
     """The response object, before and after the answer."""
 
@@ -137,7 +135,7 @@ class _Response:
             "store": False,
             "temperature": options.sampling.temperature,
             "text": {"format": fields.nested("text").raw("format") or {"type": "text"}},
-            "tool_choice": "none" if options.max_calls == 0 else "auto",
+            "tool_choice": fields.raw("tool_choice") or "auto",
             "tools": fields.raw("tools") or [],
             "top_logprobs": options.num_top_logprobs or 0,
             "top_p": options.sampling.top_p,

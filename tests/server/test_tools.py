@@ -180,14 +180,6 @@ def test_a_bad_conversation_with_tools_names_its_field(app: App, name: str) -> N
     assert got.json["error"]["param"] == field
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "find"}}])
-def test_a_call_cannot_be_forced(app: App, choice: object) -> None:
-    got = post(app, CHAT, chat_body(ASKED, tool_choice=choice))
-
-    assert got.status == 400
-    assert got.json["error"]["param"] == "tool_choice"
-
-
 def test_a_template_without_tools_refuses_them(serve: Serve) -> None:
     got = post(serve(), CHAT, chat_body(ASKED))
 
