@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from kvchat.chat.detokenizer import TokenStream
 from kvchat.chat.grammar import Grammar, Grammars, json_grammar
-from kvchat.core.errors import GenerationError, UsageError
+from kvchat.core.errors import UsageError
 from kvchat.core.types import TokenConstraint
 from support.tokenizer_zoo import END, byte_fallback, byte_level, unigram
 
@@ -153,7 +153,7 @@ def test_what_follows_thinking_within_its_last_token_counts() -> None:
     assert is_person(json.loads("{" + tokenizer.decode(ids)))
 
     constraint = grammar.constraint(TokenStream(tokenizer, (), frozenset()))
-    with pytest.raises(GenerationError, match="could not follow"):
+    with pytest.raises(UsageError, match="could not follow"):
         constraint.accept(tokenizer.token_to_id("</think>!"))
 
 
@@ -164,6 +164,8 @@ def test_what_follows_thinking_within_its_last_token_counts() -> None:
         {"type": "array", "uniqueItems": True},
         {"$ref": "http://localhost:1/schema"},
         {"$ref": "#/$defs/none"},
+        {"$ref": "#"},
+        {"$ref": "#", "type": "object"},
         {"type": "string", "pattern": "(?=x)"},
         {"properties": 3},
         {"type": "integer", "minimum": 3, "maximum": 2},
