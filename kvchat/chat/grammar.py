@@ -109,12 +109,13 @@ class _Follows:
         self._stop_ids = stop_ids
 
     def allowed(self) -> bytes:
-        """Return the bits; the tokens that end an answer are allowed once it is complete."""
+        """Return the bits; the tokens that end an answer are allowed once it is complete.
+
+        They are never text, also where the tokenizer does not call them special.
+        """
         bits = self._matcher.compute_bitmask()
         self._check()
-        if self._matcher.is_accepting():
-            return bits
-        return _without(bits, self._stop_ids)  # one that is no special token is text as well
+        return bits
 
     def accept(self, token_id: int) -> bool:
         self._matcher.consume_token(token_id)
