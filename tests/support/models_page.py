@@ -28,14 +28,15 @@ Made by `make model-table` from transformers {version}; do not edit it by hand.
 
 Every type of model that transformers knows is built tiny, with random weights, and saved as a
 checkpoint. kvchat then holds a conversation with it: three turns, a fork, an edit, a batch, a
-restart, and speculation by n-grams. A type is **exact** if every greedy token is that of a full
-recompute by transformers' own eager forward pass in float32, and every logit differs by less than
-0.0002 of the largest.
+restart, and speculation by n-grams where it is offered. A type is **exact** if every greedy token
+is that of a full recompute by transformers' own eager forward pass in float32, and every logit
+differs by less than 0.0002 of the largest.
 
 Two paths lead there. On the *paged* path, attention reads the cache's pages where they lie, and
 sequences share a step. On the *gathered* path, the model's own attention runs on keys and values
 copied out of the pages, one sequence at a time; it is slower, and serves what cannot run on the
-paged one. `kvchat models info` says which path a model takes, and why.
+paged one. `kvchat models info` says which path a model takes, and why. Types with recurrent layers
+keep snapshots of their state beside the pages, run one sequence after another, and take no drafts.
 
 A model that also reads images or sound runs as a text model.
 """
@@ -43,9 +44,9 @@ A model that also reads images or sound runs as a text model.
 _INSTEAD = """
 ## Refused types
 
-kvchat refuses these when it starts, in one sentence. What keeps recurrent state, reads in both
-directions or takes no cache of keys and values runs in transformers itself (`generate`); of most
-families there is also a type above that is exact.
+kvchat refuses these when it starts, in one sentence. What reads in both directions, takes no cache
+of keys and values or keeps its state in a form of its own runs in transformers itself (`generate`);
+of most families there is also a type above that is exact.
 """
 
 

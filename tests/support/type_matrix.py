@@ -86,7 +86,8 @@ def _try(reference: PreTrainedModel, directory: Path) -> Verdict:
     trial = _Trial(reference, loaded, directory / "cache")
     trial.chat()
     trial.restart()
-    trial.speculate()
+    if not loaded.spec.state:  # drafts are refused where a rejected one cannot be taken back
+        trial.speculate()
     gathered = loaded.spec.gathered
     return Verdict(EXACT, f"gathered: it {gathered.reason}" if gathered is not None else "paged")
 
