@@ -28,7 +28,8 @@ from kvchat_kernels.linear.gguf_blocks import BLOCK_FORMATS, block_weights
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # A chunk of this many elements is unpacked at once. numpy takes about 20 bytes for each.
 _CHUNK_ELEMENTS = 1 << 19
-_STACKED = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(gate_up_proj|down_proj)$")
+_STACKED = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(gate_up_proj|down_proj)(_bias)?$")
+_SINKS = re.compile(r"model\.layers\.(\d+)\.self_attn\.sinks$")
 _ROTATED = re.compile(r"\.attn_(q|k)\.(?:weight|bias)$")
 
 
@@ -162,7 +163,10 @@ def _sources(gguf: GgufModel, shapes: Mapping[str, torch.Size]) -> dict[str, lis
 def _stored_names(name: str, names: Any) -> list[str]:
     if stacked := _STACKED.match(name):
         kinds = ("gate", "up") if stacked[2] == "gate_up_proj" else ("down",)
-        return [f"blk.{stacked[1]}.ffn_{kind}_exps.weight" for kind in kinds]
+        part = "bias" if stacked[3] else "weight"
+        return [f"blk.{stacked[1]}.ffn_{kind}_exps.{part}" for kind in kinds]
+    if sinks := _SINKS.match(name):
+        return [f"blk.{sinks[1]}.attn_sinks.weight"]
     stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
     return [stored] if stored is not None else []
 
@@ -195,6 +199,8 @@ class _Reader:
                     weights = reordered(weights, _as_halves(rows, heads))
                 self.blocks[name] = weights
                 return torch.zeros((), dtype=self._dtype).expand(first.shape)
+        if architecture.alternates and "_exps." in first.name:
+            return self._by_turns(parts, pool)
         if len(parts) == 1:
             return self._converted(first, architecture, config, pool)
         out = torch.empty(
@@ -205,6 +211,18 @@ class _Reader:
         for part in parts:
             out[:, at : at + part.shape[1]] = self._unpacked(part, self._dtype, pool)
             at += part.shape[1]
+        return out
+
+    def _by_turns(self, parts: list[GgufTensor], pool: Any) -> torch.Tensor:
+        """Return experts' matrices as [experts, in, out], or their biases [experts, out].
+
+        Outputs alternate between the parts: gate, up, gate, up.
+        """
+        num_experts, num_rows, *columns = parts[0].shape
+        out = torch.empty((num_experts, *columns, num_rows * len(parts)), dtype=self._dtype)
+        rows = out.transpose(1, -1)
+        for index, part in enumerate(parts):
+            rows[:, index :: len(parts)] = self._unpacked(part, self._dtype, pool)
         return out
 
     def _converted(
