@@ -3,7 +3,8 @@
 A tensor whose file has the wanted dtype stays mapped. A linear layer's may stay in blocks, for the
 products of `kvchat_kernels.linear`. The others are unpacked a few rows at a time
 into the one copy that the model then uses, so that the memory needed is the model's own size and
-a little. The package gguf unpacks the blocks, in numpy, exactly as llama.cpp defines them.
+a little. Formats that have a layout in `kvchat_kernels.linear` are unpacked by its compiled code,
+the others in numpy by the package gguf; both give exactly the numbers that llama.cpp defines.
 """
 
 import re
@@ -23,6 +24,7 @@ from kvchat.model.device import dtype_name, free_bytes
 from kvchat.model.gguf_config import Architecture
 from kvchat.model.gguf_file import GgufModel, GgufTensor
 from kvchat_kernels.linear.blocks import BlockWeights, reordered
+from kvchat_kernels.linear.cpu import BlockProduct
 from kvchat_kernels.linear.gguf_blocks import BLOCK_FORMATS, block_weights
 
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -255,6 +257,10 @@ class _Reader:
         targets = out.view(len(rows), -1)
         step = max(1, _CHUNK_ELEMENTS // max(1, tensor.shape[-1]))
         spans = [slice(at, at + step) for at in range(0, len(rows), step)]
+        if kind_name(tensor) in BLOCK_FORMATS:  # compiled code, on torch's threads
+            for span in spans:
+                _unpack_compiled(rows[span], tensor, targets[span])
+            return out
         for _ in pool.map(lambda span: _unpack(rows[span], tensor, targets[span]), spans):
             pass
         return out
@@ -284,6 +290,12 @@ def _as_halves(rows: torch.Tensor, heads: int) -> torch.Tensor:
     """
     pairs = rows.view(heads, len(rows) // heads // 2, 2, *rows.shape[1:])
     return pairs.transpose(1, 2).reshape(rows.shape)
+
+
+def _unpack_compiled(blocks: np.ndarray[Any, Any], tensor: GgufTensor, out: torch.Tensor) -> None:
+    weights = block_weights(torch.from_numpy(blocks), kind_name(tensor))
+    assert weights is not None, "the format has a layout"
+    BlockProduct(weights).unpack(out)
 
 
 def _unpack(blocks: np.ndarray[Any, Any], tensor: GgufTensor, out: torch.Tensor) -> None:
