@@ -101,6 +101,8 @@ def _sound(rates: Mapping[str, object]) -> dict[str, float]:
 
 
 # Below these a measurement says more about overheads than about the rate.
+# They do not limit what is restored: a warm context of 16 tokens is read as well. What users are
+# told of prices is `PrefillRate`, which has a rate of its own for shorter prefills.
 _MIN_TOKENS = 64
 _MIN_BYTES = 1 << 18
 # Factor by which `doubt` and `note_refused` raise a rate.

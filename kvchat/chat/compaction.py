@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from kvchat.chat.conversation import Conversation, Role, Turn
 from kvchat.core.errors import UsageError
+from kvchat.core.types import FinishReason
 
 # The newest messages are kept word by word, unless they take more than this share of the context.
 _MAX_KEPT_MESSAGES = 2
@@ -20,6 +21,7 @@ _REQUEST = (
     "Write only the summary, in at most 200 words."
 )
 OPENING = "This is a summary of our conversation so far:\n\n"
+_WAYS_OUT = "/compact WORDS says what matters most, /rewind goes back, /new begins afresh."
 REPLY = "Thank you. I will continue from this summary."
 
 
@@ -63,6 +65,27 @@ def _num_tokens(turns: Sequence[Turn]) -> int:
 def request_text(focus: str) -> str:
     """Return the message that asks for a summary; `focus` says what matters most, "" nothing."""
     return f"{_REQUEST} Above all keep this: {focus}" if focus else _REQUEST
+
+
+def checked_summary(text: str, reason: FinishReason) -> str:
+    """Return the summary in a model's answer to `request_text`; `text` is without thinking.
+
+    Raises UsageError for an empty text, for one that was cut off (its end may hold the newest
+    facts), and for one that repeats the request or begins with it. A refusal in words is not
+    looked for: it depends on the language, and the old branch is one /switch away.
+    """
+    summary = text.strip()
+    if reason is not FinishReason.STOP:
+        raise UsageError("The summary was cut off, so nothing is compacted.", _WAYS_OUT)
+    if not summary:
+        raise UsageError("The model wrote no summary, so nothing is compacted.", _WAYS_OUT)
+    said = " ".join(summary.split())
+    if said in _REQUEST or said.startswith(_REQUEST):
+        raise UsageError(
+            "The model repeated the request instead of a summary, so nothing is compacted.",
+            _WAYS_OUT,
+        )
+    return summary
 
 
 def max_summary_tokens(context_limit: int) -> int:

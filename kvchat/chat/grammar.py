@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvchat.chat.detokenizer import TokenStream
 from kvchat.chat.thinking import ThinkingSplitter
-from kvchat.core.errors import GenerationError, UsageError
+from kvchat.core.errors import UsageError
 from kvchat.core.types import TokenConstraint
 
 if TYPE_CHECKING:
@@ -47,8 +47,11 @@ class Grammars:
 
         vocabulary = self._vocabulary(stop_ids)
         matcher = LLMatcher(vocabulary, grammar, log_level=0)
-        if matcher.is_error():
-            raise UsageError(f"It cannot be followed: {_reason(matcher)}.")
+        first = matcher.deep_copy()  # a schema may be right and describe nothing
+        is_possible = not matcher.is_error() and any(first.compute_bitmask())
+        if not is_possible or first.is_error():
+            bad = matcher if matcher.is_error() else first
+            raise UsageError(f"It cannot be followed: {_reason(bad)}.")
         return Grammar(matcher, vocabulary, stop_ids)
 
     def _vocabulary(self, stop_ids: frozenset[int]) -> "LLTokenizer":
@@ -106,12 +109,13 @@ class _Follows:
         self._stop_ids = stop_ids
 
     def allowed(self) -> bytes:
-        """Return the bits; the tokens that end an answer are allowed once it is complete."""
+        """Return the bits; the tokens that end an answer are allowed once it is complete.
+
+        They are never text, also where the tokenizer does not call them special.
+        """
         bits = self._matcher.compute_bitmask()
         self._check()
-        if self._matcher.is_accepting():
-            return bits
-        return _without(bits, self._stop_ids)  # one that is no special token is text as well
+        return bits
 
     def accept(self, token_id: int) -> bool:
         self._matcher.consume_token(token_id)
@@ -130,7 +134,7 @@ class _Follows:
     def _check(self) -> None:
         if self._matcher.is_error():
             reason = _reason(self._matcher)
-            raise GenerationError(f"The answer could not follow its format: {reason}.")
+            raise UsageError(f"The answer could not follow its format: {reason}.")
 
 
 class _ThinksFirst:

@@ -384,21 +384,14 @@ class ChatSession:
         notify: Callable[[], None] | None,
         is_kept: bool = True,
     ) -> Reply:
-        tokenizer = self.model.tokenizer
-        stops = options.stops
-        new_stream = partial(tokenizer.new_stream, context)
-        has_track = options.num_top_logprobs is not None
+        stops, grammar = options.stops, options.grammar
+        new_stream = partial(self.model.tokenizer.new_stream, context)
         answers = [
             Decoding(
-                new_stream(),
-                stops,
-                starts_thinking,
-                self._calls(options),
-                LogprobTrack(tokenizer) if has_track else None,
+                new_stream(), stops, starts_thinking, self._calls(options), self._track(options)
             )
             for _ in range(options.num_samples)
         ]
-        grammar = options.grammar
         reply = Reply(ledger, answers, notify)
         spec = RequestSpec(
             prompt_ids=context,
@@ -426,6 +419,10 @@ class ChatSession:
         if tools is None or form is None or options.max_calls == 0:
             return None
         return CallSplitter(form.calls, tools, options.max_calls)
+
+    def _track(self, options: AskOptions) -> LogprobTrack | None:
+        """Return what finds the logprobs of one answer's text, None if none are told."""
+        return LogprobTrack(self.model.tokenizer) if options.num_top_logprobs is not None else None
 
     # Moving the tip; no turn is removed
 

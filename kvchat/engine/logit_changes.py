@@ -3,6 +3,7 @@
 Each part that is off runs no code.
 """
 
+import numpy as np
 import torch
 
 from kvchat.core.errors import GenerationError
@@ -59,12 +60,10 @@ def refuse_others(logits: torch.Tensor, allowed: bytes) -> None:
     logits    [vocab_size] float32
     allowed   a bit for each id, the lowest first; ids beyond it are refused
 
-    Raises GenerationError if no token is allowed. A logit that is NaN stays: it is found later.
+    Raises GenerationError if no token is allowed.
     """
-    octets = torch.frombuffer(bytearray(allowed), dtype=torch.uint8)[:, None]
-    bits = (octets >> torch.arange(8, dtype=torch.uint8)).bitwise_and_(1).bool().flatten()
-    if not bits[: len(logits)].any():
+    octets = np.frombuffer(allowed, dtype=np.uint8)
+    bits = np.unpackbits(octets, count=len(logits), bitorder="little")  # 0 beyond the octets
+    if not bits.any():
         raise GenerationError("The format of the answer allows no token of the model.")
-    refused = torch.ones(len(logits), dtype=torch.bool)
-    refused[: len(bits)] = ~bits[: len(logits)]
-    logits.masked_fill_(refused.to(logits.device) & ~logits.isnan(), float("-inf"))
+    logits.masked_fill_(torch.from_numpy(bits == 0).to(logits.device), float("-inf"))

@@ -272,14 +272,24 @@ def draw(plan: Sequence[ScheduledRequest], logits: torch.Tensor) -> Drawn:
     drawn = sample(logits, rows) if rows else []
     for owner, token in zip(owners, drawn, strict=True):
         tokens[owner.scheduled].append(token)
+    if raw is None:
+        return Drawn(tokens, {})
+    return Drawn(tokens, _logprobs([owners[i] for i in wanting], raw, [drawn[i] for i in wanting]))
+
+
+def _logprobs(
+    owners: Sequence[_Owner], raw: torch.Tensor, drawn: Sequence[int]
+) -> dict[ScheduledRequest, list[TokenLogprobs]]:
+    """Return the logprobs of drawn tokens, each with as many others as its request wants.
+
+    raw   [num_owners, vocab_size] float32, the logits before anything changed them
+    """
     logprobs: dict[ScheduledRequest, list[TokenLogprobs]] = {}
-    if raw is not None:
-        most = max(_num_top(owners[i]) or 0 for i in wanting)
-        told = logprobs_of(raw, [drawn[i] for i in wanting], most)
-        for index, each in zip(wanting, told, strict=True):
-            cut = replace(each, top=each.top[: _num_top(owners[index])])
-            logprobs.setdefault(owners[index].scheduled, []).append(cut)
-    return Drawn(tokens, logprobs)
+    most = max(_num_top(owner) or 0 for owner in owners)
+    for owner, each in zip(owners, logprobs_of(raw, drawn, most), strict=True):
+        cut = replace(each, top=each.top[: _num_top(owner)])
+        logprobs.setdefault(owner.scheduled, []).append(cut)
+    return logprobs
 
 
 def _num_top(owner: _Owner) -> int | None:

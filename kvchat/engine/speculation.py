@@ -21,6 +21,7 @@ from kvchat.engine.scheduler import ScheduledRequest
 
 _log = logging.getLogger(__name__)
 
+_WHY_LIMITED = "the answer follows a format"
 # Drafters catch up with the requests in this share of each step's time.
 _SHARE_FOR_CATCHING_UP = 0.25
 
@@ -266,7 +267,10 @@ class Speculation:
         for scheduled in plan:
             num_tokens = 1 + accepted_len(scheduled.drafts, drawn[scheduled])
             own = scheduled.request.drafting
-            own.why_plain = self._policy.why_plain(scheduled.request)
+            is_limited = scheduled.request.constraint is not None
+            own.why_plain = (
+                _WHY_LIMITED if is_limited else self._policy.why_plain(scheduled.request)
+            )
             own.spent_s += seconds
             own.plain_s += plain_s * num_tokens
             self.total.spent_s += seconds / len(plan)

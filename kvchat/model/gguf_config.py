@@ -51,6 +51,8 @@ class Architecture:
     `adapt`         completes a configuration, None if nothing is left to do
     `permutes`      whether the rows of query and key weights are stored pairwise rotated
     `norm_offset`   what the file adds to the weights of norms
+    `alternates`    whether the model has its experts' matrices as [in, out], and the rows of gate
+                    and up by turns
     """
 
     model_type: str
@@ -59,6 +61,7 @@ class Architecture:
     adapt: Callable[[Config, GgufModel], None] | None = None
     permutes: bool = False
     norm_offset: float = 0.0
+    alternates: bool = False
 
 
 def architecture_of(gguf: GgufModel, name: str) -> Architecture:
@@ -169,6 +172,8 @@ def _rope_scaling(config: Config, gguf: GgufModel, name: str) -> Config | None:
         for setting in ("beta_fast", "beta_slow"):
             scaling[setting] = gguf.get(f"rope.scaling.yarn_{setting}")
         scaling["attention_factor"] = gguf.get("rope.scaling.yarn_attn_factor")
+        if config["model_type"] == "gpt_oss":  # its range of mixed dimensions is not rounded
+            scaling["truncate"] = False
     return _without_none(scaling)
 
 
@@ -281,6 +286,14 @@ _CAPS = {
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
 }
+_GPT_OSS = {
+    "num_local_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "intermediate_size": "expert_feed_forward_length",
+    **_WINDOW,
+}
+# Without a setting transformers takes the scaling of the published sizes.
+_NO_SCALING: Config = {"rope_scaling": {"rope_type": "default"}}
 _LAYER_NORM = {
     "layer_norm_eps": "attention.layer_norm_epsilon",
     "norm_epsilon": "attention.layer_norm_epsilon",
@@ -301,6 +314,7 @@ _ARCHITECTURES = {
     "gemma": Architecture("gemma", _GEMMA, {}, norm_offset=1.0),
     "gemma2": Architecture("gemma2", _GEMMA, {**_WINDOW, **_CAPS}, _gemma2, norm_offset=1.0),
     "gemma3": Architecture("gemma3_text", _GEMMA, {**_WINDOW, **_CAPS}, _gemma3, norm_offset=1.0),
+    "gpt-oss": Architecture("gpt_oss", _NO_SCALING, _GPT_OSS, alternates=True),
     "phi3": Architecture("phi3", {}, _WINDOW, _partial_rotary),
     "starcoder2": Architecture("starcoder2", {"use_bias": True}, {**_LAYER_NORM, **_WINDOW}),
     "stablelm": Architecture("stablelm", {}, _LAYER_NORM, _stablelm),

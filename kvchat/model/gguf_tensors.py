@@ -3,7 +3,8 @@
 A tensor whose file has the wanted dtype stays mapped. A linear layer's may stay in blocks, for the
 products of `kvchat_kernels.linear`. The others are unpacked a few rows at a time
 into the one copy that the model then uses, so that the memory needed is the model's own size and
-a little. The package gguf unpacks the blocks, in numpy, exactly as llama.cpp defines them.
+a little. Formats that have a layout in `kvchat_kernels.linear` are unpacked by its compiled code,
+the others in numpy by the package gguf; both give exactly the numbers that llama.cpp defines.
 """
 
 import re
@@ -23,12 +24,14 @@ from kvchat.model.device import dtype_name, free_bytes
 from kvchat.model.gguf_config import Architecture
 from kvchat.model.gguf_file import GgufModel, GgufTensor
 from kvchat_kernels.linear.blocks import BlockWeights, reordered
+from kvchat_kernels.linear.cpu import BlockProduct
 from kvchat_kernels.linear.gguf_blocks import BLOCK_FORMATS, block_weights
 
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # A chunk of this many elements is unpacked at once. numpy takes about 20 bytes for each.
 _CHUNK_ELEMENTS = 1 << 19
-_STACKED = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(gate_up_proj|down_proj)$")
+_STACKED = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(gate_up_proj|down_proj)(_bias)?$")
+_SINKS = re.compile(r"model\.layers\.(\d+)\.self_attn\.sinks$")
 _ROTATED = re.compile(r"\.attn_(q|k)\.(?:weight|bias)$")
 
 
@@ -162,7 +165,10 @@ def _sources(gguf: GgufModel, shapes: Mapping[str, torch.Size]) -> dict[str, lis
 def _stored_names(name: str, names: Any) -> list[str]:
     if stacked := _STACKED.match(name):
         kinds = ("gate", "up") if stacked[2] == "gate_up_proj" else ("down",)
-        return [f"blk.{stacked[1]}.ffn_{kind}_exps.weight" for kind in kinds]
+        part = "bias" if stacked[3] else "weight"
+        return [f"blk.{stacked[1]}.ffn_{kind}_exps.{part}" for kind in kinds]
+    if sinks := _SINKS.match(name):
+        return [f"blk.{sinks[1]}.attn_sinks.weight"]
     stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
     return [stored] if stored is not None else []
 
@@ -195,6 +201,8 @@ class _Reader:
                     weights = reordered(weights, _as_halves(rows, heads))
                 self.blocks[name] = weights
                 return torch.zeros((), dtype=self._dtype).expand(first.shape)
+        if architecture.alternates and "_exps." in first.name:
+            return self._by_turns(parts, pool)
         if len(parts) == 1:
             return self._converted(first, architecture, config, pool)
         out = torch.empty(
@@ -205,6 +213,18 @@ class _Reader:
         for part in parts:
             out[:, at : at + part.shape[1]] = self._unpacked(part, self._dtype, pool)
             at += part.shape[1]
+        return out
+
+    def _by_turns(self, parts: list[GgufTensor], pool: Any) -> torch.Tensor:
+        """Return experts' matrices as [experts, in, out], or their biases [experts, out].
+
+        Outputs alternate between the parts: gate, up, gate, up.
+        """
+        num_experts, num_rows, *columns = parts[0].shape
+        out = torch.empty((num_experts, *columns, num_rows * len(parts)), dtype=self._dtype)
+        rows = out.transpose(1, -1)
+        for index, part in enumerate(parts):
+            rows[:, index :: len(parts)] = self._unpacked(part, self._dtype, pool)
         return out
 
     def _converted(
@@ -237,6 +257,10 @@ class _Reader:
         targets = out.view(len(rows), -1)
         step = max(1, _CHUNK_ELEMENTS // max(1, tensor.shape[-1]))
         spans = [slice(at, at + step) for at in range(0, len(rows), step)]
+        if kind_name(tensor) in BLOCK_FORMATS:  # compiled code, on torch's threads
+            for span in spans:
+                _unpack_compiled(rows[span], tensor, targets[span])
+            return out
         for _ in pool.map(lambda span: _unpack(rows[span], tensor, targets[span]), spans):
             pass
         return out
@@ -266,6 +290,12 @@ def _as_halves(rows: torch.Tensor, heads: int) -> torch.Tensor:
     """
     pairs = rows.view(heads, len(rows) // heads // 2, 2, *rows.shape[1:])
     return pairs.transpose(1, 2).reshape(rows.shape)
+
+
+def _unpack_compiled(blocks: np.ndarray[Any, Any], tensor: GgufTensor, out: torch.Tensor) -> None:
+    weights = block_weights(torch.from_numpy(blocks), kind_name(tensor))
+    assert weights is not None, "the format has a layout"
+    BlockProduct(weights).unpack(out)
 
 
 def _unpack(blocks: np.ndarray[Any, Any], tensor: GgufTensor, out: torch.Tensor) -> None:

@@ -3,6 +3,7 @@
 import re
 from dataclasses import replace
 
+from kvchat.chat.compaction import checked_summary
 from kvchat.chat.conversation import Conversation, Turn
 from kvchat.chat.events import AnswerEnded
 from kvchat.chat.messages import MessageNumbers, find_place
@@ -104,9 +105,7 @@ async def compact(context: "CommandContext", arguments: str) -> None:
     if ended.reason is FinishReason.CANCELLED:
         context.say("Stopped: nothing is compacted.")
         return
-    if not ended.text.strip():
-        raise UsageError("The model wrote no summary; nothing is compacted.")
-    saved = controller.compact(plan, ended.text.strip())
+    saved = controller.compact(plan, checked_summary(ended.text, ended.reason))
     after = before - saved
     context.say(
         f"Compacted: {before:,} tokens became {after:,}. It cost {_reading(ended)}, and the next "

@@ -20,6 +20,20 @@ def test_without_measurements_a_restore_is_tried_and_waited_for() -> None:
     assert 1.0 < fresh.patience_s(4096, 48 * MIB) < 10.0
 
 
+@pytest.mark.parametrize("num_tokens", [16, 32, 63])
+def test_a_short_context_is_read_from_disk_where_that_is_quicker(num_tokens: int) -> None:
+    """The 64 tokens limit what is measured and where a front may end, not what is restored."""
+    known = planner(prefill=500.0, read=1000.0 * MIB)
+    assert known.front(num_tokens, num_tokens * 12_000) == 0
+    assert known.first_worth([(16, 200_000), (num_tokens - 15, 200_000)]) == 0
+
+    fresh = RestorePlanner()
+    for _ in range(20):
+        fresh.note_prefill(num_tokens, 0.001)  # a chat of short messages measures no rate
+    fresh.note_read(MIB, 0.001)
+    assert fresh.is_worth(num_tokens, num_tokens * 12_000)
+
+
 def test_a_quick_disk_beats_a_slow_processor_and_a_slow_disk_does_not() -> None:
     rates = RestorePlanner()
     rates.note_prefill(1000, 2.0)  # 500 tokens a second

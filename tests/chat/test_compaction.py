@@ -7,13 +7,14 @@ import pytest
 
 from kvchat.chat.answer_settings import AskOptions
 from kvchat.chat.chat_model import ChatModel
-from kvchat.chat.compaction import OPENING, plan_compaction
+from kvchat.chat.compaction import OPENING, checked_summary, plan_compaction, request_text
 from kvchat.chat.controller import ChatController
 from kvchat.chat.conversation import Conversation, Role
 from kvchat.chat.host import ChatHost
 from kvchat.chat.messages import MessageNumbers, MessageTree, TreeNode, find_place, in_words
 from kvchat.chat.store import SessionStore
 from kvchat.core.errors import UsageError
+from kvchat.core.types import FinishReason
 from support.scripted_engine import Script, scripted_build, text_model, write_text_checkpoint
 
 
@@ -203,3 +204,27 @@ def test_asking_aside_leaves_no_trace(controller: ChatController) -> None:
     after = controller.host.store.read_bytes(session.session_id), controller.context_ids
     assert after == before
     assert controller.last is None or controller.last.turn_id != 0
+
+
+@pytest.mark.parametrize(
+    ("text", "reason", "why"),
+    [
+        (" \n", FinishReason.STOP, "wrote no summary"),
+        ("Ada has a", FinishReason.LENGTH, "cut off"),
+        ("Ada has a", FinishReason.TIMEOUT, "cut off"),
+        (request_text("the dog"), FinishReason.STOP, "repeated the request"),
+        (request_text("").replace(" ", "\n"), FinishReason.STOP, "repeated the request"),
+        (request_text("") + " Summarise", FinishReason.STOP, "repeated the request"),
+        ("Write only the summary, in at most 200 words.", FinishReason.STOP, "repeated"),
+    ],
+)
+def test_what_is_no_summary_is_refused_in_one_sentence(
+    text: str, reason: FinishReason, why: str
+) -> None:
+    with pytest.raises(UsageError, match=why) as refused:
+        checked_summary(text, reason)
+    assert "nothing is compacted" in refused.value.message
+
+
+def test_a_summary_is_taken_without_the_space_around_it() -> None:
+    assert checked_summary("\nAda has a dog.\n", FinishReason.STOP) == "Ada has a dog."

@@ -15,6 +15,7 @@ def cut(text: str, cuts: list[int], starts_thinking: bool) -> tuple[str, str]:
     for start, end in itertools.pairwise(edges):
         passages += splitter.feed(text[start:end])
     passages += splitter.flush()
+    assert all(text[p.start : p.end] == p.text for p in passages), "a passage has its place"
     thinking = "".join(p.text for p in passages if p.is_thinking)
     return thinking, "".join(p.text for p in passages if not p.is_thinking)
 

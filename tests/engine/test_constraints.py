@@ -8,12 +8,13 @@ import torch
 from kvchat.core.errors import GenerationError
 from kvchat.core.types import FinishReason, SamplingParams, TokenConstraint
 from kvchat.engine.draft_policy import FixedDraftPolicy
-from kvchat.engine.request import RequestSpec
+from kvchat.engine.drafters import Offer
+from kvchat.engine.request import Request, RequestSpec
 from kvchat.engine.sampler import SamplingRow, sample
 from kvchat.engine.speculation import Speculation
 from support.engine_harness import EngineHarness
 from support.remembering_model import GREEDY, RisingTokens
-from support.trial_drafters import GarbageDrafter, OracleDrafter
+from support.trial_drafters import OracleDrafter
 
 SAMPLED = SamplingParams(temperature=1.3, top_p=0.95, seed=11)
 
@@ -69,8 +70,16 @@ def test_ids_beyond_the_bits_are_refused_and_bits_beyond_the_logits_are_ignored(
         sample(logits.clone(), [replace(row, allowed=b"\x00\x00\xff")])
 
 
+class _Choosy(OracleDrafter):
+    """Must not be asked for the tokens of limited requests."""
+
+    def offer(self, request: Request, most: int) -> Offer | None:
+        assert request.constraint is None
+        return super().offer(request, most)
+
+
 def test_limited_requests_share_steps_with_others_and_have_no_drafts() -> None:
-    speculation = Speculation([OracleDrafter(), GarbageDrafter()], policy=FixedDraftPolicy(4))
+    speculation = Speculation([_Choosy()], policy=FixedDraftPolicy(4))
     engine = EngineHarness(speculation=speculation)
     free = RequestSpec((5, 6, 7), SAMPLED, max_tokens=30)
     specs = [
@@ -83,6 +92,7 @@ def test_limited_requests_share_steps_with_others_and_have_no_drafts() -> None:
 
     engine.run()
 
+    assert not speculation.failures
     for number, spec in zip(numbers, specs, strict=True):
         engine.assert_complete(number)
         usage = engine.ending(number).usage

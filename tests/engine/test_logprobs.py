@@ -22,6 +22,9 @@ SPECS = {
     "greedy": RequestSpec((1, 2, 3), GREEDY, max_tokens=20, num_top_logprobs=3),
     "penalised": RequestSpec((1, 2, 3), PENALISED, max_tokens=20, num_top_logprobs=0),
     "samples": RequestSpec((4, 5), PENALISED, max_tokens=15, num_samples=3, num_top_logprobs=2),
+    "different samples": RequestSpec(
+        (4, 5), SamplingParams(temperature=3.0, seed=7), 9, num_samples=3, num_top_logprobs=1
+    ),
     "constraint": RequestSpec(
         (4, 5), PENALISED, max_tokens=15, new_constraint=RisingTokens, num_top_logprobs=VOCAB_SIZE
     ),

@@ -20,6 +20,12 @@ from kvchat_kernels.linear.blocks import dequantised
 from support.checkpoints import tiny_model
 from support.gguf_files import QUANTISED, RANDOM_BLOCKS, write_gguf
 
+# As gpt-oss has it by default.
+_YARN = {
+    "rope.scaling.type": "yarn",
+    "rope.scaling.factor": 32.0,
+    "rope.scaling.original_context_length": 4096,
+}
 _MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 _FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -32,6 +38,7 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "gemma": {},
     "gemma2": {"sliding_window": 8, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 2.0},
     "gemma3_text": {"sliding_window": 8, "num_hidden_layers": 7, "query_pre_attn_scalar": 16},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8},
     "phi3": {"sliding_window": 8},
     "starcoder2": {},
     "stablelm": {},
@@ -80,6 +87,8 @@ def test_logits_equal_those_of_the_safetensors_twin(family: str, tmp_path: Path)
 def _metadata_of(family: str, model: PreTrainedModel) -> dict[str, Any]:
     if family == "mixtral":
         return {"expert_count": 4}
+    if family == "gpt_oss":
+        return {"expert_feed_forward_length": 96, **_YARN}
     if family == "stablelm":
         return {"rope.dimension_count": 4}  # a quarter of 16, which is the model's default
     return {}
@@ -91,6 +100,19 @@ def test_every_block_format_is_unpacked_exactly(kind: str, tmp_path: Path) -> No
     model = tiny_model("llama", **sizes, head_dim=64)
     path = write_gguf(tmp_path / "m.gguf", model, kind)
     assert_twins(load(path), model)
+
+
+def test_gpt_oss_has_its_experts_in_mxfp4_and_runs_on_pages(tmp_path: Path) -> None:
+    model = with_random_norms(tiny_model("gpt_oss", **_FAMILIES["gpt_oss"]))
+    metadata = _metadata_of("gpt_oss", model)
+    path = write_gguf(tmp_path / "m.gguf", model, "MXFP4", metadata)
+    loaded = load(path)
+    assert compare_with_own(loaded) > 0.9999
+    assert_twins(loaded, model)
+    plain = load(
+        write_gguf(tmp_path / "n.gguf", model, metadata={"expert_feed_forward_length": 96})
+    )
+    assert plain.module.config.rope_parameters["rope_type"] == "default"
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"])

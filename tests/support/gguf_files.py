@@ -25,6 +25,7 @@ ARCHITECTURES = {
     "gemma": "gemma",
     "gemma2": "gemma2",
     "gemma3_text": "gemma3",
+    "gpt_oss": "gpt-oss",
     "phi3": "phi3",
     "starcoder2": "starcoder2",
     "stablelm": "stablelm",
@@ -119,7 +120,7 @@ def write_gguf(
         writer.add_tensor(name, values)
     generator = np.random.default_rng(5)
     for name, parameter in model.named_parameters():
-        for stored, part in _parts(name, parameter, names):
+        for stored, part in _parts(name, parameter, names, config):
             _write_tensor(writer, stored, part, config, kind, generator)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -128,10 +129,12 @@ def write_gguf(
     return path
 
 
-def _parts(name: str, parameter: Any, names: Any) -> list[tuple[str, torch.Tensor]]:
+def _parts(name: str, parameter: Any, names: Any, config: Any) -> list[tuple[str, torch.Tensor]]:
     """Return the file's tensors that a parameter becomes, as views of it."""
     if ".experts." in name:
         block = name.split(".")[2]
+        if config.model_type == "gpt_oss":
+            return _alternating_parts(name, parameter.data, block)
         if name.endswith("down_proj"):
             return [(f"blk.{block}.ffn_down_exps.weight", parameter.data)]
         gate, up = parameter.data.chunk(2, dim=1)
@@ -139,9 +142,23 @@ def _parts(name: str, parameter: Any, names: Any) -> list[tuple[str, torch.Tenso
             (f"blk.{block}.ffn_gate_exps.weight", gate),
             (f"blk.{block}.ffn_up_exps.weight", up),
         ]
+    if name.endswith(".sinks"):
+        return [(f"blk.{name.split('.')[2]}.attn_sinks.weight", parameter.data)]
     stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
     assert stored is not None, name
     return [(stored, parameter.data)]
+
+
+def _alternating_parts(name: str, data: torch.Tensor, block: str) -> list[tuple[str, torch.Tensor]]:
+    """Return gpt-oss's experts as views: gate and up alternate in one tensor of the model."""
+    is_bias = name.endswith("_bias")
+    rows, end = (data, "bias") if is_bias else (data.transpose(1, 2), "weight")
+    if "down_proj" in name:
+        return [(f"blk.{block}.ffn_down_exps.{end}", rows)]
+    return [
+        (f"blk.{block}.ffn_gate_exps.{end}", rows[:, 0::2]),
+        (f"blk.{block}.ffn_up_exps.{end}", rows[:, 1::2]),
+    ]
 
 
 def _write_tensor(
@@ -150,9 +167,9 @@ def _write_tensor(
     is_permuted = config.model_type in _PERMUTED and (".attn_q." in name or ".attn_k." in name)
     heads = config.num_attention_heads if ".attn_q." in name else config.num_key_value_heads
     values = permuted(part, heads) if is_permuted else part
-    if part.dim() == 1 or kind == "F32":
+    if part.dim() == 1 or name.endswith(".bias") or kind == "F32":
         offset = 1.0 if config.model_type.startswith("gemma") and "norm" in name else 0.0
-        writer.add_tensor(name, (values + offset).float().numpy())
+        writer.add_tensor(name, np.ascontiguousarray((values + offset).float().numpy()))
         return
     quantisation = GGMLQuantizationType[kind]
     blocks = _blocks(np.ascontiguousarray(values.float().numpy()), kind, generator)

@@ -43,6 +43,15 @@ def test_compacting_says_what_it_costs_and_saves_and_keeps_the_branch(
     chat.enter("/switch 1").wait_for(lambda text: "❯ three" in text.rpartition("/switch 1")[2])
 
 
+def test_a_model_that_repeats_the_request_compacts_nothing(start_chat: StartChat) -> None:
+    chat = start_chat(columns=100, rows=40)
+    chat.enter("lines 40").wait_for(_figures(1))
+    chat.enter("/compact an echo").wait_for("repeated the request instead of a summary")
+    chat.enter("/tree").wait_for("1 you: lines 40")
+    assert "summary of messages" not in chat.text
+    assert "Compacted" not in chat.text
+
+
 @pytest.mark.parametrize("columns", [40, 100])
 def test_a_full_context_names_the_ways_out(start_chat: StartChat, columns: int) -> None:
     chat = start_chat("--context", "300", columns=columns)
