@@ -41,8 +41,8 @@ THINKING = (
 )
 
 
-def served(directory: Path, template: str | None = None) -> Iterator[App]:
-    model = tiny_model("llama")
+def served(directory: Path, template: str | None = None, max_tokens: int = 512) -> Iterator[App]:
+    model = tiny_model("llama", max_position_embeddings=max_tokens)
     host = tiny_host(save_checkpoint(directory, model, *([template] if template else [])), None)
     host.wait_until_ready()
     answering = Answering(ResentChats(host, AnswerMemory(None)), Metrics())

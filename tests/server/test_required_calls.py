@@ -26,13 +26,13 @@ ASKED = [{"role": "user", "content": "x"}]
 @pytest.fixture(scope="module")
 def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[App]:
     template = zoo.TOOLS_AS_JSON.replace("<|im_", "<|")
-    yield from served(tmp_path_factory.mktemp("required"), template)
+    yield from served(tmp_path_factory.mktemp("required"), template, 2048)
 
 
 @pytest.fixture(scope="module")
 def element_app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[App]:
     template = zoo.TOOLS_AS_ELEMENTS.replace("<|im_", "<|")
-    yield from served(tmp_path_factory.mktemp("elements"), template)
+    yield from served(tmp_path_factory.mktemp("elements"), template, 2048)
 
 
 def chat(app: App, choice: object, **others: Any) -> Got:
