@@ -26,7 +26,7 @@ from kvchat.terminal.theme import Role
 from kvchat.terminal.tool_use import ToolUse
 from kvchat.terminal.view import Choice, LiveState, View, tell
 
-# An answer that only calls tools again is read by nobody; this ends a model that does not end.
+# The most rounds of calls after one message: a model may go on calling without end.
 _MOST_ROUNDS = 50
 
 # Starts a reply; its argument is the function that the reply calls when it has events.

@@ -26,7 +26,7 @@ _SEARCH_S = 20.0
 _COMMAND_S = 120.0
 _MOST_OUTPUT_BYTES = 4 * MOST_RESULT_CHARS
 _LOOK_S = 0.05
-# Directories with thousands of files that nobody wrote by hand.
+# Directories of other programs: thousands of files that are not the user's own work.
 _PASSED_OVER = frozenset({".git", ".venv", "node_modules", "__pycache__"})
 
 
@@ -50,6 +50,15 @@ def _inside(root: Path, name: object) -> Path:
     path = (root / name).resolve()
     if not path.is_relative_to(root):
         raise ToolFailed(f"{name} is not below the working directory.")
+    return path
+
+
+def _directory(root: Path, arguments: Mapping[str, Any]) -> Path:
+    """Return the directory that a call names, the working directory if it names none."""
+    name = arguments.get("path") or "."
+    path = _inside(root, name)
+    if not path.is_dir():
+        raise ToolFailed(f"there is no directory {name}.")
     return path
 
 
@@ -90,9 +99,7 @@ class ListFiles:
         self._root = root
 
     def run(self, arguments: Mapping[str, Any], stop: threading.Event) -> str:
-        start = _inside(self._root, arguments.get("path") or ".")
-        if not start.is_dir():
-            raise ToolFailed(f"there is no directory {arguments.get('path')}.")
+        start = _directory(self._root, arguments)
         names: list[str] = []
         is_cut = False
         for path in _files(start, arguments.get("pattern") or "*", stop):
@@ -118,7 +125,7 @@ class SearchFiles:
         self._root = root
 
     def run(self, arguments: Mapping[str, Any], stop: threading.Event) -> str:
-        start = _inside(self._root, arguments.get("path") or ".")
+        start = _directory(self._root, arguments)
         wanted = str(arguments["text"]).lower()
         deadline_s = time.monotonic() + _SEARCH_S
         found: list[str] = []

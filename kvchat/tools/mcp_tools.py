@@ -157,9 +157,15 @@ class McpServers:
         except Exception as error:
             _log.warning("the MCP server %s: %s", config.name, type(error).__name__, exc_info=error)
             if not ready.done():
-                reason = one_line(str(_root(error)), 120) or type(_root(error)).__name__
-                self.problems.append(f"The MCP server {config.name} does not answer: {reason}.")
+                self.problems.append(f"The MCP server {config.name} {_complaint(_root(error))}.")
                 ready.set_result([])
+
+
+def _complaint(error: BaseException) -> str:
+    if isinstance(error, TimeoutError):
+        return f"does not answer within {_START_S:g} s"
+    reason = one_line(str(error), 120).rstrip(".") or type(error).__name__
+    return f"does not answer: {reason}"
 
 
 def _root(error: BaseException) -> BaseException:

@@ -108,7 +108,7 @@ class _Waits:
         self._is_asked.set()
         end_s = time.monotonic() + WAIT_S
         while not own(request_ids):
-            assert time.monotonic() < end_s, "nobody gave the step up"
+            assert time.monotonic() < end_s, "the step was not given up"
         return True
 
 

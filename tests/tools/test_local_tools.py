@@ -39,7 +39,7 @@ def test_a_file_is_read_in_parts(place: Path) -> None:
     assert last.endswith("line 1000")
 
 
-def test_files_are_listed_without_what_nobody_wrote(place: Path) -> None:
+def test_files_are_listed_without_those_of_other_programs(place: Path) -> None:
     assert run(place, "list_files").splitlines() == ["notes.txt", "picture.bin", "src/a.py"]
     assert run(place, "list_files", pattern="*.py") == "src/a.py"
     assert run(place, "list_files", path="src", pattern="*.c") == "There is no such file."
@@ -72,6 +72,7 @@ BAD: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("read_file", {"path": "picture.bin"}, "not a text file"),
     ("read_file", {"path": "notes.txt", "first_line": "x"}, "ValueError"),
     ("list_files", {"path": "gone"}, "there is no directory"),
+    ("search_files", {"text": "x", "path": "gone"}, "there is no directory"),
     ("run_command", {"command": ""}, "must be a text"),
     ("nothing", {}, "no such tool"),
 )
