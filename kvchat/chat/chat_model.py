@@ -18,7 +18,7 @@ from kvchat.chat.thinking import (
     cut_at_marks,
     first_mark_closes,
 )
-from kvchat.chat.tokenizer import ChatTokenizer, Segment
+from kvchat.chat.tokenizer import ChatTokenizer, Segment, TextCodec
 from kvchat.chat.tools import NO_TOOL_USE, ToolResult, ToolUse
 from kvchat.core.errors import ContextTooLong
 from kvchat.core.types import FinishReason
@@ -37,15 +37,18 @@ class ChatModel:
 
     max_context       the most tokens of a context
     vocab_size        every id is below it; None if not known
+    counts_tokens     whether ids are the model's tokens; else they stand for pieces of text, and
+                      their number is an estimate
     """
 
     name: str
-    tokenizer: ChatTokenizer
+    tokenizer: TextCodec
     format: TurnFormat
     stop_token_ids: frozenset[int]
     sampling_defaults: dict[str, float]
     max_context: int = _LARGE_CONTEXT
     vocab_size: int | None = None
+    counts_tokens: bool = True
 
     def user_ids(
         self,

@@ -388,7 +388,12 @@ class ChatSession:
         new_stream = partial(self.model.tokenizer.new_stream, context)
         answers = [
             Decoding(
-                new_stream(), stops, starts_thinking, self._calls(options), self._track(options)
+                new_stream(),
+                stops,
+                starts_thinking,
+                self._calls(options),
+                self._track(options),
+                options.tells_ids,
             )
             for _ in range(options.num_samples)
         ]

@@ -57,6 +57,7 @@ def chat(
         str | None, typer.Option("-p", "--prompt", help="answer this and leave", metavar="TEXT")
     ] = None,
     model: Annotated[str | None, _setting("model", "-m", "--model", metavar="NAME")] = None,
+    endpoint: Annotated[str | None, _setting("endpoint", metavar="URL|NAME")] = None,
     adapter: Annotated[str | None, _setting("adapter", metavar="DIR")] = None,
     system: Annotated[str | None, _setting("system", "-s", "--system", metavar="TEXT")] = None,
     file: Annotated[

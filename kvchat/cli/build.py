@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from kvchat.cli.settings import Settings
 from kvchat.core.config import Paths, shown
-from kvchat.core.errors import UsageError
+from kvchat.core.errors import ModelError, UsageError
 from kvchat.core.events import LoadEvent, LoadProgress, ModelReady
 from kvchat.core.paths import user_path
 from kvchat.core.types import SamplingParams
@@ -136,6 +136,8 @@ def open_host(
     model is not found or its text files are bad; later failures come as load events. A hub download
     happens here and blocks.
     """
+    if settings["endpoint"] and (host := _remote_host(settings, on_load, model_name)) is not None:
+        return host
     from kvchat.chat.chat_model import read_chat_model
     from kvchat.chat.host import ChatHost
     from kvchat.model.source import find_model
@@ -149,6 +151,27 @@ def open_host(
     build, ahead = _build(settings, source, draft), _prefetch_pages(settings)
     model = read_chat_model(source, limit_s=settings["timeout"], child=child)
     return ChatHost(model, build, store, on_load, ahead)
+
+
+def _remote_host(
+    settings: Settings, on_load: Callable[[LoadEvent], None] | None, model_name: str | None
+) -> "ChatHost | None":
+    """Return a host for the server that the settings name.
+
+    None if the user goes on with a model that the server does not have: it is one of this machine.
+    """
+    from kvchat.cli.endpoints import endpoint_address, open_remote_host
+
+    is_named = settings.origins.get("model", "default") != "default"
+    wanted = model_name or (settings["model"] if is_named else "")
+    address = endpoint_address(settings["endpoint"], wanted, user_paths().config)
+    store = None if settings["incognito"] else session_store(settings)
+    try:
+        return open_remote_host(settings, address, store, on_load)
+    except ModelError:
+        if model_name is None:
+            raise
+        return None
 
 
 def _prefetch_pages(settings: Settings) -> "Callable[[list[int]], None] | None":

@@ -4,6 +4,7 @@ import os
 import secrets
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvchat.cli.build import ask_options, cache_directory, check, open_host, user_paths
@@ -75,7 +76,9 @@ def _new_service(settings: Settings, host: "ChatHost", names: tuple[str, ...]) -
     metrics = Metrics()
     chats = ResentChats(host, AnswerMemory(path))
     options = ask_options(settings, host.model.sampling_defaults, 1)
-    return Service(host, Answering(chats, metrics), metrics, options, (host.model.name, *names))
+    name = host.model.name
+    files = str(Path(name).absolute()) if Path(name).exists() else name
+    return Service(host, Answering(chats, metrics), metrics, options, (name, *names), files)
 
 
 def _tell(event: LoadEvent) -> None:
