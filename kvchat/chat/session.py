@@ -413,6 +413,7 @@ class ChatSession:
                 else None
             ),
             num_top_logprobs=options.num_top_logprobs,
+            session_id=self.session_id if self._log is not None and is_kept else "",
         )
         ticket = self._engine.submit(spec, reply.listen)
         reply.on_cancel(lambda reason: self._engine.cancel(ticket, reason))

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from kvchat.chat.chat_model import ChatModel
     from kvchat.chat.host import ChatHost
     from kvchat.chat.store import SessionStore
-    from kvchat.remote.engine import RemoteEngine
+    from kvchat.remote.engine import RemoteEngine, Spell
     from kvchat.remote.servers import Address, Server
 
 KEY_VARIABLE = "KVCHAT_ENDPOINT_KEY"
@@ -109,7 +109,7 @@ def open_remote_host(
 
     server = find_server(address)
     model = _own_tokenizer(server, settings["timeout"])
-    takes_ids = model is not None
+    spell = _spelling(model) if model is not None else None
     if model is None:
         from kvchat.chat.message_model import message_model
 
@@ -118,7 +118,7 @@ def open_remote_host(
     def build(progress: Callable[[LoadProgress], None]) -> "tuple[RemoteEngine, ModelReady]":
         from kvchat.remote.engine import RemoteEngine
 
-        form = "token ids" if takes_ids else "messages"
+        form = "token ids" if spell is not None else "messages"
         ready = ModelReady(
             name=server.model,
             identity=f"{server.kind} at {address.shown}",
@@ -128,9 +128,18 @@ def open_remote_host(
             load_s=0.0,
             notes=_notes(server),
         )
-        return RemoteEngine(server, takes_ids), ready
+        return RemoteEngine(server, spell), ready
 
     return ChatHost(model, build, store, on_load)
+
+
+def _spelling(model: "ChatModel") -> "Spell":
+    from kvchat.chat.tokenizer import Segment
+
+    def spell(last_id: int, text: str) -> list[int]:
+        return model.tokenizer.encode_after(last_id, [Segment(text, is_inert=True)])
+
+    return spell
 
 
 def _notes(server: "Server") -> tuple[str, ...]:

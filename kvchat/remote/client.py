@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx2
 
-from kvchat.core.errors import GenerationError
+from kvchat.core.errors import ContextTooLong, GenerationError, KvchatError
 from kvchat.remote.servers import CONNECT_S, Address, reason_of
 from kvchat.remote.wire import Sent, error_sentence
 
@@ -22,6 +22,13 @@ _PAUSE_S = 0.2
 _MOST_LINE_BYTES = 16 << 20
 _MOST_ERROR_BYTES = 64 << 10
 _DATA = b"data:"
+# How servers say that a prompt does not fit.
+_TOO_LONG = (
+    b"context_length_exceeded",
+    b"exceed_context_size",
+    b"maximum context length",
+    b"longer than the model's context",
+)
 
 
 class Client:
@@ -50,7 +57,7 @@ class Client:
         response = await self._connected(request)
         try:
             if response.status_code != 200:
-                raise GenerationError(*await _refusal(response))
+                raise await _refusal(response)
             async with aclosing(_lines(response)) as lines:
                 async for line in lines:
                     if line.startswith(_DATA):
@@ -84,14 +91,14 @@ class Client:
             await asyncio.sleep(_PAUSE_S * (number + 1))
         raise AssertionError("every try returns or raises")
 
-    async def ask(self, sent: Sent) -> dict[str, Any] | None:
-        """Return the JSON object that a request is answered with; None if it is refused."""
+    async def ask(self, sent: Sent) -> Any:
+        """Return the JSON that a short request is answered with; None if it is refused."""
         try:
-            response = await self._client.post(sent.path, json=sent.body)
-            found = response.json() if response.status_code == 200 else None
+            method = "GET" if sent.body is None else "POST"
+            response = await self._client.request(method, sent.path, json=sent.body)
+            return response.json() if response.status_code == 200 else None
         except (httpx2.HTTPError, ValueError):
             return None
-        return found if isinstance(found, dict) else None
 
 
 async def _lines(response: httpx2.Response) -> AsyncGenerator[bytes, None]:
@@ -118,16 +125,19 @@ def _object(data: bytes) -> dict[str, Any]:
     return found
 
 
-async def _refusal(response: httpx2.Response) -> tuple[str, str]:
-    """Return the sentence of a server that refused a request, and a hint."""
+async def _refusal(response: httpx2.Response) -> KvchatError:
+    """Return the error of a server that refused a request."""
     text = b""
     async for piece in response.aiter_bytes():
         text += piece
         if len(text) > _MOST_ERROR_BYTES:
             break
     if response.status_code in (401, 403):
-        return "The server refuses this key.", "Set KVCHAT_ENDPOINT_KEY."
+        return GenerationError("The server refuses this key.", "Set KVCHAT_ENDPOINT_KEY.")
     try:
-        return error_sentence(_object(text)), ""
+        sentence = error_sentence(_object(text))
     except GenerationError:
-        return f"The server refused the request with HTTP status {response.status_code}.", ""
+        sentence = f"The server refused the request with HTTP status {response.status_code}."
+    is_too_long = any(words in text.lower() for words in _TOO_LONG)
+    hint = "/compact makes room, /new begins another conversation."
+    return ContextTooLong(sentence, hint) if is_too_long else GenerationError(sentence)

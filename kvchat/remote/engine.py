@@ -6,9 +6,10 @@ only what the server tells of them.
 """
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 
 from kvchat.core.cost import KvPlaces
@@ -33,11 +34,18 @@ from kvchat.engine.request import RequestSpec
 from kvchat.remote.client import Client
 from kvchat.remote.message_ids import AFTER_THINKING, THINKING, Mark, call_text, text_ids
 from kvchat.remote.servers import Server
+from kvchat.remote.slots import SlotFiles
 from kvchat.remote.wire import Counts, Piece, Reader, request
+
+_log = logging.getLogger(__name__)
 
 # A step waits so long for news; a cancel waits for the step.
 _STEP_S = 0.02
+_LEAVING_S = 5.0
 _NOT_KNOWN = "The server keeps its cache to itself."
+
+# Encodes a text that follows an id.
+Spell = Callable[[int, str], Sequence[int]]
 
 
 class NoSpeculation:
@@ -60,9 +68,13 @@ class _Sample:
     spec: RequestSpec
     submitted_s: float
     watcher: StopWatcher | None
+    last_id: int
     first_s: float | None = None
     last_s: float | None = None
     num_tokens: int = 0
+    num_heard: int = 0
+    stop_token: int | None = None
+    slot: int | None = None
     counts: Counts | None = None
     cancelled_for: FinishReason | None = None
     task: "asyncio.Task[None] | None" = None
@@ -71,16 +83,18 @@ class _Sample:
 class RemoteEngine:
     """Sends requests to one server, and returns its answers as an engine's events.
 
-    takes_ids   whether the server takes the ids of the chat's own tokenizer. Otherwise ids stand
-                for messages (`message_ids.py`)
+    spell   returns the ids of a text that follows an id, if the server takes the ids of the chat's
+            own tokenizer. None if ids stand for messages (`message_ids.py`)
     """
 
-    def __init__(self, server: Server, takes_ids: bool) -> None:
+    def __init__(self, server: Server, spell: Spell | None) -> None:
         self.speculation = NoSpeculation()
         self._server = server
-        self._takes_ids = takes_ids
+        self._spell = spell
+        self._takes_ids = spell is not None
         self._loop = asyncio.new_event_loop()
         self._client = Client(server.address)
+        self._slots = SlotFiles(server, self._client)
         self._news: asyncio.Queue[RequestEvent] = asyncio.Queue()
         self._samples: list[_Sample] = []
         self._num_requests = 0
@@ -112,7 +126,7 @@ class RemoteEngine:
         now_s = time.perf_counter()
         for number in range(spec.num_samples):
             watcher = spec.new_stop_watcher() if spec.new_stop_watcher is not None else None
-            sample = _Sample(self._num_requests, number, spec, now_s, watcher)
+            sample = _Sample(self._num_requests, number, spec, now_s, watcher, spec.prompt_ids[-1])
             sample.task = self._loop.create_task(self._answer(sample))
             self._samples.append(sample)
         return self._num_requests
@@ -173,37 +187,50 @@ class RemoteEngine:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_LEAVING_S):
+                await self._slots.save_all()
         await self._client.close()
 
     async def _answer(self, sample: _Sample) -> None:
         """Pass on one sample's answer, from the request to its end."""
         try:
             reason = await self._stream(sample)
+            self._news.put_nowait(_finished(sample, reason))
+            num_tokens = len(sample.spec.prompt_ids) + sample.num_tokens
+            await self._slots.note(sample.spec.session_id, sample.slot, num_tokens)
         except asyncio.CancelledError:
-            if sample.cancelled_for is None:  # another sample failed, or the engine closes
-                return
-            reason = sample.cancelled_for
+            if sample.cancelled_for is not None:  # else another sample failed, or the engine closes
+                self._news.put_nowait(_finished(sample, sample.cancelled_for))
         except KvchatError as error:
+            self._slots.server_was_away()
             self._fail(sample, error)
-            return
+        except Exception as error:
+            _log.exception("a request to the server failed")
+            self._fail(sample, GenerationError(f"The request to the server failed: {error!r}."))
         finally:
             self._samples.remove(sample)
-        is_closed = reason is FinishReason.STOP and not self._takes_ids
-        self._news.put_nowait(_finished(sample, reason, is_closed))
 
     async def _stream(self, sample: _Sample) -> FinishReason:
-        sent = request(self._server, sample.spec, sample.number, self._takes_ids)
+        """Pass on what the server streams; return why the answer ended."""
+        spec = sample.spec
+        sample.slot = await self._slots.restored(spec.session_id)
+        sent = request(self._server, spec, sample.number, self._takes_ids, sample.slot)
         reader, speech = Reader(self._server.kind, self._takes_ids), _Speech()
         async with aclosing(self._client.stream(sent)) as documents:
             async for document in documents:
                 piece = reader.read(document)
                 sample.counts = piece.counts or sample.counts
                 self._tell_progress(sample, piece)
-                ids = piece.token_ids if self._takes_ids else speech.ids_of(piece)
-                if self._say(sample, ids):
+                ids = self._own_ids(sample, piece) if self._takes_ids else speech.ids_of(piece)
+                # After a stop token the server tells its figures, unless it does not stop there.
+                if (ids and sample.stop_token is not None) or self._say(sample, ids):
                     return FinishReason.STOP
                 speech.finish = piece.finish or speech.finish
+                sample.slot = piece.slot if piece.slot is not None else sample.slot
         self._say(sample, speech.last_ids())
+        if not self._takes_ids and speech.finish is FinishReason.STOP:
+            sample.stop_token = Mark.END
         if speech.finish is None:
             raise GenerationError(
                 f"The server at {self._server.address.shown} broke off the answer.",
@@ -211,31 +238,42 @@ class RemoteEngine:
             )
         return speech.finish
 
+    def _own_ids(self, sample: _Sample, piece: Piece) -> Sequence[int]:
+        """Return a piece's ids; if the server left out some, those that spell the same text."""
+        assert self._spell is not None
+        num_new = piece.num_so_far - sample.num_heard
+        sample.num_heard = max(sample.num_heard, piece.num_so_far)
+        if not piece.text or num_new <= len(piece.token_ids):
+            return piece.token_ids
+        return self._spell(sample.last_id, piece.text)
+
     def _tell_progress(self, sample: _Sample, piece: Piece) -> None:
         if piece.progress is not None and sample.first_s is None:
-            done, total = piece.progress
-            event = PrefillProgress(sample.request_id, CachedTokens(), done, total)
-            self._news.put_nowait(event)
+            cached, done, total = piece.progress
+            tokens = CachedTokens(device=cached)
+            self._news.put_nowait(PrefillProgress(sample.request_id, tokens, done, total))
+            sample.counts = sample.counts or Counts(total, cached)
 
     def _say(self, sample: _Sample, ids: Sequence[int]) -> bool:
-        """Pass on new ids; return whether one of them ends the answer."""
+        """Pass on new ids up to a stop token; return whether a stop string is complete."""
         said: list[int] = []
-        is_over = False
+        is_complete = False
         for token_id in ids:
             if self._takes_ids and token_id in sample.spec.stop_token_ids:
-                is_over = True
+                sample.stop_token = token_id
                 break
             said.append(token_id)
             if sample.watcher is not None and sample.watcher.feed(token_id):
-                is_over = True
+                is_complete = True
                 break
         if said:
             sample.last_s = time.perf_counter()
             sample.first_s = sample.first_s or sample.last_s
             sample.num_tokens += len(said)
+            sample.last_id = said[-1]
             event = TokensGenerated(sample.request_id, sample.number, tuple(said))
             self._news.put_nowait(event)
-        return is_over
+        return is_complete
 
     def _fail(self, sample: _Sample, error: KvchatError) -> None:
         """End all samples of a request with an error."""
@@ -278,11 +316,10 @@ class _Speech:
         return closing
 
 
-def _finished(sample: _Sample, reason: FinishReason, is_closed: bool) -> SampleFinished:
+def _finished(sample: _Sample, reason: FinishReason) -> SampleFinished:
     """Return the event for an answer's end, with the server's own figures where it tells them.
 
-    `is_closed` if a mark closes the answer. A template's own closing token is not known here: it
-    stands at the beginning of the next message then.
+    Without a stop token the next message begins with what closes the answer.
     """
     now_s, num_ids = time.perf_counter(), len(sample.spec.prompt_ids)
     counts = sample.counts or Counts(num_ids, None, sample.num_tokens)
@@ -306,6 +343,6 @@ def _finished(sample: _Sample, reason: FinishReason, is_closed: bool) -> SampleF
         reason,
         usage,
         timing,
-        stop_token=Mark.END if is_closed else None,
+        stop_token=sample.stop_token,
         miss_reason=MissReason.NOT_TOLD if counts.cached is None else MissReason.EVICTED,
     )

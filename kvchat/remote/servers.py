@@ -5,6 +5,7 @@ A server that is none of the known kinds gets the plain form of OpenAI's chat in
 """
 
 import ipaddress
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -102,6 +103,7 @@ class Server:
     model          the name that requests give the model
     files          where the server says that its model's files are; "" if it does not say
     tokenizer      the digest of its tokenizer, where it is kvchat's
+    variant        tells models of one name apart
     max_context    the most tokens of a context, a large number if the server does not say
     """
 
@@ -110,6 +112,7 @@ class Server:
     model: str
     files: str = ""
     tokenizer: str = ""
+    variant: str = ""
     max_context: int = _LARGE_CONTEXT
 
     @property
@@ -257,6 +260,7 @@ def _described(asker: Asker, address: Address, kind: Kind, chosen: dict[str, Any
         chosen["id"],
         files if isinstance(files, str) else "",
         str(chosen.get("tokenizer") or ""),
+        json.dumps(chosen.get("meta")) if kind is Kind.LLAMA_CPP else "",
         limit if isinstance(limit, int) and limit > 0 else _LARGE_CONTEXT,
     )
 

@@ -46,38 +46,46 @@ class Piece:
     token_ids   the tokens that were generated, from a server that takes ids
     text        a part of the answer, from a server that takes messages
     thinking    a part of the thinking before it
-    progress    tokens of the prompt that were read, and their number
+    progress    tokens of the prompt that were cached, those read so far (cached ones included), and
+                their number
+    num_so_far  tokens generated so far, those included that `token_ids` lack: llama.cpp's server
+                leaves out tokens that end within a character. Then `text` has the whole character
+    slot        the slot of llama.cpp's server that has the conversation
     """
 
     token_ids: tuple[int, ...] = ()
+    num_so_far: int = 0
+    slot: int | None = None
     text: str = ""
     thinking: str = ""
     calls: tuple[CallPiece, ...] = ()
-    progress: tuple[int, int] | None = None
+    progress: tuple[int, int, int] | None = None
     counts: Counts | None = None
     finish: FinishReason | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """A request: a path below the server's address, and a body of JSON."""
+    """A request: a path below the server's address, and a body of JSON; without a body a GET."""
 
     path: str
-    body: dict[str, Any]
+    body: dict[str, Any] | None = None
 
 
 # Requests
 
 
-def request(server: Server, spec: RequestSpec, sample: int, takes_ids: bool) -> Sent:
-    """Return the request for one sample of an answer."""
+def request(
+    server: Server, spec: RequestSpec, sample: int, takes_ids: bool, slot: int | None = None
+) -> Sent:
+    """Return the request for one sample of an answer; `slot` is one of llama.cpp's server."""
     if not takes_ids:
         return Sent("/v1/chat/completions", _messages(server, spec, sample))
     limit = spec.max_tokens
     if limit is None and server.knows_context:
         limit = max(1, server.max_context - len(spec.prompt_ids))
     if server.kind is Kind.LLAMA_CPP:
-        return Sent("/completion", _llama(spec, sample, limit))
+        return Sent("/completion", _llama(spec, sample, limit, slot))
     if server.kind is Kind.SGLANG:
         return Sent("/generate", _sglang(spec, sample, limit))
     body = {
@@ -149,8 +157,9 @@ def _seed(sampling: SamplingParams, sample: int) -> int:
     return (sampling.seed + sample) % (1 << 31)
 
 
-def _llama(spec: RequestSpec, sample: int, limit: int | None) -> dict[str, Any]:
+def _llama(spec: RequestSpec, sample: int, limit: int | None, slot: int | None) -> dict[str, Any]:
     return {
+        **({"id_slot": slot} if slot is not None else {}),
         "prompt": list(spec.prompt_ids),
         "n_predict": limit if limit is not None else -1,
         "stream": True,
@@ -287,15 +296,16 @@ def _openai_counts(document: Mapping[str, Any]) -> Counts | None:
     )
 
 
-def _progress(document: Mapping[str, Any]) -> tuple[int, int] | None:
+def _progress(document: Mapping[str, Any]) -> tuple[int, int, int] | None:
     told = document.get("prompt_progress")
-    return (int(told["processed"]), int(told["total"])) if told else None
+    return (int(told["cache"]), int(told["processed"]), int(told["total"])) if told else None
 
 
 def _llama_piece(document: Mapping[str, Any]) -> Piece:
     ids, progress = _ids(document.get("tokens")), _progress(document)
     if not document.get("stop"):
-        return Piece(token_ids=ids, progress=progress)
+        text, so_far = str(document.get("content", "")), int(document.get("tokens_predicted", 0))
+        return Piece(token_ids=ids, text=text, num_so_far=so_far, progress=progress)
     timings = document.get("timings") or {}
     cached, read = timings.get("cache_n"), int(timings.get("prompt_n", 0))
     prompt = int(document.get("tokens_evaluated", 0))
@@ -303,4 +313,5 @@ def _llama_piece(document: Mapping[str, Any]) -> Piece:
         cached = max(0, prompt - read)
     generated = int(timings.get("predicted_n", document.get("tokens_predicted", 0)))
     finish = _finish(document.get("stop_type", "eos"))
-    return Piece(ids, counts=Counts(prompt, cached, generated), finish=finish)
+    counts, slot = Counts(prompt, cached, generated), document.get("id_slot")
+    return Piece(ids, slot=slot, counts=counts, finish=finish)
