@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from kvchat.cli.build import (
     ask_options,
     check,
+    has_endpoint,
     open_host,
     open_toolbox,
     session_store,
@@ -171,7 +172,7 @@ def _open_controller(
 
 def _kept_kv(settings: Settings, host: "ChatHost") -> "StoreAdmin | None":
     """Return the administration of the KV on disk; None if this chat keeps none."""
-    is_kept = host.store is not None and settings["cache"] and not settings["endpoint"]
+    is_kept = host.store is not None and settings["cache"] and not has_endpoint(settings)
     return store_admin(settings) if is_kept else None
 
 

@@ -102,14 +102,20 @@ def open_remote_host(
     address: "Address",
     store: "SessionStore | None",
     on_load: Callable[[LoadEvent], None] | None,
+    is_attached: bool = False,
 ) -> "ChatHost":
-    """Return a host whose engine is the server at an address; raises ModelError if none answers."""
+    """Return a host whose engine is the server at an address; raises ModelError if none answers.
+
+    `is_attached` if it is a `kvchat serve` that the user did not name: it must take token ids.
+    """
     from kvchat.chat.host import ChatHost
     from kvchat.remote.servers import find_server
 
     server = find_server(address)
     model = _own_tokenizer(server, settings["timeout"])
     spell = _spelling(model) if model is not None else None
+    if model is None and is_attached:
+        raise ModelError("The server has another model.")
     if model is None:
         from kvchat.chat.message_model import message_model
 

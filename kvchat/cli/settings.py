@@ -54,7 +54,12 @@ class Setting:
 
 SETTINGS = (
     Setting("model", str, "demo", "demo, a directory, or a Hugging Face id"),
-    Setting("endpoint", str, None, "chat with the model of this server: an address, or its name"),
+    Setting(
+        "endpoint",
+        str,
+        None,
+        "chat with the model of this server; none: of no server at all",
+    ),
     Setting("adapter", str, None, "directory of a LoRA adapter to merge into the model"),
     Setting("system", str, None, "system prompt of new conversations"),
     Setting("temperature", float, None, "0 is greedy; default: the model's own, else 0.7"),

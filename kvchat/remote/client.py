@@ -81,7 +81,7 @@ class Client:
                 if number + 1 == _TRIES:
                     raise GenerationError(
                         f"No server answers at {self._address.shown}: {reason_of(error)}.",
-                        "Start it, and /retry.",
+                        "Start it and /retry, or go on with /model NAME.",
                     ) from error
             except httpx2.TransportError as error:
                 raise GenerationError(

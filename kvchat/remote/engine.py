@@ -32,8 +32,9 @@ from kvchat.core.types import (
 )
 from kvchat.engine.request import RequestSpec
 from kvchat.remote.client import Client
+from kvchat.remote.kept_kv import ServerKv
 from kvchat.remote.message_ids import AFTER_THINKING, THINKING, Mark, call_text, text_ids
-from kvchat.remote.servers import Server
+from kvchat.remote.servers import Kind, Server
 from kvchat.remote.slots import SlotFiles
 from kvchat.remote.wire import Counts, Piece, Reader, request
 
@@ -42,7 +43,7 @@ _log = logging.getLogger(__name__)
 # A step waits so long for news; a cancel waits for the step.
 _STEP_S = 0.02
 _LEAVING_S = 5.0
-_NOT_KNOWN = "The server keeps its cache to itself."
+_NOT_KNOWN = "The server does not tell this."
 
 # Encodes a text that follows an id.
 Spell = Callable[[int, str], Sequence[int]]
@@ -95,6 +96,8 @@ class RemoteEngine:
         self._loop = asyncio.new_event_loop()
         self._client = Client(server.address)
         self._slots = SlotFiles(server, self._client)
+        shares_ids = server.kind is Kind.KVCHAT and self._takes_ids
+        self._kv = ServerKv(self._client) if shares_ids else None
         self._news: asyncio.Queue[RequestEvent] = asyncio.Queue()
         self._samples: list[_Sample] = []
         self._num_requests = 0
@@ -151,22 +154,32 @@ class RemoteEngine:
         raise GenerationError(_NOT_KNOWN)
 
     def locate(self, contexts: list[list[int]], done: Callable[[list[KvPlaces]], None]) -> None:
-        raise GenerationError(_NOT_KNOWN)
+        if self._kv is None:
+            raise GenerationError(_NOT_KNOWN)
+        done(self._loop.run_until_complete(self._kv.locate(contexts)))
 
     def prefetch(self, token_ids: Sequence[int]) -> None:
-        """The server brings back what it keeps by itself."""
+        """Let a kvchat server bring back KV; others do so when they are asked."""
+        if self._kv is not None:
+            self._loop.run_until_complete(self._kv.prefetch(token_ids))
 
     def read_ahead(self, token_ids: Sequence[int]) -> None:
-        """A server answers others too, so it is not asked to read what may never be sent."""
+        """Let a kvchat server prefill; others are not asked to read what may never be sent."""
+        if self._kv is not None:
+            self._loop.run_until_complete(self._kv.read_ahead(token_ids))
 
     def end_read_ahead(self) -> None:
-        """Nothing is under way."""
+        self.read_ahead(())
 
     def pin(self, token_ids: Sequence[int], label: str, done: Callable[[int], None]) -> None:
-        raise UsageError("A server's KV cannot be pinned from here.")
+        if self._kv is None:
+            raise UsageError("The KV of this server cannot be pinned from here.")
+        done(self._loop.run_until_complete(self._kv.pin(token_ids, label)))
 
-    def forget(self, contexts: object, done: Callable[[], None]) -> None:
-        """The server keeps what it keeps: the file of the conversation is all that is removed."""
+    def forget(self, contexts: list[tuple[list[int], int]], done: Callable[[], None]) -> None:
+        """Drop KV from a kvchat server's memory; others keep what they keep."""
+        if self._kv is not None:
+            self._loop.run_until_complete(self._kv.forget(contexts))
         done()
 
     # On the event loop
@@ -252,7 +265,7 @@ class RemoteEngine:
             cached, done, total = piece.progress
             tokens = CachedTokens(device=cached)
             self._news.put_nowait(PrefillProgress(sample.request_id, tokens, done, total))
-            sample.counts = sample.counts or Counts(total, cached)
+            sample.counts = sample.counts or Counts(total, tokens)
 
     def _say(self, sample: _Sample, ids: Sequence[int]) -> bool:
         """Pass on new ids up to a stop token; return whether a stop string is complete."""
@@ -325,10 +338,12 @@ def _finished(sample: _Sample, reason: FinishReason) -> SampleFinished:
     counts = sample.counts or Counts(num_ids, None, sample.num_tokens)
     first_s = sample.first_s if sample.first_s is not None else now_s
     last_s = sample.last_s if sample.last_s is not None else first_s
-    cached = min(counts.cached or 0, counts.prompt)
+    prompt, cached = counts.prompt or num_ids, counts.cached or CachedTokens()
+    if cached.total > prompt:  # some servers count what they restored, and not what was asked
+        cached = CachedTokens(device=prompt)
     usage = Usage(
-        prompt_tokens=counts.prompt or num_ids,
-        cached=CachedTokens(device=cached),
+        prompt_tokens=prompt,
+        cached=cached,
         completion_tokens=counts.generated or sample.num_tokens,
     )
     timing = Timing(

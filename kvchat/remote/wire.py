@@ -10,7 +10,7 @@ from typing import Any
 
 from kvchat.core.errors import GenerationError
 from kvchat.core.text import one_line
-from kvchat.core.types import FinishReason, SamplingParams
+from kvchat.core.types import CachedTokens, FinishReason, SamplingParams
 from kvchat.engine.request import RequestSpec
 from kvchat.remote.message_ids import Mark, Messages
 from kvchat.remote.servers import Kind, Server
@@ -26,7 +26,7 @@ class Counts:
     """Tokens of one request as the server counts them; `cached` is None if it does not say."""
 
     prompt: int = 0
-    cached: int | None = None
+    cached: CachedTokens | None = None
     generated: int = 0
 
 
@@ -223,10 +223,8 @@ class Reader:
         if len(ids) == about.get("completion_tokens"):
             ids = ids[self._num_read :]
         self._num_read += len(ids)
-        cached = about.get("cached_tokens")
-        counts = Counts(
-            int(about.get("prompt_tokens", 0)), cached, int(about.get("completion_tokens", 0))
-        )
+        prompt, generated = about.get("prompt_tokens", 0), about.get("completion_tokens", 0)
+        counts = Counts(int(prompt), _cached(about.get("cached_tokens")), int(generated))
         finish = about.get("finish_reason")
         word = finish.get("type") if isinstance(finish, Mapping) else finish
         return Piece(token_ids=ids, counts=counts, finish=_finish(word))
@@ -292,8 +290,23 @@ def _openai_counts(document: Mapping[str, Any]) -> Counts | None:
     if cached is None and isinstance(timings, Mapping):
         cached = timings.get("cache_n")
     return Counts(
-        int(usage.get("prompt_tokens") or 0), cached, int(usage.get("completion_tokens") or 0)
+        int(usage.get("prompt_tokens") or 0),
+        _tiers(usage) or _cached(cached),
+        int(usage.get("completion_tokens") or 0),
     )
+
+
+def _tiers(usage: Mapping[str, Any]) -> CachedTokens | None:
+    """Return the cached tokens by tier, as a kvchat server tells them."""
+    told = (usage.get("kvchat") or {}).get("cached_tokens")
+    if told is None:
+        return None
+    return CachedTokens(int(told["device"]), int(told["host"]), int(told["disk"]))
+
+
+def _cached(count: object) -> CachedTokens | None:
+    """Return cached tokens of a server that does not tell where they were."""
+    return CachedTokens(device=max(0, count)) if isinstance(count, int) else None
 
 
 def _progress(document: Mapping[str, Any]) -> tuple[int, int, int] | None:
@@ -302,10 +315,12 @@ def _progress(document: Mapping[str, Any]) -> tuple[int, int, int] | None:
 
 
 def _llama_piece(document: Mapping[str, Any]) -> Piece:
-    ids, progress = _ids(document.get("tokens")), _progress(document)
+    if (progress := _progress(document)) is not None:
+        return Piece(progress=progress)  # its token is none
+    ids = _ids(document.get("tokens"))
     if not document.get("stop"):
         text, so_far = str(document.get("content", "")), int(document.get("tokens_predicted", 0))
-        return Piece(token_ids=ids, text=text, num_so_far=so_far, progress=progress)
+        return Piece(token_ids=ids, text=text, num_so_far=so_far)
     timings = document.get("timings") or {}
     cached, read = timings.get("cache_n"), int(timings.get("prompt_n", 0))
     prompt = int(document.get("tokens_evaluated", 0))
@@ -313,5 +328,5 @@ def _llama_piece(document: Mapping[str, Any]) -> Piece:
         cached = max(0, prompt - read)
     generated = int(timings.get("predicted_n", document.get("tokens_predicted", 0)))
     finish = _finish(document.get("stop_type", "eos"))
-    counts, slot = Counts(prompt, cached, generated), document.get("id_slot")
+    counts, slot = Counts(prompt, _cached(cached), generated), document.get("id_slot")
     return Piece(ids, slot=slot, counts=counts, finish=finish)
