@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
+from functools import partial
 
 from kvchat.core.cost import KvPlaces
 from kvchat.core.errors import ContextTooLong, GenerationError, KvchatError, UsageError
@@ -78,6 +79,7 @@ class _Sample:
     slot: int | None = None
     counts: Counts | None = None
     cancelled_for: FinishReason | None = None
+    is_over: bool = False
     task: "asyncio.Task[None] | None" = None
 
 
@@ -131,6 +133,7 @@ class RemoteEngine:
             watcher = spec.new_stop_watcher() if spec.new_stop_watcher is not None else None
             sample = _Sample(self._num_requests, number, spec, now_s, watcher, spec.prompt_ids[-1])
             sample.task = self._loop.create_task(self._answer(sample))
+            sample.task.add_done_callback(partial(self._end, sample))
             self._samples.append(sample)
         return self._num_requests
 
@@ -206,23 +209,26 @@ class RemoteEngine:
         await self._client.close()
 
     async def _answer(self, sample: _Sample) -> None:
-        """Pass on one sample's answer, from the request to its end."""
+        """Pass on one sample's answer, from the request to its end; `_end` tells of a cancel."""
         try:
             reason = await self._stream(sample)
+            sample.is_over = True
             self._news.put_nowait(_finished(sample, reason))
             num_tokens = len(sample.spec.prompt_ids) + sample.num_tokens
             await self._slots.note(sample.spec.session_id, sample.slot, num_tokens)
-        except asyncio.CancelledError:
-            if sample.cancelled_for is not None:  # else another sample failed, or the engine closes
-                self._news.put_nowait(_finished(sample, sample.cancelled_for))
         except KvchatError as error:
             self._slots.server_was_away()
             self._fail(sample, error)
         except Exception as error:
             _log.exception("a request to the server failed")
             self._fail(sample, GenerationError(f"The request to the server failed: {error!r}."))
-        finally:
-            self._samples.remove(sample)
+
+    def _end(self, sample: _Sample, task: "asyncio.Task[None]") -> None:
+        """Forget a sample whose task is over, perhaps cancelled before it began."""
+        self._samples.remove(sample)
+        # Cancelled without a reason: another sample failed, or the engine closes.
+        if sample.cancelled_for is not None and not sample.is_over:
+            self._news.put_nowait(_finished(sample, sample.cancelled_for))
 
     async def _stream(self, sample: _Sample) -> FinishReason:
         """Pass on what the server streams; return why the answer ended."""
@@ -291,8 +297,10 @@ class RemoteEngine:
     def _fail(self, sample: _Sample, error: KvchatError) -> None:
         """End all samples of a request with an error."""
         for other in self._samples:
-            if other.request_id == sample.request_id and other.task is not None:
-                other.task.cancel()
+            if other.request_id == sample.request_id:
+                other.is_over = True
+                if other is not sample and other.task is not None:
+                    other.task.cancel()
         self._news.put_nowait(RequestFailed(sample.request_id, error))
 
 

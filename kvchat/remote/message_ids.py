@@ -158,4 +158,6 @@ def _read_call(text: str) -> tuple[str, Any] | None:
 
 def call_text(name: str, arguments: str) -> str:
     """Return how a call stands in the text of an answer; `arguments` are JSON, perhaps broken."""
-    return f'{CALL}{{"name": {json.dumps(name)}, "arguments": {arguments or "{}"}}}{AFTER_CALL}'
+    inside = f'{{"name": {json.dumps(name)}, "arguments": {arguments or "{}"}}}'
+    inside = inside.replace("</", "<\\/")  # the same to JSON, and no end of a call
+    return f"{CALL}{inside}{AFTER_CALL}"
