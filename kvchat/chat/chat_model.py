@@ -37,8 +37,6 @@ class ChatModel:
 
     max_context       the most tokens of a context
     vocab_size        every id is below it; None if not known
-    counts_tokens     whether ids are the model's tokens; else they stand for pieces of text, and
-                      their number is an estimate
     """
 
     name: str
@@ -48,7 +46,6 @@ class ChatModel:
     sampling_defaults: dict[str, float]
     max_context: int = _LARGE_CONTEXT
     vocab_size: int | None = None
-    counts_tokens: bool = True
 
     def user_ids(
         self,

@@ -226,8 +226,8 @@ def _chosen(address: Address, models: list[dict[str, Any]]) -> dict[str, Any]:
             f"The server at {address.shown} has no model {one_line(address.model)}.",
             f"It has {_some(names)}.",
         )
-    if len(models) == 1:
-        return models[0]
+    if len({str(model.get("root") or model["id"]) for model in models}) == 1:
+        return models[0]  # one model, perhaps with several names
     if not address.model and models:
         raise ModelError(
             f"The server at {address.shown} has several models.",

@@ -107,6 +107,13 @@ def test_the_model_is_the_only_one_or_the_named_one() -> None:
             find_server(address_of(fake.url, model="three"))
 
 
+def test_names_of_one_model_are_no_choice() -> None:
+    """A server with a further name for its model was not used by a chat beside it."""
+    entries = [{"id": name, "owned_by": "kvchat", "root": "/m"} for name in ("one", "two")]
+    with fake_server(nothing, {"/v1/models": {"data": entries}}) as fake:
+        assert find_server(address_of(fake.url)).model == "one"
+
+
 def test_a_server_that_lists_nothing_is_asked_for_the_named_model() -> None:
     with fake_server(nothing, {"/health": {}}) as fake:
         assert find_server(address_of(fake.url, model="x")).model == "x"
