@@ -71,6 +71,7 @@ def test_a_server_keeps_what_it_read_and_chats_use_its_engine(shell: Shell, tiny
         beside = shell.run("-m", tiny, "-p", "Hello", "--max-tokens", "4", "--json", "--seed", "1")
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(30) == 143
+    assert not list(shell.home.rglob("server.json"))  # what told chats of it goes with it
 
     with served(shell.patient, tiny) as server:
         again = server.ask()
@@ -79,7 +80,6 @@ def test_a_server_keeps_what_it_read_and_chats_use_its_engine(shell: Shell, tiny
         assert answered.returncode == 0, answered.stderr
         assert json.loads(answered.stdout)["model"]["device"].startswith("kvchat at 127.0.0.1")
     assert json.loads(beside.stdout)["usage"]["cached_tokens"]["total"] > 0
-    assert not list(shell.home.rglob("server.json"))  # it goes with the server
     assert first["cached_tokens"]["total"] == 0
     assert again["cached_tokens"]["disk"] > 0
     assert again["prefilled_tokens"] <= 16
