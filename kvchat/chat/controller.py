@@ -244,6 +244,10 @@ class ChatController:
         first = self.host.model.user_ids(empty, ROOT, path[0].text, path[0].system)
         return [*first, *(token for turn in path[1:] for token in turn.token_ids)]
 
+    def offer_tools(self, tools: ToolSet) -> None:
+        """Offer tools to conversations that begin from now on."""
+        self.tools = tools
+
     def set_tools(self, tools: ToolSet | None) -> None:
         """Offer other tools in this and in later conversations."""
         self.tools = tools

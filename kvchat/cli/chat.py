@@ -154,6 +154,8 @@ def _open_controller(
     session_id = _session_id(settings, request)
     host = open_host(settings, on_load, child=child)
     toolbox = _toolbox_for(host, settings)
+    if toolbox is not None and is_script:
+        toolbox.complete()
     session = _open_session(host, settings, request, session_id)
     options = ask_options(settings, host.model.sampling_defaults, request.num_samples)
     controller = ChatController(
