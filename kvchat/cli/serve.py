@@ -59,6 +59,7 @@ def run_server(flags: dict[str, Any], request: ServeRequest) -> int:
         return serve(app, bound, lambda: _say(f"{service.name} at http://{shown}:{port}/v1"))
     finally:
         service.answering.close()
+        service.responses.close()
         if host.ready is not None:
             host.close()
 
@@ -66,6 +67,7 @@ def run_server(flags: dict[str, Any], request: ServeRequest) -> int:
 def _new_service(settings: Settings, host: "ChatHost", names: tuple[str, ...]) -> "Service":
     from kvchat.chat.answer_memory import AnswerMemory
     from kvchat.chat.resent import ResentChats
+    from kvchat.chat.response_memory import ResponseMemory
     from kvchat.server.answering import Answering
     from kvchat.server.metrics import Metrics
     from kvchat.server.service import Service
@@ -75,7 +77,14 @@ def _new_service(settings: Settings, host: "ChatHost", names: tuple[str, ...]) -
     metrics = Metrics()
     chats = ResentChats(host, AnswerMemory(path))
     options = ask_options(settings, host.model.sampling_defaults, 1)
-    return Service(host, Answering(chats, metrics), metrics, options, (host.model.name, *names))
+    return Service(
+        host,
+        Answering(chats, metrics),
+        metrics,
+        options,
+        (host.model.name, *names),
+        ResponseMemory(path, host.model.tokenizer),
+    )
 
 
 def _tell(event: LoadEvent) -> None:

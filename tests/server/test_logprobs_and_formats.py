@@ -11,6 +11,7 @@ import pytest
 from kvchat.chat.answer_memory import AnswerMemory
 from kvchat.chat.answer_settings import AskOptions
 from kvchat.chat.resent import ResentChats
+from kvchat.chat.response_memory import ResponseMemory
 from kvchat.core.types import SamplingParams
 from kvchat.server.answering import Answering
 from kvchat.server.app import new_app
@@ -47,7 +48,8 @@ def served(directory: Path, template: str | None = None, max_tokens: int = 512) 
     host.wait_until_ready()
     answering = Answering(ResentChats(host, AnswerMemory(None)), Metrics())
     options = AskOptions(sampling=SamplingParams(temperature=1.0), max_tokens=12)
-    service = Service(host, answering, Metrics(), options, ("tiny",))
+    responses = ResponseMemory(None, host.model.tokenizer)
+    service = Service(host, answering, Metrics(), options, ("tiny",), responses)
     yield new_app(service, None, Limits())
     answering.close()
     host.close()
