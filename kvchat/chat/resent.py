@@ -5,7 +5,7 @@ new is read. Sessions made here have no file: the client keeps the conversation.
 """
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from kvchat.chat.answer_memory import AnswerMemory, ContextDigest, KnownAnswer
@@ -13,6 +13,7 @@ from kvchat.chat.answer_settings import AskOptions
 from kvchat.chat.conversation import Role
 from kvchat.chat.events import AnswerEnded
 from kvchat.chat.host import ChatHost
+from kvchat.chat.keeping import opening_ids
 from kvchat.chat.reply import Reply
 from kvchat.chat.resent_difference import Difference, Message, SeenChats
 from kvchat.chat.session import ChatSession
@@ -21,6 +22,18 @@ from kvchat.core.errors import UsageError
 from kvchat.core.types import FinishReason
 
 _KEPT_FINISHES = (FinishReason.STOP, FinishReason.LENGTH)
+
+
+@dataclass(frozen=True, slots=True)
+class KeptPart:
+    """The beginning of a conversation whose KV a client wants to be kept on disk for a while.
+
+    num_messages   it ends with this message; 0 is what stands before the first
+    ttl_s          for so many seconds
+    """
+
+    num_messages: int
+    ttl_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +46,7 @@ class ResentChat:
     system: str | None
     messages: tuple[Message, ...]
     tools: ToolSet | None = None
+    kept: tuple[KeptPart, ...] = ()
 
     @property
     def is_continuation(self) -> bool:
@@ -77,12 +91,14 @@ def resent_chat(
 class Asked:
     """A request in progress. The owner takes the reply's events and closes the session.
 
-    `difference` says which earlier message the client changed, None if it changed none.
+    `difference` says which earlier message the client changed, None if it changed none. `kept` are
+    the beginnings of the context to keep on disk: their tokens and for how many seconds.
     """
 
     session: ChatSession
     reply: Reply
     difference: Difference | None = None
+    kept: tuple[tuple[int, float], ...] = ()
 
 
 class ResentChats:
@@ -107,7 +123,17 @@ class ResentChats:
             reply = session.continue_answer(options, notify)
         else:
             reply = session.ask(last.text, options, notify, last.results)
-        return Asked(session, reply, difference)
+        return Asked(session, reply, difference, tuple(self._kept_tokens(session, chat)))
+
+    def _kept_tokens(self, session: ChatSession, chat: ResentChat) -> Iterator[tuple[int, float]]:
+        """Yield how many tokens each part to keep has, and for how many seconds."""
+        path = session.conversation.path()
+        for part in chat.kept:
+            if part.num_messages:
+                num_tokens = sum(len(turn.token_ids) for turn in path[: part.num_messages])
+            else:
+                num_tokens = len(opening_ids(self._host.model, session.conversation))
+            yield num_tokens, part.ttl_s
 
     def complete(
         self,
@@ -127,8 +153,11 @@ class ResentChats:
         return len(session.conversation.context_ids())
 
     def remember(self, asked: Asked, ended: AnswerEnded) -> None:
-        """Keep the ids of a complete answer, or of one that ended at its limit."""
+        """Keep the ids of a complete answer, or of one that ended at its limit, and pin what the
+        client wants to be kept.
+        """
         conversation = asked.session.conversation
+        self._pin(conversation.context_ids(ended.turn_id), asked.kept)
         turn = conversation.turn(ended.turn_id)
         if turn.role is not Role.ASSISTANT or ended.reason not in _KEPT_FINISHES:
             return
@@ -139,6 +168,13 @@ class ResentChats:
         text = ended.text if ended.thinking or ended.calls else turn.text
         key = digest.key(_answer_text(text, ended.calls))
         self._memory.put(key, KnownAnswer(turn.token_ids, ended.reason))
+
+    def _pin(self, context: list[int], kept: tuple[tuple[int, float], ...]) -> None:
+        for num_tokens, ttl_s in kept:
+            ids = context[:num_tokens]
+            digest = self._digest()
+            digest.extend(ids)
+            self._host.pin(ids, f"cache_control {digest.key('').hex()[:12]}", ttl_s)
 
     def close(self) -> None:
         self._memory.close()

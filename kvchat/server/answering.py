@@ -48,6 +48,7 @@ class Answer:
         self._has_news = asyncio.Event()
         self._asked: Asked | None = None
         self._difference: Difference | None = None
+        self._kept: tuple[tuple[int, float], ...] = ()
         self._first: list[ChatEvent] = []
 
     async def start(self) -> None:
@@ -58,7 +59,7 @@ class Answer:
         except asyncio.CancelledError:  # the client has gone while its request was encoded
             began.add_done_callback(_drop)
             raise
-        self._difference = self._asked.difference
+        self._difference, self._kept = self._asked.difference, self._asked.kept
         self._metrics.num_running += 1
         await self._hear_first()
 
@@ -113,6 +114,11 @@ class Answer:
     def difference(self) -> Difference | None:
         """Which earlier message the client changed, None if it changed none."""
         return self._difference
+
+    @property
+    def kept(self) -> tuple[tuple[int, float], ...]:
+        """The beginnings of the context that are kept: their tokens, and for how many seconds."""
+        return self._kept
 
     def _require_asked(self) -> Asked:
         assert self._asked is not None, "the answer is not started"

@@ -216,6 +216,12 @@ class ScriptedEngine:
     def prepare(self) -> None:
         """There is nothing to prepare."""
 
+    def pin(
+        self, token_ids: list[int], label: str, done: Callable[[int], None], ttl_s: float
+    ) -> None:
+        """There is no disk."""
+        done(0)
+
     def cancel(self, request_id: int, reason: FinishReason = FinishReason.CANCELLED) -> None:
         for sample in self._running:
             if sample.request_id == request_id:
