@@ -34,6 +34,12 @@ class ContextDigest:
     def __init__(self, tokenizer_digest: str) -> None:
         self._hash = hashlib.blake2b(tokenizer_digest.encode(), digest_size=16)
 
+    def copy(self) -> "ContextDigest":
+        """Return a digest of the same context, which is extended by itself."""
+        copied = object.__new__(ContextDigest)
+        copied._hash = self._hash.copy()
+        return copied
+
     def extend(self, token_ids: Sequence[int]) -> None:
         self._hash.update(array("I", token_ids).tobytes())
 

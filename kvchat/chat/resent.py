@@ -17,6 +17,7 @@ from kvchat.chat.keeping import opening_ids
 from kvchat.chat.reply import Reply
 from kvchat.chat.resent_difference import Difference, Message, SeenChats
 from kvchat.chat.session import ChatSession
+from kvchat.chat.think import Think
 from kvchat.chat.tools import ToolCall, ToolSet
 from kvchat.core.errors import UsageError
 from kvchat.core.types import FinishReason
@@ -116,7 +117,7 @@ class ResentChats:
         self, chat: ResentChat, options: AskOptions, notify: Callable[[], None] | None = None
     ) -> Asked:
         """Begin to answer; errors as `ChatSession.ask`."""
-        session = self._opened(chat)
+        session = self._opened(chat, options.think)
         difference = self._seen.note(chat.system, chat.messages, chat.tools)
         last = chat.messages[-1]
         if chat.is_continuation:
@@ -145,11 +146,12 @@ class ResentChats:
         session = self._host.unsaved_session()
         return Asked(session, session.continue_text(prompt, options, notify))
 
-    def count(self, chat: ResentChat) -> int:
+    def count(self, chat: ResentChat, think: Think = Think.AUTO) -> int:
         """Return the number of tokens of the context that `ask` would feed."""
-        session = self._opened(chat)
+        session = self._opened(chat, think)
         if not chat.is_continuation:
-            session.add_user_turn(chat.messages[-1].text, results=chat.messages[-1].results)
+            last = chat.messages[-1]
+            session.add_user_turn(last.text, think=think, results=last.results)
         return len(session.conversation.context_ids())
 
     def remember(self, asked: Asked, ended: AnswerEnded) -> None:
@@ -182,8 +184,11 @@ class ResentChats:
     def _digest(self) -> ContextDigest:
         return ContextDigest(self._host.model.tokenizer.digest)
 
-    def _opened(self, chat: ResentChat) -> ChatSession:
-        """Return a session with all messages but a last one of the user."""
+    def _opened(self, chat: ResentChat, think: Think) -> ChatSession:
+        """Return a session with all messages but a last one of the user.
+
+        `think` is how the last message is asked, and earlier ones that were not answered here.
+        """
         model = self._host.model
         if chat.needs_tools and model.format.tools is None:
             raise UsageError(f"The chat template of {model.name} has no place for tools.")
@@ -192,7 +197,11 @@ class ResentChats:
         history = chat.messages if chat.is_continuation else chat.messages[:-1]
         for number, message in enumerate(history, start=1):
             if message.role is Role.USER:
-                turn = session.add_user_turn(message.text, results=message.results)
+                answer = chat.messages[number] if number < len(chat.messages) else None
+                asked_with = self._think_of(session, digest, message, answer, think)
+                turn = session.add_user_turn(
+                    message.text, think=asked_with, results=message.results
+                )
             else:
                 is_last = number == len(chat.messages)
                 key = digest.key(_answer_text(message.text, message.calls))
@@ -209,6 +218,31 @@ class ResentChats:
                     digest.extend(session.conversation.context_ids(asked.turn_id))
             digest.extend(turn.token_ids)
         return session
+
+    def _think_of(
+        self,
+        session: ChatSession,
+        digest: ContextDigest,
+        message: Message,
+        answer: Message | None,
+        think: Think,
+    ) -> Think:
+        """Return how a message was asked, by what was answered; `think` if that is not known."""
+        model, conversation = self._host.model, session.conversation
+        known = model.format.switch.known
+        if answer is None or len(known) == 1:
+            return think
+        parent = conversation.tip_id
+        system = conversation.system if not conversation.context_ids(parent) else None
+        for tried in dict.fromkeys((think, *known)):
+            ids = model.user_ids(
+                conversation, parent, message.text, system, tried, results=message.results
+            )
+            asked = digest.copy()
+            asked.extend(ids)
+            if self._memory.find(asked.key(_answer_text(answer.text, answer.calls))) is not None:
+                return tried
+        return think
 
     def _began_s(self, chat: ResentChat) -> float:
         """Return when a conversation with this beginning was first seen.

@@ -20,6 +20,7 @@ from kvchat.chat.events import (
 )
 from kvchat.chat.resent import Asked, ResentChat, ResentChats
 from kvchat.chat.resent_difference import Difference
+from kvchat.chat.think import Think
 from kvchat.core.errors import KvchatError
 from kvchat.server.api_errors import ApiError, as_api_error
 from kvchat.server.metrics import Metrics
@@ -162,10 +163,10 @@ class Answering:
             lambda notify: self._chats.complete(prompt, options, notify), lambda *_: None
         )
 
-    async def count(self, chat: ResentChat) -> int:
+    async def count(self, chat: ResentChat, think: Think) -> int:
         """Return the number of tokens of a conversation's context."""
         try:
-            return await self.on_encoder(lambda: self._chats.count(chat))
+            return await self.on_encoder(lambda: self._chats.count(chat, think))
         except Exception as error:
             raise _told(error) from error
 

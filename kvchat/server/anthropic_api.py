@@ -11,6 +11,7 @@ from starlette.responses import JSONResponse, Response
 from kvchat.chat.answer_settings import AskOptions
 from kvchat.chat.events import AnswerCall, AnswerEnded, AnswerText
 from kvchat.chat.resent import ResentChat
+from kvchat.chat.think import Think
 from kvchat.chat.tools import ToolCall
 from kvchat.core.types import FinishReason, Usage
 from kvchat.server.answering import Answer, whole_answers
@@ -18,10 +19,11 @@ from kvchat.server.api_errors import ApiError, anthropic_form
 from kvchat.server.cache_control import CacheMarks
 from kvchat.server.conversations import RequestChat
 from kvchat.server.fields import Fields, read_body, sampling_options, stops
-from kvchat.server.generation_fields import require_no_calls, with_format
+from kvchat.server.generation_fields import AnswerFormat, answer_format
 from kvchat.server.service import Service, facts, until_gone
 from kvchat.server.streaming import sse, stream_response
-from kvchat.server.tool_fields import anthropic_choice, read_tools, with_required_call
+from kvchat.server.thinking_fields import asked_thinking
+from kvchat.server.tool_fields import anthropic_choice, read_tools, with_calls
 
 _SHORT_TTL_S = 300.0
 _UNSUPPORTED = ("mcp_servers", "container")
@@ -39,11 +41,8 @@ class AnthropicApi:
         fields.refuse(*_UNSUPPORTED)
         chat = _chat(fields)
         options = self._options(fields, chat)
-        for place, name in ((fields, "output_format"), (fields.nested("output_config"), "format")):
-            options = await with_format(self._service, place, name, ("schema",), options)
-        require_no_calls(chat, options)
         choice = anthropic_choice(fields)
-        options = await with_required_call(self._service, choice, chat.tools, options)
+        options = await with_calls(self._service, choice, chat.tools, options, _format(fields))
         answer = await self._service.answering.chat(chat, options)
         if fields.flag("stream"):
             return stream_response(answer, _MessageEvents(answer, self._service.name))
@@ -54,7 +53,13 @@ class AnthropicApi:
         fields = read_body(await request.body())
         self._service.require_model(fields)
         fields.refuse(*_UNSUPPORTED)
-        return JSONResponse({"input_tokens": await self._service.answering.count(_chat(fields))})
+        think = self._think(fields)
+        num_tokens = await self._service.answering.count(_chat(fields), think)
+        return JSONResponse({"input_tokens": num_tokens})
+
+    def _think(self, fields: Fields) -> Think:
+        switch, base = self._service.host.model.format.switch, self._service.options.think
+        return asked_thinking(fields, switch, base)
 
     def _options(self, fields: Fields, chat: ResentChat) -> AskOptions:
         limit = fields.whole("max_tokens", 1)
@@ -68,10 +73,17 @@ class AnthropicApi:
             num_samples=1,
             is_one_shot=len(chat.messages) == 1,
             max_calls=anthropic_choice(fields).max_calls,
+            think=self._think(fields),
         )
 
 
 # Requests
+
+
+def _format(fields: Fields) -> AnswerFormat | None:
+    places = ((fields.nested("output_config"), "format"), (fields, "output_format"))
+    found = (answer_format(place, name, ("schema",)) for place, name in places)
+    return next((wanted for wanted in found if wanted is not None), None)
 
 
 def _chat(fields: Fields) -> ResentChat:

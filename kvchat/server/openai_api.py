@@ -15,14 +15,16 @@ from kvchat.chat.answer_settings import AskOptions
 from kvchat.chat.events import AnswerCall, AnswerEnded, AnswerText
 from kvchat.chat.resent import ResentChat
 from kvchat.chat.shown_logprobs import ShownToken
+from kvchat.chat.think import Think
 from kvchat.chat.tools import ToolCall
 from kvchat.server.answering import Answer, whole_answers
 from kvchat.server.api_errors import ApiError, openai_form
 from kvchat.server.conversations import RequestChat
 from kvchat.server.fields import Fields, num_samples, read_body, sampling_options, stops
 from kvchat.server.generation_fields import (
+    answer_format,
     chat_logprobs,
-    require_no_calls,
+    require_tellable,
     text_logprobs,
     with_format,
     with_penalties,
@@ -30,7 +32,8 @@ from kvchat.server.generation_fields import (
 from kvchat.server.logprob_forms import legacy, listed
 from kvchat.server.service import Service, facts, finish_word, until_gone
 from kvchat.server.streaming import sse, stream_response
-from kvchat.server.tool_fields import openai_choice, read_tools, with_required_call
+from kvchat.server.thinking_fields import asked_effort
+from kvchat.server.tool_fields import openai_choice, read_tools, with_calls
 
 _DONE = "data: [DONE]\n\n"
 # Each would change the answer. What only describes the request, such as "user", is ignored.
@@ -40,6 +43,7 @@ _UNSUPPORTED = (
     "prediction",
     "web_search_options",
 )
+_SCHEMA_PATH = ("json_schema", "schema")
 _TEXT_PARTS = ("text", "input_text", "output_text")
 
 
@@ -73,13 +77,13 @@ class OpenAiApi:
         options = replace(
             self._options(fields, limits, chat),
             max_calls=openai_choice(fields).max_calls,
+            think=self._think(fields),
             num_top_logprobs=chat_logprobs(fields),
         )
-        schema = ("json_schema", "schema")
-        options = await with_format(self._service, fields, "response_format", schema, options)
-        require_no_calls(chat, options)
+        require_tellable(self._service, chat, options)
+        wanted = answer_format(fields, "response_format", _SCHEMA_PATH)
         choice = openai_choice(fields)
-        options = await with_required_call(self._service, choice, chat.tools, options)
+        options = await with_calls(self._service, choice, chat.tools, options, wanted)
         head = _Head("chatcmpl", "chat.completion", self._service.name)
         answer = await self._service.answering.chat(chat, options)
         if fields.flag("stream"):
@@ -100,6 +104,8 @@ class OpenAiApi:
         prompt = _prompt(fields)
         options = self._options(fields, ("max_tokens",))
         options = replace(options, num_top_logprobs=text_logprobs(fields))
+        wanted = answer_format(fields, "response_format", _SCHEMA_PATH)
+        options = await with_format(self._service, wanted, options)
         head = _Head("cmpl", "text_completion", self._service.name)
         echo = prompt if fields.flag("echo") and isinstance(prompt, str) else ""
         answer = await self._service.answering.complete(prompt, options)
@@ -114,6 +120,10 @@ class OpenAiApi:
         return JSONResponse(
             {**head.as_dict(), "choices": choices, "usage": usage_of(answers, answer)}
         )
+
+    def _think(self, fields: Fields) -> Think:
+        switch, base = self._service.host.model.format.switch, self._service.options.think
+        return asked_effort(fields, "reasoning_effort", switch, base)
 
     def _options(
         self, fields: Fields, limits: tuple[str, ...], chat: ResentChat | None = None

@@ -20,9 +20,9 @@ from kvchat.server.api_errors import ApiError, openai_form
 from kvchat.server.conversations import RequestChat
 from kvchat.server.fields import Fields, read_body, sampling_options
 from kvchat.server.generation_fields import (
-    require_no_calls,
+    answer_format,
+    require_tellable,
     response_logprobs,
-    with_format,
     with_penalties,
 )
 from kvchat.server.logprob_forms import listed
@@ -30,7 +30,8 @@ from kvchat.server.openai_api import given_call, message_text
 from kvchat.server.service import Service, facts, until_gone
 from kvchat.server.stored_responses import StoredResponses, given_items, is_stored
 from kvchat.server.streaming import sse, stream_response
-from kvchat.server.tool_fields import openai_choice, read_tools, with_required_call
+from kvchat.server.thinking_fields import asked_effort
+from kvchat.server.tool_fields import openai_choice, read_tools, with_calls
 
 Keep = Callable[[list[dict[str, Any]], dict[str, Any]], None]
 
@@ -50,11 +51,10 @@ class ResponsesApi:
         fields.refuse(*_UNSUPPORTED)
         chat = _chat(fields, await self.stored.earlier_items(fields))
         options = self._options(fields, chat)
-        text = fields.nested("text")
-        options = await with_format(self._service, text, "format", ("schema",), options)
-        require_no_calls(chat, options)
+        require_tellable(self._service, chat, options)
+        wanted = answer_format(fields.nested("text"), "format", ("schema",))
         choice = openai_choice(fields)
-        options = await with_required_call(self._service, choice, chat.tools, options)
+        options = await with_calls(self._service, choice, chat.tools, options, wanted)
         keep = self.stored.keep if is_stored(fields) else None
         response = _Response(self._service.name, options, fields, keep)
         answer = await self._service.answering.chat(chat, options)
@@ -67,12 +67,15 @@ class ResponsesApi:
         options = sampling_options(fields, self._service.options)
         options = with_penalties(fields, options, self._service.host.model.vocab_size)
         limit = fields.whole("max_output_tokens", 1)
+        switch = self._service.host.model.format.switch
+        reasoning = fields.nested("reasoning")
         return replace(
             options,
             max_tokens=limit if limit is not None else options.max_tokens,
             num_samples=1,
             is_one_shot=len(chat.messages) == 1,
             max_calls=openai_choice(fields).max_calls,
+            think=asked_effort(reasoning, "effort", switch, options.think),
             num_top_logprobs=response_logprobs(fields),
         )
 
@@ -144,7 +147,7 @@ class _Response:
             "output": [],
             "parallel_tool_calls": options.max_calls is None,
             "previous_response_id": fields.text("previous_response_id"),
-            "reasoning": {"effort": None, "summary": None},
+            "reasoning": {"effort": fields.nested("reasoning").text("effort"), "summary": None},
             "store": keep is not None,
             "temperature": options.sampling.temperature,
             "text": {"format": fields.nested("text").raw("format") or {"type": "text"}},
