@@ -17,6 +17,7 @@ from kvchat.chat.keeping import opening_ids
 from kvchat.chat.reply import Reply
 from kvchat.chat.resent_difference import Difference, Message, SeenChats
 from kvchat.chat.session import ChatSession
+from kvchat.chat.stabiliser import Stabiliser
 from kvchat.chat.think import Think
 from kvchat.chat.tools import ToolCall, ToolSet
 from kvchat.core.errors import UsageError
@@ -105,10 +106,14 @@ class Asked:
 class ResentChats:
     """Opens resent conversations on one host. One thread at a time uses it.
 
-    Owns the memory until `close`.
+    `stabiliser` moves lines that change to the end; None leaves every prompt as it is. Owns the
+    memory until `close`.
     """
 
-    def __init__(self, host: ChatHost, memory: AnswerMemory) -> None:
+    def __init__(
+        self, host: ChatHost, memory: AnswerMemory, stabiliser: Stabiliser | None = None
+    ) -> None:
+        self._stabiliser = stabiliser
         self._host = host
         self._memory = memory
         self._seen = SeenChats()
@@ -117,6 +122,8 @@ class ResentChats:
         self, chat: ResentChat, options: AskOptions, notify: Callable[[], None] | None = None
     ) -> Asked:
         """Begin to answer; errors as `ChatSession.ask`."""
+        if self._stabiliser is not None:
+            chat = self._stabiliser.stabilised(chat)
         session = self._opened(chat, options.think)
         difference = self._seen.note(chat.system, chat.messages, chat.tools)
         last = chat.messages[-1]
@@ -148,6 +155,8 @@ class ResentChats:
 
     def count(self, chat: ResentChat, think: Think = Think.AUTO) -> int:
         """Return the number of tokens of the context that `ask` would feed."""
+        if self._stabiliser is not None:
+            chat = self._stabiliser.stabilised(chat, is_kept=False)
         session = self._opened(chat, think)
         if not chat.is_continuation:
             last = chat.messages[-1]

@@ -23,14 +23,16 @@ _KEY_VARIABLE = "KVCHAT_API_KEY"
 class ServeRequest:
     """What `kvchat serve` was asked for.
 
-    api_key   None takes the environment's, or none on a loopback address
-    names     further names that requests may give the model
+    api_key      None takes the environment's, or none on a loopback address
+    names        further names that requests may give the model
+    stabilises   whether lines of system prompts that change are moved to the end
     """
 
     host: str
     port: int
     api_key: str | None
     names: tuple[str, ...]
+    stabilises: bool
 
 
 def run_server(flags: dict[str, Any], request: ServeRequest) -> int:
@@ -51,7 +53,7 @@ def run_server(flags: dict[str, Any], request: ServeRequest) -> int:
         )
     bound = bound_socket(request.host, request.port)
     host = open_host(settings, _tell)
-    service = _new_service(settings, host, request.names)
+    service = _new_service(settings, host, request)
     try:
         port = bound.getsockname()[1]
         shown = f"[{request.host}]" if ":" in request.host else request.host
@@ -64,10 +66,11 @@ def run_server(flags: dict[str, Any], request: ServeRequest) -> int:
             host.close()
 
 
-def _new_service(settings: Settings, host: "ChatHost", names: tuple[str, ...]) -> "Service":
+def _new_service(settings: Settings, host: "ChatHost", request: ServeRequest) -> "Service":
     from kvchat.chat.answer_memory import AnswerMemory
     from kvchat.chat.resent import ResentChats
     from kvchat.chat.response_memory import ResponseMemory
+    from kvchat.chat.stabiliser import Stabiliser
     from kvchat.server.answering import Answering
     from kvchat.server.metrics import Metrics
     from kvchat.server.service import Service
@@ -75,14 +78,15 @@ def _new_service(settings: Settings, host: "ChatHost", names: tuple[str, ...]) -
     is_kept = not settings["incognito"] and settings["cache"]
     path = cache_directory(settings).parent / "answers.db" if is_kept else None
     metrics = Metrics()
-    chats = ResentChats(host, AnswerMemory(path))
+    stabiliser = Stabiliser() if request.stabilises else None
+    chats = ResentChats(host, AnswerMemory(path), stabiliser)
     options = ask_options(settings, host.model.sampling_defaults, 1)
     return Service(
         host,
         Answering(chats, metrics),
         metrics,
         options,
-        (host.model.name, *names),
+        (host.model.name, *request.names),
         ResponseMemory(path, host.model.tokenizer),
     )
 
