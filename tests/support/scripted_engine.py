@@ -28,7 +28,7 @@ from kvchat.core.events import (
     TokensGenerated,
 )
 from kvchat.core.stats import EngineStatus, SpeculationStatus, TierStatus
-from kvchat.core.types import CachedTokens, DraftUse, FinishReason, Timing, Usage
+from kvchat.core.types import CachedTokens, DraftUse, FinishReason, Timing, TokenLogprobs, Usage
 from kvchat.engine.request import RequestSpec
 from kvchat.model.source import find_model
 from support.template_zoo import TOOLS_AS_JSON
@@ -288,7 +288,9 @@ class ScriptedEngine:
         self._num_tokens += len(tokens)
         events: list[RequestEvent] = []
         if tokens:
-            events.append(TokensGenerated(sample.request_id, sample.sample, tokens))
+            is_told = sample.spec.num_top_logprobs is not None
+            logprobs = tuple(TokenLogprobs(token, 0.0) for token in tokens) if is_told else ()
+            events.append(TokensGenerated(sample.request_id, sample.sample, tokens, logprobs))
         if reached:
             events.append(self._finish(sample, FinishReason.LENGTH))
         elif end == len(sample.ids):
