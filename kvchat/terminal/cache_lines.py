@@ -1,5 +1,6 @@
 """Formats the status of KV on disk and in host memory as lines, for command line and chat."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -44,6 +45,7 @@ def pin_lines(status: StoreStatus, titles: Mapping[str, str]) -> list[str]:
     return [
         f"pinned: {one_line(titles.get(pin.label, pin.label), _LABEL_CHARS)}, "
         f"{plural(pin.num_tokens, 'token')}, since {_when(pin.made_s)}"
+        + (f", until {_when(pin.until_s)}" if pin.until_s < math.inf else "")
         for pin in pins
     ]
 
