@@ -4,10 +4,12 @@ import os
 import secrets
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvchat.cli.build import ask_options, cache_directory, check, open_host, user_paths
 from kvchat.cli.log_file import close_log
+from kvchat.cli.running_server import announced
 from kvchat.cli.settings import Settings, resolve
 from kvchat.core.errors import UsageError
 from kvchat.core.events import LoadEvent, LoadFailed, ModelReady
@@ -58,7 +60,10 @@ def run_server(flags: dict[str, Any], request: ServeRequest) -> int:
         port = bound.getsockname()[1]
         shown = f"[{request.host}]" if ":" in request.host else request.host
         app = new_app(service, api_key, Limits())
-        return serve(app, bound, lambda: _say(f"{service.name} at http://{shown}:{port}/v1"))
+        here = request.host if is_loopback(request.host) else "127.0.0.1"
+        url = f"http://[{here}]:{port}" if ":" in here else f"http://{here}:{port}"
+        with announced(settings, user_paths().state, url, api_key):
+            return serve(app, bound, lambda: _say(f"{service.name} at http://{shown}:{port}/v1"))
     finally:
         service.answering.close()
         service.responses.close()
@@ -71,6 +76,7 @@ def _new_service(settings: Settings, host: "ChatHost", request: ServeRequest) ->
     from kvchat.chat.resent import ResentChats
     from kvchat.chat.response_memory import ResponseMemory
     from kvchat.chat.stabiliser import Stabiliser
+    from kvchat.chat.tokenizer import ChatTokenizer
     from kvchat.server.answering import Answering
     from kvchat.server.metrics import Metrics
     from kvchat.server.service import Service
@@ -81,13 +87,17 @@ def _new_service(settings: Settings, host: "ChatHost", request: ServeRequest) ->
     stabiliser = Stabiliser() if request.stabilises else None
     chats = ResentChats(host, AnswerMemory(path), stabiliser)
     options = ask_options(settings, host.model.sampling_defaults, 1)
+    name = host.model.name
+    tokenizer = host.model.tokenizer
+    assert isinstance(tokenizer, ChatTokenizer), "the model is one of this machine"
     return Service(
         host,
         Answering(chats, metrics),
         metrics,
         options,
-        (host.model.name, *request.names),
-        ResponseMemory(path, host.model.tokenizer),
+        (name, *request.names),
+        ResponseMemory(path, tokenizer),
+        str(Path(name).absolute()) if Path(name).exists() else name,
     )
 
 

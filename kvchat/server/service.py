@@ -28,6 +28,7 @@ class Service:
     options     how answers are generated where a request does not say
     names       the names that requests may give the model; the first is its own
     responses   what clients may continue by its id; used on the encoder's thread
+    files       where the model's files are on this machine, or the name by which it is found
     """
 
     host: ChatHost
@@ -36,6 +37,12 @@ class Service:
     options: AskOptions
     names: tuple[str, ...]
     responses: ResponseMemory
+    files: str = ""
+
+    @property
+    def tokenizer_digest(self) -> str:
+        """Lets a client that has the same files know that it may send token ids."""
+        return self.host.model.tokenizer.digest
 
     @property
     def name(self) -> str:
