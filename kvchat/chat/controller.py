@@ -188,7 +188,7 @@ class ChatController:
                 f"{model.max_context:,} tokens that the model's context holds.",
                 "Attach a part of it.",
             )
-        num_tokens = len(model.tokenizer.encode([Segment(text, is_inert=True)]))
+        num_tokens = self.num_tokens(text)
         limit = self.host.ready.context_limit if self.host.ready is not None else num_tokens
         if num_tokens > limit:
             raise UsageError(
@@ -307,6 +307,10 @@ class ChatController:
         options = replace(self.options, sampling=sampling, max_tokens=limit, stops=(), think=think)
         below = plan.older[-1].turn_id
         return self.require_session().ask_aside(request_text(focus), options, notify, below)
+
+    def num_tokens(self, text: str) -> int:
+        """Return the number of tokens of a text as it stands."""
+        return len(self.host.model.tokenizer.encode([Segment(text, is_inert=True)]))
 
     def compact(self, plan: CompactionPlan, summary: str) -> int:
         """Continue with a summary in place of the plan's older turns; return the tokens saved.
