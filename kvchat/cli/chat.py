@@ -149,6 +149,7 @@ def _open_controller(
     child = RenderingChild()  # starts while the rest is imported
     from kvchat.chat.attachment import Attached, read_attachment
     from kvchat.chat.controller import ChatController
+    from kvchat.chat.pin_files import PinFiles
 
     attached = tuple(Attached(path.name, read_attachment(path)) for path in request.files)
     session_id = _session_id(settings, request)
@@ -168,6 +169,7 @@ def _open_controller(
         attached,
         _kept_kv(settings, host),
         toolbox.definitions if toolbox is not None else None,
+        PinFiles(user_paths().state / "pins.json"),
     )
     return controller, toolbox
 

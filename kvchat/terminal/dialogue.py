@@ -93,6 +93,7 @@ class Dialogue(CommandContext):
                 self.say(note)
             self._spawn(self._tell_cost_at_opening())
             self.conversation_changed()
+            self.draft_changed(self._view.prompt_text)  # files may be attached by -f
         else:
             self._fail(event)
         self.refresh()

@@ -99,6 +99,8 @@ def author(question: str, sample: int) -> Script:
     if word == "Summarise":
         if question.endswith("an echo"):
             return Script(question, tokens_per_step=20)
+        if question.endswith("a refusal"):
+            return Script("No.")
         return Script("Ada has a dog called Rex.", tokens_per_step=5, step_s=0.01)
     if word == "warn":
         sys.stderr.write("a library warns\n\x1b[31mtwice\n")
