@@ -50,7 +50,7 @@ from kvchat.model.probe import (
 )
 from kvchat.model.quantise import is_packed, quantise, use_packed
 from kvchat.model.source import ModelSource
-from kvchat.model.spec import ModelSpec
+from kvchat.model.spec import ModelSpec, slow_attention
 
 Progress = Callable[[LoadProgress], None]
 
@@ -181,6 +181,7 @@ def load_model(
     limit = min(spec.max_context, max_context or spec.max_context)
     frozen_rope = freeze_rope(module, limit)
     _move(module, device, progress)
+    notes += slow_attention(spec, device, module.dtype)
     runs_fused = spec.gathered is None and not spec.state
     if not runs_fused:
         notes += _own_weights_only(config)
