@@ -491,8 +491,9 @@ class _DraftBuild:
         target = self.target
         if not same_vocabulary(target.source, source):
             raise ModelError(f"{source.name} has another vocabulary than {target.source.name}.")
+        config = replace(self.model_config, device=target.device.type)
         loaded = load_trusted(
-            source, self.model_config, target.max_context, self.state_directory, _say_nothing
+            source, config, target.max_context, self.state_directory, _say_nothing
         )
         if loaded.spec.state:
             raise ModelError(f"{source.name} has recurrent state, which cannot follow drafts.")

@@ -8,7 +8,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,8 @@ _log = logging.getLogger(__name__)
 
 # Load one model at a time: transformers changes torch's process-wide default dtype meanwhile.
 _LOADING = threading.Lock()
+# What KV, activations and torch's own contexts need of a GPU's memory at the least.
+_LEAST_BESIDE_WEIGHTS = 512 << 20
 # The form of weights that stay in a file's blocks; part of the identity of KV.
 _IN_BLOCKS = "blocks"
 
@@ -151,14 +153,33 @@ def inspect_model(source: ModelSource) -> tuple[Any, ModelSpec | None]:
         return config, None
 
 
+class _NoRoom(ModelError):
+    """The weights do not fit in a GPU's memory."""
+
+
 def load_model(
     source: ModelSource, config: ModelConfig, max_context: int | None, progress: Progress
 ) -> LoadedModel:
     """Load a checkpoint. `max_context` (tokens) can only lower the model's own limit.
 
-    Raises ModelUnsupported if the architecture cannot be paged, before any weight is read, and
-    ModelError if files are missing or damaged, or memory is too small.
+    Where the device is not given and the weights do not fit on the GPU, the model is loaded on the
+    CPU, and a note says so. Raises ModelUnsupported if the architecture cannot be paged, before any
+    weight is read, and ModelError if files are missing or damaged, or memory is too small.
     """
+    try:
+        return _load(source, config, max_context, progress)
+    except _NoRoom as error:
+        if config.device != "auto":
+            raise
+        note = f"{error.message} The model runs on the CPU."
+    # Here the error is gone, and with it what it held of the weights on the GPU.
+    loaded = _load(source, replace(config, device="cpu"), max_context, progress)
+    return replace(loaded, notes=(*loaded.notes, note))
+
+
+def _load(
+    source: ModelSource, config: ModelConfig, max_context: int | None, progress: Progress
+) -> LoadedModel:
     start_s = time.perf_counter()
     progress(LoadProgress("reading the model's configuration"))
     set_threads(config)
@@ -180,7 +201,7 @@ def load_model(
         merge(module, source.adapter)
     limit = min(spec.max_context, max_context or spec.max_context)
     frozen_rope = freeze_rope(module, limit)
-    _move(module, device, progress)
+    _move(module, device, source.name, progress)
     notes += slow_attention(spec, device, module.dtype)
     runs_fused = spec.gathered is None and not spec.state
     if not runs_fused:
@@ -326,22 +347,30 @@ def _leftovers(source: ModelSource, hf_config: Any, report: dict[str, Any]) -> t
     )
 
 
-def _move(module: Any, device: torch.device, progress: Progress) -> None:
+def _move(module: Any, device: torch.device, name: str, progress: Progress) -> None:
     """Move the weights one tensor at a time, to report progress. Tied weights stay tied."""
     if device.type != "cpu":
         tensors = [*module.parameters(), *module.buffers()]
-        total = sum(tensor.nbytes for tensor in tensors)
-        if total > free_bytes(device):
-            raise ModelError(
-                f"The weights take {total >> 20} MiB, more than the device has free.",
-                "Use a smaller model or --device cpu.",
-            )
+        total, free = sum(tensor.nbytes for tensor in tensors), free_bytes(device)
+        if total + _LEAST_BESIDE_WEIGHTS > free:
+            raise _no_room(name, total, free)
         done = 0
         for tensor in tensors:
-            tensor.data = tensor.data.to(device)
+            try:
+                tensor.data = tensor.data.to(device)
+            except torch.OutOfMemoryError as error:  # another process took some meanwhile
+                raise _no_room(name, total, free_bytes(device) + done) from error
             done += tensor.nbytes
             progress(LoadProgress("loading weights", done / total))
     progress(LoadProgress("loading weights", 1.0))
+
+
+def _no_room(name: str, needed: int, free: int) -> _NoRoom:
+    return _NoRoom(
+        f"The weights of {name} take {needed >> 20:,} MiB, and {free >> 20:,} MiB of the GPU's "
+        "memory are free.",
+        "Use a smaller model or --device cpu.",
+    )
 
 
 def _keep_quiet() -> None:
