@@ -262,16 +262,31 @@ _ROWS = (1, 5, 16)
 def kernel_cases(
     shape: KernelShape, place: Place, contexts: tuple[int, ...]
 ) -> Iterator[KernelCase]:
-    """Yield the cases one by one; the caller drops each before the next allocates memory."""
+    """Yield the cases of all groups, one by one."""
+    for _, group in case_groups(shape, place, contexts):
+        yield from group
+
+
+def case_groups(
+    shape: KernelShape, place: Place, contexts: tuple[int, ...]
+) -> Iterator[tuple[str, Iterator[KernelCase]]]:
+    """Yield groups of cases by name; a group whose data do not fit in memory raises by itself.
+
+    The caller drops each case before the next allocates memory.
+    """
+    yield "rows", _row_cases(shape, place)
+    yield "block copies", _block_copies(shape, place)
+    yield "products", _products(shape, place)
+    yield "samplers", _samplers(shape, place)
+    for context in contexts:
+        yield f"attention on {context:,} tokens", attention_cases(shape, place, context)
+
+
+def _row_cases(shape: KernelShape, place: Place) -> Iterator[KernelCase]:
     yield _norm(shape, place)
     yield _gate(shape, place)
     for num_rows in (1, 512):
         yield _rope(shape, place, num_rows)
-    yield from _block_copies(shape, place)
-    yield from _products(shape, place)
-    yield from _samplers(shape, place)
-    for context in contexts:
-        yield from attention_cases(shape, place, context)
 
 
 def _norm(shape: KernelShape, place: Place) -> KernelCase:
