@@ -70,7 +70,7 @@ _LARGE: dict[int, _Row] = {
 # Without instructions that read operands from shared memory, products need more registers: a
 # prefill tile has half the keys or rows.
 _SMALL: dict[int, _Row] = {
-    64: (Tile(16, 128, 4, 3), Tile(32, 64, 4, 3), Tile(64, 64, 4, 3), Tile(128, 64, 8, 2)),
+    64: (Tile(16, 128, 4, 3), Tile(32, 64, 4, 3), Tile(64, 64, 8, 3), Tile(128, 64, 8, 2)),
     128: (Tile(16, 64, 4, 3), Tile(32, 64, 4, 3), Tile(64, 64, 8, 3), Tile(128, 32, 8, 2)),
     256: (Tile(16, 32, 4, 3), Tile(32, 32, 4, 3), Tile(64, 32, 8, 2), Tile(64, 16, 8, 3)),
     512: (Tile(16, 16, 8, 2), Tile(32, 16, 8, 2), Tile(32, 16, 8, 2), Tile(32, 16, 8, 2)),
