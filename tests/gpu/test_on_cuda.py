@@ -21,10 +21,13 @@ PROMPT = random_ids(90, 256, seed=1)
 
 
 def build(
-    checkpoint: Path, directory: Path | None = None, dtype: str = "float32"
+    checkpoint: Path,
+    directory: Path | None = None,
+    dtype: str = "float32",
+    weights: str = "auto",
 ) -> AssembledEngine:
     cache = CacheConfig(device_bytes=Size(num_bytes=16 << 20), directory=directory)
-    model = ModelConfig(str(checkpoint), device=DEVICE, dtype=dtype)
+    model = ModelConfig(str(checkpoint), device=DEVICE, dtype=dtype, weights=weights)
     source = find_model(str(checkpoint))
     return build_engine(source, model, cache, EngineConfig(), None, lambda event: None)
 
@@ -77,6 +80,26 @@ def test_16_bits_run_fused_and_captured(model_type: str, dtype: str, tmp_path: P
     assert loaded.fusing is not None
     assert loaded.fusing.wait().num_layers == len(loaded.spec.layers)
     assert loaded.notes == ()
+    assert compare_with_own(loaded) >= 0.98
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "gemma3_text"])
+def test_packed_weights_run_fused_and_captured(
+    model_type: str, weights: str, tmp_path: Path
+) -> None:
+    save_checkpoint(tmp_path / "model", never_stopping(tiny_model(model_type)))
+    assembled = build(tmp_path / "model", dtype="bfloat16", weights=weights)
+    loaded = assembled.loaded
+
+    answer = complete(assembled.engine, PROMPT, 40)
+    assembled.engine.close()
+
+    assert len(answer.token_ids) == 40
+    assert loaded.weights == weights
+    assert loaded.device.type == DEVICE
+    assert loaded.fusing is not None
+    assert loaded.fusing.wait().num_layers == len(loaded.spec.layers)
     assert compare_with_own(loaded) >= 0.98
 
 

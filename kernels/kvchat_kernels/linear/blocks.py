@@ -73,6 +73,12 @@ class BlockWeights:
     def device(self) -> torch.device:
         return self.levels.device
 
+    def to(self, device: torch.device) -> "BlockWeights":
+        """Return the matrix on `device`."""
+        minimums = self.minimums.to(device) if self.minimums is not None else None
+        levels, scales = self.levels.to(device), self.scales.to(device)
+        return BlockWeights(self.bits, self.block, levels, scales, minimums)
+
     def rows(self, start: int, end: int) -> "BlockWeights":
         """Return rows [`start`, `end`); they share memory with these."""
         minimums = self.minimums[start:end] if self.minimums is not None else None
