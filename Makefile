@@ -28,7 +28,7 @@ GPU_PYTHON = $(BIN)/python
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help chat test test-gpu gpu-wheels soak model-table bench check fmt demo-model test-demo-model clean
+.PHONY: help chat test test-gpu gpu-wheels soak model-table llama-server bench check fmt demo-model test-demo-model clean
 
 help:  ## list the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -63,6 +63,9 @@ soak: $(DEV_STAMP)  ## the long random, fault and kill runs
 model-table: $(DEV_STAMP)  ## try every model type of transformers (15 minutes), and write docs/models.md
 	PYTHONPATH=tests $(BIN)/python -m support.models_page --measure
 
+llama-server: $(DEV_STAMP)  ## build llama.cpp's server (20 minutes, needs cmake and a C++ compiler), for a test with it
+	.ci/build-llama-server $(BIN)/python .llama-server
+
 bench: $(STAMP)  ## measure this machine, beside its peers and ceilings
 	$(BIN)/kvchat bench
 
@@ -84,7 +87,7 @@ test-demo-model: $(DEV_STAMP)  ## test the recipe that trains them
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not soak" demo_recipe/tests
 
 clean:  ## remove everything the other targets made
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .demo-build
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .demo-build .llama-server
 
 $(VENV)/bin/python:
 	@test -n "$(PYTHON)" || \

@@ -18,7 +18,7 @@ from kvchat.chat.thinking import (
     cut_at_marks,
     first_mark_closes,
 )
-from kvchat.chat.tokenizer import ChatTokenizer, Segment
+from kvchat.chat.tokenizer import ChatTokenizer, Segment, TextCodec
 from kvchat.chat.tools import NO_TOOL_USE, ToolResult, ToolUse
 from kvchat.core.errors import ContextTooLong
 from kvchat.core.types import FinishReason
@@ -40,7 +40,7 @@ class ChatModel:
     """
 
     name: str
-    tokenizer: ChatTokenizer
+    tokenizer: TextCodec
     format: TurnFormat
     stop_token_ids: frozenset[int]
     sampling_defaults: dict[str, float]

@@ -37,6 +37,7 @@ from kvchat.chat.why import (
     Reuse,
     Times,
     beside_earlier,
+    cached_ids,
     cause,
     earlier,
     explain,
@@ -47,6 +48,7 @@ from kvchat.core.cost import Cost
 from kvchat.core.errors import KvchatError, UsageError
 from kvchat.core.events import LoadEvent
 from kvchat.core.text import one_line, whole_number
+from kvchat.core.types import MissReason
 from kvchat.model.local_models import local_models, model_lines
 
 # Starts loading a model by its name; load events go to the listener.
@@ -335,8 +337,11 @@ class ChatController:
         with suppress(KeyError):  # the user may have removed the turn meanwhile
             if conversation is None or conversation.turn(ended.turn_id).role is not Role.ASSISTANT:
                 return ""
-            if is_as_expected(conversation, ended.turn_id, ended.usage.cached):
+            cached = cached_ids(conversation, ended.turn_id, ended.usage)
+            if is_as_expected(conversation, ended.turn_id, cached):
                 return ""
+        if ended.miss_reason is MissReason.NOT_TOLD:
+            return ""
         reuse = self._reuse(ended)
         return cause(reuse) if reuse is not None else ""
 
@@ -347,7 +352,7 @@ class ChatController:
         with suppress(KeyError):  # as above
             cleared_s = self.kept.cleared_s() if self.kept is not None else 0.0
             times = Times(self.host.began_s, cleared_s)
-            cached = ended.usage.cached
+            cached = cached_ids(conversation, ended.turn_id, ended.usage)
             return reuse_of(conversation, ended.turn_id, cached, ended.miss_reason, times)
         return None
 

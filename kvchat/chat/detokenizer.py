@@ -7,6 +7,7 @@ BaseException without an importable class. This module raises ModelError for bot
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
@@ -31,6 +32,16 @@ def faults_as_model_errors(sentence: str, hint: str = "") -> Iterator[None]:
             raise
         words = " ".join(str(error).split())[:200].rstrip(".")
         raise ModelError(f"{sentence}: {words or type(error).__name__}.", hint) from error
+
+
+class TextStream(Protocol):
+    """Decodes ids to text one by one, and never splits a character."""
+
+    def feed(self, token_id: int) -> str:
+        """Take the next id; return the text that it completes, often empty."""
+
+    def flush(self) -> str:
+        """Return the text of an incomplete character at the end."""
 
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -141,7 +152,7 @@ class StopFilter:
 class StopStringWatcher:
     """Detects a stop string in a completion's text, for the engine."""
 
-    def __init__(self, stream: TokenStream, stops: Sequence[str]) -> None:
+    def __init__(self, stream: TextStream, stops: Sequence[str]) -> None:
         self._stream = stream
         self._filter = StopFilter(stops)
 

@@ -22,13 +22,15 @@ class AnswerText:
     """More text of one sample's answer, or of the thinking before it.
 
     `logprobs` are its tokens where they were asked for. The first may have begun in the text
-    before; a token is told once.
+    before; a token is told once. So are `token_ids`, which come without text, before the text that
+    they complete.
     """
 
     sample: int
     text: str
     is_thinking: bool = False
     logprobs: tuple[ShownToken, ...] = ()
+    token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,8 @@ class AnswerCall:
 class AnswerEnded:
     """One sample's answer is complete and saved. `text` is the answer without thinking and calls.
 
-    `logprobs` are the tokens of the text where they were asked for, else none.
+    `logprobs` are the tokens of the text where they were asked for, else none. So are `token_ids`,
+    the ids of the whole answer.
     `num_dropped_calls` counts calls beyond the limit of the request.
     `miss_reason` says why a slower tier did not have more of the context, None if it was not asked.
     """
@@ -60,6 +63,7 @@ class AnswerEnded:
     num_dropped_calls: int = 0
     logprobs: tuple[ShownToken, ...] = ()
     thinking_logprobs: tuple[ShownToken, ...] = ()
+    token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

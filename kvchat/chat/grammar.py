@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from kvchat.chat.detokenizer import TokenStream
+from kvchat.chat.detokenizer import TextStream
 from kvchat.chat.thinking import ThinkingSplitter
 from kvchat.core.errors import UsageError
 from kvchat.core.types import TokenConstraint
@@ -89,7 +89,7 @@ class Grammar:
             raise UsageError("The answer to continue does not match the format.")
         return Grammar(matcher, self._vocabulary, self._stop_ids)
 
-    def constraint(self, thinking: TokenStream | None = None) -> TokenConstraint:
+    def constraint(self, thinking: TextStream | None = None) -> TokenConstraint:
         """Return what limits the tokens of one answer.
 
         thinking   decodes the answer if it begins within thinking: the constraint applies after it
@@ -140,7 +140,7 @@ class _Follows:
 class _ThinksFirst:
     """Allows any text until thinking ends, and then what follows a grammar."""
 
-    def __init__(self, follows: _Follows, stream: TokenStream) -> None:
+    def __init__(self, follows: _Follows, stream: TextStream) -> None:
         self._follows = follows
         self._stream = stream
         self._splitter = ThinkingSplitter(starts_thinking=True)

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from kvchat.chat.chat_model import ChatModel
 from kvchat.chat.conversation import Conversation
@@ -27,11 +27,7 @@ from kvchat.core.events import (
 )
 from kvchat.core.stats import EngineStatus
 from kvchat.engine.request import RequestSpec
-from kvchat.engine.thread import Build, EngineThread
-
-if TYPE_CHECKING:
-    from kvchat.engine.engine import Engine
-
+from kvchat.engine.thread import Build, DrivenEngine, EngineThread
 
 T = TypeVar("T")
 
@@ -177,11 +173,7 @@ class ChatHost:
 
         The future raises UsageError if that drafter was not loaded.
         """
-
-        def switch(engine: "Engine") -> None:
-            engine.speculation.switch(type(engine.speculation.mode)(mode))
-
-        return self._engine.call(switch)
+        return self._engine.call(lambda engine: engine.speculation.switch(mode))
 
     def locate(self, contexts: list[list[int]]) -> "Future[list[KvPlaces]]":
         """Request where the KV of contexts is, in memory and on disk; after loading."""
@@ -223,7 +215,7 @@ class ChatHost:
         self._ask(lambda engine: engine.forget(contexts, lambda: done.set_result(None)), done)
         return done
 
-    def _ask(self, function: "Callable[[Engine], None]", done: "Future[T]") -> None:
+    def _ask(self, function: "Callable[[DrivenEngine], None]", done: "Future[T]") -> None:
         """Call `function` on the engine's thread; if it fails, set its error on `done`."""
 
         def note(asked: "Future[None]") -> None:

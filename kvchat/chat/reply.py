@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
-from kvchat.chat.detokenizer import StopFilter, TokenStream
+from kvchat.chat.detokenizer import StopFilter, TextStream
 from kvchat.chat.events import (
     AnswerCall,
     AnswerEnded,
@@ -60,14 +60,16 @@ class AnswerLedger(Protocol):
 class Decoding(NamedTuple):
     """How the tokens of one sample become text, thinking and calls; one answer owns its parts.
 
-    `track` is for answers whose logprobs are told, which have no calls.
+    `track` is for answers whose logprobs are told, which have no calls. `tells_ids` if events have
+    the tokens' ids.
     """
 
-    stream: TokenStream
+    stream: TextStream
     stops: tuple[str, ...]
     starts_thinking: bool
     calls: CallSplitter | None = None
     track: LogprobTrack | None = None
+    tells_ids: bool = False
 
 
 class _Answer:
@@ -75,14 +77,17 @@ class _Answer:
 
     def __init__(
         self,
-        stream: TokenStream,
+        stream: TextStream,
         stops: tuple[str, ...],
         starts_thinking: bool,
         calls: CallSplitter | None = None,
         track: LogprobTrack | None = None,
+        tells_ids: bool = False,
     ) -> None:
         assert calls is None or track is None
         self._track = track
+        self._tells_ids = tells_ids
+        self.told_ids: list[int] = []
         self.logprobs: dict[bool, list[ShownToken]] = {False: [], True: []}  # by is_thinking
         self._stream = stream
         self._filter = StopFilter(stops)
@@ -99,11 +104,15 @@ class _Answer:
 
     def feed(self, sample: int, generated: TokensGenerated) -> list[ChatEvent]:
         self.unsaved_ids.extend(generated.token_ids)
+        told: list[ChatEvent] = []
+        if self._tells_ids:
+            self.told_ids.extend(generated.token_ids)
+            told.append(AnswerText(sample, "", token_ids=generated.token_ids))
         pieces = [self._stream.feed(token) for token in generated.token_ids]
         if self._track is not None:
             for token, piece in zip(generated.logprobs, pieces, strict=True):
                 self._track.add(token, piece)
-        return self._show(sample, self._filter.feed("".join(pieces)))
+        return told + self._show(sample, self._filter.feed("".join(pieces)))
 
     def flush(self, sample: int, is_stopped_by_text: bool) -> list[ChatEvent]:
         end = self._stream.flush()
@@ -289,6 +298,7 @@ class Reply:
             num_dropped_calls=answer.num_dropped_calls,
             logprobs=tuple(answer.logprobs[False]),
             thinking_logprobs=tuple(answer.logprobs[True]),
+            token_ids=tuple(answer.told_ids),
         )
         return [*events, *_complaint(problem), ended]
 

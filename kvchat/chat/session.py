@@ -388,7 +388,12 @@ class ChatSession:
         new_stream = partial(self.model.tokenizer.new_stream, context)
         answers = [
             Decoding(
-                new_stream(), stops, starts_thinking, self._calls(options), self._track(options)
+                new_stream(),
+                stops,
+                starts_thinking,
+                self._calls(options),
+                self._track(options),
+                options.tells_ids,
             )
             for _ in range(options.num_samples)
         ]
@@ -408,6 +413,7 @@ class ChatSession:
                 else None
             ),
             num_top_logprobs=options.num_top_logprobs,
+            session_id=self.session_id if self._log is not None and is_kept else "",
         )
         ticket = self._engine.submit(spec, reply.listen)
         reply.on_cancel(lambda reason: self._engine.cancel(ticket, reason))

@@ -3,7 +3,7 @@
 from collections import deque
 from dataclasses import dataclass
 
-from kvchat.chat.tokenizer import ChatTokenizer
+from kvchat.chat.tokenizer import TextCodec
 from kvchat.core.types import TokenLogprobs
 
 
@@ -25,7 +25,7 @@ class LogprobTrack:
     Tokens that give a character together give it each. Tokens without text are left out.
     """
 
-    def __init__(self, tokenizer: ChatTokenizer) -> None:
+    def __init__(self, tokenizer: TextCodec) -> None:
         self._tokenizer = tokenizer
         self._incomplete: list[TokenLogprobs] = []
         self._waiting: deque[tuple[int, int, TokenLogprobs]] = deque()

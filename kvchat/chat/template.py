@@ -47,6 +47,7 @@ class Strategy(StrEnum):
     REWRITES_LAST_ANSWER = "rewrites the last answer"
     REWRITES_HISTORY = "rewrites history"
     NO_TEMPLATE = "no template"
+    MESSAGES = "the server's own"
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import takewhile
 from operator import itemgetter
-from typing import Any
+from typing import Any, Protocol
 
 from tokenizers import Encoding, Tokenizer, models
 
-from kvchat.chat.detokenizer import TokenStream, faults_as_model_errors
+from kvchat.chat.detokenizer import TextStream, TokenStream, faults_as_model_errors
 from kvchat.chat.grammar import Grammars
 from kvchat.chat.thinking import CHANNEL_TOKEN, CHANNEL_TOKENS, THINKING_MARKS
 from kvchat.chat.token_bytes import TokenBytes
@@ -34,6 +34,36 @@ class Segment:
 
     text: str
     is_inert: bool = False
+
+
+class TextCodec(Protocol):
+    """Text to ids and back, as a chat uses it. `ChatTokenizer` says what each call does."""
+
+    stop_token_ids: frozenset[int]
+
+    @property
+    def digest(self) -> str: ...
+
+    @property
+    def grammars(self) -> Grammars: ...
+
+    def encode(self, segments: Sequence[Segment]) -> list[int]: ...
+
+    def encode_after(self, last_id: int | None, segments: Sequence[Segment]) -> list[int]: ...
+
+    def encode_front(self, text: str, most: int) -> list[int]: ...
+
+    def encode_raw(self, text: str) -> list[int]: ...
+
+    def exceeds(self, text: str, limit: int) -> bool: ...
+
+    def decode(self, token_ids: Sequence[int]) -> str: ...
+
+    def new_stream(self, context_ids: Sequence[int]) -> TextStream: ...
+
+    def is_hidden(self, token_id: int) -> bool: ...
+
+    def token_bytes(self, token_id: int) -> bytes: ...
 
 
 class ChatTokenizer:

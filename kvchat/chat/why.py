@@ -16,7 +16,7 @@ from kvchat.chat.chat_model import ChatModel
 from kvchat.chat.conversation import ROOT, Conversation, Role, Turn
 from kvchat.chat.store import SessionStore
 from kvchat.core.errors import KvchatError, StoreError
-from kvchat.core.types import CachedTokens, MissReason
+from kvchat.core.types import CachedTokens, MissReason, Usage
 
 # Fewer tokens than this are a partial block, which is never cached.
 NOT_WORTH_MENTIONING = 32
@@ -208,6 +208,20 @@ def _turn_at(conversation: Conversation, turn: Turn, position: int) -> Turn:
     return turn
 
 
+def cached_ids(conversation: Conversation, turn_id: int, usage: Usage) -> CachedTokens:
+    """Return how many of an answer's context ids were cached, by tier.
+
+    Another program's server counts its own tokens, which may be fewer or more than the ids here:
+    then it is the same share.
+    """
+    num_ids = len(conversation.context_ids(conversation.turn(turn_id).parent_id))
+    if not usage.prompt_tokens or usage.prompt_tokens == num_ids:
+        return usage.cached
+    share = num_ids / usage.prompt_tokens
+    cached = usage.cached
+    return CachedTokens(*(round(n * share) for n in (cached.device, cached.host, cached.disk)))
+
+
 def is_as_expected(conversation: Conversation, turn_id: int, cached: CachedTokens) -> bool:
     """Whether an answer prefilled no more than its own turn; a fast check before `reuse_of`."""
     asked = conversation.turn(conversation.turn(turn_id).parent_id)
@@ -270,6 +284,7 @@ _WHY = {
     MissReason.LATE: "the disk took too long, and computing went on without it.",
     MissReason.NO_ROOM: "there is no room for more on the device. --device-cache allows more.",
     MissReason.NO_TIER: "there is no disk cache, and they are no longer in memory.",
+    MissReason.NOT_TOLD: "or so it seems, as the server does not tell what it had cached.",
 }
 
 

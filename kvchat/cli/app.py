@@ -57,6 +57,7 @@ def chat(
         str | None, typer.Option("-p", "--prompt", help="answer this and leave", metavar="TEXT")
     ] = None,
     model: Annotated[str | None, _setting("model", "-m", "--model", metavar="NAME")] = None,
+    endpoint: Annotated[str | None, _setting("endpoint", metavar="URL|NAME")] = None,
     adapter: Annotated[str | None, _setting("adapter", metavar="DIR")] = None,
     system: Annotated[str | None, _setting("system", "-s", "--system", metavar="TEXT")] = None,
     file: Annotated[
@@ -178,6 +179,9 @@ def bench(
     sessions: Annotated[Path | None, typer.Option(help="recorded conversations to replay")] = None,
     gguf: Annotated[Path | None, typer.Option(help="the same model for llama.cpp")] = None,
     record: Annotated[Path | None, typer.Option(help="a directory for the report")] = None,
+    endpoint: Annotated[
+        str | None, typer.Option(help="turns: measure this server instead", metavar="URL|NAME")
+    ] = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="small lengths: does it run? No figures to quote")
     ] = False,
@@ -201,6 +205,7 @@ def bench(
             sessions=sessions,
             gguf=gguf,
             record=record,
+            endpoint=endpoint,
         )
     )
 

@@ -1,11 +1,13 @@
 """`kvchat bench`: runs scenarios and prints their tables, then one JSON document."""
 
+import os
 import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvchat.core.config import CacheConfig, ModelConfig, Size, parse_size
+from kvchat.core.errors import UsageError
 
 # A peer program and a second engine with its own weights need memory beside the KV.
 _SHARE_OF_A_GPU = Size(share=0.2)
@@ -29,10 +31,14 @@ class BenchRequest:
     sessions: Path | None
     gguf: Path | None
     record: Path | None = None
+    endpoint: str | None = None
 
 
 def run_bench(request: BenchRequest) -> None:
     """Run the requested scenarios, or all of them; write the report if requested."""
+    if request.endpoint is not None:
+        _run_at_endpoint(request, request.endpoint)
+        return
     from kvchat.model.lean_import import import_transformers
 
     import_transformers()
@@ -71,3 +77,22 @@ def run_bench(request: BenchRequest) -> None:
         command = shlex.join(["kvchat", *sys.argv[1:]])
         for path in record(results, request.record, device, command):
             sys.stderr.write(f"{path}\n")
+
+
+def _run_at_endpoint(request: BenchRequest, endpoint: str) -> None:
+    """Run the one scenario that another program's server can run."""
+    if request.scenarios not in ((), ("turns",)):
+        raise UsageError("With --endpoint there is one scenario: turns.")
+    from kvchat.bench.endpoint import EndpointSetup, run_turns
+    from kvchat.bench.report import print_json, print_result
+    from kvchat.cli.build import open_host, user_paths
+    from kvchat.cli.settings import resolve
+
+    flags = {"endpoint": endpoint, "model": request.model, "incognito": True}
+    host = open_host(resolve(flags, os.environ, user_paths().config))
+    try:
+        result = run_turns(EndpointSetup(host, request.repeats, request.is_quick))
+    finally:
+        host.close()
+    print_result(result, sys.stdout)
+    print_json([result], sys.stdout)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from kvchat.cli.settings import Settings
 from kvchat.core.config import Paths, shown
-from kvchat.core.errors import UsageError
+from kvchat.core.errors import ModelError, UsageError
 from kvchat.core.events import LoadEvent, LoadProgress, ModelReady
 from kvchat.core.paths import user_path
 from kvchat.core.types import SamplingParams
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 # Thirty years: a wait for a lock counts nanoseconds in 64 bits.
 _MAX_TIMEOUT_S = 1e9
 _MAX_SAMPLES = 1024
+NO_ENDPOINT = "none"
 
 
 def user_paths() -> Paths:
@@ -136,6 +137,8 @@ def open_host(
     model is not found or its text files are bad; later failures come as load events. A hub download
     happens here and blocks.
     """
+    if (host := _remote_host(settings, on_load, model_name)) is not None:
+        return host
     from kvchat.chat.chat_model import read_chat_model
     from kvchat.chat.host import ChatHost
     from kvchat.model.source import find_model
@@ -149,6 +152,54 @@ def open_host(
     build, ahead = _build(settings, source, draft), _prefetch_pages(settings)
     model = read_chat_model(source, limit_s=settings["timeout"], child=child)
     return ChatHost(model, build, store, on_load, ahead)
+
+
+def _remote_host(
+    settings: Settings, on_load: Callable[[LoadEvent], None] | None, model_name: str | None
+) -> "ChatHost | None":
+    """Return a host for the server that the settings name, or for the one that runs here.
+
+    None if the model is to be loaded: no server is named and none runs with these settings, or the
+    user goes on with a model that the server does not have.
+    """
+    if has_endpoint(settings):
+        from kvchat.cli.endpoints import endpoint_address, open_remote_host
+
+        is_named = settings.origins.get("model", "default") != "default"
+        wanted = model_name or (settings["model"] if is_named else "")
+        address = endpoint_address(settings["endpoint"], wanted, user_paths().config)
+        store = None if settings["incognito"] else session_store(settings)
+        try:
+            return open_remote_host(settings, address, store, on_load)
+        except ModelError:
+            if model_name is None:
+                raise
+            return None
+    if model_name is not None or settings["endpoint"] == NO_ENDPOINT or settings["incognito"]:
+        return None
+    return _attached_host(settings, on_load)
+
+
+def _attached_host(
+    settings: Settings, on_load: Callable[[LoadEvent], None] | None
+) -> "ChatHost | None":
+    """Return a host for the `kvchat serve` that runs here with these settings, None without one."""
+    from kvchat.cli.running_server import running_server
+
+    address = running_server(settings, user_paths().state)
+    if address is None:
+        return None
+    from kvchat.cli.endpoints import open_remote_host
+
+    try:
+        return open_remote_host(settings, address, session_store(settings), on_load, True)
+    except ModelError:  # it ends just now, or is another program on the same port
+        return None
+
+
+def has_endpoint(settings: Settings) -> bool:
+    """Return whether the user names another program's server."""
+    return settings["endpoint"] not in (None, NO_ENDPOINT)
 
 
 def _prefetch_pages(settings: Settings) -> "Callable[[list[int]], None] | None":

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from kvchat.cli.build import (
     ask_options,
     check,
+    has_endpoint,
     open_host,
     open_toolbox,
     session_store,
@@ -27,6 +28,7 @@ from kvchat.core.errors import UsageError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from kvchat.cache.disk.admin import StoreAdmin
     from kvchat.chat.controller import ChatController
     from kvchat.chat.host import ChatHost
     from kvchat.chat.session import ChatSession
@@ -162,10 +164,16 @@ def _open_controller(
         settings["system"],
         request.title,
         attached,
-        store_admin(settings) if host.store is not None and settings["cache"] else None,
+        _kept_kv(settings, host),
         toolbox.definitions if toolbox is not None else None,
     )
     return controller, toolbox
+
+
+def _kept_kv(settings: Settings, host: "ChatHost") -> "StoreAdmin | None":
+    """Return the administration of the KV on disk; None if this chat keeps none."""
+    is_kept = host.store is not None and settings["cache"] and not has_endpoint(settings)
+    return store_admin(settings) if is_kept else None
 
 
 def _toolbox_for(host: "ChatHost", settings: Settings) -> "Toolbox | None":

@@ -4,10 +4,12 @@ import os
 import secrets
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvchat.cli.build import ask_options, cache_directory, check, open_host, user_paths
 from kvchat.cli.log_file import close_log
+from kvchat.cli.running_server import announced
 from kvchat.cli.settings import Settings, resolve
 from kvchat.core.errors import UsageError
 from kvchat.core.events import LoadEvent, LoadFailed, ModelReady
@@ -56,7 +58,10 @@ def run_server(flags: dict[str, Any], request: ServeRequest) -> int:
         port = bound.getsockname()[1]
         shown = f"[{request.host}]" if ":" in request.host else request.host
         app = new_app(service, api_key, Limits())
-        return serve(app, bound, lambda: _say(f"{service.name} at http://{shown}:{port}/v1"))
+        here = request.host if is_loopback(request.host) else "127.0.0.1"
+        url = f"http://[{here}]:{port}" if ":" in here else f"http://{here}:{port}"
+        with announced(settings, user_paths().state, url, api_key):
+            return serve(app, bound, lambda: _say(f"{service.name} at http://{shown}:{port}/v1"))
     finally:
         service.answering.close()
         if host.ready is not None:
@@ -75,7 +80,9 @@ def _new_service(settings: Settings, host: "ChatHost", names: tuple[str, ...]) -
     metrics = Metrics()
     chats = ResentChats(host, AnswerMemory(path))
     options = ask_options(settings, host.model.sampling_defaults, 1)
-    return Service(host, Answering(chats, metrics), metrics, options, (host.model.name, *names))
+    name = host.model.name
+    files = str(Path(name).absolute()) if Path(name).exists() else name
+    return Service(host, Answering(chats, metrics), metrics, options, (name, *names), files)
 
 
 def _tell(event: LoadEvent) -> None:

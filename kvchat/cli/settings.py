@@ -54,6 +54,12 @@ class Setting:
 
 SETTINGS = (
     Setting("model", str, "demo", "demo, a directory, or a Hugging Face id"),
+    Setting(
+        "endpoint",
+        str,
+        None,
+        "chat with the model of this server; none: of no server at all",
+    ),
     Setting("adapter", str, None, "directory of a LoRA adapter to merge into the model"),
     Setting("system", str, None, "system prompt of new conversations"),
     Setting("temperature", float, None, "0 is greedy; default: the model's own, else 0.7"),
@@ -242,6 +248,7 @@ def read_config(path: Path) -> dict[str, object]:
 
 def _known_values(path: Path) -> dict[str, object]:
     values = read_config(path)
+    values.pop("endpoints", None)  # `endpoints.py` reads it
     for name in values:
         if name not in BY_NAME:
             raise UsageError(

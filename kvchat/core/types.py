@@ -36,6 +36,7 @@ class MissReason(StrEnum):
     NO_ROOM = "no room on the device"
     NO_TIER = "no disk cache"
     OFF = "the cache is off"
+    NOT_TOLD = "the server does not tell what it had cached"
 
 
 class FinishReason(StrEnum):

@@ -37,6 +37,7 @@ class RequestSpec:
     is_one_shot        a later request is unlikely to continue it: its stored KV is evicted first
     is_kept            its KV may be kept on slower tiers; false for a prompt not yet sent
     new_constraint     makes what limits the tokens, one per sample; such a request has no drafts
+    session_id         the conversation that it belongs to, "" if that is not saved
     num_top_logprobs   how many logprobs are told beside each token's own; None for not even that
     """
 
@@ -50,6 +51,7 @@ class RequestSpec:
     is_kept: bool = True
     new_constraint: Callable[[], TokenConstraint] | None = None
     num_top_logprobs: int | None = None
+    session_id: str = ""
 
     def __post_init__(self) -> None:
         assert self.prompt_ids

@@ -89,10 +89,11 @@ class Speculation:
     def mode(self) -> Mode:
         return self._mode
 
-    def switch(self, mode: Mode) -> None:
-        """Change the mode; raises UsageError if the mode is DRAFT and there is no draft model, and
-        if the model cannot verify drafts.
+    def switch(self, mode: str) -> None:
+        """Change the mode, to a Mode or its name; raises UsageError if it is DRAFT and there is no
+        draft model, and if the model cannot verify drafts.
         """
+        mode = Mode(mode)
         if self._refusal and mode is not Mode.OFF:
             raise UsageError(self._refusal)
         names = {drafter.name for drafter in self._drafters}

@@ -9,11 +9,12 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import Protocol, TypeVar
 
+from kvchat.core.cost import KvPlaces
 from kvchat.core.errors import GenerationError, KvchatError, ModelError
 from kvchat.core.events import (
     LoadEvent,
@@ -24,19 +25,81 @@ from kvchat.core.events import (
     RequestFailed,
     SampleFinished,
 )
+from kvchat.core.stats import EngineStatus
 from kvchat.core.types import FinishReason
 from kvchat.engine.request import RequestSpec
-
-if TYPE_CHECKING:
-    from kvchat.engine.engine import Engine
 
 T = TypeVar("T")
 E = TypeVar("E")
 Listener = Callable[[RequestEvent], None]
 LoadListener = Callable[[LoadEvent], None]
-Build = Callable[[Callable[[LoadProgress], None]], "tuple[Engine, ModelReady]"]
-
 _log = logging.getLogger(__name__)
+
+
+class Speculator(Protocol):
+    """What is asked of an engine's speculation."""
+
+    def learn(self, contexts: Sequence[Sequence[int]]) -> None:
+        """Let the drafters learn contexts that no request has asked for."""
+
+    def switch(self, mode: str) -> None:
+        """Change the mode; raises UsageError if it cannot be had."""
+
+
+class DrivenEngine(Protocol):
+    """What an EngineThread and a chat ask of an engine.
+
+    `engine/engine.py` computes the answers; `remote/engine.py` gets them from another program.
+    """
+
+    @property
+    def speculation(self) -> Speculator: ...
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` has anything to do."""
+
+    def submit(self, spec: RequestSpec, submitted_s: float | None = None) -> int:
+        """Begin a request and return its id; raises KvchatError if it cannot be answered."""
+
+    def cancel(self, request_id: int, reason: FinishReason = ...) -> None:
+        """End a request; its answers so far stand."""
+
+    def step(self) -> list[RequestEvent]:
+        """Do a short piece of the work, and return what came of it."""
+
+    def abandon_steps(self, is_unwanted: Callable[[frozenset[int]], bool]) -> None:
+        """Set what a long step asks, to end early, with the ids of its requests."""
+
+    def prepare(self) -> None:
+        """Do now what the first decode step would wait for."""
+
+    def close(self) -> None:
+        """End the work, and keep what is to be kept."""
+
+    def status(self) -> EngineStatus:
+        """Return figures; raises GenerationError if there are none."""
+
+    def locate(self, contexts: list[list[int]], done: Callable[[list[KvPlaces]], None]) -> None:
+        """Find the KV of contexts; raises GenerationError where that cannot be known."""
+
+    def prefetch(self, token_ids: Sequence[int]) -> None:
+        """Begin to bring a context's KV to the device."""
+
+    def read_ahead(self, token_ids: Sequence[int]) -> None:
+        """Prefill a context while nothing else runs."""
+
+    def end_read_ahead(self) -> None:
+        """End the read-ahead."""
+
+    def pin(self, token_ids: Sequence[int], label: str, done: Callable[[int], None]) -> None:
+        """Keep a context's KV on disk; tell the number of tokens kept."""
+
+    def forget(self, contexts: list[tuple[list[int], int]], done: Callable[[], None]) -> None:
+        """Drop the KV of contexts from memory."""
+
+
+Build = Callable[[Callable[[LoadProgress], None]], tuple[DrivenEngine, ModelReady]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +125,7 @@ class _Cancel:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    function: "Callable[[Engine], object]"
+    function: "Callable[[DrivenEngine], object]"
     future: "Future[object]"
 
 
@@ -111,7 +174,7 @@ class EngineThread:
         self._to_cancel.add(ticket)
         self._send(_Cancel(ticket, reason))
 
-    def call(self, function: "Callable[[Engine], T]") -> "Future[T]":
+    def call(self, function: "Callable[[DrivenEngine], T]") -> "Future[T]":
         """Run `function` on the engine's thread between steps; return a future of its result."""
         future: Future[T] = Future()
         self._send(_Call(function, future))  # type: ignore[arg-type]
@@ -164,7 +227,7 @@ class EngineThread:
                 self._refuse_everything(failure)
             _close(engine)
 
-    def _prepared(self, engine: "Engine", ready: ModelReady) -> ModelReady:
+    def _prepared(self, engine: "DrivenEngine", ready: ModelReady) -> ModelReady:
         """Prepare the engine if a request is queued already; count the time as loading.
 
         Without a request, background threads lay the weights out while the user types. With one,
@@ -188,7 +251,7 @@ class EngineThread:
         while not isinstance(message := self._messages.get(), _Close):
             _refuse(message, error)
 
-    def _serve(self, engine: "Engine", ready_s: float) -> None:
+    def _serve(self, engine: "DrivenEngine", ready_s: float) -> None:
         engine.abandon_steps(self._is_unwanted)
         while True:
             try:
@@ -207,7 +270,7 @@ class EngineThread:
         told = tuple(self._to_cancel) if self._to_cancel else ()
         return any(self._request_ids.get(ticket) in request_ids for ticket in told)
 
-    def _handle(self, engine: "Engine", message: _Message, ready_s: float) -> None:
+    def _handle(self, engine: "DrivenEngine", message: _Message, ready_s: float) -> None:
         if isinstance(message, _Submit):
             self._submit(engine, message, ready_s)
         elif isinstance(message, _Cancel):
@@ -220,7 +283,7 @@ class EngineThread:
             except Exception as error:
                 message.future.set_exception(error)
 
-    def _submit(self, engine: "Engine", message: _Submit, ready_s: float) -> None:
+    def _submit(self, engine: "DrivenEngine", message: _Submit, ready_s: float) -> None:
         try:
             request_id = engine.submit(message.spec, max(message.submitted_s, ready_s))
         except KvchatError as error:
@@ -235,7 +298,7 @@ class EngineThread:
         self._samples_left[request_id] = message.spec.num_samples
         self._request_ids[message.ticket] = request_id
 
-    def _step(self, engine: "Engine") -> None:
+    def _step(self, engine: "DrivenEngine") -> None:
         for event in engine.step():
             listener = self._listeners.get(event.request_id)
             if listener is None:
@@ -256,7 +319,7 @@ class EngineThread:
             }
 
 
-def _close(engine: "Engine") -> None:
+def _close(engine: "DrivenEngine") -> None:
     try:
         engine.close()
     except Exception:

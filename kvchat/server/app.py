@@ -12,6 +12,7 @@ from starlette.routing import Route
 
 from kvchat.server.anthropic_api import AnthropicApi
 from kvchat.server.api_errors import ApiError, response_to
+from kvchat.server.chat_api import ChatApi
 from kvchat.server.guard import App, Guard, Limits
 from kvchat.server.metrics import CONTENT_TYPE
 from kvchat.server.openai_api import OpenAiApi
@@ -25,7 +26,7 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 def new_app(service: Service, api_key: str | None, limits: Limits) -> App:
     """Return the ASGI application that serves one model."""
-    openai, anthropic = OpenAiApi(service), AnthropicApi(service)
+    openai, anthropic, chat = OpenAiApi(service), AnthropicApi(service), ChatApi(service)
     gets: dict[str, Handler] = {
         "/health": _health(service),
         "/metrics": _metrics(service),
@@ -38,6 +39,11 @@ def new_app(service: Service, api_key: str | None, limits: Limits) -> App:
         "/v1/responses": ResponsesApi(service).respond,
         "/v1/messages": anthropic.messages,
         "/v1/messages/count_tokens": anthropic.count_tokens,
+        "/kvchat/locate": chat.locate,
+        "/kvchat/pin": chat.pin,
+        "/kvchat/forget": chat.forget,
+        "/kvchat/prefetch": chat.prefetch,
+        "/kvchat/read_ahead": chat.read_ahead,
     }
     routes = [
         Route(path, _counted(handler, path, service), methods=[method])

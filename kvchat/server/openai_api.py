@@ -61,6 +61,7 @@ class OpenAiApi:
 
     def _model(self, name: str) -> dict[str, Any]:
         model = {"id": name, "object": "model", "created": self._began_s, "owned_by": "kvchat"}
+        model |= {"root": self._service.files, "tokenizer": self._service.tokenizer_digest}
         ready = self._service.host.ready
         return {**model, "context_length": ready.context_limit} if ready is not None else model
 
@@ -99,7 +100,13 @@ class OpenAiApi:
         fields.refuse(*_UNSUPPORTED, "suffix", "best_of")
         prompt = _prompt(fields)
         options = self._options(fields, ("max_tokens",))
-        options = replace(options, num_top_logprobs=text_logprobs(fields))
+        tells_ids = fields.flag("return_token_ids")
+        options = replace(
+            options,
+            num_top_logprobs=text_logprobs(fields),
+            tells_ids=tells_ids,
+            is_one_shot=not tells_ids,  # a program that keeps the ids continues them
+        )
         head = _Head("cmpl", "text_completion", self._service.name)
         echo = prompt if fields.flag("echo") and isinstance(prompt, str) else ""
         answer = await self._service.answering.complete(prompt, options)
@@ -275,6 +282,7 @@ def _text_choice(ended: AnswerEnded, echo: str, has_logprobs: bool) -> dict[str,
     return {
         "index": ended.sample,
         "text": echo + ended.thinking + ended.text,
+        **({"token_ids": list(ended.token_ids)} if ended.token_ids else {}),
         "logprobs": legacy(tokens, 0) if has_logprobs else None,
         "finish_reason": finish_word(ended),
     }
@@ -369,7 +377,7 @@ class _TextChunks(_Chunks):
         start = self._lengths[event.sample]
         self._lengths[event.sample] += len(event.text)
         told = legacy(event.logprobs, start) if event.logprobs else None
-        return self._piece(event.sample, event.text, logprobs=told)
+        return self._piece(event.sample, event.text, None, told, event.token_ids)
 
     def ended(self, event: AnswerEnded) -> str:
         self._answers.append(event)
@@ -381,6 +389,9 @@ class _TextChunks(_Chunks):
         text: str,
         finish: str | None = None,
         logprobs: dict[str, Any] | None = None,
+        token_ids: tuple[int, ...] = (),
     ) -> str:
         choice = {"index": sample, "text": text, "logprobs": logprobs, "finish_reason": finish}
+        if token_ids:
+            choice["token_ids"] = list(token_ids)
         return self._chunk([choice])

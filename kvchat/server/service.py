@@ -26,6 +26,7 @@ class Service:
 
     options     how answers are generated where a request does not say
     names       the names that requests may give the model; the first is its own
+    files       where the model's files are on this machine, or the name by which it is found
     """
 
     host: ChatHost
@@ -33,6 +34,12 @@ class Service:
     metrics: Metrics
     options: AskOptions
     names: tuple[str, ...]
+    files: str = ""
+
+    @property
+    def tokenizer_digest(self) -> str:
+        """Lets a client that has the same files know that it may send token ids."""
+        return self.host.model.tokenizer.digest
 
     @property
     def name(self) -> str:

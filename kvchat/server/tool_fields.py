@@ -6,6 +6,7 @@ from typing import Any
 
 from kvchat.chat.answer_settings import AskOptions
 from kvchat.chat.grammar import Grammar
+from kvchat.chat.tokenizer import ChatTokenizer
 from kvchat.chat.tool_grammar import call_grammar
 from kvchat.chat.tools import ToolSet
 from kvchat.core.errors import KvchatError, UsageError
@@ -110,6 +111,7 @@ async def with_required_call(
     def compiled() -> Grammar:
         if model.format.tools is None:
             raise UsageError(f"The chat template of {model.name} has no place for tools.")
+        assert isinstance(model.tokenizer, ChatTokenizer), "the model is one of this machine"
         grammar = call_grammar(model.format, model.tokenizer, tools, names)
         return model.tokenizer.grammars.compile(grammar, model.stop_token_ids)
 

@@ -64,15 +64,22 @@ def served(shell: Shell, model: str) -> Iterator[Server]:
         process.wait()
 
 
-def test_a_server_keeps_what_it_read_for_the_next_one(shell: Shell, tiny: str) -> None:
+def test_a_server_keeps_what_it_read_and_chats_use_its_engine(shell: Shell, tiny: str) -> None:
     with served(shell.patient, tiny) as server:
         first = server.ask()
+        done = shell.run("-m", tiny, "-p", "Hello", "--max-tokens", "4", "--json")
+        beside = shell.run("-m", tiny, "-p", "Hello", "--max-tokens", "4", "--json", "--seed", "1")
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(30) == 143
+    assert not list(shell.home.rglob("server.json"))  # what told chats of it goes with it
 
     with served(shell.patient, tiny) as server:
         again = server.ask()
 
+    for answered in (done, beside):
+        assert answered.returncode == 0, answered.stderr
+        assert json.loads(answered.stdout)["model"]["device"].startswith("kvchat at 127.0.0.1")
+    assert json.loads(beside.stdout)["usage"]["cached_tokens"]["total"] > 0
     assert first["cached_tokens"]["total"] == 0
     assert again["cached_tokens"]["disk"] > 0
     assert again["prefilled_tokens"] <= 16

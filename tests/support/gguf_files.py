@@ -101,17 +101,19 @@ def write_gguf(
     metadata: dict[str, Any] | None = None,
     extra: dict[str, np.ndarray] | None = None,
     template: str | None = CHAT_TEMPLATE,
+    merges: tuple[str, ...] = (),
 ) -> Path:
     """Write a model, and put what its blocks hold into the model's own weights.
 
     So the model is the file's exact twin afterwards. Matrices are in the block format `kind`.
-    `metadata` is added under the architecture's name, `extra` are further float32 tensors.
+    `metadata` is added under the architecture's name, `extra` are further float32 tensors. `merges`
+    are pairs of letters that one token has, such as "h e"; llama.cpp itself reads no file without.
     """
     config = model.config
     architecture = ARCHITECTURES[config.model_type]
     writer = gguf.GGUFWriter(path, architecture)
     _write_metadata(writer, architecture, config, metadata or {})
-    write_vocabulary(writer, config.vocab_size, template)
+    write_vocabulary(writer, config.vocab_size, template, merges)
     names = gguf.get_tensor_name_map(
         {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}[architecture],
         config.num_hidden_layers,
@@ -216,19 +218,25 @@ def _write_metadata(writer: Any, architecture: str, config: Any, metadata: dict[
             writer.add_string(full, value)
 
 
-def write_vocabulary(writer: Any, size: int, template: str | None = CHAT_TEMPLATE) -> None:
+def write_vocabulary(
+    writer: Any, size: int, template: str | None = CHAT_TEMPLATE, merges: tuple[str, ...] = ()
+) -> None:
     """Write the tiny models' byte-level tokenizer, padded to `size` tokens."""
     tokenizer = byte_tokenizer()
     added = tokenizer.get_added_tokens_decoder()
     count = tokenizer.get_vocab_size()
     tokens = [tokenizer.id_to_token(index) or "" for index in range(count)]
     kinds = [(3 if added[i].special else 4) if i in added else 1 for i in range(count)]
-    tokens += [f"[PAD{index}]" for index in range(count, size)]
-    kinds += [5] * (size - count)
+    tokens += [merge.replace(" ", "") for merge in merges]
+    kinds += [1] * len(merges)
+    tokens += [f"[PAD{index}]" for index in range(len(tokens), size)]
+    kinds += [5] * (size - len(kinds))
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list(tokens)
     writer.add_token_types(kinds)
+    if merges:
+        writer.add_token_merges(list(merges))
     writer.add_bos_token_id(257)
     writer.add_eos_token_id(260)
     writer.add_pad_token_id(256)

@@ -1,0 +1,193 @@
+"""--endpoint: opens another program's server as the engine of a chat.
+
+The configuration may name servers:
+
+    [endpoints.work]
+    url = "https://llm.example.org"
+    model = "qwen3-32b"
+    key_variable = "WORK_LLM_KEY"
+
+The key comes from the environment variable that is named there, from KVCHAT_ENDPOINT_KEY, or from
+the system's keyring where the package `keyring` is installed.
+"""
+
+import importlib
+import importlib.util
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvchat.cli.settings import Settings, read_config
+from kvchat.core.config import shown
+from kvchat.core.errors import KvchatError, ModelError, UsageError
+from kvchat.core.events import LoadEvent, LoadProgress, ModelReady
+from kvchat.core.text import one_line
+
+if TYPE_CHECKING:
+    from kvchat.chat.chat_model import ChatModel
+    from kvchat.chat.host import ChatHost
+    from kvchat.chat.store import SessionStore
+    from kvchat.remote.engine import RemoteEngine, Spell
+    from kvchat.remote.servers import Address, Server
+
+KEY_VARIABLE = "KVCHAT_ENDPOINT_KEY"
+_FIELDS = frozenset({"url", "model", "key_variable"})
+# Texts in which tokenizers differ: cases, digits, white space, scripts, code, control tokens.
+_SAMPLES = (
+    "Hello, World! It's 1234567 o'clock -- isn't it?\n\n\tdef f(x):  return x**2  # naïve\n",
+    "Größe 日本語 Привет مرحبا 🙂🙃 e\u0301 \u00a0end  ",
+)
+_log = logging.getLogger(__name__)
+
+
+def endpoint_address(given: str, model: str, config_path: Path) -> "Address":
+    """Return the server that `--endpoint` means: a name in the configuration, or an address.
+
+    `model` is the model to ask for, "" if the user named none. Raises UsageError.
+    """
+    from kvchat.remote.servers import address_of
+
+    entry = _named(given, config_path)
+    if entry is None:
+        return address_of(given, _key("", given), model)
+    url, variable = entry.get("url", ""), entry.get("key_variable", "")
+    if not url:
+        raise UsageError(f"{config_path} gives the endpoint {shown(given)} no url.")
+    return address_of(url, _key(variable, url), model or entry.get("model", ""))
+
+
+def _named(name: str, config_path: Path) -> dict[str, str] | None:
+    """Return what the configuration says of a name; None for an address that it does not have."""
+    entries = read_config(config_path).get("endpoints", {})
+    if not isinstance(entries, dict):
+        raise UsageError(f"endpoints in {config_path} must be a table of tables.")
+    entry = entries.get(name)
+    if entry is None:
+        if entries and not set(name) & set(".:/") and name != "localhost":
+            raise UsageError(
+                f"{config_path} has no endpoint {shown(name)}.",
+                f"It has {', '.join(one_line(str(known), 40) for known in entries)}.",
+            )
+        return None
+    if not isinstance(entry, dict) or not all(isinstance(text, str) for text in entry.values()):
+        raise UsageError(f"The endpoint {shown(name)} in {config_path} must be a table of texts.")
+    if unknown := sorted(set(entry) - _FIELDS):
+        raise UsageError(
+            f"The endpoint {shown(name)} in {config_path} sets {shown(unknown[0])}.",
+            f"There are {', '.join(sorted(_FIELDS))}.",
+        )
+    return entry
+
+
+def _key(variable: str, url: str) -> str:
+    if variable:
+        if not (key := os.environ.get(variable, "")):
+            raise UsageError(f"The key of the endpoint is missing: {variable} is not set.")
+        return key
+    if key := os.environ.get(KEY_VARIABLE, ""):
+        return key
+    if importlib.util.find_spec("keyring") is None:
+        return ""
+    try:
+        return importlib.import_module("keyring").get_password("kvchat", url) or ""
+    except Exception as error:  # each system's keyring has errors of its own
+        _log.warning("the keyring cannot be read", exc_info=error)
+        return ""
+
+
+def open_remote_host(
+    settings: Settings,
+    address: "Address",
+    store: "SessionStore | None",
+    on_load: Callable[[LoadEvent], None] | None,
+    is_attached: bool = False,
+) -> "ChatHost":
+    """Return a host whose engine is the server at an address; raises ModelError if none answers.
+
+    `is_attached` if it is a `kvchat serve` that the user did not name: it must take token ids.
+    """
+    from kvchat.chat.host import ChatHost
+    from kvchat.remote.servers import find_server
+
+    server = find_server(address)
+    model = _own_tokenizer(server, settings["timeout"])
+    spell = _spelling(model) if model is not None else None
+    if model is None and is_attached:
+        raise ModelError("The server has another model.")
+    if model is None:
+        from kvchat.chat.message_model import message_model
+
+        model = message_model(server.model, server.max_context)
+
+    def build(progress: Callable[[LoadProgress], None]) -> "tuple[RemoteEngine, ModelReady]":
+        from kvchat.remote.engine import RemoteEngine
+
+        form = "token ids" if spell is not None else "messages"
+        ready = ModelReady(
+            name=server.model,
+            identity=f"{server.kind} at {address.shown}",
+            device=f"{server.kind} at {address.shown}",
+            dtype=f"in {form}",
+            context_limit=server.max_context,
+            load_s=0.0,
+            notes=_notes(server),
+        )
+        return RemoteEngine(server, spell), ready
+
+    return ChatHost(model, build, store, on_load)
+
+
+def _spelling(model: "ChatModel") -> "Spell":
+    from kvchat.chat.tokenizer import Segment
+
+    def spell(last_id: int, text: str) -> list[int]:
+        return model.tokenizer.encode_after(last_id, [Segment(text, is_inert=True)])
+
+    return spell
+
+
+def _notes(server: "Server") -> tuple[str, ...]:
+    address = server.address
+    is_open = address.key and address.url.startswith("http:") and not address.is_here
+    return (f"The key goes to {address.shown} unencrypted.",) if is_open else ()
+
+
+def _own_tokenizer(server: "Server", limit_s: float | None) -> "ChatModel | None":
+    """Return the text side of the server's model, if its files are here and it takes their ids.
+
+    The server has to encode two texts, and the template's own tokens, to the same ids.
+    """
+    from kvchat.chat.chat_model import read_chat_model
+    from kvchat.model.source import DEMO, find_model
+
+    is_here = server.files == DEMO or Path(server.files).is_absolute()
+    if not (server.may_take_ids and is_here):
+        return None
+    try:
+        model = read_chat_model(find_model(server.files), limit_s=limit_s)
+    except KvchatError as error:
+        _log.info("the server's model is not read here: %s", type(error).__name__)
+        return None
+    return model if _is_same(server, model) else None
+
+
+def _is_same(server: "Server", model: "ChatModel") -> bool:
+    from datetime import datetime
+
+    from kvchat.chat.tokenizer import Segment
+    from kvchat.remote.servers import Asker, Kind
+
+    if server.kind is Kind.KVCHAT:
+        return server.tokenizer == model.tokenizer.digest
+    template = model.tokenizer.decode(model.format.opening(None, "x", datetime(2026, 1, 2)))
+    try:
+        with Asker(server.address) as asker:
+            for text, is_inert in (*((s, True) for s in _SAMPLES), (template, False)):
+                own = model.tokenizer.encode([Segment(text, is_inert)])
+                if asker.tokens(server, text, not is_inert) != own:
+                    return False
+    except ModelError:
+        return False
+    return True

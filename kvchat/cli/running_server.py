@@ -1,0 +1,94 @@
+"""A chat uses the engine of a `kvchat serve` that runs with the same model and settings.
+
+The server leaves its address and key in a private file of the state directory while it runs. Then
+the model is loaded once, and both share one cache.
+"""
+
+import json
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvchat.cli.settings import Settings
+from kvchat.core.state_file import read_state, write_state
+
+if TYPE_CHECKING:
+    from kvchat.remote.servers import Address
+
+_NAME = "server.json"
+_VERSION = 1
+# What decides which answers an engine gives, and which KV it keeps.
+_SAME = (
+    "adapter",
+    "spec",
+    "draft",
+    "device",
+    "dtype",
+    "weights",
+    "kv_dtype",
+    "block_size",
+    "threads",
+    "device_cache",
+    "host_cache",
+    "disk_cache",
+    "cache_dir",
+    "max_context",
+    "cache",
+    "graphs",
+)
+
+
+@contextmanager
+def announced(settings: Settings, state: Path, url: str, key: str | None) -> Iterator[None]:
+    """Leave the address of a server for chats while it runs; nothing if it saves nothing."""
+    if settings["incognito"]:
+        yield
+        return
+    path, token = state / _NAME, secrets.token_hex(8)
+    content: dict[str, object] = {
+        "url": url,
+        "key": key or "",
+        "pid": os.getpid(),
+        "token": token,
+        "runs": _runs(settings),
+    }
+    write_state(path, _VERSION, "server", content)
+    try:
+        yield
+    finally:
+        # A server that was started later has written its own.
+        if read_state(path, _VERSION, "server").get("token") == token:
+            with suppress(OSError):
+                path.unlink()
+
+
+def running_server(settings: Settings, state: Path) -> "Address | None":
+    """Return the address of the server that runs here with these settings; None if none does."""
+    found = read_state(state / _NAME, _VERSION, "server")
+    url, key, pid = found.get("url"), found.get("key"), found.get("pid")
+    if not (isinstance(url, str) and isinstance(key, str) and isinstance(pid, int)):
+        return None
+    if found.get("runs") != _runs(settings) or not _is_alive(pid):
+        return None
+    from kvchat.remote.servers import address_of
+
+    return address_of(url, key)
+
+
+def _runs(settings: Settings) -> str:
+    """Return what must be equal, as text."""
+    name = settings["model"]
+    path = Path(name)
+    model = str(path.absolute()) if "\0" not in name and path.exists() else name
+    return json.dumps([model, *(settings[setting] for setting in _SAME)])
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except (OSError, OverflowError):
+        return False
+    return True

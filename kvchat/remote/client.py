@@ -1,0 +1,143 @@
+"""Client: one streamed request to a server after another, over HTTP.
+
+A request is tried again only if no connection could be made, so that nothing is ever sent twice.
+"""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+import httpx2
+
+from kvchat.core.errors import ContextTooLong, GenerationError, KvchatError
+from kvchat.remote.servers import CONNECT_S, Address, reason_of
+from kvchat.remote.wire import Sent, error_sentence
+
+# A server that reads a long prompt may say nothing for minutes.
+_SILENCE_S = 1800.0
+_TRIES = 3
+_PAUSE_S = 0.2
+_MOST_LINE_BYTES = 16 << 20
+_MOST_ERROR_BYTES = 64 << 10
+_DATA = b"data:"
+# How servers say that a prompt does not fit.
+_TOO_LONG = (
+    b"context_length_exceeded",
+    b"exceed_context_size",
+    b"maximum context length",
+    b"longer than the model's context",
+)
+
+
+class Client:
+    """Sends requests to one address. Used on one event loop, and closed there."""
+
+    def __init__(self, address: Address) -> None:
+        self._address = address
+        self._client = httpx2.AsyncClient(
+            base_url=address.url,
+            headers=address.headers,
+            timeout=httpx2.Timeout(_SILENCE_S, connect=CONNECT_S),
+            trust_env=not address.is_here,
+            # A server may close a connection that is kept just when it is used again.
+            limits=httpx2.Limits(max_keepalive_connections=0),
+        )
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    async def stream(self, sent: Sent) -> AsyncGenerator[dict[str, Any], None]:
+        """Yield the JSON objects that the server streams; raises GenerationError.
+
+        Closing the iterator closes the connection, which ends the request at the server.
+        """
+        request = self._client.build_request("POST", sent.path, json=sent.body)
+        response = await self._connected(request)
+        try:
+            if response.status_code != 200:
+                raise await _refusal(response)
+            async with aclosing(_lines(response)) as lines:
+                async for line in lines:
+                    if line.startswith(_DATA):
+                        data = line[len(_DATA) :].strip()
+                        if data == b"[DONE]":
+                            return
+                        yield _object(data)
+        except httpx2.TransportError as error:
+            raise GenerationError(
+                f"The server at {self._address.shown} broke off the answer: {reason_of(error)}.",
+                "/continue goes on from there once it runs again.",
+            ) from error
+        finally:
+            await response.aclose()
+
+    async def _connected(self, request: httpx2.Request) -> httpx2.Response:
+        for number in range(_TRIES):
+            try:
+                return await self._client.send(request, stream=True)
+            except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
+                if number + 1 == _TRIES:
+                    raise GenerationError(
+                        f"No server answers at {self._address.shown}: {reason_of(error)}.",
+                        "Start it and /retry, or go on with /model NAME.",
+                    ) from error
+            except httpx2.TransportError as error:
+                raise GenerationError(
+                    f"The server at {self._address.shown} gave no answer: {reason_of(error)}.",
+                    "/retry asks again.",
+                ) from error
+            await asyncio.sleep(_PAUSE_S * (number + 1))
+        raise AssertionError("every try returns or raises")
+
+    async def ask(self, sent: Sent) -> Any:
+        """Return the JSON that a short request is answered with; None if it is refused."""
+        try:
+            method = "GET" if sent.body is None else "POST"
+            response = await self._client.request(method, sent.path, json=sent.body)
+            return response.json() if response.status_code == 200 else None
+        except (httpx2.HTTPError, ValueError):
+            return None
+
+
+async def _lines(response: httpx2.Response) -> AsyncGenerator[bytes, None]:
+    """Yield the lines of a stream, with a limit on the length of one."""
+    held = b""
+    async for piece in response.aiter_bytes():
+        held += piece
+        *lines, held = held.split(b"\n")
+        for line in lines:
+            yield line.rstrip(b"\r")
+        if len(held) > _MOST_LINE_BYTES:
+            raise GenerationError("The server's answer has a line of more than 16 MB.")
+    if held:
+        yield held
+
+
+def _object(data: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise GenerationError("The server's answer is not JSON.") from error
+    if not isinstance(found, dict):
+        raise GenerationError("The server's answer is no JSON object.")
+    return found
+
+
+async def _refusal(response: httpx2.Response) -> KvchatError:
+    """Return the error of a server that refused a request."""
+    text = b""
+    async for piece in response.aiter_bytes():
+        text += piece
+        if len(text) > _MOST_ERROR_BYTES:
+            break
+    if response.status_code in (401, 403):
+        return GenerationError("The server refuses this key.", "Set KVCHAT_ENDPOINT_KEY.")
+    try:
+        sentence = error_sentence(_object(text))
+    except GenerationError:
+        sentence = f"The server refused the request with HTTP status {response.status_code}."
+    is_too_long = any(words in text.lower() for words in _TOO_LONG)
+    hint = "/compact makes room, /new begins another conversation."
+    return ContextTooLong(sentence, hint) if is_too_long else GenerationError(sentence)

@@ -1,0 +1,371 @@
+"""RemoteEngine: another program's server in the place of an engine.
+
+It has what an EngineThread asks of an Engine, and runs on that thread. Requests are tasks of an
+event loop that advances within `step`. The server has the model and its KV cache; this engine knows
+only what the server tells of them.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, field
+from functools import partial
+
+from kvchat.core.cost import KvPlaces
+from kvchat.core.errors import ContextTooLong, GenerationError, KvchatError, UsageError
+from kvchat.core.events import (
+    PrefillProgress,
+    RequestEvent,
+    RequestFailed,
+    SampleFinished,
+    TokensGenerated,
+)
+from kvchat.core.stats import EngineStatus
+from kvchat.core.types import (
+    CachedTokens,
+    FinishReason,
+    MissReason,
+    StopWatcher,
+    Timing,
+    Usage,
+)
+from kvchat.engine.request import RequestSpec
+from kvchat.remote.client import Client
+from kvchat.remote.kept_kv import ServerKv
+from kvchat.remote.message_ids import AFTER_THINKING, THINKING, Mark, call_text, text_ids
+from kvchat.remote.servers import Kind, Server
+from kvchat.remote.slots import SlotFiles
+from kvchat.remote.wire import Counts, Piece, Reader, request
+
+_log = logging.getLogger(__name__)
+
+# A step waits so long for news; a cancel waits for the step.
+_STEP_S = 0.02
+_LEAVING_S = 5.0
+_NOT_KNOWN = "The server does not tell this."
+
+# Encodes a text that follows an id.
+Spell = Callable[[int, str], Sequence[int]]
+
+
+class NoSpeculation:
+    """Drafts are the server's own business."""
+
+    def learn(self, contexts: object) -> None:
+        """Nothing drafts here."""
+
+    def switch(self, mode: str) -> None:
+        if mode != "off":
+            raise UsageError("Whether the model guesses ahead is the server's own setting.")
+
+
+@dataclass(slots=True)
+class _Sample:
+    """One sample of a request while the server answers it. Times are of `time.perf_counter`."""
+
+    request_id: int
+    number: int
+    spec: RequestSpec
+    submitted_s: float
+    watcher: StopWatcher | None
+    last_id: int
+    first_s: float | None = None
+    last_s: float | None = None
+    num_tokens: int = 0
+    num_heard: int = 0
+    stop_token: int | None = None
+    slot: int | None = None
+    counts: Counts | None = None
+    cancelled_for: FinishReason | None = None
+    is_over: bool = False
+    task: "asyncio.Task[None] | None" = None
+
+
+class RemoteEngine:
+    """Sends requests to one server, and returns its answers as an engine's events.
+
+    spell   returns the ids of a text that follows an id, if the server takes the ids of the chat's
+            own tokenizer. None if ids stand for messages (`message_ids.py`)
+    """
+
+    def __init__(self, server: Server, spell: Spell | None) -> None:
+        self.speculation = NoSpeculation()
+        self._server = server
+        self._spell = spell
+        self._takes_ids = spell is not None
+        self._loop = asyncio.new_event_loop()
+        self._client = Client(server.address)
+        self._slots = SlotFiles(server, self._client)
+        shares_ids = server.kind is Kind.KVCHAT and self._takes_ids
+        self._kv = ServerKv(self._client) if shares_ids else None
+        self._news: asyncio.Queue[RequestEvent] = asyncio.Queue()
+        self._samples: list[_Sample] = []
+        self._num_requests = 0
+
+    # What an EngineThread asks
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._samples) or not self._news.empty()
+
+    def abandon_steps(self, is_unwanted: Callable[[frozenset[int]], bool]) -> None:
+        """No step takes long."""
+
+    def prepare(self) -> None:
+        """The server is ready."""
+
+    def submit(self, spec: RequestSpec, submitted_s: float | None = None) -> int:
+        """Begin a request; raises KvchatError for one that the server cannot answer."""
+        if spec.new_constraint is not None or spec.num_top_logprobs is not None:
+            raise UsageError("A server's answers have no format and no logprobs here.")
+        limit = self._server.max_context
+        if self._takes_ids and len(spec.prompt_ids) >= limit:
+            raise ContextTooLong(
+                f"The prompt has {len(spec.prompt_ids):,} tokens, and the server's context holds "
+                f"{limit:,}.",
+                "Shorten it.",
+            )
+        self._num_requests += 1
+        now_s = time.perf_counter()
+        for number in range(spec.num_samples):
+            watcher = spec.new_stop_watcher() if spec.new_stop_watcher is not None else None
+            sample = _Sample(self._num_requests, number, spec, now_s, watcher, spec.prompt_ids[-1])
+            sample.task = self._loop.create_task(self._answer(sample))
+            sample.task.add_done_callback(partial(self._end, sample))
+            self._samples.append(sample)
+        return self._num_requests
+
+    def cancel(self, request_id: int, reason: FinishReason = FinishReason.CANCELLED) -> None:
+        for sample in self._samples:
+            if sample.request_id == request_id and sample.task is not None:
+                sample.cancelled_for = sample.cancelled_for or reason
+                sample.task.cancel()
+
+    def step(self) -> list[RequestEvent]:
+        """Wait a moment for news of the running requests; return all that there is."""
+        return self._loop.run_until_complete(self._heard())
+
+    def close(self) -> None:
+        self._loop.run_until_complete(self._closed())
+        self._loop.close()
+
+    # What a chat asks
+
+    def status(self) -> EngineStatus:
+        raise GenerationError(_NOT_KNOWN)
+
+    def locate(self, contexts: list[list[int]], done: Callable[[list[KvPlaces]], None]) -> None:
+        if self._kv is None:
+            raise GenerationError(_NOT_KNOWN)
+        done(self._loop.run_until_complete(self._kv.locate(contexts)))
+
+    def prefetch(self, token_ids: Sequence[int]) -> None:
+        """Let a kvchat server bring back KV; others do so when they are asked."""
+        if self._kv is not None:
+            self._loop.run_until_complete(self._kv.prefetch(token_ids))
+
+    def read_ahead(self, token_ids: Sequence[int]) -> None:
+        """Let a kvchat server prefill; others are not asked to read what may never be sent."""
+        if self._kv is not None:
+            self._loop.run_until_complete(self._kv.read_ahead(token_ids))
+
+    def end_read_ahead(self) -> None:
+        self.read_ahead(())
+
+    def pin(self, token_ids: Sequence[int], label: str, done: Callable[[int], None]) -> None:
+        if self._kv is None:
+            raise UsageError("The KV of this server cannot be pinned from here.")
+        done(self._loop.run_until_complete(self._kv.pin(token_ids, label)))
+
+    def forget(self, contexts: list[tuple[list[int], int]], done: Callable[[], None]) -> None:
+        """Drop KV from a kvchat server's memory; others keep what they keep."""
+        if self._kv is not None:
+            self._loop.run_until_complete(self._kv.forget(contexts))
+        done()
+
+    # On the event loop
+
+    async def _heard(self) -> list[RequestEvent]:
+        events: list[RequestEvent] = []
+        try:
+            async with asyncio.timeout(_STEP_S):
+                events.append(await self._news.get())
+        except TimeoutError:
+            return events
+        while not self._news.empty():
+            events.append(self._news.get_nowait())
+        return events
+
+    async def _closed(self) -> None:
+        tasks = [sample.task for sample in self._samples if sample.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_LEAVING_S):
+                await self._slots.save_all()
+        await self._client.close()
+
+    async def _answer(self, sample: _Sample) -> None:
+        """Pass on one sample's answer, from the request to its end; `_end` tells of a cancel."""
+        try:
+            reason = await self._stream(sample)
+            sample.is_over = True
+            self._news.put_nowait(_finished(sample, reason))
+            num_tokens = len(sample.spec.prompt_ids) + sample.num_tokens
+            await self._slots.note(sample.spec.session_id, sample.slot, num_tokens)
+        except KvchatError as error:
+            self._slots.server_was_away()
+            self._fail(sample, error)
+        except Exception as error:
+            _log.exception("a request to the server failed")
+            self._fail(sample, GenerationError(f"The request to the server failed: {error!r}."))
+
+    def _end(self, sample: _Sample, task: "asyncio.Task[None]") -> None:
+        """Forget a sample whose task is over, perhaps cancelled before it began."""
+        self._samples.remove(sample)
+        # Cancelled without a reason: another sample failed, or the engine closes.
+        if sample.cancelled_for is not None and not sample.is_over:
+            self._news.put_nowait(_finished(sample, sample.cancelled_for))
+
+    async def _stream(self, sample: _Sample) -> FinishReason:
+        """Pass on what the server streams; return why the answer ended."""
+        spec = sample.spec
+        sample.slot = await self._slots.restored(spec.session_id)
+        sent = request(self._server, spec, sample.number, self._takes_ids, sample.slot)
+        reader, speech = Reader(self._server.kind, self._takes_ids), _Speech()
+        async with aclosing(self._client.stream(sent)) as documents:
+            async for document in documents:
+                piece = reader.read(document)
+                sample.counts = piece.counts or sample.counts
+                self._tell_progress(sample, piece)
+                ids = self._own_ids(sample, piece) if self._takes_ids else speech.ids_of(piece)
+                # After a stop token the server tells its figures, unless it does not stop there.
+                if (ids and sample.stop_token is not None) or self._say(sample, ids):
+                    return FinishReason.STOP
+                speech.finish = piece.finish or speech.finish
+                sample.slot = piece.slot if piece.slot is not None else sample.slot
+        self._say(sample, speech.last_ids())
+        if not self._takes_ids and speech.finish is FinishReason.STOP:
+            sample.stop_token = Mark.END
+        if speech.finish is None:
+            raise GenerationError(
+                f"The server at {self._server.address.shown} broke off the answer.",
+                "/continue goes on from there.",
+            )
+        return speech.finish
+
+    def _own_ids(self, sample: _Sample, piece: Piece) -> Sequence[int]:
+        """Return a piece's ids; if the server left out some, those that spell the same text."""
+        assert self._spell is not None
+        num_new = piece.num_so_far - sample.num_heard
+        sample.num_heard = max(sample.num_heard, piece.num_so_far)
+        if not piece.text or num_new <= len(piece.token_ids):
+            return piece.token_ids
+        return self._spell(sample.last_id, piece.text)
+
+    def _tell_progress(self, sample: _Sample, piece: Piece) -> None:
+        if piece.progress is not None and sample.first_s is None:
+            cached, done, total = piece.progress
+            tokens = CachedTokens(device=cached)
+            self._news.put_nowait(PrefillProgress(sample.request_id, tokens, done, total))
+            sample.counts = sample.counts or Counts(total, tokens)
+
+    def _say(self, sample: _Sample, ids: Sequence[int]) -> bool:
+        """Pass on new ids up to a stop token; return whether a stop string is complete."""
+        said: list[int] = []
+        is_complete = False
+        for token_id in ids:
+            if self._takes_ids and token_id in sample.spec.stop_token_ids:
+                sample.stop_token = token_id
+                break
+            said.append(token_id)
+            if sample.watcher is not None and sample.watcher.feed(token_id):
+                is_complete = True
+                break
+        if said:
+            sample.last_s = time.perf_counter()
+            sample.first_s = sample.first_s or sample.last_s
+            sample.num_tokens += len(said)
+            sample.last_id = said[-1]
+            event = TokensGenerated(sample.request_id, sample.number, tuple(said))
+            self._news.put_nowait(event)
+        return is_complete
+
+    def _fail(self, sample: _Sample, error: KvchatError) -> None:
+        """End all samples of a request with an error."""
+        for other in self._samples:
+            if other.request_id == sample.request_id:
+                other.is_over = True
+                if other is not sample and other.task is not None:
+                    other.task.cancel()
+        self._news.put_nowait(RequestFailed(sample.request_id, error))
+
+
+@dataclass(slots=True)
+class _Speech:
+    """Joins thinking, answer and calls of a server that takes messages, to one text with marks."""
+
+    is_thinking: bool = False
+    finish: FinishReason | None = None
+    calls: dict[int, tuple[str, str]] = field(default_factory=dict)
+
+    def ids_of(self, piece: Piece) -> list[int]:
+        text = ""
+        if piece.thinking:
+            text += piece.thinking if self.is_thinking else THINKING + piece.thinking
+            self.is_thinking = True
+        if piece.text:
+            text += self._closed() + piece.text
+        for call in piece.calls:
+            name, arguments = self.calls.get(call.index, ("", ""))
+            self.calls[call.index] = name or call.name, arguments + call.arguments
+        return text_ids(text)
+
+    def last_ids(self) -> list[int]:
+        """Return the ids of the calls, which are complete at the end only."""
+        if not self.calls:
+            return []
+        calls = (call_text(*self.calls[index]) for index in sorted(self.calls))
+        return text_ids(self._closed() + "\n".join(calls))
+
+    def _closed(self) -> str:
+        closing = AFTER_THINKING if self.is_thinking else ""
+        self.is_thinking = False
+        return closing
+
+
+def _finished(sample: _Sample, reason: FinishReason) -> SampleFinished:
+    """Return the event for an answer's end, with the server's own figures where it tells them.
+
+    Without a stop token the next message begins with what closes the answer.
+    """
+    now_s, num_ids = time.perf_counter(), len(sample.spec.prompt_ids)
+    counts = sample.counts or Counts(num_ids, None, sample.num_tokens)
+    first_s = sample.first_s if sample.first_s is not None else now_s
+    last_s = sample.last_s if sample.last_s is not None else first_s
+    prompt, cached = counts.prompt or num_ids, counts.cached or CachedTokens()
+    if cached.total > prompt:  # some servers count what they restored, and not what was asked
+        cached = CachedTokens(device=prompt)
+    usage = Usage(
+        prompt_tokens=prompt,
+        cached=cached,
+        completion_tokens=counts.generated or sample.num_tokens,
+    )
+    timing = Timing(
+        ttft_s=first_s - sample.submitted_s,
+        prefill_s=first_s - sample.submitted_s,
+        decode_s=last_s - first_s,
+        total_s=now_s - sample.submitted_s,
+    )
+    return SampleFinished(
+        sample.request_id,
+        sample.number,
+        reason,
+        usage,
+        timing,
+        stop_token=sample.stop_token,
+        miss_reason=MissReason.NOT_TOLD if counts.cached is None else MissReason.EVICTED,
+    )

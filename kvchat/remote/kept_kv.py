@@ -1,0 +1,68 @@
+"""ServerKv: what an engine asks a kvchat server about KV, beyond answers. Other servers have none.
+
+Every call waits for its answer, a few milliseconds; running answers go on meanwhile.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from kvchat.core.cost import KvPlaces, ReadRates
+from kvchat.core.errors import GenerationError
+from kvchat.core.types import CachedTokens
+from kvchat.remote.client import Client
+from kvchat.remote.wire import Sent
+
+_PATIENCE_S = 5.0
+_NO_TIME = float("inf")
+
+
+class ServerKv:
+    """Asks over the client of one server. Used on the client's event loop."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+
+    async def locate(self, contexts: Sequence[Sequence[int]]) -> list[KvPlaces]:
+        found = await self._ask("locate", {"contexts": [list(ids) for ids in contexts]})
+        try:
+            places = [_place(place) for place in found["places"]]
+        except (KeyError, TypeError, ValueError) as error:
+            raise GenerationError("The server's answer has an unknown form.") from error
+        if len(places) != len(contexts):
+            raise GenerationError("The server's answer has an unknown form.")
+        return places
+
+    async def pin(self, token_ids: Sequence[int], label: str) -> int:
+        found = await self._ask("pin", {"token_ids": list(token_ids), "label": label})
+        return int(found.get("num_tokens", 0))
+
+    async def forget(self, contexts: Sequence[tuple[Sequence[int], int]]) -> None:
+        ids, kept = [list(context) for context, _ in contexts], [kept for _, kept in contexts]
+        await self._ask("forget", {"contexts": ids, "kept": kept})
+
+    async def prefetch(self, token_ids: Sequence[int]) -> None:
+        await self._ask("prefetch", {"token_ids": list(token_ids)})
+
+    async def read_ahead(self, token_ids: Sequence[int]) -> None:
+        """Let the server prefill a context while it has nothing else to do; none ends that."""
+        await self._ask("read_ahead", {"token_ids": list(token_ids)})
+
+    async def _ask(self, name: str, body: dict[str, Any]) -> dict[str, Any]:
+        found = None
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_PATIENCE_S):
+                found = await self._client.ask(Sent(f"/kvchat/{name}", body))
+        if not isinstance(found, dict):
+            raise GenerationError("The server does not tell this.")
+        return found
+
+
+def _place(told: dict[str, Any]) -> KvPlaces:
+    cached = told["cached"]
+    rates = ReadRates(
+        told["computed"], told["from_disk"] or _NO_TIME, told["from_host"] or _NO_TIME
+    )
+    tokens = CachedTokens(int(cached["device"]), int(cached["host"]), int(cached["disk"]))
+    return KvPlaces(int(told["num_tokens"]), tokens, rates)

@@ -1,0 +1,274 @@
+"""Finds out what kind of server an address is, which model it runs, and what it takes.
+
+Kinds differ in which paths they have, whether they take token ids, and which sampling parameters.
+A server that is none of the known kinds gets the plain form of OpenAI's chat interface.
+"""
+
+import ipaddress
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx2
+
+from kvchat.core.errors import ModelError, UsageError
+from kvchat.core.text import one_line
+
+CONNECT_S = 5.0
+_ASK_S = 10.0
+_MOST_BYTES = 4 << 20
+_MOST_NAMED = 8
+_LARGE_CONTEXT = 1 << 20
+
+
+class Kind(StrEnum):
+    """The server programs that are told apart, by the names of their projects."""
+
+    KVCHAT = "kvchat"
+    LLAMA_CPP = "llama.cpp"
+    VLLM = "vLLM"
+    SGLANG = "SGLang"
+    OLLAMA = "ollama"
+    OTHER = "OpenAI-compatible"
+
+
+_OWNERS = {
+    "kvchat": Kind.KVCHAT,
+    "llamacpp": Kind.LLAMA_CPP,
+    "vllm": Kind.VLLM,
+    "sglang": Kind.SGLANG,
+    "library": Kind.OLLAMA,
+}
+_ID_KINDS = frozenset({Kind.KVCHAT, Kind.LLAMA_CPP, Kind.VLLM, Kind.SGLANG})
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where a server is, and the key that it wants.
+
+    url    without a path that every interface has, such as /v1
+    key    "" for none; it is sent to this server only and stands in no message or log
+    model  the model to ask for, "" for the server's only one
+    """
+
+    url: str
+    key: str = field(default="", repr=False)
+    model: str = ""
+
+    @property
+    def shown(self) -> str:
+        """The address for the user, without the user name and password that it may contain."""
+        parts = urlsplit(self.url)
+        host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
+        return f"{host}:{parts.port}" if parts.port else str(host)
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the server is on this machine."""
+        host = urlsplit(self.url).hostname or ""
+        try:
+            return host == "localhost" or ipaddress.ip_address(host).is_loopback
+        except ValueError:
+            return False
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self.key}"} if self.key else {}
+
+
+def address_of(url: str, key: str = "", model: str = "") -> Address:
+    """Return the address of a server that the user gave; raises UsageError if it is none."""
+    text = url if "://" in url else f"http://{url}"
+    try:
+        parts = urlsplit(text.strip())
+        is_good = parts.scheme in ("http", "https") and bool(parts.hostname)
+        parts.port  # noqa: B018  a bad port is found here
+    except ValueError:
+        is_good = False
+    if not is_good:
+        raise UsageError(
+            f"--endpoint is {one_line(url, 60)}, but must be an address like http://localhost:8080."
+        )
+    path = parts.path.rstrip("/").removesuffix("/chat/completions").removesuffix("/v1")
+    return Address(f"{parts.scheme}://{parts.netloc}{path}", key, model)
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A server that answered, and its model.
+
+    model          the name that requests give the model
+    files          where the server says that its model's files are; "" if it does not say
+    tokenizer      the digest of its tokenizer, where it is kvchat's
+    variant        tells models of one name apart
+    max_context    the most tokens of a context, a large number if the server does not say
+    """
+
+    address: Address
+    kind: Kind
+    model: str
+    files: str = ""
+    tokenizer: str = ""
+    variant: str = ""
+    max_context: int = _LARGE_CONTEXT
+
+    @property
+    def knows_context(self) -> bool:
+        return self.max_context < _LARGE_CONTEXT
+
+    @property
+    def may_take_ids(self) -> bool:
+        return self.kind in _ID_KINDS
+
+
+class Asker:
+    """Asks a server short questions, each answered by one JSON object. A context manager."""
+
+    def __init__(self, address: Address) -> None:
+        self._address = address
+        self._client = httpx2.Client(
+            base_url=address.url,
+            headers=address.headers,
+            timeout=httpx2.Timeout(_ASK_S, connect=CONNECT_S),
+            trust_env=not address.is_here,
+        )
+
+    def __enter__(self) -> "Asker":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._client.close()
+
+    def ask(self, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
+        """Return what the server says to a GET, or to a POST with a body; None if it says nothing.
+
+        Raises ModelError if it cannot be reached or wants another key.
+        """
+        try:
+            method = "GET" if body is None else "POST"
+            with self._client.stream(method, path, json=body) as response:
+                if response.status_code in (401, 403):
+                    raise ModelError(
+                        f"The server at {self._address.shown} refuses this key.",
+                        "Set KVCHAT_ENDPOINT_KEY.",
+                    )
+                if response.status_code != 200:
+                    return None
+                text = b""
+                for piece in response.iter_bytes():
+                    text += piece
+                    if len(text) > _MOST_BYTES:
+                        return None
+                found = httpx2.Response(200, content=text).json()
+        except (httpx2.TransportError, httpx2.InvalidURL) as error:
+            raise ModelError(
+                f"No server answers at {self._address.shown}: {reason_of(error)}.",
+                "Start it, or check --endpoint.",
+            ) from error
+        except (ValueError, httpx2.HTTPError):
+            return None
+        return found if isinstance(found, dict) else None
+
+    def tokens(self, server: "Server", text: str, has_control: bool) -> list[int] | None:
+        """Return the ids of a text as the server encodes it; None if it does not tell.
+
+        With `has_control` the text of a control token is that token.
+        """
+        if server.kind is Kind.LLAMA_CPP:
+            body = {"content": text, "add_special": False, "parse_special": has_control}
+        else:
+            body = {"model": server.model, "prompt": text, "add_special_tokens": False}
+        found = self.ask("/tokenize", body)
+        ids = found.get("tokens") if found is not None else None
+        return ids if isinstance(ids, list) else None
+
+
+def reason_of(error: Exception) -> str:
+    """Return an HTTP library's error in a few words."""
+    if isinstance(error, httpx2.TimeoutException):
+        return "it took too long"
+    return one_line(str(error), 120).rstrip(".") or type(error).__name__
+
+
+def find_server(address: Address) -> Server:
+    """Ask a server what it is. Raises ModelError if none answers or it has no such model."""
+    with Asker(address) as asker:
+        listed = asker.ask("/v1/models")
+        models = _models(listed)
+        if not models and asker.ask("/health") is None and listed is None:
+            raise ModelError(
+                f"The server at {address.shown} has no model interface of a known form.",
+                "kvchat needs /v1/models and /v1/chat/completions.",
+            )
+        chosen = _chosen(address, models)
+        kind = _OWNERS.get(str(chosen.get("owned_by", "")).lower(), Kind.OTHER)
+        if kind in (Kind.OTHER, Kind.OLLAMA) and asker.ask("/api/version") is not None:
+            kind = Kind.OLLAMA
+        return _described(asker, address, kind, chosen)
+
+
+def _models(listed: dict[str, Any] | None) -> list[dict[str, Any]]:
+    data = listed.get("data") if listed is not None else None
+    items = data if isinstance(data, list) else []
+    return [item for item in items if isinstance(item, dict) and isinstance(item.get("id"), str)]
+
+
+def _chosen(address: Address, models: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the entry of the model to ask for."""
+    names = [model["id"] for model in models]
+    if address.model in names:
+        return models[names.index(address.model)]
+    if address.model and names:
+        raise ModelError(
+            f"The server at {address.shown} has no model {one_line(address.model)}.",
+            f"It has {_some(names)}.",
+        )
+    if len({str(model.get("root") or model["id"]) for model in models}) == 1:
+        return models[0]  # one model, perhaps with several names
+    if not address.model and models:
+        raise ModelError(
+            f"The server at {address.shown} has several models.",
+            f"Name one with --model: {_some(names)}.",
+        )
+    return {"id": address.model or "default"}
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(one_line(name, 60) for name in names[:_MOST_NAMED])
+    return shown if len(names) <= _MOST_NAMED else f"{shown} and {len(names) - _MOST_NAMED} more"
+
+
+def _described(asker: Asker, address: Address, kind: Kind, chosen: dict[str, Any]) -> Server:
+    """Return the server with what its kind says of the model elsewhere."""
+    limit = chosen.get("context_length", chosen.get("max_model_len"))
+    files = chosen.get("root")
+    if kind is Kind.LLAMA_CPP:
+        about = asker.ask("/props") or {}
+        settings = about.get("default_generation_settings")
+        limit = settings.get("n_ctx") if isinstance(settings, dict) else limit
+        files = about.get("model_path")
+    elif kind is Kind.SGLANG:
+        files = (asker.ask("/get_model_info") or {}).get("model_path", files)
+    elif kind is Kind.OLLAMA:
+        limit = _ollama_context(asker.ask("/api/show", {"model": chosen["id"]}))
+    return Server(
+        address,
+        kind,
+        chosen["id"],
+        files if isinstance(files, str) else "",
+        str(chosen.get("tokenizer") or ""),
+        json.dumps(chosen.get("meta")) if kind is Kind.LLAMA_CPP else "",
+        limit if isinstance(limit, int) and limit > 0 else _LARGE_CONTEXT,
+    )
+
+
+def _ollama_context(shown: dict[str, Any] | None) -> int | None:
+    """Return the context that ollama gives a model: what its file asks for, if it does."""
+    for line in str((shown or {}).get("parameters", "")).splitlines():
+        name, _, value = line.partition(" ")
+        if name == "num_ctx" and value.strip().isdigit():
+            return int(value)
+    return None

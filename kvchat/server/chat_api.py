@@ -1,0 +1,101 @@
+"""What a kvchat chat asks its own server beyond answers: where KV is, to pin, to forget, to fetch.
+
+A chat in a terminal that uses the server's engine sends contexts as token ids.
+"""
+
+import asyncio
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from kvchat.core.cost import KvPlaces
+from kvchat.server.fields import Fields, read_body
+from kvchat.server.service import Service
+
+T = TypeVar("T")
+
+_MOST_CONTEXTS = 4096
+_MOST_LABEL_CHARS = 1024
+
+
+class ChatApi:
+    """The handlers of one service. Every body is a JSON object, and so is every answer."""
+
+    def __init__(self, service: Service) -> None:
+        self._host = service.host
+
+    async def locate(self, request: Request) -> Response:
+        """Say where the KV of `contexts` is."""
+        fields = await _read(request)
+        places = await _of(self._host.locate(_contexts(fields)))
+        return JSONResponse({"places": [_place(place) for place in places]})
+
+    async def pin(self, request: Request) -> Response:
+        """Pin the context `token_ids` under `label`; say how many tokens are kept."""
+        fields = await _read(request)
+        label = (fields.text("label") or "")[:_MOST_LABEL_CHARS]
+        num_tokens = await _of(self._host.pin(_ids(fields, fields.raw("token_ids")), label))
+        return JSONResponse({"num_tokens": num_tokens})
+
+    async def forget(self, request: Request) -> Response:
+        """Drop the KV of `contexts` from memory, but for as many first tokens as `kept` says."""
+        fields = await _read(request)
+        contexts, kept = _contexts(fields), fields.raw("kept")
+        is_good = isinstance(kept, list) and len(kept) == len(contexts)
+        if not is_good or not all(type(n) is int and n >= 0 for n in kept):
+            raise fields.fault("kept", "must have a whole number for each context")
+        await _of(self._host.forget(list(zip(contexts, kept, strict=True))))
+        return JSONResponse({})
+
+    async def prefetch(self, request: Request) -> Response:
+        """Begin to bring the KV of `token_ids` to the device."""
+        fields = await _read(request)
+        self._host.prefetch(_ids(fields, fields.raw("token_ids")))
+        return JSONResponse({})
+
+    async def read_ahead(self, request: Request) -> Response:
+        """Prefill `token_ids` while nothing else runs; without them end that."""
+        fields = await _read(request)
+        ids = _ids(fields, fields.raw("token_ids"))
+        self._host.read_ahead(ids) if ids else self._host.end_read_ahead()
+        return JSONResponse({})
+
+
+async def _read(request: Request) -> Fields:
+    return read_body(await request.body())
+
+
+async def _of(asked: "Future[T]") -> T:
+    return await asyncio.wrap_future(asked)
+
+
+def _contexts(fields: Fields) -> list[list[int]]:
+    contexts = fields.raw("contexts")
+    if not isinstance(contexts, list) or len(contexts) > _MOST_CONTEXTS:
+        raise fields.fault("contexts", f"must be a list of at most {_MOST_CONTEXTS} lists of ids")
+    return [_ids(fields, context, "contexts") for context in contexts]
+
+
+def _ids(fields: Fields, value: Any, name: str = "token_ids") -> list[int]:
+    is_good = isinstance(value, list) and all(type(token) is int for token in value)
+    if not is_good or not all(0 <= token < 1 << 31 for token in value):
+        raise fields.fault(name, "must be token ids")
+    return list(value)
+
+
+def _place(place: KvPlaces) -> dict[str, object]:
+    """Return places as JSON: tokens by tier, and tokens a second; null for what takes no time."""
+    rates = place.rates
+    return {
+        "num_tokens": place.num_tokens,
+        "cached": place.cached.as_dict(),
+        "computed": rates.computed,
+        "from_disk": _finite(rates.from_disk),
+        "from_host": _finite(rates.from_host),
+    }
+
+
+def _finite(rate: float) -> float | None:
+    return rate if rate != float("inf") else None

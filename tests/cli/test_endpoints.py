@@ -1,0 +1,146 @@
+"""--endpoint on the command line: names, keys, and what is said when no server can be used."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kvchat.cli.endpoints import endpoint_address
+from kvchat.cli.running_server import announced, running_server
+from kvchat.cli.settings import Settings, resolve
+from kvchat.core.errors import UsageError
+from support.commands import Shell
+from support.fake_llm_server import chunks, fake_server
+
+CONFIG = """
+[endpoints.work]
+url = "https://llm.example.org"
+model = "big"
+key_variable = "WORK_KEY"
+
+[endpoints.home]
+url = "http://localhost:1"
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.delenv("KVCHAT_ENDPOINT_KEY", raising=False)
+    path = tmp_path / "config.toml"
+    path.write_text(CONFIG)
+    return path
+
+
+def test_a_named_server_has_its_model_and_key(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORK_KEY", "secret")
+    address = endpoint_address("work", "", config)
+
+    assert (address.url, address.model, address.key) == ("https://llm.example.org", "big", "secret")
+    assert endpoint_address("work", "other", config).model == "other"
+    assert resolve({}, {}, config)["endpoint"] is None  # the table is no setting
+
+
+def test_an_address_is_no_name(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVCHAT_ENDPOINT_KEY", "own")
+    address = endpoint_address("localhost:8080", "", config)
+
+    assert (address.url, address.key) == ("http://localhost:8080", "own")
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "sentence"),
+    [
+        (CONFIG, "wrok", "has no endpoint 'wrok'. It has work, home"),
+        (CONFIG, "work", "WORK_KEY is not set"),
+        ("endpoints = 3", "work", "must be a table of tables"),
+        ("[endpoints]\nwork = 3", "work", "must be a table of texts"),
+        ("[endpoints.work]\nmodel = 'x'", "work", "no url"),
+        ("[endpoints.work]\nurl = 'x'\nkey = 'secret'", "work", "sets 'key'"),
+    ],
+)
+def test_a_bad_entry_is_one_sentence(config: Path, text: str, name: str, sentence: str) -> None:
+    config.write_text(text)
+
+    with pytest.raises(UsageError) as caught:
+        endpoint_address(name, "", config)
+    assert sentence in str(caught.value)
+
+
+def settings(**flags: object) -> Settings:
+    return resolve(flags, {}, Path("/nonexistent/config.toml"))
+
+
+def test_a_chat_finds_a_server_with_its_settings_only(tmp_path: Path) -> None:
+    with announced(settings(), tmp_path, "http://127.0.0.1:5", "key"):
+        found = running_server(settings(), tmp_path)
+        assert found is not None
+        assert (found.url, found.key) == ("http://127.0.0.1:5", "key")
+        assert running_server(settings(temperature=0.0, system="x"), tmp_path) is not None
+        assert running_server(settings(weights="int8"), tmp_path) is None
+        assert running_server(settings(model="other"), tmp_path) is None
+        assert {path.stat().st_mode & 0o77 for path in tmp_path.iterdir()} == {0}
+    assert running_server(settings(), tmp_path) is None
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_server_that_was_started_later_keeps_its_file(tmp_path: Path) -> None:
+    with announced(settings(), tmp_path, "http://127.0.0.1:5", None):
+        with announced(settings(), tmp_path, "http://127.0.0.1:6", None):
+            pass
+        assert running_server(settings(), tmp_path) is None
+        with announced(settings(), tmp_path, "http://127.0.0.1:7", None) as _:
+            newest = running_server(settings(), tmp_path)
+    assert newest is not None
+    assert newest.url == "http://127.0.0.1:7"
+
+
+def test_a_file_of_a_server_that_was_killed_is_of_no_use(tmp_path: Path) -> None:
+    with announced(settings(), tmp_path, "http://127.0.0.1:5", None):
+        path = next(tmp_path.iterdir())
+        content = json.loads(path.read_text())
+        content["server"]["pid"] = 2**22 + 1  # beyond what a system numbers
+        path.write_text(json.dumps(content))
+
+        assert running_server(settings(), tmp_path) is None
+
+
+def test_nothing_is_left_of_an_incognito_server(tmp_path: Path) -> None:
+    with announced(settings(incognito=True), tmp_path, "http://127.0.0.1:5", None):
+        assert not list(tmp_path.iterdir())
+
+
+def test_a_script_is_answered_by_another_server(shell: Shell) -> None:
+    with fake_server(lambda path, body: chunks("Hel", "lo \x1b[31m🙂")) as fake:
+        done = shell.run("--endpoint", fake.url, "-p", "Hi", "--stats")
+        again = shell.run("--endpoint", fake.url, "-c", "-p", "And?", "--json")
+
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.decode() == "Hello ␛[31m🙂\n"
+    answer = json.loads(again.stdout)
+    assert answer["model"]["dtype"] == "in messages"
+    assert len(fake.bodies[-1]["messages"]) == 3
+
+
+def test_no_server_is_a_model_error_without_a_wait(shell: Shell) -> None:
+    with fake_server(lambda path, body: chunks("Hi")) as fake:
+        gone = fake.url
+    done = shell.run("--endpoint", gone, "-p", "Hi")
+
+    assert done.returncode == 3
+    assert done.stderr.startswith(b"kvchat: No server answers at 127.0.0.1")
+    assert done.stderr.count(b"\n") == 1
+
+
+def test_a_key_is_in_no_file_and_in_no_message(shell: Shell) -> None:
+    key = "sk-very-secret"
+    with fake_server(lambda path, body: ["no json"]) as fake:
+        done = shell.run("--endpoint", fake.url, "-p", "Hi", "--debug", KVCHAT_ENDPOINT_KEY=key)
+
+    assert done.returncode == 1
+    assert fake.asked[-1].headers["Authorization"] == f"Bearer {key}"
+    assert key.encode() not in done.stderr + done.stdout
+    files = [path for path in shell.home.rglob("*") if path.is_file()]
+    assert files
+    assert not any(key.encode() in path.read_bytes() for path in files)

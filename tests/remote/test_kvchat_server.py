@@ -1,0 +1,181 @@
+"""A chat whose engine is in a `kvchat serve`: token ids, warmth, and text as a local chat has."""
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import uvicorn
+
+from kvchat.chat.answer_memory import AnswerMemory
+from kvchat.chat.answer_settings import AskOptions
+from kvchat.chat.chat_model import ChatModel
+from kvchat.chat.events import AnswerEnded
+from kvchat.chat.host import ChatHost
+from kvchat.chat.resent import ResentChats
+from kvchat.chat.tokenizer import Segment
+from kvchat.core.errors import GenerationError
+from kvchat.core.events import LoadProgress, ModelReady
+from kvchat.core.types import SamplingParams
+from kvchat.remote.engine import RemoteEngine
+from kvchat.remote.servers import Kind, address_of, find_server
+from kvchat.server.answering import Answering
+from kvchat.server.app import new_app
+from kvchat.server.guard import Limits
+from kvchat.server.metrics import Metrics
+from kvchat.server.service import Service
+from support.scripted_engine import Script, scripted_build, text_model, write_text_checkpoint
+
+OPTIONS = AskOptions(sampling=SamplingParams(temperature=0.0))
+PATIENCE_S = 20.0
+
+
+def author(question: str, sample: int) -> Script:
+    return Script(f"{question} Größe 🙂 {sample}")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> ChatModel:
+    return text_model(write_text_checkpoint(tmp_path_factory.mktemp("model") / "scripted"))
+
+
+@contextmanager
+def served(model: ChatModel) -> Iterator[str]:
+    """Yield the address of a real server above a scripted engine."""
+    host = ChatHost(model, scripted_build(model, author), None)
+    host.wait_until_ready()
+    metrics = Metrics()
+    answering = Answering(ResentChats(host, AnswerMemory(None)), metrics)
+    service = Service(host, answering, metrics, OPTIONS, ("scripted",), "/models/scripted")
+    bound = socket.create_server(("127.0.0.1", 0))
+    config = uvicorn.Config(
+        new_app(service, None, Limits()),  # type: ignore[arg-type]
+        log_config=None,
+        lifespan="off",
+    )
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, args=([bound],), daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{bound.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()
+        answering.close()
+        host.close()
+        bound.close()
+
+
+@contextmanager
+def attached(url: str, model: ChatModel) -> Iterator[ChatHost]:
+    server = find_server(address_of(url))
+
+    def spell(last_id: int, text: str) -> list[int]:
+        return model.tokenizer.encode_after(last_id, [Segment(text, is_inert=True)])
+
+    def build(progress: Callable[[LoadProgress], None]) -> tuple[RemoteEngine, ModelReady]:
+        ready = ModelReady("scripted", "x", "x", "x", server.max_context, 0.0)
+        return RemoteEngine(server, spell), ready
+
+    host = ChatHost(model, build, None)
+    host.wait_until_ready()
+    try:
+        yield host
+    finally:
+        host.close()
+
+
+@pytest.fixture
+def host(model: ChatModel) -> Iterator[ChatHost]:
+    with served(model) as url, attached(url, model) as host:
+        yield host
+
+
+def test_a_server_says_what_it_needs_to_get_token_ids(model: ChatModel) -> None:
+    with served(model) as url:
+        server = find_server(address_of(url))
+
+    assert (server.kind, server.files) == (Kind.KVCHAT, "/models/scripted")
+    assert server.tokenizer == model.tokenizer.digest
+    assert server.max_context == 32768
+
+
+def test_a_chat_has_the_same_ids_as_with_its_own_engine(host: ChatHost, model: ChatModel) -> None:
+    own = ChatHost(model, scripted_build(model, author), None)
+    own.wait_until_ready()
+    sessions = [host.unsaved_session("Be brief."), own.unsaved_session("Be brief.")]
+    for session in sessions:
+        for question in ("Hello", "And?"):
+            [*_, ended] = session.ask(question, OPTIONS)
+            assert isinstance(ended, AnswerEnded)
+            assert ended.text == f"{question} Größe 🙂 0"
+    own.close()
+
+    ours, theirs = (session.conversation.context_ids() for session in sessions)
+    # The last answer's closing token comes with the next message: the server does not tell it.
+    assert [*ours, model.format.closing_id] == theirs
+
+
+def test_what_the_server_cached_is_told_by_tier(host: ChatHost) -> None:
+    session = host.unsaved_session()
+    list(session.ask("A long first message. " * 10, OPTIONS))
+    [*_, ended] = session.ask("And?", OPTIONS)
+
+    assert isinstance(ended, AnswerEnded)
+    assert ended.usage.cached.device > 200
+
+
+def test_warmth_is_known_as_in_a_chat_of_its_own(host: ChatHost) -> None:
+    session = host.unsaved_session()
+    list(session.ask("A long first message. " * 10, OPTIONS))
+    context = session.conversation.context_ids()
+
+    [here, unknown] = host.locate([context, [1] * 100]).result(PATIENCE_S)
+
+    assert here.num_tokens == len(context)
+    assert here.cached.device > 200
+    assert here.rates.computed == 1000.0
+    assert unknown.cached.total == 0
+
+
+def test_text_is_read_before_it_is_sent(host: ChatHost) -> None:
+    context = [65] * 200
+    host.read_ahead(context)
+    host.end_read_ahead()
+    host.prefetch(context)
+
+    until_s = time.monotonic() + PATIENCE_S
+    while not host.locate([context]).result(PATIENCE_S)[0].cached.device:
+        assert time.monotonic() < until_s
+
+
+def test_a_server_that_cannot_pin_says_so(host: ChatHost) -> None:
+    """The scripted engine has no pins: its server fails, and the chat gets one sentence."""
+    with pytest.raises(GenerationError):
+        host.pin([1, 2, 3], "label").result(PATIENCE_S)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("locate", {"contexts": "x"}),
+        ("locate", {"contexts": [[1, "x"]]}),
+        ("locate", {"contexts": [[-1]]}),
+        ("forget", {"contexts": [[1]], "kept": []}),
+        ("forget", {"contexts": [[1]], "kept": [-1]}),
+        ("pin", {"token_ids": None}),
+        ("prefetch", {}),
+        ("read_ahead", {"token_ids": [1 << 40]}),
+    ],
+)
+def test_a_bad_body_is_refused(model: ChatModel, path: str, body: object, tmp_path: Path) -> None:
+    import httpx2
+
+    with served(model) as url:
+        answer = httpx2.post(f"{url}/kvchat/{path}", json=body)
+
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"]

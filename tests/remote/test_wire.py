@@ -1,0 +1,170 @@
+"""What servers are sent, and how what they stream is read, in the forms of their projects."""
+
+import pytest
+
+from kvchat.core.errors import GenerationError
+from kvchat.core.types import CachedTokens, FinishReason, SamplingParams
+from kvchat.engine.request import RequestSpec
+from kvchat.remote.message_ids import Mark, text_ids
+from kvchat.remote.servers import Address, Kind, Server
+from kvchat.remote.wire import CallPiece, Counts, Piece, Reader, request
+
+SAMPLING = SamplingParams(
+    0.5, top_k=7, top_p=0.9, min_p=0.1, repetition_penalty=1.2, seed=2**40 + 3
+)
+IDS = RequestSpec((1, 2, 3), SAMPLING, 10, frozenset({9}))
+TALK = RequestSpec(
+    (Mark.USER, *text_ids("Hi"), Mark.THINK_OFF, Mark.ANSWER), SAMPLING, stop_token_ids=frozenset()
+)
+
+
+def server(kind: Kind, max_context: int = 100) -> Server:
+    return Server(Address("http://localhost:1"), kind, "m", max_context=max_context)
+
+
+def test_openai_gets_no_field_that_it_does_not_know() -> None:
+    sent = request(server(Kind.OTHER), TALK, 1, takes_ids=False)
+
+    assert sent.path == "/v1/chat/completions"
+    assert sent.body == {
+        "model": "m",
+        "messages": [{"role": "user", "content": "Hi"}],
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "seed": 4,  # of 31 bits, and another one for each sample
+        "reasoning_effort": "none",
+    }
+
+
+@pytest.mark.parametrize("kind", [Kind.LLAMA_CPP, Kind.VLLM, Kind.SGLANG])
+def test_a_template_is_told_whether_to_think(kind: Kind) -> None:
+    body = request(server(kind), TALK, 0, takes_ids=False).body
+
+    assert body is not None
+    assert body["chat_template_kwargs"] == {"enable_thinking": False}
+    assert body["min_p"] == 0.1
+
+
+def test_llama_cpp_gets_ids_and_its_own_names() -> None:
+    sent = request(server(Kind.LLAMA_CPP), IDS, 0, takes_ids=True, slot=2)
+
+    assert sent.path == "/completion"
+    assert sent.body is not None
+    wanted = {
+        "prompt": [1, 2, 3],
+        "n_predict": 10,
+        "id_slot": 2,
+        "return_tokens": True,
+        "top_k": 7,
+        "repeat_penalty": 1.2,
+    }
+    assert wanted.items() <= sent.body.items()
+
+
+def test_without_a_limit_an_answer_may_fill_the_context() -> None:
+    spec = RequestSpec((1, 2, 3))
+
+    assert (request(server(Kind.VLLM), spec, 0, True).body or {})["max_tokens"] == 97
+    assert (request(server(Kind.LLAMA_CPP, 1 << 20), spec, 0, True).body or {})["n_predict"] == -1
+    assert "max_tokens" not in (request(server(Kind.VLLM, 1 << 20), spec, 0, True).body or {})
+
+
+def test_off_has_another_number_for_each_kind() -> None:
+    spec = RequestSpec((1,), SamplingParams(top_k=0))
+
+    assert (request(server(Kind.VLLM), spec, 0, True).body or {})["top_k"] == -1
+    assert (request(server(Kind.LLAMA_CPP), spec, 0, True).body or {})["top_k"] == 0
+    parameters = (request(server(Kind.SGLANG), spec, 0, True).body or {})["sampling_params"]
+    assert parameters["top_k"] == -1
+
+
+def test_a_chat_chunk_is_read() -> None:
+    reader = Reader(Kind.OTHER, takes_ids=False)
+    call = {"index": 1, "function": {"name": "add", "arguments": '{"a"'}}
+    delta = {"content": "Hi", "reasoning_content": "hm", "tool_calls": [call]}
+
+    assert reader.read({"choices": [{"delta": delta, "finish_reason": None}]}) == Piece(
+        text="Hi", thinking="hm", calls=(CallPiece(1, "add", '{"a"'),)
+    )
+    assert reader.read({"choices": [{"delta": {}, "finish_reason": "length"}]}).finish is (
+        FinishReason.LENGTH
+    )
+
+
+def test_usage_tells_what_was_cached_or_that_it_does_not() -> None:
+    reader = Reader(Kind.OTHER, takes_ids=False)
+    usage = {"prompt_tokens": 9, "completion_tokens": 2}
+
+    assert reader.read({"choices": [], "usage": usage}).counts == Counts(9, None, 2)
+    told = {**usage, "prompt_tokens_details": {"cached_tokens": 4}}
+    assert reader.read({"choices": [], "usage": told}).counts == Counts(9, CachedTokens(4), 2)
+    tiers = {"cached_tokens": {"device": 1, "host": 2, "disk": 3, "total": 6}}
+    own = {**told, "kvchat": tiers}
+    assert reader.read({"choices": [], "usage": own}).counts == Counts(9, CachedTokens(1, 2, 3), 2)
+
+
+def test_llama_cpps_progress_has_a_token_that_is_none() -> None:
+    """It sent the id 0 with each report of progress, and it became a token of the answer."""
+    reader = Reader(Kind.LLAMA_CPP, takes_ids=True)
+    progress = {"total": 9, "cache": 4, "processed": 6, "time_ms": 1}
+
+    piece = reader.read({"tokens": [0], "content": "", "prompt_progress": progress})
+
+    assert piece == Piece(progress=(4, 6, 9))
+
+
+def test_llama_cpps_end_has_the_figures() -> None:
+    reader = Reader(Kind.LLAMA_CPP, takes_ids=True)
+    timings = {"cache_n": 4, "prompt_n": 5, "predicted_n": 3}
+    end = {"stop": True, "stop_type": "limit", "tokens_evaluated": 9, "id_slot": 1, "tokens": []}
+
+    assert reader.read({**end, "timings": timings}) == Piece(
+        slot=1, counts=Counts(9, CachedTokens(4), 3), finish=FinishReason.LENGTH
+    )
+
+
+@pytest.mark.parametrize("is_cumulative", [True, False])
+def test_sglang_sends_all_ids_so_far_or_the_new_ones(is_cumulative: bool) -> None:
+    reader = Reader(Kind.SGLANG, takes_ids=True)
+    heard: list[int] = []
+    for count in (1, 3):
+        ids = [5, 6, 7][:count] if is_cumulative else [5, 6, 7][count // 3 : count]
+        about = {"prompt_tokens": 4, "cached_tokens": 2, "completion_tokens": count}
+        heard += reader.read({"output_ids": ids, "meta_info": about}).token_ids
+
+    assert heard == [5, 6, 7]
+
+
+def test_text_without_the_ids_that_were_asked_for_is_an_error() -> None:
+    reader = Reader(Kind.VLLM, takes_ids=True)
+    reader.read({"choices": [{"text": "Hi"}]})
+
+    with pytest.raises(GenerationError, match="no token ids"):
+        reader.read({"choices": [{"text": "", "finish_reason": "stop"}]})
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        {"choices": [3]},
+        {"choices": [{"token_ids": ["x"]}]},
+        {"choices": [{"token_ids": [-1]}]},
+        {"choices": {"delta": 1}},
+        {"choices": [], "usage": "many"},
+    ],
+)
+def test_a_form_that_is_not_known_is_one_error(document: dict[str, object]) -> None:
+    with pytest.raises(GenerationError, match="unknown form"):
+        Reader(Kind.VLLM, takes_ids=True).read(document)
+
+
+@pytest.mark.parametrize(
+    "error", [{"message": "no\x1b[31m room"}, "no\x1b[31m room", {"error": "no\x1b[31m room"}]
+)
+def test_an_error_of_the_server_is_told_and_cannot_act_on_a_terminal(error: object) -> None:
+    with pytest.raises(GenerationError, match=r"no.*room") as caught:
+        Reader(Kind.OTHER, takes_ids=False).read({"error": error})
+
+    assert "\x1b" not in str(caught.value)
