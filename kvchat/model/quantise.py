@@ -59,10 +59,11 @@ class SharedInputProducts:
 
 
 class DevicePack:
-    """A layer's packed weights on a GPU; `weights` may become rows of a merged matrix."""
+    """A layer's packed weights on a GPU; they may become rows of a `merged` matrix."""
 
     def __init__(self, weights: BlockWeights) -> None:
         self.weights = weights
+        self.merged: BlockWeights | None = None
 
     def __deepcopy__(self, memo: object) -> "DevicePack":
         return self  # what it stands for never changes
@@ -94,18 +95,25 @@ class DeviceProducts:
 
 def _merged(pairs: list[tuple[Any, DevicePack]]) -> tuple[BlockWeights, torch.Tensor | None]:
     """Return the weights and biases of layers in one; each layer's own become rows of these."""
-    weights = joined([pack.weights for _, pack in pairs])
-    bias = _joined_bias([layer for layer, _ in pairs], [p.weights.num_out for _, p in pairs])
+    packs = [pack for _, pack in pairs]
+    bias = _joined_bias([layer for layer, _ in pairs], [pack.weights.num_out for pack in packs])
+    known = packs[0].merged
+    num_out = sum(pack.weights.num_out for pack in packs)
+    if known is not None and known.num_out == num_out and all(p.merged is known for p in packs):
+        return known, bias  # from an earlier product of the same layers
+    weights = joined([pack.weights for pack in packs])
     start = 0
-    for _, pack in pairs:
+    for pack in packs:
         end = start + pack.weights.num_out
-        pack.weights = weights.rows(start, end)
+        pack.weights, pack.merged = weights.rows(start, end), weights
         start = end
     return weights, bias
 
 
 def _multiply(x: torch.Tensor, weights: BlockWeights, bias: torch.Tensor | None) -> torch.Tensor:
     rows = x.reshape(-1, x.shape[-1]).contiguous()
+    if bias is not None:  # a layer may be tried in float32
+        bias = bias.to(x.dtype)
     return block_linear(rows, weights, bias).view(*x.shape[:-1], weights.num_out)
 
 

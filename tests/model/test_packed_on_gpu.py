@@ -50,10 +50,11 @@ def test_a_packed_model_runs_fused_and_paged_as_its_own_code_does(
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("weights", ["int8", "int4"])
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "gemma2, softcap"])
 def test_a_packed_model_runs_fused_in_16_bits(
-    weights: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, weights: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loaded = load_packed_as_on_gpu(tmp_path, "qwen3", weights, monkeypatch, dtype)
+    loaded = load_packed_as_on_gpu(tmp_path, name, weights, monkeypatch, dtype)
 
     assert loaded.fusing is not None
     assert loaded.fusing.wait().num_layers == len(loaded.spec.layers)
@@ -112,6 +113,8 @@ def test_merged_weights_are_held_once() -> None:
     assert len({w.levels.untyped_storage().data_ptr() for w in packs_of(layers)}) == 1
     for layer, own in zip(layers, apart, strict=True):
         assert torch.allclose(layer(x), own, atol=1e-6)
+    again = DeviceProducts(layers)
+    assert again._products[0][0] is merged._products[0][0], "another copy of the weights"
 
 
 def test_layers_in_other_layouts_are_multiplied_one_after_another() -> None:
