@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kvchat.chat.private_database import drop_oldest, note_use, open_private_database
-from kvchat.chat.tokenizer import ChatTokenizer, Segment
+from kvchat.chat.tokenizer import Segment, TextCodec
 from kvchat.core.errors import KvchatError, StoreError
 
 _log = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ class ResponseMemory:
     """
 
     def __init__(
-        self, path: Path | None, tokenizer: ChatTokenizer, max_bytes: int = _DEFAULT_MAX_BYTES
+        self, path: Path | None, tokenizer: TextCodec, max_bytes: int = _DEFAULT_MAX_BYTES
     ) -> None:
         self._tokenizer = tokenizer
         self._max_bytes = max_bytes

@@ -76,7 +76,6 @@ def _new_service(settings: Settings, host: "ChatHost", request: ServeRequest) ->
     from kvchat.chat.resent import ResentChats
     from kvchat.chat.response_memory import ResponseMemory
     from kvchat.chat.stabiliser import Stabiliser
-    from kvchat.chat.tokenizer import ChatTokenizer
     from kvchat.server.answering import Answering
     from kvchat.server.metrics import Metrics
     from kvchat.server.service import Service
@@ -88,15 +87,13 @@ def _new_service(settings: Settings, host: "ChatHost", request: ServeRequest) ->
     chats = ResentChats(host, AnswerMemory(path), stabiliser)
     options = ask_options(settings, host.model.sampling_defaults, 1)
     name = host.model.name
-    tokenizer = host.model.tokenizer
-    assert isinstance(tokenizer, ChatTokenizer), "the model is one of this machine"
     return Service(
         host,
         Answering(chats, metrics),
         metrics,
         options,
         (name, *request.names),
-        ResponseMemory(path, tokenizer),
+        ResponseMemory(path, host.model.tokenizer),
         str(Path(name).absolute()) if Path(name).exists() else name,
     )
 

@@ -6,7 +6,6 @@ the model loads.
 """
 
 import logging
-import math
 import queue
 import threading
 import time
@@ -94,13 +93,9 @@ class DrivenEngine(Protocol):
         """End the read-ahead."""
 
     def pin(
-        self,
-        token_ids: Sequence[int],
-        label: str,
-        done: Callable[[int], None],
-        ttl_s: float = math.inf,
+        self, token_ids: Sequence[int], label: str, done: Callable[[int], None], ttl_s: float = ...
     ) -> None:
-        """Keep a context's KV on disk for `ttl_s` seconds; tell the number of tokens kept."""
+        """Keep a context's KV on disk for a time; tell the number of tokens kept."""
 
     def forget(self, contexts: list[tuple[list[int], int]], done: Callable[[], None]) -> None:
         """Drop the KV of contexts from memory."""

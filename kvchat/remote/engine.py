@@ -182,9 +182,9 @@ class RemoteEngine:
         done: Callable[[int], None],
         ttl_s: float = math.inf,
     ) -> None:
-        if self._kv is None or ttl_s < math.inf:
+        if self._kv is None:
             raise UsageError("The KV of this server cannot be pinned from here.")
-        done(self._loop.run_until_complete(self._kv.pin(token_ids, label)))
+        done(self._loop.run_until_complete(self._kv.pin(token_ids, label, ttl_s)))
 
     def forget(self, contexts: list[tuple[list[int], int]], done: Callable[[], None]) -> None:
         """Drop KV from a kvchat server's memory; others keep what they keep."""

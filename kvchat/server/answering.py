@@ -17,6 +17,7 @@ from kvchat.chat.events import (
     AnswerFailed,
     AnswerText,
     ChatEvent,
+    ReadingPrompt,
 )
 from kvchat.chat.resent import Asked, ResentChat, ResentChats
 from kvchat.chat.resent_difference import Difference
@@ -26,6 +27,8 @@ from kvchat.server.api_errors import ApiError, as_api_error
 from kvchat.server.metrics import Metrics
 
 T = TypeVar("T")
+# What is told of an answer while it is generated.
+Told = ReadingPrompt | AnswerText | AnswerCall | AnswerEnded
 
 # A client may count a connection without a byte as dead: a long prefill sends this often.
 PING_INTERVAL_S = 10.0
@@ -81,8 +84,8 @@ class Answer:
         with suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(self._has_news.set)
 
-    async def events(self) -> AsyncIterator[AnswerText | AnswerCall | AnswerEnded | None]:
-        """Yield new text, calls and ends of answers; None when there was nothing for a while.
+    async def events(self) -> AsyncIterator[Told | None]:
+        """Yield progress, texts, calls and ends of answers; None if there was nothing for a while.
 
         Raises ApiError if the request fails.
         """
@@ -100,7 +103,7 @@ class Answer:
             for wanted in self._taken(asked.reply.poll()):
                 yield wanted
 
-    def _taken(self, events: list[ChatEvent]) -> Iterator[AnswerText | AnswerCall | AnswerEnded]:
+    def _taken(self, events: list[ChatEvent]) -> Iterator[Told]:
         for event in events:
             if isinstance(event, AnswerFailed):
                 raise as_api_error(event.error)
@@ -108,7 +111,7 @@ class Answer:
                 self._metrics.note_answer(event.usage, event.timing)
                 self._remember(self._require_asked(), event)
                 yield event
-            elif isinstance(event, AnswerText | AnswerCall):
+            elif isinstance(event, ReadingPrompt | AnswerText | AnswerCall):
                 yield event
 
     @property

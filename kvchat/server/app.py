@@ -26,8 +26,8 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 def new_app(service: Service, api_key: str | None, limits: Limits) -> App:
     """Return the ASGI application that serves one model."""
-    openai, anthropic, responses = OpenAiApi(service), AnthropicApi(service), ResponsesApi(service)
-    chat = ChatApi(service)
+    openai, anthropic = OpenAiApi(service), AnthropicApi(service)
+    responses, chat = ResponsesApi(service), ChatApi(service)
     gets: dict[str, Handler] = {
         "/health": _health(service),
         "/metrics": _metrics(service),

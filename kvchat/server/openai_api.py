@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from kvchat.chat.answer_settings import AskOptions
-from kvchat.chat.events import AnswerCall, AnswerEnded, AnswerText
+from kvchat.chat.events import AnswerCall, AnswerEnded, AnswerText, ReadingPrompt
 from kvchat.chat.resent import ResentChat
 from kvchat.chat.shown_logprobs import ShownToken
 from kvchat.chat.think import Think
@@ -31,7 +31,7 @@ from kvchat.server.generation_fields import (
 )
 from kvchat.server.logprob_forms import legacy, listed
 from kvchat.server.service import Service, facts, finish_word, until_gone
-from kvchat.server.streaming import sse, stream_response
+from kvchat.server.streaming import Progress, sse, stream_response
 from kvchat.server.thinking_fields import asked_effort
 from kvchat.server.tool_fields import openai_choice, read_tools, with_calls
 
@@ -88,9 +88,8 @@ class OpenAiApi:
         head = _Head("chatcmpl", "chat.completion", self._service.name)
         answer = await self._service.answering.chat(chat, options)
         if fields.flag("stream"):
-            return stream_response(
-                answer, _ChatChunks(answer, head, _includes_usage(fields), options.num_samples)
-            )
+            chunks = _ChatChunks(answer, head, _includes_usage(fields), options.num_samples)
+            return stream_response(answer, chunks, _progress_of(chunks, fields))
         answers = await until_gone(request, whole_answers(answer, options.num_samples))
         has_logprobs = options.num_top_logprobs is not None
         choices = [_chat_choice(ended, has_logprobs) for ended in answers]
@@ -117,10 +116,8 @@ class OpenAiApi:
         echo = prompt if fields.flag("echo") and isinstance(prompt, str) else ""
         answer = await self._service.answering.complete(prompt, options)
         if fields.flag("stream"):
-            return stream_response(
-                answer,
-                _TextChunks(answer, head, _includes_usage(fields), options.num_samples, echo),
-            )
+            texts = _TextChunks(answer, head, _includes_usage(fields), options.num_samples, echo)
+            return stream_response(answer, texts, _progress_of(texts, fields))
         answers = await until_gone(request, whole_answers(answer, options.num_samples))
         has_logprobs = options.num_top_logprobs is not None
         choices = [_text_choice(ended, echo, has_logprobs) for ended in answers]
@@ -237,6 +234,10 @@ def _prompt(fields: Fields) -> str | tuple[int, ...]:
     return tuple(prompt)
 
 
+def _progress_of(chunks: "_Chunks", fields: Fields) -> Progress | None:
+    return chunks.progress if fields.flag("return_progress") else None
+
+
 def _includes_usage(fields: Fields) -> bool:
     return fields.nested("stream_options").flag("include_usage")
 
@@ -312,6 +313,11 @@ class _Chunks:
 
     def begin(self) -> str:
         return ""
+
+    def progress(self, event: ReadingPrompt) -> str:
+        """Return a chunk on the prompt, in the form of llama.cpp's server."""
+        told = {"total": event.total, "cache": event.cached.total, "processed": event.done}
+        return self._chunk([], prompt_progress=told)
 
     def call(self, event: AnswerCall) -> str:
         raise AssertionError("only a chat has tools")

@@ -39,6 +39,17 @@ def _left_alone(strangers: Sequence[Path]) -> str:
     return f"Not made by this kvchat, and left alone: {strangers[0].name}{more}."
 
 
+def unkept_lines(status: StoreStatus, files: Mapping[str, Sequence[Path]]) -> list[str]:
+    """Return a line per pin whose files are known, but of whose KV nothing is on disk."""
+    kept = {pin.label for model_dir in status.model_dirs for pin in model_dir.pins}
+    return [
+        f"{one_line(label, _LABEL_CHARS)}: {plural(len(paths), 'file')}, "
+        "without KV on disk: it can be attached, and is read again"
+        for label, paths in files.items()
+        if label not in kept
+    ]
+
+
 def pin_lines(status: StoreStatus, titles: Mapping[str, str]) -> list[str]:
     """Return a line per pin; `titles` as in `status_lines`."""
     pins = [pin for model_dir in status.model_dirs for pin in model_dir.pins]

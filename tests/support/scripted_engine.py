@@ -115,6 +115,11 @@ class _Cache:
     def add(self, token_ids: list[int]) -> None:
         self._contexts.append(list(token_ids))
 
+    def forget(self, token_ids: list[int], kept: int) -> None:
+        self._contexts = [
+            known[:kept] if known[:kept] == token_ids[:kept] else known for known in self._contexts
+        ]
+
     def num_cached_tokens(self, token_ids: list[int]) -> int:
         longest = 0
         for known in self._contexts:
@@ -221,6 +226,11 @@ class ScriptedEngine:
     ) -> None:
         """There is no disk; a server has to answer all the same."""
         raise UsageError("A scripted engine pins nothing.")
+
+    def forget(self, contexts: list[tuple[list[int], int]], done: Callable[[], None]) -> None:
+        for ids, kept in contexts:
+            self.cache.forget(ids, kept)
+        done()
 
     def cancel(self, request_id: int, reason: FinishReason = FinishReason.CANCELLED) -> None:
         for sample in self._running:
