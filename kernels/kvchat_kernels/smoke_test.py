@@ -12,7 +12,8 @@ import triton.language as tl
 from triton.errors import TritonError
 
 _SIZE = 100
-_FAILURES = (TritonError, RuntimeError, OSError, ImportError, subprocess.SubprocessError)
+# What a launch raises where a kernel cannot be compiled, loaded or run; some are no RuntimeError.
+FAILURES = (TritonError, RuntimeError, OSError, ImportError, subprocess.SubprocessError)
 
 
 @triton.jit
@@ -29,7 +30,12 @@ def smoke_test_error(device: torch.device) -> str | None:
     try:
         double_kernel[(triton.cdiv(_SIZE, 64),)](numbers, _SIZE, BLOCK=64)
         is_right = torch.equal(numbers.cpu(), 2.0 * torch.arange(float(_SIZE)))
-    except _FAILURES as error:
-        lines = str(error).strip().splitlines()
-        return f"Triton does not work here: {lines[0] if lines else type(error).__name__}"
+    except FAILURES as error:
+        return f"Triton does not work here: {reason_of(error)}"
     return None if is_right else "Triton computes wrong results here"
+
+
+def reason_of(error: Exception) -> str:
+    """Return the first line of an error's message, or its type."""
+    lines = str(error).strip().splitlines()
+    return lines[0].rstrip(".") if lines else type(error).__name__

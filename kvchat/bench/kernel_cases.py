@@ -15,6 +15,8 @@ import torch
 from torch.nn import functional
 
 from kvchat_kernels.block_copy import PoolTensors, copy_blocks, gather_blocks
+from kvchat_kernels.linear.block_linear import block_linear
+from kvchat_kernels.linear.blocks import BlockWeights, quantised_on, reordered
 from kvchat_kernels.paged_attention import PagedSequences, paged_attention
 from kvchat_kernels.rms_norm import add_rms_norm
 from kvchat_kernels.rope_kv_write import HeadNorms, Rotation, StepKv, rope_kv_write
@@ -262,16 +264,32 @@ _ROWS = (1, 5, 16)
 def kernel_cases(
     shape: KernelShape, place: Place, contexts: tuple[int, ...]
 ) -> Iterator[KernelCase]:
-    """Yield the cases one by one; the caller drops each before the next allocates memory."""
+    """Yield the cases of all groups, one by one."""
+    for _, group in case_groups(shape, place, contexts):
+        yield from group
+
+
+def case_groups(
+    shape: KernelShape, place: Place, contexts: tuple[int, ...]
+) -> Iterator[tuple[str, Iterator[KernelCase]]]:
+    """Yield groups of cases by name; a group whose data do not fit in memory raises by itself.
+
+    The caller drops each case before the next allocates memory.
+    """
+    yield "rows", _row_cases(shape, place)
+    yield "block copies", _block_copies(shape, place)
+    yield "products", _products(shape, place)
+    yield "products in 8 and 4 bits", _block_products(shape, place)
+    yield "samplers", _samplers(shape, place)
+    for context in contexts:
+        yield f"attention on {context:,} tokens", attention_cases(shape, place, context)
+
+
+def _row_cases(shape: KernelShape, place: Place) -> Iterator[KernelCase]:
     yield _norm(shape, place)
     yield _gate(shape, place)
     for num_rows in (1, 512):
         yield _rope(shape, place, num_rows)
-    yield from _block_copies(shape, place)
-    yield from _products(shape, place)
-    yield from _samplers(shape, place)
-    for context in contexts:
-        yield from attention_cases(shape, place, context)
 
 
 def _norm(shape: KernelShape, place: Place) -> KernelCase:
@@ -375,6 +393,34 @@ def _product(name: str, weights: list[torch.Tensor], rows: torch.Tensor) -> Kern
         lambda i: skinny_linear(rows, weights[i]),
         lambda: skinny_linear(rows, weights[0], impl="reference"),
         (Peer("torch's linear", lambda i: functional.linear(rows, weights[i])),),
+    )
+
+
+def _block_products(shape: KernelShape, place: Place) -> Iterator[KernelCase]:
+    """Yield the products of the largest matrix of a layer, with weights in blocks."""
+    out_size, in_size = 2 * shape.intermediate, shape.hidden
+    for bits in (8, 4):
+        weight = quantised_on(place.random(out_size, in_size), bits, place.device)
+        copies = place.copies(weight.num_bytes)
+        weights = [weight, *(_copied(weight) for _ in range(copies - 1))]
+        for num_rows in _ROWS:
+            name = f"gate and up in {bits} bits, {num_rows} rows"
+            yield _block_product(name, weights, place.random(num_rows, in_size))
+
+
+def _copied(weight: BlockWeights) -> BlockWeights:
+    """Return a copy of a matrix at another place."""
+    return reordered(weight, torch.arange(weight.num_out, device=weight.device))
+
+
+def _block_product(name: str, weights: list[BlockWeights], rows: torch.Tensor) -> KernelCase:
+    return KernelCase(
+        name,
+        weights[0].num_bytes,
+        True,
+        len(weights),
+        lambda i: block_linear(rows, weights[i]),
+        lambda: block_linear(rows, weights[0], impl="reference"),
     )
 
 

@@ -1,7 +1,7 @@
 """Scenario `kernels`: the time of each kernel on a GPU, beside the memory bandwidth's limit.
 
-Runs kernels in CUDA graphs, as a decode step does, on data that is not in the GPU's cache. Gives no
-figures if a kernel's result differs from its torch reference's.
+Runs kernels in CUDA graphs, as a decode step does, on data that is not in the GPU's cache. A kernel
+whose result differs from its torch reference's, or that fails, has no figures, and a note says why.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,9 +14,9 @@ from kvchat.bench.kernel_cases import (
     KernelCase,
     KernelShape,
     Place,
+    case_groups,
     few_rows,
     has_flashinfer,
-    kernel_cases,
 )
 from kvchat.bench.measure import Bandwidth, Sample, measure_bandwidth, measure_products
 from kvchat.bench.report import Figure, Result
@@ -45,11 +45,10 @@ def run(setup: BenchSetup) -> Result:
     notes = [f"{ceilings.bandwidth}; a call of few bytes is bound by its launch"]
     if not has_flashinfer():
         notes.append("FlashInfer: not installed")
-    for case in kernel_cases(shape, place, contexts):
-        if not case.is_right():
-            reason = f"{case.name}: the result differs from plain torch's"
-            return Result("kernels", settings, refusal=reason)
-        found, missing = case_figures(case, ceilings, lambda call: _on_gpu(call, setup.repeats))
+    for name, cases in case_groups(shape, place, contexts):
+        found, missing = group_figures(
+            name, cases, ceilings, lambda call: _on_gpu(call, setup.repeats)
+        )
         figures += found
         notes += missing
     figures += verifying_figures(figures, contexts)
@@ -64,14 +63,47 @@ class Ceilings:
     products: float
 
 
-def case_figures(
-    case: KernelCase, ceilings: Ceilings, measure: Callable[[Callable[[], int]], Sample]
-) -> tuple[list[Figure], list[str]]:
-    """Return a kernel's time beside its ceilings and peers, and the reasons for missing peers.
+# Takes a function that makes some calls and returns their number; returns the seconds per call.
+Measure = Callable[[Callable[[], int]], Sample]
 
-    measure   takes a function that makes some calls and returns their number; returns the seconds
-              per call
-    """
+
+def group_figures(
+    name: str, cases: Iterator[KernelCase], ceilings: Ceilings, measure: Measure
+) -> tuple[list[Figure], list[str]]:
+    """Return the figures of all cases that are right, and the reasons for missing ones."""
+    figures: list[Figure] = []
+    missing: list[str] = []
+    try:
+        for case in cases:
+            found, reasons = _figures_if_right(case, ceilings, measure)
+            figures += found
+            missing += reasons
+            del case  # its data, before the next case's are made
+    except Exception as error:  # making the data may need more memory than there is
+        missing.append(f"{name}: the rest is not measured, {_in_short(error)}")
+    return figures, missing
+
+
+def _figures_if_right(
+    case: KernelCase, ceilings: Ceilings, measure: Measure
+) -> tuple[list[Figure], list[str]]:
+    try:
+        if case.is_right():
+            return case_figures(case, ceilings, measure)
+        return [], [f"{case.name}: no figures, the result differs from plain torch's"]
+    except Exception as error:  # kernels and drivers raise any type
+        return [], [f"{case.name}: no figures, {_in_short(error)}"]
+
+
+def _in_short(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:120]}" if lines else type(error).__name__
+
+
+def case_figures(
+    case: KernelCase, ceilings: Ceilings, measure: Measure
+) -> tuple[list[Figure], list[str]]:
+    """Return a kernel's time beside its ceilings and peers, and the reasons for missing peers."""
     ours = measure(_every_set(case, case.run))
     figures = list(_beside_ceilings(case, ceilings, ours))
     missing = []
@@ -142,13 +174,18 @@ def _beside_peer(case: KernelCase, ours: Sample, theirs: Sample, name: str) -> F
 
 
 def verifying_figures(figures: Sequence[Figure], contexts: Sequence[int]) -> Iterator[Figure]:
-    """Yield the attention time of verifying five tokens beside decoding one, for each context."""
+    """Yield the attention time of verifying five tokens beside decoding one, for each context.
+
+    A context without both figures is left out.
+    """
     times = {figure.name: figure.value for figure in figures if figure.unit == "us"}
     for context in contexts:
         one, five = (
-            next(value for name, value in times.items() if name.startswith(f"{found}:"))
+            next((value for name, value in times.items() if name.startswith(f"{found}:")), None)
             for found in (few_rows(context, 1), few_rows(context, 5))
         )
+        if one is None or five is None:
+            continue
         yield Figure(
             f"attention on {context:,} tokens, 5 rows",
             five,

@@ -91,7 +91,7 @@ SETTINGS = (
     Setting(
         "dtype", str, "auto", "auto: the checkpoint's", ("auto", "float32", "bfloat16", "float16")
     ),
-    Setting("weights", str, "auto", "fewer bits on a CPU", ("auto", "int8", "int4")),
+    Setting("weights", str, "auto", "weights in fewer bits", ("auto", "int8", "int4")),
     Setting("kv_dtype", str, "auto", "auto: the dtype", ("auto", "float32", "bfloat16", "float16")),
     Setting("block_size", int, 16, "tokens per cache block, a power of two"),
     Setting("threads", int, None, "CPU threads at most; default: the physical cores"),

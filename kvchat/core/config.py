@@ -85,7 +85,8 @@ def format_bytes(num_bytes: int) -> str:
 class ModelConfig:
     """The model, its device and its number formats. `name` is `demo`, a directory or a hub id.
 
-    `weights` int8 or int4 quantises the weights; `auto` keeps the checkpoint's precision.
+    `weights` int8 or int4 quantises the weights; `auto` keeps the checkpoint's precision, but where
+    that does not fit on the GPU, and fewer bits do.
     """
 
     name: str = "demo"

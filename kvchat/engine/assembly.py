@@ -103,7 +103,11 @@ _MAX_DEFAULT_HOST_BYTES = 16 << 30
 # settings must cut a prompt into the same chunks, or low-precision rounding would vary by run.
 _CPU_STEP_MACS = 4e10
 _CPU_STEP_TOKENS = (16, 512)
-_CUDA_STEP_TOKENS = 4096
+# A GPU's steps take about so long at the rate that was measured, because a step that was begun is
+# finished before a stop; powers of two, so that a rate that moves a little changes nothing.
+_CUDA_STEP_S = 0.1
+_CUDA_STEP_TOKENS = (256, 4096)
+_CUDA_UNMEASURED_TOKENS = 1024
 # Larger steps pay no more: 0.4b shape, bfloat16, 1,024 tokens, AMD Zen 3, two cores: 160 tokens/s
 # in steps of 64, 175 in steps of 256, 155 at once.
 _MOST_PREFILL_TOKENS = 256
@@ -172,18 +176,20 @@ def engine_around(
     cache, runner = _cache_and_runner(loaded, kv_pool, cache_config, engine_config)
     connector = new_connector(loaded, cache, cache_config, state_directory)
     memory = rate_memory(loaded, state_directory)
+    rate = PrefillRate(rate_memory(loaded, state_directory))
+    short = step_tokens(loaded.spec, loaded.device, rate.tokens_per_s)
     return Engine(
         runner=runner,
         cache=cache,
         max_context=loaded.max_context,
-        max_step_tokens=engine_config.max_step_tokens or step_tokens(loaded.spec, loaded.device),
+        max_step_tokens=engine_config.max_step_tokens or short,
         max_running=engine_config.max_running,
         vocab_size=loaded.spec.vocab_size,
         connector=connector,
         speculation=speculation,
         offload=new_offload(cache, cache_config, connector, memory),
-        prefill_rate=PrefillRate(rate_memory(loaded, state_directory)),
-        max_prefill_tokens=engine_config.max_step_tokens or prefill_tokens(loaded),
+        prefill_rate=rate,
+        max_prefill_tokens=engine_config.max_step_tokens or prefill_tokens(loaded, short),
     )
 
 
@@ -243,19 +249,27 @@ def host_budget(config: CacheConfig, device: torch.device) -> int:
     return num_bytes if config.host_bytes else min(num_bytes, _MAX_DEFAULT_HOST_BYTES)
 
 
-def step_tokens(spec: ModelSpec, device: torch.device) -> int:
-    """Return the token budget of one step: short steps on a CPU, full ones on a GPU."""
+def step_tokens(spec: ModelSpec, device: torch.device, rate: float | None = None) -> int:
+    """Return the token budget of one step, so that a stop takes about a tenth of a second.
+
+    `rate` is the measured number of prefilled tokens a second, for a GPU; None if there is none.
+    """
     if device.type != "cpu":
-        return _CUDA_STEP_TOKENS
+        fewest, most = _CUDA_STEP_TOKENS
+        tokens = int(rate * _CUDA_STEP_S) if rate is not None else _CUDA_UNMEASURED_TOKENS
+        return min(most, max(fewest, 1 << max(0, tokens.bit_length() - 1)))
     low, high = _CPU_STEP_TOKENS
     affordable = int(_CPU_STEP_MACS / max(1, spec.num_parameters))
     return min(high, max(low, 1 << max(0, affordable.bit_length() - 1)))
 
 
-def prefill_tokens(loaded: LoadedModel) -> int:
-    """Return the token budget of a step that only prefills, and can be abandoned at every layer."""
-    short, spec = step_tokens(loaded.spec, loaded.device), loaded.spec
-    if not spec.layers:
+def prefill_tokens(loaded: LoadedModel, short: int) -> int:
+    """Return the token budget of a step that only prefills, and can be abandoned at every layer.
+
+    `short` is that of other steps. A GPU's layers are queued at once, so there all steps are alike.
+    """
+    spec = loaded.spec
+    if not spec.layers or loaded.device.type != "cpu":
         return short
     affordable = int(_CPU_LAYER_MACS * len(spec.layers) / max(1, spec.num_parameters))
     return max(short, min(_MOST_PREFILL_TOKENS, 1 << max(0, affordable.bit_length() - 1)))
@@ -491,8 +505,9 @@ class _DraftBuild:
         target = self.target
         if not same_vocabulary(target.source, source):
             raise ModelError(f"{source.name} has another vocabulary than {target.source.name}.")
+        config = replace(self.model_config, device=target.device.type)
         loaded = load_trusted(
-            source, self.model_config, target.max_context, self.state_directory, _say_nothing
+            source, config, target.max_context, self.state_directory, _say_nothing
         )
         if loaded.spec.state:
             raise ModelError(f"{source.name} has recurrent state, which cannot follow drafts.")

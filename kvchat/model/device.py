@@ -54,9 +54,12 @@ def set_threads(config: ModelConfig) -> None:
 def free_bytes(device: torch.device) -> int:
     """Return the bytes that can be allocated on `device` without swapping.
 
-    On the CPU: MemAvailable of /proc/meminfo, or what the cgroup's limit leaves if that is less.
+    On the CPU: MemAvailable of /proc/meminfo, or what the cgroup's limit leaves if that is less. On
+    a GPU memory that torch keeps for reuse counts as free: it is handed back first.
     """
     if device.type == "cuda":
+        # Merging the weights of layers leaves hundreds of MiB a layer that torch keeps.
+        torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info(device)
         return int(free)
     available = _meminfo_available()

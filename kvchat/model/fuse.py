@@ -29,7 +29,7 @@ from kvchat.model.fused_parts import (
     most_packed_rows,
 )
 from kvchat.model.hf_adapter import StepContext, binding_of
-from kvchat.model.quantise import SharedInputProducts
+from kvchat.model.quantise import DevicePack, DeviceProducts, SharedInputProducts, pack_of
 from kvchat.model.spec import LayerSpec, ModelSpec
 
 
@@ -177,10 +177,12 @@ class Fusion:
 
 def choose_scheme(module: Any, weights: str = "auto") -> Scheme:
     """Return the scheme for a loaded model's dtype and device; `weights` as in ModelConfig."""
-    if weights != "auto":
-        return Scheme(weights, SharedInputProducts, torch.float32, _NO_LIMIT)
     weight = module.get_input_embeddings().weight
     dtype, device = weight.dtype, weight.device
+    if weights != "auto" and any(isinstance(pack_of(x), DevicePack) for x in module.modules()):
+        return Scheme(weights, DeviceProducts, dtype, _NO_LIMIT)
+    if weights != "auto":
+        return Scheme(weights, SharedInputProducts, torch.float32, _NO_LIMIT)
     num_bytes = 2 * sum(parameter.numel() for parameter in module.parameters())
     if (
         device.type == "cpu"
@@ -202,6 +204,7 @@ class Fusing:
 
     def __init__(self, module: Any, spec: ModelSpec, context: StepContext, scheme: Scheme) -> None:
         self.weights = scheme.weights
+        self._is_packed_on_gpu = scheme.make is DeviceProducts
         self._fuser = _Fuser(module, spec, context, scheme)
         self._max_rows = scheme.max_rows
         self._threads: list[Thread] = []
@@ -234,8 +237,9 @@ class Fusing:
 
     @property
     def can_abandon(self) -> bool:
-        """Whether there is something to abandon, and weights of their own to go back to."""
-        return self.weights in (_OWN, _HALF) and not self._fuser.is_off
+        """Whether there is something to abandon, and products of the modules' own to go back to."""
+        has_own = self.weights in (_OWN, _HALF) or self._is_packed_on_gpu
+        return has_own and not self._fuser.is_off
 
     def abandon(self) -> None:
         """Let every module run its own code again, where the parts together do not do as it does.
@@ -245,7 +249,8 @@ class Fusing:
         assert self.can_abandon
         self.wait()
         self._fuser.abandon()
-        self.weights = _OWN
+        if self.weights == _HALF:
+            self.weights = _OWN
 
     @property
     def whole(self) -> WholeModel | None:

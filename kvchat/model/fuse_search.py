@@ -58,7 +58,8 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, LayerBinding], torc
 class Comparison:
     """One random input, the same for every comparison, in `dtype`; its values are those that
     `rounded_to` has, where that is less precise. `noise` is how far two right results may be apart
-    for reasons other than the dtype, as a share of either.
+    for reasons other than the dtype, as a share of either. With `has_halves` attention is given
+    each angle once, and not twice in a row.
     """
 
     def __init__(
@@ -67,12 +68,14 @@ class Comparison:
         device: torch.device,
         rounded_to: torch.dtype | None = None,
         noise: float = 0.0,
+        has_halves: bool = False,
     ) -> None:
         self._generator = torch.Generator()
         self._dtype = dtype
         self._device = device
         self._rounded_to = rounded_to or dtype
         self._tolerance = max(_TOLERANCE[dtype], noise)
+        self._has_halves = has_halves
 
     def agree(self, own: torch.Tensor, fused: torch.Tensor) -> bool:
         """Tell whether the replacement's output is the module's, within the dtype's tolerance."""
@@ -122,7 +125,7 @@ class Comparison:
         Attention that has learnt to look at one token is all or nothing: what low precision makes
         of it on random input may be far from what anything else makes of it, and still right.
         """
-        exact = Comparison(torch.float32, self._device, self._dtype)
+        exact = Comparison(torch.float32, self._device, self._dtype, has_halves=self._has_halves)
         twin = deepcopy(own).float()
         inner = next(
             b for a, b in zip(own.modules(), twin.modules(), strict=True) if a is attention
@@ -189,11 +192,15 @@ class Comparison:
             unbind(attention)
 
     def _angles(self, key_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cos and sin of random angles, [1, num_rows, key_dim], equal in both halves."""
+        """Return cos and sin of random angles, [1, num_rows, key_dim], equal in both halves; one
+        half alone with `has_halves`.
+        """
         generator = torch.Generator().manual_seed(_SEED + 1)
         angles = torch.rand(1, _NUM_ROWS, key_dim // 2, generator=generator) * 6.3
-        both = torch.cat((angles, angles), dim=-1).to(self._device)
-        return self._as_input(both.cos()), self._as_input(both.sin())
+        if not self._has_halves:
+            angles = torch.cat((angles, angles), dim=-1)
+        angles = angles.to(self._device)
+        return self._as_input(angles.cos()), self._as_input(angles.sin())
 
     def _random(self, *shape: int) -> torch.Tensor:
         values = torch.randn(*shape, generator=self._generator)
@@ -261,7 +268,9 @@ class LayerSearch:
         self._compute_dtype = compute_dtype
         weight = next(module.parameters())
         noise = PACKED_NOISE if make is SharedInputProducts else 0.0
-        self._comparison = Comparison(weight.dtype, weight.device, noise=noise)
+        place = weight.dtype, weight.device
+        self._comparison = Comparison(*place, noise=noise)
+        self._halved = Comparison(*place, noise=noise, has_halves=True)
 
     def run(self) -> FoundParts:
         """Try the layer as a whole, and its parts one by one only where that fails.
@@ -334,7 +343,12 @@ class LayerSearch:
     def _attention_candidates(self) -> Iterator[FusedAttention]:
         layer, module = self._layer, self._attention
         linears = attention_linears(module)
-        if linears is None or layer.has_softcap or layer.has_sinks or not layer.stores_kv:
+        softcap = getattr(module, "attn_logit_softcapping", None) if layer.has_softcap else None
+        sinks = getattr(module, "sinks", None) if layer.has_sinks else None
+        is_known = (softcap is not None) == layer.has_softcap and (
+            (sinks is not None) == layer.has_sinks
+        )
+        if linears is None or not is_known or not layer.stores_kv:
             return
         norm = None
         if hasattr(module, "q_norm") or hasattr(module, "k_norm"):
@@ -343,9 +357,18 @@ class LayerSearch:
                 return
         qkv, out = linears
         products = self._make(qkv), self._make(out)
-        candidate = FusedAttention(*products, layer, float(module.scaling), norm, rotates=True)
+        candidate = FusedAttention(
+            *products,
+            layer,
+            float(module.scaling),
+            norm,
+            rotates=True,
+            softcap=None if softcap is None else float(softcap),
+            sinks=None if sinks is None else sinks.detach(),
+        )
         yield candidate
         yield replace(candidate, rotates=False)
+        yield replace(candidate, has_halves=True)
 
     def _head_norm(self) -> RmsNorm | None:
         layer, module = self._layer, self._attention
@@ -363,7 +386,9 @@ class LayerSearch:
     def _agrees(self, own: nn.Module, fused: FusedLayer | FusedAttention) -> bool:
         width = self._attention.q_proj.in_features
         asked = self._layer, self._attention, own, self._cast(fused), width
-        return self._comparison.same_attention(*asked) or self._comparison.is_as_exact(*asked)
+        attention = fused if isinstance(fused, FusedAttention) else fused.attention
+        comparison = self._halved if attention.has_halves else self._comparison
+        return comparison.same_attention(*asked) or comparison.is_as_exact(*asked)
 
     def _cast(self, fused: FusedLayer | FusedAttention) -> Attend:
         def run(
@@ -406,4 +431,5 @@ def find_norm(
 def _name(attention: FusedAttention | None) -> str:
     if attention is None:
         return ""
-    return f"attention, norm {attention.norm is not None}, rotates {attention.rotates}"
+    facts = attention.norm is not None, attention.rotates, attention.has_halves
+    return "attention, norm {}, rotates {}, halves {}".format(*facts)

@@ -130,7 +130,7 @@ def form_of(layer: LayerParts) -> tuple[object, ...] | None:
     products = attention.qkv, attention.out, mlp.gate_up, mlp.down
     kinds = tuple(_kind(product) for product in products)
     activation = _ACTIVATIONS.get(type(mlp.act).__name__)
-    if None in kinds or activation is None:
+    if None in kinds or activation is None or not attention.is_plain:
         return None
     own = attention.layer
     shape = own.num_heads, own.num_kv_heads, own.key_dim, own.value_dim, mlp.width

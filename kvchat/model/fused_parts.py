@@ -422,6 +422,8 @@ class FusedAttention:
     scale     what scores are multiplied with
     norm      normalises the heads of Q and K, one weight a head; None where there is none
     rotates   false for layers without position encoding
+    softcap, sinks   as of `paged_attention`
+    has_halves       the angles come once each, as gpt-oss has them, and not twice in a row
     """
 
     qkv: Product
@@ -430,6 +432,14 @@ class FusedAttention:
     scale: float
     norm: RmsNorm | None
     rotates: bool
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
+    has_halves: bool = False
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the attention is one that scripts know."""
+        return self.softcap is None and self.sinks is None and not self.has_halves
 
     def __call__(
         self,
@@ -440,14 +450,18 @@ class FusedAttention:
     ) -> torch.Tensor:
         """Attend x, [num_tokens, hidden_size], after writing its KV to the running step's slots.
 
-        cos, sin   [1, num_tokens, key_dim], as transformers hands them to its layers
+        cos, sin   [1, num_tokens, key_dim], as transformers hands them to its layers; half of that
+                   if the layer `has_halves`
         """
         batch = binding.context.batch
         assert batch is not None, "attention outside of a step"
         qkv = self.qkv(x)
         if takes_kernels(x) and self.rotates:
-            query = self._write_at_once(qkv, Rotation(*_halves(cos, sin)), binding, batch)
+            halves = (cos[0], sin[0]) if self.has_halves else _halves(cos, sin)
+            query = self._write_at_once(qkv, Rotation(*halves), binding, batch)
         else:
+            if self.has_halves:
+                cos, sin = (torch.cat((angles, angles), dim=-1) for angles in (cos, sin))
             query = self._write(qkv, cos, sin, binding, batch)
         return self.out(self._attended(query, binding, batch).flatten(1).to(x.dtype))
 
@@ -480,6 +494,8 @@ class FusedAttention:
             batch.sequences,
             span=binding.layer.span,
             scale=self.scale,
+            softcap=self.softcap if binding.layer.has_softcap else None,
+            sinks=self.sinks if binding.layer.has_sinks else None,
         )
 
     def _write(

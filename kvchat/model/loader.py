@@ -8,7 +8,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +48,15 @@ from kvchat.model.probe import (
     probe_loaded,
     register_probe,
 )
-from kvchat.model.quantise import is_packed, quantise, use_packed
+from kvchat.model.quantise import (
+    is_packed,
+    quantise,
+    use_packed,
+    use_packed_on_gpu,
+    weight_bytes,
+)
 from kvchat.model.source import ModelSource
-from kvchat.model.spec import ModelSpec
+from kvchat.model.spec import ModelSpec, slow_attention
 
 Progress = Callable[[LoadProgress], None]
 
@@ -58,6 +64,9 @@ _log = logging.getLogger(__name__)
 
 # Load one model at a time: transformers changes torch's process-wide default dtype meanwhile.
 _LOADING = threading.Lock()
+# What KV, activations and torch's own contexts need of a GPU's memory at the least.
+_LEAST_BESIDE_WEIGHTS = 512 << 20
+_SHARE_BESIDE_WEIGHTS = 0.1
 # The form of weights that stay in a file's blocks; part of the identity of KV.
 _IN_BLOCKS = "blocks"
 
@@ -151,14 +160,39 @@ def inspect_model(source: ModelSource) -> tuple[Any, ModelSpec | None]:
         return config, None
 
 
+class _NoRoom(ModelError):
+    """The weights do not fit in a GPU's memory."""
+
+
 def load_model(
     source: ModelSource, config: ModelConfig, max_context: int | None, progress: Progress
 ) -> LoadedModel:
     """Load a checkpoint. `max_context` (tokens) can only lower the model's own limit.
 
-    Raises ModelUnsupported if the architecture cannot be paged, before any weight is read, and
-    ModelError if files are missing or damaged, or memory is too small.
+    Where the device is not given and the weights do not fit on the GPU, the model is loaded on the
+    CPU, and a note says so. With `weights` auto a GPU gets the most bits that fit. Raises
+    ModelUnsupported if the architecture cannot be paged, before any weight is read, and ModelError
+    if files are missing or damaged, or memory is too small.
     """
+    try:
+        return _load(source, config, max_context, progress)
+    except _NoRoom as error:
+        if config.device != "auto":
+            raise
+        note = f"{error.message} The model runs on the CPU."
+    except torch.OutOfMemoryError as error:  # another process took some meanwhile
+        message = f"The GPU's memory ran out while {source.name} was loaded."
+        if config.device != "auto":
+            raise ModelError(message, "Use a smaller model or --device cpu.") from error
+        note = f"{message} The model runs on the CPU."
+    # Here the error is gone, and with it what it held of the weights on the GPU.
+    loaded = _load(source, replace(config, device="cpu"), max_context, progress)
+    return replace(loaded, notes=(*loaded.notes, note))
+
+
+def _load(
+    source: ModelSource, config: ModelConfig, max_context: int | None, progress: Progress
+) -> LoadedModel:
     start_s = time.perf_counter()
     progress(LoadProgress("reading the model's configuration"))
     set_threads(config)
@@ -167,9 +201,14 @@ def load_model(
     with _LOADING:
         marks = source.marks()
         hf_config, spec = inspect_model(source)
-        keeps_blocks = device.type == "cpu" and _keeps_blocks(source, config, spec)
+        keeps_blocks = _keeps_blocks(source, config, spec)
         module, notes = _read_weights(
-            source, hf_config, dtype_of(config.dtype), spec, progress, keeps_blocks
+            source,
+            hf_config,
+            dtype_of(config.dtype),
+            spec,
+            progress,
+            device if keeps_blocks else None,
         )
         if spec is None:
             spec = probe_loaded(module)
@@ -180,18 +219,24 @@ def load_model(
         merge(module, source.adapter)
     limit = min(spec.max_context, max_context or spec.max_context)
     frozen_rope = freeze_rope(module, limit)
-    _move(module, device, progress)
     runs_fused = spec.gathered is None and not spec.state
+    weights = config.weights
+    if device.type != "cpu":
+        weights, choice = _weights_on_gpu(module, spec, config, device, source.name)
+        notes += choice
     if not runs_fused:
         notes += _own_weights_only(config)
-    elif config.weights != "auto":
-        notes += quantise(module, spec, config.weights, _telling(progress))
+    elif weights != "auto":
+        # Before the move: what is packed goes to a GPU tensor by tensor, and packed.
+        notes += quantise(module, spec, weights, device, _telling(progress))
     else:
         take_few_shapes(module)
+    _move(module, device, source.name, progress)
+    notes += slow_attention(spec, device, module.dtype)
     step = StepContext()
     fusing = None
     if runs_fused:  # fused layers know paged attention only
-        weights = _IN_BLOCKS if is_packed(module) and config.weights == "auto" else config.weights
+        weights = _IN_BLOCKS if is_packed(module) and weights == "auto" else weights
         fusing = Fusing(module, spec, step, choose_scheme(module, weights))
     identity = sample_digest(source)
     if source.marks() != marks:
@@ -247,16 +292,19 @@ def _read_weights(
     dtype: torch.dtype | None,
     spec: ModelSpec | None,
     progress: Progress,
-    keeps_blocks: bool,
+    blocks_on: torch.device | None,
 ) -> tuple[Any, tuple[str, ...]]:
-    """Read the weights into a module; `spec` is None if the module is to be probed."""
+    """Read the weights into a module on the CPU; `spec` is None if the module is to be probed.
+
+    Weights that stay in a file's blocks go to the device `blocks_on`; None unpacks all.
+    """
     register_attention()
     register_probe()
     implementation = _attention_name(hf_config, spec)
     try:
         # With tensors and no directory, transformers opens no files: no pickles that an index
         # names, no adapters and no other checkpoints beside the weights.
-        found = read_tensors(source, hf_config, dtype, progress, keeps_blocks)
+        found = read_tensors(source, hf_config, dtype, progress, blocks_on is not None)
         model_class, class_config = class_and_config(hf_config)
         module, report = model_class.from_pretrained(
             None,
@@ -285,7 +333,11 @@ def _read_weights(
         ) from error
     _refuse_gaps(source, report)
     for name, weights in found.blocks.items():
-        use_packed(module.get_submodule(name.removesuffix(".weight")), weights)
+        layer = module.get_submodule(name.removesuffix(".weight"))
+        if blocks_on is None or blocks_on.type == "cpu":
+            use_packed(layer, weights)
+        else:
+            use_packed_on_gpu(layer, weights.to(blocks_on))
     return module.eval().requires_grad_(False), _leftovers(source, hf_config, report)
 
 
@@ -325,22 +377,51 @@ def _leftovers(source: ModelSource, hf_config: Any, report: dict[str, Any]) -> t
     )
 
 
-def _move(module: Any, device: torch.device, progress: Progress) -> None:
+def _weights_on_gpu(
+    module: Any, spec: ModelSpec, config: ModelConfig, device: torch.device, name: str
+) -> tuple[str, tuple[str, ...]]:
+    """Return the format of the weights on a GPU, and a note if that is a choice of fewer bits.
+
+    With `auto` the checkpoint's own if they fit, or else 8 or 4 bits. What is in a file's blocks is
+    on the GPU already. Raises _NoRoom if nothing fits.
+    """
+    needed, free = weight_bytes(module, spec), free_bytes(device)
+    room = free - max(_LEAST_BESIDE_WEIGHTS, int(free * _SHARE_BESIDE_WEIGHTS))
+    can_pack = spec.gathered is None and not spec.state and not is_packed(module)
+    if config.weights != "auto" and can_pack:
+        wanted: tuple[str, ...] = (config.weights,)
+    else:
+        wanted = ("auto", "int8", "int4") if can_pack else ("auto",)
+    chosen = next((weights for weights in wanted if needed.of(weights) <= room), None)
+    if chosen is None:
+        raise _no_room(name, needed.of(wanted[-1]), free, wanted[-1])
+    if chosen == config.weights or not can_pack:
+        return chosen, ()
+    return chosen, (
+        f"The weights of {name} take {needed.own >> 20:,} MiB, and {free >> 20:,} MiB of the GPU's "
+        f"memory are free: they are rounded to {chosen}, {needed.of(chosen) >> 20:,} MiB.",
+    )
+
+
+def _move(module: Any, device: torch.device, name: str, progress: Progress) -> None:
     """Move the weights one tensor at a time, to report progress. Tied weights stay tied."""
     if device.type != "cpu":
         tensors = [*module.parameters(), *module.buffers()]
-        total = sum(tensor.nbytes for tensor in tensors)
-        if total > free_bytes(device):
-            raise ModelError(
-                f"The weights take {total >> 20} MiB, more than the device has free.",
-                "Use a smaller model or --device cpu.",
-            )
-        done = 0
+        total, done = sum(tensor.nbytes for tensor in tensors), 0
         for tensor in tensors:
             tensor.data = tensor.data.to(device)
             done += tensor.nbytes
             progress(LoadProgress("loading weights", done / total))
     progress(LoadProgress("loading weights", 1.0))
+
+
+def _no_room(name: str, needed: int, free: int, weights: str) -> _NoRoom:
+    bits = "" if weights == "auto" else f" in {weights}"
+    return _NoRoom(
+        f"The weights of {name} take {needed >> 20:,} MiB{bits}, and {free >> 20:,} MiB of the "
+        "GPU's memory are free.",
+        "Use a smaller model or --device cpu.",
+    )
 
 
 def _keep_quiet() -> None:

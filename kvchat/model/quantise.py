@@ -1,10 +1,12 @@
-"""Quantises weights to 8 or 4 bits for models on a CPU; activations have 16 bits.
+"""Quantises weights to 8 or 4 bits; activations have 16 bits on a CPU, the model's dtype on a GPU.
 
-Replaces the forward of linear layers and frees their own weights. `kvchat_kernels.linear` has the
-layout and the products.
+Replaces the forward of linear layers and frees their own weights, one tensor after another: on a
+GPU the model is never there in 16 bits. `kvchat_kernels.linear` has the layout and the products.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -14,7 +16,8 @@ from transformers.pytorch_utils import Conv1D
 
 from kvchat.core.errors import ModelError
 from kvchat.model.spec import ModelSpec
-from kvchat_kernels.linear.blocks import COLUMNS, BlockWeights, quantised
+from kvchat_kernels.linear.block_linear import block_linear
+from kvchat_kernels.linear.blocks import COLUMNS, BlockWeights, joined, quantised, quantised_on
 from kvchat_kernels.linear.cpu import BlockProduct, rows_of
 
 _PACK = "_kvchat_pack"
@@ -26,12 +29,12 @@ _KEPT_SHARE_TOLD = 0.1
 
 
 class SharedInputProducts:
-    """The products of several packed layers with one input, side by side, in float32."""
+    """The products of several packed layers with one input on a CPU, side by side, in float32."""
 
     def __init__(self, layers: Sequence[Any]) -> None:
         """Raises ValueError for layers that are not packed or have inputs of unequal lengths."""
         packs = [pack_of(layer) for layer in layers]
-        self._products = [pack for pack in packs if pack is not None]
+        self._products = [pack for pack in packs if isinstance(pack, BlockProduct)]
         if len(self._products) < len(packs) or len({p.weights.num_in for p in self._products}) > 1:
             raise ValueError("layers that are not packed alike")
         self._num_in = self._products[0].weights.num_in
@@ -55,9 +58,80 @@ class SharedInputProducts:
         return out.view(*x.shape[:-1], self._num_out)
 
 
-def pack_of(layer: nn.Module) -> BlockProduct | None:
-    """Return the product with a layer's packed weight, None if it has none."""
-    pack: BlockProduct | None = layer.__dict__.get(_PACK)
+class DevicePack:
+    """A layer's packed weights on a GPU; they may become rows of a `merged` matrix."""
+
+    def __init__(self, weights: BlockWeights) -> None:
+        self.weights = weights
+        self.merged: BlockWeights | None = None
+
+    def __deepcopy__(self, memo: object) -> "DevicePack":
+        return self  # what it stands for never changes
+
+
+class DeviceProducts:
+    """The products of several packed layers with one input on a GPU, in the input's dtype.
+
+    Neighbours in one layout are merged: their own weights become rows of the merged ones, so that
+    nothing is held twice.
+    """
+
+    def __init__(self, layers: Sequence[Any]) -> None:
+        """Raises ValueError for layers that are not packed or have inputs of unequal lengths."""
+        packs = [pack_of(layer) for layer in layers]
+        ours = [pack for pack in packs if isinstance(pack, DevicePack)]
+        if len(ours) < len(packs) or len({pack.weights.num_in for pack in ours}) > 1:
+            raise ValueError("layers that are not packed alike")
+        pairs = list(zip(layers, ours, strict=True))
+        self._products = [
+            _merged(list(group)) for _, group in groupby(pairs, lambda pair: pair[1].weights.layout)
+        ]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x [..., in_features] times the layers' weights, plus their biases."""
+        outputs = [_multiply(x, weights, bias) for weights, bias in self._products]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
+
+
+def _merged(pairs: list[tuple[Any, DevicePack]]) -> tuple[BlockWeights, torch.Tensor | None]:
+    """Return the weights and biases of layers in one; each layer's own become rows of these."""
+    packs = [pack for _, pack in pairs]
+    bias = _joined_bias([layer for layer, _ in pairs], [pack.weights.num_out for pack in packs])
+    known = packs[0].merged
+    num_out = sum(pack.weights.num_out for pack in packs)
+    if known is not None and known.num_out == num_out and all(p.merged is known for p in packs):
+        return known, bias  # from an earlier product of the same layers
+    weights = joined([pack.weights for pack in packs])
+    start = 0
+    for pack in packs:
+        end = start + pack.weights.num_out
+        pack.weights, pack.merged = weights.rows(start, end), weights
+        start = end
+    return weights, bias
+
+
+def _multiply(x: torch.Tensor, weights: BlockWeights, bias: torch.Tensor | None) -> torch.Tensor:
+    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    if bias is not None:  # a layer may be tried in float32
+        bias = bias.to(x.dtype)
+    return block_linear(rows, weights, bias).view(*x.shape[:-1], weights.num_out)
+
+
+def _joined_bias(layers: Sequence[Any], widths: Sequence[int]) -> torch.Tensor | None:
+    """Return the layers' biases in one tensor, zeros where only some layers have one."""
+    if all(layer.bias is None for layer in layers):
+        return None
+    some = next(layer.bias for layer in layers if layer.bias is not None)
+    parts = [
+        some.new_zeros(width) if layer.bias is None else layer.bias.detach()
+        for layer, width in zip(layers, widths, strict=True)
+    ]
+    return torch.cat(parts)
+
+
+def pack_of(layer: nn.Module) -> BlockProduct | DevicePack | None:
+    """Return what holds a layer's packed weight, None if it has none."""
+    pack: BlockProduct | DevicePack | None = layer.__dict__.get(_PACK)
     return pack
 
 
@@ -67,16 +141,18 @@ def is_packed(module: nn.Module) -> bool:
 
 
 def quantise(
-    module: Any, spec: ModelSpec, weights: str, tick: Callable[[float], None]
+    module: Any,
+    spec: ModelSpec,
+    weights: str,
+    device: torch.device,
+    tick: Callable[[float], None],
 ) -> tuple[str, ...]:
     """Pack the linear layers of a model's decoder layers and its head, and free their weights.
 
-    `weights` is int8 or int4. With int4 the head, whose errors nothing evens out, has 8 bits.
-    Returns notes for the user on what is not packed. Raises ModelError where the device or the
-    model has nothing to pack.
+    `weights` is int8 or int4. With int4 the head, whose errors nothing evens out, has 8 bits. The
+    packed weights are made on `device`; the module is on the CPU. Returns notes for the user on
+    what is not packed. Raises ModelError where the model has nothing to pack.
     """
-    if module.device.type != "cpu":
-        raise ModelError(f"--weights {weights} works on a CPU only.", "Leave it out.")
     head = module.get_output_embeddings()
     layers = list(_linear_layers(module, spec))
     if not layers:
@@ -86,9 +162,43 @@ def quantise(
         )
     num_packed = sum(layer.weight.numel() for layer in layers)
     for index, layer in enumerate(layers):
-        _replace(layer, 8 if weights == "int8" or layer is head else 4)
+        _replace(layer, 8 if weights == "int8" or layer is head else 4, device)
         tick((index + 1) / len(layers))
     return _note_on_kept(module, num_packed)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightBytes:
+    """The bytes of a model's weights by their format."""
+
+    own: int
+    int8: int
+    int4: int
+
+    def of(self, weights: str) -> int:
+        return {"auto": self.own, "int8": self.int8, "int4": self.int4}[weights]
+
+
+def weight_bytes(module: Any, spec: ModelSpec) -> WeightBytes:
+    """Return what a model's weights take: as they are, and with its linear layers packed.
+
+    Layers that are packed already do not count.
+    """
+    layers = [layer for layer in _linear_layers(module, spec) if pack_of(layer) is None]
+    head = module.get_output_embeddings()
+    tables = {id(part.weight) for part in module.modules() if isinstance(part, nn.Embedding)}
+    own = sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
+    freed = sum(layer.weight.nbytes for layer in layers if id(layer.weight) not in tables)
+    in_8 = sum(_packed_bytes(layer, 8) for layer in layers)
+    in_4 = sum(_packed_bytes(layer, 8 if layer is head else 4) for layer in layers)
+    return WeightBytes(own, own - freed + in_8, own - freed + in_4)
+
+
+def _packed_bytes(layer: Any, bits: int) -> int:
+    num_out, num_in = _weight_of(layer).shape
+    num_blocks = num_out * -(-num_in // COLUMNS)
+    # A scale of 2 bytes a block, and a minimum in 4 bits.
+    return num_blocks * (COLUMNS * bits // 8 + (2 if bits == 8 else 4))
 
 
 def _note_on_kept(module: Any, num_packed: int) -> tuple[str, ...]:
@@ -122,21 +232,39 @@ def _weight_of(layer: Any) -> torch.Tensor:
 
 
 @torch.inference_mode()
-def _replace(layer: Any, bits: int) -> None:
+def _replace(layer: Any, bits: int, device: torch.device) -> None:
     weight = _weight_of(layer)
     padded = pad(weight, [0, -weight.shape[1] % COLUMNS])
-    use_packed(layer, quantised(padded, bits))
+    if device.type == "cpu":
+        use_packed(layer, quantised(padded, bits))
+    else:
+        use_packed_on_gpu(layer, quantised_on(padded, bits, device))
+
+
+def use_packed_on_gpu(layer: Any, weights: BlockWeights) -> None:
+    """Let a layer multiply with block weights on a GPU instead of its own, which are freed."""
+    pack = DevicePack(weights)
+    _take(layer, pack)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return _multiply(x, pack.weights, layer.bias)
+
+    layer.__dict__["forward"] = forward
+
+
+def _take(layer: Any, pack: BlockProduct | DevicePack) -> None:
+    dtype = layer.weight.dtype
+    layer.__dict__[_PACK] = pack
+    # A new parameter, for the old one may be an embedding's too.
+    layer.weight = nn.Parameter(torch.empty(0, dtype=dtype), requires_grad=False)
 
 
 def use_packed(layer: Any, weights: BlockWeights) -> None:
-    """Let a layer multiply with block weights instead of its own, which are freed.
+    """Let a layer multiply with block weights on a CPU instead of its own, which are freed.
 
     Columns beyond the layer's are zeros.
     """
-    dtype = layer.weight.dtype
-    layer.__dict__[_PACK] = BlockProduct(weights)
-    # A new parameter, for the old one may be an embedding's too.
-    layer.weight = nn.Parameter(torch.empty(0, dtype=dtype), requires_grad=False)
+    _take(layer, BlockProduct(weights))
     product = SharedInputProducts([layer])
 
     def forward(x: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,12 @@ from dataclasses import dataclass
 
 import torch
 
-from kvchat_kernels.paged_attention import AttentionSpan, Implementation, implementation_for
+from kvchat_kernels.paged_attention import (
+    AttentionSpan,
+    Implementation,
+    LayerShape,
+    implementation_for,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +37,10 @@ class LayerSpec:
     has_sinks: bool
     pool_index: int
     stores_kv: bool
+
+    def shape(self, dtype: torch.dtype) -> LayerShape:
+        """Return the sizes that decide what computes the layer's attention."""
+        return LayerShape(self.num_heads, self.num_kv_heads, self.key_dim, self.value_dim, dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,13 +119,27 @@ def attention_in_words(
     """Return one phrase: `Triton kernels`, or how many layers run on what, and why."""
     if spec.gathered is not None:
         return f"transformers' own, over KV copied out of the pages: it {spec.gathered.reason}"
-    counts = Counter(choose(device, layer.key_dim, layer.value_dim, dtype) for layer in spec.layers)
+    counts = Counter(choose(device, layer.shape(dtype)) for layer in spec.layers)
     if len(counts) == 1:
         return _in_words(next(iter(counts)))
     return "; ".join(
         f"{number} layer{'s' if number > 1 else ''}: {_in_words(chosen)}"
         for chosen, number in counts.items()
     )
+
+
+def slow_attention(
+    spec: ModelSpec,
+    device: torch.device,
+    dtype: torch.dtype,
+    choose: Callable[..., Implementation] = implementation_for,
+) -> tuple[str, ...]:
+    """Return a note for the user if a GPU runs some layers without kernels; () otherwise."""
+    if device.type == "cpu" or spec.gathered is not None:
+        return ()
+    chosen = [choose(device, layer.shape(dtype)) for layer in spec.layers]
+    refusals = dict.fromkeys(x.refusal for x in chosen if x.refusal is not None)
+    return tuple(f"Attention runs in plain torch, which is slow: {why}." for why in refusals)
 
 
 def _in_words(chosen: Implementation) -> str:

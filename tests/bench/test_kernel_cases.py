@@ -1,6 +1,7 @@
 """What `bench kernels` measures is right on a small shape, and refused where there is no GPU."""
 
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from importlib.machinery import ModuleSpec
 from itertools import pairwise
@@ -18,7 +19,7 @@ from kvchat.bench.kernel_cases import (
     few_rows,
     kernel_cases,
 )
-from kvchat.bench.kernels import Ceilings, case_figures, run, verifying_figures
+from kvchat.bench.kernels import Ceilings, case_figures, group_figures, run, verifying_figures
 from kvchat.bench.measure import Bandwidth, Sample
 from kvchat.bench.report import Figure
 from kvchat.bench.scenarios import NAMES, scenario
@@ -138,6 +139,34 @@ def test_a_peer_that_fails_or_computes_something_else_costs_a_note(cases: list[K
         f"{case.name}: One failed, RuntimeError",
         f"{case.name}: Other computes another result",
     ]
+
+
+def test_a_wrong_case_costs_its_own_figures_and_no_others(cases: list[KernelCase]) -> None:
+    """One wrong kernel once left a whole run on a borrowed GPU without a figure."""
+
+    def boom(index: int) -> torch.Tensor:
+        raise RuntimeError("out of resource\nand a stack")
+
+    right = replace(cases[0], peers=())
+    wrong = replace(right, name="wrong", run=lambda i: cases[0].run(i) * 1.1)
+    failing = replace(right, name="failing", run=boom)
+
+    def group() -> Iterator[KernelCase]:
+        yield from (wrong, failing, right)
+        raise MemoryError
+
+    figures, notes = group_figures("group", group(), CEILINGS, lambda calls: Sample((1e-6,)))
+
+    assert [figure.name.partition(":")[0] for figure in figures] == [right.name]
+    assert notes == [
+        "wrong: no figures, the result differs from plain torch's",
+        "failing: no figures, RuntimeError: out of resource",
+        "group: the rest is not measured, MemoryError",
+    ]
+
+
+def test_verifying_without_a_decode_beside_it_has_no_figure() -> None:
+    assert list(verifying_figures([Figure(f"{few_rows(1024, 1)}: 1 MB", 8, "us")], [1024])) == []
 
 
 def test_verifying_is_read_against_decoding() -> None:

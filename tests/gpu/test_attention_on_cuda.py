@@ -32,6 +32,7 @@ LAYERS = {
     "Gemma 2": AttentionCase(8, 4, 256, 256, softcap=50.0),
     "DeepSeek": AttentionCase(16, 16, 192, 128),
     "Phi": AttentionCase(32, 32, 96, 96),
+    "Gemma 4": AttentionCase(8, 1, 512, 512),
     "one KV head": AttentionCase(32, 1, 80, 80),
 }
 

@@ -16,6 +16,13 @@ from kvchat_kernels.block_copy import PoolTensors, copy_blocks, gather_blocks, s
 from kvchat_kernels.kv_write import kv_write
 from kvchat_kernels.rms_norm import rms_norm
 from kvchat_kernels.sampler import SamplerRows, sample_tokens
+from support.block_linear_checks import (
+    KINDS,
+    Kind,
+    check_block_linear,
+    check_many_rows_by_tiles,
+    check_rows_beside_others,
+)
 from support.kv_kernel_checks import (
     KvCase,
     check_block_copies,
@@ -105,6 +112,24 @@ def test_skinny_products(
     sizes: tuple[int, int], num_rows: int, dtype: torch.dtype, has_bias: bool
 ) -> None:
     check_skinny_linear((num_rows, *sizes), dtype, has_bias, DEVICE)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("num_rows", [1, 2, 5, 16])
+@pytest.mark.parametrize("sizes", [(90, 37), (896, 1152), (4096, 6144)], ids=str)
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_products_with_weights_in_blocks(
+    kind: Kind, sizes: tuple[int, int], num_rows: int, dtype: torch.dtype
+) -> None:
+    check_block_linear(kind, (num_rows, *sizes), dtype, True, DEVICE)
+
+
+def test_many_rows_multiply_with_unpacked_tiles() -> None:
+    check_many_rows_by_tiles("triton", DEVICE)
+
+
+def test_a_row_of_a_block_product_does_not_depend_on_the_rows_beside_it() -> None:
+    check_rows_beside_others(DEVICE)
 
 
 def test_rows_may_lie_in_any_order() -> None:

@@ -12,6 +12,7 @@ from interpreter import Interpreter
 import kvchat_kernels.paged_attention as paged_attention_package
 from kvchat.model.self_test import compare_with_own
 from kvchat_kernels.paged_attention import Implementation
+from support.gpu_packs import load_packed_as_on_gpu
 from support.specimens import make_specimen
 
 
@@ -31,6 +32,20 @@ def similarity_on_kernels(name: str, directory: Path) -> tuple[float, int]:
         paged_attention_package.implementation_for = as_chosen
 
 
+def packed_on_kernels(directory: Path, weights: str) -> tuple[float, int]:
+    """Return the similarity of paged and own logits, and how many products kernels computed."""
+    calls: list[int] = []
+
+    def take_kernels(device: object, impl: str) -> bool:
+        calls.append(1)
+        return True
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kvchat_kernels.linear.block_linear.uses_triton", take_kernels)
+        loaded = load_packed_as_on_gpu(directory, "llama", weights, patch)
+        return compare_with_own(loaded), len(calls)
+
+
 LONG = [pytest.param(name, marks=pytest.mark.soak) for name in ("llama", "gemma2, softcap")]
 
 
@@ -42,3 +57,13 @@ def test_logits_are_those_of_the_models_own_attention(
 
     assert similarity > 0.9999
     assert calls >= 2 * 7, "some layer's attention ran otherwise"
+
+
+@pytest.mark.parametrize("weights", ["int4", pytest.param("int8", marks=pytest.mark.soak)])
+def test_a_packed_model_runs_on_the_kernels_of_its_products(
+    weights: str, interpreter: Interpreter, tmp_path: Path
+) -> None:
+    similarity, calls = interpreter(packed_on_kernels, tmp_path, weights)
+
+    assert similarity > 0.9999
+    assert calls > 50

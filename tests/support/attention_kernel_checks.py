@@ -10,8 +10,13 @@ from itertools import pairwise
 import torch
 
 from kvchat_kernels.paged_attention import DeviceSequences, PagedSequences
-from kvchat_kernels.paged_attention.tiles import Tile
-from kvchat_kernels.paged_attention.triton_gpu import AttentionCall, plan_launches, split_launches
+from kvchat_kernels.paged_attention.tiles import Card, Tile
+from kvchat_kernels.paged_attention.triton_gpu import (
+    AttentionCall,
+    card_of,
+    plan_launches,
+    split_launches,
+)
 from support.attention_checks import assert_exact, attend, by_formula, span_of
 from support.paged_fixture import PagedProblem, paged_problem
 from support.plain_attention import AttentionCase
@@ -59,14 +64,14 @@ def attention_call(problem: PagedProblem, case: AttentionCase) -> AttentionCall:
 def captured(call: AttentionCall) -> Callable[[], None]:
     """Plan a step now; return what runs it. On a GPU that is the replay of a captured graph."""
     if call.query.device.type == "cpu":
-        launches = list(plan_launches(call, 4))
+        launches = list(plan_launches(call, card_of(call.query.device)))
         return lambda: [launch.run() for launch in launches] and None
-    for launch in plan_launches(call, 132):
+    for launch in plan_launches(call, card_of(call.query.device)):
         launch.run()  # compiles
     call.out.fill_(float("nan"))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for launch in plan_launches(call, 132):
+        for launch in plan_launches(call, card_of(call.query.device)):
             launch.run()
     return graph.replay
 
@@ -222,7 +227,7 @@ def check_small_splits(case: AttentionCase, device: str = "cpu") -> None:
     """More splits than the merge takes at once, of which a window leaves some rows nothing."""
     problem = paged_problem(case, [(3, 600), (1, 17), (2, 2)])
     call = attention_call(problem.to(device), case)
-    split, merge = split_launches(call, 1, 16, 24, Tile(16, 16, 4, 2), min_split=16)
+    split, merge = split_launches(call, 1, 16, Card(24, 99 << 10), Tile(16, 16, 4, 2), min_split=16)
 
     split.run()
     merge.run()

@@ -3,6 +3,7 @@
 The layouts of GGUF files' blocks fit it without a loss: a weight is `level * scale + minimum`.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,7 +25,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class BlockWeights:
-    """A matrix in blocks of `block` columns; owns its tensors, which are contiguous, on the CPU.
+    """A matrix in blocks of `block` columns; owns its tensors, contiguous and on one device.
 
     bits       8 or 4
     levels     8 bits: int8 [out, in]; 4 bits: uint8 [out, in / 2], levels 0 to 15
@@ -68,6 +69,16 @@ class BlockWeights:
     def __deepcopy__(self, memo: object) -> "BlockWeights":
         return self  # nothing ever changes it
 
+    @property
+    def device(self) -> torch.device:
+        return self.levels.device
+
+    def to(self, device: torch.device) -> "BlockWeights":
+        """Return the matrix on `device`."""
+        minimums = self.minimums.to(device) if self.minimums is not None else None
+        levels, scales = self.levels.to(device), self.scales.to(device)
+        return BlockWeights(self.bits, self.block, levels, scales, minimums)
+
     def rows(self, start: int, end: int) -> "BlockWeights":
         """Return rows [`start`, `end`); they share memory with these."""
         minimums = self.minimums[start:end] if self.minimums is not None else None
@@ -81,6 +92,26 @@ def reordered(weights: BlockWeights, order: torch.Tensor) -> BlockWeights:
     minimums = weights.minimums[order] if weights.minimums is not None else None
     return BlockWeights(
         weights.bits, weights.block, weights.levels[order], weights.scales[order], minimums
+    )
+
+
+def joined(parts: Sequence[BlockWeights]) -> BlockWeights:
+    """Return the rows of several matrices in one, copied.
+
+    Raises ValueError for matrices of other layouts or numbers of columns.
+    """
+    first = parts[0]
+    if len({(part.layout, part.num_in) for part in parts}) > 1:
+        raise ValueError("matrices of other layouts")
+    if len(parts) == 1:
+        return first
+    minimums = [part.minimums for part in parts if part.minimums is not None]
+    return BlockWeights(
+        first.bits,
+        first.block,
+        torch.cat([part.levels for part in parts]),
+        torch.cat([part.scales for part in parts]),
+        torch.cat(minimums) if minimums else None,
     )
 
 
@@ -122,3 +153,13 @@ def quantised(weight: torch.Tensor, bits: int) -> BlockWeights:
     half = COLUMNS // 2
     packed = levels[..., :half] | (levels[..., half:] << 4)
     return BlockWeights(4, COLUMNS, packed.view(num_out, num_in // 2), scales, minimums)
+
+
+# Elements that are rounded at once: the floats of a whole head would take gigabytes.
+_ELEMENTS_AT_ONCE = 1 << 24
+
+
+def quantised_on(weight: torch.Tensor, bits: int, device: torch.device) -> BlockWeights:
+    """Return `quantised(weight, bits)` on `device`, made there a tile after another."""
+    step = max(1, _ELEMENTS_AT_ONCE // weight.shape[1])
+    return joined([quantised(tile.to(device), bits) for tile in weight.split(step)])

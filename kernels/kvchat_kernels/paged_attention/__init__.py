@@ -18,6 +18,7 @@ from kvchat_kernels.paged_attention.sequences import (
     PagedSequences,
     Sequences,
 )
+from kvchat_kernels.paged_attention.tiles import LayerShape
 
 __all__ = [
     "FULL",
@@ -25,6 +26,7 @@ __all__ = [
     "AttentionSpan",
     "DeviceSequences",
     "Implementation",
+    "LayerShape",
     "PagedSequences",
     "Sequences",
     "implementation_for",
@@ -63,8 +65,9 @@ def paged_attention(
     assert key_pool.shape[:3] == value_pool.shape[:3]
     assert key_pool.shape[1] == sequences.block_size
     if impl == "auto":
-        dims = key_pool.shape[3], value_pool.shape[3]
-        impl = implementation_for(query.device, *dims, query.dtype).name
+        heads, dims = key_pool.shape[2], (key_pool.shape[3], value_pool.shape[3])
+        shape = LayerShape(query.shape[1], heads, *dims, query.dtype)
+        impl = implementation_for(query.device, shape).name
     if isinstance(sequences, DeviceSequences) and impl not in READS_LENGTHS_ON_DEVICE:
         sequences = sequences.read()
     return implementation(impl)(query, key_pool, value_pool, sequences, span, scale, softcap, sinks)

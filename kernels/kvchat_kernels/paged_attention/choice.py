@@ -12,7 +12,7 @@ import torch
 from kvchat_kernels.launch import kernel_refusal
 from kvchat_kernels.paged_attention.cpu import paged_attention_cpu
 from kvchat_kernels.paged_attention.reference import paged_attention_reference
-from kvchat_kernels.paged_attention.tiles import unsupported
+from kvchat_kernels.paged_attention.tiles import LayerShape, unsupported
 
 # Implementations whose launches do not depend on the lengths, so that their steps can be captured.
 READS_LENGTHS_ON_DEVICE = frozenset({"triton", "shapes"})
@@ -31,19 +31,26 @@ class Implementation:
 
 
 @cache
-def implementation_for(
-    device: torch.device, key_dim: int, value_dim: int, dtype: torch.dtype
-) -> Implementation:
+def implementation_for(device: torch.device, shape: LayerShape) -> Implementation:
     """Choose by device: Triton on CUDA if it can run the layer, torch otherwise.
 
-    On the meta device, `shapes` returns uninitialised rows of the right shape.
+    On the meta device, `shapes` returns uninitialised rows of the right shape. The first call for a
+    CUDA device and a shape runs every tile that the layer may need, and compiles it if necessary.
     """
     if device.type in ("cpu", "meta"):
         return Implementation("cpu" if device.type == "cpu" else "shapes")
     if device.type != "cuda":
         return Implementation("reference", f"there are no kernels for {device.type}")
-    refusal = kernel_refusal(device) or unsupported(key_dim, value_dim, dtype)
+    refusal = kernel_refusal(device) or _refusal_of_tiles(device, shape)
     return Implementation("triton" if refusal is None else "reference", refusal)
+
+
+def _refusal_of_tiles(device: torch.device, shape: LayerShape) -> str | None:
+    from kvchat_kernels.paged_attention.trial import trial_error
+    from kvchat_kernels.paged_attention.triton_gpu import card_of
+
+    refusal = unsupported(shape, card_of(device))
+    return refusal or trial_error(device, shape)
 
 
 def implementation(name: str) -> Callable[..., torch.Tensor]:

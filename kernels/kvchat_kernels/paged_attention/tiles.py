@@ -1,6 +1,9 @@
 """The tile sizes, warps and stages of the attention kernels: fixed tables, without tuning runs.
 
-A test compiles every tile for Hopper.
+There are two tables. One is for GPUs on which a program may take 200 KB of shared memory or more
+(H100, H200, B200), the other for all others from 99 KB on: RTX 30, 40 and 50, A10, L4, L40S, and
+the A100, on which two programs of that table share a multiprocessor. A test compiles every tile for
+the kinds of GPU that people have.
 """
 
 from dataclasses import dataclass
@@ -8,13 +11,14 @@ from dataclasses import dataclass
 import torch
 
 # Above this the accumulator and one pair of tiles do not fit in a program's registers and memory.
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
 # The smallest split, in keys: with shorter ones merging costs more than the parallelism gains.
 MIN_SPLIT = 256
-
-
 # Splits that the merge handles at once: all of a single sequence on 8 KV heads and 132 processors.
 MERGE_BLOCK = 32
+# What a program of the large tiles, and of the small ones, may take of shared memory. These GPUs
+# offer 227 KB and 99 KB.
+_LARGE_BYTES, _SMALL_BYTES = 200 * 1024, 99 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,44 +31,95 @@ class Tile:
     num_stages: int
 
 
+@dataclass(frozen=True, slots=True)
+class Card:
+    """What the tiles and splits depend on.
+
+    processors     the GPU's multiprocessors
+    shared_bytes   shared memory that one program may take, `shared_memory_per_block_optin`
+    """
+
+    processors: int
+    shared_bytes: int
+
+    @property
+    def is_large(self) -> bool:
+        return self.shared_bytes >= _LARGE_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """The sizes of a layer's attention, and the dtype of its queries and pools."""
+
+    num_heads: int
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+    dtype: torch.dtype
+
+
+# Tiles by the padded head dim: 16 rows, 32 rows, 64 rows, prefill.
+_Row = tuple[Tile, ...]
+# With four stages, two programs of a decode still fit in a multiprocessor's shared memory.
+_LARGE: dict[int, _Row] = {
+    64: (Tile(16, 128, 4, 4), Tile(32, 64, 4, 3), Tile(64, 64, 4, 3), Tile(128, 64, 8, 3)),
+    128: (Tile(16, 64, 4, 4), Tile(32, 64, 4, 3), Tile(64, 64, 4, 3), Tile(128, 64, 8, 3)),
+    256: (Tile(16, 32, 4, 4), Tile(32, 32, 4, 3), Tile(64, 32, 8, 3), Tile(128, 32, 8, 3)),
+    512: (Tile(16, 16, 8, 3), Tile(32, 16, 8, 2), Tile(32, 16, 8, 2), Tile(32, 16, 8, 2)),
+}
+# Without instructions that read operands from shared memory, products need more registers: a
+# prefill tile has half the keys or rows.
+_SMALL: dict[int, _Row] = {
+    64: (Tile(16, 128, 4, 3), Tile(32, 64, 4, 3), Tile(64, 64, 8, 3), Tile(128, 64, 8, 2)),
+    128: (Tile(16, 64, 4, 3), Tile(32, 64, 4, 3), Tile(64, 64, 8, 3), Tile(128, 32, 8, 2)),
+    256: (Tile(16, 32, 4, 3), Tile(32, 32, 4, 3), Tile(64, 32, 8, 2), Tile(64, 16, 8, 3)),
+    512: (Tile(16, 16, 8, 2), Tile(32, 16, 8, 2), Tile(32, 16, 8, 2), Tile(32, 16, 8, 2)),
+}
+# Tensor cores do not compute full float32, so small tiles whose operands fit in registers. With a
+# third stage Triton 3.6 spills two registers at head dim 128, and with a second stage Triton 3.7
+# spills two in a prefill if values are wider than keys.
+_WHOLE: dict[int, _Row] = {
+    64: (*[Tile(16, 16, 4, 2)] * 3, Tile(16, 16, 8, 2)),
+    128: (*[Tile(16, 16, 4, 2)] * 3, Tile(16, 16, 8, 2)),
+    256: (*[Tile(16, 16, 4, 2)] * 3, Tile(16, 16, 8, 1)),
+    512: (Tile(16, 16, 8, 1),) * 4,
+}
+
+
 def padded(dim: int) -> int:
     """Return the power of two that a head dim is padded to; tensor cores need at least 16."""
     return max(16, 1 << (dim - 1).bit_length())
 
 
-def unsupported(key_dim: int, value_dim: int, dtype: torch.dtype) -> str | None:
-    """Return why no tile fits a layer of these head dims and this dtype; None if one does."""
-    if max(key_dim, value_dim) > MAX_HEAD_DIM:
-        return f"head dim {max(key_dim, value_dim)} is over {MAX_HEAD_DIM}"
-    if dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        return f"there are no kernels for {str(dtype).removeprefix('torch.')}"
+def unsupported(shape: LayerShape, card: Card) -> str | None:
+    """Return why no tile fits a layer, as the end of a sentence; None if one does."""
+    if max(shape.key_dim, shape.value_dim) > MAX_HEAD_DIM:
+        return f"head dim {max(shape.key_dim, shape.value_dim)} is over {MAX_HEAD_DIM}"
+    if shape.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return f"there are no kernels for {str(shape.dtype).removeprefix('torch.')}"
+    if card.shared_bytes < _SMALL_BYTES:
+        return (
+            f"a program may take {card.shared_bytes >> 10} KiB of this GPU's shared memory, "
+            f"less than the {_SMALL_BYTES >> 10} KiB that the kernels need"
+        )
     return None
 
 
-def split_tile(key_dim: int, value_dim: int, dtype: torch.dtype, num_rows: int) -> Tile:
+def split_tile(key_dim: int, value_dim: int, dtype: torch.dtype, num_rows: int, card: Card) -> Tile:
     """Return the tile for `num_rows` rows of a KV head, whose keys are split among programs."""
-    block_m = 16 if num_rows <= 16 else 32 if num_rows <= 32 else 64
-    widest = max(padded(key_dim), padded(value_dim))
-    if dtype == torch.float32:
-        # Tensor cores do not compute full float32, so small tiles whose operands fit in registers.
-        # With a third stage Triton 3.6 spills two registers at head dim 128.
-        return Tile(16, 16, 4, 2)
-    # With four stages, two programs of a decode still fit in a multiprocessor's shared memory.
-    num_stages = 4 if block_m == 16 else 3
-    if widest <= 64:
-        return Tile(block_m, 128 if block_m == 16 else 64, 4, num_stages)
-    if widest <= 128:
-        return Tile(block_m, 64, 4, num_stages)
-    return Tile(block_m, 32, 4 if block_m <= 32 else 8, num_stages)
+    index = 0 if num_rows <= 16 else 1 if num_rows <= 32 else 2
+    return tiles_of(key_dim, value_dim, dtype, card)[index]
 
 
-def prefill_tile(key_dim: int, value_dim: int, dtype: torch.dtype) -> Tile:
+def prefill_tile(key_dim: int, value_dim: int, dtype: torch.dtype, card: Card) -> Tile:
     """Return the tile of the prefill kernel."""
-    widest = max(padded(key_dim), padded(value_dim))
-    if dtype == torch.float32:
-        # With a second stage Triton 3.7 spills two registers if values are wider than keys.
-        return Tile(16, 16, 8, 2 if widest <= 128 else 1)
-    return Tile(128, 64 if widest <= 128 else 32, 8, 3)
+    return tiles_of(key_dim, value_dim, dtype, card)[3]
+
+
+def tiles_of(key_dim: int, value_dim: int, dtype: torch.dtype, card: Card) -> _Row:
+    """Return the tiles of a layer: for 16, 32 and 64 rows of split keys, and for a prefill."""
+    table = _WHOLE if dtype == torch.float32 else _LARGE if card.is_large else _SMALL
+    return table[max(64, padded(key_dim), padded(value_dim))]
 
 
 def merge_warps(value_dim: int) -> int:

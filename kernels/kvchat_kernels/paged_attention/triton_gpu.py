@@ -24,6 +24,7 @@ from kvchat_kernels.paged_attention.split_kernel import (
 from kvchat_kernels.paged_attention.tiles import (
     MERGE_BLOCK,
     MIN_SPLIT,
+    Card,
     Tile,
     merge_warps,
     padded,
@@ -100,38 +101,41 @@ def paged_attention_triton(
         query = query.contiguous()
     out = query.new_empty(*query.shape[:2], value_pool.shape[3])
     call = AttentionCall(query, key_pool, value_pool, sequences, span, scale, softcap, sinks, out)
-    for launch in plan_launches(call, num_processors(query.device)):
+    for launch in plan_launches(call, card_of(query.device)):
         launch.run()
     return out
 
 
 @cache
-def num_processors(device: torch.device) -> int:
-    """Return the number of multiprocessors; 4 for a CPU, where Triton's interpreter runs."""
+def card_of(device: torch.device) -> Card:
+    """Return what tiles depend on; a small card for a CPU, where Triton's interpreter runs."""
     if device.type != "cuda":
-        return 4
-    return torch.cuda.get_device_properties(device).multi_processor_count
+        return Card(4, 99 << 10)
+    properties = torch.cuda.get_device_properties(device)
+    usual = properties.shared_memory_per_block
+    shared_bytes = getattr(properties, "shared_memory_per_block_optin", usual)
+    return Card(properties.multi_processor_count, shared_bytes)
 
 
-def plan_launches(call: AttentionCall, processors: int) -> Iterator[Launch]:
+def plan_launches(call: AttentionCall, card: Card) -> Iterator[Launch]:
     """Yield the kernels that together write every row of the step, in order."""
     query_lens = call.query_lens
     if isinstance(call.sequences, DeviceSequences):
         # Every sequence may be short or long at a replay, so one launch must handle all lengths.
-        yield from split_launches(call, 1, max(query_lens), processors)
+        yield from split_launches(call, 1, max(query_lens), card)
         return
     if min(query_lens) <= MAX_SPLIT_QUERY:
-        yield from split_launches(call, 1, MAX_SPLIT_QUERY, processors)
+        yield from split_launches(call, 1, MAX_SPLIT_QUERY, card)
     longest = max(query_lens)
     if longest > MAX_SPLIT_QUERY:
-        if _fills_few_processors(call, processors):
-            yield from split_launches(call, MAX_SPLIT_QUERY + 1, longest, processors)
+        if _fills_few_processors(call, card):
+            yield from split_launches(call, MAX_SPLIT_QUERY + 1, longest, card)
         else:
-            tile = prefill_tile(*call.dims, call.query.dtype)
+            tile = prefill_tile(*call.dims, call.query.dtype, card)
             yield prefill_launch(call, MAX_SPLIT_QUERY + 1, tile)
 
 
-def _fills_few_processors(call: AttentionCall, processors: int) -> bool:
+def _fills_few_processors(call: AttentionCall, card: Card) -> bool:
     """Return whether the prefill kernel would leave most of the GPU idle for the long queries.
 
     It runs one program per tile of rows, however long the contexts are. Very long queries use it in
@@ -139,9 +143,9 @@ def _fills_few_processors(call: AttentionCall, processors: int) -> bool:
     """
     if max(call.query_lens) > _MAX_SPLIT_CHUNK:
         return False
-    block_m = prefill_tile(*call.dims, call.query.dtype).block_m
+    block_m = prefill_tile(*call.dims, call.query.dtype, card).block_m
     programs = _count_tiles(call, MAX_SPLIT_QUERY + 1, block_m) * call.num_kv_heads
-    return programs * _PROGRAMS_PER_PROCESSOR <= processors
+    return programs * _PROGRAMS_PER_PROCESSOR <= card.processors
 
 
 def _count_tiles(call: AttentionCall, min_query_len: int, block_m: int) -> int:
@@ -153,7 +157,7 @@ def split_launches(
     call: AttentionCall,
     min_query_len: int,
     max_query_len: int,
-    processors: int,
+    card: Card,
     tile: Tile | None = None,
     min_split: int = MIN_SPLIT,
 ) -> Iterator[Launch]:
@@ -163,9 +167,9 @@ def split_launches(
     """
     ours = [n for n in call.query_lens if min_query_len <= n <= max_query_len]
     max_rows = max(ours) * call.group
-    tile = tile or split_tile(*call.dims, call.query.dtype, max_rows)
+    tile = tile or split_tile(*call.dims, call.query.dtype, max_rows, card)
     programs = -(-max_rows // tile.block_m) * call.num_kv_heads
-    num_splits = max(1, _PROGRAMS_PER_PROCESSOR * processors // programs)
+    num_splits = max(1, _PROGRAMS_PER_PROCESSOR * card.processors // programs)
     shape = (num_splits + len(ours), max_rows, call.num_kv_heads)
     division = {
         "partial_ptr": call.query.new_empty(*shape, call.dims[1], dtype=torch.float32),

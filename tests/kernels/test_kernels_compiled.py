@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from sm90 import MAX_SHARED_BYTES, HopperCode, compile_for_hopper
+from compiling import HOPPER, GpuCode, compile_for
 
 from kvchat_kernels.block_copy import PoolTensors
 from kvchat_kernels.block_copy.kernel import copy_launch, image_launch
@@ -40,13 +40,17 @@ def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.empty(*shape, dtype=dtype, device="meta")
 
 
-def compiled(launch: Launch) -> HopperCode:
+def compiled(launch: Launch) -> GpuCode:
     """Compile a launch and hold it to what every kernel must keep."""
-    code = compile_for_hopper(
-        launch.kernel, launch.values, num_warps=launch.num_warps, num_stages=launch.num_stages
+    code = compile_for(
+        HOPPER,
+        launch.kernel,
+        launch.values,
+        num_warps=launch.num_warps,
+        num_stages=launch.num_stages,
     )
     assert code.stack_bytes == 0, "registers were spilled"
-    assert code.shared_bytes <= MAX_SHARED_BYTES
+    assert code.shared_bytes <= HOPPER.shared_bytes
     # Four programs of any of these kernels fit on a multiprocessor at once.
     assert code.registers * 32 * launch.num_warps <= 65536 // (1 if launch.num_warps == 16 else 4)
     return code

@@ -1,10 +1,11 @@
-"""Compiles a Triton kernel for Hopper on a machine without a GPU, and reads the compiled code.
+"""Compiles a Triton kernel for an NVIDIA GPU on a machine without one, and reads the compiled code.
 
 Uses Triton's compiler and the two NVIDIA tools in its wheel. Compiles exactly what a launch with
 the same values would: types, divisibility and constants are derived from them as Triton's own
 launcher derives them. Needs a process in which kernels are not interpreted.
 
-    code = compile_for_hopper(kernel, {"x_ptr": torch.bfloat16, "size": 4096, "BLOCK": 128})
+    values = {"x_ptr": torch.bfloat16, "size": 4096, "BLOCK": 128}
+    code = compile_for(HOPPER, kernel, values, num_warps=4)
     assert code.spills == 0
     assert code.ptx_count("cp.async.cg") > 0
 """
@@ -24,9 +25,27 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-HOPPER = GPUTarget("cuda", 90, 32)
-# What a program may ask for on compute capability 9.0: 228 KB a multiprocessor less 1 KB.
-MAX_SHARED_BYTES = 227 * 1024
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A kind of GPU: its compute capability times 10, and what one program may take of its memory.
+
+    shared_bytes   `shared_memory_per_block_optin`: a multiprocessor's shared memory less 1 KB
+    """
+
+    capability: int
+    shared_bytes: int
+
+    def __str__(self) -> str:
+        return f"sm_{self.capability}"
+
+
+AMPERE = Gpu(80, 163 * 1024)  # A100
+RTX_30 = Gpu(86, 99 * 1024)  # and A10, A40
+RTX_40 = Gpu(89, 99 * 1024)  # and L4, L40S
+HOPPER = Gpu(90, 227 * 1024)  # H100, H200
+RTX_50 = Gpu(120, 99 * 1024)
+GPUS = (AMPERE, RTX_30, RTX_40, HOPPER, RTX_50)
 
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 _TYPES = {
@@ -43,7 +62,7 @@ _TYPES = {
 
 
 @dataclass(frozen=True)
-class HopperCode:
+class GpuCode:
     """A compiled kernel.
 
     shared_bytes   shared memory of one program, static and dynamic
@@ -101,8 +120,8 @@ class HopperCode:
             return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
-def compile_for_hopper(kernel: Any, values: Mapping[str, object], **options: object) -> HopperCode:
-    """Compile a `@triton.jit` kernel for compute capability 9.0.
+def compile_for(gpu: Gpu, kernel: Any, values: Mapping[str, object], **options: object) -> GpuCode:
+    """Compile a `@triton.jit` kernel for a kind of GPU.
 
     values    one per parameter of the kernel: what a launch would pass. A tensor, or its dtype for
               an aligned one, becomes a pointer; None a constant
@@ -122,8 +141,9 @@ def compile_for_hopper(kernel: Any, values: Mapping[str, object], **options: obj
         if _is_divisible(value) and not parameter.do_not_specialize:
             attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, constants, attributes)
-    compiled = triton.compile(source, target=HOPPER, options=dict(options))
-    return HopperCode(compiled.asm["ptx"], compiled.asm["cubin"], compiled.metadata.shared)
+    target = GPUTarget("cuda", gpu.capability, 32)
+    compiled = triton.compile(source, target=target, options=dict(options))
+    return GpuCode(compiled.asm["ptx"], compiled.asm["cubin"], compiled.metadata.shared)
 
 
 def _type_of(value: object) -> str:

@@ -4,7 +4,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from sm90 import MAX_SHARED_BYTES, HopperCode, compile_for_hopper
+from compiling import HOPPER, GpuCode, compile_for
 
 
 @triton.jit
@@ -26,16 +26,16 @@ def product_kernel(a_ptr, b_ptr, out_ptr, steps, M: tl.constexpr, N: tl.constexp
     tl.store(out_ptr + row[:, None] * N + column[None, :], total)
 
 
-def compile_copy(size: int) -> HopperCode:
+def compile_copy(size: int) -> GpuCode:
     values = {"source_ptr": torch.float32, "target_ptr": torch.float32, "size": size}
-    return compile_for_hopper(copy_kernel, {**values, "BLOCK": 512}, num_warps=4)
+    return compile_for(HOPPER, copy_kernel, {**values, "BLOCK": 512}, num_warps=4)
 
 
-def compile_product(m: int, n: int, num_stages: int, num_warps: int = 4) -> HopperCode:
+def compile_product(m: int, n: int, num_stages: int, num_warps: int = 4) -> GpuCode:
     pointers = {"a_ptr": torch.bfloat16, "b_ptr": torch.bfloat16, "out_ptr": torch.float32}
     values = {**pointers, "steps": 32, "M": m, "N": n}
     options = {"num_warps": num_warps, "num_stages": num_stages}
-    return compile_for_hopper(product_kernel, values, **options)
+    return compile_for(HOPPER, product_kernel, values, **options)
 
 
 def test_a_size_that_is_divisible_lets_loads_be_vectors() -> None:
@@ -65,7 +65,7 @@ def test_each_stage_beyond_the_first_two_costs_its_buffers() -> None:
 
     assert three.shared_bytes - two.shared_bytes == one_stage
     assert four.shared_bytes - three.shared_bytes == one_stage
-    assert four.shared_bytes < MAX_SHARED_BYTES
+    assert four.shared_bytes < HOPPER.shared_bytes
     assert three.ptx_count("cp.async.cg") > 0
 
 
@@ -79,4 +79,4 @@ def test_spills_are_seen() -> None:
 
 def test_a_forgotten_or_invented_value_is_refused() -> None:
     with pytest.raises(AssertionError, match="size"):
-        compile_for_hopper(copy_kernel, {"source_ptr": torch.float32, "BLOCK": 4})
+        compile_for(HOPPER, copy_kernel, {"source_ptr": torch.float32, "BLOCK": 4})

@@ -1,0 +1,226 @@
+"""Weights of 4 and 8 bits on a GPU, on a machine without one: there plain torch or the interpreter
+multiplies, and everything around it is as on the GPU."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import kvchat.model.quantise as packing
+from kvchat.core.config import ModelConfig
+from kvchat.core.errors import ModelError
+from kvchat.model import loader
+from kvchat.model.fuse import choose_scheme
+from kvchat.model.loader import load_model
+from kvchat.model.quantise import (
+    DevicePack,
+    DeviceProducts,
+    pack_of,
+    use_packed_on_gpu,
+    weight_bytes,
+)
+from kvchat.model.self_test import compare_with_own
+from kvchat.model.source import find_model
+from kvchat_kernels.linear.blocks import BlockWeights, dequantised, quantised
+from support.checkpoints import save_checkpoint, tiny_model
+from support.gguf_files import write_gguf
+from support.gpu_packs import load_packed_as_on_gpu
+from support.specimens import complete, engine_on, random_ids
+
+GPU = torch.device("cuda", 0)
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gemma3, mixed windows", "gpt_oss, sinks"])
+def test_a_packed_model_runs_fused_and_paged_as_its_own_code_does(
+    name: str, weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = load_packed_as_on_gpu(tmp_path, name, weights, monkeypatch)
+
+    assert compare_with_own(loaded) > 0.99999
+    assert loaded.weights == weights
+    assert loaded.fusing is not None
+    is_whole = name != "gpt_oss, sinks"
+    assert loaded.fusing.wait().num_layers == (len(loaded.spec.layers) if is_whole else 0)
+    assert all(len(ids) == 20 for ids in complete(engine_on(loaded), [random_ids(30, 3)]))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "gemma2, softcap"])
+def test_a_packed_model_runs_fused_in_16_bits(
+    name: str, weights: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = load_packed_as_on_gpu(tmp_path, name, weights, monkeypatch, dtype)
+
+    assert loaded.fusing is not None
+    assert loaded.fusing.wait().num_layers == len(loaded.spec.layers)
+    assert compare_with_own(loaded) > 0.98
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_a_gpu_and_a_cpu_round_weights_alike(
+    weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = find_model(str(save_checkpoint(tmp_path / "a", tiny_model("llama"))))
+    on_cpu = load_model(source, ModelConfig(weights=weights), 128, lambda _: None)
+    on_gpu = load_packed_as_on_gpu(tmp_path / "b", "llama", weights, monkeypatch)
+    names = [name for name, part in on_cpu.module.named_modules() if pack_of(part) is not None]
+
+    assert len(names) > 10
+    for name in names:
+        packs = [pack_of(loaded.module.get_submodule(name)) for loaded in (on_cpu, on_gpu)]
+        one, other = (dequantised(pack.weights) for pack in packs if pack is not None)
+        assert torch.equal(one, other)
+
+
+def test_the_unfused_model_is_there_to_go_back_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fused code that fails its self-test on a GPU costs speed, and not the model."""
+    loaded = load_packed_as_on_gpu(tmp_path, "llama", "int4", monkeypatch)
+    assert loaded.fusing is not None
+
+    loaded.fusing.abandon()
+
+    assert loaded.weights == "int4", "KV of rounded weights is not that of others"
+    assert compare_with_own(loaded) > 0.99999
+
+
+def some_layers(*widths: int, bits: int = 4) -> list[nn.Linear]:
+    layers = [nn.Linear(64, width, bias=index > 0) for index, width in enumerate(widths)]
+    for layer in layers:
+        use_packed_on_gpu(layer, quantised(layer.weight.detach(), bits))
+    return layers
+
+
+def packs_of(layers: list[nn.Linear]) -> list[BlockWeights]:
+    packs = [pack_of(layer) for layer in layers]
+    assert all(isinstance(pack, DevicePack) for pack in packs)
+    return [pack.weights for pack in packs if pack is not None]
+
+
+def test_merged_weights_are_held_once() -> None:
+    layers, x = some_layers(48, 16, 32), torch.randn(2, 3, 64)
+    apart = [layer(x) for layer in layers]
+
+    merged = DeviceProducts(layers)
+
+    assert torch.allclose(merged(x), torch.cat(apart, dim=-1), atol=1e-6)
+    assert len({w.levels.untyped_storage().data_ptr() for w in packs_of(layers)}) == 1
+    for layer, own in zip(layers, apart, strict=True):
+        assert torch.allclose(layer(x), own, atol=1e-6)
+    again = DeviceProducts(layers)
+    assert again._products[0][0] is merged._products[0][0], "another copy of the weights"
+
+
+def test_layers_in_other_layouts_are_multiplied_one_after_another() -> None:
+    """In a GGUF file the values' weights often have more bits than those of queries and keys."""
+    layers = some_layers(48, 16) + some_layers(32, bits=8)
+    x = torch.randn(5, 64)
+
+    out = DeviceProducts(layers)(x)
+
+    assert torch.allclose(out, torch.cat([layer(x) for layer in layers], dim=-1), atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(0, 64), (1, 0, 64), (2, 3, 64)])
+def test_a_product_of_any_number_of_rows_has_its_shape(shape: tuple[int, ...]) -> None:
+    assert DeviceProducts(some_layers(16, 48))(torch.randn(*shape)).shape == (*shape[:-1], 64)
+
+
+def test_layers_that_are_not_packed_make_no_packed_product() -> None:
+    with pytest.raises(ValueError, match="not packed alike"):
+        DeviceProducts([nn.Linear(8, 8)])
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_K", "Q6_K"])
+def test_the_blocks_of_a_gguf_file_go_to_the_gpu_as_they_are(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent = []
+    monkeypatch.setattr(BlockWeights, "to", lambda weights, device: sent.append(device) or weights)
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
+    model = tiny_model("llama", **sizes, head_dim=64)
+    source = find_model(str(write_gguf(tmp_path / "m.gguf", model, kind)))
+    hf_config, spec = loader.inspect_model(source)
+
+    module, _ = loader._read_weights(source, hf_config, None, spec, lambda _: None, GPU)
+
+    twins = dict(model.named_modules())
+    packed = [(n, x) for n, x in module.named_modules() if isinstance(pack_of(x), DevicePack)]
+    assert len(packed) == len(sent) >= 2 * 7
+    assert set(sent) == {GPU}
+    for name, layer in packed:
+        x = torch.randn(3, layer.in_features)
+        assert torch.allclose(layer(x), twins[name](x), atol=1e-3), name
+    assert choose_scheme(module, "blocks").make is DeviceProducts
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_what_packed_weights_will_take_is_known_before(
+    is_tied: bool, weights: str, tmp_path: Path
+) -> None:
+    model = tiny_model("llama", hidden_size=72, tie_word_embeddings=is_tied)
+    source = find_model(str(save_checkpoint(tmp_path, model)))
+    own = load_model(source, ModelConfig(), 128, lambda _: None)
+    packed = load_model(source, ModelConfig(weights=weights), 128, lambda _: None)
+    packs = [pack_of(part) for part in packed.module.modules()]
+    kept = sum(part.nbytes for part in (*packed.module.parameters(), *packed.module.buffers()))
+
+    expected = kept + sum(pack.weights.num_bytes for pack in packs if pack is not None)
+
+    assert weight_bytes(own.module, own.spec).of(weights) == expected
+
+
+@pytest.mark.parametrize(
+    ("free_mib", "asked", "chosen"),
+    [
+        (24_000, "auto", "auto"),
+        (16_000, "auto", "int8"),  # 15,316 fit, but no KV beside them
+        (12_000, "auto", "int8"),
+        (8_000, "auto", "int4"),
+        (24_000, "int4", "int4"),
+        (4_000, "auto", None),
+        (8_000, "int8", None),
+    ],
+)
+def test_a_gpu_gets_the_most_bits_that_fit(
+    free_mib: int, asked: str, chosen: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An 8 B model, whose weights take 15,316 MiB in 16 bits."""
+    sizes = packing.WeightBytes(15_316 * MIB, 8_630 * MIB, 5_400 * MIB)
+    monkeypatch.setattr(loader, "weight_bytes", lambda module, spec: sizes)
+    monkeypatch.setattr(loader, "free_bytes", lambda device: free_mib * MIB)
+    spec = SimpleNamespace(gathered=None, state=())
+    arguments = nn.Linear(1, 1), spec, ModelConfig(weights=asked), GPU, "Some-8B"
+
+    if chosen is None:
+        with pytest.raises(ModelError, match=f"and {free_mib:,} MiB of the GPU's memory are free"):
+            loader._weights_on_gpu(*arguments)  # type: ignore[arg-type]
+        return
+    found, notes = loader._weights_on_gpu(*arguments)  # type: ignore[arg-type]
+
+    assert found == chosen
+    assert len(notes) == (chosen != asked)
+    if free_mib == 8_000:
+        assert notes == (
+            "The weights of Some-8B take 15,316 MiB, and 8,000 MiB of the GPU's memory are free: "
+            "they are rounded to int4, 5,400 MiB.",
+        )
+
+
+def test_a_model_that_cannot_be_packed_needs_room_for_all_of_its_bits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sizes = packing.WeightBytes(15_316 * MIB, 8_630 * MIB, 5_400 * MIB)
+    monkeypatch.setattr(loader, "weight_bytes", lambda module, spec: sizes)
+    monkeypatch.setattr(loader, "free_bytes", lambda device: 12_000 * MIB)
+    spec = SimpleNamespace(gathered=object(), state=())
+
+    with pytest.raises(ModelError, match="take 15,316 MiB, and 12,000 MiB"):
+        loader._weights_on_gpu(nn.Linear(1, 1), spec, ModelConfig(), GPU, "x")  # type: ignore[arg-type]
