@@ -54,8 +54,11 @@ def test_a_response_is_continued_after_a_restart_and_no_file_shows_its_words(
     serve: Serve, tmp_path: Path
 ) -> None:
     path = tmp_path / "answers.db"
-    first = post(serve(memory=path), PATH, asked("a secret of Ada")).json
-    second = post(serve(memory=path), PATH, asked("b", previous_response_id=first["id"])).json
+    before = serve(memory=path)
+    first = post(before, PATH, asked("a secret of Ada")).json
+    given = asked("b", previous_response_id=first["id"])
+    second = post(before, PATH, given).json
+    assert get(before, f"{PATH}/{second['id']}").status == 200, "it is written by now"
 
     third = post(serve(memory=path), PATH, asked("c", previous_response_id=second["id"]))
 
