@@ -3,6 +3,7 @@
 It combines Restorer and WriteBehind with the transfer thread, which does the blocking work.
 """
 
+import math
 import time
 from collections.abc import Callable, Sequence
 
@@ -124,8 +125,10 @@ class KvConnector:
         self.write_behind.save(ids, fingerprint, is_one_shot)
         self._keep_rates()
 
-    def pin(self, ids: TokenIds, label: str, done: Callable[[int], None]) -> None:
-        """Pin what the tier has of a context, after all queued writes.
+    def pin(
+        self, ids: TokenIds, label: str, done: Callable[[int], None], ttl_s: float = math.inf
+    ) -> None:
+        """Pin what the tier has of a context for `ttl_s` seconds, after all queued writes.
 
         `done` is called with the number of pinned tokens, on the transfer thread, or at once if
         that thread has ended.
@@ -139,7 +142,7 @@ class KvConnector:
             try:
                 if tier is not None and isinstance(tier, Pinning):
                     keys = chain_keys(tier.root, encoded, size * TOKEN_BYTES)
-                    num_blocks = tier.pin(keys, encoded, label)
+                    num_blocks = tier.pin(keys, encoded, label, ttl_s)
             finally:
                 done(min(num_blocks * size, len(ids)))
 

@@ -3,6 +3,7 @@
 A tier stores packs of consecutive blocks. A pack is found by the chain keys of a prompt.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -118,8 +119,12 @@ def trouble_of(error: Exception) -> str:
 class Pinning(Protocol):
     """A tier that can pin contexts: it does not evict their blocks."""
 
-    def pin(self, keys: Sequence[bytes], encoded: bytes, label: str) -> int:
-        """Pin the stored blocks of a context under `label`; return how many blocks that is."""
+    def pin(
+        self, keys: Sequence[bytes], encoded: bytes, label: str, ttl_s: float = math.inf
+    ) -> int:
+        """Pin the stored blocks of a context under `label` for `ttl_s` seconds; return how many
+        blocks that is.
+        """
 
 
 class Tier(Protocol):

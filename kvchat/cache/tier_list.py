@@ -5,6 +5,7 @@ tier that fails counts as a miss; the other tiers still work.
 """
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache, partial
@@ -139,11 +140,13 @@ class TierList:
         for tier in self._tiers:
             _tried(partial(tier.quarantine, keys), None)
 
-    def pin(self, keys: Sequence[bytes], encoded: bytes, label: str) -> int:
+    def pin(
+        self, keys: Sequence[bytes], encoded: bytes, label: str, ttl_s: float = math.inf
+    ) -> int:
         """Pin a context in the tiers that support it; return the largest number of blocks."""
         pinning = [tier for tier in self._tiers if isinstance(tier, Pinning)]
         return max(
-            (_tried(partial(tier.pin, keys, encoded, label), 0) for tier in pinning),
+            (_tried(partial(tier.pin, keys, encoded, label, ttl_s), 0) for tier in pinning),
             default=0,
         )
 

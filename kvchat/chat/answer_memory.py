@@ -3,35 +3,29 @@
 Clients of the HTTP API send a conversation back as text. Encoding that text again may give other
 ids than those that were generated, and from the first other id on the KV would not match. So the
 ids of every answer are kept under a digest of the ids before it and of its text.
-
-SQLite from the standard library keeps them across restarts: the rows are small, several processes
-may write, and a row is either there or not. A file that cannot be used is a loss of reuse, never of
-an answer.
 """
 
 import hashlib
 import logging
-import os
 import sqlite3
-import stat
 import time
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvchat.chat.private_database import drop_oldest, note_use, open_private_database
 from kvchat.core.types import FinishReason
 
 _log = logging.getLogger(__name__)
 
+_NAME = "answers"
 _TABLE = (
-    "CREATE TABLE IF NOT EXISTS answers "
+    f"CREATE TABLE IF NOT EXISTS {_NAME} "
     "(key BLOB PRIMARY KEY, finish TEXT, ids BLOB, used_s REAL) WITHOUT ROWID"
 )
 _DEFAULT_MAX_BYTES = 64 << 20
 _PRUNE_EVERY = 256
-_PATIENCE_S = 1.0
-_IN_MEMORY = ":memory:"
 
 
 class ContextDigest:
@@ -39,6 +33,12 @@ class ContextDigest:
 
     def __init__(self, tokenizer_digest: str) -> None:
         self._hash = hashlib.blake2b(tokenizer_digest.encode(), digest_size=16)
+
+    def copy(self) -> "ContextDigest":
+        """Return a digest of the same context, which is extended by itself."""
+        copied = object.__new__(ContextDigest)
+        copied._hash = self._hash.copy()
+        return copied
 
     def extend(self, token_ids: Sequence[int]) -> None:
         self._hash.update(array("I", token_ids).tobytes())
@@ -70,7 +70,7 @@ class AnswerMemory:
     def __init__(self, path: Path | None, max_bytes: int = _DEFAULT_MAX_BYTES) -> None:
         self._max_bytes = max_bytes
         self._num_puts = 0
-        self._db = self._open(path)
+        self._db = open_private_database(path, _TABLE)
 
     def find(self, key: bytes) -> KnownAnswer | None:
         """Return an answer, or None where it is not known or cannot be read."""
@@ -79,7 +79,7 @@ class AnswerMemory:
             found = row.fetchone()
             if found is None:
                 return None
-            self._db.execute("UPDATE answers SET used_s = ? WHERE key = ?", (time.time(), key))
+            note_use(self._db, _NAME, key)
             ids = array("I")
             ids.frombytes(found[1])
             return KnownAnswer(tuple(ids), FinishReason(found[0]))
@@ -94,7 +94,7 @@ class AnswerMemory:
         try:
             self._db.execute("INSERT OR REPLACE INTO answers VALUES (?, ?, ?, ?)", row)
             if self._num_puts % _PRUNE_EVERY == 0:
-                self._prune()
+                drop_oldest(self._db, _NAME, "ids", self._max_bytes)
             self._num_puts += 1
         except sqlite3.Error as error:
             _log.warning("an answer's ids cannot be kept: %s", error)
@@ -109,51 +109,3 @@ class AnswerMemory:
 
     def close(self) -> None:
         self._db.close()
-
-    def _prune(self) -> None:
-        """Drop the least recently used answers until three quarters of the limit are used."""
-        [(used,)] = self._db.execute("SELECT COALESCE(SUM(LENGTH(ids)), 0) FROM answers").fetchall()
-        if used <= self._max_bytes:
-            return
-        excess = used - self._max_bytes * 3 // 4
-        old = []
-        for key, size in self._db.execute("SELECT key, LENGTH(ids) FROM answers ORDER BY used_s"):
-            if excess <= 0:
-                break
-            old.append((key,))
-            excess -= size
-        self._db.executemany("DELETE FROM answers WHERE key = ?", old)
-
-    def _open(self, path: Path | None) -> sqlite3.Connection:
-        if path is not None:
-            try:
-                _require_private(path)
-                return _connect(str(path))
-            except (OSError, sqlite3.Error) as error:
-                _log.warning("answers are known until the program ends only: %s", error)
-        return _connect(_IN_MEMORY)
-
-
-def _require_private(path: Path) -> None:
-    """Make the file with mode 0600 if it is not there; raise OSError for a link or another's."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    try:
-        state = os.fstat(descriptor)
-        if not stat.S_ISREG(state.st_mode) or state.st_uid != os.getuid():
-            raise OSError(f"{path} is no regular file of this user")
-    finally:
-        os.close(descriptor)
-
-
-def _connect(name: str) -> sqlite3.Connection:
-    """Open a database; it is closed again where it cannot be used."""
-    db = sqlite3.connect(name, _PATIENCE_S, isolation_level=None, check_same_thread=False)
-    try:
-        db.execute("PRAGMA journal_mode = WAL")
-        db.execute("PRAGMA synchronous = NORMAL")
-        db.execute(_TABLE)
-    except sqlite3.Error:
-        db.close()
-        raise
-    return db

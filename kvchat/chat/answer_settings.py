@@ -32,7 +32,7 @@ class AskOptions:
     think         whether and how much the model thinks first, where its template has a switch
     max_calls     the most tool calls of an answer; None sets no limit, 0 reads calls as text
     num_top_logprobs   likeliest tokens told beside each token; None tells no logprobs at all.
-                       Logprobs are not told of answers that may call tools
+                       Calls have none; where calls are channels, answers with tools have none
     tells_ids     whether the events of the reply have the answer's token ids
     grammar       what the text of the answer after its thinking matches; None for any text
     chosen        names of the sampling parameters that the user set, not the model's defaults

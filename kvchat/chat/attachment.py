@@ -4,9 +4,11 @@ A file's text is put in a code fence below its name, so that a model sees its be
 """
 
 import re
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from glob import glob
 from pathlib import Path
+from types import MappingProxyType
 
 from kvchat.core.bounded_files import read_bounded
 from kvchat.core.errors import UsageError
@@ -46,23 +48,48 @@ _MENTION = re.compile(r'(?<!\S)@(?:"([^"\n]+)"|(\S+))')
 _TRAILING = ".,;:!?)]}'\""
 
 
-def mentioned_files(text: str) -> list[Path]:
-    """Return the existing files that a message mentions as @path, each once, in order."""
+_NO_PINS: Mapping[str, Sequence[Path]] = MappingProxyType({})
+
+
+def mentioned_files(text: str, pins: Mapping[str, Sequence[Path]] = _NO_PINS) -> list[Path]:
+    """Return the files that a message mentions as @path or @pin, each once, in order.
+
+    `pins` are the files of each pin by its label; a file of the same name comes first.
+    """
     found: list[Path] = []
     for match in _MENTION.finditer(text):
-        path = _existing(match[1] or match[2])
-        if path is not None and path not in found:
-            found.append(path)
+        name = match[1] or match[2]
+        path = _existing(name)
+        paths = pins.get(_pin_label(name, pins), ()) if path is None else (path,)
+        found += [each for each in paths if each not in found]
     return found
+
+
+def mentioned_pins(text: str, pins: Collection[str]) -> list[str]:
+    """Return the labels of the pins that a message mentions, each once, in order."""
+    names = (match[1] or match[2] for match in _MENTION.finditer(text))
+    labels = (_pin_label(name, pins) for name in names if _existing(name) is None)
+    return [label for label in dict.fromkeys(labels) if label]
+
+
+def _pin_label(name: str, pins: Collection[str]) -> str:
+    """Return the label that a mention names, "" for none; its end may be punctuation."""
+    while name and name not in pins and name[-1] in _TRAILING:
+        name = name[:-1]
+    return name if name in pins else ""
 
 
 _LOOKS_LIKE_PATH = re.compile(r"/|\.[A-Za-z0-9]{1,5}$")
 
 
-def missing_files(text: str) -> list[str]:
-    """Return the @paths of a message that look like files, but name none."""
+def missing_files(text: str, pins: Collection[str] = ()) -> list[str]:
+    """Return the @paths of a message that look like files, but name neither a file nor a pin."""
     names = (match[1] or match[2].rstrip(_TRAILING) for match in _MENTION.finditer(text))
-    return [name for name in names if _LOOKS_LIKE_PATH.search(name) and _existing(name) is None]
+    return [
+        name
+        for name in names
+        if _LOOKS_LIKE_PATH.search(name) and _existing(name) is None and not _pin_label(name, pins)
+    ]
 
 
 def matching_paths(word: str) -> list[Path]:

@@ -20,6 +20,9 @@ _REQUEST = (
     "Keep names, numbers, facts, decisions and open questions, and leave out pleasantries. "
     "Write only the summary, in at most 200 words."
 )
+# A summary of fewer tokens is refused: one for so many that it replaces, up to so many in all.
+_MAX_SHRINKING = 64
+_ENOUGH_TOKENS = 40
 OPENING = "This is a summary of our conversation so far:\n\n"
 _WAYS_OUT = "/compact WORDS says what matters most, /rewind goes back, /new begins afresh."
 REPLY = "Thank you. I will continue from this summary."
@@ -71,8 +74,8 @@ def checked_summary(text: str, reason: FinishReason) -> str:
     """Return the summary in a model's answer to `request_text`; `text` is without thinking.
 
     Raises UsageError for an empty text, for one that was cut off (its end may hold the newest
-    facts), and for one that repeats the request or begins with it. A refusal in words is not
-    looked for: it depends on the language, and the old branch is one /switch away.
+    facts), and for one that repeats the request or begins with it. The words of a refusal are not
+    looked for, because they depend on the language; `require_length` refuses what is too short.
     """
     summary = text.strip()
     if reason is not FinishReason.STOP:
@@ -86,6 +89,16 @@ def checked_summary(text: str, reason: FinishReason) -> str:
             _WAYS_OUT,
         )
     return summary
+
+
+def require_length(num_tokens: int, num_replaced: int) -> None:
+    """Raise UsageError for a summary far too short for what it replaces, such as "I cannot"."""
+    if num_tokens < min(num_replaced // _MAX_SHRINKING, _ENOUGH_TOKENS):
+        raise UsageError(
+            f"The summary has {num_tokens:,} tokens for {num_replaced:,}, which is far too short, "
+            "so nothing is compacted.",
+            _WAYS_OUT,
+        )
 
 
 def max_summary_tokens(context_limit: int) -> int:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from kvchat.chat.answer_settings import AskOptions
-from kvchat.chat.attachment import Attached, read_attachment
+from kvchat.chat.attachment import Attached, mentioned_files, mentioned_pins, read_attachment
 from kvchat.chat.chat_model import readopt
 from kvchat.chat.compaction import (
     OPENING,
@@ -28,6 +28,7 @@ from kvchat.chat.events import AnswerEnded
 from kvchat.chat.host import ChatHost
 from kvchat.chat.kept_kv import KeptKv
 from kvchat.chat.messages import MessageNumbers, in_words
+from kvchat.chat.pin_files import PinFiles
 from kvchat.chat.reply import Reply
 from kvchat.chat.session import ChatSession
 from kvchat.chat.think import Think
@@ -63,6 +64,7 @@ class ChatController:
     engine     queries to the host's engine
     kept       maintenance of the KV on disk, None where no KV is kept on disk
     tools      the tools that new conversations offer to the model, None for none
+    pins       the files of pins, which can be attached by the pin's name
     """
 
     def __init__(
@@ -76,7 +78,9 @@ class ChatController:
         attached: tuple[Attached, ...] = (),
         kept: KeptKv | None = None,
         tools: ToolSet | None = None,
+        pins: PinFiles | None = None,
     ) -> None:
+        self.pins = pins if pins is not None else PinFiles(None)
         self.host = host
         self.engine = EngineQueries(host, kept)
         self.new_host = new_host
@@ -186,7 +190,7 @@ class ChatController:
                 f"{model.max_context:,} tokens that the model's context holds.",
                 "Attach a part of it.",
             )
-        num_tokens = len(model.tokenizer.encode([Segment(text, is_inert=True)]))
+        num_tokens = self.num_tokens(text)
         limit = self.host.ready.context_limit if self.host.ready is not None else num_tokens
         if num_tokens > limit:
             raise UsageError(
@@ -195,6 +199,31 @@ class ChatController:
             )
         self.attached = (*self.attached, Attached(path.name, text))
         return num_tokens
+
+    def attach_pin(self, label: str) -> tuple[int, str]:
+        """Put all files of a pin before the next message, or none of them.
+
+        Returns their number of tokens, and a sentence on those that changed since, "" for none.
+        Raises UsageError as `attach` does.
+        """
+        before = self.attached
+        note = self.pins.check(label)
+        try:
+            return sum(self.attach(path) for path in self.pins.paths()[label]), note
+        except UsageError:
+            self.attached = before
+            raise
+
+    def attach_mentioned(self, text: str) -> list[str]:
+        """Put the files and pins that a message mentions before it.
+
+        Returns sentences on pinned files that changed since. Raises UsageError as `attach` does.
+        """
+        pins = self.pins.paths()
+        notes = [self.pins.check(label) for label in mentioned_pins(text, pins)]
+        for path in mentioned_files(text, pins):
+            self.attach(path)
+        return [note for note in notes if note]
 
     def ask(self, text: str, notify: Callable[[], None] | None = None) -> Reply:
         """Send a message with the attached files; if a turn is being edited, replace that turn.
@@ -244,6 +273,10 @@ class ChatController:
         first = self.host.model.user_ids(empty, ROOT, path[0].text, path[0].system)
         return [*first, *(token for turn in path[1:] for token in turn.token_ids)]
 
+    def offer_tools(self, tools: ToolSet) -> None:
+        """Offer tools to conversations that begin from now on."""
+        self.tools = tools
+
     def set_tools(self, tools: ToolSet | None) -> None:
         """Offer other tools in this and in later conversations."""
         self.tools = tools
@@ -280,6 +313,10 @@ class ChatController:
         options = replace(self.options, sampling=sampling, max_tokens=limit, stops=(), think=think)
         below = plan.older[-1].turn_id
         return self.require_session().ask_aside(request_text(focus), options, notify, below)
+
+    def num_tokens(self, text: str) -> int:
+        """Return the number of tokens of a text as it stands."""
+        return len(self.host.model.tokenizer.encode([Segment(text, is_inert=True)]))
 
     def compact(self, plan: CompactionPlan, summary: str) -> int:
         """Continue with a summary in place of the plan's older turns; return the tokens saved.

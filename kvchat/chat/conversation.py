@@ -211,6 +211,18 @@ class Conversation:
             found[turn.turn_id] = found.get(turn.copy_of, said) if turn.copy_of else said
         return found
 
+    def before_compaction(self) -> int:
+        """Return the turn that was the tip before the path was compacted, ROOT if that is not last.
+
+        It is not last where a message or another system prompt followed.
+        """
+        path = self.path()
+        if not path or path[0].summary_of is None or path[0].copy_of:
+            return ROOT
+        tip = path[-1]
+        before = tip.summary_of if tip.summary_of is not None else tip.copy_of
+        return before if before in self._turns else ROOT
+
     def copies(self, turn_id: int) -> set[int]:
         """Return the ids of a turn, of its copies on other branches, and of summaries of it.
 

@@ -41,12 +41,25 @@ def to_markdown(conversation: Conversation) -> str:
     if conversation.system:
         parts.append(f"> {conversation.system}\n")
     for turn in conversation.path():
-        text = _text_of(turn)
+        parts += [f"**Result of {res.name}:**\n\n{_fenced(res.text)}" for res in turn.results]
+        if turn.results and not turn.text:
+            continue
+        calls = (f"Calls {each.name}:\n\n{_fenced(each.arguments_text)}" for each in turn.calls)
+        said = split_thinking(turn.text)[1] if turn.role is Role.ASSISTANT else turn.text
+        text = "\n\n".join((*([said] if said else []), *calls))
         cut = "\n\n*(cut off)*" if turn.is_partial else ""
         name = _NAMES[turn.role] if turn.summary_of is None else _SUMMARY_NAMES[turn.role]
         gap = "\n\n" if _BLOCK.match(text) else " "
         parts.append(f"**{name}:**{gap}{text}{cut}\n")
     return "\n".join(parts)
+
+
+def _fenced(text: str) -> str:
+    """Return a text as a Markdown code block, behind a fence that does not occur in it."""
+    fence = "```"
+    while fence in text:
+        fence += "`"
+    return f"{fence}\n{text.rstrip()}\n{fence}\n"
 
 
 def _text_of(turn: Turn) -> str:

@@ -23,8 +23,12 @@ _MOST_REASON = 300
 
 def json_grammar(schema: Mapping[str, Any]) -> str:
     """Return the grammar of JSON text that a JSON schema describes."""
-    options = {"whitespace_pattern": _SPACE, "lenient": False}
-    return json.dumps({"grammars": [{"json_schema": {**schema, "x-guidance": options}}]})
+    return json.dumps({"grammars": [{"json_schema": spaced(schema)}]})
+
+
+def spaced(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a JSON schema with what its JSON text may have between two parts."""
+    return {**schema, "x-guidance": {"whitespace_pattern": _SPACE, "lenient": False}}
 
 
 class Grammars:

@@ -4,6 +4,7 @@ Terminal and command line use a ChatHost and never the engine itself.
 """
 
 import asyncio
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -199,10 +200,12 @@ class ChatHost:
         self._engine.submit(RequestSpec(tuple(token_ids), max_tokens=1), listen)
         return done
 
-    def pin(self, token_ids: list[int], label: str) -> "Future[int]":
-        """Pin a context's KV on disk under a label; the result is the number of tokens kept."""
+    def pin(self, token_ids: list[int], label: str, ttl_s: float = math.inf) -> "Future[int]":
+        """Pin a context's KV on disk under a label for `ttl_s` seconds; the result is the number of
+        tokens kept.
+        """
         done: Future[int] = Future()
-        self._ask(lambda engine: engine.pin(token_ids, label, done.set_result), done)
+        self._ask(lambda engine: engine.pin(token_ids, label, done.set_result, ttl_s), done)
         return done
 
     def forget(self, contexts: list[tuple[list[int], int]]) -> "Future[None]":

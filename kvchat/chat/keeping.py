@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvchat.chat.attachment import read_attachment
+from kvchat.chat.chat_model import ChatModel
 from kvchat.chat.conversation import ROOT, Conversation, Role
 from kvchat.chat.why import common_len
 from kvchat.core.errors import KvchatError, StoreError, StoreInUse, UsageError
@@ -52,10 +53,16 @@ def file_context(
     """
     text = "".join(f"{read_attachment(path)}\n" for path in paths)
     empty = Conversation("", created_s, controller.system)
-    one, other = (
-        controller.host.model.user_ids(empty, ROOT, text + end, controller.system)
-        for end in _PROBES
-    )
+    return opening_ids(controller.host.model, empty, text)
+
+
+def opening_ids(model: ChatModel, conversation: Conversation, text: str = "") -> list[int]:
+    """Return the leading token ids of any conversation that has this one's time, system prompt and
+    tools, and whose first message begins with a text.
+    """
+    system = conversation.system
+    empty = Conversation("", conversation.created_s, system, conversation.tools)
+    one, other = (model.user_ids(empty, ROOT, text + end, system) for end in _PROBES)
     return list(one[: common_len(one, other)])
 
 

@@ -69,7 +69,8 @@ class ReadAhead:
         """Return the context that the message will begin with; empty if it adds nothing yet."""
         controller = self._controller
         try:
-            mentioned = [read_attachment(path) for path in mentioned_files(finished(text))]
+            paths = mentioned_files(finished(text), controller.pins.paths())
+            mentioned = [read_attachment(path) for path in paths]
             begun = "".join(f"{file}\n" for file in (*files, *mentioned)) + finished(text)
             return self._ids_of(controller, begun) if begun else []
         except KvchatError:  # sending the message reports it

@@ -21,7 +21,7 @@ from kvchat.chat.events import (
 )
 from kvchat.chat.shown_logprobs import LogprobTrack, ShownToken
 from kvchat.chat.thinking import THINKING_MARKS, Passage, ThinkingSplitter
-from kvchat.chat.tool_calls import CallSplitter
+from kvchat.chat.tool_calls import CallSplitter, Part
 from kvchat.chat.tools import ToolCall
 from kvchat.core.events import (
     PrefillProgress,
@@ -60,8 +60,8 @@ class AnswerLedger(Protocol):
 class Decoding(NamedTuple):
     """How the tokens of one sample become text, thinking and calls; one answer owns its parts.
 
-    `track` is for answers whose logprobs are told, which have no calls. `tells_ids` if events have
-    the tokens' ids.
+    `track` is for answers whose logprobs are told. Those whose calls are channels have none.
+    `tells_ids` if events have the tokens' ids.
     """
 
     stream: TextStream
@@ -84,7 +84,7 @@ class _Answer:
         track: LogprobTrack | None = None,
         tells_ids: bool = False,
     ) -> None:
-        assert calls is None or track is None
+        assert track is None or calls is None or not calls.is_channel
         self._track = track
         self._tells_ids = tells_ids
         self.told_ids: list[int] = []
@@ -93,6 +93,7 @@ class _Answer:
         self._filter = StopFilter(stops)
         self._splitter = ThinkingSplitter(starts_thinking)
         self._calls = calls
+        self._start: int | None = None  # the place of what goes to the calls in the whole text
         self.calls: list[ToolCall] = []
         self._whole = ""
         self.text = ""
@@ -165,10 +166,11 @@ class _Answer:
             if passage.is_thinking or self._calls is None or self._calls.is_channel:
                 events.append(self._said(sample, passage))
             else:
+                self._start = passage.start if self._start is None else self._start
                 events += self._parts(sample, self._calls.feed(passage.text))
         return events
 
-    def _parts(self, sample: int, parts: list[str | ToolCall]) -> list[ChatEvent]:
+    def _parts(self, sample: int, parts: list[Part]) -> list[ChatEvent]:
         """Return the events for calls, and for the text around them."""
         events: list[ChatEvent] = []
         for part in parts:
@@ -176,9 +178,10 @@ class _Answer:
                 self.calls.append(part)
                 events.append(AnswerCall(sample, part))
             elif self._calls is not None and self._calls.is_channel:
-                events += self._passages(sample, self._splitter.feed(part))
+                events += self._passages(sample, self._splitter.feed(part.text))
             else:
-                events.append(self._said(sample, Passage(part, is_thinking=False)))
+                start = (self._start or 0) + part.start
+                events.append(self._said(sample, Passage(part.text, False, start)))
         return events
 
     def _said(self, sample: int, passage: Passage) -> AnswerText:

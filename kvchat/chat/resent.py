@@ -5,7 +5,7 @@ new is read. Sessions made here have no file: the client keeps the conversation.
 """
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from kvchat.chat.answer_memory import AnswerMemory, ContextDigest, KnownAnswer
@@ -13,14 +13,29 @@ from kvchat.chat.answer_settings import AskOptions
 from kvchat.chat.conversation import Role
 from kvchat.chat.events import AnswerEnded
 from kvchat.chat.host import ChatHost
+from kvchat.chat.keeping import opening_ids
 from kvchat.chat.reply import Reply
 from kvchat.chat.resent_difference import Difference, Message, SeenChats
 from kvchat.chat.session import ChatSession
+from kvchat.chat.stabiliser import Stabiliser
+from kvchat.chat.think import Think
 from kvchat.chat.tools import ToolCall, ToolSet
 from kvchat.core.errors import UsageError
 from kvchat.core.types import FinishReason
 
 _KEPT_FINISHES = (FinishReason.STOP, FinishReason.LENGTH)
+
+
+@dataclass(frozen=True, slots=True)
+class KeptPart:
+    """The beginning of a conversation whose KV a client wants to be kept on disk for a while.
+
+    num_messages   it ends with this message; 0 is what stands before the first
+    ttl_s          for so many seconds
+    """
+
+    num_messages: int
+    ttl_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +48,7 @@ class ResentChat:
     system: str | None
     messages: tuple[Message, ...]
     tools: ToolSet | None = None
+    kept: tuple[KeptPart, ...] = ()
 
     @property
     def is_continuation(self) -> bool:
@@ -77,21 +93,27 @@ def resent_chat(
 class Asked:
     """A request in progress. The owner takes the reply's events and closes the session.
 
-    `difference` says which earlier message the client changed, None if it changed none.
+    `difference` says which earlier message the client changed, None if it changed none. `kept` are
+    the beginnings of the context to keep on disk: their tokens and for how many seconds.
     """
 
     session: ChatSession
     reply: Reply
     difference: Difference | None = None
+    kept: tuple[tuple[int, float], ...] = ()
 
 
 class ResentChats:
     """Opens resent conversations on one host. One thread at a time uses it.
 
-    Owns the memory until `close`.
+    `stabiliser` moves lines that change to the end; None leaves every prompt as it is. Owns the
+    memory until `close`.
     """
 
-    def __init__(self, host: ChatHost, memory: AnswerMemory) -> None:
+    def __init__(
+        self, host: ChatHost, memory: AnswerMemory, stabiliser: Stabiliser | None = None
+    ) -> None:
+        self._stabiliser = stabiliser
         self._host = host
         self._memory = memory
         self._seen = SeenChats()
@@ -100,14 +122,26 @@ class ResentChats:
         self, chat: ResentChat, options: AskOptions, notify: Callable[[], None] | None = None
     ) -> Asked:
         """Begin to answer; errors as `ChatSession.ask`."""
-        session = self._opened(chat)
+        if self._stabiliser is not None:
+            chat = self._stabiliser.stabilised(chat)
+        session = self._opened(chat, options.think)
         difference = self._seen.note(chat.system, chat.messages, chat.tools)
         last = chat.messages[-1]
         if chat.is_continuation:
             reply = session.continue_answer(options, notify)
         else:
             reply = session.ask(last.text, options, notify, last.results)
-        return Asked(session, reply, difference)
+        return Asked(session, reply, difference, tuple(self._kept_tokens(session, chat)))
+
+    def _kept_tokens(self, session: ChatSession, chat: ResentChat) -> Iterator[tuple[int, float]]:
+        """Yield how many tokens each part to keep has, and for how many seconds."""
+        path = session.conversation.path()
+        for part in chat.kept:
+            if part.num_messages:
+                num_tokens = sum(len(turn.token_ids) for turn in path[: part.num_messages])
+            else:
+                num_tokens = len(opening_ids(self._host.model, session.conversation))
+            yield num_tokens, part.ttl_s
 
     def complete(
         self,
@@ -119,16 +153,22 @@ class ResentChats:
         session = self._host.unsaved_session()
         return Asked(session, session.continue_text(prompt, options, notify))
 
-    def count(self, chat: ResentChat) -> int:
+    def count(self, chat: ResentChat, think: Think = Think.AUTO) -> int:
         """Return the number of tokens of the context that `ask` would feed."""
-        session = self._opened(chat)
+        if self._stabiliser is not None:
+            chat = self._stabiliser.stabilised(chat, is_kept=False)
+        session = self._opened(chat, think)
         if not chat.is_continuation:
-            session.add_user_turn(chat.messages[-1].text, results=chat.messages[-1].results)
+            last = chat.messages[-1]
+            session.add_user_turn(last.text, think=think, results=last.results)
         return len(session.conversation.context_ids())
 
     def remember(self, asked: Asked, ended: AnswerEnded) -> None:
-        """Keep the ids of a complete answer, or of one that ended at its limit."""
+        """Keep the ids of a complete answer, or of one that ended at its limit, and pin what the
+        client wants to be kept.
+        """
         conversation = asked.session.conversation
+        self._pin(conversation.context_ids(ended.turn_id), asked.kept)
         turn = conversation.turn(ended.turn_id)
         if turn.role is not Role.ASSISTANT or ended.reason not in _KEPT_FINISHES:
             return
@@ -140,14 +180,24 @@ class ResentChats:
         key = digest.key(_answer_text(text, ended.calls))
         self._memory.put(key, KnownAnswer(turn.token_ids, ended.reason))
 
+    def _pin(self, context: list[int], kept: tuple[tuple[int, float], ...]) -> None:
+        for num_tokens, ttl_s in kept:
+            ids = context[:num_tokens]
+            digest = self._digest()
+            digest.extend(ids)
+            self._host.pin(ids, f"cache_control {digest.key('').hex()[:12]}", ttl_s)
+
     def close(self) -> None:
         self._memory.close()
 
     def _digest(self) -> ContextDigest:
         return ContextDigest(self._host.model.tokenizer.digest)
 
-    def _opened(self, chat: ResentChat) -> ChatSession:
-        """Return a session with all messages but a last one of the user."""
+    def _opened(self, chat: ResentChat, think: Think) -> ChatSession:
+        """Return a session with all messages but a last one of the user.
+
+        `think` is how the last message is asked, and earlier ones that were not answered here.
+        """
         model = self._host.model
         if chat.needs_tools and model.format.tools is None:
             raise UsageError(f"The chat template of {model.name} has no place for tools.")
@@ -156,7 +206,11 @@ class ResentChats:
         history = chat.messages if chat.is_continuation else chat.messages[:-1]
         for number, message in enumerate(history, start=1):
             if message.role is Role.USER:
-                turn = session.add_user_turn(message.text, results=message.results)
+                answer = chat.messages[number] if number < len(chat.messages) else None
+                asked_with = self._think_of(session, digest, message, answer, think)
+                turn = session.add_user_turn(
+                    message.text, think=asked_with, results=message.results
+                )
             else:
                 is_last = number == len(chat.messages)
                 key = digest.key(_answer_text(message.text, message.calls))
@@ -173,6 +227,31 @@ class ResentChats:
                     digest.extend(session.conversation.context_ids(asked.turn_id))
             digest.extend(turn.token_ids)
         return session
+
+    def _think_of(
+        self,
+        session: ChatSession,
+        digest: ContextDigest,
+        message: Message,
+        answer: Message | None,
+        think: Think,
+    ) -> Think:
+        """Return how a message was asked, by what was answered; `think` if that is not known."""
+        model, conversation = self._host.model, session.conversation
+        known = model.format.switch.known
+        if answer is None or len(known) == 1:
+            return think
+        parent = conversation.tip_id
+        system = conversation.system if not conversation.context_ids(parent) else None
+        for tried in dict.fromkeys((think, *known)):
+            ids = model.user_ids(
+                conversation, parent, message.text, system, tried, results=message.results
+            )
+            asked = digest.copy()
+            asked.extend(ids)
+            if self._memory.find(asked.key(_answer_text(answer.text, answer.calls))) is not None:
+                return tried
+        return think
 
     def _began_s(self, chat: ResentChat) -> float:
         """Return when a conversation with this beginning was first seen.

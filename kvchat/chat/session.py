@@ -438,7 +438,14 @@ class ChatSession:
         self.save(session_file.tip_line(turn_id))
 
     def undo(self) -> Turn | None:
-        """Move the tip before the last message; return that turn, or None at the beginning."""
+        """Move the tip before the last message; return that turn, or None at the beginning.
+
+        Where compacting was last, move it to where it was before that; return the summary.
+        """
+        if before := self.conversation.before_compaction():
+            summary = self.conversation.path()[0]
+            self.move_tip(before)
+            return summary
         for turn in reversed(self.conversation.path()):
             if turn.is_message:
                 self.move_tip(turn.parent_id)

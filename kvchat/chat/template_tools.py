@@ -12,7 +12,13 @@ from typing import Any, Protocol
 
 from kvchat.chat.thinking import split_thinking
 from kvchat.chat.tokenizer import ChatTokenizer
-from kvchat.chat.tool_calls import CALL_FORMATS, CALL_TOKENS, CallFormat, CallSplitter
+from kvchat.chat.tool_calls import (
+    CALL_FORMATS,
+    CALL_TOKENS,
+    CallFormat,
+    CallSplitter,
+    TextBesideCalls,
+)
 from kvchat.chat.tools import ToolCall, ToolResult, ToolSet
 from kvchat.core.errors import ModelError
 
@@ -147,7 +153,7 @@ def _form_with(
 def _reads(form: CallFormat, region: str) -> bool:
     splitter = CallSplitter(form, _PROBE_TOOLS)
     found = [*splitter.feed(region), *splitter.flush()]
-    texts = "".join(part for part in found if isinstance(part, str))
+    texts = "".join(part.text for part in found if isinstance(part, TextBesideCalls))
     calls = [part for part in found if isinstance(part, ToolCall)]
     return calls == [_PROBE_CALL] and not split_thinking(texts)[1].strip()
 

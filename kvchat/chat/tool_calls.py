@@ -7,7 +7,7 @@ import ast
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvchat.chat.tools import ToolCall, ToolSet
@@ -34,6 +34,17 @@ class CallFormat:
     is_channel: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class TextBesideCalls:
+    """A piece of text; `start` is its place in all that was fed."""
+
+    text: str
+    start: int = field(default=0, compare=False)
+
+
+Part = TextBesideCalls | ToolCall
+
+
 class CallSplitter:
     """Takes the calls out of the text of one answer, as it arrives.
 
@@ -46,6 +57,7 @@ class CallSplitter:
         self._tools = tools
         self._most = most
         self._held = ""
+        self._start = 0  # the place of what is held in all that was fed
         self._is_in_calls = False
         self._has_text = False
         self._num_calls = 0
@@ -55,42 +67,47 @@ class CallSplitter:
     def is_channel(self) -> bool:
         return self._format.is_channel
 
-    def feed(self, text: str) -> list[str | ToolCall]:
+    def feed(self, text: str) -> list[Part]:
         """Take more text; return the texts and calls that it completes, in order."""
         self._held += text
-        found: list[str | ToolCall] = []
+        found: list[Part] = []
         while True:
             step = self._calls() if self._is_in_calls else self._text()
             if step is None:
                 return found
             found += step
 
-    def flush(self) -> list[str | ToolCall]:
+    def flush(self) -> list[Part]:
         """Return what was held back, at the end of the answer."""
-        found: list[str | ToolCall] = []
-        if self._is_in_calls:
-            found, self._held = self._read(self._held), ""
-        elif self._num_calls:
-            self._held = self._held.rstrip()
-        held, self._held = self._held, ""
-        return found + ([held] if held else [])
+        is_in_calls = self._is_in_calls
+        held = self._cut(len(self._held))
+        if is_in_calls:
+            return self._read(held)
+        text = held.text.rstrip() if self._num_calls else held.text
+        return [TextBesideCalls(text, held.start)] if text else []
 
-    def _text(self) -> list[str | ToolCall] | None:
+    def _cut(self, length: int) -> TextBesideCalls:
+        """Return the beginning of what is held, and hold the rest."""
+        cut = TextBesideCalls(self._held[:length], self._start)
+        self._held = self._held[length:]
+        self._start += length
+        return cut
+
+    def _text(self) -> list[Part] | None:
         """Release text up to an opener, or up to what could become one; None to wait for more."""
         if self._num_calls and not self._has_text:
-            self._held = self._held.lstrip()
+            self._cut(len(self._held) - len(self._held.lstrip()))
         place = self._opening()
         if place is not None:
-            before, self._held = self._held[:place].rstrip(), self._held[place:]
+            before = self._cut(place)
             self._is_in_calls = True
-            return self._released(before)
+            return self._released(TextBesideCalls(before.text.rstrip(), before.start))
         cut = len(self._held)
         if self._can_begin:  # white space before calls is no text
             cut = len(self._held[: cut - self._overlap()].rstrip())
         if not cut:
             return None
-        released, self._held = self._held[:cut], self._held[cut:]
-        return self._released(released)
+        return self._released(self._cut(cut))
 
     @property
     def _can_begin(self) -> bool:
@@ -120,17 +137,16 @@ class CallSplitter:
                 return length
         return 0
 
-    def _calls(self) -> list[str | ToolCall] | None:
+    def _calls(self) -> list[Part] | None:
         closer = self._format.closer
         end = self._held.find(closer) if closer else -1
         if end < 0:
             return None
-        region, self._held = self._held[: end + len(closer)], self._held[end + len(closer) :]
-        return self._read(region)
+        return self._read(self._cut(end + len(closer)))
 
-    def _read(self, region: str) -> list[str | ToolCall]:
+    def _read(self, region: TextBesideCalls) -> list[Part]:
         self._is_in_calls = False
-        calls = self._format.read(region, self._tools)
+        calls = self._format.read(region.text, self._tools)
         if not calls:
             return self._released(region)
         room = len(calls) if self._most is None else max(0, self._most - self._num_calls)
@@ -139,9 +155,9 @@ class CallSplitter:
         self.num_dropped += max(0, len(calls) - room)
         return list(calls[:room])
 
-    def _released(self, text: str) -> list[str | ToolCall]:
-        self._has_text = self._has_text or bool(text.strip())
-        return [text] if text else []
+    def _released(self, piece: TextBesideCalls) -> list[Part]:
+        self._has_text = self._has_text or bool(piece.text.strip())
+        return [piece] if piece.text else []
 
 
 # Reading. Each reader gets the whole region and returns None for what it cannot read.

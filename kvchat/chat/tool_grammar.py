@@ -1,4 +1,4 @@
-"""Grammars for answers that have to call a tool.
+"""Grammars for answers that have to call a tool, or may call one and else follow a format.
 
 How a model writes a call is read from its template: a call with placeholders is written, and cut at
 them. Where arguments are JSON they follow the tool's schema; elsewhere only the beginning of the
@@ -7,8 +7,10 @@ call is fixed, up to the tool's name.
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+from kvchat.chat.grammar import spaced
 from kvchat.chat.template import TurnFormat
 from kvchat.chat.thinking import split_thinking
 from kvchat.chat.tokenizer import ChatTokenizer
@@ -21,9 +23,15 @@ _JSON_BEGINS, _JSON_ENDS = re.compile(r"\{\s*\"$"), re.compile(r"^\"\s*\}")
 
 
 def call_grammar(
-    format_: TurnFormat, tokenizer: ChatTokenizer, tools: ToolSet, names: Sequence[str]
+    format_: TurnFormat,
+    tokenizer: ChatTokenizer,
+    tools: ToolSet,
+    names: Sequence[str],
+    schema: Mapping[str, Any] | None = None,
 ) -> str:
     """Return the grammar, in the form of llguidance, of one call of a tool among `names`.
+
+    With `schema` the answer may be JSON that it describes instead.
 
     Raises UsageError for a template whose calls cannot be cut so.
     """
@@ -46,8 +54,11 @@ def call_grammar(
             rules.append(f"arguments{number}: %json {json.dumps(tools.parameters(name))}")
         else:
             rules.append(f"{rest}: {_literal(_punctuation(between), tokenizer)} <[*]>*")
-    start = f"start: {_literal(before.lstrip(), tokenizer)} ({' | '.join(choices)})"
-    return "\n".join((start, *rules)) + "\n"
+    rules.insert(0, f"call: {_literal(before.lstrip(), tokenizer)} ({' | '.join(choices)})")
+    if schema is None:
+        return "\n".join(("start: call", *rules)) + "\n"
+    text = f"text: %json {json.dumps(spaced(schema))}"
+    return "\n".join(("start: call | text", text, *rules)) + "\n"
 
 
 def _punctuation(text: str) -> str:

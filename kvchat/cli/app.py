@@ -229,6 +229,12 @@ def serve(
         list[str] | None,
         typer.Option(help="another name for the model (repeat)", metavar="NAME"),
     ] = None,
+    stabilise: Annotated[
+        bool,
+        typer.Option(
+            "--stabilise", help="move lines of system prompts that change to the end: docs/serve.md"
+        ),
+    ] = False,
     model: Annotated[str | None, _setting("model", "-m", "--model", metavar="NAME")] = None,
     draft: Annotated[str | None, _setting("draft", metavar="NAME")] = None,
     spec: Annotated[bool | None, _setting("spec", "--spec/--no-spec")] = None,
@@ -254,7 +260,8 @@ def serve(
     flags = {setting: value for setting, value in given.items() if setting in BY_NAME}
     if given["no_cache"]:
         flags["cache"] = False
-    raise typer.Exit(run_server(flags, ServeRequest(host, port, api_key, tuple(name or ()))))
+    request = ServeRequest(host, port, api_key, tuple(name or ()), stabilise)
+    raise typer.Exit(run_server(flags, request))
 
 
 sessions_app = typer.Typer(rich_markup_mode=None, help="Saved conversations.")

@@ -97,7 +97,7 @@ def ask_options(settings: Settings, model_defaults: dict[str, float], samples: i
 
 
 def open_toolbox(settings: Settings) -> "Toolbox | None":
-    """Return the tools that the settings offer, with MCP servers connected; None for none.
+    """Return the tools that the settings offer; None for none. MCP servers begin to start.
 
     Raises UsageError for a bad list of servers. The owner closes the toolbox.
     """
@@ -109,11 +109,7 @@ def open_toolbox(settings: Settings) -> "Toolbox | None":
 
     tools, allowed = local_tools(Path.cwd()), settings["allow_tool"]
     configs = read_servers(user_paths().config.with_name("mcp.json"))
-    if not configs:
-        return Toolbox(tools, allowed)
-    servers = McpServers(configs)
-    tools += servers.start()
-    return Toolbox(tools, allowed, servers.problems, servers.close)
+    return Toolbox(tools, allowed, McpServers(configs) if configs else None)
 
 
 def check(settings: Settings, samples: int = 1) -> None:

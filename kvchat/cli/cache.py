@@ -1,6 +1,7 @@
 """`kvchat cache`: shows, verifies and deletes the KV on disk, without loading a model."""
 
 import json
+import math
 import os
 import sys
 from typing import Any
@@ -105,7 +106,12 @@ def _object(status: StoreStatus) -> dict[str, object]:
         "tokens": status.num_tokens,
         "trouble": status.trouble or None,
         "pins": [
-            {"label": pin.label, "tokens": pin.num_tokens, "made": pin.made_s}
+            {
+                "label": pin.label,
+                "tokens": pin.num_tokens,
+                "made": pin.made_s,
+                "until": pin.until_s if pin.until_s < math.inf else None,
+            }
             for model_dir in status.model_dirs
             for pin in model_dir.pins
         ],

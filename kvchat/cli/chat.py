@@ -149,11 +149,14 @@ def _open_controller(
     child = RenderingChild()  # starts while the rest is imported
     from kvchat.chat.attachment import Attached, read_attachment
     from kvchat.chat.controller import ChatController
+    from kvchat.chat.pin_files import PinFiles
 
     attached = tuple(Attached(path.name, read_attachment(path)) for path in request.files)
     session_id = _session_id(settings, request)
     host = open_host(settings, on_load, child=child)
     toolbox = _toolbox_for(host, settings)
+    if toolbox is not None and is_script:
+        toolbox.complete()
     session = _open_session(host, settings, request, session_id)
     options = ask_options(settings, host.model.sampling_defaults, request.num_samples)
     controller = ChatController(
@@ -166,6 +169,7 @@ def _open_controller(
         attached,
         _kept_kv(settings, host),
         toolbox.definitions if toolbox is not None else None,
+        PinFiles(user_paths().state / "pins.json"),
     )
     return controller, toolbox
 

@@ -25,14 +25,16 @@ _KEY_VARIABLE = "KVCHAT_API_KEY"
 class ServeRequest:
     """What `kvchat serve` was asked for.
 
-    api_key   None takes the environment's, or none on a loopback address
-    names     further names that requests may give the model
+    api_key      None takes the environment's, or none on a loopback address
+    names        further names that requests may give the model
+    stabilises   whether lines of system prompts that change are moved to the end
     """
 
     host: str
     port: int
     api_key: str | None
     names: tuple[str, ...]
+    stabilises: bool
 
 
 def run_server(flags: dict[str, Any], request: ServeRequest) -> int:
@@ -53,7 +55,7 @@ def run_server(flags: dict[str, Any], request: ServeRequest) -> int:
         )
     bound = bound_socket(request.host, request.port)
     host = open_host(settings, _tell)
-    service = _new_service(settings, host, request.names)
+    service = _new_service(settings, host, request)
     try:
         port = bound.getsockname()[1]
         shown = f"[{request.host}]" if ":" in request.host else request.host
@@ -64,13 +66,16 @@ def run_server(flags: dict[str, Any], request: ServeRequest) -> int:
             return serve(app, bound, lambda: _say(f"{service.name} at http://{shown}:{port}/v1"))
     finally:
         service.answering.close()
+        service.responses.close()
         if host.ready is not None:
             host.close()
 
 
-def _new_service(settings: Settings, host: "ChatHost", names: tuple[str, ...]) -> "Service":
+def _new_service(settings: Settings, host: "ChatHost", request: ServeRequest) -> "Service":
     from kvchat.chat.answer_memory import AnswerMemory
     from kvchat.chat.resent import ResentChats
+    from kvchat.chat.response_memory import ResponseMemory
+    from kvchat.chat.stabiliser import Stabiliser
     from kvchat.server.answering import Answering
     from kvchat.server.metrics import Metrics
     from kvchat.server.service import Service
@@ -78,11 +83,19 @@ def _new_service(settings: Settings, host: "ChatHost", names: tuple[str, ...]) -
     is_kept = not settings["incognito"] and settings["cache"]
     path = cache_directory(settings).parent / "answers.db" if is_kept else None
     metrics = Metrics()
-    chats = ResentChats(host, AnswerMemory(path))
+    stabiliser = Stabiliser() if request.stabilises else None
+    chats = ResentChats(host, AnswerMemory(path), stabiliser)
     options = ask_options(settings, host.model.sampling_defaults, 1)
     name = host.model.name
-    files = str(Path(name).absolute()) if Path(name).exists() else name
-    return Service(host, Answering(chats, metrics), metrics, options, (name, *names), files)
+    return Service(
+        host,
+        Answering(chats, metrics),
+        metrics,
+        options,
+        (name, *request.names),
+        ResponseMemory(path, host.model.tokenizer),
+        str(Path(name).absolute()) if Path(name).exists() else name,
+    )
 
 
 def _tell(event: LoadEvent) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from kvchat.core.errors import StoreError
 from kvchat.core.paths import open_private, private_directory
 
-_MAX_BYTES = 1 << 20
+MOST_BYTES = 1 << 20
 
 _log = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ def read_state(path: Path, version: int, name: str) -> dict[str, object]:
     try:
         descriptor = open_private(path, os.O_RDONLY)
         with os.fdopen(descriptor, "rb") as file:
-            found = json.loads(file.read(_MAX_BYTES))
+            found = json.loads(file.read(MOST_BYTES))
         content = found[name] if found["version"] == version else {}
         return {str(key): value for key, value in content.items()}
     except (StoreError, OSError, ValueError, LookupError, TypeError, AttributeError):

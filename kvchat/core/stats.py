@@ -1,5 +1,6 @@
 """Status of the engine and of the KV store: plain counts, no tensors."""
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -117,11 +118,14 @@ class ModelDirStatus:
 
 @dataclass(frozen=True, slots=True)
 class KeptPin:
-    """A pinned context: the user's label, and when it was pinned in seconds since the epoch."""
+    """A pinned context: its label, and when it was pinned and until when, in seconds since the
+    epoch; infinity is for ever.
+    """
 
     label: str
     num_tokens: int
     made_s: float
+    until_s: float = math.inf
 
 
 @dataclass(frozen=True, slots=True)

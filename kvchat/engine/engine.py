@@ -265,8 +265,14 @@ class Engine:
             self.cancel(self._ahead_id)
         self._ahead_id = None
 
-    def pin(self, token_ids: Sequence[int], label: str, done: Callable[[int], None]) -> None:
-        """Pin a context's KV on the disk tier, so that it is not evicted.
+    def pin(
+        self,
+        token_ids: Sequence[int],
+        label: str,
+        done: Callable[[int], None],
+        ttl_s: float = math.inf,
+    ) -> None:
+        """Pin a context's KV on the disk tier, so that it is not evicted for `ttl_s` seconds.
 
         `done` is called with the number of pinned tokens, perhaps on another thread.
         """
@@ -274,7 +280,7 @@ class Engine:
             done(0)
             return
         self._keep_waiting()
-        self._connector.pin(tuple(token_ids), label, done)
+        self._connector.pin(tuple(token_ids), label, done, ttl_s)
 
     def forget(
         self, contexts: Sequence[tuple[Sequence[int], int]], done: Callable[[], None]

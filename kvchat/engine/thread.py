@@ -92,8 +92,10 @@ class DrivenEngine(Protocol):
     def end_read_ahead(self) -> None:
         """End the read-ahead."""
 
-    def pin(self, token_ids: Sequence[int], label: str, done: Callable[[int], None]) -> None:
-        """Keep a context's KV on disk; tell the number of tokens kept."""
+    def pin(
+        self, token_ids: Sequence[int], label: str, done: Callable[[int], None], ttl_s: float = ...
+    ) -> None:
+        """Keep a context's KV on disk for a time; tell the number of tokens kept."""
 
     def forget(self, contexts: list[tuple[list[int], int]], done: Callable[[], None]) -> None:
         """Drop the KV of contexts from memory."""

@@ -7,6 +7,7 @@ only what the server tells of them.
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import aclosing, suppress
@@ -174,10 +175,16 @@ class RemoteEngine:
     def end_read_ahead(self) -> None:
         self.read_ahead(())
 
-    def pin(self, token_ids: Sequence[int], label: str, done: Callable[[int], None]) -> None:
+    def pin(
+        self,
+        token_ids: Sequence[int],
+        label: str,
+        done: Callable[[int], None],
+        ttl_s: float = math.inf,
+    ) -> None:
         if self._kv is None:
             raise UsageError("The KV of this server cannot be pinned from here.")
-        done(self._loop.run_until_complete(self._kv.pin(token_ids, label)))
+        done(self._loop.run_until_complete(self._kv.pin(token_ids, label, ttl_s)))
 
     def forget(self, contexts: list[tuple[list[int], int]], done: Callable[[], None]) -> None:
         """Drop KV from a kvchat server's memory; others keep what they keep."""

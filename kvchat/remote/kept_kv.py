@@ -4,6 +4,7 @@ Every call waits for its answer, a few milliseconds; running answers go on meanw
 """
 
 import asyncio
+import math
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -15,7 +16,7 @@ from kvchat.remote.client import Client
 from kvchat.remote.wire import Sent
 
 _PATIENCE_S = 5.0
-_NO_TIME = float("inf")
+_NO_TIME = math.inf
 
 
 class ServerKv:
@@ -34,8 +35,10 @@ class ServerKv:
             raise GenerationError("The server's answer has an unknown form.")
         return places
 
-    async def pin(self, token_ids: Sequence[int], label: str) -> int:
-        found = await self._ask("pin", {"token_ids": list(token_ids), "label": label})
+    async def pin(self, token_ids: Sequence[int], label: str, ttl_s: float) -> int:
+        """Pin a context for a time, or for ever if that is infinite."""
+        body: dict[str, Any] = {"token_ids": list(token_ids), "label": label}
+        found = await self._ask("pin", body | ({"ttl_s": ttl_s} if ttl_s < math.inf else {}))
         return int(found.get("num_tokens", 0))
 
     async def forget(self, contexts: Sequence[tuple[Sequence[int], int]]) -> None:

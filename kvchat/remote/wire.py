@@ -92,6 +92,7 @@ def request(
         "model": server.model,
         "prompt": list(spec.prompt_ids),
         "return_token_ids": True,
+        **({"return_progress": True} if server.kind is Kind.KVCHAT else {}),
         "stop_token_ids": sorted(spec.stop_token_ids),
         **_streamed(),
         **_sampling(server.kind, spec.sampling, sample),
@@ -116,8 +117,8 @@ def _messages(server: Server, spec: RequestSpec, sample: int) -> dict[str, Any]:
         body["tools"] = context.tools
     if spec.max_tokens is not None:
         body["max_tokens"] = spec.max_tokens
-    if server.kind is Kind.LLAMA_CPP:
-        body |= {"cache_prompt": True, "return_progress": True}
+    if server.kind in (Kind.LLAMA_CPP, Kind.KVCHAT):
+        body["return_progress"] = True
     if server.kind is Kind.VLLM and context.is_continued:
         body |= {"continue_final_message": True, "add_generation_prompt": False}
     return body

@@ -17,14 +17,18 @@ from kvchat.chat.events import (
     AnswerFailed,
     AnswerText,
     ChatEvent,
+    ReadingPrompt,
 )
 from kvchat.chat.resent import Asked, ResentChat, ResentChats
 from kvchat.chat.resent_difference import Difference
+from kvchat.chat.think import Think
 from kvchat.core.errors import KvchatError
 from kvchat.server.api_errors import ApiError, as_api_error
 from kvchat.server.metrics import Metrics
 
 T = TypeVar("T")
+# What is told of an answer while it is generated.
+Told = ReadingPrompt | AnswerText | AnswerCall | AnswerEnded
 
 # A client may count a connection without a byte as dead: a long prefill sends this often.
 PING_INTERVAL_S = 10.0
@@ -48,6 +52,7 @@ class Answer:
         self._has_news = asyncio.Event()
         self._asked: Asked | None = None
         self._difference: Difference | None = None
+        self._kept: tuple[tuple[int, float], ...] = ()
         self._first: list[ChatEvent] = []
 
     async def start(self) -> None:
@@ -58,7 +63,7 @@ class Answer:
         except asyncio.CancelledError:  # the client has gone while its request was encoded
             began.add_done_callback(_drop)
             raise
-        self._difference = self._asked.difference
+        self._difference, self._kept = self._asked.difference, self._asked.kept
         self._metrics.num_running += 1
         await self._hear_first()
 
@@ -79,8 +84,8 @@ class Answer:
         with suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(self._has_news.set)
 
-    async def events(self) -> AsyncIterator[AnswerText | AnswerCall | AnswerEnded | None]:
-        """Yield new text, calls and ends of answers; None when there was nothing for a while.
+    async def events(self) -> AsyncIterator[Told | None]:
+        """Yield progress, texts, calls and ends of answers; None if there was nothing for a while.
 
         Raises ApiError if the request fails.
         """
@@ -98,7 +103,7 @@ class Answer:
             for wanted in self._taken(asked.reply.poll()):
                 yield wanted
 
-    def _taken(self, events: list[ChatEvent]) -> Iterator[AnswerText | AnswerCall | AnswerEnded]:
+    def _taken(self, events: list[ChatEvent]) -> Iterator[Told]:
         for event in events:
             if isinstance(event, AnswerFailed):
                 raise as_api_error(event.error)
@@ -106,13 +111,18 @@ class Answer:
                 self._metrics.note_answer(event.usage, event.timing)
                 self._remember(self._require_asked(), event)
                 yield event
-            elif isinstance(event, AnswerText | AnswerCall):
+            elif isinstance(event, ReadingPrompt | AnswerText | AnswerCall):
                 yield event
 
     @property
     def difference(self) -> Difference | None:
         """Which earlier message the client changed, None if it changed none."""
         return self._difference
+
+    @property
+    def kept(self) -> tuple[tuple[int, float], ...]:
+        """The beginnings of the context that are kept: their tokens, and for how many seconds."""
+        return self._kept
 
     def _require_asked(self) -> Asked:
         assert self._asked is not None, "the answer is not started"
@@ -156,10 +166,10 @@ class Answering:
             lambda notify: self._chats.complete(prompt, options, notify), lambda *_: None
         )
 
-    async def count(self, chat: ResentChat) -> int:
+    async def count(self, chat: ResentChat, think: Think) -> int:
         """Return the number of tokens of a conversation's context."""
         try:
-            return await self.on_encoder(lambda: self._chats.count(chat))
+            return await self.on_encoder(lambda: self._chats.count(chat, think))
         except Exception as error:
             raise _told(error) from error
 

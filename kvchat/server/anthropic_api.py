@@ -1,6 +1,7 @@
 """Anthropic's interface: /v1/messages and /v1/messages/count_tokens."""
 
 import secrets
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,17 +11,21 @@ from starlette.responses import JSONResponse, Response
 from kvchat.chat.answer_settings import AskOptions
 from kvchat.chat.events import AnswerCall, AnswerEnded, AnswerText
 from kvchat.chat.resent import ResentChat
+from kvchat.chat.think import Think
 from kvchat.chat.tools import ToolCall
 from kvchat.core.types import FinishReason, Usage
 from kvchat.server.answering import Answer, whole_answers
 from kvchat.server.api_errors import ApiError, anthropic_form
+from kvchat.server.cache_control import CacheMarks
 from kvchat.server.conversations import RequestChat
 from kvchat.server.fields import Fields, read_body, sampling_options, stops
-from kvchat.server.generation_fields import require_no_calls, with_format
+from kvchat.server.generation_fields import AnswerFormat, answer_format
 from kvchat.server.service import Service, facts, until_gone
 from kvchat.server.streaming import sse, stream_response
-from kvchat.server.tool_fields import anthropic_choice, read_tools, with_required_call
+from kvchat.server.thinking_fields import asked_thinking
+from kvchat.server.tool_fields import anthropic_choice, read_tools, with_calls
 
+_SHORT_TTL_S = 300.0
 _UNSUPPORTED = ("mcp_servers", "container")
 
 
@@ -36,11 +41,8 @@ class AnthropicApi:
         fields.refuse(*_UNSUPPORTED)
         chat = _chat(fields)
         options = self._options(fields, chat)
-        for place, name in ((fields, "output_format"), (fields.nested("output_config"), "format")):
-            options = await with_format(self._service, place, name, ("schema",), options)
-        require_no_calls(chat, options)
         choice = anthropic_choice(fields)
-        options = await with_required_call(self._service, choice, chat.tools, options)
+        options = await with_calls(self._service, choice, chat.tools, options, _format(fields))
         answer = await self._service.answering.chat(chat, options)
         if fields.flag("stream"):
             return stream_response(answer, _MessageEvents(answer, self._service.name))
@@ -51,7 +53,13 @@ class AnthropicApi:
         fields = read_body(await request.body())
         self._service.require_model(fields)
         fields.refuse(*_UNSUPPORTED)
-        return JSONResponse({"input_tokens": await self._service.answering.count(_chat(fields))})
+        think = self._think(fields)
+        num_tokens = await self._service.answering.count(_chat(fields), think)
+        return JSONResponse({"input_tokens": num_tokens})
+
+    def _think(self, fields: Fields) -> Think:
+        switch, base = self._service.host.model.format.switch, self._service.options.think
+        return asked_thinking(fields, switch, base)
 
     def _options(self, fields: Fields, chat: ResentChat) -> AskOptions:
         limit = fields.whole("max_tokens", 1)
@@ -65,15 +73,25 @@ class AnthropicApi:
             num_samples=1,
             is_one_shot=len(chat.messages) == 1,
             max_calls=anthropic_choice(fields).max_calls,
+            think=self._think(fields),
         )
 
 
 # Requests
 
 
+def _format(fields: Fields) -> AnswerFormat | None:
+    places = ((fields.nested("output_config"), "format"), (fields, "output_format"))
+    found = (answer_format(place, name, ("schema",)) for place, name in places)
+    return next((wanted for wanted in found if wanted is not None), None)
+
+
 def _chat(fields: Fields) -> ResentChat:
     chat = RequestChat()
+    marks = CacheMarks(chat)
+    marks.read_all(fields, "tools")
     chat.instruct(_text(fields, "system"))
+    marks.read_all(fields, "system")
     for message in fields.objects("messages"):
         role = message.text("role")
         if role == "assistant":
@@ -87,6 +105,8 @@ def _chat(fields: Fields) -> ResentChat:
                 chat.ask(text)
         else:
             raise message.fault("role", "must be user or assistant")
+        marks.read_all(message, "content")
+    marks.read(fields)
     return chat.chat(read_tools(map(_tool, fields.objects_if_any("tools")), "input_schema"))
 
 
@@ -175,19 +195,34 @@ def _stop_reason(ended: AnswerEnded) -> str:
 
 def _usage(ended: AnswerEnded, answer: Answer) -> dict[str, Any]:
     return {
-        **_input_usage(ended.usage),
+        **_input_usage(ended.usage, answer.kept),
         "output_tokens": ended.usage.completion_tokens,
         "kvchat": facts(ended, answer.difference),
     }
 
 
-def _input_usage(usage: Usage) -> dict[str, int]:
-    """Return the counts of the prompt; `input_tokens` are those that were not cached."""
+def _input_usage(usage: Usage, kept: Sequence[tuple[int, float]] = ()) -> dict[str, Any]:
+    """Return the counts of the prompt.
+
+    What was computed counts as created up to the last mark, and as input after it. `kept` are the
+    tokens up to each mark and its seconds.
+    """
+    created = _num_created(usage, [num_tokens for num_tokens, _ in kept])
+    long = _num_created(usage, [num_tokens for num_tokens, ttl_s in kept if ttl_s > _SHORT_TTL_S])
     return {
-        "input_tokens": usage.prefilled_tokens,
+        "input_tokens": usage.prefilled_tokens - created,
         "cache_read_input_tokens": usage.cached.total,
-        "cache_creation_input_tokens": 0,
+        "cache_creation_input_tokens": created,
+        "cache_creation": {
+            "ephemeral_5m_input_tokens": created - long,
+            "ephemeral_1h_input_tokens": long,
+        },
     }
+
+
+def _num_created(usage: Usage, lengths: list[int]) -> int:
+    """Return how many tokens of the longest of these beginnings were computed."""
+    return min(usage.prefilled_tokens, max(0, max(lengths, default=0) - usage.cached.total))
 
 
 class _MessageEvents:

@@ -26,17 +26,19 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 def new_app(service: Service, api_key: str | None, limits: Limits) -> App:
     """Return the ASGI application that serves one model."""
-    openai, anthropic, chat = OpenAiApi(service), AnthropicApi(service), ChatApi(service)
+    openai, anthropic = OpenAiApi(service), AnthropicApi(service)
+    responses, chat = ResponsesApi(service), ChatApi(service)
     gets: dict[str, Handler] = {
         "/health": _health(service),
         "/metrics": _metrics(service),
         "/v1/models": openai.models,
         "/v1/models/{name:path}": openai.model,
+        "/v1/responses/{name}": responses.stored.get,
     }
     posts: dict[str, Handler] = {
         "/v1/chat/completions": openai.chat,
         "/v1/completions": openai.completions,
-        "/v1/responses": ResponsesApi(service).respond,
+        "/v1/responses": responses.respond,
         "/v1/messages": anthropic.messages,
         "/v1/messages/count_tokens": anthropic.count_tokens,
         "/kvchat/locate": chat.locate,
@@ -45,9 +47,10 @@ def new_app(service: Service, api_key: str | None, limits: Limits) -> App:
         "/kvchat/prefetch": chat.prefetch,
         "/kvchat/read_ahead": chat.read_ahead,
     }
+    deletes: dict[str, Handler] = {"/v1/responses/{name}": responses.stored.delete}
     routes = [
         Route(path, _counted(handler, path, service), methods=[method])
-        for method, handlers in (("GET", gets), ("POST", posts))
+        for method, handlers in (("GET", gets), ("POST", posts), ("DELETE", deletes))
         for path, handler in handlers.items()
     ]
     app = Starlette(routes=routes, exception_handlers={HTTPException: _refused})

@@ -4,6 +4,7 @@ A chat in a terminal that uses the server's engine sends contexts as token ids.
 """
 
 import asyncio
+import math
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -33,10 +34,13 @@ class ChatApi:
         return JSONResponse({"places": [_place(place) for place in places]})
 
     async def pin(self, request: Request) -> Response:
-        """Pin the context `token_ids` under `label`; say how many tokens are kept."""
+        """Pin the context `token_ids` under `label` for `ttl_s`; say how many tokens are kept."""
         fields = await _read(request)
         label = (fields.text("label") or "")[:_MOST_LABEL_CHARS]
-        num_tokens = await _of(self._host.pin(_ids(fields, fields.raw("token_ids")), label))
+        ttl_s = fields.number("ttl_s")
+        ids = _ids(fields, fields.raw("token_ids"))
+        pinned = self._host.pin(ids, label, ttl_s if ttl_s is not None else math.inf)
+        num_tokens = await _of(pinned)
         return JSONResponse({"num_tokens": num_tokens})
 
     async def forget(self, request: Request) -> Response:

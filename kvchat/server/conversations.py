@@ -5,9 +5,10 @@ Each interface reads its own fields and adds what it finds here. The result is a
 
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import groupby
 
 from kvchat.chat.conversation import Role
-from kvchat.chat.resent import ResentChat, resent_chat
+from kvchat.chat.resent import KeptPart, ResentChat, resent_chat
 from kvchat.chat.resent_difference import Message
 from kvchat.chat.tools import ToolCall, ToolResult, ToolSet
 from kvchat.core.errors import KvchatError
@@ -23,6 +24,7 @@ class RequestChat:
         self._messages: list[Message] = []
         self._open_calls: dict[str, ToolCall] = {}
         self._results: dict[str, ToolResult] = {}
+        self._kept: list[tuple[int, float]] = []
 
     def instruct(self, text: str) -> None:
         """Add to the system prompt; an instruction after the first message stands where it came."""
@@ -52,13 +54,23 @@ class RequestChat:
             raise item.fault(id_field, "names no call of the answer before it")
         self._results[call_id] = ToolResult(call.name, text)
 
+    def keep_so_far(self, ttl_s: float) -> None:
+        """Keep the KV of all that was added, to the end of its message, for so many seconds."""
+        self._kept.append((len(self._messages) + bool(self._results), ttl_s))
+
     def chat(self, tools: ToolSet | None = None) -> ResentChat:
         """Return the conversation, or raise ApiError for one that cannot be answered."""
         self._end_calls()
         try:
-            return resent_chat("\n\n".join(self._systems), self._messages, tools)
+            chat = resent_chat("\n\n".join(self._systems), self._messages, tools)
+            return replace(chat, kept=tuple(self._joined(*kept) for kept in self._kept))
         except KvchatError as error:
             raise replace(as_api_error(error), param="messages") from error
+
+    def _joined(self, num_messages: int, ttl_s: float) -> KeptPart:
+        """Return what to keep, counted in messages whose neighbours of one role are joined."""
+        roles = groupby(message.role for message in self._messages[:num_messages])
+        return KeptPart(sum(1 for _ in roles), ttl_s)
 
     def _end_calls(self) -> None:
         """Add the results of the last calls, in the order of the calls."""

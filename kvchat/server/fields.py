@@ -16,6 +16,8 @@ _MOST = 2**63 - 1
 _MOST_STOPS = 16
 _MOST_SAMPLES = 128
 _SHOWN_CHARS = 80
+# What stands in any body with half a character.
+_SIGNS_OF_SURROGATES = (b"\\ud", b"\\uD")
 
 
 class Fields:
@@ -116,14 +118,29 @@ class Fields:
 
 
 def read_body(body: bytes) -> Fields:
-    """Parse a request's body; raises ApiError for anything but a JSON object."""
+    """Parse a request's body; raises ApiError for anything but a JSON object in UTF-8."""
     try:
-        values = json.loads(body)
+        values = json.loads(body.decode("utf-8-sig"))
+        if any(sign in body for sign in _SIGNS_OF_SURROGATES):
+            values = _without_surrogates(values)
     except (ValueError, RecursionError):
         raise ApiError(400, "The body is not JSON.") from None
     if not isinstance(values, dict):
         raise ApiError(400, "The body must be a JSON object.")
     return Fields(values)
+
+
+def _without_surrogates(values: Any) -> Any:
+    """Return a value of JSON with a question mark for each half of a character.
+
+    Clients that cut a text send one, and no response could be written with it.
+    """
+    text = json.dumps(values, ensure_ascii=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return json.loads(text.encode(errors="replace"))
+    return values
 
 
 def sampling_options(fields: Fields, base: AskOptions) -> AskOptions:

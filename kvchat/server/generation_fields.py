@@ -1,7 +1,7 @@
 """Reads the fields of OpenAI's interfaces on tokens: penalties, biases, logprobs and formats."""
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvchat.chat.answer_settings import AskOptions
@@ -89,33 +89,49 @@ def response_logprobs(fields: Fields) -> int | None:
 # Formats
 
 
-async def with_format(
-    service: Service, fields: Fields, name: str, schema_path: tuple[str, ...], options: AskOptions
-) -> AskOptions:
-    """Return `options` with the grammar of the format that a request asks for, if it does.
+@dataclass(frozen=True, slots=True)
+class AnswerFormat:
+    """The format that a request asks for: a JSON schema, and the field that has it."""
+
+    schema: dict[str, Any]
+    param: str
+
+
+def answer_format(fields: Fields, name: str, schema_path: tuple[str, ...]) -> AnswerFormat | None:
+    """Return the format that a request asks for, None for any text.
 
     name          the field of `fields` that holds the format
     schema_path   where in it the schema is
 
-    Raises ApiError for a format that is unknown, and for a schema that cannot be followed.
+    Raises ApiError for a format that is unknown.
     """
     format_fields = fields.nested(name)
     kind = format_fields.text("type", "text")
     if kind == "text":
-        return options
+        return None
     if kind == "json_object":
-        grammar = await _compiled(service, {"type": "object"}, fields.name_of(name))
-    elif kind == "json_schema":
-        for part in schema_path[:-1]:
-            format_fields = format_fields.nested(part)
-        last = schema_path[-1]
-        if format_fields.raw(last) is None:
-            raise format_fields.fault(last, "is missing")
-        format_fields.flag("strict")
-        schema = format_fields.nested(last).values
-        grammar = await _compiled(service, schema, format_fields.name_of(last))
-    else:
+        return AnswerFormat({"type": "object"}, fields.name_of(name))
+    if kind != "json_schema":
         raise format_fields.fault("type", "must be text, json_object or json_schema")
+    for part in schema_path[:-1]:
+        format_fields = format_fields.nested(part)
+    last = schema_path[-1]
+    if format_fields.raw(last) is None:
+        raise format_fields.fault(last, "is missing")
+    format_fields.flag("strict")
+    return AnswerFormat(format_fields.nested(last).values, format_fields.name_of(last))
+
+
+async def with_format(
+    service: Service, wanted: AnswerFormat | None, options: AskOptions
+) -> AskOptions:
+    """Return `options` with the grammar of a format.
+
+    Raises ApiError for a schema that cannot be followed.
+    """
+    if wanted is None:
+        return options
+    grammar = await _compiled(service, wanted.schema, wanted.param)
     return replace(options, grammar=grammar)
 
 
@@ -132,11 +148,10 @@ async def _compiled(service: Service, schema: Mapping[str, Any], param: str) -> 
         raise ApiError(400, f"{param} is nested too deeply.", param, "invalid_value") from None
 
 
-def require_no_calls(chat: ResentChat, options: AskOptions) -> None:
-    """Raise ApiError for logprobs, or a format, of an answer that may call tools."""
-    if chat.tools is None or options.max_calls == 0:
-        return
-    for wanted, name in ((options.grammar, "A format"), (options.num_top_logprobs, "Logprobs")):
-        if wanted is not None:
-            sentence = f"{name} and tools do not go together; set tool_choice to none."
-            raise ApiError(400, sentence, "tools", "unsupported_parameter")
+def require_tellable(service: Service, chat: ResentChat, options: AskOptions) -> None:
+    """Raise ApiError for logprobs of an answer whose calls are channels: they are not text."""
+    form = service.host.model.format.tools
+    may_call = chat.tools is not None and options.max_calls != 0
+    if options.num_top_logprobs is not None and may_call and form and form.calls.is_channel:
+        sentence = "Logprobs and tools do not go together in this model; set tool_choice to none."
+        raise ApiError(400, sentence, "tools", "unsupported_parameter")

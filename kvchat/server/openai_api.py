@@ -12,25 +12,28 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from kvchat.chat.answer_settings import AskOptions
-from kvchat.chat.events import AnswerCall, AnswerEnded, AnswerText
+from kvchat.chat.events import AnswerCall, AnswerEnded, AnswerText, ReadingPrompt
 from kvchat.chat.resent import ResentChat
 from kvchat.chat.shown_logprobs import ShownToken
+from kvchat.chat.think import Think
 from kvchat.chat.tools import ToolCall
 from kvchat.server.answering import Answer, whole_answers
 from kvchat.server.api_errors import ApiError, openai_form
 from kvchat.server.conversations import RequestChat
 from kvchat.server.fields import Fields, num_samples, read_body, sampling_options, stops
 from kvchat.server.generation_fields import (
+    answer_format,
     chat_logprobs,
-    require_no_calls,
+    require_tellable,
     text_logprobs,
     with_format,
     with_penalties,
 )
 from kvchat.server.logprob_forms import legacy, listed
 from kvchat.server.service import Service, facts, finish_word, until_gone
-from kvchat.server.streaming import sse, stream_response
-from kvchat.server.tool_fields import openai_choice, read_tools, with_required_call
+from kvchat.server.streaming import Progress, sse, stream_response
+from kvchat.server.thinking_fields import asked_effort
+from kvchat.server.tool_fields import openai_choice, read_tools, with_calls
 
 _DONE = "data: [DONE]\n\n"
 # Each would change the answer. What only describes the request, such as "user", is ignored.
@@ -40,6 +43,7 @@ _UNSUPPORTED = (
     "prediction",
     "web_search_options",
 )
+_SCHEMA_PATH = ("json_schema", "schema")
 _TEXT_PARTS = ("text", "input_text", "output_text")
 
 
@@ -74,19 +78,18 @@ class OpenAiApi:
         options = replace(
             self._options(fields, limits, chat),
             max_calls=openai_choice(fields).max_calls,
+            think=self._think(fields),
             num_top_logprobs=chat_logprobs(fields),
         )
-        schema = ("json_schema", "schema")
-        options = await with_format(self._service, fields, "response_format", schema, options)
-        require_no_calls(chat, options)
+        require_tellable(self._service, chat, options)
+        wanted = answer_format(fields, "response_format", _SCHEMA_PATH)
         choice = openai_choice(fields)
-        options = await with_required_call(self._service, choice, chat.tools, options)
+        options = await with_calls(self._service, choice, chat.tools, options, wanted)
         head = _Head("chatcmpl", "chat.completion", self._service.name)
         answer = await self._service.answering.chat(chat, options)
         if fields.flag("stream"):
-            return stream_response(
-                answer, _ChatChunks(answer, head, _includes_usage(fields), options.num_samples)
-            )
+            chunks = _ChatChunks(answer, head, _includes_usage(fields), options.num_samples)
+            return stream_response(answer, chunks, _progress_of(chunks, fields))
         answers = await until_gone(request, whole_answers(answer, options.num_samples))
         has_logprobs = options.num_top_logprobs is not None
         choices = [_chat_choice(ended, has_logprobs) for ended in answers]
@@ -107,20 +110,24 @@ class OpenAiApi:
             tells_ids=tells_ids,
             is_one_shot=not tells_ids,  # a program that keeps the ids continues them
         )
+        wanted = answer_format(fields, "response_format", _SCHEMA_PATH)
+        options = await with_format(self._service, wanted, options)
         head = _Head("cmpl", "text_completion", self._service.name)
         echo = prompt if fields.flag("echo") and isinstance(prompt, str) else ""
         answer = await self._service.answering.complete(prompt, options)
         if fields.flag("stream"):
-            return stream_response(
-                answer,
-                _TextChunks(answer, head, _includes_usage(fields), options.num_samples, echo),
-            )
+            texts = _TextChunks(answer, head, _includes_usage(fields), options.num_samples, echo)
+            return stream_response(answer, texts, _progress_of(texts, fields))
         answers = await until_gone(request, whole_answers(answer, options.num_samples))
         has_logprobs = options.num_top_logprobs is not None
         choices = [_text_choice(ended, echo, has_logprobs) for ended in answers]
         return JSONResponse(
             {**head.as_dict(), "choices": choices, "usage": usage_of(answers, answer)}
         )
+
+    def _think(self, fields: Fields) -> Think:
+        switch, base = self._service.host.model.format.switch, self._service.options.think
+        return asked_effort(fields, "reasoning_effort", switch, base)
 
     def _options(
         self, fields: Fields, limits: tuple[str, ...], chat: ResentChat | None = None
@@ -227,6 +234,10 @@ def _prompt(fields: Fields) -> str | tuple[int, ...]:
     return tuple(prompt)
 
 
+def _progress_of(chunks: "_Chunks", fields: Fields) -> Progress | None:
+    return chunks.progress if fields.flag("return_progress") else None
+
+
 def _includes_usage(fields: Fields) -> bool:
     return fields.nested("stream_options").flag("include_usage")
 
@@ -302,6 +313,11 @@ class _Chunks:
 
     def begin(self) -> str:
         return ""
+
+    def progress(self, event: ReadingPrompt) -> str:
+        """Return a chunk on the prompt, in the form of llama.cpp's server."""
+        told = {"total": event.total, "cache": event.cached.total, "processed": event.done}
+        return self._chunk([], prompt_progress=told)
 
     def call(self, event: AnswerCall) -> str:
         raise AssertionError("only a chat has tools")

@@ -1,8 +1,8 @@
-"""OpenAI's Responses interface: /v1/responses, without stored responses."""
+"""OpenAI's Responses interface: /v1/responses."""
 
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,18 +20,22 @@ from kvchat.server.api_errors import ApiError, openai_form
 from kvchat.server.conversations import RequestChat
 from kvchat.server.fields import Fields, read_body, sampling_options
 from kvchat.server.generation_fields import (
-    require_no_calls,
+    answer_format,
+    require_tellable,
     response_logprobs,
-    with_format,
     with_penalties,
 )
 from kvchat.server.logprob_forms import listed
 from kvchat.server.openai_api import given_call, message_text
 from kvchat.server.service import Service, facts, until_gone
+from kvchat.server.stored_responses import StoredResponses, given_items, is_stored
 from kvchat.server.streaming import sse, stream_response
-from kvchat.server.tool_fields import openai_choice, read_tools, with_required_call
+from kvchat.server.thinking_fields import asked_effort
+from kvchat.server.tool_fields import openai_choice, read_tools, with_calls
 
-_UNSUPPORTED = ("previous_response_id", "conversation", "background")
+Keep = Callable[[list[dict[str, Any]], dict[str, Any]], None]
+
+_UNSUPPORTED = ("conversation", "background")
 
 
 class ResponsesApi:
@@ -39,19 +43,20 @@ class ResponsesApi:
 
     def __init__(self, service: Service) -> None:
         self._service = service
+        self.stored = StoredResponses(service)
 
     async def respond(self, request: Request) -> Response:
         fields = read_body(await request.body())
         self._service.require_model(fields)
         fields.refuse(*_UNSUPPORTED)
-        chat = _chat(fields)
+        chat = _chat(fields, await self.stored.earlier_items(fields))
         options = self._options(fields, chat)
-        text = fields.nested("text")
-        options = await with_format(self._service, text, "format", ("schema",), options)
-        require_no_calls(chat, options)
+        require_tellable(self._service, chat, options)
+        wanted = answer_format(fields.nested("text"), "format", ("schema",))
         choice = openai_choice(fields)
-        options = await with_required_call(self._service, choice, chat.tools, options)
-        response = _Response(self._service.name, options, fields)
+        options = await with_calls(self._service, choice, chat.tools, options, wanted)
+        keep = self.stored.keep if is_stored(fields) else None
+        response = _Response(self._service.name, options, fields, keep)
         answer = await self._service.answering.chat(chat, options)
         if fields.flag("stream"):
             return stream_response(answer, _ResponseEvents(answer, response))
@@ -62,20 +67,26 @@ class ResponsesApi:
         options = sampling_options(fields, self._service.options)
         options = with_penalties(fields, options, self._service.host.model.vocab_size)
         limit = fields.whole("max_output_tokens", 1)
+        switch = self._service.host.model.format.switch
+        reasoning = fields.nested("reasoning")
         return replace(
             options,
             max_tokens=limit if limit is not None else options.max_tokens,
             num_samples=1,
             is_one_shot=len(chat.messages) == 1,
             max_calls=openai_choice(fields).max_calls,
+            think=asked_effort(reasoning, "effort", switch, options.think),
             num_top_logprobs=response_logprobs(fields),
         )
 
 
-def _chat(fields: Fields) -> ResentChat:
+def _chat(fields: Fields, earlier: Sequence[Fields]) -> ResentChat:
+    """Return the conversation of a request, whose first items are those of earlier responses."""
     chat = RequestChat()
     chat.instruct(fields.text("instructions") or "")
     given = fields.raw("input")
+    for item in earlier:
+        _add_item(chat, item)
     if isinstance(given, str):
         chat.ask(given)
     else:
@@ -115,9 +126,14 @@ def _tool(tool: Fields) -> Fields:
 
 
 class _Response:
-    """The response object, before and after the answer."""
+    """The response object, before and after the answer.
 
-    def __init__(self, model: str, options: AskOptions, fields: Fields) -> None:
+    `keep` is called with the items that it answers, and with the complete object.
+    """
+
+    def __init__(self, model: str, options: AskOptions, fields: Fields, keep: Keep | None) -> None:
+        self._keep = keep
+        self._given = given_items(fields)
         self._fields: dict[str, Any] = {
             "id": f"resp_{secrets.token_hex(12)}",
             "object": "response",
@@ -130,9 +146,9 @@ class _Response:
             "model": model,
             "output": [],
             "parallel_tool_calls": options.max_calls is None,
-            "previous_response_id": None,
-            "reasoning": {"effort": None, "summary": None},
-            "store": False,
+            "previous_response_id": fields.text("previous_response_id"),
+            "reasoning": {"effort": fields.nested("reasoning").text("effort"), "summary": None},
+            "store": keep is not None,
             "temperature": options.sampling.temperature,
             "text": {"format": fields.nested("text").raw("format") or {"type": "text"}},
             "tool_choice": fields.raw("tool_choice") or "auto",
@@ -153,13 +169,16 @@ class _Response:
         """Return the object with its outcome; `items` are the outputs that were streamed."""
         is_whole = ended.reason is FinishReason.STOP
         cause = {"reason": "max_output_tokens"}
-        return {
+        response = {
             **self._fields,
             "status": "completed" if is_whole else "incomplete",
             "incomplete_details": None if is_whole else cause,
             "output": _items(ended) if items is None else items,
             "usage": _usage(ended, answer),
         }
+        if self._keep is not None:
+            self._keep(self._given, response)
+        return response
 
     def failed(self, error: ApiError) -> dict[str, Any]:
         fault = {"code": error.code or "server_error", "message": error.message}

@@ -11,6 +11,7 @@ from kvchat.chat.answer_settings import AskOptions
 from kvchat.chat.events import AnswerEnded
 from kvchat.chat.host import ChatHost
 from kvchat.chat.resent_difference import Difference
+from kvchat.chat.response_memory import ResponseMemory
 from kvchat.core.types import FinishReason
 from kvchat.server.answering import Answering
 from kvchat.server.api_errors import ApiError
@@ -26,6 +27,7 @@ class Service:
 
     options     how answers are generated where a request does not say
     names       the names that requests may give the model; the first is its own
+    responses   what clients may continue by its id; used on the encoder's thread
     files       where the model's files are on this machine, or the name by which it is found
     """
 
@@ -34,6 +36,7 @@ class Service:
     metrics: Metrics
     options: AskOptions
     names: tuple[str, ...]
+    responses: ResponseMemory
     files: str = ""
 
     @property

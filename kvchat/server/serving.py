@@ -21,7 +21,8 @@ def bound_socket(host: str, port: int) -> socket.socket:
     """Return a listening socket; raises UsageError for an address that cannot be used."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        bound = socket.socket(family, socket.SOCK_STREAM)
+        # asyncio sends small pieces at once only where a socket says that it is TCP's.
+        bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind((host, port))
         bound.listen(_BACKLOG)

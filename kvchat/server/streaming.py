@@ -1,12 +1,12 @@
 """Server-sent events: writes an answer in one interface's events while it is generated."""
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any, Protocol
 
 from starlette.responses import StreamingResponse
 
-from kvchat.chat.events import AnswerCall, AnswerEnded, AnswerText
+from kvchat.chat.events import AnswerCall, AnswerEnded, AnswerText, ReadingPrompt
 from kvchat.server.answering import Answer
 from kvchat.server.api_errors import ApiError
 
@@ -37,20 +37,33 @@ def sse(data: dict[str, Any], event: str | None = None) -> str:
     return f"{name}data: {json.dumps(data, separators=(',', ':'))}\n\n"
 
 
-def stream_response(answer: Answer, writer: StreamWriter) -> StreamingResponse:
-    """Return a response that streams an answer; the answer is closed when the client goes."""
+Progress = Callable[[ReadingPrompt], str]
+
+
+def stream_response(
+    answer: Answer, writer: StreamWriter, progress: Progress | None = None
+) -> StreamingResponse:
+    """Return a response that streams an answer; the answer is closed when the client goes.
+
+    `progress` writes how much of the prompt is read; None if the client does not want to know.
+    """
     headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
     return StreamingResponse(
-        _written(answer, writer), media_type="text/event-stream", headers=headers
+        _written(answer, writer, progress), media_type="text/event-stream", headers=headers
     )
 
 
-async def _written(answer: Answer, writer: StreamWriter) -> AsyncIterator[str]:
+async def _written(
+    answer: Answer, writer: StreamWriter, progress: Progress | None
+) -> AsyncIterator[str]:
     try:
         yield writer.begin()
         async for event in answer.events():
             if event is None:
                 yield _PING
+            elif isinstance(event, ReadingPrompt):
+                if progress is not None:
+                    yield progress(event)
             elif isinstance(event, AnswerText):
                 yield writer.text(event)
             elif isinstance(event, AnswerCall):

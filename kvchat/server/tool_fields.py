@@ -1,6 +1,6 @@
 """Reads the tools of a request, and whether the answer has to call one."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,6 +12,7 @@ from kvchat.chat.tools import ToolSet
 from kvchat.core.errors import KvchatError, UsageError
 from kvchat.server.api_errors import ApiError, as_api_error
 from kvchat.server.fields import Fields
+from kvchat.server.generation_fields import AnswerFormat, with_format
 from kvchat.server.service import Service
 
 _MOST_TOOLS = 1024
@@ -92,30 +93,52 @@ def _by_word(word: object, words: tuple[str, str, str], most: int | None) -> Too
     raise ApiError(400, sentence, _FIELD, "invalid_value")
 
 
-async def with_required_call(
-    service: Service, choice: ToolChoice, tools: ToolSet | None, options: AskOptions
+async def with_calls(
+    service: Service,
+    choice: ToolChoice,
+    tools: ToolSet | None,
+    options: AskOptions,
+    wanted: AnswerFormat | None,
 ) -> AskOptions:
-    """Return `options` with the grammar of a call, if the answer has to call a tool.
+    """Return `options` with the grammar of the answer.
 
-    Raises ApiError for a tool that is not offered, and for a schema that cannot be followed.
+    An answer that has to call a tool is a call. One that may call a tool, and has a format, is
+    either a call or follows the format. Raises ApiError for a tool that is not offered, and for a
+    schema that cannot be followed.
     """
-    if not choice.is_required:
+    options = await with_format(service, wanted, options)
+    if choice.is_required:
+        known = tools.names if tools is not None else []
+        names = [choice.name] if choice.name else known
+        if tools is None or not names or not set(names) <= set(known):
+            sentence = f"{_FIELD} asks for a tool that is not offered."
+            raise ApiError(400, sentence, _FIELD, "invalid_value")
+        return replace(options, grammar=await _compiled(service, tools, names, _FIELD))
+    if wanted is None or tools is None or options.max_calls == 0:
         return options
-    known = tools.names if tools is not None else []
-    names = [choice.name] if choice.name else known
-    if tools is None or not names or not set(names) <= set(known):
-        sentence = f"{_FIELD} asks for a tool that is not offered."
-        raise ApiError(400, sentence, _FIELD, "invalid_value")
+    grammar = await _compiled(service, tools, tools.names, "tools", wanted.schema)
+    return replace(options, grammar=grammar)
+
+
+async def _compiled(
+    service: Service,
+    tools: ToolSet,
+    names: Sequence[str],
+    param: str,
+    schema: Mapping[str, Any] | None = None,
+) -> Grammar:
     model = service.host.model
 
     def compiled() -> Grammar:
         if model.format.tools is None:
             raise UsageError(f"The chat template of {model.name} has no place for tools.")
         assert isinstance(model.tokenizer, ChatTokenizer), "the model is one of this machine"
-        grammar = call_grammar(model.format, model.tokenizer, tools, names)
+        grammar = call_grammar(model.format, model.tokenizer, tools, names, schema)
         return model.tokenizer.grammars.compile(grammar, model.stop_token_ids)
 
     try:
-        return replace(options, grammar=await service.answering.on_encoder(compiled))
+        return await service.answering.on_encoder(compiled)
     except KvchatError as error:
-        raise replace(as_api_error(error), param=_FIELD) from error
+        raise replace(as_api_error(error), param=param) from error
+    except RecursionError:
+        raise ApiError(400, "A tool's schema is nested too deeply.", param) from None

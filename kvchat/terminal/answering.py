@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from kvchat.chat.answer_settings import AskOptions
-from kvchat.chat.attachment import Attached, mentioned_files, missing_files
+from kvchat.chat.attachment import Attached, missing_files
 from kvchat.chat.compaction import CompactionPlan
 from kvchat.chat.controller import ChatController
 from kvchat.chat.conversation import Role as Speaker
@@ -107,13 +107,14 @@ class Answering:
         """
         attached = self._controller.attached
         try:
-            for path in mentioned_files(text):
-                self._controller.attach(path)
+            notes = self._controller.attach_mentioned(text)
             self._view.write_turn(text)
             names = ", ".join(one_line(file.name) for file in self._controller.attached)
             if names:
                 tell(self._view, f"with {names}", gap=False)
-            for name in missing_files(text):
+            for note in notes:
+                tell(self._view, note, gap=False)
+            for name in missing_files(text, self._controller.pins.paths()):
                 tell(self._view, f"There is no file {one_line(name)}: sent as text.", gap=False)
             self._write_gap()
             answer_view = await self._follow(

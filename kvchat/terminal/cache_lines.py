@@ -1,5 +1,6 @@
 """Formats the status of KV on disk and in host memory as lines, for command line and chat."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -38,12 +39,24 @@ def _left_alone(strangers: Sequence[Path]) -> str:
     return f"Not made by this kvchat, and left alone: {strangers[0].name}{more}."
 
 
+def unkept_lines(status: StoreStatus, files: Mapping[str, Sequence[Path]]) -> list[str]:
+    """Return a line per pin whose files are known, but of whose KV nothing is on disk."""
+    kept = {pin.label for model_dir in status.model_dirs for pin in model_dir.pins}
+    return [
+        f"{one_line(label, _LABEL_CHARS)}: {plural(len(paths), 'file')}, "
+        "without KV on disk: it can be attached, and is read again"
+        for label, paths in files.items()
+        if label not in kept
+    ]
+
+
 def pin_lines(status: StoreStatus, titles: Mapping[str, str]) -> list[str]:
     """Return a line per pin; `titles` as in `status_lines`."""
     pins = [pin for model_dir in status.model_dirs for pin in model_dir.pins]
     return [
         f"pinned: {one_line(titles.get(pin.label, pin.label), _LABEL_CHARS)}, "
         f"{plural(pin.num_tokens, 'token')}, since {_when(pin.made_s)}"
+        + (f", until {_when(pin.until_s)}" if pin.until_s < math.inf else "")
         for pin in pins
     ]
 

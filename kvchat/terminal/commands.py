@@ -44,6 +44,8 @@ class Argument(StrEnum):
 
     NOTHING = "nothing"
     PATH = "path"
+    PIN = "pin"
+    ATTACHABLE = "attachable"  # a path or a pin
     SESSION = "session"
     SETTING = "setting"
     COMMAND = "command"

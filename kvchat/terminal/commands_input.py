@@ -36,12 +36,22 @@ async def file(context: "CommandContext", arguments: str) -> None:
         names = ", ".join(one_line(file.name) for file in controller.attached)
         context.say(f"Attached for your next message: {names}. /file clear takes them away.")
         return
-    for path in [path for name in _split_paths(arguments) for path in matching_paths(name)]:
-        tokens = controller.attach(path)
-        context.say(
-            f"Attached {one_line(path.name)}, {plural(tokens, 'token')}: "
-            "it goes with your next message."
-        )
+    pins = controller.pins.paths()
+    for name in _split_paths(arguments):
+        if name in pins and not user_path(name).exists():
+            tokens, note = controller.attach_pin(name)
+            what = f"{one_line(name, 64)}, {plural(len(pins[name]), 'file')}"
+            _tell_attached(context, what, tokens)
+            if note:
+                context.say(note)
+            continue
+        for path in matching_paths(name):
+            _tell_attached(context, one_line(path.name), controller.attach(path))
+
+
+def _tell_attached(context: "CommandContext", what: str, num_tokens: int) -> None:
+    tokens = plural(num_tokens, "token")
+    context.say(f"Attached {what}, {tokens}: it goes with your next message.")
 
 
 def _split_paths(arguments: str) -> list[str]:
@@ -186,13 +196,13 @@ def _wanted(answers: dict[int, str], arguments: str) -> str:
 COMMANDS = (
     Command(
         "file",
-        "attach a text file to the next message (at the prompt also @path in it)",
+        "attach text files or a pin to the next message (at the prompt also @path in it)",
         file,
         Group.INPUT,
-        "PATH...|clear",
+        "PATH|PIN...|clear",
         ("read", "add"),
         is_available_while_answering=True,
-        argument=Argument.PATH,
+        argument=Argument.ATTACHABLE,
         subcommands=("clear",),
     ),
     Command(

@@ -72,12 +72,15 @@ async def _while_wanted(work: "Callable[[Callable[[], bool]], T]") -> T:
         is_over.set()
 
 
+# `/file clear` and `/unpin all` mean something else.
+_NO_LABELS = ("all", "clear")
+_MAX_LABEL_CHARS = 64
 _SURE = ("yes", "--yes")
 # Another day, hour, minute and second.
 _ANOTHER_TIME_S = 86400.0 + 3600.0 + 60.0 + 1.0
-_USE = " A chat that begins with the same files starts warm."
+_USE = " A new chat that begins with the same files starts warm."
 _DATED_USE = (
-    " The model's template writes the date before them: a chat that begins with the same files "
+    " The model's template writes the date before them: a new chat that begins with the same files "
     "starts warm as long as that is the same."
 )
 
@@ -86,7 +89,9 @@ async def pin(context: "CommandContext", arguments: str) -> None:
     kept = _kept(context)
     if arguments in ("list", "show"):
         names = await asyncio.to_thread(titles, context.controller.host.store)
-        lines = cache_lines.pin_lines(await asyncio.to_thread(kept.status), names)
+        status = await asyncio.to_thread(kept.status)
+        files = await asyncio.to_thread(context.controller.pins.paths)
+        lines = [*cache_lines.pin_lines(status, names), *cache_lines.unkept_lines(status, files)]
         context.say("\n".join(lines) if lines else "Nothing is pinned.")
         return
     controller = context.controller
@@ -106,10 +111,20 @@ async def pin(context: "CommandContext", arguments: str) -> None:
         if not token_ids:
             raise UsageError("There is nothing to pin yet.", "/pin FILE... pins files.")
     num_tokens = await pin_context(controller, token_ids, label)
+    if arguments:
+        await asyncio.to_thread(controller.pins.put, label, paths)
+        use = f" {_attaching(label)}{use}"
     name = f"{one_line(label, 64)}: " if arguments else ""
     context.say(
         f"Pinned: {name}{num_tokens:,} of {plural(len(token_ids), 'token')} stay on disk.{use}"
     )
+
+
+def _attaching(label: str) -> str:
+    """Return a sentence on how to attach a pin; a label with spaces or @ needs quotation marks."""
+    name = one_line(label, 64)
+    word = name if name == "".join(name.split()) else f'"{name}"'
+    return f"/file {word} attaches it."
 
 
 def _label_and_paths(arguments: str) -> tuple[str, list[Path]]:
@@ -120,14 +135,20 @@ def _label_and_paths(arguments: str) -> tuple[str, list[Path]]:
         words = [arguments]
     first = user_path(words[0])
     has_name = len(words) > 1 and not first.exists() and not glob(str(first))
+    if has_name and (words[0] in _NO_LABELS or len(words[0]) > _MAX_LABEL_CHARS):
+        raise UsageError(f"A pin cannot be called {one_line(words[0], 64)}.", "/pin NAME FILE...")
     paths = [path for word in words[has_name:] for path in matching_paths(word)]
-    return (words[0] if has_name else " ".join(path.name for path in paths)), paths
+    names = " ".join(path.name for path in paths)
+    if len(names) > _MAX_LABEL_CHARS:
+        names = f"{paths[0].name[:_MAX_LABEL_CHARS]} and {len(paths) - 1:,} more"
+    return (words[0] if has_name else names), paths
 
 
 async def unpin(context: "CommandContext", arguments: str) -> None:
     kept = _kept(context)
     status = await asyncio.to_thread(kept.status)
-    labels = {pin.label for model_dir in status.model_dirs for pin in model_dir.pins}
+    pinned = {pin.label for model_dir in status.model_dirs for pin in model_dir.pins}
+    labels = pinned | set(context.controller.pins.paths())
     if arguments == "all":
         wanted = labels
     elif arguments:
@@ -138,6 +159,7 @@ async def unpin(context: "CommandContext", arguments: str) -> None:
         raise UsageError("There is no such pin.", "/pin list shows them.")
     for label in wanted:
         await asyncio.to_thread(kept.unpin, label)
+    await asyncio.to_thread(context.controller.pins.remove, wanted)
     context.say(f"{plural(len(wanted), 'pin')} removed. What it held may be forgotten now.")
 
 
@@ -216,6 +238,7 @@ COMMANDS = (
         unpin,
         Group.INPUT,
         "[NAME|all]",
+        argument=Argument.PIN,
         subcommands=("all",),
     ),
     Command(

@@ -38,6 +38,8 @@ def _list(context: CommandContext, toolbox: Toolbox) -> None:
         tell(context.page, f"{one_line(tool.name)} ({state})", Role.TITLE, gap=False)
         tell(context.page, one_line(tool.description, 200), gap=False)
     context.page.write([context.page.painter.text("")])
+    if not toolbox.is_complete:
+        context.say("MCP servers are starting; their tools come later.")
     if context.controller.has_other_tools:
         context.say("This conversation began with other tools, or none: /tools here offers these.")
 

@@ -3,7 +3,7 @@
 import re
 from dataclasses import replace
 
-from kvchat.chat.compaction import checked_summary
+from kvchat.chat.compaction import checked_summary, require_length
 from kvchat.chat.conversation import Conversation, Turn
 from kvchat.chat.events import AnswerEnded
 from kvchat.chat.messages import MessageNumbers, find_place
@@ -25,7 +25,8 @@ async def undo(context: "CommandContext", arguments: str) -> None:
     turn = context.controller.undo(_count(arguments))
     if turn is None:
         raise UsageError("This is the beginning.")
-    context.say(f"Back before: {turn_summary(turn, 60)}  (/redo returns)")
+    what = "/compact" if turn.summary_of is not None else turn_summary(turn, 60)
+    context.say(f"Back before: {what}  (/redo returns)")
     context.conversation_changed()
 
 
@@ -105,11 +106,14 @@ async def compact(context: "CommandContext", arguments: str) -> None:
     if ended.reason is FinishReason.CANCELLED:
         context.say("Stopped: nothing is compacted.")
         return
-    saved = controller.compact(plan, checked_summary(ended.text, ended.reason))
+    summary = checked_summary(ended.text, ended.reason)
+    require_length(controller.num_tokens(summary), plan.num_tokens)
+    saved = controller.compact(plan, summary)
     after = before - saved
     context.say(
         f"Compacted: {before:,} tokens became {after:,}. It cost {_reading(ended)}, and the next "
-        f"message reads the {after:,} once. All messages are kept: /switch {old_branch} goes back."
+        f"message reads the {after:,} once. All messages are kept: /undo or /switch {old_branch} "
+        "goes back."
     )
     context.conversation_changed()
 

@@ -30,9 +30,19 @@ def _rank(command: Command) -> int:
 
 
 class LineCompleter(Completer):
-    """Completes the line before the cursor. `sessions` and `turns` return current candidates."""
+    """Completes the line before the cursor.
 
-    def __init__(self, registry: Registry, sessions: Candidates, turns: Candidates) -> None:
+    `sessions`, `turns` and `pins` return current candidates.
+    """
+
+    def __init__(
+        self,
+        registry: Registry,
+        sessions: Candidates,
+        turns: Candidates,
+        pins: Candidates = tuple,
+    ) -> None:
+        self._pins = pins
         self._registry = registry
         self._sessions = sessions
         self._turns = turns
@@ -53,6 +63,7 @@ class LineCompleter(Completer):
                 return
         word = line.split()[-1] if line and not line[-1].isspace() else ""
         if word.startswith("@"):
+            yield from _words(self._pins(), word[1:])
             yield from _paths(word[1:].lstrip('"'))
 
     def _names(self, typed: str) -> Iterator[Completion]:
@@ -65,11 +76,15 @@ class LineCompleter(Completer):
     def _arguments(self, command: Command, typed: str) -> Iterator[Completion]:
         if command.subcommands and " " not in typed:
             yield from _matching(((word, "") for word in command.subcommands), typed)
-        if command.argument is Argument.PATH:
+        if command.argument is Argument.ATTACHABLE:
+            yield from _words(self._pins(), typed.split(" ")[-1])
+        if command.argument in (Argument.PATH, Argument.ATTACHABLE):
             yield from _paths(typed.split(" ")[-1])
         elif command.argument is Argument.SETTING and " " not in typed:
             names = ((name, "") for name in answer_settings.NAMES)
             yield from _matching(names, typed)
+        elif command.argument is Argument.PIN:
+            yield from _matching(self._pins(), typed)
         elif command.argument is Argument.SESSION:
             yield from _matching(self._sessions(), typed)
         elif command.argument is Argument.TURN:
@@ -82,6 +97,14 @@ def _matching(candidates: Iterable[tuple[str, str]], typed: str) -> Iterator[Com
     for text, meaning in candidates:
         if text.startswith(typed):
             yield Completion(text, -len(typed), display_meta=one_line(meaning, 60))
+
+
+def _words(candidates: Iterable[tuple[str, str]], typed: str) -> Iterator[Completion]:
+    """Yield names with the typed beginning, in quotation marks where they have spaces."""
+    for name, meaning in candidates:
+        word = name if name == "".join(name.split()) else f'"{name}"'
+        if word.startswith(typed) or name.startswith(typed):
+            yield Completion(word, -len(typed), display=name, display_meta=one_line(meaning, 60))
 
 
 def _paths(typed: str) -> Iterator[Completion]:

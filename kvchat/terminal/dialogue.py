@@ -6,6 +6,7 @@ It receives all input from a view, and reaches the engine only through the contr
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
 
 from kvchat.chat.answer_settings import AskOptions
 from kvchat.chat.compaction import CompactionPlan
@@ -67,6 +68,9 @@ class Dialogue(CommandContext):
         self._pause: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
         self._loaded = asyncio.Event()
+        self._has_tools = asyncio.Event()
+        if toolbox is None or toolbox.is_complete:
+            self._has_tools.set()
         # Held by an answer, and by a command that must not run during an answer.
         self._turn_lock = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -89,9 +93,36 @@ class Dialogue(CommandContext):
                 self.say(note)
             self._spawn(self._tell_cost_at_opening())
             self.conversation_changed()
+            self.draft_changed(self._view.prompt_text)  # files may be attached by -f
         else:
             self._fail(event)
         self.refresh()
+
+    def expect_tools(self) -> None:
+        """Offer tools that start late once they have started; messages wait for them."""
+        if self.toolbox is None or self._has_tools.is_set():
+            return
+        loop = asyncio.get_running_loop()
+
+        def tell_loop() -> None:
+            with suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(self._tools_started)
+
+        self.toolbox.when_complete(tell_loop)
+
+    def _tools_started(self) -> None:
+        assert self.toolbox is not None
+        self.toolbox.complete()
+        for problem in self.toolbox.problems:
+            self.say(problem, Role.WARNING)
+        self.controller.offer_tools(self.toolbox.definitions)
+        self._has_tools.set()
+        self.refresh()
+
+    @property
+    def _waiting(self) -> str:
+        """What messages wait for besides the model, in a few words."""
+        return "" if self._has_tools.is_set() else "starting MCP servers"
 
     def show_stage(self, stage: str) -> None:
         """Show what is being loaded; "" shows nothing."""
@@ -267,6 +298,7 @@ class Dialogue(CommandContext):
         while True:
             await self._loaded.wait()
             await self._wake.wait()
+            await self._has_tools.wait()
             self._wake.clear()
             while (job := self._next_job()) is not None:
                 async with self._turn_lock:
@@ -436,7 +468,7 @@ class Dialogue(CommandContext):
             context_limit=ready.context_limit if ready is not None else None,
             warmth=self._warmth,
             answering=self._answering.words,
-            loading=self._stage,
+            loading=self._stage or self._waiting,
             editing=controller.editing,
             num_queued=len(self._queue),
             escape=self._meaning_of_escape,

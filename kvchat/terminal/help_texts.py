@@ -40,7 +40,10 @@ EXAMPLES: dict[str, tuple[Example, Example]] = {
     "fork": (("/fork", "a copy"), ("/fork Plan B", "a copy with a title")),
     "tree": (("/tree", "all branches"), ("/branches", "the same")),
     "switch": (("/switch 3", "the branch with message 3"), ("/switch 3.2", "its second answer")),
-    "file": (("/file notes.txt", "one file"), ("/file src/*.py", "all that match")),
+    "file": (
+        ("/file notes.txt", "one file"),
+        ("/file manual", "the files of /pin manual docs/*.md"),
+    ),
     "system": (
         ("/system Answer in one sentence.", "set it"),
         ("/system @persona.txt", "set it from a file"),

@@ -32,6 +32,7 @@ from rich.text import Text
 from kvchat.chat.controller import ChatController
 from kvchat.chat.messages import MessageNumbers
 from kvchat.core.errors import UsageError
+from kvchat.core.text import one_line
 from kvchat.terminal.completion import LineCompleter
 from kvchat.terminal.history_view import turn_summary
 from kvchat.terminal.input_history import PrivateHistory
@@ -41,6 +42,7 @@ from kvchat.terminal.multiline import edit_text
 from kvchat.terminal.paint import Painter, RenderContext, Row, prefixed
 from kvchat.terminal.pickers import Picker
 from kvchat.terminal.registry import build_registry
+from kvchat.terminal.status import plural
 from kvchat.terminal.terminal_io import HeldOutput, StrayOutput, typed_ahead
 from kvchat.terminal.theme import Role
 from kvchat.terminal.view import Choice, Listener, LiveState, PickerActions
@@ -442,7 +444,10 @@ def new_live_prompt(
     terminal = Terminal(create_input(), sys.stdout, _terminal_size)
     history = PrivateHistory(history_path)
     completer = LineCompleter(
-        build_registry(), lambda: _sessions(controller), lambda: _turns(controller)
+        build_registry(),
+        lambda: _sessions(controller),
+        lambda: _turns(controller),
+        lambda: _pins(controller),
     )
     return LivePrompt(terminal, painter, completer, history, editor)
 
@@ -460,6 +465,12 @@ def _sessions(controller: ChatController) -> Iterable[tuple[str, str]]:
     if store is not None:
         for summary in store.summaries()[:50]:
             yield summary.session_id, summary.title
+
+
+def _pins(controller: ChatController) -> Iterable[tuple[str, str]]:
+    for label, paths in controller.pins.paths().items():
+        if one_line(label, len(label) + 1) == label:
+            yield label, f"pinned, {plural(len(paths), 'file')}"
 
 
 def _turns(controller: ChatController) -> Iterable[tuple[str, str]]:

@@ -81,10 +81,9 @@ async def run_repl(setup: ReplSetup) -> int:
     try:
         with _signals(dialogue), error_hooks(dialogue.report):
             _greet(controller, view)
-            for problem in setup.toolbox.problems if setup.toolbox is not None else ():
-                tell(view, problem, Role.WARNING)
             dialogue.refresh()
             setup.relay.attach(asyncio.get_running_loop(), dialogue.hear)
+            dialogue.expect_tools()
             if setup.picks_session:
                 dialogue.run_by_name("resume")
             await _run_until_left(dialogue, view)

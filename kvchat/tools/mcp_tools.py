@@ -11,7 +11,7 @@ import logging
 import os
 import re
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYet
 from contextlib import AsyncExitStack
@@ -97,7 +97,7 @@ def _text(value: Any) -> str:
 
 
 class McpServers:
-    """Connections to servers. `start` waits for all; `close` ends them. `problems` are sentences.
+    """Connections to servers, which start at once, on a thread of their own. `close` ends them.
 
     What servers write on stderr goes nowhere: it may hold text of the conversation.
     """
@@ -106,19 +106,22 @@ class McpServers:
         self._configs = configs
         self._loop = asyncio.new_event_loop()
         self._tools: list[Tool] = []
-        self.problems: list[str] = []
-        self._started = threading.Event()
+        self._problems: list[str] = []
+        self._started: Future[None] = Future()
         self._stop = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="kvchat-mcp", daemon=True)
-
-    def start(self) -> list[Tool]:
-        """Connect to all servers, and return their tools in the order of the file."""
         self._thread.start()
-        self._started.wait()
-        return self._tools
+
+    def when_started(self, tell: Callable[[], None]) -> None:
+        self._started.add_done_callback(lambda _: tell())
+
+    def wait(self) -> tuple[list[Tool], tuple[str, ...]]:
+        """Wait for all servers; return their tools in the order of the file, and problems."""
+        self._started.result()
+        return self._tools, tuple(self._problems)
 
     def close(self) -> None:
-        """End all servers. Idempotent."""
+        """End all servers, also those that are starting. Idempotent."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._stop.set)
             self._thread.join(5.0)
@@ -134,12 +137,15 @@ class McpServers:
             asyncio.create_task(self._hold(config, ready))
             for config, ready in zip(self._configs, starts, strict=True)
         ]
+        stopping = asyncio.create_task(self._stop.wait())
         try:
-            for ready in starts:
-                self._tools += await ready
+            all_ready = asyncio.gather(*starts)
+            await asyncio.wait((all_ready, stopping), return_when=asyncio.FIRST_COMPLETED)
+            if all_ready.done():
+                self._tools = [tool for tools in all_ready.result() for tool in tools]
         finally:
-            self._started.set()
-        await self._stop.wait()
+            self._started.set_result(None)
+        await stopping
         for task in holding:
             task.cancel()
         await asyncio.gather(*holding, return_exceptions=True)
@@ -157,7 +163,7 @@ class McpServers:
         except Exception as error:
             _log.warning("the MCP server %s: %s", config.name, type(error).__name__, exc_info=error)
             if not ready.done():
-                self.problems.append(f"The MCP server {config.name} {_complaint(_root(error))}.")
+                self._problems.append(f"The MCP server {config.name} {_complaint(_root(error))}.")
                 ready.set_result([])
 
 

@@ -55,23 +55,55 @@ class Permissions:
         return True if name in self.always else None
 
 
-class Toolbox:
-    """The tools in the order in which they are offered.
+class LateTools(Protocol):
+    """Tools that take a while to start, such as those of other programs."""
 
-    `problems` are sentences on tools that are not there. `end` ends what the tools need.
+    def when_started(self, tell: Callable[[], None]) -> None:
+        """Call `tell` once all have started or failed, on any thread; at once if they have."""
+
+    def wait(self) -> tuple[list[Tool], tuple[str, ...]]:
+        """Wait for them; return the tools, and sentences on those that are not there."""
+
+    def close(self) -> None:
+        """End them, started or not. Idempotent."""
+
+
+class Toolbox:
+    """The tools in the order in which they are offered; `late` ones join them once they start.
+
+    `problems` are sentences on tools that are not there. The box owns `late`.
     """
 
     def __init__(
         self,
         tools: Sequence[Tool],
         allowed: Collection[str] = (),
-        problems: Sequence[str] = (),
-        end: Callable[[], None] = lambda: None,
+        late: LateTools | None = None,
     ) -> None:
         self._by_name = {tool.name: tool for tool in tools}
         self.permissions = Permissions(set(allowed), set())
-        self.problems = tuple(problems)
-        self.close = end
+        self.problems: tuple[str, ...] = ()
+        self._late = late
+        self.is_complete = late is None
+
+    def when_complete(self, tell: Callable[[], None]) -> None:
+        """Call `tell` once `complete` does not wait; on any thread, at once if that is now."""
+        if self._late is None:
+            tell()
+        else:
+            self._late.when_started(tell)
+
+    def complete(self) -> None:
+        """Wait for the late tools, and offer them too. Idempotent."""
+        if self._late is None or self.is_complete:
+            return
+        tools, self.problems = self._late.wait()
+        self._by_name.update((tool.name, tool) for tool in tools)
+        self.is_complete = True
+
+    def close(self) -> None:
+        if self._late is not None:
+            self._late.close()
 
     @property
     def definitions(self) -> ToolSet:

@@ -7,7 +7,13 @@ import pytest
 
 from kvchat.chat.answer_settings import AskOptions
 from kvchat.chat.chat_model import ChatModel
-from kvchat.chat.compaction import OPENING, checked_summary, plan_compaction, request_text
+from kvchat.chat.compaction import (
+    OPENING,
+    checked_summary,
+    plan_compaction,
+    request_text,
+    require_length,
+)
 from kvchat.chat.controller import ChatController
 from kvchat.chat.conversation import Conversation, Role
 from kvchat.chat.host import ChatHost
@@ -142,6 +148,56 @@ def test_a_summary_takes_the_place_of_older_messages_on_a_new_branch(
     assert place is not None
     controller.move(_conversation(controller).latest_below(place.turn_id))
     assert controller.context_ids == before, "the old branch is as it was"
+
+
+def test_undo_goes_back_to_before_compacting_in_one_step(controller: ChatController) -> None:
+    """It went back before the newest kept message, and only /switch led to the old branch."""
+    _say(controller, "Rex " * 100, "two", "three")
+    first = controller.context_ids
+    controller.compact(controller.plan_compaction(), "Rex is a dog.")
+    compacted = controller.context_ids
+    _say(controller, "four " * 60)
+    second = controller.context_ids
+    controller.compact(controller.plan_compaction(), "Rex is still a dog.")
+    twice = controller.context_ids
+    assert len(twice) < len(second)
+
+    undone = [controller.undo(), controller.undo(), controller.undo()]
+
+    summaries = [turn is not None and turn.summary_of is not None for turn in undone]
+    assert summaries == [True, False, True]
+    assert controller.context_ids == first
+    seen = []
+    while controller.context_ids != twice:
+        assert controller.redo()
+        seen.append(controller.context_ids)
+    assert seen == [compacted, second, twice]
+
+
+def test_undo_after_another_system_prompt_is_that_of_a_message(controller: ChatController) -> None:
+    _say(controller, "Rex " * 100, "two", "three")
+    controller.compact(controller.plan_compaction(), "Rex is a dog.")
+    controller.set_system("Be brief.")
+
+    turn = controller.undo()
+
+    assert turn is not None
+    assert turn.text == "three"
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_replaced", "is_taken"),
+    [(5, 1000, False), (31, 2100, False), (40, 100_000, True), (31, 1900, True), (3, 100, True)],
+)
+def test_a_refusal_in_words_is_no_summary(
+    num_tokens: int, num_replaced: int, is_taken: bool
+) -> None:
+    """A short "I can't do that" took the place of a whole conversation."""
+    if is_taken:
+        require_length(num_tokens, num_replaced)
+        return
+    with pytest.raises(UsageError, match="far too short, so nothing is compacted"):
+        require_length(num_tokens, num_replaced)
 
 
 def test_a_compacted_conversation_is_the_same_after_a_restart(controller: ChatController) -> None:

@@ -1,11 +1,13 @@
 """Conversations as documents, and documents as conversations."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
-from kvchat.chat.conversation import Conversation, Role
+from kvchat.chat.conversation import Conversation, Role, Turn
 from kvchat.chat.documents import read_messages, to_json, to_markdown, to_messages
+from kvchat.chat.tools import ToolCall, ToolResult
 from kvchat.core.errors import UsageError
 from kvchat.core.types import FinishReason
 from support.turns import branching_conversation, turn
@@ -77,3 +79,30 @@ def test_messages_that_begin_with_an_answer_are_refused(has_system: bool) -> Non
 
     with pytest.raises(UsageError, match=f"Message {1 + has_system} is the assistant's"):
         read_messages(json.dumps(messages))
+
+
+def test_tool_calls_and_results_stand_in_blocks_of_their_own_in_markdown() -> None:
+    """A result stood behind "You:", and its Markdown became part of the document's."""
+    conversation = Conversation("20260101-000000-abcd", 0.0)
+    call = ToolCall("read_file", {"path": "a.md"})
+    result = ToolResult("read_file", "# Title\n```\nx\n```\n")
+    turns = (
+        (Role.USER, "Read a.md.", (), ()),
+        (Role.ASSISTANT, "Let me see.", (call,), ()),
+        (Role.USER, "", (), (result,)),
+        (Role.ASSISTANT, "It is short.", (), ()),
+    )
+    for number, (role, text, calls, results) in enumerate(turns, start=1):
+        finish = FinishReason.STOP if role is Role.ASSISTANT else None
+        turn = Turn(number, number - 1, role, text, (number,), "", 0.0, finish=finish)
+        conversation.add(replace(turn, calls=calls, results=results))
+
+    text = to_markdown(conversation)
+
+    assert text.partition("\n\n")[2] == (
+        "**You:** Read a.md.\n\n"
+        "**Assistant:** Let me see.\n\nCalls read_file:\n\n"
+        '```\n{"path": "a.md"}\n```\n\n\n'
+        "**Result of read_file:**\n\n````\n# Title\n```\nx\n```\n````\n\n"
+        "**Assistant:** It is short.\n"
+    )

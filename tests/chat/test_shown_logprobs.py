@@ -4,9 +4,12 @@ import random
 
 import pytest
 
+from kvchat.chat.events import AnswerCall
 from kvchat.chat.reply import Decoding, Reply
 from kvchat.chat.shown_logprobs import LogprobTrack, ShownToken
 from kvchat.chat.tokenizer import ChatTokenizer
+from kvchat.chat.tool_calls import CALL_FORMATS, CallSplitter
+from kvchat.chat.tools import ToolCall, ToolSet
 from kvchat.core.errors import GenerationError
 from kvchat.core.events import RequestFailed, SampleFinished, TokensGenerated
 from kvchat.core.types import FinishReason, Timing, TokenLogprobs, Usage
@@ -25,6 +28,9 @@ class _NoLedger:
     def extend_answer(self, sample: int, text: str, token_ids: list[int]) -> str | None:
         return None
 
+    def add_calls(self, sample: int, calls: tuple[ToolCall, ...], text: str) -> None:
+        """There is nothing to add them to."""
+
     def end_answer(self, sample: int, event: SampleFinished) -> tuple[int, str | None]:
         return 0, None
 
@@ -41,6 +47,7 @@ def tell(
     rng: random.Random,
     stops: tuple[str, ...] = (),
     starts_thinking: bool = False,
+    calls: CallSplitter | None = None,
 ) -> tuple[Told, Told]:
     """Return the answer and the thinking, each with the joined bytes of its tokens.
 
@@ -51,7 +58,8 @@ def tell(
         tokenizer.new_stream(tokenizer.encode_bare("b", is_first=False)),
         stops,
         starts_thinking,
-        track=LogprobTrack(tokenizer),
+        calls,
+        LogprobTrack(tokenizer),
     )
     reply = Reply(_NoLedger(), [parts])
     left = [TokenLogprobs(token, -float(place)) for place, token in enumerate(ids)]
@@ -60,7 +68,8 @@ def tell(
         some, left = tuple(left[:size]), left[size:]
         reply.listen(TokensGenerated(1, 0, tuple(each.token_id for each in some), some))
     reply.listen(SampleFinished(1, 0, FinishReason.STOP, Usage(), Timing()))
-    *streamed, ended = reply.poll()
+    *events, ended = reply.poll()
+    streamed = [event for event in events if not isinstance(event, AnswerCall)]
     for is_thinking, tokens in ((False, ended.logprobs), (True, ended.thinking_logprobs)):
         told = [t for e in streamed if e.is_thinking == is_thinking for t in e.logprobs]
         assert told == list(tokens)
@@ -149,3 +158,21 @@ def test_tokens_without_a_byte_level_have_their_text() -> None:
     assert token is not None
 
     assert tokenizer.token_bytes(token) == b"q"
+
+
+TAG = CALL_FORMATS[0]
+CALL = '<tool_call>{"name": "f", "arguments": {"a": "bb"}}</tool_call>'
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_text_beside_calls_has_its_tokens_and_the_calls_have_none(seed: int) -> None:
+    rng, tokenizer = random.Random(seed), ChatTokenizer(text_files(byte_level()))
+    text = f"<think>a bb</think>\n\na é{CALL}bb{CALL} \n b<tool_call>[no</tool_call> é"
+    ids = tokenizer.encode_bare(text, is_first=False)
+    splitter = CallSplitter(TAG, ToolSet([{"name": "f"}]))
+
+    (answer, told), (thinking, thought) = tell(tokenizer, ids, rng, calls=splitter)
+
+    assert answer == "a ébbb<tool_call>[no</tool_call> é"
+    assert told.decode() == answer
+    assert thought.decode() == thinking == "a bb"

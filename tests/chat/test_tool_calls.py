@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from kvchat.chat.tool_calls import CALL_FORMATS, CallFormat, CallSplitter
+from kvchat.chat.tool_calls import CALL_FORMATS, CallFormat, CallSplitter, Part, TextBesideCalls
 from kvchat.chat.tools import ToolCall, ToolSet
 from kvchat.core.errors import UsageError
 
@@ -21,7 +21,8 @@ FIND, COUNT = ToolCall("find", {"q": "12"}), ToolCall("count", {"n": 3})
 
 def split(form: CallFormat, text: str, most: int | None = None) -> list[str | ToolCall]:
     splitter = CallSplitter(form, TOOLS, most)
-    return [*splitter.feed(text), *splitter.flush()]
+    found = [*splitter.feed(text), *splitter.flush()]
+    return [part if isinstance(part, ToolCall) else part.text for part in found]
 
 
 _ARGUMENTS = '{"q": "12"}'
@@ -82,7 +83,7 @@ def test_how_the_text_is_cut_makes_no_difference(name: str) -> None:
     random_ = random.Random(name)
     for _ in range(20):
         splitter = CallSplitter(form, TOOLS)
-        found: list[str | ToolCall] = []
+        found: list[Part] = []
         rest = before + text
         while rest:
             size = random_.randint(1, 7)
@@ -90,8 +91,9 @@ def test_how_the_text_is_cut_makes_no_difference(name: str) -> None:
             rest = rest[size:]
         found += splitter.flush()
 
-        said = "".join(part for part in found if isinstance(part, str))
-        assert said == before.rstrip()
+        pieces = [part for part in found if isinstance(part, TextBesideCalls)]
+        assert "".join(piece.text for piece in pieces) == before.rstrip()
+        assert all(before.startswith(piece.text, piece.start) for piece in pieces)
         assert found[-1] == FIND
 
 
@@ -103,6 +105,19 @@ def test_several_calls_and_text_between_them_keep_their_order() -> None:
 
     assert split(TAG, f"{one}\n{two}") == [FIND, COUNT]
     assert split(TAG, f"a\n{one}\n\nb {two}\n") == ["a", FIND, "b", COUNT]
+
+
+def test_each_text_says_where_it_stood() -> None:
+    call = WRITTEN["pairs"][1]
+    text = f"a \n{call}\n\nb{call}b <tool_call>[no</tool_call> c"
+    splitter = CallSplitter(TAG, TOOLS)
+
+    found = [*(part for c in text for part in splitter.feed(c)), *splitter.flush()]
+
+    pieces = [part for part in found if isinstance(part, TextBesideCalls)]
+    assert "".join(piece.text for piece in pieces) == "abb<tool_call>[no</tool_call> c"
+    assert all(text.startswith(piece.text, piece.start) for piece in pieces)
+    assert [piece.start for piece in pieces] == sorted({piece.start for piece in pieces})
 
 
 def test_calls_beyond_the_limit_are_dropped_and_counted() -> None:

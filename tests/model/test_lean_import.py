@@ -8,8 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from support.checkpoints import save_checkpoint, tiny_model
 
 _REPOSITORY = Path(__file__).resolve().parents[2]
@@ -66,16 +64,25 @@ print(torch._dynamo.disable is __import__("sys").modules["torch._dynamo"].disabl
     assert _printed(_LEAN + program) == ["2.0 True True", "True"]
 
 
-@pytest.mark.parametrize("lacking", ["disable", "allow_in_graph", "assume_constant_result"])
-def test_what_the_stand_in_lacks_costs_the_plain_import_only(lacking: str) -> None:
-    """As with another version of transformers or torch."""
-    program = f"""
+def test_what_the_stand_in_lacks_costs_the_plain_import_only() -> None:
+    """As with another version of transformers or torch, of three marks one after another.
+
+    torch is imported once: each case is a fork of that process.
+    """
+    program = """
+import os, sys, torch
 from kvchat.model import lean_import
 def refuses(self, function=None, *_, **__):
     raise TypeError
-lean_import._StandIn.{lacking} = refuses
-lean_import.import_transformers()
-import sys, transformers
-print(type(sys.modules["torch._dynamo"]).__name__, transformers.modeling_utils.__name__)
+for lacking in ("disable", "allow_in_graph", "assume_constant_result"):
+    if os.fork() == 0:
+        setattr(lean_import._StandIn, lacking, refuses)
+        lean_import.import_transformers()
+        import transformers
+        kind = type(sys.modules["torch._dynamo"]).__name__
+        print(lacking, kind, transformers.modeling_utils.__name__, flush=True)
+        os._exit(0)
+    assert os.wait()[1] == 0
 """
-    assert _printed(program) == ["module transformers.modeling_utils"]
+    lacking = ("disable", "allow_in_graph", "assume_constant_result")
+    assert _printed(program) == [f"{name} module transformers.modeling_utils" for name in lacking]

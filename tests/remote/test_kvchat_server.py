@@ -13,11 +13,11 @@ import uvicorn
 from kvchat.chat.answer_memory import AnswerMemory
 from kvchat.chat.answer_settings import AskOptions
 from kvchat.chat.chat_model import ChatModel
-from kvchat.chat.events import AnswerEnded
+from kvchat.chat.events import AnswerEnded, ReadingPrompt
 from kvchat.chat.host import ChatHost
 from kvchat.chat.resent import ResentChats
+from kvchat.chat.response_memory import ResponseMemory
 from kvchat.chat.tokenizer import Segment
-from kvchat.core.errors import GenerationError
 from kvchat.core.events import LoadProgress, ModelReady
 from kvchat.core.types import SamplingParams
 from kvchat.remote.engine import RemoteEngine
@@ -49,7 +49,9 @@ def served(model: ChatModel) -> Iterator[str]:
     host.wait_until_ready()
     metrics = Metrics()
     answering = Answering(ResentChats(host, AnswerMemory(None)), metrics)
-    service = Service(host, answering, metrics, OPTIONS, ("scripted",), "/models/scripted")
+    responses = ResponseMemory(None, model.tokenizer)
+    names = ("scripted",)
+    service = Service(host, answering, metrics, OPTIONS, names, responses, "/models/scripted")
     bound = socket.create_server(("127.0.0.1", 0))
     config = uvicorn.Config(
         new_app(service, None, Limits()),  # type: ignore[arg-type]
@@ -128,6 +130,16 @@ def test_what_the_server_cached_is_told_by_tier(host: ChatHost) -> None:
     assert ended.usage.cached.device > 200
 
 
+def test_a_long_prompt_is_told_while_it_is_read(host: ChatHost) -> None:
+    session = host.unsaved_session()
+    list(session.ask("A first message. " * 20, OPTIONS))
+    read = [e for e in session.ask("x" * 9000, OPTIONS) if isinstance(e, ReadingPrompt)]
+
+    assert len(read) > 1
+    assert read[0].cached.device > 200
+    assert read[0].done < read[-1].done == read[-1].total
+
+
 def test_warmth_is_known_as_in_a_chat_of_its_own(host: ChatHost) -> None:
     session = host.unsaved_session()
     list(session.ask("A long first message. " * 10, OPTIONS))
@@ -152,10 +164,15 @@ def test_text_is_read_before_it_is_sent(host: ChatHost) -> None:
         assert time.monotonic() < until_s
 
 
-def test_a_server_that_cannot_pin_says_so(host: ChatHost) -> None:
-    """The scripted engine has no pins: its server fails, and the chat gets one sentence."""
-    with pytest.raises(GenerationError):
-        host.pin([1, 2, 3], "label").result(PATIENCE_S)
+def test_pins_and_forgetting_reach_the_engine(host: ChatHost) -> None:
+    """The scripted engine has no disk, so it pins nothing."""
+    assert host.pin([1, 2, 3], "label").result(PATIENCE_S) == 0
+    assert host.pin([1, 2, 3], "label", 60.0).result(PATIENCE_S) == 0
+    session = host.unsaved_session()
+    list(session.ask("A long first message. " * 10, OPTIONS))
+    context = session.conversation.context_ids()
+    host.forget([(context, 16)]).result(PATIENCE_S)
+    assert host.locate([context]).result(PATIENCE_S)[0].cached.device == 16
 
 
 @pytest.mark.parametrize(

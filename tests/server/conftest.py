@@ -9,6 +9,7 @@ from kvchat.chat.answer_memory import AnswerMemory
 from kvchat.chat.chat_model import ChatModel
 from kvchat.chat.host import ChatHost
 from kvchat.chat.resent import ResentChats
+from kvchat.chat.response_memory import ResponseMemory
 from kvchat.server.answering import Answering
 from kvchat.server.app import new_app
 from kvchat.server.guard import App, Limits
@@ -46,7 +47,7 @@ def echo(question: str, sample: int) -> Script:
 @pytest.fixture
 def serve(model: ChatModel) -> Iterator[Serve]:
     """Return a function that serves an author's answers and returns the application."""
-    hosts: list[tuple[ChatHost, Answering]] = []
+    hosts: list[tuple[ChatHost, Answering, ResponseMemory]] = []
 
     def start(
         author: Author = echo,
@@ -60,11 +61,14 @@ def serve(model: ChatModel) -> Iterator[Serve]:
         host.wait_until_ready()
         metrics = Metrics()
         answering = Answering(ResentChats(host, AnswerMemory(memory)), metrics)
-        hosts.append((host, answering))
-        service = Service(host, answering, metrics, answer_options(200), ("scripted", "other"))
+        responses = ResponseMemory(memory, served.tokenizer)
+        hosts.append((host, answering, responses))
+        names = ("scripted", "other")
+        service = Service(host, answering, metrics, answer_options(200), names, responses)
         return new_app(service, api_key, limits or Limits())
 
     yield start
-    for host, answering in hosts:
+    for host, answering, responses in hosts:
         answering.close()
+        responses.close()
         host.close()

@@ -11,6 +11,7 @@ import pytest
 from kvchat.chat.answer_memory import AnswerMemory
 from kvchat.chat.answer_settings import AskOptions
 from kvchat.chat.resent import ResentChats
+from kvchat.chat.response_memory import ResponseMemory
 from kvchat.core.types import SamplingParams
 from kvchat.server.answering import Answering
 from kvchat.server.app import new_app
@@ -47,7 +48,8 @@ def served(directory: Path, template: str | None = None, max_tokens: int = 512) 
     host.wait_until_ready()
     answering = Answering(ResentChats(host, AnswerMemory(None)), Metrics())
     options = AskOptions(sampling=SamplingParams(temperature=1.0), max_tokens=12)
-    service = Service(host, answering, Metrics(), options, ("tiny",))
+    responses = ResponseMemory(None, host.model.tokenizer)
+    service = Service(host, answering, Metrics(), options, ("tiny",), responses)
     yield new_app(service, None, Limits())
     answering.close()
     host.close()
@@ -344,12 +346,19 @@ def test_a_schema_nested_too_deeply_is_refused(app: App) -> None:
     assert chat(app, response_format=wanted).status == 400
 
 
-def test_calls_go_together_with_neither(tool_app: App) -> None:
-    choose = {"tools": TOOLS, "max_tokens": 300}
+def test_a_text_beside_tools_has_its_logprobs(tool_app: App) -> None:
+    [choice] = chat(tool_app, tools=TOOLS, logprobs=True).json["choices"]
 
-    for fields in ({"response_format": CHAT_FORMAT}, {"logprobs": True}):
-        got = chat(tool_app, **choose, **fields)
-        assert (got.status, got.json["error"]["param"]) == (400, "tools")
-        [choice] = chat(tool_app, **choose, **fields, tool_choice="none").json["choices"]
-        told = content_of(choice["logprobs"]["content"]) if "logprobs" in fields else None
-        assert told in (None, choice["message"]["content"])
+    assert content_of(choice["logprobs"]["content"]) == choice["message"]["content"]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_plain_completion_follows_its_schema(app: App, seed: int) -> None:
+    fields = {"response_format": CHAT_FORMAT, "max_tokens": 300, "seed": seed}
+
+    [choice] = text(app, **fields).json["choices"]
+
+    assert choice["finish_reason"] == "stop"
+    assert is_as_the_schema_says(choice["text"])
+    refused = text(app, response_format={"type": "xml"})
+    assert (refused.status, refused.json["error"]["param"]) == (400, "response_format.type")

@@ -1,4 +1,7 @@
-"""An answer that has to call a tool calls one: random weights, real engine, all interfaces."""
+"""An answer that has to call a tool calls one, and one with a format follows it or calls a tool.
+
+Random weights, a real engine, all interfaces.
+"""
 
 import json
 from collections.abc import Iterator
@@ -111,5 +114,71 @@ def test_a_call_cannot_be_required_without_tools(app: App) -> None:
     body = {"model": "tiny", "messages": ASKED, "tool_choice": "required"}
 
     got = post(app, CHAT, body)
+
+    assert (got.status, got.json["error"]["param"]) == (400, "tool_choice")
+
+
+FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+BRACE, OPENER = str(ord("{") - 33), str(ord("<") - 33)  # the tokens are bytes in GPT-2's order
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_an_answer_with_tools_and_a_format_is_in_the_format_or_a_call(app: App, seed: int) -> None:
+    fields: dict[str, Any] = {"response_format": FORMAT, "seed": seed, "logprobs": True}
+
+    text, call = (
+        chat(app, "auto", **fields, logit_bias={first: 60}).json["choices"][0]
+        for first in (BRACE, OPENER)
+    )
+
+    assert text["finish_reason"] == "stop"
+    assert set(json.loads(text["message"]["content"])) == {"n"}
+    told = b"".join(bytes(entry["bytes"]) for entry in text["logprobs"]["content"])
+    assert told.decode() == text["message"]["content"]
+    assert call["finish_reason"] == "tool_calls"
+    [made] = call["message"]["tool_calls"]
+    assert made["function"]["name"] in NAMES
+    assert set(json.loads(made["function"]["arguments"])) == {"n"}
+    assert call["logprobs"]["content"] == [], "a call is no text"
+
+
+def test_a_format_without_calls_is_followed(app: App) -> None:
+    [choice] = chat(app, "none", response_format=FORMAT, logit_bias={OPENER: 60}).json["choices"]
+
+    assert set(json.loads(choice["message"]["content"])) == {"n"}
+
+
+def test_a_format_and_tools_go_together_in_the_other_interfaces(app: App) -> None:
+    message = {
+        "model": "tiny",
+        "max_tokens": 400,
+        "seed": 1,
+        "messages": ASKED,
+        "tools": [{"name": name, "input_schema": SCHEMA} for name in NAMES],
+        "output_config": {"format": {"type": "json_schema", "schema": SCHEMA}},
+    }
+    response = {
+        "model": "tiny",
+        "input": "x",
+        "max_output_tokens": 400,
+        "seed": 1,
+        "tools": [{"type": "function", **function} for function in FUNCTIONS],
+        "text": {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}},
+    }
+
+    [block] = post(app, MESSAGES, message).json["content"]
+    [item] = post(app, RESPONSES, response).json["output"]
+
+    assert block["type"] == "tool_use" or json.loads(block["text"])
+    assert item["type"] == "function_call" or json.loads(item["content"][0]["text"])
+
+
+def test_a_schema_of_a_tool_that_is_nested_too_deeply_is_refused(app: App) -> None:
+    deep: dict[str, Any] = {}
+    for _ in range(400):
+        deep = {"items": deep}
+    tool = {"type": "function", "function": {"name": "f", "parameters": deep}}
+
+    got = chat(app, "required", tools=[tool])
 
     assert (got.status, got.json["error"]["param"]) == (400, "tool_choice")

@@ -75,7 +75,7 @@ def test_events_are_numbered_and_end_with_the_whole_response(serve: Serve) -> No
 
 @pytest.mark.parametrize(
     "others",
-    [{"tools": [{}]}, {"previous_response_id": "resp_1"}, {"text": {"format": {"type": "json"}}}],
+    [{"tools": [{}]}, {"conversation": "conv_1"}, {"text": {"format": {"type": "json"}}}],
 )
 def test_what_is_not_supported_is_refused(serve: Serve, others: dict[str, Any]) -> None:
     assert post(serve(), PATH, asked("x", **others)).status == 400

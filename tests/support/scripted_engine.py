@@ -18,7 +18,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from kvchat.chat.chat_model import ChatModel, read_chat_model
 from kvchat.core.cost import KvPlaces, ReadRates
-from kvchat.core.errors import ContextTooLong
+from kvchat.core.errors import ContextTooLong, UsageError
 from kvchat.core.events import (
     LoadProgress,
     ModelReady,
@@ -28,7 +28,7 @@ from kvchat.core.events import (
     TokensGenerated,
 )
 from kvchat.core.stats import EngineStatus, SpeculationStatus, TierStatus
-from kvchat.core.types import CachedTokens, DraftUse, FinishReason, Timing, Usage
+from kvchat.core.types import CachedTokens, DraftUse, FinishReason, Timing, TokenLogprobs, Usage
 from kvchat.engine.request import RequestSpec
 from kvchat.model.source import find_model
 from support.template_zoo import TOOLS_AS_JSON
@@ -114,6 +114,11 @@ class _Cache:
 
     def add(self, token_ids: list[int]) -> None:
         self._contexts.append(list(token_ids))
+
+    def forget(self, token_ids: list[int], kept: int) -> None:
+        self._contexts = [
+            known[:kept] if known[:kept] == token_ids[:kept] else known for known in self._contexts
+        ]
 
     def num_cached_tokens(self, token_ids: list[int]) -> int:
         longest = 0
@@ -216,6 +221,17 @@ class ScriptedEngine:
     def prepare(self) -> None:
         """There is nothing to prepare."""
 
+    def pin(
+        self, token_ids: list[int], label: str, done: Callable[[int], None], ttl_s: float
+    ) -> None:
+        """There is no disk; a server has to answer all the same."""
+        raise UsageError("A scripted engine pins nothing.")
+
+    def forget(self, contexts: list[tuple[list[int], int]], done: Callable[[], None]) -> None:
+        for ids, kept in contexts:
+            self.cache.forget(ids, kept)
+        done()
+
     def cancel(self, request_id: int, reason: FinishReason = FinishReason.CANCELLED) -> None:
         for sample in self._running:
             if sample.request_id == request_id:
@@ -282,7 +298,9 @@ class ScriptedEngine:
         self._num_tokens += len(tokens)
         events: list[RequestEvent] = []
         if tokens:
-            events.append(TokensGenerated(sample.request_id, sample.sample, tokens))
+            is_told = sample.spec.num_top_logprobs is not None
+            logprobs = tuple(TokenLogprobs(token, 0.0) for token in tokens) if is_told else ()
+            events.append(TokensGenerated(sample.request_id, sample.sample, tokens, logprobs))
         if reached:
             events.append(self._finish(sample, FinishReason.LENGTH))
         elif end == len(sample.ids):

@@ -15,8 +15,11 @@ import argparse
 import json
 import logging
 import sys
+import threading
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any, ClassVar
 
 from kvchat.cache.disk.admin import StoreAdmin
 from kvchat.chat.answer_settings import AskOptions
@@ -28,7 +31,7 @@ from kvchat.core.types import SamplingParams
 from kvchat.terminal import keys, line_view
 from kvchat.terminal.repl import LoadRelay, Look, ReplSetup, run
 from kvchat.tools.local_tools import local_tools
-from kvchat.tools.toolbox import Toolbox
+from kvchat.tools.toolbox import Tool, Toolbox
 from support.scripted_engine import Loading, Script, scripted_build, text_model
 
 EVIL = (
@@ -96,6 +99,8 @@ def author(question: str, sample: int) -> Script:
     if word == "Summarise":
         if question.endswith("an echo"):
             return Script(question, tokens_per_step=20)
+        if question.endswith("a refusal"):
+            return Script("No.")
         return Script("Ada has a dog called Rex.", tokens_per_step=5, step_s=0.01)
     if word == "warn":
         sys.stderr.write("a library warns\n\x1b[31mtwice\n")
@@ -103,6 +108,39 @@ def author(question: str, sample: int) -> Script:
     if word == "crash":
         return Script("", error=RuntimeError("as the script says"))
     return Script(f"You said {question!r} ({sample}).", tokens_per_step=4, step_s=0.002)
+
+
+class Echo:
+    """A tool that returns what it is given."""
+
+    name = "echo"
+    description = "Say it again."
+    parameters: ClassVar[dict[str, Any]] = {"type": "object", "properties": {}}
+
+    def run(self, arguments: Mapping[str, Any], stop: threading.Event) -> str:
+        return str(dict(arguments))
+
+
+class LateEcho:
+    """`Echo`, which starts once a file is there."""
+
+    def __init__(self, until: Path) -> None:
+        self._until = until
+
+    def when_started(self, tell: Callable[[], None]) -> None:
+        def watch() -> None:
+            while not self._until.exists():
+                time.sleep(0.02)
+            tell()
+
+        threading.Thread(target=watch, daemon=True).start()
+
+    def wait(self) -> tuple[list[Tool], tuple[str, ...]]:
+        assert self._until.exists()
+        return [Echo()], ("The MCP server gone does not answer: it is gone.",)
+
+    def close(self) -> None:
+        """Nothing runs."""
 
 
 def main() -> int:
@@ -122,6 +160,7 @@ def main() -> int:
     parser.add_argument("--log", type=Path)
     parser.add_argument("--kept", type=Path)
     parser.add_argument("--tools", type=Path)
+    parser.add_argument("--late", type=Path)
     arguments = parser.parse_args()
     keys._TWICE_S = keys._ESCAPE_TWICE_S = line_view._TWICE_S = 60.0
     if arguments.log is not None:
@@ -153,7 +192,8 @@ def _setup(arguments: argparse.Namespace) -> ReplSetup:
     host = new_host("scripted", relay.hear)
     is_plain = arguments.plain or arguments.spoken
     session = host.open_session(store.latest()) if arguments.continues and store else None
-    toolbox = Toolbox(local_tools(arguments.tools)) if arguments.tools else None
+    late = LateEcho(arguments.late) if arguments.late else None
+    toolbox = Toolbox(local_tools(arguments.tools), late=late) if arguments.tools else None
     options = AskOptions(
         sampling=SamplingParams(temperature=0.0), max_calls=None if toolbox is not None else 0
     )

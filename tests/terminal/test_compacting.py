@@ -33,7 +33,7 @@ def test_compacting_says_what_it_costs_and_saves_and_keeps_the_branch(
     for number, text in enumerate(("two", "three"), start=2):
         chat.enter(text).wait_for(_figures(number))
     chat.enter("/compact").wait_for("Summarising 1 message,").wait_for("Ada has a dog called Rex.")
-    chat.wait_for("tokens became").wait_for("/switch 1 goes back.")
+    chat.wait_for("tokens became").wait_for("/undo or /switch 1 ")
     chat.enter("four").wait_for("You said 'four' (0).").wait_for(_figures(5))
     chat.enter("/tree").wait_for("4 you: four")
     tree = chat.text.rpartition("/tree")[2]
@@ -50,6 +50,18 @@ def test_a_model_that_repeats_the_request_compacts_nothing(start_chat: StartChat
     chat.enter("/tree").wait_for("1 you: lines 40")
     assert "summary of messages" not in chat.text
     assert "Compacted" not in chat.text
+
+
+def test_a_refusal_compacts_nothing_and_undo_takes_a_compaction_back(
+    start_chat: StartChat,
+) -> None:
+    chat = start_chat(columns=100, rows=40)
+    chat.enter("lines 30").wait_for(_figures(1))
+    chat.enter("/compact a refusal").wait_for("far too short, so nothing is compacted.")
+    chat.enter("two").wait_for("You said 'two' (0).")
+    chat.enter("/compact").wait_for("tokens became")
+    chat.enter("/undo").wait_for("Back before: /compact")
+    chat.enter("/tree").wait_for(lambda text: "2 you: two" in text.rpartition("/tree")[2])
 
 
 @pytest.mark.parametrize("columns", [40, 100])

@@ -118,3 +118,23 @@ def test_tools_are_offered_to_a_conversation_that_began_without(
     after.wait_for("The tools are offered in this conversation from now on.")
     after.enter(READ)
     after.wait_for("Run read_file")
+
+
+def test_the_prompt_does_not_wait_for_tools_that_start_late(
+    start_chat: Callable[..., PtyScreen], tmp_path: Path
+) -> None:
+    (tmp_path / "work").mkdir()
+    started = tmp_path / "started"
+    chat = start_chat("--tools", str(tmp_path / "work"), "--late", str(started))
+    chat.wait_for("starting MCP servers")
+    chat.enter("/tools")
+    chat.wait_for("their tools come later")
+    chat.enter('call echo {"a": 1}')
+
+    started.touch()
+
+    chat.wait_for("The MCP server gone does not answer")
+    chat.wait_for("Run echo(a=1)?").type("\r")
+    chat.wait_for("I got")
+    chat.enter("/tools")
+    chat.wait_for("echo (asks first)")

@@ -63,7 +63,9 @@ def connected(tmp_path: Path, servers: dict[str, Any]) -> tuple[McpServers, Tool
     path = tmp_path / "mcp.json"
     path.write_text(json.dumps({"mcpServers": servers}))
     made = McpServers(read_servers(path))
-    return made, Toolbox(made.start())
+    toolbox = Toolbox((), late=made)
+    toolbox.complete()
+    return made, toolbox
 
 
 @pytest.fixture
@@ -85,12 +87,12 @@ def call(toolbox: Toolbox, name: str, /, **arguments: Any) -> str:
 def test_a_server_is_used_and_another_that_is_not_there_is_told(
     over_stdio: tuple[McpServers, Toolbox],
 ) -> None:
-    servers, toolbox = over_stdio
+    _, toolbox = over_stdio
 
     assert [tool.name for tool in toolbox.tools] == ["calc__add", "calc__environment", "calc__wait"]
     assert toolbox.tools[0].description == "Add two numbers."
     assert toolbox.definitions.takes_text("calc__environment", "name") is True
-    [problem] = servers.problems
+    [problem] = toolbox.problems
     assert problem.startswith("The MCP server gone does not answer: ")
     assert call(toolbox, "calc__add", a=2, b=3) == "5"
     assert call(toolbox, "calc__environment", name="GIVEN") == "yes"
@@ -115,6 +117,25 @@ def test_the_servers_end_with_the_chat(over_stdio: tuple[McpServers, Toolbox]) -
     assert call(toolbox, "calc__add", a=1, b=1).startswith("Error: ")
 
 
+def test_a_server_that_does_not_start_keeps_nothing_waiting(tmp_path: Path) -> None:
+    """The first prompt waited for all servers, up to 30 s for one that says nothing."""
+    path = tmp_path / "mcp.json"
+    silent = {"command": sys.executable, "args": ["-c", "import time; time.sleep(600)"]}
+    path.write_text(json.dumps({"mcpServers": {"silent": silent}}))
+    began_s = time.monotonic()
+    toolbox = Toolbox((), late=McpServers(read_servers(path)))
+    is_told = threading.Event()
+    toolbox.when_complete(is_told.set)
+
+    assert not toolbox.is_complete
+    assert not is_told.is_set()
+    toolbox.close()
+    assert is_told.wait(10)
+    toolbox.complete()
+    assert toolbox.tools == []
+    assert time.monotonic() - began_s < 20  # a server has 30 s to start
+
+
 def test_a_server_over_http_is_used(program: Path, tmp_path: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -124,7 +145,7 @@ def test_a_server_over_http_is_used(program: Path, tmp_path: Path) -> None:
     try:
         _wait_for_port(port)
         made, toolbox = connected(tmp_path, {"web": {"url": f"http://127.0.0.1:{port}/mcp"}})
-        assert made.problems == []
+        assert toolbox.problems == ()
         assert call(toolbox, "web__add", a=2, b=3) == "5"
         made.close()
     finally:

@@ -279,7 +279,12 @@ def _status_of(model_dir: ModelDir, known: Mapping[str, KnownModel]) -> ModelDir
         last_used_s=_last_used(model_dir.path),
         trouble=model_dir.trouble,
         pins=tuple(
-            KeptPin(pin.label, len(set(pin.keys) - of_state) * layout.block_size, pin.made_s)
+            KeptPin(
+                pin.label,
+                len(set(pin.keys) - of_state) * layout.block_size,
+                pin.made_s,
+                pin.until_s,
+            )
             for pin in model_dir.pins
         ),
         model=model.name if model is not None else "",

@@ -3,10 +3,11 @@
 A pack is consecutive blocks of one chain, in two records. The *head* has the key of the block
 before and the token ids; the *payload* holds the block images. A damaged record raises
 DamagedRecord. A head may have a *fingerprint*: the largest logits after the pack's last token, to
-verify restored KV. A pin names the blocks of a context that must not be evicted; a damaged pin is
-ignored. Nothing here is ever unpickled.
+verify restored KV. A pin names the blocks of a context that must not be evicted, for ever or for a
+time; a damaged pin is ignored. Nothing here is ever unpickled.
 """
 
+import math
 import struct
 from dataclasses import dataclass
 
@@ -153,20 +154,35 @@ def _head_checksum(data: bytes) -> bytes:
 
 
 _VERSION = 1
+_VERSION_WITH_END = 2
 _MAGIC = b"KVpn"
 # magic, version, seconds since the epoch, blocks, bytes of the label
 _PIN = struct.Struct("<4sIdII")
+# seconds since the epoch
+_END = struct.Struct("<d")
 _CHECKSUM_BYTES = 8
 _MAX_LABEL_BYTES = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """`keys` are the chain keys of the context's full blocks; `made_s` is since the epoch."""
+    """`keys` are the chain keys of the context's full blocks.
+
+    made_s, until_s   when it was made and when it ends, in seconds since the epoch; infinity: never
+    """
 
     label: str
     keys: tuple[bytes, ...]
     made_s: float
+    until_s: float = math.inf
+
+    @property
+    def is_temporary(self) -> bool:
+        return self.until_s < math.inf
+
+    def covers(self, other: "Pin") -> bool:
+        """Return whether all that `other` holds is held by this pin, for as long."""
+        return self.keys[: len(other.keys)] == other.keys and self.until_s >= other.until_s
 
 
 def pin_name(label: str) -> bytes:
@@ -177,8 +193,11 @@ def pin_name(label: str) -> bytes:
 def encode_pin(pin: Pin) -> bytes:
     """Return the pin as bytes."""
     label = pin.label.encode(errors="replace")[:_MAX_LABEL_BYTES]
-    fixed = _PIN.pack(_MAGIC, _VERSION, pin.made_s, len(pin.keys), len(label))
-    data = b"".join((fixed, *pin.keys, label))
+    version, end = _VERSION, b""
+    if pin.is_temporary:
+        version, end = _VERSION_WITH_END, _END.pack(pin.until_s)
+    fixed = _PIN.pack(_MAGIC, version, pin.made_s, len(pin.keys), len(label))
+    data = b"".join((fixed, end, *pin.keys, label))
     return data + xxhash.xxh3_64_digest(data)
 
 
@@ -187,13 +206,18 @@ def decode_pin(data: bytes) -> Pin | None:
     if len(data) < _PIN.size + _CHECKSUM_BYTES:
         return None
     magic, version, made_s, num_blocks, num_label = _PIN.unpack_from(data)
-    body = data[_PIN.size : -_CHECKSUM_BYTES]
-    if (magic, version) != (_MAGIC, _VERSION):
+    body, until_s = data[_PIN.size : -_CHECKSUM_BYTES], math.inf
+    if magic != _MAGIC or version not in (_VERSION, _VERSION_WITH_END):
         return None
     if data[-_CHECKSUM_BYTES:] != xxhash.xxh3_64_digest(data[:-_CHECKSUM_BYTES]):
         return None
+    if version == _VERSION_WITH_END:
+        if len(body) < _END.size:
+            return None
+        (until_s,) = _END.unpack_from(body)
+        body = body[_END.size :]
     end = num_blocks * KEY_BYTES
     if len(body) != end + num_label:
         return None
     keys = tuple(body[start : start + KEY_BYTES] for start in range(0, end, KEY_BYTES))
-    return Pin(body[end:].decode(errors="replace"), keys, made_s)
+    return Pin(body[end:].decode(errors="replace"), keys, made_s, until_s)

@@ -11,6 +11,7 @@ wrong guess costs only the reading.
 import logging
 import os
 import sqlite3
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
@@ -109,7 +110,7 @@ def read_model_dir(path: Path) -> ModelDir:
         path,
         common,
         tuple(head for layout, head in heads if layout == common),
-        tuple(pin for pin in pins if pin is not None),
+        tuple(pin for pin in pins if pin is not None and pin.until_s > time.time()),
     )
 
 

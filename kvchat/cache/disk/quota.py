@@ -79,6 +79,8 @@ def leaves_free(directory: Path, num_bytes: int, min_free_bytes: int | None) -> 
 _MODEL_DIR_TIME_TO_LIVE_S = 14 * 86400.0
 # What a full store makes room for beyond what is asked, so that not every pack pays for the search.
 _ROOM_SHARE = 0.01
+# What temporary pins hold at most.
+_TEMPORARY_SHARE = 0.5
 # What one change of the table writes at most, besides what is kept in it: the pages of its trees.
 _CHANGE_BYTES = 24 * (PAGE_BYTES + 24)
 _LOG_BYTES = LOG_PAGES * (PAGE_BYTES + 24) + _CHANGE_BYTES
@@ -107,6 +109,8 @@ class DiskQuota:
     limit_bytes: int
     min_free_bytes: int | None
     miss_log: MissReasonLog
+    block_bytes: int
+    clock: Callable[[], float]
     num_evicted: int = 0
     _sizes: Sizes = field(default_factory=Sizes)
 
@@ -163,6 +167,7 @@ class DiskQuota:
         The limit holds even where pins alone exceed it.
         """
         self._sizes.forget()
+        table.end_pins(now_s)
         self._drop_older(now_s - _MODEL_DIR_TIME_TO_LIVE_S)
         table.expire(now_s)
         gone = expired(packs(), now_s, self._pinned(table))
@@ -242,7 +247,20 @@ class DiskQuota:
         return self.used_bytes(table) + num_bytes - self.limit_bytes
 
     def _pinned(self, table: PackTable) -> set[bytes]:
-        return {key for pin in table.pins() for key in pin.keys}
+        """Return the blocks that stay, by their keys.
+
+        Temporary pins hold a share of the limit, the newest first: clients make them by the dozen.
+        """
+        pins, now_s = table.pins(), self.clock()
+        keys = {key for pin in pins if not pin.is_temporary for key in pin.keys}
+        temporary = [pin for pin in pins if pin.is_temporary and pin.until_s > now_s]
+        room = int(_TEMPORARY_SHARE * self.limit_bytes) // self.block_bytes
+        for pin in sorted(temporary, key=lambda pin: pin.made_s, reverse=True):
+            room -= len(keys.union(pin.keys)) - len(keys)
+            if room < 0:
+                break
+            keys.update(pin.keys)
+        return keys
 
     def _drop_older(self, used_s: float) -> int:
         """Drop the model directories last used before `used_s`; return how many bytes they had.

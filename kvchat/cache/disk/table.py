@@ -325,6 +325,7 @@ _HEAD_AND_FILE = (
 )
 _ROW = "FROM Cache WHERE key = ? AND raw = 1"
 _MOST_REMOVED = 4
+_MOST_TEMPORARY = 16  # pins that end by themselves
 _USE = "store_time, access_time, access_count, tag"
 
 
@@ -503,13 +504,30 @@ class PackTable(RawCache):
         return [pin for pin in found if pin is not None]
 
     def pin(self, pin: Pin) -> None:
-        """Enter a pin, in place of one of the same label."""
+        """Enter a pin, in place of one of the same label.
+
+        A temporary one also takes the place of those that it covers; the oldest over the limit go.
+        """
         self.set(PIN + pin_name(pin.label), encode_pin(pin))
-        os.close(open_private(Path(PIN_MARK), os.O_WRONLY | os.O_CREAT, self.disk.descriptor))
+        if pin.is_temporary:
+            others = [p for p in self.pins() if p.is_temporary and p.label != pin.label]
+            covered = [other for other in others if pin.covers(other)]
+            rest = sorted((p for p in others if p not in covered), key=lambda p: p.made_s)
+            old = rest[: max(0, len(rest) + 1 - _MOST_TEMPORARY)]
+            for other in (*covered, *old):
+                self.delete(PIN + pin_name(other.label))
+        else:
+            os.close(open_private(Path(PIN_MARK), os.O_WRONLY | os.O_CREAT, self.disk.descriptor))
+
+    def end_pins(self, now_s: float) -> None:
+        """Remove the temporary pins whose time is over."""
+        for pin in self.pins():
+            if pin.until_s <= now_s:
+                self.delete(PIN + pin_name(pin.label))
 
     def unpin(self, label: str) -> None:
         """Remove the pin of a label."""
         self.delete(PIN + pin_name(label))
-        if not self.pins():
+        if all(pin.is_temporary for pin in self.pins()):
             with suppress(FileNotFoundError):
                 os.unlink(PIN_MARK, dir_fd=self.disk.descriptor)

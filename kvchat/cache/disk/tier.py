@@ -6,6 +6,7 @@ processes may share a directory. Raw bytes only: no tensors, no device.
 """
 
 import logging
+import math
 import os
 import threading
 import time
@@ -237,7 +238,15 @@ class DiskTier:
         self._root = root_key(layout.identity)
         self._stats = TierStats(limit_bytes)
         self._miss_log = MissReasonLog(own)
-        self._quota = DiskQuota(directory, own, limit_bytes, min_free_bytes, self._miss_log)
+        self._quota = DiskQuota(
+            directory,
+            own,
+            limit_bytes,
+            min_free_bytes,
+            self._miss_log,
+            layout.block_bytes,
+            clock,
+        )
         self._lock = StoreLock(directory / LOCK_NAME, _PATIENCE_S)
         self._used: dict[bytes, bool] = {}  # whether only by those who ask once
         self._had_no_room = False  # for what was written last
@@ -353,18 +362,22 @@ class DiskTier:
 
     # What the user says of contexts
 
-    def pin(self, keys: Sequence[bytes], encoded: bytes, label: str) -> int:
-        """Never forget what is kept of a context; return how many of its blocks that is.
+    def pin(
+        self, keys: Sequence[bytes], encoded: bytes, label: str, ttl_s: float = math.inf
+    ) -> int:
+        """Do not forget what is kept of a context for `ttl_s` seconds; return how many of its
+        blocks that is.
 
         `keys` are those of the full blocks of `encoded` token ids. A pin of the same label goes.
         """
-        return self._attempt(lambda: self._pin(keys, encoded, label), 0)
+        return self._attempt(lambda: self._pin(keys, encoded, label, ttl_s), 0)
 
-    def _pin(self, keys: Sequence[bytes], encoded: bytes, label: str) -> int:
+    def _pin(self, keys: Sequence[bytes], encoded: bytes, label: str, ttl_s: float) -> int:
         with self._db.changing() as table:
             num_blocks = sum(found.num_blocks for found in self._reader.walk(keys, encoded))
             if num_blocks:
-                table.pin(Pin(label, tuple(keys[:num_blocks]), self._clock()))
+                now_s = self._clock()
+                table.pin(Pin(label, tuple(keys[:num_blocks]), now_s, now_s + ttl_s))
             return num_blocks
 
     def unpin(self, label: str) -> None:

@@ -1,0 +1,85 @@
+"""A SQLite file of this user's: what the HTTP server knows of earlier answers, across restarts.
+
+SQLite from the standard library: the rows are small, several processes may write, and a row is
+either there or not. A file that cannot be used is a loss of reuse, never of an answer.
+"""
+
+import logging
+import os
+import sqlite3
+import stat
+import time
+from pathlib import Path
+
+_log = logging.getLogger(__name__)
+
+_PATIENCE_S = 1.0
+_IN_MEMORY = ":memory:"
+
+
+def open_private_database(path: Path | None, table: str) -> sqlite3.Connection:
+    """Return a connection that commits every statement; the caller closes it.
+
+    path    the file, made with mode 0600; None, or a file that cannot be used, is memory
+    table   the statement that makes the table where it is missing
+
+    What is deleted is overwritten.
+    """
+    if path is not None:
+        try:
+            _require_private(path)
+            return _connect(str(path), table)
+        except (OSError, sqlite3.Error) as error:
+            _log.warning("answers are known until the program ends only: %s", error)
+    return _connect(_IN_MEMORY, table)
+
+
+def drop_oldest(db: sqlite3.Connection, table: str, column: str, max_bytes: int) -> None:
+    """Drop the least recently used rows until three quarters of the limit are used.
+
+    Nothing goes while the blobs of `column` have at most `max_bytes`. The table has the columns
+    `key` and `used_s`. The names are this program's own, never input.
+    """
+    size = f"LENGTH({column})"
+    [(used,)] = db.execute(f"SELECT COALESCE(SUM({size}), 0) FROM {table}").fetchall()
+    if used <= max_bytes:
+        return
+    excess = used - max_bytes * 3 // 4
+    old = []
+    for key, num_bytes in db.execute(f"SELECT key, {size} FROM {table} ORDER BY used_s"):
+        if excess <= 0:
+            break
+        old.append((key,))
+        excess -= num_bytes
+    db.executemany(f"DELETE FROM {table} WHERE key = ?", old)
+
+
+def note_use(db: sqlite3.Connection, table: str, key: object) -> None:
+    """Note that a row is used now."""
+    db.execute(f"UPDATE {table} SET used_s = ? WHERE key = ?", (time.time(), key))
+
+
+def _require_private(path: Path) -> None:
+    """Make the file with mode 0600 if it is not there; raise OSError for a link or another's."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        state = os.fstat(descriptor)
+        if not stat.S_ISREG(state.st_mode) or state.st_uid != os.getuid():
+            raise OSError(f"{path} is no regular file of this user")
+    finally:
+        os.close(descriptor)
+
+
+def _connect(name: str, table: str) -> sqlite3.Connection:
+    """Open a database; it is closed again where it cannot be used."""
+    db = sqlite3.connect(name, _PATIENCE_S, isolation_level=None, check_same_thread=False)
+    try:
+        db.execute("PRAGMA journal_mode = WAL")
+        db.execute("PRAGMA synchronous = NORMAL")
+        db.execute("PRAGMA secure_delete = ON")
+        db.execute(table)
+    except sqlite3.Error:
+        db.close()
+        raise
+    return db

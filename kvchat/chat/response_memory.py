@@ -1,0 +1,115 @@
+"""ResponseMemory: the responses that a client may continue by their id, across restarts.
+
+A record is JSON: what the client gave and what it got. It is kept as token ids, as the answers in
+the same file are, so the file shows no words to a search; who has the tokenizer can decode them.
+"""
+
+import hashlib
+import json
+import logging
+import sqlite3
+import time
+from array import array
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kvchat.chat.private_database import drop_oldest, note_use, open_private_database
+from kvchat.chat.tokenizer import Segment, TextCodec
+from kvchat.core.errors import KvchatError, StoreError
+
+_log = logging.getLogger(__name__)
+
+_NAME = "responses"
+_TABLE = (
+    f"CREATE TABLE IF NOT EXISTS {_NAME} "
+    "(key BLOB PRIMARY KEY, ids BLOB, used_s REAL) WITHOUT ROWID"
+)
+_DEFAULT_MAX_BYTES = 64 << 20
+_PIECE_CHARACTERS = 1 << 16
+
+
+class ResponseMemory:
+    """Records by id, the least recently used dropped first. One thread uses it.
+
+    `path` is the file, None keeps them in memory. `max_bytes` limits the bytes of all records.
+    """
+
+    def __init__(
+        self, path: Path | None, tokenizer: TextCodec, max_bytes: int = _DEFAULT_MAX_BYTES
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._max_bytes = max_bytes
+        self._db = open_private_database(path, _TABLE)
+
+    def put(self, response_id: str, record: Mapping[str, Any]) -> None:
+        """Keep a record of JSON's types; what cannot be written is dropped."""
+        try:
+            ids = self._ids(json.dumps(record, separators=(",", ":")))
+            if ids is None:
+                return
+            row = (self._key(response_id), ids, time.time())
+            self._db.execute(f"INSERT OR REPLACE INTO {_NAME} VALUES (?, ?, ?)", row)
+            drop_oldest(self._db, _NAME, "ids", self._max_bytes)
+        except (sqlite3.Error, KvchatError) as error:
+            _log.warning("a response cannot be kept: %s", error)
+
+    def find(self, response_id: str) -> dict[str, Any] | None:
+        """Return a record, or None where it is not known or cannot be read."""
+        key = self._key(response_id)
+        try:
+            found = self._db.execute(f"SELECT ids FROM {_NAME} WHERE key = ?", (key,)).fetchone()
+            if found is None:
+                return None
+            note_use(self._db, _NAME, key)
+            record = json.loads(self._text(found[0]))
+            return record if isinstance(record, dict) else None
+        except (sqlite3.Error, KvchatError, ValueError, TypeError, RecursionError) as error:
+            _log.warning("a kept response cannot be read: %s", type(error).__name__)
+            return None
+
+    def remove(self, response_id: str) -> bool:
+        """Remove a record for good; return whether it was there. Raises StoreError."""
+        delete = f"DELETE FROM {_NAME} WHERE key = ?"
+        try:
+            removed = self._db.execute(delete, (self._key(response_id),)).rowcount
+            self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")  # the log would hold it for a while
+        except sqlite3.Error as error:
+            raise StoreError(f"The response cannot be deleted: {error}.") from error
+        return removed > 0
+
+    def close(self) -> None:
+        self._db.close()
+
+    def _key(self, response_id: str) -> bytes:
+        """Return what a record is found by: the ids mean something with this tokenizer alone."""
+        name = f"{self._tokenizer.digest}\0{response_id}"
+        return hashlib.blake2b(name.encode(errors="replace"), digest_size=16).digest()
+
+    def _ids(self, text: str) -> bytes | None:
+        """Return the token ids of a text as bytes, None if they would not give it back.
+
+        Before the ids of each piece stands their number: some tokenizers put a space before a text.
+        """
+        ids = array("I")
+        for start in range(0, len(text), _PIECE_CHARACTERS):
+            piece = text[start : start + _PIECE_CHARACTERS]
+            encoded = self._tokenizer.encode([Segment(piece, is_inert=True)])
+            ids.extend((len(encoded), *encoded))
+            if len(ids) * ids.itemsize > self._max_bytes:
+                return None
+        kept = ids.tobytes()
+        if self._text(kept) != text:
+            _log.warning("this tokenizer does not give texts back: responses are not kept")
+            return None
+        return kept
+
+    def _text(self, kept: bytes) -> str:
+        ids = array("I")
+        ids.frombytes(kept)
+        pieces, place = [], 0
+        while place < len(ids):
+            end = place + 1 + ids[place]
+            pieces.append(self._tokenizer.decode(ids[place + 1 : end]))
+            place = end
+        return "".join(pieces)

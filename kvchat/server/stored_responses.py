@@ -1,0 +1,95 @@
+"""Stored responses: a client continues one by its id, reads it again, or deletes it.
+
+What is kept is what the client gave and got. A continued conversation is answered as if the client
+had sent all of it, so everything that holds for resent conversations holds for it.
+"""
+
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from kvchat.core.errors import KvchatError
+from kvchat.server.api_errors import ApiError, as_api_error
+from kvchat.server.fields import Fields, shortened
+from kvchat.server.service import Service
+
+_FIELD = "previous_response_id"
+
+
+class StoredResponses:
+    """The stored responses of one service, and the handlers of their own paths."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def earlier_items(self, fields: Fields) -> list[Fields]:
+        """Return the items of all responses before a request, the oldest first.
+
+        Raises ApiError if the request names a response that is not kept, or one whose own earlier
+        responses are not kept any more.
+        """
+        response_id = fields.text(_FIELD)
+        if response_id is None:
+            return []
+        found = await self._service.answering.on_encoder(lambda: self._chain(response_id))
+        if found is None:
+            sentence = f"Previous response with id {shortened(response_id)!r} not found."
+            raise ApiError(400, sentence, _FIELD, "previous_response_not_found")
+        return [Fields(item, _FIELD) for items in reversed(found) for item in items]
+
+    def _chain(self, response_id: str) -> list[list[dict[str, Any]]] | None:
+        """Return the items of a response and of all before it, the newest first."""
+        chain: list[list[dict[str, Any]]] = []
+        seen: set[str] = set()
+        wanted: str | None = response_id
+        while wanted is not None:
+            record = self._service.responses.find(wanted)
+            if record is None or wanted in seen:
+                return None
+            seen.add(wanted)
+            chain.append([*record["input"], *record["response"]["output"]])
+            wanted = record["response"][_FIELD]
+        return chain
+
+    def keep(self, given: list[dict[str, Any]], response: dict[str, Any]) -> None:
+        """Keep a complete response, and the items that it answered."""
+        record = {"input": given, "response": response}
+        put = self._service.responses.put
+        self._service.answering.on_encoder(lambda: put(response["id"], record))
+
+    async def get(self, request: Request) -> Response:
+        response_id = request.path_params["name"]
+        find = self._service.responses.find
+        record = await self._service.answering.on_encoder(lambda: find(response_id))
+        if record is None:
+            raise _missing(response_id)
+        return JSONResponse(record["response"])
+
+    async def delete(self, request: Request) -> Response:
+        response_id = request.path_params["name"]
+        remove = self._service.responses.remove
+        try:
+            is_gone = await self._service.answering.on_encoder(lambda: remove(response_id))
+        except KvchatError as error:
+            raise as_api_error(error) from error
+        if not is_gone:
+            raise _missing(response_id)
+        return JSONResponse({"id": response_id, "object": "response", "deleted": True})
+
+
+def is_stored(fields: Fields) -> bool:
+    """Return whether a request lets its response be kept, as it does unless it says no."""
+    return "store" not in fields or fields.flag("store")
+
+
+def given_items(fields: Fields) -> list[dict[str, Any]]:
+    """Return the items of a request's input; a text is a message of the user."""
+    given = fields.raw("input")
+    if isinstance(given, str):
+        return [{"type": "message", "role": "user", "content": given}]
+    return [item.values for item in fields.objects("input")]
+
+
+def _missing(response_id: str) -> ApiError:
+    return ApiError(404, f"Response with id {shortened(response_id)!r} not found.")

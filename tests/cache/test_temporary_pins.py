@@ -1,0 +1,140 @@
+"""Temporary pins: clients of the server make them; they end, and never fill the store."""
+
+import math
+import time
+from pathlib import Path
+
+import pytest
+
+from kvchat.cache.disk.admin import StoreAdmin
+from kvchat.cache.disk.format import Pin, decode_pin, encode_pin
+from kvchat.cache.disk.tier import DiskTier
+from kvchat.cache.keys import KEY_BYTES, encode_ids
+from support.pack_chains import LAYOUT, keys_of, num_found, save
+
+LIMIT = 4 << 20
+SMALL_TTL_S, LARGE_TTL_S = 300.0, 3600.0
+
+
+class Clock:
+    """Seconds since the epoch, which the test alone moves."""
+
+    def __init__(self) -> None:
+        self.now_s = time.time()
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def pass_s(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def tier(tmp_path: Path, clock: Clock) -> DiskTier:
+    return DiskTier(tmp_path, LAYOUT, LIMIT, min_free_bytes=0, clock=clock)
+
+
+def pin(tier: DiskTier, ids: list[int], label: str, ttl_s: float = SMALL_TTL_S) -> int:
+    return tier.pin(keys_of(tier, ids), encode_ids(ids), label, ttl_s)
+
+
+def labels(tier: DiskTier) -> set[str]:
+    return {pin.label for pin in tier._db.table.pins()}
+
+
+def press(tier: DiskTier) -> None:
+    """Write more than the store holds."""
+    for number in range(1000, 1080):
+        save(tier, [number] * 12)
+
+
+def test_a_temporary_pin_holds_its_context_until_it_ends(tier: DiskTier, clock: Clock) -> None:
+    short, long = [7] * 12, [8] * 12
+    for ids, label, ttl_s in ((short, "short", SMALL_TTL_S), (long, "long", LARGE_TTL_S)):
+        save(tier, ids)
+        assert pin(tier, ids, label, ttl_s) == 6
+    clock.pass_s(SMALL_TTL_S)
+
+    press(tier)
+
+    assert num_found(tier, short) == 0
+    assert num_found(tier, long) == 6
+    tier.gc()
+    assert labels(tier) == {"long"}
+
+
+def test_pinning_again_begins_the_time_anew(tier: DiskTier, clock: Clock) -> None:
+    ids = [7] * 12
+    save(tier, ids)
+    pin(tier, ids, "a")
+    clock.pass_s(200)
+    pin(tier, ids, "a")
+    clock.pass_s(200)
+
+    tier.gc()
+
+    assert labels(tier) == {"a"}
+
+
+def test_a_longer_context_takes_the_place_of_its_beginning_unless_that_stays_longer(
+    tier: DiskTier,
+) -> None:
+    ids = [7] * 12
+    save(tier, ids)
+    pin(tier, ids[:4], "short")
+    pin(tier, ids[:6], "lasting", LARGE_TTL_S)
+    pin(tier, [7] * 12, "long")
+
+    assert labels(tier) == {"lasting", "long"}
+
+
+def test_there_are_sixteen_temporary_pins_at_most(tier: DiskTier) -> None:
+    save(tier, [7, 7])
+    tier.pin(keys_of(tier, [7, 7]), encode_ids([7, 7]), "of the user")
+    for number in range(20):
+        ids = [number + 100] * 2
+        save(tier, ids)
+        pin(tier, ids, str(number))
+
+    assert labels(tier) == {"of the user", *(str(number) for number in range(4, 20))}
+
+
+def test_temporary_pins_leave_room_for_what_comes(tmp_path: Path, clock: Clock) -> None:
+    tier = DiskTier(tmp_path, LAYOUT, LIMIT, min_free_bytes=0, clock=clock)
+    num_blocks = int(LIMIT * 0.5) // LAYOUT.block_bytes // 3
+    contexts = [[number] * (2 * num_blocks) for number in range(16)]
+    for number, ids in enumerate(contexts):
+        save(tier, ids)
+        clock.pass_s(1)
+        pin(tier, ids, str(number))
+
+    press(tier)
+
+    assert save(tier, [99] * 12)
+    assert num_found(tier, contexts[-1]) == num_blocks, "the newest pin holds"
+    assert num_found(tier, contexts[0]) == 0
+
+
+def test_what_has_ended_holds_nothing_against_forgetting(tmp_path: Path) -> None:
+    tier = DiskTier(tmp_path, LAYOUT, LIMIT, min_free_bytes=0)
+    ids = [7] * 12
+    save(tier, ids)
+    pin(tier, ids, "over", -1.0)
+    tier.close()
+
+    assert StoreAdmin(tmp_path).forget([ids], []) == 6
+
+
+@pytest.mark.parametrize("until_s", [math.inf, 12.5])
+def test_a_pin_is_read_as_it_was_written(until_s: float) -> None:
+    written = Pin("a label", (b"k" * KEY_BYTES, b"l" * KEY_BYTES), 1.5, until_s)
+
+    data = encode_pin(written)
+
+    assert decode_pin(data) == written
+    assert all(decode_pin(data[:end]) is None for end in range(len(data)))

@@ -1,0 +1,147 @@
+"""Lines of a system prompt that change go to the end, and what was sent before stays as it was."""
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from kvchat.chat.answer_memory import AnswerMemory
+from kvchat.chat.conversation import Role
+from kvchat.chat.host import ChatHost
+from kvchat.chat.resent import ResentChat, ResentChats, resent_chat
+from kvchat.chat.resent_difference import Message
+from kvchat.chat.stabiliser import NOTE, Stabiliser
+from kvchat.chat.tools import ToolResult, ToolSet
+from support.tiny_host import answer_options, finish
+
+U, A = partial(Message, Role.USER), partial(Message, Role.ASSISTANT)
+RULES = "\n".join(f"Rule {number}: be good in way {number}." for number in range(8))
+
+
+def dated(day: object, rules: str = RULES) -> str:
+    return f"You are an agent.\nToday is day {day}.\n{rules}"
+
+
+STABLE = f"You are an agent.\n{RULES}"
+
+
+def note(day: object) -> str:
+    return NOTE.format(f"Today is day {day}.")
+
+
+def texts(chat: ResentChat) -> list[str]:
+    return [message.text for message in chat.messages]
+
+
+def test_a_line_that_changes_is_moved_behind_the_last_question() -> None:
+    stabiliser = Stabiliser()
+    first = resent_chat(dated(1), [U("a")])
+    assert stabiliser.stabilised(first) == first, "nothing is known to change"
+
+    second = stabiliser.stabilised(resent_chat(dated(2), [U("b")]))
+
+    assert second.system == STABLE
+    assert texts(second) == [f"b\n\n{note(2)}"]
+
+
+def test_messages_keep_the_notes_that_they_were_sent_with() -> None:
+    stabiliser = Stabiliser()
+    stabiliser.stabilised(resent_chat(dated(1), [U("a")]))
+    stabiliser.stabilised(resent_chat(dated(2), [U("a")]))
+    stabiliser.stabilised(resent_chat(dated(3), [U("a"), A("x"), U("b")]))
+    same = stabiliser.stabilised(resent_chat(dated(3), [U("a"), A("x"), U("b"), A("y"), U("c")]))
+    stabiliser.stabilised(resent_chat(dated(9), [U("another conversation")]))
+
+    last = stabiliser.stabilised(
+        resent_chat(dated(4), [U("a"), A("x"), U("b"), A("y"), U("c"), A("z"), U("d")])
+    )
+
+    assert texts(same)[-1] == "c", "a note that says nothing new is left out"
+    asked = [f"a\n\n{note(2)}", "x", f"b\n\n{note(3)}", "y", "c", "z", f"d\n\n{note(4)}"]
+    assert texts(last) == asked
+    assert last.system == STABLE
+
+
+def test_a_question_that_is_asked_again_gets_the_newest_note() -> None:
+    stabiliser = Stabiliser()
+    for day in (1, 2):
+        stabiliser.stabilised(resent_chat(dated(day), [U("a")]))
+
+    assert texts(stabiliser.stabilised(resent_chat(dated(3), [U("a")]))) == [f"a\n\n{note(3)}"]
+
+
+def test_lines_that_come_and_go_and_several_that_change_are_found() -> None:
+    stabiliser = Stabiliser()
+    stabiliser.stabilised(resent_chat(f"cch=aa\n{STABLE}\ncwd: /a", [U("a")]))
+    stabiliser.stabilised(resent_chat(f"cch=bb\n{STABLE}\ncwd: /a", [U("a")]))
+
+    chat = stabiliser.stabilised(resent_chat(f"cch=cc\n{STABLE}\n\ncwd: /b\n1 file", [U("a")]))
+
+    assert chat.system == STABLE
+    assert texts(chat) == ["a\n\n" + NOTE.format("cch=cc\ncwd: /b\n1 file")]
+
+
+def test_counting_remembers_nothing() -> None:
+    stabiliser = Stabiliser()
+    for day in (1, 2):
+        chat = resent_chat(dated(day), [U("a")])
+        assert stabiliser.stabilised(chat, is_kept=False) == chat
+
+
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [
+        (dated(1), dated(1)),
+        ("You are a cook.\nCook.", "You are a pilot.\nFly."),
+        ("one line 1", "one line 2"),
+        (dated(1), None),
+    ],
+)
+def test_what_does_not_change_or_has_little_in_common_stays(before: str, now: str | None) -> None:
+    stabiliser = Stabiliser()
+    stabiliser.stabilised(resent_chat(before, [U("a")]))
+    chat = resent_chat(now, [U("a")])
+
+    assert stabiliser.stabilised(chat) == chat
+
+
+def test_other_tools_are_another_prompt() -> None:
+    stabiliser, tools = Stabiliser(), ToolSet([{"name": "f"}])
+    stabiliser.stabilised(resent_chat(dated(1), [U("a")], tools))
+    chat = resent_chat(dated(2), [U("a")])
+
+    assert stabiliser.stabilised(chat) == chat
+
+
+def test_a_result_of_a_tool_is_followed_by_the_note() -> None:
+    stabiliser = Stabiliser()
+    stabiliser.stabilised(resent_chat(dated(1), [U("a")]))
+    result = Message(Role.USER, "", results=(ToolResult("f", "x"),))
+    chat = ResentChat(dated(2), (U("a"), A("b"), result))
+
+    [*_, last] = stabiliser.stabilised(chat).messages
+
+    assert last.results == result.results
+    assert last.text == note(2)
+
+
+@pytest.mark.parametrize("is_stabilised", [False, True])
+def test_a_growing_conversation_under_a_changing_date_is_read_once(
+    host: ChatHost, tmp_path: Path, is_stabilised: bool
+) -> None:
+    """The date stood before the rules, so that every request computed all of its prompt."""
+    stabiliser = Stabiliser() if is_stabilised else None
+    chats = ResentChats(host, AnswerMemory(tmp_path / "answers.db"), stabiliser)
+    messages: list[Message] = []
+    prefilled = []
+    for day in range(4):
+        messages.append(U("go on"))
+        asked = chats.ask(resent_chat(dated(day, RULES[:100]), messages), answer_options(3))
+        ended = finish(asked.reply)
+        chats.remember(asked, ended)
+        prefilled.append(ended.usage.prefilled_tokens)
+        messages.append(A(ended.text or "x"))
+
+    shortest = len(f"go on\n\n{note(3)}")
+    assert (prefilled[-1] < 2 * shortest) == is_stabilised
+    chats.close()

@@ -1,0 +1,226 @@
+"""A pin can be attached by its name, in any later chat, and is read from the cache there."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from prompt_toolkit.completion import CompleteEvent
+from prompt_toolkit.document import Document
+
+from kvchat.cache.disk.admin import StoreAdmin
+from kvchat.chat.attachment import mentioned_files, mentioned_pins, missing_files
+from kvchat.chat.controller import ChatController
+from kvchat.chat.host import ChatHost
+from kvchat.chat.pin_files import PinFiles
+from kvchat.chat.store import SessionStore
+from kvchat.core.errors import UsageError
+from kvchat.core.types import Usage
+from kvchat.terminal.commands import Invocation
+from kvchat.terminal.completion import LineCompleter
+from kvchat.terminal.paint import Painter
+from kvchat.terminal.registry import build_registry
+from kvchat.terminal.script_commands import ScriptCommands, ScriptPage
+from kvchat.terminal.status import StatsLevel
+from kvchat.terminal.theme import Look
+from support.checkpoints import save_checkpoint, tiny_model
+from support.tiny_host import BLOCK_SIZE, answer_options, finish, tiny_host
+
+MANUAL = "Of the twelve ships in the harbour three are red and nine are blue.\n"
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_checkpoint(tmp_path_factory.mktemp("tiny"), tiny_model("llama"))
+
+
+class Chat:
+    """One life of the program on a store that survives it."""
+
+    def __init__(self, host: ChatHost, kept: StoreAdmin | None, pins: PinFiles) -> None:
+        self.controller = ChatController(
+            host, lambda *_: host, None, answer_options(), kept=kept, pins=pins
+        )
+
+    def do(self, line: str) -> str:
+        said: list[str] = []
+        page = ScriptPage(said.append, Painter(Look(False, True)), 200)
+        commands = ScriptCommands(self.controller, page, build_registry(), StatsLevel.OFF)
+        parsed = commands.registry.parse(line)
+        assert isinstance(parsed, Invocation), line
+        commands.carry_out(parsed)
+        return "".join(said)
+
+    def ask(self, text: str) -> tuple[Usage, list[str]]:
+        """Send a message as the prompt does, @names included; also return what was said."""
+        notes = self.controller.attach_mentioned(text)
+        return finish(self.controller.ask(text)).usage, notes
+
+
+NewChat = Callable[..., Chat]
+
+
+@pytest.fixture
+def docs(tmp_path: Path) -> Path:
+    (tmp_path / "docs").mkdir()
+    for name in ("a.md", "b.md"):
+        (tmp_path / "docs" / name).write_text(f"{name}: {MANUAL}")
+    return tmp_path / "docs"
+
+
+@pytest.fixture
+def new_chat(tiny: Path, tmp_path: Path) -> Iterator[NewChat]:
+    hosts: list[ChatHost] = []
+
+    def begin(is_incognito: bool = False) -> Chat:
+        if hosts:
+            hosts[-1].close()
+        kept = None if is_incognito else tmp_path / "kv"
+        store = None if is_incognito else SessionStore(tmp_path / "sessions")
+        hosts.append(tiny_host(tiny, store, kept=kept))
+        hosts[-1].wait_until_ready()
+        admin = StoreAdmin(kept) if kept is not None else None
+        return Chat(hosts[-1], admin, PinFiles(tmp_path / "state" / "pins.json"))
+
+    yield begin
+    for host in hosts:
+        host.close()
+
+
+@pytest.mark.parametrize("way", ["/file", "@"])
+def test_a_new_process_attaches_a_pin_by_its_name_and_reads_it_from_the_disk(
+    new_chat: NewChat, docs: Path, way: str
+) -> None:
+    told = new_chat().do(f"/pin manual {docs}/*.md")
+    assert "/file manual attaches it." in told
+    again = new_chat()
+
+    if way == "/file":
+        assert again.do("/file manual").startswith("Attached manual, 2 files, ")
+        usage, notes = again.ask("How many are red?")
+    else:
+        usage, notes = again.ask("How many are red in @manual?")
+
+    assert notes == []
+    num_pinned = sum(len(f"a.md: {MANUAL}") for _ in range(2)) // BLOCK_SIZE * BLOCK_SIZE
+    assert usage.cached.disk >= num_pinned
+    assert usage.prefilled_tokens < 60
+    text = again.controller.user_turns[0].text
+    assert text.startswith("a.md:\n```\n")
+    assert "\nb.md:\n```\n" in text
+
+
+def test_a_file_that_changed_since_is_said_and_only_what_follows_is_read_again(
+    new_chat: NewChat, docs: Path
+) -> None:
+    new_chat().do(f"/pin manual {docs}/*.md")
+    (docs / "b.md").write_text("All of them are green.")
+
+    usage, [note] = new_chat().ask("Which are red in @manual?")
+
+    assert note.startswith("Since it was pinned, b.md changed: it is read again from there on.")
+    assert usage.cached.disk >= len(MANUAL) // BLOCK_SIZE * BLOCK_SIZE
+
+
+def test_a_file_that_vanished_since_is_one_sentence_and_nothing_is_attached(
+    new_chat: NewChat, docs: Path
+) -> None:
+    new_chat().do(f"/pin manual {docs}/*.md")
+    (docs / "b.md").unlink()
+    chat = new_chat()
+
+    for attach in (lambda: chat.do("/file manual"), lambda: chat.ask("What says @manual?")):
+        with pytest.raises(UsageError, match=r"The pin manual needs all its files: .*b\.md cannot"):
+            attach()
+        assert chat.controller.attached == ()
+        assert chat.controller.session is None
+
+
+def test_unpin_removes_the_name_and_the_list_is_private(
+    new_chat: NewChat, docs: Path, tmp_path: Path
+) -> None:
+    chat = new_chat()
+    chat.do(f"/pin manual {docs}/*.md")
+    listed = tmp_path / "state" / "pins.json"
+    assert listed.stat().st_mode & 0o777 == 0o600
+    assert MANUAL.strip() not in listed.read_text()
+
+    chat.do("/unpin manual")
+
+    assert "manual" not in listed.read_text()
+    with pytest.raises(UsageError, match="manual cannot be read"):
+        chat.do("/file manual")
+
+
+def test_a_pin_whose_kv_was_deleted_is_listed_and_can_still_be_attached(
+    new_chat: NewChat, docs: Path
+) -> None:
+    chat = new_chat()
+    chat.do(f"/pin manual {docs}/*.md")
+    chat.do("/cache clear --yes")
+
+    assert chat.do("/pin list") == (
+        "manual: 2 files, without KV on disk: it can be attached, and is read again\n"
+    )
+    assert chat.do("/file manual").startswith("Attached manual, 2 files, ")
+    assert chat.do("/unpin manual").startswith("1 pin removed.")
+    assert chat.do("/pin list") == "Nothing is pinned.\n"
+
+
+def test_incognito_attaches_a_pin_and_writes_nothing(
+    new_chat: NewChat, docs: Path, tmp_path: Path
+) -> None:
+    new_chat().do(f"/pin manual {docs}/*.md")
+    before = (tmp_path / "state" / "pins.json").read_bytes()
+    chat = new_chat(is_incognito=True)
+
+    assert chat.do("/file manual").startswith("Attached manual, 2 files, ")
+    with pytest.raises(UsageError, match="keeps no KV on disk"):
+        chat.do(f"/pin other {docs}/*.md")
+    assert (tmp_path / "state" / "pins.json").read_bytes() == before
+
+
+def test_a_file_comes_before_a_pin_of_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    pins = {"manual": [Path("/x/a.md"), Path("/x/b.md")], "the book": [Path("/x/c.md")]}
+    text = 'Compare @manual, @"the book" and @manual.'
+
+    assert mentioned_files(text, pins) == [Path("/x/a.md"), Path("/x/b.md"), Path("/x/c.md")]
+    assert mentioned_pins(text, pins) == ["manual", "the book"]
+    assert missing_files("@notes.md and @manual.md", {"manual.md"}) == ["notes.md"]
+    Path("manual").write_text("a file")
+    assert mentioned_files(text, pins) == [Path("manual"), Path("/x/c.md")]
+    assert mentioned_pins(text, pins) == ["the book"]
+
+
+@pytest.mark.parametrize(
+    ("line", "completed"),
+    [
+        ("see @man", "see @manual"),
+        ('see @"the', 'see @"the book"'),
+        ("see @the", 'see @"the book"'),
+        ("/file man", "/file manual"),
+        ("/unpin man", "/unpin manual"),
+        ("/unpin the b", "/unpin the book"),
+    ],
+)
+def test_the_names_of_pins_complete(
+    line: str, completed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    pins = (("manual", "pinned, 2 files"), ("the book", "pinned, 1 file"))
+    completer = LineCompleter(build_registry(), tuple, tuple, lambda: pins)
+
+    [found] = completer.get_completions(Document(line), CompleteEvent())
+
+    assert line[: len(line) + found.start_position] + found.text == completed
+
+
+def test_a_damaged_list_is_no_pin(tmp_path: Path) -> None:
+    (tmp_path / "pins.json").write_text('{"version": 1, "pins": {"a": 3, "b": [], "c": {}}}')
+    pins = PinFiles(tmp_path / "pins.json")
+
+    assert pins.paths() == {}
+    pins.put("manual", [])
+    assert pins.paths() == {}
