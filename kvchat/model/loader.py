@@ -219,23 +219,11 @@ def _load(
         merge(module, source.adapter)
     limit = min(spec.max_context, max_context or spec.max_context)
     frozen_rope = freeze_rope(module, limit)
-    runs_fused = spec.gathered is None and not spec.state
-    weights = config.weights
-    if device.type != "cpu":
-        weights, choice = _weights_on_gpu(module, spec, config, device, source.name)
-        notes += choice
-    if not runs_fused:
-        notes += _own_weights_only(config)
-    elif weights != "auto":
-        # Before the move: what is packed goes to a GPU tensor by tensor, and packed.
-        notes += quantise(module, spec, weights, device, _telling(progress))
-    else:
-        take_few_shapes(module)
-    _move(module, device, source.name, progress)
-    notes += slow_attention(spec, device, module.dtype)
+    weights, about_weights = _place(module, spec, config, device, source.name, progress)
+    notes += about_weights + slow_attention(spec, device, module.dtype)
     step = StepContext()
     fusing = None
-    if runs_fused:  # fused layers know paged attention only
+    if _runs_fused(spec):
         weights = _IN_BLOCKS if is_packed(module) and weights == "auto" else weights
         fusing = Fusing(module, spec, step, choose_scheme(module, weights))
     identity = sample_digest(source)
@@ -266,10 +254,39 @@ def _load(
     )
 
 
+def _runs_fused(spec: ModelSpec) -> bool:
+    """Whether layers may be fused and packed: both know paged attention only."""
+    return spec.gathered is None and not spec.state
+
+
+def _place(
+    module: Any,
+    spec: ModelSpec,
+    config: ModelConfig,
+    device: torch.device,
+    name: str,
+    progress: Progress,
+) -> tuple[str, tuple[str, ...]]:
+    """Pack and move a model's weights; return their format, `auto` for their own, and notes."""
+    weights = config.weights
+    notes: tuple[str, ...] = ()
+    if device.type != "cpu":
+        weights, notes = _weights_on_gpu(module, spec, config, device, name)
+    if not _runs_fused(spec):
+        notes += _own_weights_only(config)
+    elif weights != "auto":
+        # Before the move: what is packed goes to a GPU tensor by tensor, and packed.
+        notes += quantise(module, spec, weights, device, _telling(progress))
+    _move(module, device, progress)
+    if _runs_fused(spec) and weights == "auto":
+        take_few_shapes(module)  # on a CPU, and the module knows its device now
+    return weights, notes
+
+
 def _keeps_blocks(source: ModelSource, config: ModelConfig, spec: ModelSpec | None) -> bool:
     """Whether linear layers may multiply with a file's blocks: where nothing else is asked for."""
     is_plain = config.weights == "auto" and config.dtype == "auto" and source.adapter is None
-    return is_plain and spec is not None and spec.gathered is None and not spec.state
+    return is_plain and spec is not None and _runs_fused(spec)
 
 
 def _own_weights_only(config: ModelConfig) -> tuple[str, ...]:
@@ -387,7 +404,7 @@ def _weights_on_gpu(
     """
     needed, free = weight_bytes(module, spec), free_bytes(device)
     room = free - max(_LEAST_BESIDE_WEIGHTS, int(free * _SHARE_BESIDE_WEIGHTS))
-    can_pack = spec.gathered is None and not spec.state and not is_packed(module)
+    can_pack = _runs_fused(spec) and not is_packed(module)
     if config.weights != "auto" and can_pack:
         wanted: tuple[str, ...] = (config.weights,)
     else:
@@ -403,7 +420,7 @@ def _weights_on_gpu(
     )
 
 
-def _move(module: Any, device: torch.device, name: str, progress: Progress) -> None:
+def _move(module: Any, device: torch.device, progress: Progress) -> None:
     """Move the weights one tensor at a time, to report progress. Tied weights stay tied."""
     if device.type != "cpu":
         tensors = [*module.parameters(), *module.buffers()]

@@ -84,6 +84,20 @@ def test_a_model_that_was_asked_for_on_the_gpu_is_refused_there(
     assert caught.value.hint == "Use a smaller model or --device cpu."
 
 
+def test_what_is_for_a_cpu_alone_is_decided_once_the_model_is_on_its_device(
+    monkeypatch: pytest.MonkeyPatch, load_beside_a_gpu: Callable[..., LoadedModel]
+) -> None:
+    """A module that is still on its way to a GPU says that it is on the CPU."""
+    order = []
+    monkeypatch.setattr(loader, "_move", lambda *_: order.append("moved"))
+    monkeypatch.setattr(loader, "take_few_shapes", lambda _: order.append("decided"))
+    monkeypatch.setattr(loader, "slow_attention", lambda *_: ())
+
+    load_beside_a_gpu(8 << 30)
+
+    assert order == ["moved", "decided"]
+
+
 def test_memory_that_others_take_during_the_load_is_no_crash(
     monkeypatch: pytest.MonkeyPatch, load_beside_a_gpu: Callable[..., LoadedModel]
 ) -> None:
