@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvchat.cli.settings import Settings, read_config
+from kvchat.cli.settings import ENDPOINT_KEY_VARIABLE, Settings, read_config
 from kvchat.core.config import shown
 from kvchat.core.errors import KvchatError, ModelError, UsageError
 from kvchat.core.events import LoadEvent, LoadProgress, ModelReady
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from kvchat.remote.engine import RemoteEngine, Spell
     from kvchat.remote.servers import Address, Server
 
-KEY_VARIABLE = "KVCHAT_ENDPOINT_KEY"
 _FIELDS = frozenset({"url", "model", "key_variable"})
 # Texts in which tokenizers differ: cases, digits, white space, scripts, code, control tokens.
 _SAMPLES = (
@@ -86,7 +85,7 @@ def _key(variable: str, url: str) -> str:
         if not (key := os.environ.get(variable, "")):
             raise UsageError(f"The key of the endpoint is missing: {variable} is not set.")
         return key
-    if key := os.environ.get(KEY_VARIABLE, ""):
+    if key := os.environ.get(ENDPOINT_KEY_VARIABLE, ""):
         return key
     if importlib.util.find_spec("keyring") is None:
         return ""

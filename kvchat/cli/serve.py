@@ -10,15 +10,13 @@ from typing import TYPE_CHECKING, Any
 from kvchat.cli.build import ask_options, cache_directory, check, open_host, user_paths
 from kvchat.cli.log_file import close_log
 from kvchat.cli.running_server import announced
-from kvchat.cli.settings import Settings, resolve
+from kvchat.cli.settings import API_KEY_VARIABLE, Settings, resolve
 from kvchat.core.errors import UsageError
 from kvchat.core.events import LoadEvent, LoadFailed, ModelReady
 
 if TYPE_CHECKING:
     from kvchat.chat.host import ChatHost
     from kvchat.server.service import Service
-
-_KEY_VARIABLE = "KVCHAT_API_KEY"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +45,11 @@ def run_server(flags: dict[str, Any], request: ServeRequest) -> int:
     check(settings)
     if settings["incognito"]:
         close_log()
-    api_key = request.api_key or os.environ.get(_KEY_VARIABLE) or None
+    api_key = request.api_key or os.environ.get(API_KEY_VARIABLE) or None
     if api_key is None and not is_loopback(request.host):
         raise UsageError(
             f"{request.host} can be reached from other machines, so a key is needed.",
-            f"Set {_KEY_VARIABLE}, for instance to {secrets.token_urlsafe(24)}.",
+            f"Set {API_KEY_VARIABLE}, for instance to {secrets.token_urlsafe(24)}.",
         )
     bound = bound_socket(request.host, request.port)
     host = open_host(settings, _tell)

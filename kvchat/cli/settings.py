@@ -26,6 +26,8 @@ from kvchat.core.text import one_line
 from kvchat.model.source import DEMO, DEMO_DRAFT
 
 ENVIRONMENT_PREFIX = "KVCHAT_"
+# Keys are no settings: they stand in no file and are not shown.
+API_KEY_VARIABLE, ENDPOINT_KEY_VARIABLE = "KVCHAT_API_KEY", "KVCHAT_ENDPOINT_KEY"
 _MAX_CONFIG_BYTES = 1 << 20
 _MEND_IT = "Mend or remove it."
 _MAX_SHOWN_CHARS = 120
@@ -222,6 +224,7 @@ def resolve(
 def unknown_variables(environment: Mapping[str, str]) -> list[str]:
     """Return a sentence for each variable that looks like a kvchat setting but is none."""
     known_names = [setting.variable for setting in SETTINGS]
+    known_names += [API_KEY_VARIABLE, ENDPOINT_KEY_VARIABLE]
     sentences = []
     for name in sorted(environment):
         if not name.startswith(ENVIRONMENT_PREFIX) or name in known_names:

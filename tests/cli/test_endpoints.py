@@ -7,7 +7,7 @@ import pytest
 
 from kvchat.cli.endpoints import endpoint_address
 from kvchat.cli.running_server import announced, running_server
-from kvchat.cli.settings import Settings, resolve
+from kvchat.cli.settings import Settings, resolve, unknown_variables
 from kvchat.core.errors import UsageError
 from support.commands import Shell
 from support.fake_llm_server import chunks, fake_server
@@ -40,6 +40,15 @@ def test_a_named_server_has_its_model_and_key(
     assert (address.url, address.model, address.key) == ("https://llm.example.org", "big", "secret")
     assert endpoint_address("work", "other", config).model == "other"
     assert resolve({}, {}, config)["endpoint"] is None  # the table is no setting
+
+
+def test_a_key_in_the_environment_is_not_taken_for_a_wrong_setting() -> None:
+    """Every command said that KVCHAT_API_KEY is no setting and is ignored."""
+    keys = {"KVCHAT_API_KEY": "a", "KVCHAT_ENDPOINT_KEY": "b"}
+
+    assert unknown_variables(keys) == []
+    [sentence] = unknown_variables({**keys, "KVCHAT_ENDPONT": "c"})
+    assert sentence.endswith("Is KVCHAT_ENDPOINT meant?")
 
 
 def test_an_address_is_no_name(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
