@@ -5,6 +5,7 @@ It writes TOML itself, for the few kinds of values that settings have.
 
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,7 +13,7 @@ from pathlib import Path
 from kvchat.cache.disk.quota import disk_budget
 from kvchat.cli.build import cache_directory, check, session_store, user_paths
 from kvchat.cli.settings import (
-    BY_NAME,
+    ENDPOINTS,
     SETTINGS,
     Settings,
     known,
@@ -24,6 +25,7 @@ from kvchat.core.config import format_bytes
 from kvchat.core.errors import StoreError, UsageError
 from kvchat.core.paths import open_private, private_directory, user_path
 
+_BARE = re.compile(r"[A-Za-z0-9_-]+")
 # In the file their meaning would depend on the directory that kvchat is started in.
 _DIRECTORIES = ("cache_dir", "sessions_dir")
 
@@ -122,7 +124,9 @@ def _change(change: Callable[[dict[str, object]], dict[str, object]]) -> None:
 def _document(values: list[tuple[str, object]], target: Path) -> bytes:
     """Return the TOML file that sets these values; raises UsageError for unsupported values."""
     try:
-        return "".join(f"{_key(key)} = {_toml(item)}\n" for key, item in values).encode()
+        settings = [(key, item) for key, item in values if key != ENDPOINTS]
+        lines = "".join(f"{_key(key)} = {_toml(item)}\n" for key, item in settings)
+        return (lines + _endpoints(dict(values).get(ENDPOINTS, {}))).encode()
     except UnicodeEncodeError as error:
         raise UsageError("The value is not valid UTF-8.") from error
     except (TypeError, ValueError) as error:  # dates, tables, and numbers without an end
@@ -131,8 +135,19 @@ def _document(values: list[tuple[str, object]], target: Path) -> bytes:
         ) from error
 
 
+def _endpoints(servers: object) -> str:
+    """Return the tables of named servers; raises TypeError for what is none."""
+    if not isinstance(servers, dict) or not all(isinstance(s, dict) for s in servers.values()):
+        raise TypeError
+    return "".join(
+        f"\n[{ENDPOINTS}.{_key(name)}]\n"
+        + "".join(f"{_key(key)} = {_toml(item)}\n" for key, item in server.items())
+        for name, server in servers.items()
+    )
+
+
 def _key(name: str) -> str:
-    return name if name in BY_NAME else json.dumps(name)
+    return name if _BARE.fullmatch(name) else json.dumps(name)
 
 
 def _toml(value: object) -> str:

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvchat.cli.settings import ENDPOINT_KEY_VARIABLE, Settings, read_config
+from kvchat.cli.settings import ENDPOINT_KEY_VARIABLE, ENDPOINTS, Settings, read_config
 from kvchat.core.config import shown
 from kvchat.core.errors import KvchatError, ModelError, UsageError
 from kvchat.core.events import LoadEvent, LoadProgress, ModelReady
@@ -59,7 +59,7 @@ def endpoint_address(given: str, model: str, config_path: Path) -> "Address":
 
 def _named(name: str, config_path: Path) -> dict[str, str] | None:
     """Return what the configuration says of a name; None for an address that it does not have."""
-    entries = read_config(config_path).get("endpoints", {})
+    entries = read_config(config_path).get(ENDPOINTS, {})
     if not isinstance(entries, dict):
         raise UsageError(f"endpoints in {config_path} must be a table of tables.")
     entry = entries.get(name)

@@ -26,6 +26,8 @@ from kvchat.core.text import one_line
 from kvchat.model.source import DEMO, DEMO_DRAFT
 
 ENVIRONMENT_PREFIX = "KVCHAT_"
+# The table of named servers, which `endpoints.py` reads.
+ENDPOINTS = "endpoints"
 # Keys are no settings: they stand in no file and are not shown.
 API_KEY_VARIABLE, ENDPOINT_KEY_VARIABLE = "KVCHAT_API_KEY", "KVCHAT_ENDPOINT_KEY"
 _MAX_CONFIG_BYTES = 1 << 20
@@ -251,7 +253,7 @@ def read_config(path: Path) -> dict[str, object]:
 
 def _known_values(path: Path) -> dict[str, object]:
     values = read_config(path)
-    values.pop("endpoints", None)  # `endpoints.py` reads it
+    values.pop(ENDPOINTS, None)
     for name in values:
         if name not in BY_NAME:
             raise UsageError(

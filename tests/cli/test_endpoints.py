@@ -1,6 +1,7 @@
 """--endpoint on the command line: names, keys, and what is said when no server can be used."""
 
 import json
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,22 @@ def test_a_key_in_the_environment_is_not_taken_for_a_wrong_setting() -> None:
     assert unknown_variables(keys) == []
     [sentence] = unknown_variables({**keys, "KVCHAT_ENDPONT": "c"})
     assert sentence.endswith("Is KVCHAT_ENDPOINT meant?")
+
+
+def test_config_set_keeps_the_named_servers(shell: Shell) -> None:
+    """It refused to change a file with such a table."""
+    path = shell.home / ".config" / "kvchat" / "config.toml"
+    path.parent.mkdir(parents=True)
+    odd = '[endpoints."odd name"]\nurl = "http://localhost:2"\n'
+    path.write_text(CONFIG + odd)
+
+    assert shell.run("config", "set", "endpoint", "work").returncode == 0
+    assert shell.run("config", "set", "temperature", "0.5").returncode == 0
+
+    content = tomllib.loads(path.read_text())
+    assert content["endpoint"] == "work"
+    assert content["temperature"] == 0.5
+    assert content["endpoints"] == tomllib.loads(CONFIG + odd)["endpoints"]
 
 
 def test_an_address_is_no_name(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
