@@ -6,6 +6,7 @@ A server that is none of the known kinds gets the plain form of OpenAI's chat in
 
 import ipaddress
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -22,6 +23,7 @@ _ASK_S = 10.0
 _MOST_BYTES = 4 << 20
 _MOST_NAMED = 8
 _LARGE_CONTEXT = 1 << 20
+_ERROR_NUMBER = re.compile(r"^\[Errno -?\d+\] ")
 
 
 class Kind(StrEnum):
@@ -190,7 +192,8 @@ def reason_of(error: Exception) -> str:
     """Return an HTTP library's error in a few words."""
     if isinstance(error, httpx2.TimeoutException):
         return "it took too long"
-    return one_line(str(error), 120).rstrip(".") or type(error).__name__
+    words = _ERROR_NUMBER.sub("", one_line(str(error), 120)).rstrip(".")
+    return words[:1].lower() + words[1:] or type(error).__name__
 
 
 def find_server(address: Address) -> Server:
