@@ -46,7 +46,6 @@ OWNERS = {
     "gguf": {"model"},
     "jinja2": {"chat"},
     "llguidance": {"chat/grammar.py"},
-    "diskcache": {"cache/disk/table.py"},
     "xxhash": {"cache"},
     "rich": {"terminal"},
     "pygments": {"terminal"},

@@ -155,20 +155,20 @@ class PackDb:
 
         `follow` opens it again.
         """
-        self.table.abandon()
+        self.table.close()
         self.thread = None
 
     def follow(self) -> PackTable:
         """Return the table, opened again where its file is not the one it was.
 
-        So it is on another thread: SQLite's connections are each thread's own. So it is where a
-        pipe or a link stands in the place of a log, which SQLite opens when it first needs it.
+        So it is where a pipe or a link stands in the place of a log, which SQLite opens when it
+        first needs it.
         """
-        is_the_same = file_number(self._table_path) == self._file
-        is_the_same = is_the_same and model_dirs.has_only_files(self._own)
-        if not is_the_same or threading.get_ident() != self.thread:
+        is_the_same = self.thread is not None and file_number(self._table_path) == self._file
+        if not (is_the_same and model_dirs.has_only_files(self._own)):
             self.close()
             self.table = self._opened()
+        self.thread = threading.get_ident()
         return self.table
 
     @contextmanager
@@ -176,15 +176,15 @@ class PackDb:
         """Hold the store's lock; yields the table as it is under the lock.
 
         A process that deletes a store holds it too: what was read before may be gone. What the
-        lock says of leftovers is copied to the table's disk, and back afterwards.
+        lock says of leftovers is copied to the table's files, and back afterwards.
         """
         with self._lock.held():
             table = self.follow()
-            table.disk.has_leftovers |= self._lock.has_leftovers
+            table.files.has_leftovers |= self._lock.has_leftovers
             try:
                 yield table
             finally:
-                self._lock.has_leftovers |= table.disk.has_leftovers
+                self._lock.has_leftovers |= table.files.has_leftovers
 
     def attempt(self, action: Callable[[], T], otherwise: T) -> T:
         """Do something with the table; where that fails, `otherwise`.
@@ -193,10 +193,8 @@ class PackDb:
         """
         try:
             return action()
-        except Exception as error:  # a table with damage in it makes diskcache fail in any way
+        except Exception as error:  # what a damaged table holds can raise anything
             self._note_trouble(error)
-            with suppress(Exception):
-                self.table.take_back()
             if self._may_begin_anew and not is_passing(error):
                 self._may_begin_anew = False
                 self.attempt(self._begin_anew, None)
@@ -259,10 +257,10 @@ class PackDb:
         table = PackTable(self._own, self._patience_s)
         try:
             with model_dirs.held(self._own) as descriptor:
-                if not os.path.sameopenfile(descriptor, table.disk.descriptor):
+                if not os.path.sameopenfile(descriptor, table.files.descriptor):
                     raise StoreError(f"{self._own} was exchanged while it was opened.")
         except BaseException:
-            table.abandon()
+            table.close()
             raise
         # Not before it is open: where that fails, the next one to ask opens it again.
         self._file, self.thread = file, threading.get_ident()

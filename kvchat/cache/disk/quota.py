@@ -135,9 +135,9 @@ class DiskQuota:
         where something cannot be looked at: what is not seen would not count.
         """
         others = sum(map(self._sizes.of, self._others()))
-        if table.disk.has_leftovers:
+        if table.files.has_leftovers:
             return tree_bytes(self.own) + others
-        packs = int(table.reset("size")) + table.num_files() * FILE_OVERHEAD_BYTES
+        packs = table.file_bytes() + table.num_files() * FILE_OVERHEAD_BYTES
         return packs + beside_packs_bytes(self.own) + others
 
     def has_room(self, table: PackTable, num_bytes: int) -> bool:
@@ -169,11 +169,9 @@ class DiskQuota:
         self._sizes.forget()
         table.end_pins(now_s)
         self._drop_older(now_s - _MODEL_DIR_TIME_TO_LIVE_S)
-        table.expire(now_s)
         gone = expired(packs(), now_s, self._pinned(table))
         table.remove(*gone)
         self.miss_log.note(gone, MissReason.EVICTED)
-        table.drop_payloads()
         self._shrink(table, packs, 0, b"")
         is_any_pinned = any(self._pinned(table)) or any(map(has_pins, self._others()))
         if not is_any_pinned or self._excess(table, 0) <= 0:
@@ -201,7 +199,7 @@ class DiskQuota:
             if not keys:
                 break
             self._evict(table, keys)
-            if table.disk.has_leftovers and self._excess(table, num_bytes) >= excess:
+            if table.files.has_leftovers and self._excess(table, num_bytes) >= excess:
                 break  # nothing can be deleted: to forget the rest too would free nothing
         if to_free > 0 and (not num_bytes or self._excess(table, num_bytes) <= self._loose_bytes()):
             self._drop_older(math.inf)  # not where even that is in vain

@@ -1,4 +1,4 @@
-"""DiskTier: packs of KV in files, found through diskcache's SQLite table, which is the only index.
+"""DiskTier: packs of KV in files, found through a SQLite table, which is the only index.
 
 PackReader finds and reads packs, and verifies every one: what is damaged is counted, forgotten and
 told as corrupt. DiskTier writes, pins and forgets them; `quota.py` decides what has to go. Several
@@ -7,7 +7,6 @@ processes may share a directory. Raw bytes only: no tensors, no device.
 
 import logging
 import math
-import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -32,7 +31,7 @@ from kvchat.cache.disk.format import (
 from kvchat.cache.disk.miss_log import MissReasonLog
 from kvchat.cache.disk.model_dirs import FILE_OVERHEAD_BYTES
 from kvchat.cache.disk.quota import DiskQuota
-from kvchat.cache.disk.table import MIN_FILE_BYTES, PackRow, PackTable, Parts, is_busy
+from kvchat.cache.disk.table import MIN_FILE_BYTES, OtherSchema, PackRow, PackTable, Parts, is_busy
 from kvchat.cache.keys import root_key
 from kvchat.cache.page_memory import ReadBuffers
 from kvchat.cache.tier import (
@@ -44,7 +43,6 @@ from kvchat.cache.tier import (
     PackHead,
     trouble_of,
 )
-from kvchat.core.errors import StoreError
 from kvchat.core.stats import TierStatus
 from kvchat.core.types import MissReason
 
@@ -76,7 +74,9 @@ class TierStats:
         """Say what is wrong; that others are busy with the store is not, and passes."""
         _log.warning("disk tier: %r", error)
         self.count(num_held_up=is_held(error))
-        if not (is_busy(error) or isinstance(error, StoreBusy)):
+        if isinstance(error, OtherSchema):
+            self.say("what was kept was of another version of kvchat; the disk cache began anew.")
+        elif not (is_busy(error) or isinstance(error, StoreBusy)):
             self.say(trouble_of(error))
 
 
@@ -179,7 +179,7 @@ class PackReader:
         """Return what is known of every pack; what is out of date, or no good, goes."""
         known = {}
         for row in table.rows():
-            if not row.head:  # out of date, or its file is gone
+            if not row.head:  # damaged: not even bytes
                 table.remove(row.key)
                 continue
             try:
@@ -230,7 +230,7 @@ class DiskTier:
         clock: Callable[[], float] = time.time,
         is_draft: bool = False,
     ) -> None:
-        directory = _literal(directory.absolute())
+        directory = directory.absolute()
         own = directory / layout.identity.hex()
         self._layout = layout
         self._clock = clock
@@ -310,7 +310,7 @@ class DiskTier:
 
     def _write(self, head: PackHead, image: memoryview, is_one_shot: bool) -> bool:
         with self._db.changing() as table:
-            if table.disk.has_leftovers:
+            if table.files.has_leftovers:
                 self._collect(table)
             if self._reader.head(table, head.keys(self._layout)[0]) is not None:
                 return True
@@ -348,7 +348,7 @@ class DiskTier:
         try:
             table.keep(key, data, Parts(prefix, image), use)
         except Exception:
-            table.disk.has_leftovers = True
+            table.files.has_leftovers = True
             raise
 
     def _last_of(self, parent: bytes) -> bytes | None:
@@ -481,7 +481,7 @@ class DiskTier:
         trouble = self._quota.collect(table, lambda: self._reader.known_packs(table), self._clock())
         if trouble:
             self._stats.say(trouble)
-        self._lock.has_leftovers = table.disk.has_leftovers
+        self._lock.has_leftovers = table.files.has_leftovers
 
     def close(self) -> None:
         """Let go of the store. Idempotent."""
@@ -494,12 +494,3 @@ def _kept_bytes(head: PackHead, image: memoryview) -> int:
     """Return how many bytes a pack takes at most, with its head."""
     num_copies = 1 if len(image) >= MIN_FILE_BYTES else 2  # it is in the log, and then in the table
     return num_copies * len(image) + 2 * len(head.ids) + FILE_OVERHEAD_BYTES
-
-
-def _literal(directory: Path) -> Path:
-    """Return a directory; raises StoreError for one that diskcache would take for another."""
-    if os.path.expandvars(directory) != str(directory):
-        raise StoreError(
-            f"{directory} has the name of a variable in it.", "Choose another with --cache-dir."
-        )
-    return directory
