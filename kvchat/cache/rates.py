@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvchat.core.state_file import read_state, write_state
+from kvchat.core.paths import read_state, write_state
 
 # Weight of the newest measurement in the moving average.
 _NEWEST = 1 / 3

@@ -7,7 +7,7 @@ store, so that the KV on disk can be named, and looked up, while no model is loa
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from kvchat.core.state_file import read_state, write_state
+from kvchat.core.paths import read_state, write_state
 
 _NAME = "models.json"
 _VERSION = 1
