@@ -203,7 +203,7 @@ _log = logging.getLogger(__name__)
 
 
 def prefetch_pages(directory: Path, token_ids: TokenIds, block_size: int) -> int:
-    """Bring what a store has of a context into the page cache; return how many bytes that are.
+    """Read a context's stored packs into the page cache; return how many bytes that are.
 
     Never raises: what cannot be read now is read later, or is a miss.
     """

@@ -26,7 +26,7 @@ class KnownModel:
 
 
 class KnownModels:
-    """The known models in a state `directory`; None knows none and keeps none."""
+    """The known models in a state `directory`; with None there are none and none are kept."""
 
     def __init__(self, directory: Path | None) -> None:
         self._path = directory / _NAME if directory is not None else None
