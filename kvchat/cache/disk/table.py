@@ -434,7 +434,7 @@ class PackTable:
             self._set_use(key, replace(use, num_followed=use.num_followed + 1))
 
     def use(self, key: bytes) -> Use | None:
-        """Return what is known of a pack's uses, None where it is gone."""
+        """Return a pack's uses, None if there is no such pack."""
         query = "SELECT last_s, credit_s, num_uses, num_followed FROM Pack WHERE key = ?"
         return next(map(use_of, self._execute(query, (key,))), None)
 
