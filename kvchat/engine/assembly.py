@@ -103,8 +103,8 @@ _MAX_DEFAULT_HOST_BYTES = 16 << 30
 # settings must cut a prompt into the same chunks, or low-precision rounding would vary by run.
 _CPU_STEP_MACS = 4e10
 _CPU_STEP_TOKENS = (16, 512)
-# A prefill step on a GPU takes about this long at the measured rate, because a stop waits for the end
-# of a step. Sizes are powers of two, so that a small change of the rate changes no size.
+# A prefill step on a GPU takes about this long at the measured rate, because a stop waits for the
+# end of a step. Sizes are powers of two, so that a small change of the rate changes no size.
 _CUDA_STEP_S = 0.1
 _CUDA_STEP_TOKENS = (256, 4096)
 _CUDA_UNMEASURED_TOKENS = 1024
