@@ -28,7 +28,6 @@ from kvchat.core.config import CacheConfig, ModelConfig, Size
 from kvchat.core.errors import UsageError
 from kvchat.model.source import find_model
 from support.checkpoints import never_stopping, save_checkpoint, tiny_model
-from support.commands import Shell
 from support.fork_server import ForkServer, ShellThatRunsForks
 
 Reports = Callable[[str], Result]
@@ -270,11 +269,13 @@ def test_a_peer_of_more_tokens_is_asked_what_the_model_knows_too(
     assert [figure.beside for figure in result.figures if figure.beside_name == "llama.cpp"]
 
 
-def test_the_command_keeps_a_report_where_it_is_told_to(tmp_path: Path) -> None:
+def test_the_command_keeps_a_report_where_it_is_told_to(
+    tmp_path: Path, fork_server: ForkServer
+) -> None:
     home = tmp_path / "home"
     home.mkdir()
 
-    done = Shell(home).run(
+    done = ShellThatRunsForks(home, server=fork_server).run(
         "bench", "radix", "--shape", "tiny", "--quick", "--repeats", "1", "--record", "reports"
     )
 
@@ -285,9 +286,11 @@ def test_the_command_keeps_a_report_where_it_is_told_to(tmp_path: Path) -> None:
     assert data.name in done.stderr.decode()
 
 
-def test_a_device_that_is_not_there_is_told_before_anything_is_made_for_it(tmp_path: Path) -> None:
+def test_a_device_that_is_not_there_is_told_before_anything_is_made_for_it(
+    tmp_path: Path, fork_server: ForkServer
+) -> None:
     """Sixteen gigabytes of random weights were written first."""
-    done = Shell(tmp_path).run(
+    done = ShellThatRunsForks(tmp_path, server=fork_server).run(
         *("bench", "kernels", "--shape", "8b", "--device", "cuda"),
         TMPDIR=str(tmp_path / "nowhere"),
         CUDA_VISIBLE_DEVICES="",
