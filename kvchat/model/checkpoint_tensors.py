@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from kvchat.core.errors import ModelError
 from kvchat.core.events import LoadProgress
@@ -86,7 +87,9 @@ def _read_gguf(
 def _linear_names(module: nn.Module) -> frozenset[str]:
     """Return the names of the linear layers' weights."""
     layers = module.named_modules()
-    return frozenset(f"{name}.weight" for name, layer in layers if type(layer) is nn.Linear)
+    return frozenset(
+        f"{name}.weight" for name, layer in layers if type(layer) in (nn.Linear, Conv1D)
+    )
 
 
 def _read_safetensors(
