@@ -15,6 +15,7 @@ from kvchat.model.gguf_forms import (
     ALTERNATING,
     FALCON,
     GEMMA3N,
+    GEMMA4,
     GPT2,
     GRANITE_SHARED,
     HALVES,
@@ -139,10 +140,7 @@ def _gemma4(config: Config, gguf: GgufModel) -> None:
     per_layer = gguf.tensors.get("per_layer_token_embd.weight")
     if per_layer is not None:
         config["vocab_size_per_layer_input"] = per_layer.shape[0]
-    if gguf.get("expert_count"):
-        raise ModelUnsupported(
-            "A GGUF file of gemma4 with experts is not mapped.", "Use its safetensors."
-        )
+    config["enable_moe_block"] = bool(gguf.get("expert_count"))
     factors = gguf.floats("rope_freqs.weight") or [1.0]
     rotated = sum(factor < 2 for factor in factors) / len(factors)
     config["rope_parameters"] = {
@@ -492,6 +490,14 @@ _PER_LAYER = {
     "hidden_size_per_layer_input": "embedding_length_per_layer_input",
     "num_kv_shared_layers": "attention.shared_kv_layers",
 }
+_GEMMA4 = {
+    **_WINDOW,
+    **_CAPS,
+    **_PER_LAYER,
+    "num_experts": "expert_count",
+    "top_k_experts": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+}
 ARCHITECTURES = {
     "llama": Architecture("llama", {}, {}, _llama, HALVES),
     "qwen2": Architecture("qwen2", {}, {}),
@@ -527,7 +533,7 @@ ARCHITECTURES = {
     "gemma3n": Architecture(
         "gemma3n_text", _GEMMA, {**_WINDOW, **_CAPS, **_PER_LAYER}, _gemma3n, GEMMA3N
     ),
-    "gemma4": Architecture("gemma4_text", _GEMMA, {**_WINDOW, **_CAPS, **_PER_LAYER}, _gemma4),
+    "gemma4": Architecture("gemma4_text", _GEMMA, _GEMMA4, _gemma4, GEMMA4),
     "gpt-oss": Architecture("gpt_oss", _NO_SCALING, _GPT_OSS, None, ALTERNATING),
     "gpt2": Architecture("gpt2", {}, _GPT2, _gpt2, GPT2),
     "starcoder": Architecture("gpt_bigcode", {}, _GPT2, _starcoder),

@@ -264,6 +264,10 @@ GEMMA3N = tuple(
     form(rf"altup_{ours}\.(\d+)\.weight", f"altup_{theirs}.weight", make=_one_of_stack)
     for ours, theirs in (("projections", "proj"), ("unembed_projections", "unembd_proj"))
 )
+GEMMA4 = (
+    form(_LAYER + r"router\.scale", "blk.{0}.ffn_gate_inp.scale"),
+    form(_LAYER + r"router\.per_expert_scale", "blk.{0}.ffn_down_exps.scale"),
+)
 GRANITE_SHARED = (
     form(_LAYER + r"block_sparse_moe\.router\.weight", "blk.{0}.ffn_gate_inp.weight"),
     form(

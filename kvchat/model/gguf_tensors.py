@@ -118,12 +118,14 @@ def read_gguf_tensors(
     dtype: torch.dtype,
     tick: Callable[[float], None],
     kept: Set[str] = frozenset(),
+    tied_head: str | None = None,
 ) -> GgufTensors:
     """Return the tensors of a module whose state has these `shapes`, on the CPU, in `dtype`.
 
-    `kept` are the names of matrices that may stay in blocks. A tensor that the file lacks is left
-    out. Raises ModelError if memory is too small, and ModelUnsupported for a block format that
-    cannot be unpacked.
+    `kept` are the names of matrices that may stay in blocks. `tied_head` names the head whose
+    weights are the table of embeddings: it multiplies with the table's blocks, and the table is
+    unpacked for looking up. A tensor that the file lacks is left out. Raises ModelError if memory
+    is too small, and ModelUnsupported for a block format that cannot be unpacked.
     """
     sources = _sources(gguf, architecture, shapes)
     needed, free = _needed_bytes(sources, dtype, kept), free_bytes(torch.device("cpu"))
@@ -144,6 +146,9 @@ def read_gguf_tensors(
             state[name] = tensor
             done += sum(part.num_bytes for part in source.parts)
             tick(done / total)
+    table = gguf.tensors.get("token_embd.weight")
+    if tied_head is not None and table is not None and tied_head in kept - sources.keys():
+        reader.keep(tied_head, table)
     return GgufTensors(state, reader.blocks)
 
 
@@ -200,13 +205,8 @@ class _Reader:
     def read(self, name: str, source: _Source, shape: torch.Size) -> torch.Tensor:
         """Return a tensor as the module has it; of the same size, if not of the same shape."""
         form, first = source.form, source.parts[0]
-        if name in self._kept and source.can_stay_in_blocks:
-            weights = self._in_blocks(first)
-            if weights is not None:
-                if form is not None and form.order is not None:
-                    weights = reordered(weights, form.order(weights.num_out, self._config))
-                self.blocks[name] = weights
-                return torch.zeros((), dtype=self._dtype).expand(shape)
+        if name in self._kept and source.can_stay_in_blocks and self.keep(name, first, form):
+            return torch.zeros((), dtype=self._dtype).expand(shape)
         if form is None:
             return self._plain(first)
         if form.places is not None:
@@ -219,6 +219,16 @@ class _Reader:
             rows = torch.cat(parts)
             return rows[form.order(len(rows), self._config)]
         return parts[0].t().contiguous() if form.is_turned else parts[0]
+
+    def keep(self, name: str, tensor: GgufTensor, form: Form | None = None) -> bool:
+        """Keep a matrix in its blocks; return False for a format without a layout of ours."""
+        weights = self._in_blocks(tensor)
+        if weights is None:
+            return False
+        if form is not None and form.order is not None:
+            weights = reordered(weights, form.order(weights.num_out, self._config))
+        self.blocks[name] = weights
+        return True
 
     def _placed(self, places: Any, parts: list[GgufTensor], shape: torch.Size) -> torch.Tensor:
         """Return a tensor whose views hold the parts, without a further copy of it."""

@@ -18,7 +18,7 @@ from kvchat.model.self_test import compare_with_own
 from kvchat.model.source import find_model
 from kvchat_kernels.linear.blocks import dequantised
 from support.checkpoints import tiny_model
-from support.gguf_families import FAMILIES
+from support.gguf_families import EXTRA, FAMILIES
 from support.gguf_files import QUANTISED, RANDOM_BLOCKS, write_gguf
 
 # As gpt-oss has it by default.
@@ -91,7 +91,7 @@ def test_a_family_that_llama_cpp_stores_in_another_form_is_its_twin(
 ) -> None:
     model_type, settings, metadata = FAMILIES[family]
     model = with_random_norms(tiny_model(model_type, **settings))
-    path = write_gguf(tmp_path / "m.gguf", model, metadata=metadata)
+    path = write_gguf(tmp_path / "m.gguf", model, metadata=metadata, extra=EXTRA.get(family))
 
     loaded = load(path)
 
@@ -152,6 +152,22 @@ def test_linear_layers_multiply_with_the_blocks_of_the_file(
             assert torch.allclose(dequantised(pack.weights), twin, rtol=1e-5, atol=1e-7)
     assert num_packed >= 2 * 7
     assert loaded.weights == "blocks"
+    assert compare_with_own(loaded) > 0.999
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_a_head_tied_to_the_embeddings_multiplies_with_the_blocks_of_the_table(
+    family: str, tmp_path: Path
+) -> None:
+    model = tiny_model(family, **{**_FAMILIES[family], "tie_word_embeddings": True})
+    path = write_gguf(tmp_path / "m.gguf", model, "Q8_0")
+
+    loaded = load(path, dtype="auto")
+
+    table = model.get_input_embeddings().weight
+    pack = pack_of(loaded.module.get_output_embeddings())
+    assert torch.allclose(dequantised(pack.weights), table, rtol=1e-5, atol=1e-7)
+    assert torch.equal(loaded.module.get_input_embeddings().weight, table.to(torch.bfloat16))
     assert compare_with_own(loaded) > 0.999
 
 

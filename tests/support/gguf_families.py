@@ -5,6 +5,8 @@ The metadata are those that llama.cpp's converter writes for the same checkpoint
 
 from typing import Any
 
+import numpy as np
+
 Settings = dict[str, Any]
 
 _MOE: Settings = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
@@ -113,6 +115,15 @@ _HALF_SLIDES_DATA: Settings = {
     "embedding_length_per_layer_input": 16,
     "rope.freq_base_swa": 10000.0,
 }
+_GEMMA4: Settings = {"global_head_dim": 32, "num_global_key_value_heads": 1}
+_GEMMA4_DATA: Settings = {
+    "attention.key_length": 32,
+    "attention.key_length_swa": 16,
+    "attention.head_count_kv": [2, 1, 2, 1],
+    "rope.freq_base": 1e6,
+}
+# Gemma 4 rotates a quarter of a head in layers without a window.
+_GEMMA4_FACTORS = np.array([1.0] * 4 + [1e30] * 12, dtype=np.float32)
 _QUARTER = {"rope.dimension_count": 8}
 _ROUTED_DATA: Settings = {
     **_MOE_DATA,
@@ -216,6 +227,28 @@ FAMILIES: dict[str, tuple[str, Settings, Settings]] = {
             "activation_sparsity_pattern": [0.95, 0.0, 0.0, 0.0],
         },
         {**_HALF_SLIDES_DATA, "activation_sparsity_scale": [1.6448536] + [float("-inf")] * 3},
+    ),
+    "gemma4": ("gemma4_text", {**_HALF_SLIDES, **_GEMMA4}, {**_HALF_SLIDES_DATA, **_GEMMA4_DATA}),
+    "gemma4, experts": (
+        "gemma4_text",
+        {
+            **_HALF_SLIDES,
+            **_GEMMA4,
+            "num_kv_shared_layers": 0,
+            "hidden_size_per_layer_input": 0,
+            "enable_moe_block": True,
+            "num_experts": 4,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 32,
+            "attention_k_eq_v": True,
+        },
+        {
+            **_HALF_SLIDES_DATA,
+            **_GEMMA4_DATA,
+            **_MOE_DATA,
+            "attention.shared_kv_layers": 0,
+            "embedding_length_per_layer_input": 0,
+        },
     ),
     "glm4": ("glm4", {}, _QUARTER),
     "glm4_moe": (
@@ -383,4 +416,9 @@ FAMILIES: dict[str, tuple[str, Settings, Settings]] = {
         {**_QUARTER, "attention.key_length": None},
     ),
     "arcee": ("arcee", {}, {"rope.dimension_count": 16}),
+}
+
+# Further tensors of a family's files.
+EXTRA = {
+    name: {"rope_freqs.weight": _GEMMA4_FACTORS} for name in FAMILIES if name.startswith("gemma4")
 }

@@ -210,7 +210,9 @@ def _write_tensor(
     writer: Any, name: str, part: torch.Tensor, config: Any, kind: str, generator: Any
 ) -> None:
     is_permuted = config.model_type in _PERMUTED and (".attn_q." in name or ".attn_k." in name)
-    heads = config.num_attention_heads if ".attn_q." in name else config.num_key_value_heads
+    heads = 0
+    if is_permuted:
+        heads = config.num_attention_heads if ".attn_q." in name else config.num_key_value_heads
     values = permuted(part, heads) if is_permuted else part
     if part.dim() == 1 or name.endswith(".bias") or kind == "F32":
         is_shifted = name.endswith("norm.weight") and ".ssm_norm" not in name
@@ -241,7 +243,7 @@ def _write_metadata(writer: Any, architecture: str, config: Any, metadata: dict[
     found = {
         key: getattr(config, name)
         for key, name in _PLAIN_METADATA.items()
-        if getattr(config, name, None) is not None
+        if key not in metadata and getattr(config, name, None) is not None
     }
     rope = getattr(config, "rope_parameters", None) or {}
     rope = rope.get("full_attention", rope)

@@ -167,6 +167,13 @@ def _turned(stored: str) -> Any:
     return make
 
 
+def _named(stored: str) -> Any:
+    def make(block: str, values: torch.Tensor, config: Any) -> _Stored:
+        return [(f"{block}.{stored}", values)]
+
+    return make
+
+
 def _value_size(config: Any) -> int:
     size: int = config.linear_value_head_dim
     return size
@@ -187,6 +194,8 @@ _OF_EVERY_TYPE = {
     "shared_mlp.output_linear.weight": _shared_out,
     "block_sparse_moe.router.weight": _router,
     "kv_b_proj.weight": _latent,
+    "router.scale": _named("ffn_gate_inp.scale"),
+    "router.per_expert_scale": _named("ffn_down_exps.scale"),
 }
 _OF_TYPES = {
     ("falcon", "self_attention.query_key_value.weight"): _falcon_qkv,
