@@ -1,7 +1,8 @@
 """Scenario `weights`: the effect of quantised weights on quality, speed and memory.
 
 Quality is the perplexity of recorded conversations, computed in steps of a few tokens, because
-decoding uses such steps. Needs a model with a tokenizer.
+decoding uses such steps. Needs a model with a tokenizer. A GGUF file of the same model stands
+beside it, on the same tokens.
 """
 
 import math
@@ -23,6 +24,7 @@ from kvchat.engine.assembly import AssembledEngine
 from kvchat.model.batch import SequencePiece, build_batch
 from kvchat.model.paged_model import PagedModel
 from kvchat.model.quantise import pack_of
+from kvchat.model.source import ModelSource, find_model
 
 _FORMS = ("auto", "int8", "int4")
 _CHUNK = 8
@@ -43,9 +45,10 @@ def run(setup: BenchSetup) -> Result:
     figures: list[Figure] = []
     notes = []
     first: dict[str, float] = {}
-    for form in _FORMS:
+    for form, source in _forms(setup):
+        weights = form if source is setup.source else "auto"
         try:
-            assembled = new_engine(setup.source, replace(setup.model, weights=form), setup.cache)
+            assembled = new_engine(source, replace(setup.model, weights=weights), setup.cache)
         except ModelError as error:
             notes.append(f"{form}: {error}")
             continue
@@ -63,6 +66,14 @@ def run(setup: BenchSetup) -> Result:
                 )
             )
     return Result("weights", settings, tuple(figures), notes=tuple(notes))
+
+
+def _forms(setup: BenchSetup) -> list[tuple[str, ModelSource]]:
+    """Return each form's name and the model it is of."""
+    forms = [(form, setup.source) for form in _FORMS]
+    if setup.gguf is not None:
+        forms.append((setup.gguf.stem, find_model(str(setup.gguf))))
+    return forms
 
 
 def _texts(setup: BenchSetup) -> list[list[int]]:

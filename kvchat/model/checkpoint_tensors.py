@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from kvchat.core.errors import ModelError
 from kvchat.core.events import LoadProgress
@@ -79,14 +80,25 @@ def _read_gguf(
     def tick(share: float) -> None:
         progress(LoadProgress(stage, share))
 
-    found = read_gguf_tensors(gguf, architecture, config, shapes, dtype, tick, kept)
+    head = _tied_head(module)
+    found = read_gguf_tensors(gguf, architecture, config, shapes, dtype, tick, kept, head)
     return CheckpointTensors(found.tensors, dtype, stage, found.blocks)
+
+
+def _tied_head(module: Any) -> str | None:
+    """Return the name of the weights of a head that are the embeddings' too; None for others."""
+    head, table = module.get_output_embeddings(), module.get_input_embeddings()
+    if head is None or getattr(head, "weight", None) is not table.weight:
+        return None
+    return next(f"{name}.weight" for name, layer in module.named_modules() if layer is head)
 
 
 def _linear_names(module: nn.Module) -> frozenset[str]:
     """Return the names of the linear layers' weights."""
     layers = module.named_modules()
-    return frozenset(f"{name}.weight" for name, layer in layers if type(layer) is nn.Linear)
+    return frozenset(
+        f"{name}.weight" for name, layer in layers if type(layer) in (nn.Linear, Conv1D)
+    )
 
 
 def _read_safetensors(

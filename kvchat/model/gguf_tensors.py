@@ -21,8 +21,9 @@ import torch
 from kvchat.core.config import format_bytes
 from kvchat.core.errors import ModelError, ModelUnsupported
 from kvchat.model.device import dtype_name, free_bytes
-from kvchat.model.gguf_config import Architecture
+from kvchat.model.gguf_architectures import Architecture
 from kvchat.model.gguf_file import GgufModel, GgufTensor
+from kvchat.model.gguf_forms import GENERAL, Form, forms_of
 from kvchat_kernels.linear.blocks import BlockWeights, reordered
 from kvchat_kernels.linear.cpu import BlockProduct
 from kvchat_kernels.linear.gguf_blocks import BLOCK_FORMATS, block_weights
@@ -30,9 +31,6 @@ from kvchat_kernels.linear.gguf_blocks import BLOCK_FORMATS, block_weights
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # A chunk of this many elements is unpacked at once. numpy takes about 20 bytes for each.
 _CHUNK_ELEMENTS = 1 << 19
-_STACKED = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(gate_up_proj|down_proj)(_bias)?$")
-_SINKS = re.compile(r"model\.layers\.(\d+)\.self_attn\.sinks$")
-_ROTATED = re.compile(r"\.attn_(q|k)\.(?:weight|bias)$")
 
 
 def natural_dtype(gguf: GgufModel) -> torch.dtype:
@@ -97,6 +95,21 @@ class GgufTensors:
     blocks: dict[str, BlockWeights]
 
 
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """What a tensor of the module is made from: the file's tensors, and their form if not plain."""
+
+    parts: list[GgufTensor]
+    form: Form | None = None
+
+    @property
+    def can_stay_in_blocks(self) -> bool:
+        """Whether the file's rows are the matrix's own, in whichever order."""
+        form = self.form
+        is_plain = form is None or (form.places is None and form.make is None)
+        return is_plain and len(self.parts) == 1
+
+
 def read_gguf_tensors(
     gguf: GgufModel,
     architecture: Architecture,
@@ -105,14 +118,16 @@ def read_gguf_tensors(
     dtype: torch.dtype,
     tick: Callable[[float], None],
     kept: Set[str] = frozenset(),
+    tied_head: str | None = None,
 ) -> GgufTensors:
     """Return the tensors of a module whose state has these `shapes`, on the CPU, in `dtype`.
 
-    `kept` are the names of matrices that may stay in blocks. A tensor that the file lacks is left
-    out. Raises ModelError if memory is too small, and ModelUnsupported for a block format that
-    cannot be unpacked.
+    `kept` are the names of matrices that may stay in blocks. `tied_head` names the head whose
+    weights are the table of embeddings: it multiplies with the table's blocks, and the table is
+    unpacked for looking up. A tensor that the file lacks is left out. Raises ModelError if memory
+    is too small, and ModelUnsupported for a block format that cannot be unpacked.
     """
-    sources = _sources(gguf, shapes)
+    sources = _sources(gguf, architecture, shapes)
     needed, free = _needed_bytes(sources, dtype, kept), free_bytes(torch.device("cpu"))
     if needed > free:
         raise ModelError(
@@ -120,122 +135,116 @@ def read_gguf_tensors(
             f"{format_bytes(free)} are free.",
             "Use a smaller model.",
         )
-    reader = _Reader(dtype, kept)
-    done, total = 0, sum(t.num_bytes for parts in sources.values() for t in parts) or 1
+    done, total = 0, sum(t.num_bytes for found in sources.values() for t in found.parts) or 1
     state: dict[str, torch.Tensor] = {}
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-        for name, parts in sources.items():
-            tensor = reader.read(name, parts, architecture, config, pool)
+        reader = _Reader(dtype, kept, architecture.norm_offset, config, pool)
+        for name, source in sources.items():
+            tensor = reader.read(name, source, shapes[name])
             if tensor.shape != shapes[name] and tensor.numel() == prod(shapes[name]):
                 tensor = tensor.reshape(shapes[name])
             state[name] = tensor
-            done += sum(part.num_bytes for part in parts)
+            done += sum(part.num_bytes for part in source.parts)
             tick(done / total)
+    table = gguf.tensors.get("token_embd.weight")
+    if tied_head is not None and table is not None and tied_head in kept - sources.keys():
+        reader.keep(tied_head, table)
     return GgufTensors(state, reader.blocks)
 
 
-def _needed_bytes(
-    sources: Mapping[str, list[GgufTensor]], dtype: torch.dtype, kept: Set[str]
-) -> int:
+def _needed_bytes(sources: Mapping[str, _Source], dtype: torch.dtype, kept: Set[str]) -> int:
     """Return the bytes of memory that reading takes; tensors that stay mapped take none."""
     needed = 0
-    for name, parts in sources.items():
-        for part in parts:
-            if name in kept and kind_name(part) in BLOCK_FORMATS:
+    for name, source in sources.items():
+        for part in source.parts:
+            is_kept = name in kept and source.can_stay_in_blocks
+            if is_kept and kind_name(part) in BLOCK_FORMATS:
                 needed += 2 * part.num_bytes  # blocks here have longer scales
             elif _PLAIN.get(kind_name(part)) != dtype:
                 needed += prod(part.shape) * dtype.itemsize
     return needed
 
 
-def _sources(gguf: GgufModel, shapes: Mapping[str, torch.Size]) -> dict[str, list[GgufTensor]]:
-    """Return the file's tensors that make up each of the module's: two for stacked experts."""
+def _sources(
+    gguf: GgufModel, architecture: Architecture, shapes: Mapping[str, torch.Size]
+) -> dict[str, _Source]:
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
     archs = {name: arch for arch, name in MODEL_ARCH_NAMES.items()}
     names = get_tensor_name_map(archs[gguf.architecture], gguf.get("block_count"))
     found = {}
     for name in shapes:
-        parts = [gguf.tensors.get(stored) for stored in _stored_names(name, names)]
-        if parts and None not in parts:
-            found[name] = [part for part in parts if part is not None]
+        form = next(forms_of(name, (*architecture.forms, *GENERAL), gguf.tensors), None)
+        if form is not None:
+            found[name] = _Source([gguf.tensors[stored] for stored in form.names(name)], form)
+            continue
+        known = names.get_name(
+            re.sub("^model[.]", architecture.prefix, name), try_suffixes=(".weight", ".bias")
+        )
+        # Parameters without ".weight" in their name have it in files.
+        tensor = gguf.tensors.get(known or "") or gguf.tensors.get(f"{known}.weight")
+        if tensor is not None:
+            found[name] = _Source([tensor])
     return found
-
-
-def _stored_names(name: str, names: Any) -> list[str]:
-    if stacked := _STACKED.match(name):
-        kinds = ("gate", "up") if stacked[2] == "gate_up_proj" else ("down",)
-        part = "bias" if stacked[3] else "weight"
-        return [f"blk.{stacked[1]}.ffn_{kind}_exps.{part}" for kind in kinds]
-    if sinks := _SINKS.match(name):
-        return [f"blk.{sinks[1]}.attn_sinks.weight"]
-    stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
-    return [stored] if stored is not None else []
 
 
 class _Reader:
     """Reads tensors of GGUF files in one dtype, or in their blocks. Keeps the files mapped."""
 
-    def __init__(self, dtype: torch.dtype, kept: Set[str]) -> None:
+    def __init__(
+        self, dtype: torch.dtype, kept: Set[str], norm_offset: float, config: Any, pool: Any
+    ) -> None:
         self.blocks: dict[str, BlockWeights] = {}
         self._dtype = dtype
         self._kept = kept
+        self._norm_offset = norm_offset
+        self._config = config
+        self._pool = pool
         self._maps: dict[Path, np.ndarray[Any, Any]] = {}
 
-    def read(
-        self,
-        name: str,
-        parts: list[GgufTensor],
-        architecture: Architecture,
-        config: Any,
-        pool: Any,
-    ) -> torch.Tensor:
-        """Return a tensor as the module has it; several parts are put together by rows."""
-        first = parts[0]
-        if name in self._kept and len(parts) == 1:
-            weights = self._in_blocks(first)
-            if weights is not None:
-                heads = _num_rotated_heads(first, architecture, config)
-                if heads:
-                    rows = torch.arange(weights.num_out)
-                    weights = reordered(weights, _as_halves(rows, heads))
-                self.blocks[name] = weights
-                return torch.zeros((), dtype=self._dtype).expand(first.shape)
-        if architecture.alternates and "_exps." in first.name:
-            return self._by_turns(parts, pool)
-        if len(parts) == 1:
-            return self._converted(first, architecture, config, pool)
-        out = torch.empty(
-            (first.shape[0], sum(part.shape[1] for part in parts), *first.shape[2:]),
-            dtype=self._dtype,
-        )
-        at = 0
-        for part in parts:
-            out[:, at : at + part.shape[1]] = self._unpacked(part, self._dtype, pool)
-            at += part.shape[1]
+    def read(self, name: str, source: _Source, shape: torch.Size) -> torch.Tensor:
+        """Return a tensor as the module has it; of the same size, if not of the same shape."""
+        form, first = source.form, source.parts[0]
+        if name in self._kept and source.can_stay_in_blocks and self.keep(name, first, form):
+            return torch.zeros((), dtype=self._dtype).expand(shape)
+        if form is None:
+            return self._plain(first)
+        if form.places is not None:
+            return self._placed(form.places, source.parts, shape)
+        if form.make is not None:
+            parts = [self._unpacked(part, torch.float32) for part in source.parts]
+            return form.made(name, parts, self._config).to(self._dtype).contiguous()
+        parts = [self._unpacked(part, self._dtype) for part in source.parts]
+        if form.order is not None:
+            rows = torch.cat(parts)
+            return rows[form.order(len(rows), self._config)]
+        return parts[0].t().contiguous() if form.is_turned else parts[0]
+
+    def keep(self, name: str, tensor: GgufTensor, form: Form | None = None) -> bool:
+        """Keep a matrix in its blocks; return False for a format without a layout of ours."""
+        weights = self._in_blocks(tensor)
+        if weights is None:
+            return False
+        if form is not None and form.order is not None:
+            weights = reordered(weights, form.order(weights.num_out, self._config))
+        self.blocks[name] = weights
+        return True
+
+    def _placed(self, places: Any, parts: list[GgufTensor], shape: torch.Size) -> torch.Tensor:
+        """Return a tensor whose views hold the parts, without a further copy of it."""
+        out = torch.empty(shape, dtype=self._dtype)
+        for place, part in zip(places(out, self._config), parts, strict=True):
+            if place.shape != part.shape:
+                raise ModelError(f"{part.name} has another shape than its model's.")
+            place.copy_(self._unpacked(part, self._dtype))
         return out
 
-    def _by_turns(self, parts: list[GgufTensor], pool: Any) -> torch.Tensor:
-        """Return experts' matrices as [experts, in, out], or their biases [experts, out].
-
-        Outputs alternate between the parts: gate, up, gate, up.
-        """
-        num_experts, num_rows, *columns = parts[0].shape
-        out = torch.empty((num_experts, *columns, num_rows * len(parts)), dtype=self._dtype)
-        rows = out.transpose(1, -1)
-        for index, part in enumerate(parts):
-            rows[:, index :: len(parts)] = self._unpacked(part, self._dtype, pool)
-        return out
-
-    def _converted(
-        self, tensor: GgufTensor, architecture: Architecture, config: Any, pool: Any
-    ) -> torch.Tensor:
-        if architecture.norm_offset and tensor.name.endswith("norm.weight"):
-            whole = self._unpacked(tensor, torch.float32, pool)
-            return (whole - architecture.norm_offset).to(self._dtype)
-        out = self._unpacked(tensor, self._dtype, pool)
-        heads = _num_rotated_heads(tensor, architecture, config)
-        return _as_halves(out, heads) if heads else out
+    def _plain(self, tensor: GgufTensor) -> torch.Tensor:
+        is_norm = tensor.name.endswith("norm.weight") and ".ssm_norm." not in tensor.name
+        if self._norm_offset and is_norm:
+            whole = self._unpacked(tensor, torch.float32)
+            return (whole - self._norm_offset).to(self._dtype)
+        return self._unpacked(tensor, self._dtype)
 
     def _in_blocks(self, tensor: GgufTensor) -> BlockWeights | None:
         """Return a matrix in its blocks, None for a format without a layout of ours."""
@@ -247,7 +256,7 @@ class _Reader:
     def _stored(self, tensor: GgufTensor) -> np.ndarray[Any, Any]:
         return self._map(tensor.path)[tensor.start : tensor.start + tensor.num_bytes]
 
-    def _unpacked(self, tensor: GgufTensor, dtype: torch.dtype, pool: Any) -> torch.Tensor:
+    def _unpacked(self, tensor: GgufTensor, dtype: torch.dtype) -> torch.Tensor:
         blocks = self._stored(tensor)
         plain = _PLAIN.get(kind_name(tensor))
         if plain is not None:
@@ -261,7 +270,7 @@ class _Reader:
             for span in spans:
                 _unpack_compiled(rows[span], tensor, targets[span])
             return out
-        for _ in pool.map(lambda span: _unpack(rows[span], tensor, targets[span]), spans):
+        for _ in self._pool.map(lambda span: _unpack(rows[span], tensor, targets[span]), spans):
             pass
         return out
 
@@ -270,26 +279,6 @@ class _Reader:
             # Copy on write: torch wants memory it may write to, and the file must not change.
             self._maps[path] = np.memmap(path, dtype=np.uint8, mode="c")
         return self._maps[path]
-
-
-def _num_rotated_heads(tensor: GgufTensor, architecture: Architecture, config: Any) -> int:
-    """Return the heads of a tensor whose rows llama.cpp has in another order; 0 for others."""
-    rotated = _ROTATED.search(tensor.name) if architecture.permutes else None
-    if rotated is None:
-        return 0
-    heads: int = config.num_attention_heads if rotated[1] == "q" else config.num_key_value_heads
-    if tensor.shape[0] % (2 * heads):
-        raise ModelError(f"{tensor.name} does not divide into {heads} heads.")
-    return heads
-
-
-def _as_halves(rows: torch.Tensor, heads: int) -> torch.Tensor:
-    """Return rows in transformers' order.
-
-    llama.cpp rotates neighbours, transformers one half of a head with the other.
-    """
-    pairs = rows.view(heads, len(rows) // heads // 2, 2, *rows.shape[1:])
-    return pairs.transpose(1, 2).reshape(rows.shape)
 
 
 def _unpack_compiled(blocks: np.ndarray[Any, Any], tensor: GgufTensor, out: torch.Tensor) -> None:

@@ -88,7 +88,10 @@ _STARTS_WITH_BOS = _WHOLE_WORDS - {"glm4", "glm5"}
 _COMPOSES = frozenset(("qwen2", "deepseek-r1-qwen", "qwen35", "command-r"))
 
 # Control tokens that end an answer in the families that have them.
-_ENDS_OF_TURN = ("<|eot_id|>", "<|im_end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>")
+_ENDS_OF_TURN = (
+    *("<|eot_id|>", "<|im_end|>", "<end_of_turn>", "<turn|>"),
+    *("<|endoftext|>", "<|end_of_text|>"),
+)
 _STOP_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _ROLES = {
     "bos_token": "bos_token_id",
@@ -175,7 +178,7 @@ def _tokenizer(gguf: GgufModel, name: str, tokens: list[str], kinds: list[int]) 
     model = gguf.metadata.get("tokenizer.ggml.model")
     if model == "gpt2":
         tokenizer = _byte_level(gguf.metadata, name, tokens, kinds)
-    elif model == "llama":
+    elif model in ("llama", "gemma4"):  # the second has its merges in the file
         tokens = _respelt(tokens, kinds)
         tokenizer = _pieces(gguf, tokens, kinds)
     else:
@@ -211,7 +214,7 @@ def _byte_level(
     count = len(tokens)
     while count and kinds[count - 1] != _NORMAL:
         count -= 1
-    merges = [tuple(merge.split(" ", 1)) for merge in metadata.get("tokenizer.ggml.merges", [])]
+    merges = [_pair(merge) for merge in metadata.get("tokenizer.ggml.merges", [])]
     tokenizer = Tokenizer(
         models.BPE(
             vocab={token: index for index, token in enumerate(tokens[:count])},
@@ -228,6 +231,11 @@ def _byte_level(
     return tokenizer
 
 
+def _pair(merge: str) -> tuple[str, str]:
+    left, _, right = merge.partition(" ")
+    return left, right
+
+
 def _respelt(tokens: list[str], kinds: list[int]) -> list[str]:
     """Return the tokens with runs of spaces spelt as sentencepiece does."""
     return [_SPACE * len(token) if token and not token.strip(" ") else token for token in tokens]
@@ -236,10 +244,12 @@ def _respelt(tokens: list[str], kinds: list[int]) -> list[str]:
 def _pieces(gguf: GgufModel, tokens: list[str], kinds: list[int]) -> Tokenizer:
     metadata = gguf.metadata
     unknown = metadata.get("tokenizer.ggml.unknown_token_id")
+    stored = metadata.get("tokenizer.ggml.merges")
+    merges = [_pair(m) for m in stored] if stored is not None else _merges(gguf, tokens, kinds)
     tokenizer = Tokenizer(
         models.BPE(
             vocab={token: index for index, token in enumerate(tokens)},
-            merges=_merges(gguf, tokens, kinds),
+            merges=merges,
             unk_token=tokens[unknown] if _is_id(unknown, tokens) else None,
             fuse_unk=True,
             byte_fallback=_BYTE in kinds,

@@ -7,6 +7,7 @@ else. Reads no checkpoint.
 """
 
 import inspect
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
@@ -25,6 +26,8 @@ from kvchat.model.model_class import new_model, on_meta
 from kvchat.model.spec import CacheCall, Gathered, LayerSpec, ModelSpec, StateTensor
 from kvchat.model.state import cache_argument, new_state_cache, read_state
 from kvchat_kernels.paged_attention import FULL, AttentionSpan
+
+_log = logging.getLogger(__name__)
 
 MaskFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -118,6 +121,20 @@ _WITH_OFFSET = {"camembert", "data2vec-text", "roberta", "roberta-prelayernorm"}
 }
 _COUNTING = {"bart", "blenderbot", "blenderbot-small", "marian", "mbart", "pegasus", "plbart"}
 _OWN_POSITIONS = frozenset(_WITH_OFFSET | _COUNTING)
+# Arguments that the forward passes of models ask for when text is not enough.
+_OTHER_INPUTS = (
+    *("pixel_values", "image", "flattened_patches", "Bbox", "audio", "input_features"),
+    *("encoder_outputs", "inputs_embeds", "required positional argument"),
+)
+# A word of the reason -> what runs instead.
+_INSTEAD = {
+    "both directions": "Models that read from left to right run instead, such as Llama or Qwen.",
+    "not a causal": "Models that write text run instead, such as Llama or Qwen.",
+    "beside text": "Models that also read text alone run instead, such as Qwen3-VL or Gemma 3.",
+    "state": "Other recurrent models run instead, such as Qwen3.5, Mamba 2, Falcon-H1 or RWKV.",
+    "index of its own": "DeepSeek V3.2 runs instead, whose index is known.",
+    "configuration": "Another checkpoint of this model may run.",
+}
 _ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 
 
@@ -278,7 +295,17 @@ def probe_loaded(model: Any) -> ModelSpec:
 
 
 def _failed(error: Exception) -> Refusal:
-    return Refusal(f"failed its first forward pass ({error})")
+    """Return the refusal of a model whose own code fails; what it raised goes to the log."""
+    _log.info("the first forward pass failed: %s", error)
+    if any(name in str(error) for name in _OTHER_INPUTS):
+        return Refusal("needs inputs beside text")
+    return Refusal("fails in transformers' own code where it is given text alone")
+
+
+def _instead(reason: str) -> str:
+    """Return what to run in place of an architecture that is refused for a reason."""
+    named = next((hint for word, hint in _INSTEAD.items() if word in reason), None)
+    return named or "A decoder with plain attention runs instead, such as Llama, Qwen or Gemma."
 
 
 def register_probe() -> None:
@@ -295,8 +322,7 @@ def _refusing(config: Any) -> Iterator[None]:
     except Refusal as refusal:
         raise ModelUnsupported(
             f"The architecture {_name(config)} is not supported: it {refusal}.",
-            "kvchat needs keys and values that it can keep; transformers itself may run the model. "
-            "docs/models.md lists every type that kvchat runs.",
+            f"{_instead(str(refusal))} docs/models.md lists every type that kvchat runs.",
         ) from refusal
 
 
@@ -492,7 +518,8 @@ def _build(config: Any, limit: ParameterLimit | None, implementation: str | None
             raise Refusal(_NO_INTERFACE) from error
         if "Unrecognized configuration class" in str(error):
             raise NotCausal("is not a causal language model") from error
-        raise NotCausal(f"cannot be built from its configuration ({_line(error)})") from error
+        _log.info("the model cannot be built: %s", _line(error))
+        raise NotCausal("cannot be built from its configuration") from error
     if own is not None and implementation is None:
         replace_own_attention(model, own, _attend)
     return model

@@ -92,8 +92,8 @@ def _require_pass(loaded: LoadedModel, compiled: bool = True) -> None:
     except Exception as error:  # model code raises any type when it meets a cache
         raise ModelUnsupported(
             f"The architecture {loaded.spec.architecture} is not supported: its forward pass over "
-            f"a paged cache failed ({type(error).__name__}).",
-            "It probably needs inputs beside tokens.",
+            "a paged cache failed.",
+            "It probably needs inputs beside tokens. Decoders run instead, such as Llama or Qwen.",
         ) from error
     _log.info("self-test model=%s cosine=%.6f", loaded.spec.model_type, similarity)
     if math.isnan(similarity):

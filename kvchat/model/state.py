@@ -22,7 +22,9 @@ from kvchat_kernels.state_buffer import StateBuffer
 
 # Views of other dtypes need aligned offsets, and kernels prefer whole cache lines.
 _ALIGNMENT = 64
-_CONV, _RECURRENT, _LINEAR = "conv", "recurrent", "linear"
+_CONV, _RECURRENT, _LINEAR, _OWN = "conv", "recurrent", "linear", "own"
+# What RWKV starts its running maximum with.
+_LEAST = -1e30
 
 
 class _PassingThrough(DynamicCache):
@@ -52,6 +54,63 @@ class _PassingThroughMiniMax(MiniMaxCache):
     get_mask_sizes = _PassingThrough.get_mask_sizes
 
 
+class _RwkvState(list[torch.Tensor]):
+    """RWKV's five tensors [1, hidden_size, num_layers], which its forward writes to in place.
+
+    The last is a maximum over the tokens seen. Before a step binds them they have no memory.
+    """
+
+    num_tokens = 0
+    layers: tuple[Any, ...] = ()
+
+    def __init__(self, config: Any) -> None:
+        hidden, inner = config.hidden_size, config.attention_hidden_size
+        last = (1, config.num_hidden_layers)
+        sizes = [(hidden, torch.bfloat16)] * 2 + [(inner or hidden, torch.float32)] * 3
+        super().__init__(
+            torch.empty(last[0], size, last[1], dtype=dtype, device="meta") for size, dtype in sizes
+        )
+
+    def tensors(self) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """Yield each tensor with the layer and the number it is bound under."""
+        yield from ((0, index, value) for index, value in enumerate(self))
+
+    def bind(self, layer: int, index: int, view: torch.Tensor, has_past: bool) -> None:
+        """Let the model write to a tensor; one without a past gets its first value."""
+        if not has_past:
+            view.fill_(_LEAST if index == len(self) - 1 else 0.0)
+        self[index] = view
+
+
+class _XlstmState:
+    """xLSTM's three tensors of each layer, which its forward writes to in place."""
+
+    num_tokens = 0
+    layers: tuple[Any, ...] = ()
+
+    def __init__(self, config: Any) -> None:
+        from transformers.models.xlstm.modeling_xlstm import xLSTMCache
+
+        held = xLSTMCache(config, 1, torch.bfloat16, "meta")
+        self.rnn_state = {layer: list(tensors) for layer, tensors in held.rnn_state.items()}
+        self.rnn_state_initial = True
+        self.seqlen_offset = 0
+
+    def tensors(self) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """Yield each tensor with its layer and its number there."""
+        for layer, tensors in self.rnn_state.items():
+            yield from ((layer, index, value) for index, value in enumerate(tensors))
+
+    def bind(self, layer: int, index: int, view: torch.Tensor, has_past: bool) -> None:
+        """Let the model write to a tensor; one without a past is zero."""
+        if not has_past:
+            view.zero_()
+        self.rnn_state[layer][index] = view
+
+
+_OWN_STATES: dict[str, type[Any]] = {"rwkv": _RwkvState, "xlstm": _XlstmState}
+
+
 class StateCache(Protocol):
     """A cache object that a model's forward takes, and the state tensors in it."""
 
@@ -61,6 +120,9 @@ class StateCache(Protocol):
 
 def new_state_cache(config: Any) -> StateCache:
     """Return an empty cache object for a model of `config`; raises what transformers raises."""
+    own = _OWN_STATES.get(config.get_text_config().model_type)
+    if own is not None:
+        return cast(StateCache, own(config))
     if config.get_text_config().model_type == "minimax":
         return cast(StateCache, _PassingThroughMiniMax())
     return cast(StateCache, _PassingThrough(config=config))
@@ -69,7 +131,8 @@ def new_state_cache(config: Any) -> StateCache:
 def cache_argument(module: Any) -> str | None:
     """Return the name of the forward's argument that takes a cache object; None without one."""
     parameters = inspect.signature(module.forward).parameters
-    return next((n for n in ("past_key_values", "cache_params") if n in parameters), None)
+    names = ("past_key_values", "cache_params", "state")
+    return next((name for name in names if name in parameters), None)
 
 
 def read_state(cache: Any, own_dtype: torch.dtype) -> tuple[StateTensor, ...]:
@@ -90,6 +153,9 @@ def read_state(cache: Any, own_dtype: torch.dtype) -> tuple[StateTensor, ...]:
 
 
 def _held(cache: Any) -> Iterator[tuple[int, str, int, torch.Tensor]]:
+    own_tensors = getattr(cache, "tensors", None)
+    if own_tensors is not None:
+        yield from ((layer, _OWN, index, value) for layer, index, value in own_tensors())
     for number, layer in enumerate(cache.layers):
         if isinstance(layer, LinearAttentionCacheLayerMixin):
             for kind, states in (
@@ -142,6 +208,8 @@ class StateIo:
             self._bind(tensor, view, has_past=state.num_tokens > 0)
         yield cache
         for tensor, view in zip(self._tensors, state.views, strict=True):
+            if tensor.kind == _OWN:  # written in place
+                continue
             value = self._value(tensor)
             if value.data_ptr() != view.data_ptr():  # some layers replace their tensor
                 view.copy_(value)
@@ -156,6 +224,9 @@ class StateIo:
         return tuple(views)
 
     def _bind(self, tensor: StateTensor, view: torch.Tensor, has_past: bool) -> None:
+        if tensor.kind == _OWN:
+            self._cache.bind(tensor.layer, tensor.index, view, has_past)
+            return
         if tensor.kind == _LINEAR:
             if has_past:
                 self._cache.set_linear_cache(tensor.layer, view)

@@ -29,10 +29,12 @@ from kvchat.core.errors import UsageError
 from kvchat.model.source import find_model
 from support.checkpoints import never_stopping, save_checkpoint, tiny_model
 from support.fork_server import ForkServer, ShellThatRunsForks
+from support.gguf_files import write_gguf
 
 Reports = Callable[[str], Result]
 
 FITTED = ("a token, without its context", "a thousand tokens of context")
+SESSIONS = Path(__file__).parents[2] / "sessions"
 SMALL = CacheConfig(device_bytes=Size(num_bytes=64 << 20))
 
 
@@ -141,6 +143,20 @@ def test_fewer_bits_are_measured_on_recorded_conversations(
     sizes = [found[f"{form}: weights"].value for form in ("auto", "int8", "int4")]
     assert sizes == sorted(sizes, reverse=True)
     assert_readable(result)
+
+
+def test_a_gguf_file_is_measured_beside_the_model_on_the_same_tokens(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    with torch.inference_mode():
+        path = write_gguf(tmp_path / "m-Q8_0.gguf", model, "Q8_0")
+    setup = replace(quick(checkpoint, SESSIONS), gguf=path)
+
+    found = {figure.name: figure for figure in scenario("weights")(setup).figures}
+
+    assert found["m-Q8_0: perplexity"].ratio == pytest.approx(1.0, abs=0.01)
+    assert found["m-Q8_0: weights"].value < found["auto: weights"].value
 
 
 def test_a_tokens_time_is_fitted_by_its_context(report_of: Reports) -> None:

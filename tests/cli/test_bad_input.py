@@ -143,14 +143,15 @@ def test_weights_in_pickles_are_never_opened(shell: Shell, tmp_path: Path) -> No
 def test_an_unsupported_architecture_is_named_with_its_reason(shell: Shell, tmp_path: Path) -> None:
     checkpoint = save_checkpoint(tmp_path / "m", tiny_model("llama"))
     config = json.loads((checkpoint / "config.json").read_text())
-    config |= {"model_type": "rwkv", "architectures": ["RwkvForCausalLM"]}
+    config |= {"model_type": "recurrent_gemma", "architectures": ["RecurrentGemmaForCausalLM"]}
     (checkpoint / "config.json").write_text(json.dumps(config))
 
     done = shell.run("-m", str(checkpoint), "-p", "x")
 
     assert done.returncode == 3
-    assert b"RwkvForCausalLM (rwkv) is not supported" in done.stderr
-    assert b"recurrent state in a form of its own" in done.stderr
+    assert b"RecurrentGemmaForCausalLM (recurrent_gemma) is not supported" in done.stderr
+    assert b"keeps state other than keys and values" in done.stderr
+    assert b"such as Qwen3.5" in done.stderr
 
 
 def test_damaged_weights_are_told_apart_from_a_bug(shell: Shell, tmp_path: Path) -> None:

@@ -5,14 +5,18 @@ and rewrites `docs/models.md`. A spread of types runs always, and every type in 
 """
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 import transformers
+from transformers import CONFIG_MAPPING
 
+from kvchat.core.errors import ModelUnsupported
+from kvchat.model.probe import probe
 from support.every_type import causal_types, image_text_types
 from support.models_page import PAGE, TABLE, is_exact_on, load_table, page
-from support.type_matrix import EXACT, WRONG, verdict_of
+from support.type_matrix import EXACT, REFUSED, WRONG, verdict_of
 
 # Two types, at least, of every mechanism.
 _PAGED = (
@@ -25,7 +29,7 @@ _GATHERED = (
 )
 SPREAD = {"paged": _PAGED.split(), "gathered": _GATHERED.split()}
 _TYPES = [(name, path) for path, names in SPREAD.items() for name in names]
-_LEAST_EXACT_CAUSAL = 140
+_LEAST_EXACT_CAUSAL = 164
 
 
 @pytest.mark.parametrize(("name", "path"), _TYPES)
@@ -63,6 +67,29 @@ def test_no_type_gives_wrong_answers_and_most_are_exact() -> None:
 
 def test_every_type_that_does_not_run_has_a_reason() -> None:
     assert all(verdict.why for verdict in load_table().values())
+
+
+_REFUSED = {name: v.why for name, v in load_table().items() if v.outcome == REFUSED}
+
+
+@pytest.mark.parametrize("name", _REFUSED)
+def test_a_refusal_is_one_sentence_without_the_words_of_an_exception(name: str) -> None:
+    reason = _REFUSED[name]
+
+    assert reason.endswith(".")
+    assert reason.split()[0] in ("it", "its", "computed", "the"), reason
+    assert not re.search(r"Error|Exception|__|\(\)|object has no|\w\.\w+\(", reason), reason
+    assert "\n" not in reason
+    assert len(reason) < 160
+
+
+def test_a_refused_architecture_is_told_with_what_runs_instead() -> None:
+    config = CONFIG_MAPPING["t5gemma2"]()
+
+    with pytest.raises(ModelUnsupported, match="is not supported: it attends in both") as caught:
+        probe(config)
+
+    assert "run instead, such as Llama" in caught.value.hint
 
 
 def test_the_manual_says_what_the_table_says() -> None:

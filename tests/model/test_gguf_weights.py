@@ -18,6 +18,7 @@ from kvchat.model.self_test import compare_with_own
 from kvchat.model.source import find_model
 from kvchat_kernels.linear.blocks import dequantised
 from support.checkpoints import tiny_model
+from support.gguf_families import EXTRA, FAMILIES
 from support.gguf_files import QUANTISED, RANDOM_BLOCKS, write_gguf
 
 # As gpt-oss has it by default.
@@ -84,6 +85,21 @@ def test_logits_equal_those_of_the_safetensors_twin(family: str, tmp_path: Path)
     assert_twins(load(path), model, tolerance=1e-6 if family.startswith("gemma") else 0.0)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_that_llama_cpp_stores_in_another_form_is_its_twin(
+    family: str, tmp_path: Path
+) -> None:
+    model_type, settings, metadata = FAMILIES[family]
+    model = with_random_norms(tiny_model(model_type, **settings))
+    path = write_gguf(tmp_path / "m.gguf", model, metadata=metadata, extra=EXTRA.get(family))
+
+    loaded = load(path)
+
+    assert compare_with_own(loaded) > 0.9999
+    # Weights that are stored plus one, or by their exponential, are rounded.
+    assert_twins(loaded, model, tolerance=2e-6)
+
+
 def _metadata_of(family: str, model: PreTrainedModel) -> dict[str, Any]:
     if family == "mixtral":
         return {"expert_count": 4}
@@ -136,6 +152,36 @@ def test_linear_layers_multiply_with_the_blocks_of_the_file(
             assert torch.allclose(dequantised(pack.weights), twin, rtol=1e-5, atol=1e-7)
     assert num_packed >= 2 * 7
     assert loaded.weights == "blocks"
+    assert compare_with_own(loaded) > 0.999
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_a_head_tied_to_the_embeddings_multiplies_with_the_blocks_of_the_table(
+    family: str, tmp_path: Path
+) -> None:
+    model = tiny_model(family, **{**_FAMILIES[family], "tie_word_embeddings": True})
+    path = write_gguf(tmp_path / "m.gguf", model, "Q8_0")
+
+    loaded = load(path, dtype="auto")
+
+    table = model.get_input_embeddings().weight
+    pack = pack_of(loaded.module.get_output_embeddings())
+    assert torch.allclose(dequantised(pack.weights), table, rtol=1e-5, atol=1e-7)
+    assert torch.equal(loaded.module.get_input_embeddings().weight, table.to(torch.bfloat16))
+    assert compare_with_own(loaded) > 0.999
+
+
+def test_the_turned_matrices_of_gpt_2_stay_in_blocks(tmp_path: Path) -> None:
+    model = tiny_model("gpt2", n_embd=64, n_layer=2, n_head=4, n_positions=512)
+    metadata = {"feed_forward_length": 256, "attention.key_length": None}
+    path = write_gguf(tmp_path / "m.gguf", model, "Q8_0", metadata)
+
+    loaded = load(path, dtype="auto")
+
+    for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"):
+        layer = loaded.module.get_submodule(f"transformer.h.1.{name}")
+        own = model.get_submodule(f"transformer.h.1.{name}").weight.t()
+        assert torch.allclose(dequantised(pack_of(layer).weights), own, rtol=1e-5, atol=1e-7)
     assert compare_with_own(loaded) > 0.999
 
 

@@ -144,10 +144,10 @@ _LLAMA4 = {
 
 # name -> (model type, settings, what the refusal says); these are refused before weights are read.
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "rwkv": (
-        "rwkv",
-        {"attention_hidden_size": 64},
-        "keeps recurrent state in a form of its own",
+    "recurrent_gemma": (
+        "recurrent_gemma",
+        {"num_hidden_layers": 3},
+        "keeps state other than keys and values in its linear_attention layers",
     ),
     "gemma3, both directions": (
         "gemma3_text",

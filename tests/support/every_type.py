@@ -105,6 +105,7 @@ _EXTRA: dict[str, dict[str, Any]] = {
     "hrm_text": {"num_hidden_layers": None},
     "glm5_next": {"text_config": {"index_kpool": 4}},
     "molmo2": {"adapter_config": {"vision_feature_layer": [1, 0]}},
+    "xlstm": {"hidden_size": 128, "embedding_dim": 128},  # its keys are rounded up to 64
     "xmod": {"is_decoder": True, "default_language": "en_XX"},
     "zamba": {"num_hidden_layers": 3},
     "zaya": {"num_experts_per_tok": 1},

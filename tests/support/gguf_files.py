@@ -12,6 +12,7 @@ from gguf.quants import dequantize, quantize
 from transformers import PreTrainedModel
 
 from support.checkpoints import CHAT_TEMPLATE, byte_tokenizer
+from support.gguf_stored import stacked_projections, stored_tensors
 
 # transformers' type -> llama.cpp's architecture
 ARCHITECTURES = {
@@ -34,8 +35,48 @@ ARCHITECTURES = {
     "olmo2": "olmo2",
     "cohere": "command-r",
     "cohere2": "cohere2",
+    "deepseek_v2": "deepseek2",
+    "deepseek_v3": "deepseek2",
+    "gpt2": "gpt2",
+    "gpt_bigcode": "starcoder",
+    "falcon": "falcon",
+    "falcon_h1": "falcon-h1",
+    "lfm2": "lfm2",
+    "lfm2_moe": "lfm2moe",
+    "qwen3_next": "qwen3next",
+    "qwen3_5_text": "qwen35",
+    "gemma3n_text": "gemma3n",
+    "gemma4_text": "gemma4",
+    "glm4": "glm4",
+    "glm4_moe": "glm4moe",
+    "dots1": "dots1",
+    "minimax_m2": "minimax-m2",
+    "granitemoe": "granitemoe",
+    "granitemoeshared": "granitemoe",
+    "granitemoehybrid": "granitehybrid",
+    "nemotron": "nemotron",
+    "nemotron_h": "nemotron_h",
+    "mamba": "mamba",
+    "mamba2": "mamba2",
+    "exaone4": "exaone4",
+    "hunyuan_v1_dense": "hunyuan-dense",
+    "hunyuan_v1_moe": "hunyuan-moe",
+    "ernie4_5": "ernie4_5",
+    "ernie4_5_moe": "ernie4_5-moe",
+    "llama4_text": "llama4",
+    "ministral3": "mistral3",
+    "olmo3": "olmo2",
+    "olmoe": "olmoe",
+    "seed_oss": "seed_oss",
+    "phi": "phi2",
+    "arcee": "arcee",
 }
-_PERMUTED = ("llama", "mistral", "mixtral", "smollm3", "granite")
+_PERMUTED = (
+    *("llama", "mistral", "mixtral", "ministral3", "smollm3", "arcee"),
+    *("granite", "granitemoe", "granitemoeshared", "granitemoehybrid"),
+)
+# Those whose norms' weights are stored plus one.
+_SHIFTED = ("gemma", "gemma2", "gemma3_text", "nemotron", "qwen3_next", "qwen3_5_text")
 _PLAIN_METADATA = {
     "block_count": "num_hidden_layers",
     "context_length": "max_position_embeddings",
@@ -106,8 +147,9 @@ def write_gguf(
     """Write a model, and put what its blocks hold into the model's own weights.
 
     So the model is the file's exact twin afterwards. Matrices are in the block format `kind`.
-    `metadata` is added under the architecture's name, `extra` are further float32 tensors. `merges`
-    are pairs of letters that one token has, such as "h e"; llama.cpp itself reads no file without.
+    `metadata` is added under the architecture's name, None leaves a key out; `extra` are further
+    float32 tensors. `merges` are pairs of letters that one token has, such as "h e"; llama.cpp
+    itself reads no file without.
     """
     config = model.config
     architecture = ARCHITECTURES[config.model_type]
@@ -121,9 +163,12 @@ def write_gguf(
     for name, values in (extra or {}).items():
         writer.add_tensor(name, values)
     generator = np.random.default_rng(5)
-    for name, parameter in model.named_parameters():
+    buffers = [(n, b) for n, b in model.named_buffers() if n in model.state_dict()]
+    for name, parameter in (*model.named_parameters(), *buffers):
         for stored, part in _parts(name, parameter, names, config):
             _write_tensor(writer, stored, part, config, kind, generator)
+    for stored, part in stacked_projections(model):
+        _write_tensor(writer, stored, part, config, kind, generator)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -132,22 +177,20 @@ def write_gguf(
 
 
 def _parts(name: str, parameter: Any, names: Any, config: Any) -> list[tuple[str, torch.Tensor]]:
-    """Return the file's tensors that a parameter becomes, as views of it."""
-    if ".experts." in name:
-        block = name.split(".")[2]
-        if config.model_type == "gpt_oss":
-            return _alternating_parts(name, parameter.data, block)
-        if name.endswith("down_proj"):
-            return [(f"blk.{block}.ffn_down_exps.weight", parameter.data)]
-        gate, up = parameter.data.chunk(2, dim=1)
-        return [
-            (f"blk.{block}.ffn_gate_exps.weight", gate),
-            (f"blk.{block}.ffn_up_exps.weight", up),
-        ]
+    """Return the file's tensors that a parameter becomes, as views of it where it can."""
+    if ".experts." in name and config.model_type == "gpt_oss":
+        return _alternating_parts(name, parameter.data, name.split(".")[2])
     if name.endswith(".sinks"):
         return [(f"blk.{name.split('.')[2]}.attn_sinks.weight", parameter.data)]
+    special = stored_tensors(name, parameter.data, config)
+    if special is not None:
+        return special
+    if config.model_type == "nemotron_h":
+        name = name.replace("model.", "backbone.")
     stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
     assert stored is not None, name
+    if not stored.endswith((".weight", ".bias")) and ".ssm_" not in stored:
+        stored += ".weight"
     return [(stored, parameter.data)]
 
 
@@ -167,10 +210,13 @@ def _write_tensor(
     writer: Any, name: str, part: torch.Tensor, config: Any, kind: str, generator: Any
 ) -> None:
     is_permuted = config.model_type in _PERMUTED and (".attn_q." in name or ".attn_k." in name)
-    heads = config.num_attention_heads if ".attn_q." in name else config.num_key_value_heads
+    heads = 0
+    if is_permuted:
+        heads = config.num_attention_heads if ".attn_q." in name else config.num_key_value_heads
     values = permuted(part, heads) if is_permuted else part
     if part.dim() == 1 or name.endswith(".bias") or kind == "F32":
-        offset = 1.0 if config.model_type.startswith("gemma") and "norm" in name else 0.0
+        is_shifted = name.endswith("norm.weight") and ".ssm_norm" not in name
+        offset = 1.0 if config.model_type in _SHIFTED and is_shifted else 0.0
         writer.add_tensor(name, np.ascontiguousarray((values + offset).float().numpy()))
         return
     quantisation = GGMLQuantizationType[kind]
@@ -197,23 +243,29 @@ def _write_metadata(writer: Any, architecture: str, config: Any, metadata: dict[
     found = {
         key: getattr(config, name)
         for key, name in _PLAIN_METADATA.items()
-        if getattr(config, name, None) is not None
+        if key not in metadata and getattr(config, name, None) is not None
     }
     rope = getattr(config, "rope_parameters", None) or {}
     rope = rope.get("full_attention", rope)
     found["rope.freq_base"] = float(rope.get("rope_theta", 10000.0))
-    for name in ("layer_norm_eps", "norm_epsilon"):
+    for name in ("layer_norm_eps", "norm_epsilon", "layer_norm_epsilon"):
         if hasattr(config, name):
             found["attention.layer_norm_epsilon"] = getattr(config, name)
     for name in ("logit_scale", "logits_scaling"):
         if hasattr(config, name):
             found["logit_scale"] = getattr(config, name)
     for key, value in {**found, **metadata}.items():
+        if value is None:
+            continue
         full = f"{architecture}.{key}"
         if isinstance(value, float):
             writer.add_float32(full, value)
+        elif isinstance(value, bool):
+            writer.add_bool(full, value)
         elif isinstance(value, int):
             writer.add_uint32(full, value)
+        elif isinstance(value, list):
+            writer.add_array(full, value)
         else:
             writer.add_string(full, value)
 

@@ -45,7 +45,7 @@ _INSTEAD = """
 ## Refused types
 
 kvchat refuses these when it starts, in one sentence. What reads in both directions, takes no cache
-of keys and values or keeps its state in a form of its own runs in transformers itself (`generate`);
+of keys and values or keeps its state in its modules runs in transformers itself (`generate`);
 of most families there is also a type above that is exact.
 """
 

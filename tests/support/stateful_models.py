@@ -70,6 +70,7 @@ STATEFUL: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "falcon_h1": ("falcon_h1", {**_MAMBA2, "mamba_d_ssm": 128}),
     "bamba": ("bamba", {**_MAMBA2, "attn_layer_indices": [1]}),
+    "rwkv": ("rwkv", {"attention_hidden_size": 64, "context_length": 512, "head_dim": None}),
     "nemotron_h": (
         "nemotron_h",
         {

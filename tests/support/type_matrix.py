@@ -57,7 +57,8 @@ def verdict_of(model_type: str, directory: Path) -> Verdict:
     try:
         return _try(reference, directory)
     except KvchatError as error:
-        return Verdict(REFUSED, _without_name(error.message))
+        message = error.message.replace(str(directory / "model"), "the checkpoint")
+        return Verdict(REFUSED, _without_name(message))
     except Exception as error:
         return Verdict(WRONG, _line(error))
 
