@@ -161,14 +161,17 @@ class PackDb:
     def follow(self) -> PackTable:
         """Return the table, opened again where its file is not the one it was.
 
-        So it is on another thread: SQLite's connections are each thread's own. So it is where a
-        pipe or a link stands in the place of a log, which SQLite opens when it first needs it.
+        So it is where a pipe or a link stands in the place of a log, which SQLite opens when it
+        first needs it. On another thread the connection is taken over: a store is opened beside
+        the thread that uses it, and opening it twice would make the first prompt wait.
         """
         is_the_same = file_number(self._table_path) == self._file
         is_the_same = is_the_same and model_dirs.has_only_files(self._own)
-        if not is_the_same or threading.get_ident() != self.thread:
+        if not is_the_same or self.thread is None:
             self.close()
             self.table = self._opened()
+        self.table.take_over()
+        self.thread = threading.get_ident()
         return self.table
 
     @contextmanager

@@ -173,6 +173,7 @@ class RawCache(diskcache.Cache):
     def __init__(self, directory: Path, patience_s: float) -> None:
         self._local = threading.local()
         self._connections: list[sqlite3.Connection] = []  # of all threads
+        self._connected_in = os.getpid()
         try:
             self._open(directory, patience_s)
         except BaseException:
@@ -205,6 +206,14 @@ class RawCache(diskcache.Cache):
         if hasattr(self, "_disk"):
             self._disk.release()
 
+    def take_over(self) -> None:
+        """Give a thread without a connection that of the thread that used the table until now.
+
+        In a process that was forked since, diskcache sees so and opens one of its own.
+        """
+        if self._connections and getattr(self._local, "con", None) is None:
+            self._local.con, self._local.pid = self._connections[-1], self._connected_in
+
     @property
     def _con(self) -> sqlite3.Connection:
         """The thread's connection: where there is none yet, or none any more, one is opened, by
@@ -228,7 +237,7 @@ class RawCache(diskcache.Cache):
         One that is only forgotten stays open: it is part of a reference cycle.
         """
         path = os.path.join(self.directory, DATABASE)
-        self._local.pid = os.getpid()
+        self._local.pid = self._connected_in = os.getpid()
         connection = self._local.con = sqlite3.connect(
             path, timeout=self._timeout, isolation_level=None, check_same_thread=False
         )
