@@ -157,7 +157,7 @@ def load_trusted(
     progress: Progress,
 ) -> LoadedModel:
     """Load a model and check its paged forward pass; raises the errors of `build_engine`."""
-    loaded = load_model(source, config, max_context, progress)
+    loaded = load_model(source, config, max_context, progress, state_directory)
     progress(LoadProgress("checking the paged forward pass"))
     ensure_trusted(loaded, state_directory)
     return loaded

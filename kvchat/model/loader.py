@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig
+from transformers.models.auto.configuration_auto import AutoConfig
 from transformers.utils import logging as transformers_logging
 
 from kvchat.core.config import ModelConfig
@@ -22,7 +22,7 @@ from kvchat.core.events import LoadProgress
 from kvchat.model.checkpoint_files import read_header, read_json
 from kvchat.model.checkpoint_tensors import read_tensors
 from kvchat.model.compiled_step import CompiledModel, compiled_model
-from kvchat.model.config_limits import check_counts, parameter_limit
+from kvchat.model.config_limits import ParameterLimit, check_counts, parameter_limit
 from kvchat.model.cpu_linear import limit_kept_shapes, use_cpu_products
 from kvchat.model.device import choose_device, dtype_name, dtype_of, free_bytes, set_threads
 from kvchat.model.fuse import Fusing
@@ -34,9 +34,11 @@ from kvchat.model.hf_adapter import (
     register_attention,
 )
 from kvchat.model.identity import sample_digest
+from kvchat.model.known_specs import KnownSpecs, spec_key
 from kvchat.model.lora import merge
 from kvchat.model.model_class import (
     class_and_config,
+    operators_on_meta,
     reads_more_than_text,
     tensor_names,
     without_towers,
@@ -146,10 +148,13 @@ def _config_content(source: ModelSource) -> dict[str, Any]:
     return {**gguf_config(source.gguf, source.name), "dtype": dtype}
 
 
-def inspect_model(source: ModelSource) -> tuple[Any, ModelSpec | None]:
+def inspect_model(
+    source: ModelSource, state_directory: Path | None = None
+) -> tuple[Any, ModelSpec | None]:
     """Return a checkpoint's config and its spec; None as the spec if the probe needs weights.
 
-    The config is that of the text model, with as little else as its class can be built with.
+    The config is that of the text model, with as little else as its class can be built with. Keeps
+    what the probe finds in `state_directory`, if not None.
     """
     config = without_towers(read_config(source))
     headers = [read_header(path) for path in source.weight_files]
@@ -157,9 +162,23 @@ def inspect_model(source: ModelSource) -> tuple[Any, ModelSpec | None]:
     if source.gguf is not None:  # a byte of its blocks may hold several weights
         content["quantization_config"] = "gguf"
     try:
-        return config, probe(config, parameter_limit(headers, content))
+        return config, _probed(config, parameter_limit(headers, content), state_directory)
     except ProbeInconclusive:
         return config, None
+
+
+def _probed(config: Any, limit: ParameterLimit, state_directory: Path | None) -> ModelSpec:
+    """Return the result of an earlier probe, or probe; raises what `probe` raises."""
+    known = KnownSpecs(state_directory)
+    try:
+        key = spec_key(config, limit)
+    except (KeyError, OSError):
+        return probe(config, limit)
+    spec = known.find(key)
+    if spec is None:
+        spec = probe(config, limit)
+        known.note(key, spec)
+    return spec
 
 
 class _NoRoom(ModelError):
@@ -167,9 +186,15 @@ class _NoRoom(ModelError):
 
 
 def load_model(
-    source: ModelSource, config: ModelConfig, max_context: int | None, progress: Progress
+    source: ModelSource,
+    config: ModelConfig,
+    max_context: int | None,
+    progress: Progress,
+    state_directory: Path | None = None,
 ) -> LoadedModel:
     """Load a checkpoint. `max_context` (tokens) can only lower the model's own limit.
+
+    `state_directory` keeps what the probe finds out, if not None.
 
     Where the device is not given and the weights do not fit on the GPU, the model is loaded on the
     CPU, and a note says so. With `weights` auto a GPU gets the most bits that fit. Raises
@@ -177,7 +202,7 @@ def load_model(
     if files are missing or damaged, or memory is too small.
     """
     try:
-        return _load(source, config, max_context, progress)
+        return _load(source, config, max_context, progress, state_directory)
     except _NoRoom as error:
         if config.device != "auto":
             raise
@@ -188,12 +213,16 @@ def load_model(
             raise ModelError(message, "Use a smaller model or --device cpu.") from error
         note = f"{message} The model runs on the CPU."
     # Here the error is gone, and with it what it held of the weights on the GPU.
-    loaded = _load(source, replace(config, device="cpu"), max_context, progress)
+    loaded = _load(source, replace(config, device="cpu"), max_context, progress, state_directory)
     return replace(loaded, notes=(*loaded.notes, note))
 
 
 def _load(
-    source: ModelSource, config: ModelConfig, max_context: int | None, progress: Progress
+    source: ModelSource,
+    config: ModelConfig,
+    max_context: int | None,
+    progress: Progress,
+    state_directory: Path | None,
 ) -> LoadedModel:
     start_s = time.perf_counter()
     progress(LoadProgress("reading the model's configuration"))
@@ -202,7 +231,7 @@ def _load(
     device = choose_device(config)
     with _LOADING:
         marks = source.marks()
-        hf_config, spec = inspect_model(source)
+        hf_config, spec = inspect_model(source, state_directory)
         keeps_blocks = _keeps_blocks(source, config, spec)
         module, notes = _read_weights(
             source,
@@ -334,16 +363,17 @@ def _read_weights(
         # names, no adapters and no other checkpoints beside the weights.
         found = read_tensors(source, hf_config, dtype, progress, blocks_on is not None)
         model_class, class_config = class_and_config(hf_config)
-        module, report = model_class.from_pretrained(
-            None,
-            config=class_config,
-            state_dict=found.tensors,
-            dtype=found.dtype if found.dtype is not None else "auto",
-            attn_implementation=implementation,
-            local_files_only=True,
-            ignore_mismatched_sizes=True,
-            output_loading_info=True,
-        )
+        with operators_on_meta():  # where transformers builds it first
+            module, report = model_class.from_pretrained(
+                None,
+                config=class_config,
+                state_dict=found.tensors,
+                dtype=found.dtype if found.dtype is not None else "auto",
+                attn_implementation=implementation,
+                local_files_only=True,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+            )
     except ImportError as error:
         raise ModelUnsupported(
             f"{source.name} needs a package that is not installed: {_first_line(error)}",

@@ -12,13 +12,15 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from transformers import (
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
-    PreTrainedConfig,
 )
+
+from kvchat.model.lean_import import import_meta_operators
 
 _log = logging.getLogger(__name__)
 
@@ -46,8 +48,34 @@ def new_model(config: Any, attention: str, dtype: torch.dtype) -> Any:
 @contextmanager
 def on_meta() -> Iterator[None]:
     """Build modules without memory inside this context, and without computing initial values."""
-    with torch.device("meta"), _NoInitialValues():
+    with operators_on_meta(), torch.device("meta"), _NoInitialValues():
         yield
+
+
+def operators_on_meta() -> TorchFunctionMode:
+    """Return a context in which code runs on the meta device though torch was imported leanly.
+
+    Imports torch's Python operators of that device, and with them sympy, only where one is used
+    that has no other form. Enter it outside of `torch.device("meta")`.
+    """
+    return _OperatorsOnMeta()
+
+
+class _OperatorsOnMeta(TorchFunctionMode):
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if function is torch.arange and str(kwargs.get("device")) == "meta":
+            # The one such operator that the usual models call, for their RoPE tables.
+            values = function(*args, **{**kwargs, "device": "cpu"})
+            return torch.empty_like(values, device="meta")
+        try:
+            return function(*args, **kwargs)
+        except NotImplementedError:
+            if not import_meta_operators():
+                raise
+            return function(*args, **kwargs)
 
 
 class _NoInitialValues(TorchFunctionMode):

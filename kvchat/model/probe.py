@@ -22,7 +22,7 @@ from kvchat.core.errors import ModelUnsupported
 from kvchat.model.config_limits import ParameterLimit, TooLarge
 from kvchat.model.gathered import cache_over
 from kvchat.model.hf_adapter import OWN_ATTENTION, find_sinks, replace_own_attention
-from kvchat.model.model_class import new_model, on_meta
+from kvchat.model.model_class import new_model, on_meta, operators_on_meta
 from kvchat.model.spec import CacheCall, Gathered, LayerSpec, ModelSpec, StateTensor
 from kvchat.model.state import cache_argument, new_state_cache, read_state
 from kvchat_kernels.paged_attention import FULL, AttentionSpan
@@ -390,7 +390,7 @@ def _run(model: Any, **settings: Any) -> None:
         # As every step does: without it, some models drop rows before attention.
         settings["logits_to_keep"] = torch.arange(_NUM_TOKENS, device=model.device)
     try:
-        with torch.inference_mode():
+        with torch.inference_mode(), operators_on_meta():
             model(input_ids=token_ids, **settings)
     except UnknownMask as error:
         raise Refusal(

@@ -8,6 +8,7 @@ import os
 import sqlite3
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -82,6 +83,33 @@ def test_closing_closes_what_another_thread_has_opened(tmp_path: Path) -> None:
     thread.join()
 
     assert tables == []
+
+
+def test_a_store_that_one_thread_opens_and_others_use_is_opened_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A restart's first prompt waited while its thread opened what had just been opened."""
+    tier = open_tier(tmp_path)
+    opened: list[object] = []
+    connect = sqlite3.connect
+
+    def counting(*arguments: Any, **settings: Any) -> sqlite3.Connection:
+        if str(arguments[0]).startswith(str(tmp_path)):  # threads of other tests may still open
+            opened.append(arguments)
+        return connect(*arguments, **settings)
+
+    monkeypatch.setattr(sqlite3, "connect", counting)
+    found: list[int] = []
+    for use in (lambda: save(tier, IDS), lambda: found.append(restored(tier, IDS))):
+        thread = threading.Thread(target=use)
+        thread.start()
+        thread.join()
+    here = restored(tier, IDS)
+    tier.close()
+
+    assert (found, opened) == ([here], [])
+    assert here
+    assert open_below(tmp_path) == []
 
 
 def test_a_file_that_cannot_be_looked_at_is_closed(

@@ -1,0 +1,173 @@
+"""What the probe found out is known at the next start, and only while all it depends on stays."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvchat.core.errors import ModelError
+from kvchat.model import known_specs, loader
+from kvchat.model.config_limits import ParameterLimit
+from kvchat.model.known_specs import KnownSpecs, spec_key
+from kvchat.model.loader import inspect_model
+from kvchat.model.probe import probe
+from kvchat.model.source import find_model
+from kvchat.model.spec import ModelSpec
+from support.architectures import GATHERED, SUPPORTED
+from support.checkpoints import save_checkpoint, tiny_config, tiny_model
+from support.stateful_models import STATEFUL
+
+_LIMIT = ParameterLimit(1000, 1_000_000)
+_ALL = {**SUPPORTED, **{name: each[:2] for name, each in GATHERED.items()}, **STATEFUL}
+
+
+@pytest.fixture
+def probes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the model types that were probed."""
+    probed: list[str] = []
+
+    def noting(config: Any, limit: ParameterLimit) -> ModelSpec:
+        probed.append(config.model_type)
+        return probe(config, limit)
+
+    monkeypatch.setattr(loader, "probe", noting)
+    return probed
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["gemma3, mixed windows", "gemma3n, shared KV", "gpt_oss, sinks", "bloom", "qwen3_5", "lfm2"],
+)
+def test_a_spec_is_known_as_it_was_probed(tmp_path: Path, name: str) -> None:
+    model_type, settings = _ALL[name]
+    spec = probe(tiny_config(model_type, **settings))
+
+    KnownSpecs(tmp_path).note("key", spec)
+
+    assert KnownSpecs(tmp_path).find("key") == spec
+    assert KnownSpecs(tmp_path).find("another") is None
+    assert (tmp_path / "specs.json").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_model_is_probed_at_its_first_start_only(tmp_path: Path, probes: list[str]) -> None:
+    source = find_model(str(save_checkpoint(tmp_path / "model", tiny_model("llama"))))
+
+    _, first = inspect_model(source, tmp_path / "state")
+    _, second = inspect_model(source, tmp_path / "state")
+    _, third = inspect_model(source)
+
+    assert first == second == third
+    assert probes == ["llama", "llama"], "without a state directory each start probes"
+
+
+def test_a_config_that_changed_is_probed_again(tmp_path: Path, probes: list[str]) -> None:
+    """A number of layers that the weights cannot hold is refused though the model was known."""
+    directory = save_checkpoint(tmp_path / "model", tiny_model("llama"))
+    inspect_model(find_model(str(directory)), tmp_path / "state")
+    config = json.loads((directory / "config.json").read_text())
+
+    (directory / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}))
+    _, spec = inspect_model(find_model(str(directory)), tmp_path / "state")
+    (directory / "config.json").write_text(json.dumps({**config, "hidden_size": 1 << 14}))
+
+    assert spec is not None
+    assert len(spec.layers) == 1
+    with pytest.raises(ModelError, match="larger model"):
+        inspect_model(find_model(str(directory)), tmp_path / "state")
+    assert probes == ["llama"] * 3
+
+
+def test_the_key_tells_of_every_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, own = tiny_config("llama"), tmp_path / "probe.py"
+    own.write_text("one")
+    monkeypatch.setattr(known_specs, "__file__", str(tmp_path / "known_specs.py"))
+    keys = [spec_key(config, _LIMIT), spec_key(config, ParameterLimit(1000, 5))]
+    keys.append(spec_key(tiny_config("llama", num_hidden_layers=3), _LIMIT))
+    for name in ("torch.__version__", "transformers.__version__"):
+        with monkeypatch.context() as changed:
+            changed.setattr(f"kvchat.model.known_specs.{name}", "0.0")
+            keys.append(spec_key(config, _LIMIT))
+    assert spec_key(tiny_config("llama"), _LIMIT) == keys[0]
+    own.write_text("another")
+    keys.append(spec_key(config, _LIMIT))
+
+    assert len(set(keys)) == len(keys) == 6
+
+
+def _with(content: str, old: str, new: str) -> str:
+    assert old in content
+    return content.replace(old, new)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda content: content[: len(content) // 2],
+        lambda content: "",
+        lambda content: "[]",
+        lambda content: _with(content, '"num_heads": 4', '"num_heads": 5'),
+        lambda content: _with(content, '"version": 1', '"version": 2'),
+        lambda content: _with(content, '"digest"', '"other"'),
+    ],
+)
+def test_a_damaged_file_is_a_miss_and_is_replaced(
+    tmp_path: Path, probes: list[str], damage: Any
+) -> None:
+    source = find_model(str(save_checkpoint(tmp_path / "model", tiny_model("llama"))))
+    state = tmp_path / "state"
+    _, sound = inspect_model(source, state)
+    file = state / "specs.json"
+    file.write_text(damage(file.read_text()))
+
+    assert [inspect_model(source, state)[1] for _ in range(2)] == [sound, sound]
+    assert probes == ["llama", "llama"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("vocab_size", "272"),
+        ("vocab_size", True),
+        ("max_context", None),
+        ("layers", {}),
+        ("layers", [{"module_name": "x"}]),
+        ("gathered", {"reason": "x", "calls": [], "num_layers": 1.5}),
+        ("state", [{"layer": 0, "kind": "x", "index": 0, "shape": [1], "dtype": "os.system"}]),
+    ],
+)
+def test_content_of_other_types_is_a_miss_whatever_its_digest(
+    tmp_path: Path, name: str, value: object
+) -> None:
+    known = KnownSpecs(tmp_path)
+    known.note("key", probe(tiny_config("llama")))
+    file = tmp_path / "specs.json"
+    content = json.loads(file.read_text())
+    entry = content["specs"]["key"]
+    entry["spec"][name] = value
+    entry["digest"] = known_specs._digest(entry["spec"])
+    file.write_text(json.dumps(content))
+
+    assert known.find("key") is None
+
+
+def test_a_link_or_a_file_that_others_may_write_is_a_miss(tmp_path: Path) -> None:
+    known = KnownSpecs(tmp_path)
+    known.note("key", probe(tiny_config("llama")))
+    file = tmp_path / "specs.json"
+    file.rename(tmp_path / "elsewhere.json")
+    file.symlink_to(tmp_path / "elsewhere.json")
+
+    assert known.find("key") is None
+
+
+def test_the_newest_specs_stay(tmp_path: Path) -> None:
+    known, spec = KnownSpecs(tmp_path), probe(tiny_config("llama"))
+    for number in range(18):
+        known.note(f"key {number}", spec)
+
+    assert [known.find(f"key {number}") is not None for number in (1, 2, 17)] == [
+        False,
+        True,
+        True,
+    ]
