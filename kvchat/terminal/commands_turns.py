@@ -3,7 +3,7 @@
 import re
 from dataclasses import replace
 
-from kvchat.chat.compaction import checked_summary, require_length
+from kvchat.chat.compaction import checked_summary, require_substance
 from kvchat.chat.conversation import Conversation, Turn
 from kvchat.chat.events import AnswerEnded
 from kvchat.chat.messages import MessageNumbers, find_place
@@ -107,7 +107,7 @@ async def compact(context: "CommandContext", arguments: str) -> None:
         context.say("Stopped: nothing is compacted.")
         return
     summary = checked_summary(ended.text, ended.reason)
-    require_length(controller.num_tokens(summary), plan.num_tokens)
+    require_substance(summary, controller.num_tokens(summary), plan)
     saved = controller.compact(plan, summary)
     after = before - saved
     context.say(

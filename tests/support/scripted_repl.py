@@ -101,7 +101,9 @@ def author(question: str, sample: int) -> Script:
             return Script(question, tokens_per_step=20)
         if question.endswith("a refusal"):
             return Script("No.")
-        return Script("Ada has a dog called Rex.", tokens_per_step=5, step_s=0.01)
+        if question.endswith("in words"):
+            return Script("I'm sorry, I can't do that.")
+        return Script("Numbered lines; Ada has a dog called Rex.", tokens_per_step=5, step_s=0.01)
     if word == "warn":
         sys.stderr.write("a library warns\n\x1b[31mtwice\n")
         sys.stderr.flush()
