@@ -1,7 +1,9 @@
 """Settings of the whole test run."""
 
 import os
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -14,6 +16,9 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models: a second thread only waits
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ["HF_HUB_OFFLINE"] = "1"
+# Kernels are compiled once, and not once for every private home of a test.
+_KERNELS = Path(tempfile.gettempdir(), f"kvchat-test-kernels-{os.getuid()}")
+os.environ.setdefault("KVCHAT_KERNEL_CACHE", str(_KERNELS))
 
 
 @pytest.fixture(scope="session")

@@ -1,8 +1,7 @@
 """Helpers for fast matrix products on a CPU: native dtypes, and a small set of sizes.
 
 oneDNN, torch's library for bfloat16 products on a CPU, compiles code for every shape: 2 to 5 ms and
-0.7 MB each. Therefore numbers of rows and keys are rounded up to few sizes. TorchScript compiles
-`linear_of_few_sizes` too, so that function uses only what TorchScript supports.
+0.7 MB each. Therefore numbers of rows and keys are rounded up to few sizes.
 """
 
 from functools import cache

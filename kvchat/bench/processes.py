@@ -13,6 +13,8 @@ from pathlib import Path
 from threading import Timer
 from typing import Any
 
+from kvchat_kernels.cpu.object_cache import KERNEL_CACHE_VARIABLE, object_cache
+
 COMMAND = (sys.executable, "-m", "kvchat")
 _DEADLINE_S = 1800.0
 
@@ -43,12 +45,16 @@ class Answered:
 
 @contextmanager
 def private_home() -> Iterator[dict[str, str]]:
-    """Yield an environment with new, empty directories and without KVCHAT_* settings."""
+    """Yield an environment with new, empty directories and without KVCHAT_* settings.
+
+    Compiled kernels stay: they are compiled once on a machine.
+    """
     with tempfile.TemporaryDirectory(prefix="kvchat-bench-") as home:
         kept = {k: v for k, v in os.environ.items() if not k.startswith("KVCHAT_")}
         kinds = ("CONFIG", "DATA", "STATE", "CACHE")
         directories = {f"XDG_{kind}_HOME": str(Path(home, kind.lower())) for kind in kinds}
-        yield {**kept, "HOME": home, **directories}
+        kernels = {KERNEL_CACHE_VARIABLE: str(object_cache().directory)}
+        yield {**kept, "HOME": home, **directories, **kernels}
 
 
 def answer(arguments: Sequence[str], environment: Mapping[str, str], message: str) -> Answered:

@@ -24,6 +24,7 @@ from kvchat.core.config import (
 from kvchat.core.errors import UsageError
 from kvchat.core.text import one_line
 from kvchat.model.source import DEMO, DEMO_DRAFT
+from kvchat_kernels.cpu.object_cache import KERNEL_CACHE_VARIABLE
 
 ENVIRONMENT_PREFIX = "KVCHAT_"
 # The table of named servers, which `endpoints.py` reads.
@@ -226,7 +227,7 @@ def resolve(
 def unknown_variables(environment: Mapping[str, str]) -> list[str]:
     """Return a sentence for each variable that looks like a kvchat setting but is none."""
     known_names = [setting.variable for setting in SETTINGS]
-    known_names += [API_KEY_VARIABLE, ENDPOINT_KEY_VARIABLE]
+    known_names += [API_KEY_VARIABLE, ENDPOINT_KEY_VARIABLE, KERNEL_CACHE_VARIABLE]
     sentences = []
     for name in sorted(environment):
         if not name.startswith(ENVIRONMENT_PREFIX) or name in known_names:

@@ -47,13 +47,12 @@ from kvchat.engine.draft_model import ModelDrafter
 from kvchat.engine.drafters import Drafter
 from kvchat.engine.engine import Engine
 from kvchat.engine.ngram import NgramDrafter
-from kvchat.engine.runner import Runner, Warmup
+from kvchat.engine.runner import Runner
 from kvchat.engine.speculation import Mode, Speculation
 from kvchat.engine.stateful_runner import StatefulRunner
 from kvchat.engine.step_threads import StepThreads
 from kvchat.model.cuda_graph import CudaGraphs
 from kvchat.model.device import can_change_threads, device_name, dtype_name, dtype_of, free_bytes
-from kvchat.model.fused_parts import MAX_PACKED_ROWS
 from kvchat.model.graphs import GraphRunner
 from kvchat.model.identity import content_digest
 from kvchat.model.loader import LoadedModel, Progress, load_model
@@ -63,6 +62,7 @@ from kvchat.model.source import ModelSource
 from kvchat.model.spec import ModelSpec
 from kvchat.model.state import state_bytes
 from kvchat.model.text_files import same_vocabulary
+from kvchat_kernels.cpu.step import MAX_ROWS
 from kvchat_kernels.kv_layer import KvLayer
 
 # Increase it when the content of a slot changes for the same token: the layout of a block image, or
@@ -206,7 +206,7 @@ def _cache_and_runner(
     cache = CacheManager(kv_pool, config.reuse)
     model = PagedModel(loaded, kv_pool.layers)
     graphs = new_graphs(model, cache, engine_config)
-    return cache, Runner(model, cache.block_size, graphs, threads, new_warmup(model, cache))
+    return cache, Runner(model, cache.block_size, graphs, threads)
 
 
 def _kv_of(loaded: LoadedModel, kv_pool: KvPool) -> Sequence[KvLayer]:
@@ -317,11 +317,6 @@ def new_threads(device: torch.device) -> StepThreads | None:
     if device.type != "cpu" or not can_change_threads():
         return None
     return StepThreads(torch.get_num_threads())
-
-
-def new_warmup(model: PagedModel, cache: CacheManager) -> Warmup:
-    """Return the warm-up of `model` over `cache`, to run before its steps are timed."""
-    return Warmup(model, model.loaded.spec.vocab_size, cache.block_size)
 
 
 def new_connector(
@@ -528,8 +523,7 @@ class _DraftBuild:
             new_connector(loaded, cache, own_config, self.state_directory, is_draft=True),
             graphs=new_graphs(model, cache, self.engine_config),
             threads=new_threads(loaded.device),
-            warmup=new_warmup(model, cache),
-            piece_rows=_piece_rows(loaded),
+            piece_rows=_piece_rows(model),
         )
         return _Draft(drafter, self._limited(num_blocks * target_geometry.block_bytes))
 
@@ -537,15 +531,15 @@ class _DraftBuild:
         return replace(self.cache_config, device_bytes=Size(num_bytes=num_bytes))
 
 
-def _piece_rows(loaded: LoadedModel) -> int | None:
-    """Return the most rows of a fused step if several are faster than one large step, else None.
+def _piece_rows(model: PagedModel) -> int | None:
+    """Return the most rows of a compiled step if several are faster than one large step, else None.
 
     A large step uses transformers' own forward pass, and reads the weights once. The weights of a
     tiny model stay in the CPU cache, so reading them again costs almost nothing.
     """
-    num_bytes = sum(p.numel() * p.element_size() for p in loaded.module.parameters())
+    num_bytes = sum(p.nbytes for p in model.loaded.module.parameters())
     is_tiny = num_bytes <= _HELD_BY_A_CACHE
-    return MAX_PACKED_ROWS if loaded.weights == "float16" and is_tiny else None
+    return MAX_ROWS if model.compiled is not None and is_tiny else None
 
 
 def _say_nothing(event: LoadProgress) -> None:

@@ -17,7 +17,7 @@ from kvchat.cache.block_manager import BlockTable, CacheManager
 from kvchat.engine.draft_policy import MAX_DRAFTED
 from kvchat.engine.drafters import Offer, Wanted, WhenWritten
 from kvchat.engine.request import Request, State
-from kvchat.engine.runner import Runner, Warmup, sampling_row
+from kvchat.engine.runner import Runner, sampling_row
 from kvchat.engine.sampler import as_tokens, row_draw, sample
 from kvchat.engine.step_threads import StepThreads
 from kvchat.model.batch import SequencePiece
@@ -57,9 +57,9 @@ class ModelDrafter:
 
     `vocab_size` and `max_context` are the draft model's own: it makes no offer for a context beyond
     them. With `connector`, its KV is kept on the disk and restored; the drafter closes it. `graphs`
-    are graphs of the draft model's small steps, `threads` chooses their number of threads, `warmup`
-    is its warm-up. `piece_rows` is the number of rows in which a few missing tokens are computed,
-    if pieces are faster than one step; None for one step.
+    are graphs of the draft model's small steps, `threads` chooses their number of threads.
+    `piece_rows` is the number of rows in which a few missing tokens are computed, if pieces are
+    faster than one step; None for one step.
     """
 
     name = "draft"
@@ -74,12 +74,11 @@ class ModelDrafter:
         clock: Callable[[], float] = time.perf_counter,
         graphs: GraphRunner | None = None,
         threads: StepThreads | None = None,
-        warmup: Warmup | None = None,
         piece_rows: int | None = None,
     ) -> None:
         self.cache = cache
         self.connector = connector
-        self._runner = Runner(model, cache.block_size, graphs, threads, warmup)
+        self._runner = Runner(model, cache.block_size, graphs, threads)
         self._vocab_size = vocab_size
         self._max_context = min(max_context, cache.max_tokens)
         self._clock = clock

@@ -1,19 +1,17 @@
-"""Runner, Warmup and draws: a step's plan -> one ForwardBatch -> logits -> tokens.
+"""Runner and draws: a step's plan -> one ForwardBatch -> logits -> tokens.
 
-Runner runs the model on pieces of requests and their blocks. Warmup runs dummy steps before steps
-are timed. `draw` and its helpers assign rows of logits to requests, drafts and siblings, and draw
-their tokens. Appending the tokens to the requests is the OutputProcessor's work.
+Runner runs the model on pieces of requests and their blocks. `draw` and its helpers assign rows of
+logits to requests, drafts and siblings, and draw their tokens. Appending the tokens to the requests
+is the OutputProcessor's work.
 """
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
-from kvchat.cache.block_manager import SCRATCH_BLOCK
 from kvchat.core.stats import GraphStatus
 from kvchat.core.types import TokenLogprobs
 from kvchat.engine.logprobs import logprobs_of
@@ -28,76 +26,18 @@ from kvchat.engine.sampler import (
 )
 from kvchat.engine.scheduler import ScheduledRequest
 from kvchat.engine.step_threads import StepThreads
-from kvchat.model.batch import ForwardBatch, SequencePiece, build_batch
+from kvchat.model.batch import SequencePiece, build_batch
 from kvchat.model.graphs import GraphRunner
 from kvchat.model.paged_model import PagedModel
 from kvchat_kernels.sampler import RowDraw
 from kvchat_kernels.sending import on_device
-
-_log = logging.getLogger(__name__)
-
-_NUM_ROWS = (8, 1)  # a verify step, then a plain step that reads the KV of the first
-_NUM_TOKENS = sum(_NUM_ROWS)
-
-
-class WarmupModel(Protocol):
-    """The part of a model that the warm-up needs."""
-
-    @property
-    def device(self) -> torch.device:
-        """The device of its batches."""
-
-    @property
-    def is_checked(self) -> bool:
-        """Whether no later step runs twice to compare fused code with the plain code."""
-
-    def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        """Run one step; return its rows of logits."""
-
-
-class Warmup:
-    """Warm-up: two dummy decode steps of one model, run before steps are timed.
-
-    A model whose fused step is not checked yet computes its first steps twice. If those were timed,
-    steps would look slower and drafts too expensive. Tokens are below `vocab_size`, in blocks of
-    `block_size`. The steps write to the scratch block, which no request reads. If that block is too
-    small for them, the warm-up does nothing, and the first real steps do the checks.
-    """
-
-    def __init__(self, model: WarmupModel, vocab_size: int, block_size: int) -> None:
-        self._model = model
-        self._vocab_size = vocab_size
-        self._block_size = block_size
-        self._is_over = block_size < _NUM_TOKENS
-
-    def run(self) -> None:
-        """Run the steps, once. An error is only logged: a real step will report it again."""
-        if self._is_over:
-            return
-        self._is_over = True
-        try:
-            if not self._model.is_checked:
-                self._run()
-        except Exception as error:
-            _log.warning("the warm-up failed", exc_info=error)
-
-    def _run(self) -> None:
-        # The tokens differ: equal tokens have equal values, and then the result would not depend on
-        # attention.
-        ids = [(2 * i + 1) * self._vocab_size // (2 * _NUM_TOKENS) for i in range(_NUM_TOKENS)]
-        start = 0
-        for num_rows in _NUM_ROWS:
-            tokens = ids[start : start + num_rows]
-            piece = SequencePiece(tokens, start, [SCRATCH_BLOCK], num_logit_rows=num_rows)
-            self._model.forward(build_batch([piece], self._block_size, self._model.device))
-            start += num_rows
 
 
 class Runner:
     """Runs steps on one model whose pools have blocks of `block_size` tokens.
 
     A step runs by one of `graphs` if one fits, otherwise eagerly. On a CPU, `threads` chooses the
-    number of threads; if it is None, that number stays as it is. `warmup` is for the same model.
+    number of threads; if it is None, that number stays as it is.
     """
 
     def __init__(
@@ -106,7 +46,6 @@ class Runner:
         block_size: int,
         graphs: GraphRunner | None = None,
         threads: StepThreads | None = None,
-        warmup: Warmup | None = None,
     ) -> None:
         self._model = model
         self._device = model.device
@@ -114,7 +53,6 @@ class Runner:
         self._graphs = graphs
         self.has_graphs = graphs is not None  # whether `draw` can ever return tokens
         self._threads = threads
-        self._warmup = warmup
 
     @property
     def dtype(self) -> torch.dtype:
@@ -192,11 +130,9 @@ class Runner:
             torch.cuda.current_stream(device).synchronize()
 
     def prepare(self) -> None:
-        """Capture wanted graphs and run the warm-up; takes the time of a few steps."""
+        """Capture wanted graphs; takes the time of a few steps."""
         if self._graphs is not None:
             self._graphs.capture_wanted()
-        if self._warmup is not None:
-            self._warmup.run()
 
     def graph_status(self) -> GraphStatus | None:
         """Return the counts shown to users; None if there are no graphs."""

@@ -15,21 +15,19 @@ import torch
 from torch import nn
 
 from kvchat.model.batch import SequencePiece, build_batch
-from kvchat.model.fused_layers import FusedLayer, join_layer
 from kvchat.model.fused_parts import (
     FusedAttention,
+    FusedLayer,
     GatedMlp,
-    HalfProduct,
-    MergedProduct,
     Product,
     RmsNorm,
     attention_linears,
+    join_layer,
     joined_head_norm,
     mlp_linears,
     rms_norms,
 )
 from kvchat.model.hf_adapter import LayerBinding, StepContext, bind, unbind
-from kvchat.model.quantise import PACKED_NOISE, SharedInputProducts
 from kvchat.model.spec import LayerSpec
 from kvchat_kernels.kv_layer import PlainKv
 
@@ -57,9 +55,8 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, LayerBinding], torc
 
 class Comparison:
     """One random input, the same for every comparison, in `dtype`; its values are those that
-    `rounded_to` has, where that is less precise. `noise` is how far two right results may be apart
-    for reasons other than the dtype, as a share of either. With `has_halves` attention is given
-    each angle once, and not twice in a row.
+    `rounded_to` has, where that is less precise. With `has_halves` attention is given each angle
+    once, and not twice in a row.
     """
 
     def __init__(
@@ -67,14 +64,13 @@ class Comparison:
         dtype: torch.dtype,
         device: torch.device,
         rounded_to: torch.dtype | None = None,
-        noise: float = 0.0,
         has_halves: bool = False,
     ) -> None:
         self._generator = torch.Generator()
         self._dtype = dtype
         self._device = device
         self._rounded_to = rounded_to or dtype
-        self._tolerance = max(_TOLERANCE[dtype], noise)
+        self._tolerance = _TOLERANCE[dtype]
         self._has_halves = has_halves
 
     def agree(self, own: torch.Tensor, fused: torch.Tensor) -> bool:
@@ -106,16 +102,6 @@ class Comparison:
         except _FAILURES:
             return False
         return all(self.agree(a, b) for a, b in zip(mine, other, strict=True))
-
-    def is_identical(self, layer: LayerSpec, one: Attend, other: Attend, width: int) -> bool:
-        """Tell whether two replacements of a layer give the same to the bit, KV included."""
-        try:
-            mine, others = (
-                self.outputs_of_fused(layer, nn.Module(), fused, width) for fused in (one, other)
-            )
-        except _FAILURES:
-            return False
-        return all(torch.equal(a, b) for a, b in zip(mine, others, strict=True))
 
     def is_as_exact(
         self, layer: LayerSpec, attention: nn.Module, own: nn.Module, fused: Attend, width: int
@@ -236,14 +222,13 @@ class FoundParts:
     attention: FusedAttention | None
     mlp: GatedMlp | None
     norms: dict[str, RmsNorm]
-    linears: dict[str, Product]
     recipe: tuple[str, ...]
 
     @property
     def num_parts(self) -> int:
         """How many parts there are beside a whole layer."""
         blocks = (self.attention is not None) + (self.mlp is not None)
-        return blocks + len(self.norms) + len(self.linears)
+        return blocks + len(self.norms)
 
 
 class LayerSearch:
@@ -267,10 +252,9 @@ class LayerSearch:
         self._make = make
         self._compute_dtype = compute_dtype
         weight = next(module.parameters())
-        noise = PACKED_NOISE if make is SharedInputProducts else 0.0
         place = weight.dtype, weight.device
-        self._comparison = Comparison(*place, noise=noise)
-        self._halved = Comparison(*place, noise=noise, has_halves=True)
+        self._comparison = Comparison(*place)
+        self._halved = Comparison(*place, has_halves=True)
 
     def run(self) -> FoundParts:
         """Try the layer as a whole, and its parts one by one only where that fails.
@@ -283,13 +267,12 @@ class LayerSearch:
         for candidate in attentions:
             layer = join_layer(candidate, mlp, norms) if mlp is not None else None
             if layer is not None and self._agrees(self._module, layer):
-                return FoundParts(layer, None, None, {}, {}, (*recipe, _name(candidate), "layer"))
+                return FoundParts(layer, None, None, {}, (*recipe, _name(candidate), "layer"))
         attention = next((a for a in attentions if self._agrees(self._attention, a)), None)
         if mlp is not None and not self._same(self._module.mlp, mlp, mlp.num_inputs):
             mlp = None
         parts = (_name(attention), "mlp" if mlp is not None else "")
-        linears = self._linears(attention is not None, mlp is not None)
-        return FoundParts(None, attention, mlp, norms, linears, (*recipe, *parts))
+        return FoundParts(None, attention, mlp, norms, (*recipe, *parts))
 
     def agrees_in_float32(self, found: FoundParts) -> bool:
         """Tell whether a float32 copy of the layer leads to the same choices.
@@ -297,8 +280,7 @@ class LayerSearch:
         What low precision cannot tell apart, a wrong epsilon for one, float32 can.
         """
         twin = deepcopy(self._module).float()
-        make = MergedProduct if self._make is HalfProduct else self._make
-        search = LayerSearch(twin, self._attention_name, self._layer, make, torch.float32)
+        search = LayerSearch(twin, self._attention_name, self._layer, self._make, torch.float32)
         return search.run().recipe == found.recipe
 
     def _norms(self) -> tuple[dict[str, RmsNorm], list[str]]:
@@ -310,21 +292,6 @@ class LayerSearch:
                 norms[name] = found[1]
                 recipe.append(f"{name} {found[0]}")
         return norms, recipe
-
-    def _linears(self, has_attention: bool, has_mlp: bool) -> dict[str, Product]:
-        """Return the layer's linear layers that are in no fused part, where that changes them."""
-        if self._make is not HalfProduct:
-            return {}
-        prefixes = [self._attention_name] if has_attention else []
-        prefixes += ["mlp"] if has_mlp else []
-        found: dict[str, Product] = {}
-        for name, module in self._module.named_modules():
-            is_taken = any(name.startswith(f"{prefix}.") for prefix in prefixes)
-            if type(module) is nn.Linear and not is_taken:
-                product = self._make([module])
-                if self._same(module, product, module.in_features):
-                    found[name] = product
-        return found
 
     def _mlp_candidate(self) -> GatedMlp | None:
         module = getattr(self._module, "mlp", None)

@@ -8,10 +8,8 @@ Each part is made from modules recognised by what they hold. Whether it was reco
 checked in `fuse_search`, by running both.
 """
 
-import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import MethodType
 from typing import Any, Protocol
 
 import torch
@@ -21,10 +19,9 @@ from torch.nn.functional import linear
 from kvchat.model.batch import ForwardBatch
 from kvchat.model.hf_adapter import LayerBinding
 from kvchat.model.spec import LayerSpec
-from kvchat_kernels.cpu_products import linear_of_few_sizes, multiplies_in
+from kvchat_kernels.cpu_products import linear_of_few_sizes
 from kvchat_kernels.kv_write import kv_write
 from kvchat_kernels.paged_attention import paged_attention
-from kvchat_kernels.paged_attention.cpu import FusedStep, fused_step
 from kvchat_kernels.rms_norm import add_rms_norm, rms_norm
 from kvchat_kernels.rope_kv_write import HeadNorms, Rotation, StepKv, rope_kv_write
 from kvchat_kernels.silu_mul import gelu_tanh_mul, silu_mul
@@ -58,35 +55,6 @@ def few_rows_linear(
     return skinny_linear(rows, weight, bias).view(*x.shape[:-1], -1)
 
 
-# A step of a model needs a dozen; what chats need again and again is there for the next.
-_NUM_KEPT = "64"
-# oneDNN's own, and that of ideep, through which torch calls it. Both are read at the first product.
-_LIMITS = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
-
-
-def limit_kept_shapes() -> None:
-    """Let this process's libraries keep few compiled shapes; before the first product is computed.
-
-    What the user has set stays.
-    """
-    for name in _LIMITS:
-        os.environ.setdefault(name, _NUM_KEPT)
-
-
-def take_few_shapes(module: Any) -> None:
-    """Let the linear layers of a model in low precision on a CPU see few numbers of rows."""
-    if module.device.type != "cpu" or module.dtype == torch.float32:
-        return
-    for layer in module.modules():
-        if type(layer) is nn.Linear and "forward" not in layer.__dict__:  # nor packed
-            # As a method of its own, which a deep copy binds to the copy.
-            layer.forward = MethodType(_few_shapes_forward, layer)  # type: ignore[method-assign]
-
-
-def _few_shapes_forward(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-    return linear_of_few_sizes(x, layer.weight, layer.bias)
-
-
 @dataclass(frozen=True, slots=True)
 class LinearShape:
     """What layers have in common that take the same time."""
@@ -115,81 +83,10 @@ class Operands:
         return LinearShape(out_features, in_features, dtype, self.bias is not None)
 
 
-# Above this many rows bfloat16's own product is the faster one where processors have instructions
-# for it (measured on AVX-512 with bf16: even at 12 to 16 rows, 1.3x ahead at 8, 3x ahead at one).
-MAX_PACKED_ROWS = 12
-# float16 keeps 11 bits down to 2^-14 and an absolute 2^-25 below. Where a row's largest weight is
-# at least this, none of its weights moves by more than 2^-13 of it, a 32nd of a bfloat16's step.
-_SMALLEST_ROW_MAX = 2.0**-12
-_LARGEST_WEIGHT = 65504.0
-_SLICE_ELEMENTS = 1 << 26
-_NO_LIMIT = 1 << 30
-PACKABLE = (torch.bfloat16, torch.float16)
-
-
-def most_packed_rows(dtype: torch.dtype) -> int:
-    """Return up to how many rows the packed product is the faster one: all, on a processor that
-    does not multiply in `dtype` itself.
-    """
-    return MAX_PACKED_ROWS if multiplies_in(dtype) else _NO_LIMIT
-
-
 class Product(Protocol):
     """x [num_rows, in_features] -> [num_rows, out_features], both in the dtype it was made for."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
-
-
-class HalfProduct:
-    """Products of few rows with weights held in float16, by torch's packed kernel (FBGEMM).
-
-    It multiplies and adds in float32 and reads the weights at the speed of memory: a bfloat16
-    product of one row takes two to three times as long. Rows come and go in the model's own dtype,
-    so that a product rounds where the layer itself does, and differs from it in the order of
-    additions only; one that `keeps_float` returns float32. Holds a copy of the weights, 2 bytes
-    each.
-    """
-
-    def __init__(self, layers: Sequence[nn.Linear], keeps_float: bool = False) -> None:
-        """Raises ValueError where the weights would not survive float16."""
-        if not all(_survives_half(layer.weight.detach()) for layer in layers):
-            raise ValueError("weights beyond float16")
-        # The overload by its name: choosing one at every call takes as long as a small product.
-        self._multiply = torch.ops.quantized.linear_dynamic_fp16.default
-        self._keeps_float = keeps_float
-        bias = _joined_bias(layers)
-        self.packs = [
-            torch.ops.quantized.linear_prepack_fp16(
-                weight, None if bias is None else bias[start : start + len(weight)]
-            )
-            for start, weight in _float_slices(layers)
-        ]
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        rows = x.float()
-        outputs = [self._multiply(rows, pack) for pack in self.packs]
-        out = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
-        return out if self._keeps_float else out.to(x.dtype)
-
-
-def _float_slices(layers: Sequence[nn.Linear]) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield the layers' weights in float32, row after row, and where each slice begins.
-
-    One slice, but for weights so large that a copy of four bytes each might not fit.
-    """
-    weights = [layer.weight.detach() for layer in layers]
-    num_rows = sum(len(weight) for weight in weights)
-    if num_rows * weights[0].shape[1] <= _SLICE_ELEMENTS:
-        floats = torch.empty(num_rows, weights[0].shape[1], dtype=torch.float32)
-        for part, weight in zip(floats.split([len(w) for w in weights]), weights, strict=True):
-            part.copy_(weight)
-        yield 0, floats
-        return
-    start = 0
-    for weight in weights:
-        for piece in weight.split(max(1, _SLICE_ELEMENTS // weight.shape[1])):
-            yield start, piece.float()
-            start += len(piece)
 
 
 class MergedProduct:
@@ -240,20 +137,6 @@ class MergedProduct:
         if x.is_cuda:
             return linear(x, self._weight, self._bias)
         return linear_of_few_sizes(x, self._weight, self._bias)
-
-
-def _survives_half(weight: torch.Tensor) -> bool:
-    """Tell whether a [rows, columns] weight can be held in float16 without harm."""
-    row_max = weight.abs().amax(dim=1).float()
-    is_in_range = (row_max >= _SMALLEST_ROW_MAX) & (row_max <= _LARGEST_WEIGHT)
-    return bool((is_in_range | (row_max == 0)).all())
-
-
-def has_half_products() -> bool:
-    """Tell whether torch was built with the packed float16 product for this processor."""
-    return "fbgemm" in torch.backends.quantized.supported_engines and hasattr(
-        torch.ops.quantized, "linear_prepack_fp16"
-    )
 
 
 def plain_linears(*modules: Any) -> list[nn.Linear] | None:
@@ -322,9 +205,6 @@ class RmsNorm:
             return add_rms_norm(x, stream, self.weight, self.epsilon)
         total = x.add_(stream)
         return self(total), total
-
-
-# TorchScript compiles these as well: types are written out, and nothing is left to guess.
 
 
 def rounded_norm(
@@ -436,11 +316,6 @@ class FusedAttention:
     sinks: torch.Tensor | None = None
     has_halves: bool = False
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether the attention is one that scripts know."""
-        return self.softcap is None and self.sinks is None and not self.has_halves
-
     def __call__(
         self,
         x: torch.Tensor,
@@ -464,25 +339,6 @@ class FusedAttention:
                 cos, sin = (torch.cat((angles, angles), dim=-1) for angles in (cos, sin))
             query = self._write(qkv, cos, sin, binding, batch)
         return self.out(self._attended(query, binding, batch).flatten(1).to(x.dtype))
-
-    def fused_step(self, binding: LayerBinding, batch: ForwardBatch) -> FusedStep | None:
-        """Return how the running step's tokens are reached by one script, None if they are not."""
-        pools, count = (binding.keys, binding.values), self.layer.num_heads
-        return fused_step(batch.sequences, *pools, batch.slot_mapping, count, binding.layer.span)
-
-    def attend(
-        self, heads: torch.Tensor, value: torch.Tensor, binding: LayerBinding
-    ) -> torch.Tensor:
-        """Write KV and attend: [num_tokens, num_heads, value_dim].
-
-        heads   Q and then K as they are written, [num_tokens, num_heads + num_kv_heads, key_dim]
-        value   [num_tokens, num_kv_heads, value_dim]
-        """
-        batch = binding.context.batch
-        assert batch is not None, "attention outside of a step"
-        count = self.layer.num_heads
-        kv_write(heads[:, count:], value, binding.keys, binding.values, batch.slot_mapping)
-        return self._attended(heads[:, :count], binding, batch)
 
     def _attended(
         self, query: torch.Tensor, binding: LayerBinding, batch: ForwardBatch
@@ -596,3 +452,45 @@ def joined_head_norm(
         ]
     )
     return RmsNorm(weight, query_norm.width, query_norm.epsilon, query_norm.rounded_to)
+
+
+_LLAMA_NORMS = ("input_layernorm", "post_attention_layernorm")
+_GEMMA_NORMS = (*_LLAMA_NORMS, "pre_feedforward_layernorm", "post_feedforward_layernorm")
+
+
+@dataclass(frozen=True, slots=True)
+class FusedLayer:
+    """x + attention(norm x), then x + mlp(norm x); Gemma norms what is added as well."""
+
+    attention: FusedAttention
+    mlp: GatedMlp
+    before_attention: RmsNorm
+    after_attention: RmsNorm | None
+    before_mlp: RmsNorm
+    after_mlp: RmsNorm | None
+
+    def __call__(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, binding: LayerBinding
+    ) -> torch.Tensor:
+        """Return the stream after this layer: [num_tokens, hidden_size] in x's dtype."""
+        attended = self.attention(self.before_attention(x), cos, sin, binding)
+        if self.after_attention is not None:
+            attended = self.after_attention(attended)
+        normed, x = self.before_mlp.of_sum(attended, x)
+        out = self.mlp(normed)
+        if self.after_mlp is not None:
+            out = self.after_mlp(out)
+        return out.add_(x)
+
+
+def join_layer(
+    attention: FusedAttention, mlp: GatedMlp, norms: Mapping[str, RmsNorm]
+) -> FusedLayer | None:
+    """Return the layer that norms of these names make, None where there is no such order."""
+    if set(norms) == set(_GEMMA_NORMS):
+        first, second, third, fourth = (norms[name] for name in _GEMMA_NORMS)
+        return FusedLayer(attention, mlp, first, second, third, fourth)
+    if set(norms) == set(_LLAMA_NORMS):
+        first, second = (norms[name] for name in _LLAMA_NORMS)
+        return FusedLayer(attention, mlp, first, None, second, None)
+    return None

@@ -21,10 +21,11 @@ from kvchat.core.errors import ModelError, ModelUnsupported
 from kvchat.core.events import LoadProgress
 from kvchat.model.checkpoint_files import read_header, read_json
 from kvchat.model.checkpoint_tensors import read_tensors
+from kvchat.model.compiled_step import CompiledModel, compiled_model
 from kvchat.model.config_limits import check_counts, parameter_limit
+from kvchat.model.cpu_linear import limit_kept_shapes, use_cpu_products
 from kvchat.model.device import choose_device, dtype_name, dtype_of, free_bytes, set_threads
-from kvchat.model.fuse import Fusing, choose_scheme
-from kvchat.model.fused_parts import limit_kept_shapes, take_few_shapes
+from kvchat.model.fuse import Fusing
 from kvchat.model.hf_adapter import (
     OWN_ATTENTION,
     PAGED,
@@ -69,6 +70,8 @@ _LEAST_BESIDE_WEIGHTS = 512 << 20
 _SHARE_BESIDE_WEIGHTS = 0.1
 # The form of weights that stay in a file's blocks; part of the identity of KV.
 _IN_BLOCKS = "blocks"
+# The form of weights as the checkpoint has them.
+OWN = "own"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +81,10 @@ class LoadedModel:
     `max_context` is the longest sequence in tokens. Length-dependent position encodings are fixed
     to it, so it is part of the KV's identity. `identity` is the files' `sample_digest`. `marks`
     are the files' marks at loading, see `ModelSource.marks`. `notes` are warnings about the files
-    for the user. `step` holds the running step for the module's code. `fusing` replaces modules'
-    code during a step; None leaves them as transformers wrote them. `load_s` is in seconds.
+    for the user. `weights` is the format of the weights that results depend on: `own`, `blocks` of
+    a file, `int8` or `int4`. `step` holds the running step for the module's code. `fusing` replaces
+    modules' code during a step, on a GPU; `compiled` runs small steps on a CPU. `load_s` is in
+    seconds.
     """
 
     source: ModelSource
@@ -95,11 +100,8 @@ class LoadedModel:
     notes: tuple[str, ...] = ()
     step: StepContext = field(default_factory=StepContext)
     fusing: Fusing | None = None
-
-    @property
-    def weights(self) -> str:
-        """The weight format that results depend on: `own`, or the format of the copies."""
-        return self.fusing.weights if self.fusing is not None else "own"
+    compiled: CompiledModel | None = None
+    weights: str = OWN
 
 
 def read_config(source: ModelSource) -> Any:
@@ -223,9 +225,16 @@ def _load(
     notes += about_weights + slow_attention(spec, device, module.dtype)
     step = StepContext()
     fusing = None
+    if not _runs_fused(spec) or (weights == "auto" and not is_packed(module)):
+        weights = OWN
+    elif weights == "auto":
+        weights = _IN_BLOCKS
+    compiled = None
     if _runs_fused(spec):
-        weights = _IN_BLOCKS if is_packed(module) and weights == "auto" else weights
-        fusing = Fusing(module, spec, step, choose_scheme(module, weights))
+        if device.type == "cpu":
+            compiled = compiled_model(module, spec)
+        else:
+            fusing = Fusing(module, spec, step, weights != OWN)
     identity = sample_digest(source)
     if source.marks() != marks:
         raise ModelError(
@@ -251,6 +260,8 @@ def _load(
         notes=(*source.notes, *notes),
         step=step,
         fusing=fusing,
+        compiled=compiled,
+        weights=weights,
     )
 
 
@@ -279,7 +290,7 @@ def _place(
         notes += quantise(module, spec, weights, device, _telling(progress))
     _move(module, device, progress)
     if _runs_fused(spec) and weights == "auto":
-        take_few_shapes(module)  # on a CPU, and the module knows its device now
+        use_cpu_products(module)  # the module knows its device now
     return weights, notes
 
 

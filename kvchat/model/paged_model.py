@@ -33,9 +33,11 @@ class PagedModel:
     """Runs forward passes over paged KV.
 
     `pools[i]` is the KV of storing layer i: a KvLayer, or two tensors [num_blocks, block_size,
-    num_kv_heads, dim] of plain KV. The caller owns it; every step writes to it. Fused layers read
-    plain KV only: with any other, every module runs its own code from then on. The binding is
-    stored on the modules, so only the newest PagedModel of a LoadedModel may run.
+    num_kv_heads, dim] of plain KV. The caller owns it; every step writes to it. Fused layers and
+    the compiled step read plain KV only: with any other, every module runs its own code. The
+    binding is stored on the modules, so only the newest PagedModel of a LoadedModel may run.
+
+    `compiled` runs steps of few rows on a CPU; setting it to None leaves them to the modules.
     """
 
     def __init__(self, loaded: LoadedModel, pools: KvLayers) -> None:
@@ -50,6 +52,8 @@ class PagedModel:
             self._gathered = GatheredSteps(self._module, loaded.spec, layers, loaded.step)
         else:
             self._bind(layers)
+        compiled = loaded.compiled
+        self.compiled = None if compiled is None else compiled.step_over(layers)
         _disable_padding_check(self._module)
         parameters = inspect.signature(self._module.forward).parameters
         self._keeps_rows = "logits_to_keep" in parameters
@@ -72,18 +76,6 @@ class PagedModel:
     def dtype(self) -> torch.dtype:
         return self.loaded.dtype
 
-    @property
-    def is_checked(self) -> bool:
-        """Whether no later step runs twice to compare fused code with the plain code.
-
-        Waits for fusing that is still in progress, as a small step does.
-        """
-        fusing = self.loaded.fusing
-        if fusing is None:
-            return True
-        fusing.before_step(1)
-        return fusing.whole is None or fusing.whole.is_checked
-
     def stopping(self, is_unwanted: Callable[[], bool]) -> AbstractContextManager[None]:
         """Ask `is_unwanted` at every layer of the block's steps; StepAbandoned once it is true.
 
@@ -97,17 +89,14 @@ class PagedModel:
 
         Returns [num_rows, vocab_size] float32, owned by the caller.
         """
-        fusing = self.loaded.fusing
-        if fusing is not None:
-            fusing.before_step(batch.token_ids.shape[0])
+        if self.compiled is not None:
+            logits = self.compiled.logits(batch)
+            if logits is not None:
+                return logits
         with self.loaded.step.running(batch):
-            whole = fusing.whole if fusing is not None else None
-            return self._run(batch) if whole is None else whole.logits(batch, self._run)
-
-    def _run(self, batch: ForwardBatch) -> torch.Tensor:
-        if self._gathered is not None:
-            return self._gathered.logits(batch, self._keeps_rows)
-        return self._logits(batch, position_ids=batch.positions[None], use_cache=False)
+            if self._gathered is not None:
+                return self._gathered.logits(batch, self._keeps_rows)
+            return self._logits(batch, position_ids=batch.positions[None], use_cache=False)
 
     def _logits(self, batch: ForwardBatch, **settings: Any) -> torch.Tensor:
         """Run the module's own forward with `settings`; return the logits of `batch.logit_rows`."""
@@ -175,11 +164,8 @@ class StatefulModel(PagedModel):
 
 def _unfuse(loaded: LoadedModel) -> None:
     """Give every module its own code back."""
-    fusing = loaded.fusing
-    if fusing is not None:
-        if fusing.can_abandon:
-            fusing.abandon()
-        assert fusing.weights == "own", "packed weights are for fused layers only"
+    if loaded.fusing is not None:
+        loaded.fusing.abandon()
 
 
 def _disable_padding_check(module: nn.Module) -> None:

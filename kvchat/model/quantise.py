@@ -18,44 +18,11 @@ from kvchat.core.errors import ModelError
 from kvchat.model.spec import ModelSpec
 from kvchat_kernels.linear.block_linear import block_linear
 from kvchat_kernels.linear.blocks import COLUMNS, BlockWeights, joined, quantised, quantised_on
-from kvchat_kernels.linear.cpu import BlockProduct, rows_of
+from kvchat_kernels.linear.cpu import FEW_ROWS, BlockProduct, rows_of
 
 _PACK = "_kvchat_pack"
-# How far two right ways to one result may be apart: inputs that differ in their last bits are
-# rounded to other levels of 16 bits.
-PACKED_NOISE = 1e-3
 # Where more of the parameters than this stay as they are, experts for one, the user is told.
 _KEPT_SHARE_TOLD = 0.1
-
-
-class SharedInputProducts:
-    """The products of several packed layers with one input on a CPU, side by side, in float32."""
-
-    def __init__(self, layers: Sequence[Any]) -> None:
-        """Raises ValueError for layers that are not packed or have inputs of unequal lengths."""
-        packs = [pack_of(layer) for layer in layers]
-        self._products = [pack for pack in packs if isinstance(pack, BlockProduct)]
-        if len(self._products) < len(packs) or len({p.weights.num_in for p in self._products}) > 1:
-            raise ValueError("layers that are not packed alike")
-        self._num_in = self._products[0].weights.num_in
-        self._num_out = sum(product.weights.num_out for product in self._products)
-        self._biases = [None if layer.bias is None else layer.bias.float() for layer in layers]
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x [..., in_features] float32 times the layers' weights, plus their biases.
-
-        A step in the middle of a prompt asks the head for no row.
-        """
-        if not x.numel():
-            return x.new_empty(*x.shape[:-1], self._num_out)
-        flat = x.reshape(-1, x.shape[-1])
-        rows = rows_of(pad(flat, [0, self._num_in - x.shape[-1]]))
-        outputs = []
-        for product, bias in zip(self._products, self._biases, strict=True):
-            out = product(rows)
-            outputs.append(out if bias is None else out.add_(bias))
-        out = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
-        return out.view(*x.shape[:-1], self._num_out)
 
 
 class DevicePack:
@@ -264,10 +231,16 @@ def use_packed(layer: Any, weights: BlockWeights) -> None:
 
     Columns beyond the layer's are zeros.
     """
-    _take(layer, BlockProduct(weights))
-    product = SharedInputProducts([layer])
+    product = BlockProduct(weights)
+    _take(layer, product)
+    bias = None if layer.bias is None else layer.bias.float()
+    missing = weights.num_in - (layer.in_features if type(layer) is nn.Linear else layer.nx)
 
     def forward(x: torch.Tensor) -> torch.Tensor:
-        return product(x.float()).to(x.dtype)
+        """Multiply x [..., in_features]; a step in a prompt's middle asks the head for no row."""
+        flat = pad(x.reshape(-1, x.shape[-1]).float(), [0, missing])
+        out = product.of_many(flat) if len(flat) > FEW_ROWS else product(rows_of(flat))
+        out = out if bias is None else out.add_(bias)
+        return out.to(x.dtype).view(*x.shape[:-1], weights.num_out)
 
     layer.__dict__["forward"] = forward

@@ -1,8 +1,9 @@
 """The self-test compares the paged forward pass with the model's own.
 
 It runs 24 tokens through the model's own attention, and again paged, in chunks, beside a second
-sequence. Only this test finds models that keep positions or state outside attention. It costs a few
-forward passes, so a pass is stored under configuration, dtype, device and versions.
+sequence: through the model's modules, and through the compiled step where there is one. Only this
+test finds models that keep positions or state outside attention. It costs a few forward passes, so
+a pass is stored under configuration, dtype, device and versions.
 """
 
 import hashlib
@@ -20,7 +21,6 @@ from kvchat.core.errors import KvchatError, ModelError, ModelUnsupported, StoreE
 from kvchat.core.paths import open_private, private_directory
 from kvchat.model.batch import SequencePiece, build_batch
 from kvchat.model.device import dtype_name
-from kvchat.model.fuse import Fusing
 from kvchat.model.gemm_autotune import autotune_products, machine_name
 from kvchat.model.hf_adapter import own_attention
 from kvchat.model.loader import LoadedModel
@@ -31,8 +31,8 @@ _log = logging.getLogger(__name__)
 _BLOCK_SIZE = 8
 _CHUNKS = (10, 6, 1, 1, 4, 1, 1)
 _OTHER_CHUNKS = (3, 1, 1, 2, 1, 1, 1)
-# The key's suffix for a model that passes only with fused code off.
-_UNFUSED = "-unfused"
+# The key's suffix for a model that passes only without fused code or the compiled step.
+_PLAIN = "-plain"
 # In float32 only rounding may differ: a position that is wrong by a constant costs as little as
 # 0.00005. Copies of the weights in fewer bits cost as much, in fused code. In low precision every
 # logit may differ a little, and a mixture of experts may differ much in a few rows where two
@@ -54,35 +54,39 @@ def ensure_trusted(loaded: LoadedModel, state_directory: Path | None) -> None:
     known = _read_verdicts(path)
     if key in known:
         return
-    fusing = loaded.fusing
-    if fusing is None or not fusing.can_abandon:
+    faster = loaded.fusing or loaded.compiled
+    if faster is None:
         _require_pass(loaded)
-    elif key + _UNFUSED in known:
-        fusing.abandon()
+    elif key + _PLAIN in known:
+        faster.abandon()
         return
-    elif not _passes_fused(loaded, fusing):
-        _require_pass(loaded)
-        key += _UNFUSED
+    else:
+        if loaded.compiled is not None:
+            _require_pass(loaded, compiled=False)  # the modules run large steps in any case
+        if not _passes(loaded):
+            faster.abandon()
+            key += _PLAIN
+            if loaded.fusing is not None:
+                _require_pass(loaded)
     _write_verdicts(path, [*known, key])
 
 
-def _passes_fused(loaded: LoadedModel, fusing: Fusing) -> bool:
-    """Test the model with fused code; if that fails, turn fusing off, which costs only speed."""
+def _passes(loaded: LoadedModel) -> bool:
+    """Test the model with fused code or the compiled step; without them it is only slower."""
     try:
         similarity = compare_with_own(loaded)
         if similarity >= _least(loaded):
             return True
-        _log.warning("self-test model=%s fused cosine=%.6f", loaded.spec.model_type, similarity)
+        _log.warning("self-test model=%s faster cosine=%.6f", loaded.spec.model_type, similarity)
     except Exception as error:  # model code raises any type when parts of it are replaced
-        _log.warning("self-test model=%s fused: %r", loaded.spec.model_type, error)
-    fusing.abandon()
+        _log.warning("self-test model=%s faster: %r", loaded.spec.model_type, error)
     return False
 
 
-def _require_pass(loaded: LoadedModel) -> None:
+def _require_pass(loaded: LoadedModel, compiled: bool = True) -> None:
     """Test the model as it is; raises ModelError or ModelUnsupported if it fails."""
     try:
-        similarity = compare_with_own(loaded)
+        similarity = compare_with_own(loaded, compiled)
     except (KvchatError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # model code raises any type when it meets a cache
@@ -111,13 +115,12 @@ def _least(loaded: LoadedModel) -> float:
     return _MIN_COSINE_OF_COPIES if is_copy else _MIN_COSINE[loaded.dtype]
 
 
-def compare_with_own(loaded: LoadedModel) -> float:
+def compare_with_own(loaded: LoadedModel, compiled: bool = True) -> float:
     """Return the cosine similarity of paged and own logits over 24 random tokens.
 
     The smallest over the rows in float32, the median in low precision; NaN if any logit is NaN.
+    Without `compiled` all steps are left to the modules.
     """
-    if loaded.fusing is not None:
-        loaded.fusing.wait()  # it runs the modules too, and the attention changes below
     count = sum(_CHUNKS)
     generator = torch.Generator().manual_seed(0)
     limit = min(loaded.spec.vocab_size, 1 << 15)
@@ -126,7 +129,7 @@ def compare_with_own(loaded: LoadedModel) -> float:
     if padding is not None:  # some models do not count padding as a position
         ids[ids == padding] = (padding + 1) % limit
     own = _own_logits(loaded, ids[0])
-    paged = _paged_logits(loaded, ids[0].tolist(), ids[1].tolist())
+    paged = _paged_logits(loaded, ids[0].tolist(), ids[1].tolist(), compiled)
     similarities = torch.cosine_similarity(_centred(own), _centred(paged))
     in_full = loaded.dtype == torch.float32
     return float(similarities.min() if in_full else similarities.median())
@@ -143,12 +146,16 @@ def _own_logits(loaded: LoadedModel, token_ids: torch.Tensor) -> torch.Tensor:
     return output.logits[0].float().cpu()
 
 
-def _paged_logits(loaded: LoadedModel, one: list[int], other: list[int]) -> torch.Tensor:
+def _paged_logits(
+    loaded: LoadedModel, one: list[int], other: list[int], compiled: bool = True
+) -> torch.Tensor:
     """Return the logits of every token of `one`, with tokens of `other` in the same steps."""
     if loaded.spec.state:
         return _stateful_logits(loaded, one, other)
     blocks_each = -(-len(one) // _BLOCK_SIZE)
     model = PagedModel(loaded, _small_pools(loaded, 1 + 2 * blocks_each))
+    if not compiled:
+        model.compiled = None
     tables = (range(1, 1 + blocks_each), range(1 + blocks_each, 1 + 2 * blocks_each))
     rows, starts = [], [0, 0]
     for chunk, other_chunk in zip(_CHUNKS, _OTHER_CHUNKS, strict=True):

@@ -124,7 +124,8 @@ def test_a_home_of_ones_own_has_no_settings_in_it(monkeypatch: pytest.MonkeyPatc
 
     with private_home() as environment:
         own = {k: v for k, v in environment.items() if k == "HOME" or k.startswith("XDG_")}
-        assert not [name for name in environment if name.startswith("KVCHAT_")]
+        kvchats = [name for name in environment if name.startswith("KVCHAT_")]
+        assert kvchats == ["KVCHAT_KERNEL_CACHE"], "machine code, and no setting"
         assert {name for name, path in own.items() if path.startswith(environment["HOME"])} >= {
             "HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "XDG_STATE_HOME", "XDG_CACHE_HOME",
         }  # fmt: skip

@@ -78,7 +78,7 @@ def test_16_bits_run_fused_and_captured(model_type: str, dtype: str, tmp_path: P
     assert len(first.token_ids) == 40
     assert again.finished.usage.cached.device > 80
     assert loaded.fusing is not None
-    assert loaded.fusing.wait().num_layers == len(loaded.spec.layers)
+    assert loaded.fusing.fusion.num_layers == len(loaded.spec.layers)
     assert loaded.notes == ()
     assert compare_with_own(loaded) >= 0.98
 
@@ -99,7 +99,7 @@ def test_packed_weights_run_fused_and_captured(
     assert loaded.weights == weights
     assert loaded.device.type == DEVICE
     assert loaded.fusing is not None
-    assert loaded.fusing.wait().num_layers == len(loaded.spec.layers)
+    assert loaded.fusing.fusion.num_layers == len(loaded.spec.layers)
     assert compare_with_own(loaded) >= 0.98
 
 

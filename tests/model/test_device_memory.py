@@ -90,7 +90,7 @@ def test_what_is_for_a_cpu_alone_is_decided_once_the_model_is_on_its_device(
     """A module that is still on its way to a GPU says that it is on the CPU."""
     order = []
     monkeypatch.setattr(loader, "_move", lambda *_: order.append("moved"))
-    monkeypatch.setattr(loader, "take_few_shapes", lambda _: order.append("decided"))
+    monkeypatch.setattr(loader, "use_cpu_products", lambda _: order.append("decided"))
     monkeypatch.setattr(loader, "slow_attention", lambda *_: ())
 
     load_beside_a_gpu(8 << 30)

@@ -51,7 +51,7 @@ class Shapes(TorchDispatchMode):
 
 @pytest.fixture
 def on_a_processor_with_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("kvchat.model.fused_parts", "kvchat_kernels.paged_attention.cpu"):
+    for module in ("kvchat_kernels.linear.cpu", "kvchat_kernels.paged_attention.cpu"):
         monkeypatch.setattr(f"{module}.multiplies_in", lambda dtype: True)
     monkeypatch.setattr("kvchat_kernels.paged_attention.cpu._FEW_KEY_BYTES", 4096)
 
@@ -85,7 +85,7 @@ def shapes_of_turns(model: LoadedModel) -> Shapes:
 @pytest.mark.usefixtures("on_a_processor_with_bfloat16")
 @pytest.mark.parametrize("model_type", ["llama", "gpt_neox"])
 def test_turns_of_all_lengths_make_few_shapes(model_type: str, tmp_path: Path) -> None:
-    """One model runs fused where rows are few, the other its own code always."""
+    """One model has compiled steps where rows are few, the other its own code always."""
     seen = shapes_of_turns(loaded(tmp_path, model_type))
     assert len(seen.rows) > 10, "nothing was recorded"
     assert seen.rows <= SIZES

@@ -5,10 +5,6 @@ Greedy ids of fused models in float32 are held to transformers' own in `test_par
 architecture; here they are held to the unfused pass row by row, and the checks are shown to refuse.
 """
 
-import gc
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,19 +13,15 @@ import pytest
 import torch
 from torch import nn
 
-from kvchat.core.config import ModelConfig
-from kvchat.model import fuse
 from kvchat.model.batch import SequencePiece, build_batch
+from kvchat.model.fuse import Fusing, Fusion
 from kvchat.model.fuse_search import Comparison, LayerSearch
-from kvchat.model.fused_parts import HalfProduct, MergedProduct
-from kvchat.model.loader import LoadedModel, load_model
+from kvchat.model.fused_parts import MergedProduct
+from kvchat.model.loader import LoadedModel
 from kvchat.model.paged_model import PagedModel
-from kvchat.model.source import find_model
-from support.architectures import SUPPORTED
-from support.checkpoints import save_checkpoint, tiny_model
-from support.specimens import Specimen, random_ids
+from support.fused_models import load_fused, load_plain
+from support.specimens import random_ids
 
-GetSpecimen = Callable[[str], Specimen]
 CPU = torch.device("cpu")
 # (new tokens, context) of each sequence of a step.
 STEPS = {
@@ -89,20 +81,14 @@ def unfused(loaded: LoadedModel) -> LoadedModel:
     return replace(loaded, fusing=None)
 
 
-def load(directory: Path, name: str, dtype: str) -> LoadedModel:
-    model_type, settings = SUPPORTED[name]
-    source = find_model(str(save_checkpoint(directory, tiny_model(model_type, **settings))))
-    return load_model(source, ModelConfig(dtype=dtype), 128, lambda _: None)
-
-
-def fusion_of(loaded: LoadedModel) -> fuse.Fusion:
+def fusion_of(loaded: LoadedModel) -> Fusion:
     assert loaded.fusing is not None
-    return loaded.fusing.wait()
+    return loaded.fusing.fusion
 
 
 def test_attention_with_sinks_is_fused_although_experts_are_not(tmp_path: Path) -> None:
     """gpt-oss also hands its layers each angle once, where others have it twice."""
-    fusion = fusion_of(load(tmp_path, "gpt_oss, sinks", "float32"))
+    fusion = fusion_of(load_fused(tmp_path, "gpt_oss, sinks", "float32"))
 
     # Two layers of attention and two norms, the last norm and the head.
     assert fusion.num_parts == 2 * 3 + 2
@@ -113,18 +99,17 @@ def test_attention_with_sinks_is_fused_although_experts_are_not(tmp_path: Path) 
 def test_layers_of_known_forms_are_fused_and_others_part_by_part(
     name: str, dtype: str, tmp_path: Path
 ) -> None:
-    loaded = load(tmp_path, name, dtype)
+    loaded = load_fused(tmp_path, name, dtype)
 
     fusion = fusion_of(loaded)
 
     assert (fusion.num_layers, len(loaded.spec.layers)) == WHOLE[name]
     assert fusion.num_parts >= 2
-    assert fusion.weights == ("own" if dtype == "float32" else "float16")
 
 
 @pytest.mark.parametrize("name", WHOLE)
 def test_in_float32_logits_and_kv_are_those_of_the_unfused_pass(name: str, tmp_path: Path) -> None:
-    loaded = load(tmp_path, name, "float32")
+    loaded = load_fused(tmp_path, name, "float32")
     fused = {step: run_step(loaded, STEPS[step]) for step in STEPS}
     plain_model = unfused(loaded)
     for step, (logits, pools) in fused.items():
@@ -144,7 +129,7 @@ def test_in_low_precision_few_rows_are_as_near_to_float32_as_the_unfused_pass(
     name: str, dtype: str, tmp_path: Path
 ) -> None:
     """The oracle is the same rounded weights computed with in float32."""
-    loaded = load(tmp_path, name, dtype)
+    loaded = load_fused(tmp_path, name, dtype)
     step = STEPS["three sequences"]
     fused, _ = run_step(loaded, step)
     plain_model = unfused(loaded)
@@ -159,30 +144,18 @@ def test_in_low_precision_few_rows_are_as_near_to_float32_as_the_unfused_pass(
     assert error(fused) > 0
 
 
-def test_steps_of_many_rows_run_the_models_own_code_where_processors_multiply_in_its_dtype(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvchat.model.fused_parts.multiplies_in", lambda dtype: True)
-    loaded = load(tmp_path, "llama", "bfloat16")
-    fusion_of(loaded)
-    many, _ = run_step(loaded, STEPS["a chunk"])
-    plain, _ = run_step(unfused(loaded), STEPS["a chunk"])
-
-    assert torch.equal(many, plain)
-
-
-def test_outside_a_step_modules_run_their_own_code(specimen: GetSpecimen) -> None:
-    made = specimen("llama")
-    layer = made.loaded.module.model.layers[0]
+def test_outside_a_step_modules_run_their_own_code(tmp_path: Path) -> None:
+    loaded = load_fused(tmp_path, "llama", "float32")
+    layer = loaded.module.model.layers[0]
     x = torch.randn(1, 3, 64)
 
     assert "forward" in layer.__dict__
-    norm = made.loaded.module.model.norm
+    norm = loaded.module.model.norm
     assert torch.equal(norm(x), type(norm).forward(norm, x))
 
 
 def test_merged_parameters_are_views_and_hold_no_memory_twice(tmp_path: Path) -> None:
-    loaded = load(tmp_path, "llama", "float32")
+    loaded = load_fused(tmp_path, "llama", "float32")
     attention = loaded.module.model.layers[0].self_attn
     owners = {
         p.untyped_storage().data_ptr() for p in (attention.q_proj.weight, attention.v_proj.weight)
@@ -242,18 +215,12 @@ def break_scaling(layer: nn.Module) -> None:
 @pytest.mark.parametrize("breakage", [break_epsilon, break_residual, break_scaling])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_layer_that_computes_something_else_is_not_fused(
-    breakage: Callable[[nn.Module], None],
-    dtype: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    breakage: Callable[[nn.Module], None], dtype: str, tmp_path: Path
 ) -> None:
-    own_fusing = fuse.Fusing
-    monkeypatch.setattr("kvchat.model.loader.Fusing", lambda *args: None)
-    loaded = load(tmp_path, "llama", dtype)
+    loaded = load_plain(tmp_path, "llama", dtype)
     breakage(loaded.module.model.layers[1])
 
-    scheme = fuse.choose_scheme(loaded.module)
-    fusion = own_fusing(loaded.module, loaded.spec, loaded.step, scheme).wait()
+    fusion = Fusing(loaded.module, loaded.spec, loaded.step, is_packed=False).fusion
 
     assert fusion.num_layers <= 1
 
@@ -265,9 +232,7 @@ def test_a_layer_that_rounds_beyond_the_tolerance_is_fused_if_it_is_as_exact(
     """One trained layer of eight, whose attention was all or nothing, rounded so differently in
     bfloat16 that it stayed unfused, and the model a third slower.
     """
-    own_fusing = fuse.Fusing
-    monkeypatch.setattr("kvchat.model.loader.Fusing", lambda *args: None)
-    loaded = load(tmp_path, "llama", "bfloat16")
+    loaded = load_plain(tmp_path, "llama", "bfloat16")
     if breakage is not None:
         breakage(loaded.module.model.layers[1])
 
@@ -277,55 +242,14 @@ def test_a_layer_that_rounds_beyond_the_tolerance_is_fused_if_it_is_as_exact(
         "same_attention",
         lambda comparison, *args: comparison._dtype == torch.float32 and same(comparison, *args),
     )
-    scheme = fuse.choose_scheme(loaded.module)
-    fusion = own_fusing(loaded.module, loaded.spec, loaded.step, scheme).wait()
+    fusion = Fusing(loaded.module, loaded.spec, loaded.step, is_packed=False).fusion
 
     assert fusion.num_layers == (2 if breakage is None else 1)
 
 
-def test_weights_that_float16_cannot_hold_stay_what_they_are() -> None:
-    layer = nn.Linear(8, 4, bias=False).bfloat16()
-    for value in (1e5, 1e-7):
-        with torch.no_grad():
-            layer.weight.fill_(1.0)
-            layer.weight[2] = value
-        with pytest.raises(ValueError, match="beyond float16"):
-            HalfProduct([layer])
-
-
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("rows", [1, 2, 5, 12])
-def test_half_products_are_exact_to_float16(rows: int, bias: bool) -> None:
-    torch.manual_seed(0)
-    layers = [nn.Linear(200, n, bias=bias and n != 7).bfloat16() for n in (40, 7, 65)]
-    x = torch.randn(rows, 200)
-
-    out = HalfProduct(layers)(x)
-
-    exact = [
-        x.double() @ layer.weight.double().t() + (0 if layer.bias is None else layer.bias.double())
-        for layer in layers
-    ]
-    assert (out - torch.cat(exact, dim=-1)).abs().max() < 1e-5
-
-
-def test_large_weights_are_packed_slice_by_slice(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
-    layers = [nn.Linear(16, n).bfloat16() for n in (50, 30)]
-    x = torch.randn(3, 16)
-    whole = HalfProduct(layers)(x)
-
-    monkeypatch.setattr("kvchat.model.fused_parts._SLICE_ELEMENTS", 16 * 7)
-
-    assert torch.allclose(HalfProduct(layers)(x), whole, atol=1e-6)
-
-
-def test_a_search_leaves_a_running_layer_bound(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It runs on a thread beside an engine, whose pools it must neither write to nor untie."""
-    monkeypatch.setattr("kvchat.model.loader.Fusing", lambda *args: None)
-    loaded = load(tmp_path, "llama", "float32")
+def test_a_search_leaves_a_bound_layer_bound(tmp_path: Path) -> None:
+    """It must neither write to an engine's pools nor untie them."""
+    loaded = load_plain(tmp_path, "llama", "float32")
     pools = pools_of(loaded)
     PagedModel(loaded, pools)
     layer_spec = loaded.spec.layers[0]
@@ -336,48 +260,3 @@ def test_a_search_leaves_a_running_layer_bound(
     assert found.layer is not None
     assert layer.self_attn.__dict__["_kvchat_binding"].keys is pools[0][0]
     assert torch.equal(pools[0][0], pools_of(loaded)[0][0])
-
-
-def test_a_process_that_leaves_while_weights_are_prepared_leaves_in_peace(tmp_path: Path) -> None:
-    """The threads that pack weights once aborted it: they came back to an interpreter gone."""
-    model = tiny_model("llama", hidden_size=512, intermediate_size=2048, num_hidden_layers=8)
-    save_checkpoint(tmp_path, model)
-    script = (
-        "from kvchat.core.config import ModelConfig\n"
-        "from kvchat.model.loader import load_model\n"
-        "from kvchat.model.source import find_model\n"
-        f"source = find_model({str(tmp_path)!r})\n"
-        "loaded = load_model(source, ModelConfig(dtype='bfloat16'), 128, lambda _: None)\n"
-        "assert loaded.fusing._threads\n"
-    )
-    root = Path(__file__).resolve().parents[2]
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        env={**os.environ, "PYTHONPATH": f"{root}:{root / 'kernels'}"},
-        capture_output=True,
-        check=False,
-    )
-
-    assert done.returncode == 0, done.stderr.decode()
-
-
-def test_nothing_is_left_for_who_waits_once_the_threads_are_done(tmp_path: Path) -> None:
-    """Layers were joined when the first small step waited: its time was the first prompt's."""
-    fusing = load(tmp_path, "llama", "bfloat16").fusing
-    assert fusing is not None
-
-    for thread in list(fusing._threads):
-        thread.join()
-
-    assert fusing.whole is not None
-
-
-def test_a_model_nobody_holds_is_not_prepared_further(tmp_path: Path) -> None:
-    loaded = load(tmp_path, "llama", "bfloat16")
-    assert loaded.fusing is not None
-    threads = list(loaded.fusing._threads)
-
-    del loaded
-    gc.collect()
-
-    assert not any(thread.is_alive() for thread in threads)

@@ -11,16 +11,13 @@ import torch
 from torch import nn
 from transformers.activations import ACT2FN
 
-from kvchat.core.config import ModelConfig
-from kvchat.model import fused_layers, fused_parts
+from kvchat.model import fused_parts
 from kvchat.model.batch import SequencePiece, build_batch
 from kvchat.model.fused_parts import RmsNorm, gate_of
-from kvchat.model.loader import LoadedModel, load_model
+from kvchat.model.loader import LoadedModel
 from kvchat.model.paged_model import PagedModel
-from kvchat.model.source import find_model
 from kvchat_kernels.silu_mul import gelu_tanh_mul, silu_mul
-from support.architectures import SUPPORTED
-from support.checkpoints import save_checkpoint, tiny_model
+from support.fused_models import load_fused
 from support.specimens import random_ids
 
 NAMES = [
@@ -40,14 +37,11 @@ STEP = [(1, 9), (4, 33), (2, 2)]
 @pytest.fixture
 def with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let fused parts take kernels on a CPU; those choose their twins there."""
-    for module in (fused_parts, fused_layers, fused_parts):
-        monkeypatch.setattr(module, "takes_kernels", lambda x: True)
+    monkeypatch.setattr(fused_parts, "takes_kernels", lambda x: True)
 
 
 def load(directory: Path, name: str) -> LoadedModel:
-    model_type, settings = SUPPORTED[name]
-    source = find_model(str(save_checkpoint(directory, tiny_model(model_type, **settings))))
-    return load_model(source, ModelConfig(dtype="float32"), 128, lambda _: None)
+    return load_fused(directory, name, "float32")
 
 
 def run_step(loaded: LoadedModel) -> list[torch.Tensor]:
@@ -88,7 +82,7 @@ def test_kernels_are_proven_on_the_modules_they_replace(name: str, tmp_path: Pat
     loaded = load(tmp_path, name)
 
     assert loaded.fusing is not None
-    assert loaded.fusing.wait().num_layers == len(loaded.spec.layers)
+    assert loaded.fusing.fusion.num_layers == len(loaded.spec.layers)
 
 
 @pytest.mark.usefixtures("with_kernels")
@@ -107,8 +101,6 @@ def test_a_layer_takes_the_kernels_and_nothing_beside_them(
         monkeypatch.setattr(module, name, count)
 
     loaded = load(tmp_path, "llama")
-    assert loaded.fusing is not None
-    loaded.fusing.wait()
     spy(fused_parts, "rope_kv_write")
     spy(fused_parts, "kv_write")
     spy(fused_parts, "rms_norm")

@@ -17,7 +17,7 @@ import torch
 from torch.nn.functional import linear
 
 from kvchat.core.config import ModelConfig
-from kvchat.model import fused_layers, fused_parts, self_test
+from kvchat.model import fused_parts, self_test
 from kvchat.model.batch import SequencePiece
 from kvchat.model.fused_parts import LinearShape, few_rows_linear
 from kvchat.model.gemm_autotune import (
@@ -35,6 +35,7 @@ from kvchat.model.self_test import ensure_trusted
 from kvchat.model.source import ModelSource, find_model
 from support.autotuning import Cost, TimedProduct, VirtualStopwatch, layers_of
 from support.checkpoints import save_checkpoint, tiny_model
+from support.fused_models import fused, without_cpu_code
 from support.graph_recorder import Recorder
 from support.paged_scene import Scene
 
@@ -441,7 +442,9 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> ModelSource:
 
 
 def load(source: ModelSource, dtype: str = "float32") -> LoadedModel:
-    return load_model(source, ModelConfig(device="cpu", dtype=dtype), None, lambda _: None)
+    """Return a model that is fused as on a GPU."""
+    config = ModelConfig(device="cpu", dtype=dtype)
+    return fused(without_cpu_code(load_model(source, config, None, lambda _: None)))
 
 
 def tuner_of(cost: Cost) -> tuple[GemmAutotuner, VirtualStopwatch]:
@@ -457,10 +460,8 @@ def few_rows_win(num_rows: int, weight: torch.Tensor) -> float:
 
 @pytest.fixture
 def kernel_runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The numbers of rows the kernel was run on by the model's products, Python running them as on
-    a GPU."""
+    """The numbers of rows the kernel was run on by the model's products."""
     runs: list[int] = []
-    monkeypatch.setattr(fused_layers, "script_of", lambda _: None)
 
     def counted(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         runs.append(x.numel() // x.shape[-1])
@@ -552,18 +553,6 @@ def test_nothing_is_timed_or_kept_on_a_cpu(source: ModelSource, tmp_path: Path) 
     ensure_trusted(load(source), tmp_path)
 
     assert [path.name for path in tmp_path.iterdir()] == ["self_test.json"]
-
-
-def test_products_that_are_not_on_the_models_own_weights_are_left_alone(
-    source: ModelSource,
-) -> None:
-    loaded = load(source, "bfloat16")
-    if loaded.weights != "float16":
-        pytest.skip("torch has no packed float16 product for this processor")
-    tuner, watch = tuner_of(few_rows_win)
-
-    assert autotune_products(loaded, None, tuner) == ()
-    assert watch.num_timed == 0
 
 
 def test_an_abandoned_fusion_has_no_products(source: ModelSource) -> None:

@@ -12,7 +12,6 @@ import kvchat.model.quantise as packing
 from kvchat.core.config import ModelConfig
 from kvchat.core.errors import ModelError
 from kvchat.model import loader
-from kvchat.model.fuse import choose_scheme
 from kvchat.model.loader import load_model
 from kvchat.model.quantise import (
     DevicePack,
@@ -44,7 +43,7 @@ def test_a_packed_model_runs_fused_and_paged_as_its_own_code_does(
     assert loaded.weights == weights
     assert loaded.fusing is not None
     is_whole = name != "gpt_oss, sinks"
-    assert loaded.fusing.wait().num_layers == (len(loaded.spec.layers) if is_whole else 0)
+    assert loaded.fusing.fusion.num_layers == (len(loaded.spec.layers) if is_whole else 0)
     assert all(len(ids) == 20 for ids in complete(engine_on(loaded), [random_ids(30, 3)]))
 
 
@@ -57,7 +56,7 @@ def test_a_packed_model_runs_fused_in_16_bits(
     loaded = load_packed_as_on_gpu(tmp_path, name, weights, monkeypatch, dtype)
 
     assert loaded.fusing is not None
-    assert loaded.fusing.wait().num_layers == len(loaded.spec.layers)
+    assert loaded.fusing.fusion.num_layers == len(loaded.spec.layers)
     assert compare_with_own(loaded) > 0.98
 
 
@@ -157,7 +156,6 @@ def test_the_blocks_of_a_gguf_file_go_to_the_gpu_as_they_are(
     for name, layer in packed:
         x = torch.randn(3, layer.in_features)
         assert torch.allclose(layer(x), twins[name](x), atol=1e-3), name
-    assert choose_scheme(module, "blocks").make is DeviceProducts
 
 
 @pytest.mark.parametrize("weights", ["int8", "int4"])

@@ -9,12 +9,13 @@ from torch import nn
 from kvchat.core.config import CacheConfig, ModelConfig
 from kvchat.core.errors import UsageError
 from kvchat.engine.assembly import kv_geometry, kv_identity
-from kvchat.model.fused_parts import HalfProduct, MergedProduct
+from kvchat.model.fused_parts import MergedProduct
 from kvchat.model.loader import LoadedModel, load_model
-from kvchat.model.quantise import SharedInputProducts, pack_of, use_packed
+from kvchat.model.quantise import pack_of, use_packed
 from kvchat.model.self_test import compare_with_own
 from kvchat.model.source import find_model
 from kvchat_kernels.linear.blocks import quantised
+from kvchat_kernels.linear.cpu import FloatProduct
 from support.architectures import SUPPORTED
 from support.checkpoints import save_checkpoint, tiny_model
 from support.specimens import CPU, complete, engine_on, random_ids
@@ -28,16 +29,14 @@ def load(directory: Path, name: str, weights: str, dtype: str = "bfloat16") -> L
 
 @pytest.mark.parametrize("weights", ["int8", "int4"])
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gemma3, mixed windows", "gpt_oss, sinks"])
-def test_a_packed_model_runs_fused_and_paged_as_its_own_code_does(
+def test_a_packed_model_runs_paged_as_its_own_code_does(
     name: str, weights: str, tmp_path: Path
 ) -> None:
     loaded = load(tmp_path, name, weights)
 
     assert compare_with_own(loaded) > 0.999
     assert loaded.weights == weights
-    assert loaded.fusing is not None
-    is_whole = name != "gpt_oss, sinks"
-    assert loaded.fusing.wait().num_layers == (len(loaded.spec.layers) if is_whole else 0)
+    assert (loaded.compiled is not None) == (name != "gpt_oss, sinks")
     assert all(len(ids) == 20 for ids in complete(engine_on(loaded), [random_ids(30, 3)]))
 
 
@@ -94,25 +93,18 @@ def test_experts_stay_as_they_are_and_a_note_says_so(tmp_path: Path) -> None:
 @pytest.mark.parametrize("shape", [(0, 64), (1, 0, 64), (2, 3, 64)])
 def test_a_product_of_any_number_of_rows_has_its_shape(bits: int, shape: tuple[int, ...]) -> None:
     """Of no rows it once had none: a step in the middle of a prompt asks the head for no row."""
-    layers = [nn.Linear(64, width) for width in (16, 48)]
-    for layer in layers:
-        use_packed(layer, quantised(layer.weight.detach(), bits))
+    layer = nn.Linear(64, 48)
+    use_packed(layer, quantised(layer.weight.detach(), bits))
 
-    assert SharedInputProducts(layers)(torch.randn(*shape)).shape == (*shape[:-1], 64)
+    assert layer(torch.randn(*shape)).shape == (*shape[:-1], 48)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_products_of_16_bits_take_no_rows_either(dtype: torch.dtype) -> None:
     layers = [nn.Linear(64, width, dtype=dtype) for width in (16, 48)]
 
-    assert HalfProduct(layers)(torch.empty(0, 64)).shape == (0, 64)
+    assert FloatProduct(layers[0].weight, layers[0].bias)(torch.empty(0, 64)).shape == (0, 16)
     assert MergedProduct(layers)(torch.empty(1, 0, 64, dtype=dtype)).shape == (1, 0, 64)
-
-
-def test_layers_that_are_not_packed_make_no_packed_product() -> None:
-    layer = nn.Linear(8, 8)
-    with pytest.raises(ValueError, match="not packed alike"):
-        SharedInputProducts([layer])
 
 
 def test_an_unknown_form_is_a_usage_error() -> None:

@@ -12,8 +12,10 @@ import torch
 from kvchat.core.config import ModelConfig
 from kvchat.core.errors import ModelError, ModelUnsupported
 from kvchat.model import gemm_autotune, self_test
-from kvchat.model.fused_layers import FusedLayer
+from kvchat.model.batch import ForwardBatch
+from kvchat.model.compiled_step import CompiledStep
 from kvchat.model.loader import LoadedModel, load_model
+from kvchat.model.paged_model import PagedModel
 from kvchat.model.self_test import compare_with_own, ensure_trusted
 from kvchat.model.source import find_model
 from support.checkpoints import save_checkpoint, tiny_model
@@ -24,11 +26,11 @@ GetSpecimen = Callable[[str], Specimen]
 
 @pytest.fixture
 def specimen(specimen: GetSpecimen) -> GetSpecimen:
-    """Specimens that a failing test does not unfuse: others share them."""
+    """Specimens without a compiled step, whose comparison is made once."""
 
     def get(name: str) -> Specimen:
         made = specimen(name)
-        return replace(made, loaded=replace(made.loaded, fusing=None))
+        return replace(made, loaded=replace(made.loaded, compiled=None))
 
     return get
 
@@ -120,7 +122,7 @@ class CountedTest:
         self.similarity = similarity
         monkeypatch.setattr(self_test, "compare_with_own", self)
 
-    def __call__(self, loaded: LoadedModel) -> float:
+    def __call__(self, loaded: LoadedModel, compiled: bool = True) -> float:
         self.count += 1
         return self.similarity
 
@@ -223,61 +225,42 @@ def raises(*_: Any) -> torch.Tensor:
     raise ValueError("not enough values to unpack (expected 2, got 1)")
 
 
-def forgets(_: FusedLayer, x: torch.Tensor, *rest: Any) -> torch.Tensor:
-    return torch.zeros_like(x)
-
-
-def fusion_of(loaded: LoadedModel) -> str:
-    assert loaded.fusing is not None
-    return str(loaded.fusing.wait())
+def forgets(step: CompiledStep, batch: ForwardBatch) -> torch.Tensor:
+    return torch.zeros(len(batch.logit_rows), 272)
 
 
 @pytest.mark.parametrize("failing", [raises, forgets])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_model_that_fails_fused_runs_its_own_code_and_that_is_remembered(
+def test_a_compiled_step_that_is_wrong_is_not_run_and_that_is_remembered(
     dtype: str,
     failing: Callable[..., torch.Tensor],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Llama 4's parts passed their comparisons one by one, and its first step failed."""
     source = find_model(str(save_checkpoint(tmp_path / "model", tiny_model("llama"))))
 
     def load() -> LoadedModel:
-        loaded = load_model(source, ModelConfig(dtype=dtype), None, lambda _: None)
-        assert fusion_of(loaded).startswith("2 layers")
-        return loaded
+        return load_model(source, ModelConfig(dtype=dtype), None, lambda _: None)
 
     first, again = load(), load()
-    monkeypatch.setattr(FusedLayer, "__call__", failing)
-    ensure_trusted(first, tmp_path)
-    assert fusion_of(first) == "none: transformers' own forward pass"
-    assert first.weights == "own"
-    assert compare_with_own(first) > 0.98
+    monkeypatch.setattr(CompiledStep, "logits", failing)
+    for loaded in (first, again):
+        assert loaded.compiled is not None
+        ensure_trusted(loaded, tmp_path)
+        assert loaded.compiled.is_off
+        assert compare_with_own(loaded) > 0.98
+        # The second time nothing is compared.
+        CountedTest(monkeypatch)
+        monkeypatch.setattr(self_test, "_passes", raises)
 
-    test = CountedTest(monkeypatch)
-    ensure_trusted(again, tmp_path)
-    assert test.count == 0
-    assert fusion_of(again) == fusion_of(first)
 
-
-@pytest.mark.parametrize("weights", ["auto", "int8"])
-def test_what_runs_is_what_was_tested_when_the_verdict_is_known(
-    weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_modules_are_tested_beside_the_compiled_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second run with --weights int8 failed: tested without its parts switched off, the model
-    was remembered as one that needs them off, and packed weights leave nothing to go back to. And
-    the last norm was fused by the self-test only: a later run, which knew, ran another model."""
+    """Large steps run the modules, and no step of the test is large."""
     source = find_model(str(save_checkpoint(tmp_path / "model", tiny_model("llama"))))
-    config = ModelConfig(device="cpu", dtype="float32", weights=weights)
-    first, again = (load_model(source, config, None, lambda _: None) for _ in range(2))
-    ensure_trusted(first, tmp_path)
-    tested = fusion_of(first)
-    assert tested.startswith("2 layers, 2 other parts")
+    loaded = load_model(source, ModelConfig(), None, lambda _: None)
+    monkeypatch.setattr(PagedModel, "_logits", lambda model, batch, **_: forgets(None, batch))  # type: ignore[arg-type]
 
-    norm = again.module.model.norm
-    assert "forward" in norm.__dict__, "fused only once somebody asks"
-    test = CountedTest(monkeypatch)
-    ensure_trusted(again, tmp_path)
-    assert test.count == 0
-    assert fusion_of(again) == tested
+    with pytest.raises(ModelUnsupported):
+        ensure_trusted(loaded, tmp_path)

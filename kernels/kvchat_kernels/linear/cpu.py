@@ -1,26 +1,21 @@
-"""Products of rows with block weights on a CPU: compiled code, run on torch's threads.
+"""Products of rows with one matrix on a CPU: compiled kernels for few rows, torch for many.
 
-The code takes its work through one array of 64-bit numbers, so a call from Python is one call of a
-C function. It runs in torch's own OpenMP threads (`GOMP_parallel`): a second pool of threads would
-compete with the first. Threads take chunks of rows from a counter, so that a thread beside a busy
-neighbour takes fewer.
-
-Products of many rows unpack the weights by tiles, for torch's matrix product.
+BlockProduct multiplies with block weights, FloatProduct with a float matrix. Products of many rows
+with weights that the processor does not multiply unpack them by tiles to float32, for torch's
+matrix product; the weights are held once.
 """
 
-import ctypes
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from kvchat_kernels.cpu_products import linear_of_few_sizes, multiplies_in
 from kvchat_kernels.linear.blocks import COLUMNS, BlockWeights, dequantised
-from kvchat_kernels.linear.task import NUM_PLACES, Place
 
 _log = logging.getLogger(__name__)
 
@@ -33,8 +28,6 @@ _TILE_BYTES = 1 << 20
 # As in the compiled code: the largest level of an activation, and the least that a block's largest
 # value counts as.
 _MOST, _LEAST = 32767.0, 1e-30
-
-Run = Callable[[Any, int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,89 +56,98 @@ class BlockProduct:
 
     def __init__(self, weights: BlockWeights) -> None:
         self.weights = weights
-        self._run = _code("product_code", weights.layout)
-        self._unpack = _code("unpacking_code", weights.layout)
-        task = np.zeros(NUM_PLACES, np.int64)
-        task[Place.NUM_OUT] = weights.num_out
-        task[Place.NUM_BLOCKS] = weights.num_in // COLUMNS
-        task[Place.LEVELS] = weights.levels.data_ptr()
-        task[Place.SCALES] = weights.scales.data_ptr()
-        if weights.minimums is not None:
-            task[Place.MINIMUMS] = weights.minimums.data_ptr()
-        self._task = task
+        self._kernels = _kernels()
 
     def __deepcopy__(self, memo: object) -> "BlockProduct":
         return self  # nothing ever changes it
 
     def __call__(self, rows: Rows) -> torch.Tensor:
         """Return rows @ weights.T, float32 [num_rows, out]."""
-        num_rows = len(rows)
-        if num_rows > FEW_ROWS or self._run is None:
-            return self._multiply_unpacked(rows.values())
-        out = torch.empty(num_rows, self.weights.num_out)
-        task = self._task.copy()
-        task[Place.NUM_ROWS] = num_rows
-        task[Place.X] = rows.levels.data_ptr()
-        task[Place.X_SCALES] = rows.scales.data_ptr()
-        task[Place.X_SUMS] = rows.sums.data_ptr()
-        task[Place.OUT] = out.data_ptr()
-        self._run(task, self._num_threads(self.weights.num_out * num_rows))
+        if len(rows) > FEW_ROWS or self._kernels is None:
+            return self.of_many(rows.values())
+        out = torch.empty(len(rows), self.weights.num_out)
+        self._kernels.multiply_blocks(self.weights, rows, out)
         return out
 
-    def _num_threads(self, num_rows: int) -> int:
-        """Return how many threads pay; `num_rows` times the columns is the work."""
-        worth = num_rows * self.weights.num_in // _WEIGHTS_PER_THREAD
-        return min(torch.get_num_threads(), max(1, worth))
-
-    def _multiply_unpacked(self, x: torch.Tensor) -> torch.Tensor:
+    def of_many(self, x: torch.Tensor) -> torch.Tensor:
         """Return x [num_rows, in] float32 times the weights, unpacked tile by tile."""
         weights = self.weights
         out = x.new_empty(len(x), weights.num_out)
-        step = max(1, _TILE_BYTES // (4 * weights.num_in))
-        room = x.new_empty(min(step, weights.num_out), weights.num_in)
-        for start in range(0, weights.num_out, step):
-            end = min(start + step, weights.num_out)
-            tile = self._unpacked(start, end, room[: end - start])
+        for start, end, tile in self._tiles():
             torch.mm(x, tile.t(), out=out[:, start:end])
         return out
 
-    def _unpacked(self, start: int, end: int, room: torch.Tensor) -> torch.Tensor:
-        """Return rows [`start`, `end`) of the weights in float32; `room` may hold them."""
-        if self._unpack is None:
-            return dequantised(self.weights.rows(start, end))
-        task = self._task.copy()
-        task[Place.NEXT], task[Place.NUM_OUT] = start, end
-        task[Place.OUT] = room.data_ptr() - start * self.weights.num_in * 4
-        self._unpack(task, self._num_threads(end - start))
-        return room
-
     def unpack(self, out: torch.Tensor) -> None:
         """Write the whole matrix to `out` [out, in], of any floating dtype, tile by tile."""
+        for start, end, tile in self._tiles():
+            out[start:end] = tile
+
+    def _tiles(self) -> Any:
+        """Yield runs of rows, [start, end), and their weights in float32, valid until the next."""
         weights = self.weights
         step = max(1, _TILE_BYTES // (4 * weights.num_in))
         room = torch.empty(min(step, weights.num_out), weights.num_in)
         for start in range(0, weights.num_out, step):
             end = min(start + step, weights.num_out)
-            out[start:end] = self._unpacked(start, end, room[: end - start])
+            if self._kernels is None:
+                yield start, end, dequantised(weights.rows(start, end))
+            else:
+                tile = room[: end - start]
+                self._kernels.unpack_blocks(weights, start, end, tile)
+                yield start, end, tile
+
+
+class FloatProduct:
+    """Multiplies rows with one float matrix [out, in] of any dtype, which stays the caller's."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self._weight = weight
+        self._bias = bias
+        self._float_bias = None if bias is None else bias.float()
+        self._kernels = _kernels() if weight.is_contiguous() else None
+        self._multiplies = weight.dtype == torch.float32 or multiplies_in(weight.dtype)
+
+    def __deepcopy__(self, memo: object) -> "FloatProduct":
+        return self  # nothing ever changes it
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x [..., in] times the weights plus the bias, in x's dtype."""
+        num_out, num_in = self._weight.shape
+        num_rows = x.numel() // num_in
+        is_few = num_rows <= FEW_ROWS and num_in % COLUMNS == 0 and self._kernels is not None
+        if not is_few and self._multiplies:
+            return linear_of_few_sizes(x, self._weight, self._bias)
+        rows = x.reshape(num_rows, num_in).float().contiguous()
+        out = torch.empty(num_rows, num_out)
+        if is_few:
+            assert self._kernels is not None
+            self._kernels.multiply_floats(self._weight, self._float_bias, rows, out)
+        else:
+            self._multiply_by_tiles(rows, out)
+        return out.to(x.dtype).view(*x.shape[:-1], num_out)
+
+    def _multiply_by_tiles(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        num_out, num_in = self._weight.shape
+        step = max(1, _TILE_BYTES // (4 * num_in))
+        for start in range(0, num_out, step):
+            tile = self._weight[start : start + step].float()
+            torch.mm(x, tile.t(), out=out[:, start : start + step])
+        if self._float_bias is not None:
+            out += self._float_bias
 
 
 def rows_of(x: torch.Tensor) -> Rows:
     """Round activation rows x [num_rows, in] float32 to 16 bits; `in` is a multiple of 32."""
     x = x.contiguous()
     num_rows, num_in = x.shape
-    round_rows = _code("rounding_code")
-    if round_rows is None:
+    kernels = _kernels()
+    if kernels is None:
         return _rounded_plainly(x)
     levels = torch.empty(num_rows, num_in, dtype=torch.int16)
     scales, sums = torch.empty(2, num_rows, num_in // COLUMNS).unbind()
-    task = np.zeros(NUM_PLACES, np.int64)
-    task[Place.NUM_BLOCKS] = scales.numel()
-    task[Place.OUT] = x.data_ptr()
-    task[Place.X] = levels.data_ptr()
-    task[Place.X_SCALES] = scales.data_ptr()
-    task[Place.X_SUMS] = sums.data_ptr()
-    round_rows(task, 1)
-    return Rows(levels, scales, sums)
+    rows = Rows(levels, scales, sums)
+    kernels.round_rows(x, rows)
+    return rows
 
 
 def _rounded_plainly(x: torch.Tensor) -> Rows:
@@ -157,40 +159,99 @@ def _rounded_plainly(x: torch.Tensor) -> Rows:
     return Rows(levels.to(torch.int16).view(x.shape), scales, sums)
 
 
-# Running compiled code
-
-
 @cache
-def _code(name: str, *layout: Any) -> Run | None:
-    """Return what runs a task on a number of threads; None where nothing can be compiled."""
+def _kernels() -> "_Kernels | None":
+    """Return what runs compiled kernels; None, logged once, where nothing can be compiled."""
     try:
-        from kvchat_kernels.linear import machine_code
-
-        code = getattr(machine_code, name)(*layout)
+        return _Kernels()
     except (ImportError, RuntimeError) as error:  # llvmlite raises RuntimeError for its own faults
-        _log.warning("low-bit weights are multiplied without compiled code: %s", error)
+        _log.warning("weights are multiplied without compiled code: %s", error)
         return None
-    address, parallel = ctypes.cast(code, ctypes.c_void_p).value, _parallel()
-
-    def run(task: Any, num_threads: int) -> None:
-        if num_threads == 1 or parallel is None:
-            code(task.ctypes.data)
-        else:
-            parallel(address, task.ctypes.data, num_threads, 0)
-
-    return run
 
 
-@cache
-def _parallel() -> Any:
-    """Return GNU OpenMP's function that runs a C function on threads, of torch's own library.
+class _Kernels:
+    """Runs one kernel at a time; importing llvmlite waits until one is needed."""
 
-    None where torch has another OpenMP; then one thread does the work.
-    """
-    bundled = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*"))
-    if not bundled:
-        return None
-    function = ctypes.CDLL(str(bundled[0])).GOMP_parallel
-    function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
-    function.restype = None
-    return function
+    def __init__(self) -> None:
+        from kvchat_kernels.cpu import block_products, products
+        from kvchat_kernels.cpu.maths import stored_as
+        from kvchat_kernels.cpu.program import Operation, run_units
+        from kvchat_kernels.cpu.step import NUM_HEADERS
+
+        self._blocks, self._floats = block_products, products
+        self._stored_as = stored_as
+        self._operation: Callable[..., Any] = Operation
+        self._run_units = run_units
+        self._num_headers = NUM_HEADERS
+        block_products.rounding_kernel()  # raises what compiling raises
+
+    def multiply_blocks(self, weights: BlockWeights, rows: Rows, out: torch.Tensor) -> None:
+        place = self._blocks.Place
+        task = self._block_task(weights)
+        task[place.X] = rows.levels.data_ptr()
+        task[place.X_SCALES] = rows.scales.data_ptr()
+        task[place.X_SUMS] = rows.sums.data_ptr()
+        task[place.OUT] = out.data_ptr()
+        task[place.OUT_STRIDE] = out.stride(0) * 4
+        chunk = self._floats.unit_rows(weights.num_out, weights.num_in * weights.bits // 8)
+        task[place.CHUNK] = chunk
+        kernel = self._blocks.block_product_kernel(weights.layout, False)
+        self._run(kernel, task, len(rows), weights.num_out, chunk, weights.num_in)
+
+    def unpack_blocks(self, weights: BlockWeights, start: int, end: int, out: torch.Tensor) -> None:
+        place = self._blocks.Place
+        task = self._block_task(weights)
+        task[place.FIRST], task[place.NUM_OUT] = start, end
+        task[place.OUT] = out.data_ptr()
+        chunk = task[place.CHUNK] = 16
+        kernel = self._blocks.unpacking_kernel(weights.layout)
+        self._run(kernel, task, 1, end - start, chunk, weights.num_in)
+
+    def round_rows(self, x: torch.Tensor, rows: Rows) -> None:
+        place = self._blocks.Place
+        task = np.zeros(self._blocks.NUM_PLACES, np.int64)
+        task[place.NUM_BLOCKS] = x.shape[1] // COLUMNS
+        task[place.FLOATS] = x.data_ptr()
+        task[place.X] = rows.levels.data_ptr()
+        task[place.X_SCALES] = rows.scales.data_ptr()
+        task[place.X_SUMS] = rows.sums.data_ptr()
+        self._run(self._blocks.rounding_kernel(), task, 1, len(x), 1, x.shape[1])
+
+    def multiply_floats(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, x: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        place = self._floats.Place
+        num_out, num_in = weight.shape
+        task = np.zeros(self._blocks.NUM_PLACES, np.int64)
+        task[place.WEIGHTS] = weight.data_ptr()
+        task[place.NUM_OUT], task[place.NUM_IN] = num_out, num_in
+        task[place.X], task[place.X_STRIDE] = x.data_ptr(), num_in * 4
+        task[place.OUT], task[place.OUT_STRIDE] = out.data_ptr(), num_out * 4
+        task[place.BIAS] = 0 if bias is None else bias.data_ptr()
+        chunk = task[place.CHUNK] = self._floats.unit_rows(num_out, num_in * weight.itemsize)
+        stored = self._stored_as(weight.dtype)
+        assert stored is not None
+        kernel = self._floats.product_kernel(stored, bias is not None)
+        self._run(kernel, task, len(x), num_out, chunk, num_in)
+
+    def _block_task(self, weights: BlockWeights) -> Any:
+        place = self._blocks.Place
+        task = np.zeros(self._blocks.NUM_PLACES, np.int64)
+        task[place.NUM_OUT] = weights.num_out
+        task[place.NUM_BLOCKS] = weights.num_in // COLUMNS
+        task[place.LEVELS] = weights.levels.data_ptr()
+        task[place.SCALES] = weights.scales.data_ptr()
+        if weights.minimums is not None:
+            task[place.MINIMUMS] = weights.minimums.data_ptr()
+        return task
+
+    def _run(
+        self, kernel: Any, task: Any, num_rows: int, num_out: int, chunk: int, num_in: int
+    ) -> None:
+        """Run a kernel on as many threads as its work pays for."""
+        header = np.zeros(self._num_headers, np.int64)
+        header[0] = num_rows
+        worth = max(1, num_rows * num_out * num_in // _WEIGHTS_PER_THREAD)
+        operation = self._operation(kernel, task, header, None)
+        num_threads = min(torch.get_num_threads(), worth)
+        self._run_units(operation, -(-num_out // chunk), num_threads)

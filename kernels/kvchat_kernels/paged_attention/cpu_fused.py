@@ -23,8 +23,6 @@ def attend_fused(
     key, value   [num_keys, num_kv_heads, key_dim or value_dim]
     mask         [group * num_rows, num_keys], added to the scores: the rows of the query heads that
                  share a KV head, one head after another; None for a single row
-
-    TorchScript compiles this function too, so it uses only what TorchScript supports.
     """
     num_rows, num_heads = query.shape[0], query.shape[1]
     num_kv_heads, value_dim = value.shape[1], value.shape[2]

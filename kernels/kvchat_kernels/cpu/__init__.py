@@ -1,0 +1,1 @@
+"""CPU kernels that LLVM compiles when a model is loaded, and programs of them."""

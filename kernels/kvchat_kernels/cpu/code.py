@@ -1,0 +1,350 @@
+"""Writing and compiling CPU kernels: LLVM instructions (llvmlite) as Python expressions.
+
+A kernel is a function of three numbers: the address of its task (what stays the same from step to
+step: addresses of weights and buffers, sizes), the address of the step's header (`step.py`), and
+the number of the unit to compute. Its code is written in vectors of 8 floats, which LLVM turns into
+the instructions of the processor.
+
+Compiling a kernel takes 20 to 300 ms; compiled code is kept on the disk (`object_cache.py`).
+"""
+
+import ctypes
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from enum import IntEnum
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import llvmlite
+import llvmlite.binding as llvm
+from llvmlite import ir
+
+from kvchat_kernels.cpu.object_cache import object_cache
+
+# Floats of a vector. Widths and head dims are multiples of it.
+LANES = 8
+
+I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
+F16, F32 = ir.HalfType(), ir.FloatType()
+F32S = ir.VectorType(F32, LANES)
+I32S = ir.VectorType(I32, LANES)
+
+_CONTRACT = ("contract",)
+
+
+class Value:
+    """A number or a vector in code that is being written; operators write instructions.
+
+    Integers are signed. Python numbers on the other side become constants of the same type.
+    Comparisons give a value for `Code.select` and `Code.when`.
+    """
+
+    __slots__ = ("code", "raw")
+
+    def __init__(self, code: "Code", raw: Any) -> None:
+        self.code = code
+        self.raw = raw
+
+    @property
+    def type(self) -> Any:
+        return self.raw.type
+
+    def _other(self, other: "Value | float") -> Any:
+        return other.raw if isinstance(other, Value) else constant(other, self.type)
+
+    def _write(self, for_ints: str, for_floats: str, other: "Value | float") -> "Value":
+        builder = self.code.builder
+        if _is_float(self.type):
+            return Value(
+                self.code,
+                getattr(builder, for_floats)(self.raw, self._other(other), flags=_CONTRACT),
+            )
+        return Value(self.code, getattr(builder, for_ints)(self.raw, self._other(other)))
+
+    def __add__(self, other: "Value | float") -> "Value":
+        return self._write("add", "fadd", other)
+
+    def __sub__(self, other: "Value | float") -> "Value":
+        return self._write("sub", "fsub", other)
+
+    def __mul__(self, other: "Value | float") -> "Value":
+        return self._write("mul", "fmul", other)
+
+    def __truediv__(self, other: "Value | float") -> "Value":
+        return self._write("", "fdiv", other)
+
+    def __floordiv__(self, other: "Value | float") -> "Value":
+        return self._write("sdiv", "", other)
+
+    def __mod__(self, other: "Value | float") -> "Value":
+        return self._write("srem", "", other)
+
+    def __and__(self, other: "Value | float") -> "Value":
+        return self._write("and_", "", other)
+
+    def __lshift__(self, other: "Value | float") -> "Value":
+        return self._write("shl", "", other)
+
+    def __rshift__(self, other: "Value | float") -> "Value":
+        """Shift right and fill with zeros."""
+        return self._write("lshr", "", other)
+
+    def _compare(self, sign: str, other: "Value | float") -> "Value":
+        builder = self.code.builder
+        write = builder.fcmp_ordered if _is_float(self.type) else builder.icmp_signed
+        return Value(self.code, write(sign, self.raw, self._other(other)))
+
+    def __lt__(self, other: "Value | float") -> "Value":
+        return self._compare("<", other)
+
+    def __gt__(self, other: "Value | float") -> "Value":
+        return self._compare(">", other)
+
+    def __ge__(self, other: "Value | float") -> "Value":
+        return self._compare(">=", other)
+
+
+def _is_float(kind: Any) -> bool:
+    return isinstance(getattr(kind, "element", kind), ir.FloatType | ir.HalfType)
+
+
+def constant(value: float, kind: Any) -> ir.Constant:
+    """Return a constant; a vector has the value in all lanes."""
+    if isinstance(kind, ir.VectorType):
+        return ir.Constant(kind, [value] * kind.count)
+    return ir.Constant(kind, value)
+
+
+class Variable:
+    """A place for a value that code changes, in a register where that is possible."""
+
+    def __init__(self, code: "Code", start: Value) -> None:
+        self._code = code
+        with code.builder.goto_entry_block():
+            self._slot = code.builder.alloca(start.type)
+        self.set(start)
+
+    def set(self, value: Value) -> None:
+        self._code.builder.store(value.raw, self._slot)
+
+    def get(self) -> Value:
+        return Value(self._code, self._code.builder.load(self._slot))
+
+
+class Code:
+    """Writes the code of one kernel. Addresses and offsets are in bytes, as 64-bit numbers."""
+
+    def __init__(self, builder: ir.IRBuilder, arguments: Sequence[Any]) -> None:
+        """`arguments` are those of the function: task, header and unit, or the task alone."""
+        self.builder = builder
+        self.task = Value(self, arguments[0])
+        self.step, self.unit = (Value(self, arguments[place % len(arguments)]) for place in (1, 2))
+
+    # Numbers
+
+    def whole(self, value: int) -> Value:
+        return Value(self, ir.Constant(I64, value))
+
+    def single(self, value: float) -> Value:
+        return Value(self, ir.Constant(F32, ctypes.c_float(value).value))
+
+    def floats(self, value: float) -> Value:
+        """Return a vector with the value in all lanes."""
+        return Value(self, constant(ctypes.c_float(value).value, F32S))
+
+    def variable(self, start: Value) -> Variable:
+        return Variable(self, start)
+
+    def least(self, one: Value, other: Value | float) -> Value:
+        return self.select(one < other, one, Value(self, one._other(other)))
+
+    def greatest(self, one: Value, other: Value | float) -> Value:
+        return self.select(one > other, one, Value(self, one._other(other)))
+
+    def select(self, condition: Value, one: Value, other: Value) -> Value:
+        return Value(self, self.builder.select(condition.raw, one.raw, other.raw))
+
+    def convert(self, instruction: str, value: Value, kind: Any) -> Value:
+        """Write one of LLVM's conversions, such as `sext` or `sitofp`."""
+        return Value(self, getattr(self.builder, instruction)(value.raw, kind))
+
+    def call(
+        self, name: str, kind: Any, *arguments: Value, fastmath: tuple[str, ...] = ()
+    ) -> Value:
+        """Call one of LLVM's own functions."""
+        raw = [argument.raw for argument in arguments]
+        function = self.builder.module.globals.get(name)
+        if function is None:
+            signature = ir.FunctionType(kind, [argument.type for argument in raw])
+            function = ir.Function(self.builder.module, signature, name)
+        return Value(self, self.builder.call(function, raw, fastmath=fastmath))
+
+    # Memory
+
+    def field(self, place: IntEnum) -> Value:
+        """Read a number of the task."""
+        return self.load(self.task, 8 * place, I64)
+
+    def header(self, place: IntEnum) -> Value:
+        """Read a number of the step's header."""
+        return self.load(self.step, 8 * place, I64)
+
+    def float_field(self, place: IntEnum) -> Value:
+        """Read a float32 that stands in the first half of a task's number."""
+        return self.load(self.task, 8 * place, F32)
+
+    def load(self, address: Value, offset: "Value | int", kind: Any) -> Value:
+        """Load a value, aligned or not."""
+        loaded = self.builder.load(self._pointer(address, offset, kind))
+        loaded.align = 1
+        return Value(self, loaded)
+
+    def store(self, value: Value, address: Value, offset: "Value | int") -> None:
+        pointer = self._pointer(address, offset, value.type)
+        self.builder.store(value.raw, pointer).align = 1
+
+    def prefetch(self, address: Value, offset: "Value | int") -> None:
+        """Ask for the cache line at an address, which need not be one of ours."""
+        pointer = self._pointer(address, offset, I8)
+        hints = [constant(hint, I32) for hint in (0, 3, 1)]  # to read, keep it, data
+        self.call("llvm.prefetch.p0", ir.VoidType(), *(Value(self, v) for v in (pointer, *hints)))
+
+    def room(self, num_bytes: int) -> Value:
+        """Return the address of memory on the stack, aligned to 64 bytes."""
+        with self.builder.goto_entry_block():
+            slot = self.builder.alloca(I8, num_bytes)
+            slot.align = 64
+            return Value(self, self.builder.ptrtoint(slot, I64))
+
+    def _pointer(self, address: Value, offset: "Value | int", kind: Any) -> Any:
+        return self.builder.inttoptr((address + offset).raw, kind.as_pointer())
+
+    # Vectors
+
+    def spread(self, value: Value, count: int = LANES) -> Value:
+        """Return a vector with the value in all lanes."""
+        undefined = ir.Constant(ir.VectorType(value.type, count), ir.Undefined)
+        single = self.builder.insert_element(undefined, value.raw, ir.Constant(I32, 0))
+        lanes = constant(0, ir.VectorType(I32, count))
+        return Value(self, self.builder.shuffle_vector(single, undefined, lanes))
+
+    def widened(self, value: Value) -> Value:
+        """Return a vector of 8 floats: the vector itself, or a single float and zeros."""
+        if isinstance(value.type, ir.VectorType):
+            return value
+        zeros = constant(0.0, F32S)
+        return Value(self, self.builder.insert_element(zeros, value.raw, ir.Constant(I32, 0)))
+
+    def total(self, vector: Value) -> Value:
+        """Return the sum of a vector of 8 floats, added as a tree."""
+        zero = self.single(0.0)
+        return self.call("llvm.vector.reduce.fadd.v8f32", F32, zero, vector, fastmath=("reassoc",))
+
+    def maximum(self, vector: Value) -> Value:
+        """Return the largest of 8 floats."""
+        name = "llvm.vector.reduce.fmax.v8f32"
+        return self.call(name, F32, vector, fastmath=("nnan", "nsz"))
+
+    def as_bits(self, vector: Value, kind: Any) -> Value:
+        return Value(self, self.builder.bitcast(vector.raw, kind))
+
+    # Control
+
+    @contextmanager
+    def loop(self, start: "Value | int", end: "Value | int", step: int = 1) -> Iterator[Value]:
+        """Write a loop; the body gets the index."""
+        first, last = (
+            value if isinstance(value, Value) else self.whole(value) for value in (start, end)
+        )
+        builder = self.builder
+        before = builder.block
+        head, body, after = (builder.append_basic_block() for _ in range(3))
+        builder.branch(head)
+        builder.position_at_end(head)
+        index = builder.phi(I64)
+        index.add_incoming(first.raw, before)
+        builder.cbranch(builder.icmp_signed("<", index, last.raw), body, after)
+        builder.position_at_end(body)
+        yield Value(self, index)
+        index.add_incoming(builder.add(index, ir.Constant(I64, step)), builder.block)
+        builder.branch(head)
+        builder.position_at_end(after)
+
+    @contextmanager
+    def when(self, condition: Value) -> Iterator[None]:
+        """Write code that runs only where the condition holds."""
+        with self.builder.if_then(condition.raw):
+            yield
+
+
+class Kernel:
+    """A compiled function `(task address, header address, unit)`, which lives with this object.
+
+    `forms` are the values that its code depends on beside `name`.
+    """
+
+    def __init__(self, name: str, forms: tuple[object, ...], write: Callable[[Code], None]) -> None:
+        self.name = name
+        self.address, self._engine = compiled(name, forms, 3, write)
+
+
+def compiled(
+    name: str, forms: tuple[object, ...], num_arguments: int, write: Callable[[Code], None]
+) -> tuple[int, Any]:
+    """Return the address of a function of 64-bit numbers that `write` writes, and what owns it.
+
+    Reads it from the disk if it was compiled before, and saves it there if not.
+    """
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    machine = llvm.Target.from_default_triple().create_target_machine(
+        cpu=llvm.get_host_cpu_name(), features=_features(), opt=2, jit=True
+    )
+    digest = hashlib.sha256(repr((_version(), name, forms)).encode()).hexdigest()
+    file_name = f"{name.replace(' ', '-')}-{digest[:32]}.o"
+    found = object_cache().load(file_name)
+    if found is None:
+        found = _object_code(machine, num_arguments, write)
+        object_cache().save(file_name, found)
+    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
+    engine.add_object_file(llvm.ObjectFileRef.from_data(found))
+    engine.finalize_object()
+    return engine.get_function_address("run"), engine
+
+
+def _object_code(machine: Any, num_arguments: int, write: Callable[[Code], None]) -> bytes:
+    module = ir.Module()
+    kind = ir.FunctionType(ir.VoidType(), [I64] * num_arguments)
+    function = ir.Function(module, kind, "run")
+    builder = ir.IRBuilder(function.append_basic_block())
+    write(Code(builder, function.args))
+    builder.ret_void()
+    parsed = llvm.parse_assembly(str(module))
+    parsed.verify()
+    options = llvm.create_pipeline_tuning_options(2)
+    options.loop_unrolling = False  # loops are as long as they should be
+    passes = llvm.create_pass_builder(machine, options)
+    passes.getModulePassManager().run(parsed, passes)
+    code: bytes = machine.emit_object(parsed)
+    return code
+
+
+@cache
+def _features() -> str:
+    return str(llvm.get_host_cpu_features().flatten())
+
+
+@cache
+def _version() -> tuple[str, ...]:
+    """Return what all compiled code depends on: the processor, LLVM, and the sources here."""
+    sources = sorted(Path(__file__).parent.glob("*.py"))
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
+    return (llvm.get_host_cpu_name(), _features(), llvmlite.__version__, digest)
+
+
+@cache
+def has_feature(name: str) -> bool:
+    """Return whether this processor has a feature, by LLVM's name for it."""
+    return bool(llvm.get_host_cpu_features().get(name, False))

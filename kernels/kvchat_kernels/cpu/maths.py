@@ -1,0 +1,108 @@
+"""Vector mathematics for CPU kernels: stored floats of any dtype, exp, tanh, erf.
+
+exp follows Cephes' expf (S. Moshier): x is split into n * ln 2 + r, and exp(r) is a polynomial of
+degree 7, right to about 1e-7. erf is formula 7.1.26 of Abramowitz and Stegun, right to 1.5e-7.
+"""
+
+from enum import StrEnum
+from functools import reduce
+
+import torch
+from llvmlite import ir
+
+from kvchat_kernels.cpu.code import F16, F32, F32S, I16, I32S, LANES, Code, Value
+
+_I16S = ir.VectorType(I16, LANES)
+_F16S = ir.VectorType(F16, LANES)
+
+_LOG2_E = 1.44269504088896341
+_LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4
+# Below the first the result counts as 0; above the second it would overflow.
+_LEAST, _MOST = -87.0, 88.0
+_EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 0.5)
+_ERF = (1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592)
+_ERF_P = 0.3275911
+
+
+class Stored(StrEnum):
+    """How floats lie in memory."""
+
+    FLOAT = "float32"
+    BFLOAT = "bfloat16"
+    HALF = "float16"
+
+    @property
+    def num_bytes(self) -> int:
+        return 4 if self is Stored.FLOAT else 2
+
+
+def stored_as(dtype: torch.dtype) -> Stored | None:
+    """Return how tensors of this dtype lie in memory, None for a dtype that no kernel reads."""
+    name = str(dtype).removeprefix("torch.")
+    return Stored(name) if name in set(Stored) else None
+
+
+def load_floats(code: Code, address: Value, offset: Value | int, stored: Stored) -> Value:
+    """Load 8 stored floats as float32."""
+    if stored is Stored.FLOAT:
+        return code.load(address, offset, F32S)
+    if stored is Stored.HALF:
+        return code.convert("fpext", code.load(address, offset, _F16S), F32S)
+    bits = code.convert("zext", code.load(address, offset, _I16S), I32S)
+    return code.as_bits(bits << 16, F32S)
+
+
+def store_floats(
+    code: Code, values: Value, address: Value, offset: Value | int, stored: Stored
+) -> None:
+    """Round 8 floats to the nearest that memory can hold, ties to even, and store them."""
+    if stored is Stored.HALF:
+        values = code.convert("fptrunc", values, _F16S)
+    elif stored is Stored.BFLOAT:
+        bits = code.as_bits(values, I32S)
+        bits = bits + 0x7FFF + ((bits >> 16) & 1)
+        values = code.convert("trunc", bits >> 16, _I16S)
+    code.store(values, address, offset)
+
+
+def exp(code: Code, x: Value) -> Value:
+    """Return exp of 8 floats; 0 below -87, and no infinity above 88."""
+    is_zero = x < _LEAST
+    x = code.least(code.greatest(x, _LEAST), _MOST)
+    n = code.call("llvm.rint.v8f32", F32S, x * code.floats(_LOG2_E))
+    r = x - n * code.floats(_LN2_HIGH)
+    r = r - n * code.floats(_LN2_LOW)
+    polynomial = reduce(
+        lambda total, factor: total * r + code.floats(factor), _EXP[1:], code.floats(_EXP[0])
+    )
+    value = polynomial * (r * r) + r + code.floats(1.0)
+    power = (code.convert("fptosi", n, I32S) + 127) << 23
+    value = value * code.as_bits(power, F32S)
+    return code.select(is_zero, code.floats(0.0), value)
+
+
+def sigmoid(code: Code, x: Value) -> Value:
+    one = code.floats(1.0)
+    return one / (one + exp(code, code.floats(0.0) - x))
+
+
+def tanh(code: Code, x: Value) -> Value:
+    """Return tanh of 8 floats, right to about 1e-7."""
+    return sigmoid(code, x * code.floats(2.0)) * code.floats(2.0) - code.floats(1.0)
+
+
+def erf(code: Code, x: Value) -> Value:
+    """Return erf of 8 floats, right to 1.5e-7."""
+    size = code.call("llvm.fabs.v8f32", F32S, x)
+    one = code.floats(1.0)
+    t = one / (one + size * code.floats(_ERF_P))
+    series = reduce(
+        lambda total, factor: total * t + code.floats(factor), _ERF[1:], code.floats(_ERF[0])
+    )
+    value = one - series * t * exp(code, code.floats(0.0) - size * size)
+    return code.call("llvm.copysign.v8f32", F32S, value, x)
+
+
+def reciprocal_root(code: Code, x: Value) -> Value:
+    """Return 1 / sqrt(x) of one float."""
+    return code.single(1.0) / code.call("llvm.sqrt.f32", F32, x)

@@ -1,0 +1,94 @@
+"""Adds to the residual stream and normalises it. A unit is a row.
+
+stream = (stream + addend') * factor..., out = normed(stream), where addend' may be normed too, as
+Gemma and OLMo 2 have it. A norm is x / sqrt(mean(x^2) + epsilon) * weight, all in float32.
+"""
+
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cache
+
+from kvchat_kernels.cpu.code import F32S, LANES, Code, Kernel, Value
+from kvchat_kernels.cpu.maths import reciprocal_root
+from kvchat_kernels.cpu.step import Header
+
+
+class Place(IntEnum):
+    """The task. Rows of STREAM, ADDEND and OUT are WIDTH float32 each, one after another.
+
+    STREAM, ADDEND, OUT   addresses
+    ADDEND_WEIGHT         of the norm of the addend, float32 [WIDTH]
+    WEIGHT                of the norm of the stream
+    EPSILON               float32
+    FACTOR                what the addend is multiplied with, float32
+    """
+
+    STREAM = 0
+    ADDEND = 1
+    ADDEND_WEIGHT = 2
+    WEIGHT = 3
+    OUT = 4
+    WIDTH = 5
+    EPSILON = 6
+    FACTOR = 7
+
+
+@dataclass(frozen=True, slots=True)
+class NormForm:
+    """What a norm kernel does.
+
+    adds          adds the addend to the stream first
+    norms_addend  normalises the addend before it is added
+    norms         writes the normed stream
+    picks         reads and writes the rows of the stream that the header names
+    """
+
+    adds: bool
+    norms_addend: bool = False
+    norms: bool = True
+    picks: bool = False
+
+
+@cache
+def norm_kernel(form: NormForm) -> Kernel:
+    return Kernel("norm", (form,), lambda code: _write(code, form))
+
+
+def _write(code: Code, form: NormForm) -> None:
+    width = code.field(Place.WIDTH)
+    row = code.unit
+    if form.picks:
+        row = code.load(code.header(Header.ROWS), code.unit * 8, row.type)
+    stream = code.field(Place.STREAM) + row * width * 4
+    if form.adds:
+        addend = code.field(Place.ADDEND) + row * width * 4
+        factor = code.spread(code.float_field(Place.FACTOR))
+        if form.norms_addend:
+            factor = factor * code.spread(_inverse_rms(code, addend, width))
+        with code.loop(0, width, LANES) as index:
+            value = code.load(addend, index * 4, F32S) * factor
+            if form.norms_addend:
+                value = value * code.load(code.field(Place.ADDEND_WEIGHT), index * 4, F32S)
+            code.store(code.load(stream, index * 4, F32S) + value, stream, index * 4)
+    if form.norms:
+        out = code.field(Place.OUT) + code.unit * width * 4
+        factor = code.spread(_inverse_rms(code, stream, width))
+        weight = code.field(Place.WEIGHT)
+        with code.loop(0, width, LANES) as index:
+            value = code.load(stream, index * 4, F32S) * factor
+            code.store(value * code.load(weight, index * 4, F32S), out, index * 4)
+
+
+def _inverse_rms(code: Code, address: Value, width: Value) -> Value:
+    epsilon = code.float_field(Place.EPSILON)
+    return inverse_rms(code, address, width, epsilon)
+
+
+def inverse_rms(code: Code, address: Value, width: Value, epsilon: Value) -> Value:
+    """Return 1 / sqrt(mean(x^2) + epsilon) of `width` floats."""
+    total = code.variable(code.floats(0.0))
+    with code.loop(0, width, LANES) as index:
+        value = code.load(address, index * 4, F32S)
+        total.set(total.get() + value * value)
+    count = code.convert("sitofp", width, epsilon.type)
+    return reciprocal_root(code, code.total(total.get()) / count + epsilon)

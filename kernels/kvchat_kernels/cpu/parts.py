@@ -1,0 +1,73 @@
+"""Parts: how the contexts of a step's sequences are cut for the compiled attention."""
+
+import numpy as np
+import torch
+
+from kvchat_kernels.cpu.attention import JOB_NUMBERS, PART, Record
+from kvchat_kernels.cpu.step import MAX_ROWS
+from kvchat_kernels.paged_attention import AttentionSpan, PagedSequences
+
+
+class Parts:
+    """Owns the record of layers that see the same positions, and the room for their results."""
+
+    def __init__(
+        self, span: AttentionSpan, num_heads: int, num_kv_heads: int, value_dim: int
+    ) -> None:
+        self.num_kv_heads = num_kv_heads
+        self._span = span
+        self._num_heads = num_heads
+        self._value_dim = value_dim
+        self.record = np.zeros(8, np.int64)
+        self._rows = np.zeros((5, MAX_ROWS), np.int64)
+        for index, place in enumerate(
+            (Record.FIRST, Record.END, Record.RESULTS, Record.STRIDES, Record.COUNTS)
+        ):
+            self.record[place] = self._rows[index].ctypes.data
+        self._jobs = np.zeros((0, JOB_NUMBERS), np.int64)
+        self._tables: torch.Tensor | None = None
+        self._make_room(MAX_ROWS)
+
+    def set(self, sequences: PagedSequences) -> int:
+        """Renew the record for a step; return the number of jobs."""
+        jobs: list[tuple[int, ...]] = []
+        num_results = row = 0
+        tables = self._tables = sequences.block_tables  # kept while the step runs
+        address, table_bytes = tables.data_ptr(), tables.stride(0) * 4
+        lengths = zip(sequences.query_lens, sequences.context_lens, strict=True)
+        for index, (count, end) in enumerate(lengths):
+            first = self._span.first_visible(end - count)
+            parts = range(first // PART, (end - 1) // PART + 1)
+            for local in range(count):
+                position = end - count + local
+                self._rows[:, row + local] = (
+                    self._span.first_visible(position),
+                    position + 1,
+                    num_results + local,
+                    count,
+                    len(parts),
+                )
+            for part in parts:
+                start = part * PART
+                bounds = max(start, first), min(start + PART, end)
+                jobs.append(
+                    (row, count, start, *bounds, address + index * table_bytes, num_results)
+                )
+                num_results += count
+            row += count
+        self._store(jobs, num_results)
+        return len(jobs)
+
+    def _store(self, jobs: list[tuple[int, ...]], num_results: int) -> None:
+        if len(jobs) > len(self._jobs):
+            self._jobs = np.zeros((2 * len(jobs), JOB_NUMBERS), np.int64)
+            self.record[Record.JOBS] = self._jobs.ctypes.data
+        self._jobs[: len(jobs), : len(jobs[0])] = jobs
+        if num_results > len(self._sums):
+            self._make_room(2 * num_results)
+
+    def _make_room(self, num_results: int) -> None:
+        self._sums = torch.empty(num_results, self._num_heads, self._value_dim)
+        self._stats = torch.empty(num_results, self._num_heads, 2)
+        self.record[Record.SUMS] = self._sums.data_ptr()
+        self.record[Record.STATS] = self._stats.data_ptr()

@@ -1,0 +1,119 @@
+"""Products of few rows with a float matrix [out, in], which is read once for all rows.
+
+A unit is a chunk of the matrix' rows, read as four runs of memory side by side: one row of each run
+at a time is multiplied with up to three rows of activations, so that each loaded vector is used
+several times and the sums do not wait for each other. Every product of two rows has a sum of its
+own, so a row's result does not depend on the rows beside it.
+"""
+
+from collections.abc import Sequence
+from enum import IntEnum
+from functools import cache
+
+from kvchat_kernels.cpu.code import F32, LANES, Code, Kernel, Value
+from kvchat_kernels.cpu.maths import Stored, load_floats
+from kvchat_kernels.cpu.step import Header
+
+# Rows of weights and of activations that are multiplied together.
+WEIGHT_ROWS = 4
+_MOST_X = 3
+# Bytes ahead that weights are asked for.
+_AHEAD = 1024
+# A unit's weights: long enough runs of memory for the processor to read ahead in.
+_UNIT_BYTES = 1 << 18
+# The number of columns is a multiple, which is what a cache line holds of 16-bit weights.
+COLUMNS = 32
+
+
+class Place(IntEnum):
+    """The task of a product: addresses, and sizes in rows and columns. Strides are in bytes.
+
+    X, X_STRIDE      float32 [rows, in]
+    OUT, OUT_STRIDE  float32 [rows, out], may lie in a wider matrix
+    BIAS             float32 [out], 0 for none
+    CHUNK            rows of the matrix of a unit
+    """
+
+    WEIGHTS = 0
+    NUM_OUT = 1
+    NUM_IN = 2
+    X = 3
+    X_STRIDE = 4
+    OUT = 5
+    OUT_STRIDE = 6
+    BIAS = 7
+    CHUNK = 8
+
+
+def unit_rows(num_out: int, row_bytes: int) -> int:
+    """Return how many rows of a matrix a unit has."""
+    rows = max(WEIGHT_ROWS, _UNIT_BYTES // row_bytes // WEIGHT_ROWS * WEIGHT_ROWS)
+    return min(rows, -(-num_out // WEIGHT_ROWS) * WEIGHT_ROWS)
+
+
+@cache
+def product_kernel(stored: Stored, has_bias: bool) -> Kernel:
+    """Return the kernel for weights stored so."""
+    return Kernel(
+        "product", (stored, has_bias), lambda code: _Product(code, stored, has_bias).write()
+    )
+
+
+class _Product:
+    def __init__(self, code: Code, stored: Stored, has_bias: bool) -> None:
+        self._code = code
+        self._stored = stored
+        self._has_bias = has_bias
+        self._num_in = code.field(Place.NUM_IN)
+        self._row_bytes = self._num_in * stored.num_bytes
+        self._weights, self._x = code.field(Place.WEIGHTS), code.field(Place.X)
+        self._x_stride = code.field(Place.X_STRIDE)
+        self._out, self._out_stride = code.field(Place.OUT), code.field(Place.OUT_STRIDE)
+
+    def write(self) -> None:
+        code = self._code
+        start = code.unit * code.field(Place.CHUNK)
+        end = code.least(start + code.field(Place.CHUNK), code.field(Place.NUM_OUT))
+        quarter = (end - start) // WEIGHT_ROWS
+        num_rows = code.header(Header.NUM_ROWS)
+        left = num_rows % _MOST_X
+        tiled = num_rows - left
+        with code.loop(start, start + quarter) as row:
+            rows = [row + quarter * i for i in range(WEIGHT_ROWS)]
+            with code.loop(0, tiled, _MOST_X) as first:
+                self._write_tile(rows, first, _MOST_X)
+            for count in range(1, _MOST_X):
+                is_left = (left > count - 1) & (left < count + 1)
+                with code.when(is_left):
+                    self._write_tile(rows, tiled, count)
+        with code.loop(start + quarter * WEIGHT_ROWS, end) as row, code.loop(0, num_rows) as first:
+            self._write_tile([row], first, 1)
+
+    def _write_tile(self, rows: Sequence[Value], first: Value, num_x: int) -> None:
+        code = self._code
+        weights = [self._weights + row * self._row_bytes for row in rows]
+        activations = [self._x + (first + i) * self._x_stride for i in range(num_x)]
+        zero = code.floats(0.0)
+        sums = [[code.variable(zero) for _ in activations] for _ in weights]
+        columns = 64 // self._stored.num_bytes
+        with code.loop(0, self._num_in, columns) as column:
+            for address in weights:
+                code.prefetch(address, column * self._stored.num_bytes + _AHEAD)
+            for start in range(0, columns, LANES):
+                offset = column + start
+                xs = [code.load(x, offset * 4, zero.type) for x in activations]
+                for address, of_row in zip(weights, sums, strict=True):
+                    weight = load_floats(
+                        code, address, offset * self._stored.num_bytes, self._stored
+                    )
+                    for x, total in zip(xs, of_row, strict=True):
+                        total.set(total.get() + weight * x)
+        for row, of_row in zip(rows, sums, strict=True):
+            for j, total in enumerate(of_row):
+                self._store(code.total(total.get()), row, first + j)
+
+    def _store(self, value: Value, row: Value, x_row: Value) -> None:
+        code = self._code
+        if self._has_bias:
+            value = value + code.load(code.field(Place.BIAS), row * 4, F32)
+        code.store(value, self._out, x_row * self._out_stride + row * 4)

@@ -1,0 +1,116 @@
+"""Normalises and rotates the heads of Q and K, and writes K and V to their slots. A unit is a row.
+
+Rotation is by halves, as GPT-NeoX and Llama have it: of the first `rotated` dimensions of a head,
+those of the first half turn with those of the second.
+"""
+
+from dataclasses import dataclass
+from enum import IntEnum, StrEnum
+from functools import cache
+
+from kvchat_kernels.cpu.code import F32S, I64, LANES, Code, Kernel, Value
+from kvchat_kernels.cpu.maths import Stored, load_floats, store_floats
+from kvchat_kernels.cpu.norms import inverse_rms
+from kvchat_kernels.cpu.step import Header
+
+
+class Place(IntEnum):
+    """The task. QKV is float32: rows of Q, K and V side by side, QKV_STRIDE bytes each.
+
+    COSINES, SINES            float32 [rows, rotated / 2]
+    KEYS, VALUES              addresses of the pools, [slots, KV heads, dim]
+    QUERY_NORM, KEY_NORM      weights, float32 [dim], or [heads * dim] for a norm of all heads
+    EPSILON                   float32
+    """
+
+    QKV = 0
+    QKV_STRIDE = 1
+    COSINES = 2
+    SINES = 3
+    KEYS = 4
+    VALUES = 5
+    QUERY_NORM = 6
+    KEY_NORM = 7
+    EPSILON = 8
+
+
+class HeadNorm(StrEnum):
+    """Which parts of Q and K are normalised together."""
+
+    NONE = "none"
+    HEAD = "head"
+    ALL_HEADS = "all heads"
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """The heads of a layer. Dims are multiples of 8, `rotated` of 16; 0 rotates nothing.
+
+    `stored` is how the pools hold K and V.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+    rotated: int
+    norm: HeadNorm
+    stored: Stored
+
+
+@cache
+def rotation_kernel(heads: Heads) -> Kernel:
+    return Kernel("rotation", (heads,), lambda code: _write(code, heads))
+
+
+def _write(code: Code, heads: Heads) -> None:
+    row = code.field(Place.QKV) + code.unit * code.field(Place.QKV_STRIDE)
+    key_row = row + heads.num_heads * heads.key_dim * 4
+    value_row = key_row + heads.num_kv_heads * heads.key_dim * 4
+    parts = (
+        (row, heads.num_heads, Place.QUERY_NORM),
+        (key_row, heads.num_kv_heads, Place.KEY_NORM),
+    )
+    for address, count, weight in parts:
+        _write_norms(code, heads, address, count, code.field(weight))
+        if heads.rotated:
+            with code.loop(0, count) as head:
+                _write_rotation(code, heads, address + head * heads.key_dim * 4)
+    slot = code.load(code.header(Header.SLOTS), code.unit * 8, I64)
+    with code.when(slot > -1):
+        for address, pool, dim in (
+            (key_row, Place.KEYS, heads.key_dim),
+            (value_row, Place.VALUES, heads.value_dim),
+        ):
+            width = heads.num_kv_heads * dim
+            to = code.field(pool) + slot * (width * heads.stored.num_bytes)
+            with code.loop(0, width, LANES) as index:
+                value = code.load(address, index * 4, F32S)
+                store_floats(code, value, to, index * heads.stored.num_bytes, heads.stored)
+
+
+def _write_norms(code: Code, heads: Heads, address: Value, count: int, weight: Value) -> None:
+    if heads.norm is HeadNorm.NONE:
+        return
+    is_wide = heads.norm is HeadNorm.ALL_HEADS
+    width = code.whole(heads.key_dim * count if is_wide else heads.key_dim)
+    epsilon = code.float_field(Place.EPSILON)
+    with code.loop(0, 1 if is_wide else count) as part:
+        start = address + part * width * 4
+        factor = code.spread(inverse_rms(code, start, width, epsilon))
+        with code.loop(0, width, LANES) as index:
+            value = code.load(start, index * 4, F32S) * factor
+            value = value * code.load(weight, index * 4, F32S)
+            code.store(value, start, index * 4)
+
+
+def _write_rotation(code: Code, heads: Heads, head: Value) -> None:
+    half = heads.rotated // 2
+    angles = code.unit * (half * 4)
+    cosines, sines = (code.field(place) + angles for place in (Place.COSINES, Place.SINES))
+    with code.loop(0, half, LANES) as index:
+        cos, sin = (load_floats(code, at, index * 4, Stored.FLOAT) for at in (cosines, sines))
+        first = code.load(head, index * 4, F32S)
+        second = code.load(head, index * 4 + half * 4, F32S)
+        code.store(first * cos - second * sin, head, index * 4)
+        code.store(second * cos + first * sin, head, index * 4 + half * 4)

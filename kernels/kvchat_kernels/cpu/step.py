@@ -1,0 +1,21 @@
+"""The header of a step, which all kernels of a program read: what changes from step to step."""
+
+from enum import IntEnum
+
+
+class Header(IntEnum):
+    """The places of the header's 64-bit numbers.
+
+    NUM_ROWS   rows of activations, at most MAX_ROWS
+    SLOTS      address of the slot of each row's KV, int64; -1 writes nothing
+    ROWS       address of the rows of the stream that a norm reads, int64; 0: row i is row i
+    """
+
+    NUM_ROWS = 0
+    SLOTS = 1
+    ROWS = 2
+
+
+NUM_HEADERS = 4
+# Rows of a step. With more, products of matrices are faster than a pass over the weights for each.
+MAX_ROWS = 16

@@ -1,0 +1,277 @@
+"""Decoder: a model of the Llama family as what it computes, read from a transformers module.
+
+Only what is read here is computed by the compiled step; a model with anything else runs
+transformers' own code. Reading is by model type, and refuses (`_Unknown`) what it does not know.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from kvchat.model.quantise import pack_of
+from kvchat.model.spec import LayerSpec, ModelSpec
+from kvchat_kernels.cpu.gates import Activation
+from kvchat_kernels.cpu.rotation import HeadNorm
+from kvchat_kernels.linear.blocks import BlockWeights
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """The weights [out, in] of a linear layer, the model's own memory, and a bias in float32."""
+
+    weights: torch.Tensor | BlockWeights
+    bias: torch.Tensor | None
+
+    @property
+    def num_out(self) -> int:
+        weights = self.weights
+        return weights.num_out if isinstance(weights, BlockWeights) else weights.shape[0]
+
+    @property
+    def num_in(self) -> int:
+        weights = self.weights
+        return weights.num_in if isinstance(weights, BlockWeights) else weights.shape[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """x / rms(x) * weight; `weight` is float32 [width]."""
+
+    weight: torch.Tensor
+    epsilon: float
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderAttention:
+    """qkv: one matrix, or three. `head_norms` are those of Q and K. `kind` names its angles."""
+
+    spec: LayerSpec
+    qkv: tuple[Matrix, ...]
+    out: Matrix
+    scale: float
+    head_norm: HeadNorm
+    head_norms: tuple[Norm, Norm] | None
+    rotates: bool
+    kind: str | None
+    softcap: float | None
+    sinks: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderLayer:
+    """Attention and a gated MLP, each added to the stream; `gate_up` is one matrix, or two.
+
+    What is added is normed by `after_attention` and `after_mlp`, where there are such norms. The
+    input is normed by `before_attention` and `before_mlp`; None: it is the stream itself.
+    """
+
+    attention: DecoderAttention
+    gate_up: tuple[Matrix, ...]
+    down: Matrix
+    activation: Activation
+    before_attention: Norm | None
+    after_attention: Norm | None
+    before_mlp: Norm | None
+    after_mlp: Norm | None
+
+
+@dataclass(frozen=True, slots=True)
+class Decoder:
+    """A whole model. `rotary` is transformers' module for angles.
+
+    residual_factor   what attention's and MLP's outputs are multiplied with
+    embedding_factor  the same for the table's rows; the embedding module has its own beside it
+    logits_divisor, logits_softcap   of the logits
+    """
+
+    embedding: nn.Module
+    layers: tuple[DecoderLayer, ...]
+    norm: Norm
+    head: Matrix
+    rotary: Any
+    residual_factor: float = 1.0
+    embedding_factor: float = 1.0
+    logits_divisor: float = 1.0
+    logits_softcap: float | None = None
+
+
+def num_weights(decoder: Decoder) -> int:
+    """Return how many weights a step reads."""
+    matrices = [decoder.head]
+    for layer in decoder.layers:
+        matrices += (*layer.attention.qkv, layer.attention.out, *layer.gate_up, layer.down)
+    return sum(matrix.num_out * matrix.num_in for matrix in matrices)
+
+
+class _Unknown(Exception):
+    """Something of the model that is not known here."""
+
+
+# Norms of a layer by their names, in the order of DecoderLayer.
+_Names = tuple[str | None, str | None, str | None, str | None]
+_LLAMA: _Names = ("input_layernorm", None, "post_attention_layernorm", None)
+_GEMMA: _Names = (
+    "input_layernorm",
+    "post_attention_layernorm",
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
+)
+_OLMO: _Names = (None, "post_attention_layernorm", None, "post_feedforward_layernorm")
+
+
+@dataclass(frozen=True, slots=True)
+class _Family:
+    """What types differ in. `norm_offset` is added to the weights of norms."""
+
+    norms: _Names = _LLAMA
+    norm_offset: float = 0.0
+
+
+_FAMILIES = {
+    "llama": _Family(),
+    "mistral": _Family(),
+    "ministral": _Family(),
+    "qwen2": _Family(),
+    "qwen3": _Family(),
+    "smollm3": _Family(),
+    "phi3": _Family(),
+    "granite": _Family(),
+    "gemma": _Family(norm_offset=1.0),
+    "gemma2": _Family(_GEMMA, 1.0),
+    "gemma3_text": _Family(_GEMMA, 1.0),
+    "olmo2": _Family(_OLMO),
+    "olmo3": _Family(_OLMO),
+}
+_ACTIVATIONS = {
+    "SiLU": Activation.SILU,
+    "SiLUActivation": Activation.SILU,
+    "GELUActivation": Activation.GELU,
+    "GELUTanh": Activation.GELU_TANH,
+    "PytorchGELUTanh": Activation.GELU_TANH,
+}
+
+
+def read_decoder(module: Any, spec: ModelSpec) -> Decoder | str:
+    """Return the decoder of a loaded model on a CPU, or why it has none, as words after "it"."""
+    family = _FAMILIES.get(spec.model_type)
+    if family is None:
+        return f"is of the type {spec.model_type}"
+    try:
+        return _Reader(module, spec, family).read()
+    except _Unknown as reason:
+        return str(reason)
+    except AttributeError as error:  # another version of transformers names its parts otherwise
+        return f"lacks a part: {error}"
+
+
+class _Reader:
+    def __init__(self, module: Any, spec: ModelSpec, family: _Family) -> None:
+        self._module = module
+        self._spec = spec
+        self._family = family
+        first = spec.layers[0].module_name.split(".")
+        # ...layers.0.self_attn
+        self._owner = module.get_submodule(".".join(first[:-3]))
+        self._config = self._owner.config
+
+    def read(self) -> Decoder:
+        config = self._config
+        head = self._module.get_output_embeddings()
+        return Decoder(
+            embedding=self._module.get_input_embeddings(),
+            layers=tuple(self._layer(layer) for layer in self._spec.layers),
+            norm=self._norm(self._owner.norm),
+            head=_matrix(head),
+            rotary=self._owner.rotary_emb,
+            residual_factor=getattr(config, "residual_multiplier", 1.0),
+            embedding_factor=getattr(config, "embedding_multiplier", 1.0),
+            logits_divisor=getattr(config, "logits_scaling", 1.0),
+            logits_softcap=getattr(config, "final_logit_softcapping", None),
+        )
+
+    def _layer(self, spec: LayerSpec) -> DecoderLayer:
+        path = spec.module_name.split(".")
+        if path[-1] != "self_attn" or not spec.stores_kv:
+            raise _Unknown("shares KV between layers")
+        layer = self._module.get_submodule(".".join(path[:-1]))
+        mlp = layer.mlp
+        act = type(getattr(mlp, "act_fn", None) or mlp.activation_fn).__name__
+        if act not in _ACTIVATIONS:
+            raise _Unknown(f"has the activation {act}")
+        norms = [
+            self._norm(getattr(layer, name)) if name is not None else None
+            for name in self._family.norms
+        ]
+        return DecoderLayer(
+            self._attention(layer.self_attn, spec, int(path[-2])),
+            _matrices(mlp, "gate_up_proj", ("gate_proj", "up_proj")),
+            _matrix(mlp.down_proj),
+            _ACTIVATIONS[act],
+            *norms,
+        )
+
+    def _attention(self, attention: Any, spec: LayerSpec, index: int) -> DecoderAttention:
+        head_norm, norms = self._head_norms(attention, spec)
+        kind = None
+        if isinstance(getattr(self._owner.rotary_emb, "rope_type", None), dict):
+            kind = self._config.layer_types[index]
+        softcap = getattr(attention, "attn_logit_softcapping", None) if spec.has_softcap else None
+        sinks = getattr(attention, "sinks", None) if spec.has_sinks else None
+        if (softcap is not None) != spec.has_softcap or (sinks is not None) != spec.has_sinks:
+            raise _Unknown("has scores of another kind")
+        return DecoderAttention(
+            spec,
+            _matrices(attention, "qkv_proj", ("q_proj", "k_proj", "v_proj")),
+            _matrix(attention.o_proj),
+            float(attention.scaling),
+            head_norm,
+            norms,
+            bool(getattr(attention, "use_rope", True)),
+            kind,
+            softcap,
+            sinks.detach().float() if sinks is not None else None,
+        )
+
+    def _head_norms(
+        self, attention: Any, spec: LayerSpec
+    ) -> tuple[HeadNorm, tuple[Norm, Norm] | None]:
+        if not hasattr(attention, "q_norm"):
+            return HeadNorm.NONE, None
+        norms = self._norm(attention.q_norm), self._norm(attention.k_norm)
+        widths = tuple(norm.weight.numel() for norm in norms)
+        if norms[0].epsilon != norms[1].epsilon:
+            raise _Unknown("norms Q and K differently")
+        if widths == (spec.key_dim, spec.key_dim):
+            return HeadNorm.HEAD, norms
+        if widths == (spec.num_heads * spec.key_dim, spec.num_kv_heads * spec.key_dim):
+            return HeadNorm.ALL_HEADS, norms
+        raise _Unknown("norms parts of heads")
+
+    def _norm(self, norm: Any) -> Norm:
+        if not type(norm).__name__.endswith("RMSNorm"):
+            raise _Unknown(f"has the norm {type(norm).__name__}")
+        epsilon = getattr(norm, "variance_epsilon", None)
+        weight = norm.weight.detach().float() + self._family.norm_offset
+        return Norm(weight.contiguous(), float(norm.eps if epsilon is None else epsilon))
+
+
+def _matrices(module: Any, merged: str, apart: Sequence[str]) -> tuple[Matrix, ...]:
+    names = (merged,) if hasattr(module, merged) else apart
+    return tuple(_matrix(getattr(module, name)) for name in names)
+
+
+def _matrix(layer: Any) -> Matrix:
+    if type(layer) is not nn.Linear:
+        raise _Unknown(f"has the layer {type(layer).__name__}")
+    pack = pack_of(layer)
+    weights = layer.weight.detach() if pack is None else pack.weights
+    if isinstance(weights, BlockWeights):
+        if weights.num_in != layer.in_features:
+            raise _Unknown(f"has {layer.in_features} columns in blocks")
+    elif not weights.is_contiguous():
+        raise _Unknown("has weights that are turned")
+    bias = layer.bias.detach().float() if layer.bias is not None else None
+    return Matrix(weights, bias)

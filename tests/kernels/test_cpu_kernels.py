@@ -1,0 +1,287 @@
+"""Each compiled CPU kernel against the formula it stands for, in torch."""
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+
+from kvchat_kernels.cpu import attention, gates, norms, products, rotation
+from kvchat_kernels.cpu.maths import stored_as
+from kvchat_kernels.cpu.parts import Parts
+from kvchat_kernels.cpu.program import Operation, Program, run_units
+from kvchat_kernels.cpu.step import MAX_ROWS, NUM_HEADERS, Header
+from kvchat_kernels.paged_attention import AttentionSpan, PagedSequences
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+EPSILON = 1e-5
+
+
+def number(value: object) -> int:
+    """A number as tasks hold it: an address, a float32, or itself."""
+    if isinstance(value, torch.Tensor):
+        return value.data_ptr()
+    if isinstance(value, float):
+        return int(np.array([value, 0], np.float32).view(np.int64)[0])
+    assert isinstance(value, int)
+    return value
+
+
+def task(places: dict[Any, Any]) -> Any:
+    numbers = np.zeros(16, np.int64)
+    for place, value in places.items():
+        numbers[place] = number(value)
+    return numbers
+
+
+def header(num_rows: int, slots: torch.Tensor | None = None) -> Any:
+    numbers = np.zeros(NUM_HEADERS, np.int64)
+    numbers[Header.NUM_ROWS] = num_rows
+    numbers[Header.SLOTS] = 0 if slots is None else slots.data_ptr()
+    return numbers
+
+
+def normed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPSILON) * weight
+
+
+@pytest.mark.parametrize("norms_addend", [False, True])
+def test_a_norm_adds_to_the_stream_first(norms_addend: bool) -> None:
+    torch.manual_seed(0)
+    stream, added, out = (torch.randn(3, 96) for _ in range(3))
+    weight, own = torch.randn(96), torch.randn(96)
+    expected = stream + 0.5 * (normed(added, own) if norms_addend else added)
+    place = norms.Place
+    places = {
+        place.STREAM: stream,
+        place.ADDEND: added,
+        place.ADDEND_WEIGHT: own,
+        place.WEIGHT: weight,
+        place.OUT: out,
+        place.WIDTH: 96,
+        place.EPSILON: EPSILON,
+        place.FACTOR: 0.5,
+    }
+    kernel = norms.norm_kernel(norms.NormForm(adds=True, norms_addend=norms_addend))
+
+    run_units(Operation(kernel, task(places), header(3), None), 3, 1)
+
+    assert torch.allclose(stream, expected, atol=1e-5)
+    assert torch.allclose(out, normed(expected, weight), atol=1e-5)
+
+
+GATES = {
+    gates.Activation.SILU: functional.silu,
+    gates.Activation.GELU: functional.gelu,
+    gates.Activation.GELU_TANH: lambda x: functional.gelu(x, approximate="tanh"),
+}
+
+
+@pytest.mark.parametrize("activation", GATES)
+def test_gates_are_right_from_the_smallest_to_the_largest(activation: gates.Activation) -> None:
+    width = 1032  # a unit and a bit
+    gate = torch.linspace(-100, 100, width).repeat(2, 1)
+    both, out = torch.cat((gate, torch.ones(2, width)), dim=1), torch.zeros(2, width)
+    place = gates.Place
+    places = {place.BOTH: both, place.OUT: out, place.WIDTH: width}
+
+    run_units(Operation(gates.gate_kernel(activation), task(places), header(2), None), 2, 1)
+
+    assert torch.allclose(out, GATES[activation](gate), rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_products_are_exact_to_float32(dtype: torch.dtype, has_bias: bool) -> None:
+    torch.manual_seed(0)
+    for num_out, num_in, chunk in ((67, 96, 20), (4, 32, 4), (3, 64, 4)):
+        weights, bias = torch.randn(num_out, num_in).to(dtype), torch.randn(num_out)
+        for num_rows in (1, 2, 3, 5, MAX_ROWS):
+            x, out = torch.randn(num_rows, num_in), torch.zeros(num_rows, num_out + 5)
+            place = products.Place
+            places = {
+                place.WEIGHTS: weights,
+                place.NUM_OUT: num_out,
+                place.NUM_IN: num_in,
+                place.X: x,
+                place.X_STRIDE: num_in * 4,
+                place.OUT: out,
+                place.OUT_STRIDE: (num_out + 5) * 4,
+                place.BIAS: bias,
+                place.CHUNK: chunk,
+            }
+            kernel = products.product_kernel(stored_as(dtype), has_bias)  # type: ignore[arg-type]
+            operation = Operation(kernel, task(places), header(num_rows), None)
+
+            run_units(operation, -(-num_out // chunk), 1)
+
+            exact = x.double() @ weights.double().t() + (bias if has_bias else 0.0)
+            assert torch.allclose(out[:, :num_out].double(), exact, atol=1e-4)
+            assert not out[:, num_out:].any(), "what lies beside it is not written"
+
+
+@pytest.mark.parametrize("norm", rotation.HeadNorm)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_heads_are_normed_rotated_and_written(dtype: torch.dtype, norm: rotation.HeadNorm) -> None:
+    torch.manual_seed(0)
+    num_rows, num_heads, num_kv_heads, key_dim, value_dim, rotated = 5, 4, 2, 32, 24, 16
+    stored = stored_as(dtype)
+    assert stored is not None
+    heads = rotation.Heads(num_heads, num_kv_heads, key_dim, value_dim, rotated, norm, stored)
+    qkv = torch.randn(num_rows, (num_heads + num_kv_heads) * key_dim + num_kv_heads * value_dim)
+    before = qkv.clone()
+    angles = torch.rand(num_rows, rotated // 2) * 6
+    cosines, sines = angles.cos(), angles.sin()
+    keys = torch.zeros(12, num_kv_heads, key_dim, dtype=dtype)
+    values = torch.zeros(12, num_kv_heads, value_dim, dtype=dtype)
+    slots = torch.tensor([3, 9, -1, 11, 2])
+    is_wide = norm is rotation.HeadNorm.ALL_HEADS
+    query_norm = torch.randn(num_heads * key_dim if is_wide else key_dim)
+    key_norm = torch.randn(num_kv_heads * key_dim if is_wide else key_dim)
+    place = rotation.Place
+    places = {
+        place.QKV: qkv,
+        place.QKV_STRIDE: qkv.stride(0) * 4,
+        place.COSINES: cosines,
+        place.SINES: sines,
+        place.KEYS: keys,
+        place.VALUES: values,
+        place.QUERY_NORM: query_norm,
+        place.KEY_NORM: key_norm,
+        place.EPSILON: EPSILON,
+    }
+
+    operation = Operation(
+        rotation.rotation_kernel(heads), task(places), header(num_rows, slots), None
+    )
+    run_units(operation, num_rows, 1)
+
+    def expected(x: torch.Tensor, count: int, weight: torch.Tensor) -> torch.Tensor:
+        if is_wide:
+            x = normed(x, weight)
+        x = x.view(num_rows, count, key_dim)
+        if norm is rotation.HeadNorm.HEAD:
+            x = normed(x, weight)
+        half = rotated // 2
+        first, second, rest = x.tensor_split((half, rotated), dim=-1)
+        cos, sin = cosines[:, None], sines[:, None]
+        return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
+
+    ends = num_heads * key_dim, (num_heads + num_kv_heads) * key_dim
+    query, key, value = before.tensor_split(ends, dim=1)
+    own_query = qkv[:, : ends[0]].view(num_rows, num_heads, key_dim)
+    assert torch.allclose(own_query, expected(query, num_heads, query_norm), atol=1e-5)
+    key = expected(key, num_kv_heads, key_norm)
+    for row, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            assert torch.allclose(keys[slot].float(), key[row].to(dtype).float(), atol=1e-2)
+            own_value = value[row].view(num_kv_heads, value_dim).to(dtype)
+            assert torch.equal(values[slot], own_value), "rounded to the nearest, ties to even"
+    assert not keys[[0, 1, 4]].any()
+
+
+FORMS = {
+    "plain": (AttentionSpan(None, None), None, False),
+    "window": (AttentionSpan(100, None), None, False),
+    "chunks": (AttentionSpan(None, 96), None, False),
+    "softcap and sinks": (AttentionSpan(None, None), 20.0, True),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_is_that_of_the_formula(dtype: torch.dtype, form: str) -> None:
+    """Two sequences, one of three parts; what no row may read is not a number."""
+    torch.manual_seed(0)
+    span, softcap, has_sinks = FORMS[form]
+    num_heads, num_kv_heads, key_dim, value_dim, block = 6, 2, 64, 48, 16
+    keys = torch.randn(64 * block, num_kv_heads, key_dim).to(dtype)
+    values = torch.randn(64 * block, num_kv_heads, value_dim).to(dtype)
+    keys[:block] = values[:block] = float("nan")
+    order = (torch.randperm(63) + 1).int()
+    tables = torch.zeros(2, 45, dtype=torch.int32)
+    tables[0, :44], tables[1, :3] = order[:44], order[44:47]
+    sequences = PagedSequences((3, 2), (700, 37), tables, block)
+    query, sinks = torch.randn(5, num_heads * key_dim), torch.randn(num_heads)
+    out = torch.zeros(5, num_heads, value_dim)
+    stored = stored_as(dtype)
+    assert stored is not None
+    made_for = attention.AttentionForm(
+        num_heads, num_kv_heads, key_dim, value_dim, block, stored, softcap is not None, has_sinks
+    )
+    parts = Parts(span, num_heads, num_kv_heads, value_dim)
+    place = attention.Place
+    places = {
+        place.RECORD: parts.record.ctypes.data,
+        place.QUERY: query,
+        place.QUERY_STRIDE: query.stride(0) * 4,
+        place.KEYS: keys,
+        place.VALUES: values,
+        place.SCALE: 0.125,
+        place.SOFTCAP: softcap or 0.0,
+        place.SINKS: sinks,
+        place.OUT: out,
+    }
+    operations = [
+        Operation(kernel, task(places), header(5), None)
+        for kernel in (attention.attention_kernel(made_for), attention.joining_kernel(made_for))
+    ]
+    program = Program(operations)
+    program.units[:] = parts.set(sequences) * num_kv_heads, 5
+    program.prepare()
+
+    program.run(1)
+
+    row = 0
+    lengths = zip(sequences.query_lens, sequences.context_lens, tables, strict=True)
+    for count, end, table in lengths:
+        slots = (table.long()[:, None] * block + torch.arange(block)).flatten()[:end]
+        group = num_heads // num_kv_heads
+        key, value = (pool[slots].float().repeat_interleave(group, 1) for pool in (keys, values))
+        for position in range(end - count, end):
+            scores = torch.einsum("hd,khd->hk", query[row].view(num_heads, -1), key) * 0.125
+            if softcap is not None:
+                scores = (scores / softcap).tanh() * softcap
+            seen = torch.arange(end)
+            hidden = (seen > position) | (seen < span.first_visible(position))
+            scores[:, hidden] = float("-inf")
+            if has_sinks:
+                scores = torch.cat((scores, sinks[:, None]), dim=1)
+            weights = scores.softmax(-1)[:, :end]
+            expected = torch.einsum("hk,khd->hd", weights, value)
+            assert torch.allclose(out[row], expected, atol=1e-5)
+            row += 1
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 5])
+def test_operations_wait_for_those_before_them(num_threads: int) -> None:
+    """Forty products one after another, each of the one before: any missed wait shows."""
+    torch.manual_seed(0)
+    weights = torch.linalg.qr(torch.randn(256, 256))[0].contiguous()
+    rows = [torch.zeros(1, 256) for _ in range(41)]
+    rows[0][:] = torch.randn(256)
+    place = products.Place
+    kernel = products.product_kernel(stored_as(torch.float32), False)  # type: ignore[arg-type]
+    operations = []
+    for x, out in pairwise(rows):
+        places = {
+            place.WEIGHTS: weights,
+            place.NUM_OUT: 256,
+            place.NUM_IN: 256,
+            place.X: x,
+            place.OUT: out,
+            place.CHUNK: 8,
+        }
+        operations.append(Operation(kernel, task(places), header(1), 32))
+    program = Program(operations)
+    program.prepare()
+    expected = rows[0].double()
+    for _ in range(40):
+        expected = expected @ weights.double().t()
+    for _ in range(20):
+        for out in rows[1:]:
+            out.zero_()
+        program.run(num_threads)
+        assert torch.allclose(rows[-1].double(), expected, atol=1e-4)

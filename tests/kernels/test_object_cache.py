@@ -1,0 +1,57 @@
+"""Compiled kernels are read from the disk only where they are ours and whole."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from kvchat_kernels.cpu.object_cache import ObjectCache
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> ObjectCache:
+    cache = ObjectCache(tmp_path / "kernels")
+    cache.save("one.o", b"code")
+    return cache
+
+
+def test_what_was_saved_is_read(kept: ObjectCache, tmp_path: Path) -> None:
+    assert kept.load("one.o") == b"code"
+    assert kept.load("other.o") is None
+    assert (tmp_path / "kernels").stat().st_mode & 0o777 == 0o700
+    assert (tmp_path / "kernels/one.o").stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("damage", [b"", b"short", None])
+def test_a_damaged_file_is_a_miss(kept: ObjectCache, tmp_path: Path, damage: bytes | None) -> None:
+    path = tmp_path / "kernels/one.o"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(bytes(content) if damage is None else damage)
+
+    assert kept.load("one.o") is None
+    kept.save("one.o", b"code")
+    assert kept.load("one.o") == b"code"
+
+
+def test_a_link_is_not_followed(kept: ObjectCache, tmp_path: Path) -> None:
+    os.rename(tmp_path / "kernels/one.o", tmp_path / "elsewhere")
+    (tmp_path / "kernels/one.o").symlink_to(tmp_path / "elsewhere")
+
+    assert kept.load("one.o") is None
+
+
+@pytest.mark.parametrize("name", ["kernels", "kernels/one.o"])
+def test_what_others_may_write_is_not_run(kept: ObjectCache, tmp_path: Path, name: str) -> None:
+    (tmp_path / name).chmod(0o777)
+
+    assert kept.load("one.o") is None
+
+
+def test_without_a_place_nothing_is_saved(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    cache = ObjectCache(tmp_path / "file/kernels")
+
+    cache.save("one.o", b"code")
+
+    assert cache.load("one.o") is None

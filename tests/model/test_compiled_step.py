@@ -1,0 +1,239 @@
+"""The compiled step computes what transformers' own modules compute, for each family it knows."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvchat.core.config import ModelConfig
+from kvchat.model import decoder
+from kvchat.model.batch import ForwardBatch, SequencePiece, build_batch
+from kvchat.model.loader import LoadedModel, load_model
+from kvchat.model.paged_model import PagedModel
+from kvchat.model.self_test import ensure_trusted
+from kvchat.model.source import find_model
+from kvchat_kernels.cpu.step import MAX_ROWS
+from support.checkpoints import save_checkpoint, tiny_model
+from support.specimens import random_ids
+
+BLOCK = 16
+CPU = torch.device("cpu")
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": 8},
+    "ministral": {},
+    "qwen2": {},
+    "qwen3": {},
+    "smollm3": {"no_rope_layer_interval": 2},
+    "phi3": {"tie_word_embeddings": True},
+    "granite": {
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.5,
+        "attention_multiplier": 0.2,
+        "logits_scaling": 4.0,
+    },
+    "gemma": {},
+    "gemma2": {
+        "sliding_window": 8,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 5.0,
+    },
+    "gemma3_text": {"sliding_window": 8, "num_hidden_layers": 4, "sliding_window_pattern": 2},
+    "olmo2": {},
+    "olmo3": {},
+}
+# New tokens and context of each sequence of a step.
+STEPS = {
+    "one row": [(1, 30)],
+    "a verify of five": [(5, 30)],
+    "three sequences": [(1, 9), (4, 33), (2, 2)],
+    "a long context": [(2, 600), (1, 257), (1, 256)],
+    "as many rows as there may be": [(MAX_ROWS, 90)],
+}
+
+
+def load(directory: Path, family: str, **config: Any) -> LoadedModel:
+    settings = {"max_position_embeddings": 2048, **FAMILIES[family]}
+    source = find_model(str(save_checkpoint(directory, tiny_model(family, **settings))))
+    return load_model(source, ModelConfig(**config), None, lambda _: None)
+
+
+def pools_of(loaded: LoadedModel) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+
+    def random(heads: int, dim: int) -> torch.Tensor:
+        return torch.randn(128, BLOCK, heads, dim, generator=generator).to(loaded.dtype)
+
+    return [
+        (random(layer.num_kv_heads, layer.key_dim), random(layer.num_kv_heads, layer.value_dim))
+        for layer in loaded.spec.storing_layers
+    ]
+
+
+def batch_of(step: list[tuple[int, int]], num_logit_rows: int | None = None) -> ForwardBatch:
+    pieces = []
+    for index, (new, end) in enumerate(step):
+        blocks = range(1 + 40 * index, 1 + 40 * index + -(-end // BLOCK))
+        rows = new if num_logit_rows is None else num_logit_rows
+        pieces.append(SequencePiece(random_ids(new, seed=new), end - new, blocks, rows))
+    return build_batch(pieces, BLOCK, CPU)
+
+
+def run(
+    loaded: LoadedModel, batch: ForwardBatch, is_compiled: bool
+) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Return a step's logits over random KV, and the pools after it."""
+    pools = pools_of(loaded)
+    model = PagedModel(loaded, pools)
+    assert model.compiled is not None
+    if not is_compiled:
+        model.compiled = None
+    return model.forward(batch), pools
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("weights", ["auto", "int8", "int4"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_and_kv_are_those_of_the_modules(family: str, weights: str, tmp_path: Path) -> None:
+    loaded = load(tmp_path, family, dtype="float32", weights=weights)
+    for step in STEPS.values():
+        logits, pools = run(loaded, batch_of(step), True)
+        expected, expected_pools = run(loaded, batch_of(step), False)
+
+        # Inputs that differ in their last bits are rounded to other levels of 16 bits.
+        most = 2e-5 if weights == "auto" else 1e-3
+        assert (logits - expected).abs().max() <= most * expected.abs().max()
+        for ours, theirs in zip(pools, expected_pools, strict=True):
+            for one, other in zip(ours, theirs, strict=True):
+                assert torch.allclose(one, other, rtol=10 * most, atol=10 * most)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3"])
+def test_in_16_bits_it_is_nearer_to_float32_than_the_modules_are(
+    family: str, dtype: str, tmp_path: Path
+) -> None:
+    """The oracle is the same rounded weights computed with in float32."""
+    loaded = load(tmp_path, family, dtype=dtype)
+    batch = batch_of(STEPS["three sequences"])
+    (compiled, _), (plain, _) = run(loaded, batch, True), run(loaded, batch, False)
+    for layer in loaded.module.modules():
+        layer.__dict__.pop("forward", None)
+    in_full = replace(loaded, module=loaded.module.float(), dtype=torch.float32, compiled=None)
+    pools = [tuple(pool.float() for pool in pair) for pair in pools_of(loaded)]
+    exact = PagedModel(in_full, pools).forward(batch)  # type: ignore[arg-type]
+
+    assert 0 < (compiled - exact).norm() < (plain - exact).norm()
+
+
+@pytest.mark.parametrize("config", [{"dtype": "bfloat16"}, {"weights": "int4"}])
+def test_a_row_does_not_depend_on_rows_beside_it_nor_on_threads(
+    config: dict[str, str], tmp_path: Path
+) -> None:
+    """A verify of several rows must accept what rows one by one would have drawn."""
+    loaded = load(tmp_path, "llama", **config)
+    pools = pools_of(loaded)
+    model = PagedModel(loaded, pools)
+    ids, blocks = random_ids(5, seed=1), range(1, 41)
+    expected = [
+        model.forward(build_batch([SequencePiece([token], 299 + i, blocks, 1)], BLOCK, CPU))
+        for i, token in enumerate(ids)
+    ]
+    other = SequencePiece(random_ids(3, seed=2), 77, range(60, 70), 0)
+    for count in (1, 3):
+        with threads(count):
+            together = model.forward(
+                build_batch([other, SequencePiece(ids, 299, blocks, 5)], BLOCK, CPU)
+            )
+        assert torch.equal(together, torch.cat(expected))
+
+
+def test_a_step_that_wants_no_logits_writes_its_kv(tmp_path: Path) -> None:
+    loaded = load(tmp_path, "llama", dtype="float32")
+    logits, pools = run(loaded, batch_of(STEPS["a verify of five"], 0), True)
+    _, expected = run(loaded, batch_of(STEPS["a verify of five"]), True)
+
+    assert logits.shape == (0, loaded.spec.vocab_size)
+    assert torch.equal(pools[0][0], expected[0][0])
+
+
+def test_larger_steps_are_left_to_the_modules(tmp_path: Path) -> None:
+    loaded = load(tmp_path, "llama", dtype="float32")
+    model = PagedModel(loaded, pools_of(loaded))
+    assert model.compiled is not None
+
+    assert model.compiled.logits(batch_of([(MAX_ROWS + 1, 40)])) is None
+    assert model.forward(batch_of([(MAX_ROWS + 1, 40)])).shape[0] == MAX_ROWS + 1
+
+
+@pytest.mark.parametrize(
+    ("model_type", "settings"),
+    [
+        ("llama", {"hidden_size": 72, "intermediate_size": 100}),
+        ("llama", {"head_dim": 12}),
+        ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}),
+        ("gpt_neox", {}),
+    ],
+)
+def test_other_models_run_their_own_code(
+    model_type: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    source = find_model(str(save_checkpoint(tmp_path, tiny_model(model_type, **settings))))
+    loaded = load_model(source, ModelConfig(), None, lambda _: None)
+
+    assert PagedModel(loaded, pools_of(loaded)).compiled is None
+    ensure_trusted(loaded, None)
+
+
+def test_weights_are_held_once(tmp_path: Path) -> None:
+    """Packed copies once doubled the memory of a model in 16 bits."""
+    loaded = load(tmp_path, "llama", dtype="bfloat16")
+    assert loaded.compiled is not None
+    own = {p.data_ptr() for p in loaded.module.parameters() if p.dim() > 1}
+
+    for layer in loaded.compiled._decoder.layers:
+        matrices = (*layer.attention.qkv, layer.attention.out, *layer.gate_up, layer.down)
+        for matrix in matrices:
+            assert isinstance(matrix.weights, torch.Tensor)
+            assert matrix.weights.data_ptr() in own
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_family_that_is_read_wrongly_fails_the_self_test(
+    dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The weights of Gemma's norms are offsets from one."""
+    monkeypatch.setitem(decoder._FAMILIES, "gemma", decoder._FAMILIES["llama"])
+    loaded = load(tmp_path, "gemma", dtype=dtype)
+    assert loaded.compiled is not None
+
+    ensure_trusted(loaded, tmp_path / "state")
+
+    assert loaded.compiled.is_off
+    assert PagedModel(loaded, pools_of(loaded)).compiled is None
+
+
+def test_a_machine_without_a_compiler_runs_the_modules(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise RuntimeError("no target")
+
+    monkeypatch.setattr("kvchat.model.compiled_step.StepProgram", fails)
+    loaded = load(tmp_path, "llama", dtype="float32")
+
+    assert PagedModel(loaded, pools_of(loaded)).compiled is None
+    ensure_trusted(loaded, None)
