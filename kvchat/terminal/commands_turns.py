@@ -98,9 +98,10 @@ async def compact(context: "CommandContext", arguments: str) -> None:
         return
     old_branch = MessageNumbers(controller.require_conversation()).of(plan.messages[-1])
     kept = sum(turn.is_message for turn in plan.kept)
+    last = "the last one stays" if kept == 1 else f"the last {kept} stay"
     context.say(
         f"Summarising {plural(len(plan.messages), 'message')}, {plan.num_tokens:,} of {before:,} "
-        f"tokens; {f'the last {kept} stay word by word' if kept else 'none stays word by word'}.",
+        f"tokens; {last if kept else 'none stays'} word by word.",
     )
     ended = await context.show_summary(plan, arguments)
     if ended.reason is FinishReason.CANCELLED:
