@@ -4,15 +4,14 @@ Markdown and JSON hold the current path; only the session file holds other branc
 documents contain no terminal control characters. json and jsonl are imported without a change.
 """
 
-import json
 import os
 import re
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from kvchat.chat.conversation import NO_TOKENIZER, Conversation, Role, Turn
+from kvchat.chat.json_messages import read_messages, to_json
 from kvchat.chat.session_file import (
     end_line,
     read_session,
@@ -24,7 +23,6 @@ from kvchat.chat.session_file import (
 from kvchat.chat.store import MAX_SESSION_BYTES, SessionStore, new_session_id
 from kvchat.chat.thinking import split_thinking
 from kvchat.core.bounded_files import read_bounded
-from kvchat.core.config import shown
 from kvchat.core.errors import SessionNotFound, StoreError, UsageError
 from kvchat.core.text import sanitize, sanitize_json
 from kvchat.core.types import FinishReason
@@ -60,70 +58,6 @@ def _fenced(text: str) -> str:
     while fence in text:
         fence += "`"
     return f"{fence}\n{text.rstrip()}\n{fence}\n"
-
-
-def _text_of(turn: Turn) -> str:
-    """Return a turn as text: without thinking, with the tools it calls or what they returned."""
-    results = (f"Result of {result.name}:\n{result.text}" for result in turn.results)
-    calls = (f"Calls {call.name} with {call.arguments_text}" for call in turn.calls)
-    text = split_thinking(turn.text)[1] if turn.role is Role.ASSISTANT else turn.text
-    return "\n\n".join((*results, *([text] if text else []), *calls))
-
-
-def to_messages(conversation: Conversation) -> list[dict[str, str]]:
-    """Return the path to the tip as role and content pairs, the system prompt first."""
-    messages = []
-    if conversation.system:
-        messages.append({"role": "system", "content": conversation.system})
-    for turn in conversation.path():
-        text = turn.text if not turn.calls and not turn.results else _text_of(turn)
-        messages.append({"role": turn.role.value, "content": text})
-    return messages
-
-
-def to_json(conversation: Conversation) -> str:
-    """Return the messages as a JSON document."""
-    return json.dumps({"messages": to_messages(conversation)}, ensure_ascii=False, indent=2) + "\n"
-
-
-def read_messages(text: str) -> tuple[str | None, list[tuple[Role, str]]]:
-    """Read a JSON document; return the system prompt or None, and the turns in order.
-
-    The document is a list of messages or an object with one. Raises UsageError for anything else.
-    """
-    try:
-        content = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise UsageError(
-            "The file is neither a session nor JSON messages.",
-            "Export as json or jsonl to import again.",
-        ) from error
-    messages = content.get("messages") if isinstance(content, dict) else content
-    if not isinstance(messages, list):
-        raise UsageError("The file has no list of messages.")
-    return parse_messages(messages)
-
-
-def parse_messages(messages: list[Any]) -> tuple[str | None, list[tuple[Role, str]]]:
-    """Return the system prompt or None, and the turns; UsageError names the first bad message."""
-    system = None
-    turns: list[tuple[Role, str]] = []
-    for number, message in enumerate(messages, start=1):
-        role = message.get("role") if isinstance(message, dict) else None
-        text = message.get("content") if isinstance(message, dict) else None
-        if not isinstance(text, str):
-            raise UsageError(f"Message {number} has no text.")
-        if role == "system" and number == 1:
-            system = text
-        elif role in (Role.USER.value, Role.ASSISTANT.value):
-            turns.append((Role(role), text))
-        else:
-            raise UsageError(f"Message {number} has the role {shown(role)}.")
-        if turns and turns[0][0] is Role.ASSISTANT:  # templates require a user message first
-            raise UsageError(
-                f"Message {number} is the assistant's, but the first has to be the user's."
-            )
-    return system, turns
 
 
 _PRIVATE = 0o600
@@ -220,22 +154,24 @@ def _from_session(data: bytes, name: str) -> Conversation | None:
 
 
 def _from_messages(data: bytes) -> Conversation:
-    system, messages = read_messages(data.decode("utf-8", errors="replace"))
+    given = read_messages(data.decode("utf-8", errors="replace"))
     now_s = time.time()
-    conversation = Conversation(new_session_id(), now_s, system)
-    for role, text in messages:
-        is_answer = role is Role.ASSISTANT
+    conversation = Conversation(new_session_id(), now_s, given.system, given.tools)
+    for message in given.turns:
+        is_answer = message.role is Role.ASSISTANT
         conversation.add(
             Turn(
                 turn_id=conversation.next_turn_id,
                 parent_id=conversation.tip_id,
-                role=role,
-                text=text,
+                role=message.role,
+                text=message.text,
                 token_ids=(),
                 tokenizer=NO_TOKENIZER,
                 created_s=now_s,
-                system=system if not conversation.tip_id else None,
+                system=given.system if not conversation.tip_id else None,
                 finish=FinishReason.STOP if is_answer else None,
+                calls=message.calls,
+                results=message.results,
             )
         )
     return conversation

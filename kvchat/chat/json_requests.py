@@ -8,7 +8,7 @@ from typing import Any
 
 from kvchat.chat.answer_settings import SAMPLING_KINDS, AskOptions
 from kvchat.chat.conversation import Role
-from kvchat.chat.documents import parse_messages
+from kvchat.chat.json_messages import GivenMessage, parse_messages
 from kvchat.chat.session import ChatSession
 from kvchat.chat.thinking import parse_think
 from kvchat.core.config import shown
@@ -31,7 +31,7 @@ class JsonRequest:
     prompt: str
     system: str | None = None
     has_system: bool = False
-    history: tuple[tuple[Role, str], ...] = ()
+    history: tuple[GivenMessage, ...] = ()
     sampling: dict[str, Any] = field(default_factory=dict)
     others: dict[str, Any] = field(default_factory=dict)
 
@@ -42,11 +42,11 @@ class JsonRequest:
 
     def recall_history(self, session: ChatSession) -> None:
         """Add the earlier messages to a new session as its turns."""
-        for role, text in self.history:
-            if role is Role.USER:
-                session.add_user_turn(text)
+        for message in self.history:
+            if message.role is Role.USER:
+                session.add_user_turn(message.text, results=message.results)
             else:
-                session.add_answer(text)
+                session.add_answer(message.text, calls=message.calls)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,13 +82,15 @@ def parse_request(content: object, line: int) -> JsonRequest:
         raise UsageError(f"Line {line} of the input needs either a prompt or messages.")
     messages = content.get("messages", [{"role": "user", "content": content.get("prompt")}])
     system, history = _messages(messages, line)
-    if not history or history[-1][0] is not Role.USER:
+    if not history or history[-1].role is not Role.USER:
         raise UsageError(f"Line {line} of the input does not end with a user message.")
-    if not history[-1][1].strip():
+    if history[-1].results:
+        raise UsageError(f"Line {line} of the input has no answer to the result of its last call.")
+    if not history[-1].text.strip():
         raise UsageError(f"The prompt of line {line} is empty.")
     return JsonRequest(
         label=label_of(content, line),
-        prompt=history[-1][1],
+        prompt=history[-1].text,
         system=_system(content, line) if "system" in content else system,
         has_system="system" in content or system is not None,
         history=history[:-1],
@@ -97,15 +99,15 @@ def parse_request(content: object, line: int) -> JsonRequest:
     )
 
 
-def _messages(messages: object, line: int) -> tuple[str | None, tuple[tuple[Role, str], ...]]:
+def _messages(messages: object, line: int) -> tuple[str | None, tuple[GivenMessage, ...]]:
     """Return the system prompt and the user and assistant messages."""
     if not isinstance(messages, list):
         raise UsageError(f"The messages of line {line} are not a list.")
     try:
-        system, history = parse_messages(messages)
+        given = parse_messages(messages)
     except UsageError as error:
         raise UsageError(f"Line {line} of the input: {error.message}") from error
-    return system, tuple(history)
+    return given.system, given.turns
 
 
 def _system(content: dict[str, Any], line: int) -> str | None:

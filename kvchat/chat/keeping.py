@@ -49,10 +49,11 @@ def file_context(
 ) -> list[int]:
     """Return the leading token ids of a conversation whose first message has these files attached.
 
-    `created_s` is the start of the conversation, because a template may write the date.
+    It has the system prompt and the tools that new conversations have now. `created_s` is the start
+    of the conversation, because a template may write the date.
     """
     text = "".join(f"{read_attachment(path)}\n" for path in paths)
-    empty = Conversation("", created_s, controller.system)
+    empty = Conversation("", created_s, controller.system, controller.tools)
     return opening_ids(controller.host.model, empty, text)
 
 

@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from kvchat.chat.attachment import read_attachment
+from kvchat.chat.attachment import Attached, read_attachment
 from kvchat.core.errors import UsageError
 from kvchat.core.paths import MOST_STATE_BYTES, read_state, write_state
 from kvchat.core.text import one_line
@@ -81,6 +81,16 @@ class PinFiles:
             f"Since it was pinned, {', '.join(changed)} changed: it is read again from there on. "
             f"/pin {one_line(label, 64)} FILE... pins it anew."
         )
+
+    def attachments(self, path: Path) -> tuple[list[Attached], str]:
+        """Return the file that a path names, or else the files of the pin of this name.
+
+        The sentence is on pinned files that changed since, "" for none. Raises UsageError for a
+        file that cannot be read.
+        """
+        files = self.paths().get(str(path), ()) if not path.exists() else ()
+        note = self.check(str(path)) if files else ""
+        return [Attached(each.name, read_attachment(each)) for each in files or (path,)], note
 
     def _read(self) -> dict[str, dict[str, str]]:
         """Return the digest by path of every label; what is damaged is left out."""

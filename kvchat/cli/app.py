@@ -62,7 +62,7 @@ def chat(
     system: Annotated[str | None, _setting("system", "-s", "--system", metavar="TEXT")] = None,
     file: Annotated[
         list[Path] | None,
-        typer.Option("-f", "--file", help="attach a text file (repeat)", metavar="PATH"),
+        typer.Option("-f", "--file", help="attach a text file or a pin (repeat)", metavar="PATH"),
     ] = None,
     continue_: Annotated[
         bool, typer.Option("-c", "--continue", help="go on with the last conversation")

@@ -137,21 +137,26 @@ def _open_controller(
     settings: Settings,
     request: ChatRequest,
     on_load: "Callable[[LoadEvent], None]",
+    tell: "Callable[[str], None]",
     is_script: bool = False,
 ) -> "tuple[ChatController, Toolbox | None]":
     """Read attached files, start loading the model, and open the conversation, if one is named.
 
-    Errors are raised in this order, the cheapest check first. A conversation that a script begins
+    `tell` is told which pinned files have changed. Errors are raised in this order, the cheapest
+    check first. A conversation that a script begins
     counts as one-shot: it will probably not be continued.
     """
     from kvchat.chat.template_process import RenderingChild
 
     child = RenderingChild()  # starts while the rest is imported
-    from kvchat.chat.attachment import Attached, read_attachment
     from kvchat.chat.controller import ChatController
     from kvchat.chat.pin_files import PinFiles
 
-    attached = tuple(Attached(path.name, read_attachment(path)) for path in request.files)
+    pins = PinFiles(user_paths().state / "pins.json")
+    found = [pins.attachments(path) for path in request.files]
+    attached = tuple(file for files, _ in found for file in files)
+    for note in (note for _, note in found if note):
+        tell(note)
     session_id = _session_id(settings, request)
     host = open_host(settings, on_load, child=child)
     toolbox = _toolbox_for(host, settings)
@@ -169,7 +174,7 @@ def _open_controller(
         attached,
         _kept_kv(settings, host),
         toolbox.definitions if toolbox is not None else None,
-        PinFiles(user_paths().state / "pins.json"),
+        pins,
     )
     return controller, toolbox
 
@@ -225,7 +230,9 @@ def _run_script(
     from kvchat.cli.script_input import read_lines, read_requests
 
     loading = LoadingLine(sys.stderr, settings["quiet"])
-    controller, toolbox = _open_controller(settings, request, loading.show, is_script=True)
+    controller, toolbox = _open_controller(
+        settings, request, loading.show, notices.tell, is_script=True
+    )
     look = _stderr_look()
     setup = ScriptSetup(
         controller=controller,
@@ -310,10 +317,11 @@ def _writer(request: ChatRequest, controller: "ChatController") -> "Writer":
 
 
 def _chat_interactively(settings: Settings, request: ChatRequest) -> int:
+    from kvchat.cli.output import Notices
     from kvchat.terminal.repl import LoadRelay, Look, ReplSetup, run
 
-    relay = LoadRelay()
-    controller, toolbox = _open_controller(settings, request, relay.hear)
+    relay, notices = LoadRelay(), Notices(settings["quiet"])
+    controller, toolbox = _open_controller(settings, request, relay.hear, notices.tell)
     setup = ReplSetup(
         controller=controller,
         toolbox=toolbox,

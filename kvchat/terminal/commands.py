@@ -99,6 +99,8 @@ class Unknown:
     def __str__(self) -> str:
         name = one_line(self.name, 32)
         close = f"Did you mean /{self.suggestion}?" if self.suggestion else "/help lists them."
+        if name == f"{self.suggestion}?":  # the question would repeat what was typed
+            close = f"Without the question mark it is /{self.suggestion}."
         return f"There is no command /{name}. {close} (After a space it is a message.)"
 
 

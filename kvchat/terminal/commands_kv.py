@@ -10,6 +10,7 @@ from threading import Event
 from typing import TypeVar
 
 from kvchat.chat.attachment import matching_paths
+from kvchat.chat.controller import ChatController
 from kvchat.chat.conversation import Conversation, Role
 from kvchat.chat.keeping import file_context, forget_conversation, forget_last_turn, pin_context
 from kvchat.chat.kept_kv import KeptKv
@@ -78,11 +79,7 @@ _MAX_LABEL_CHARS = 64
 _SURE = ("yes", "--yes")
 # Another day, hour, minute and second.
 _ANOTHER_TIME_S = 86400.0 + 3600.0 + 60.0 + 1.0
-_USE = " A new chat that begins with the same files starts warm."
-_DATED_USE = (
-    " The model's template writes the date before them: a new chat that begins with the same files "
-    "starts warm as long as that is the same."
-)
+_DATED = " The template writes the date before them: that holds as long as the date is the same."
 
 
 async def pin(context: "CommandContext", arguments: str) -> None:
@@ -104,7 +101,7 @@ async def pin(context: "CommandContext", arguments: str) -> None:
         token_ids = await asyncio.to_thread(file_context, controller, paths, now_s)
         openings = [file_context(controller, (), at_s) for at_s in (now_s, now_s + _ANOTHER_TIME_S)]
         is_dated = openings[0] != openings[1]
-        use = _DATED_USE if is_dated else _USE
+        use = _use(controller) + (_DATED if is_dated else "")
         await asyncio.wrap_future(controller.host.read(token_ids))
     else:
         token_ids, label = controller.context_ids, controller.require_session().session_id
@@ -118,6 +115,16 @@ async def pin(context: "CommandContext", arguments: str) -> None:
     context.say(
         f"Pinned: {name}{num_tokens:,} of {plural(len(token_ids), 'token')} stay on disk.{use}"
     )
+
+
+def _use(controller: ChatController) -> str:
+    """Return a sentence on the chats that a pin of files serves: by what stands before them."""
+    system = controller.system
+    before = (
+        f'with the system prompt "{one_line(system, 40)}"' if system else "without a system prompt"
+    )
+    tools = " and with the same tools" if controller.tools is not None else ""
+    return f" A new chat {before}{tools} that begins with the same files starts warm."
 
 
 def _attaching(label: str) -> str:

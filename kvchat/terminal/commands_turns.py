@@ -3,7 +3,7 @@
 import re
 from dataclasses import replace
 
-from kvchat.chat.compaction import checked_summary, require_length
+from kvchat.chat.compaction import checked_summary, require_substance
 from kvchat.chat.conversation import Conversation, Turn
 from kvchat.chat.events import AnswerEnded
 from kvchat.chat.messages import MessageNumbers, find_place
@@ -98,16 +98,17 @@ async def compact(context: "CommandContext", arguments: str) -> None:
         return
     old_branch = MessageNumbers(controller.require_conversation()).of(plan.messages[-1])
     kept = sum(turn.is_message for turn in plan.kept)
+    last = "the last one stays" if kept == 1 else f"the last {kept} stay"
     context.say(
         f"Summarising {plural(len(plan.messages), 'message')}, {plan.num_tokens:,} of {before:,} "
-        f"tokens; {f'the last {kept} stay word by word' if kept else 'none stays word by word'}.",
+        f"tokens; {last if kept else 'none stays'} word by word.",
     )
     ended = await context.show_summary(plan, arguments)
     if ended.reason is FinishReason.CANCELLED:
         context.say("Stopped: nothing is compacted.")
         return
     summary = checked_summary(ended.text, ended.reason)
-    require_length(controller.num_tokens(summary), plan.num_tokens)
+    require_substance(summary, controller.num_tokens(summary), plan)
     saved = controller.compact(plan, summary)
     after = before - saved
     context.say(

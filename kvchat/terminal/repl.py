@@ -12,7 +12,7 @@ import signal
 import sys
 import termios
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -125,8 +125,8 @@ def _greet(controller: ChatController, view: View) -> None:
     parts = [f"kvchat {__version__}", model_label(controller.host.model.name), "/help for help"]
     if controller.host.store is None:
         parts.append("nothing is saved")
-    line = view.painter.look.glyphs.separator.join(parts)
-    view.write([view.painter.text(line, Role.DIM)])
+    lines = _in_lines(parts, view.render_context.width, view.painter.look.glyphs.separator)
+    view.write([view.painter.text(line, Role.DIM) for line in lines])
     if controller.session is None and not view.painter.look.is_spoken:
         view.write([view.painter.text(_what_to_try(controller, view), Role.DIM), Text(end="")])
     if view.painter.look.is_plain and controller.host.ready is None:
@@ -142,6 +142,15 @@ def _greet(controller: ChatController, view: View) -> None:
         show_where_it_stands(controller.session.conversation, view)
         if controller.tools is not None and controller.has_other_tools:
             tell(view, "This conversation began without these tools: /tools here offers them.")
+
+
+def _in_lines(parts: Sequence[str], width: int, separator: str) -> list[str]:
+    """Return the parts joined to as few lines as have room for them; no part is divided."""
+    lines = [parts[0]]
+    for part in parts[1:]:
+        longer = f"{lines[-1]}{separator}{part}"
+        lines[-1:] = [longer] if cell_len(longer) <= width else [lines[-1], part]
+    return lines
 
 
 def _what_to_try(controller: ChatController, view: View) -> str:

@@ -9,10 +9,11 @@ from kvchat.chat.answer_settings import AskOptions
 from kvchat.chat.chat_model import ChatModel
 from kvchat.chat.compaction import (
     OPENING,
+    CompactionPlan,
     checked_summary,
     plan_compaction,
     request_text,
-    require_length,
+    require_substance,
 )
 from kvchat.chat.controller import ChatController
 from kvchat.chat.conversation import Conversation, Role
@@ -22,6 +23,7 @@ from kvchat.chat.store import SessionStore
 from kvchat.core.errors import UsageError
 from kvchat.core.types import FinishReason
 from support.scripted_engine import Script, scripted_build, text_model, write_text_checkpoint
+from support.turns import turn
 
 
 @pytest.fixture(scope="module")
@@ -185,19 +187,64 @@ def test_undo_after_another_system_prompt_is_that_of_a_message(controller: ChatC
     assert turn.text == "three"
 
 
+def _plan(num_tokens: int, *texts: str) -> CompactionPlan:
+    older = [turn(number, text=text, ids=()) for number, text in enumerate(texts, start=2)]
+    return CompactionPlan((turn(1, text="Hm.", ids=(7,) * num_tokens), *older), ())
+
+
 @pytest.mark.parametrize(
     ("num_tokens", "num_replaced", "is_taken"),
     [(5, 1000, False), (31, 2100, False), (40, 100_000, True), (31, 1900, True), (3, 100, True)],
 )
-def test_a_refusal_in_words_is_no_summary(
+def test_a_summary_far_too_short_is_refused(
     num_tokens: int, num_replaced: int, is_taken: bool
 ) -> None:
-    """A short "I can't do that" took the place of a whole conversation."""
+    plan = _plan(num_replaced, "Ada has a dog called Rex.")
     if is_taken:
-        require_length(num_tokens, num_replaced)
+        require_substance("Ada's dog is Rex.", num_tokens, plan)
         return
     with pytest.raises(UsageError, match="far too short, so nothing is compacted"):
-        require_length(num_tokens, num_replaced)
+        require_substance("Ada's dog is Rex.", num_tokens, plan)
+
+
+_SAID = (
+    "My name is Ada, and I cannot find my dog. I am sorry: he is called Rex.",
+    "Where did you see Rex, your dog? I cannot help with that yet.",
+    "Behind the harbour of Bergen, at 17:40.",
+)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "I cannot do that.",
+        "I can't do that, because I do not have what you are asking me for in this place today.",
+        "I’m sorry, but I cannot help with that.",
+        "Sorry, that is not something that I know. Try /model for a larger one.",
+        "Es tut mir leid, das kann ich nicht.",
+        "Jeg beklager, men det er ikke mulig.",
+        "The weather will be sunny tomorrow.",
+    ],
+)
+def test_a_refusal_in_words_is_no_summary(answer: str) -> None:
+    """31 tokens of "I can't do that" took the place of a conversation of 1,900."""
+    with pytest.raises(UsageError, match="says nothing of the conversation, so nothing"):
+        require_substance(answer, 31, _plan(1900, *_SAID))
+
+
+@pytest.mark.parametrize(
+    "summary",
+    [
+        "Ada looks for Rex.",
+        "The user lost a dog, Rex, at the harbour.",
+        "Rex was seen at 17:40.",
+        "Ada cannot find her dog Rex, who was behind Bergen's harbour at 17:40.",
+        "He is lost.",
+        "艾达在找她的狗雷克斯。",
+    ],
+)
+def test_a_short_summary_is_taken(summary: str) -> None:
+    require_substance(summary, 31, _plan(1900, *_SAID))
 
 
 def test_a_compacted_conversation_is_the_same_after_a_restart(controller: ChatController) -> None:

@@ -2,12 +2,21 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from kvchat.chat.conversation import Conversation, Role, Turn
-from kvchat.chat.documents import read_messages, to_json, to_markdown, to_messages
-from kvchat.chat.tools import ToolCall, ToolResult
+from kvchat.chat.documents import import_file, to_markdown
+from kvchat.chat.json_messages import (
+    GivenMessage,
+    parse_messages,
+    read_messages,
+    to_json,
+    to_messages,
+)
+from kvchat.chat.store import SessionStore
+from kvchat.chat.tools import ToolCall, ToolResult, ToolSet
 from kvchat.core.errors import UsageError
 from kvchat.core.types import FinishReason
 from support.turns import branching_conversation, turn
@@ -39,11 +48,13 @@ def test_markdown_leaves_thinking_out_and_says_what_was_cut_off() -> None:
 def test_messages_are_read_back_as_they_were_written() -> None:
     conversation = branching_conversation()
 
-    system, turns = read_messages(to_json(conversation))
+    given = read_messages(to_json(conversation))
 
-    assert system == "Be brief."
-    assert turns == [(t.role, t.text) for t in conversation.path()]
-    assert read_messages(json.dumps(to_messages(conversation))) == (system, turns)
+    assert given.system == "Be brief."
+    assert [(t.role, t.text) for t in given.turns] == [
+        (t.role, t.text) for t in conversation.path()
+    ]
+    assert read_messages(json.dumps(to_messages(conversation))) == given
 
 
 @pytest.mark.parametrize(
@@ -81,9 +92,10 @@ def test_messages_that_begin_with_an_answer_are_refused(has_system: bool) -> Non
         read_messages(json.dumps(messages))
 
 
-def test_tool_calls_and_results_stand_in_blocks_of_their_own_in_markdown() -> None:
-    """A result stood behind "You:", and its Markdown became part of the document's."""
-    conversation = Conversation("20260101-000000-abcd", 0.0)
+def _with_calls() -> Conversation:
+    """A call, its result, and the answer to it."""
+    tools = ToolSet([{"name": "read_file"}, {"name": "echo", "description": "Say it again."}])
+    conversation = Conversation("20260101-000000-abcd", 0.0, tools=tools)
     call = ToolCall("read_file", {"path": "a.md"})
     result = ToolResult("read_file", "# Title\n```\nx\n```\n")
     turns = (
@@ -96,6 +108,12 @@ def test_tool_calls_and_results_stand_in_blocks_of_their_own_in_markdown() -> No
         finish = FinishReason.STOP if role is Role.ASSISTANT else None
         turn = Turn(number, number - 1, role, text, (number,), "", 0.0, finish=finish)
         conversation.add(replace(turn, calls=calls, results=results))
+    return conversation
+
+
+def test_tool_calls_and_results_stand_in_blocks_of_their_own_in_markdown() -> None:
+    """A result stood behind "You:", and its Markdown became part of the document's."""
+    conversation = _with_calls()
 
     text = to_markdown(conversation)
 
@@ -106,3 +124,70 @@ def test_tool_calls_and_results_stand_in_blocks_of_their_own_in_markdown() -> No
         "**Result of read_file:**\n\n````\n# Title\n```\nx\n```\n````\n\n"
         "**Assistant:** It is short.\n"
     )
+
+
+def test_tool_calls_and_results_are_read_back_as_such(tmp_path: Path) -> None:
+    """They came back as text: "Calls read_file with ...", which the model then wrote itself."""
+    original = _with_calls()
+    path = tmp_path / "calls.json"
+    path.write_text(to_json(original))
+    store = SessionStore(tmp_path / "store")
+
+    copied = store.read(import_file(store, path)).conversation
+
+    assert [(t.role, t.text, t.calls, t.results) for t in copied.path()] == [
+        (t.role, t.text, t.calls, t.results) for t in original.path()
+    ]
+    assert original.tools is not None
+    assert copied.tools is not None
+    assert copied.tools.text == original.tools.text
+    assert to_json(copied) == to_json(original)
+
+
+def test_calls_have_the_form_of_openais_chat_completions() -> None:
+    messages = to_messages(_with_calls())
+
+    assert [message["role"] for message in messages] == ["user", "assistant", "tool", "assistant"]
+    [call] = messages[1]["tool_calls"]
+    assert call["function"] == {"name": "read_file", "arguments": '{"path": "a.md"}'}
+    assert messages[2]["tool_call_id"] == call["id"]
+
+
+def test_results_before_a_users_text_are_of_its_turn_and_null_is_no_text() -> None:
+    functions = [{"name": "a", "arguments": "{}"}, {"name": "b", "arguments": ""}]
+    calls = [{"id": str(n), "function": each} for n, each in enumerate(functions)]
+    given = parse_messages(
+        [
+            {"role": "user", "content": "Do both."},
+            {"role": "assistant", "content": None, "tool_calls": calls},
+            {"role": "tool", "tool_call_id": "0", "content": "one"},
+            {"role": "tool", "tool_call_id": "1", "content": "two"},
+            {"role": "user", "content": "And?"},
+        ]
+    )
+
+    results = (ToolResult("a", "one"), ToolResult("b", "two"))
+    assert given.turns[1].text == ""
+    assert given.turns[1].calls == (ToolCall("a", {}), ToolCall("b", {}))
+    assert given.turns[2:] == (GivenMessage(Role.USER, "And?", results=results),)
+
+
+@pytest.mark.parametrize(
+    "calls", [5, [5], [{}], [{"id": "1", "function": {"name": "a", "arguments": "[]"}}]]
+)
+def test_a_call_that_cannot_be_read_is_named_by_its_message(calls: object) -> None:
+    messages = [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": "y", "tool_calls": calls},
+    ]
+    with pytest.raises(UsageError, match="Message 2 has a tool call"):
+        parse_messages(messages)
+
+
+def test_a_result_of_no_call_and_odd_tools_are_refused() -> None:
+    result = {"role": "tool", "tool_call_id": "1", "content": "y"}
+    with pytest.raises(UsageError, match="Message 2 is the result of no call"):
+        parse_messages([{"role": "user", "content": "x"}, result])
+    for tools in (5, [5], [{}], [{"function": {"name": 5}}]):
+        with pytest.raises(UsageError, match="tools of the file cannot be read"):
+            parse_messages([], tools)

@@ -46,6 +46,34 @@ def test_without_a_cache_every_turn_is_read_whole_and_no_kv_is_kept(
     assert len(shell.sessions) == 2, "words are kept all the same"
 
 
+def test_a_pin_is_attached_by_its_name_from_the_command_line(shell: Shell, tiny: str) -> None:
+    """-f knew paths alone, though /file and @ knew the names of pins."""
+    docs = shell.home / "docs"
+    docs.mkdir()
+    for name in ("a.md", "b.md"):
+        (docs / name).write_text(f"{name}: twelve ships lie here, and three of them are red.\n")
+    chat = ("-m", tiny, *GREEDY)
+    pinned = shell.run(
+        *chat, "--input-format", "lines", stdin=f"/pin manual {docs}/a.md {docs}/b.md\n".encode()
+    )
+    assert b"without a system prompt that begins with the same files starts" in pinned.stderr
+
+    by_name = shell.run(*chat, "--json", "-f", "manual", "How many are red?")
+
+    answer = json.loads(by_name.stdout)
+    assert answer["usage"]["cached_tokens"]["disk"] > 100, by_name.stderr
+    [session] = [path for path in shell.sessions if "b.md:" in path.read_text()]
+    assert "a.md:" in session.read_text()
+
+    (docs / "b.md").write_text("All are green.")
+    changed = shell.run(*chat, "--json", "-f", "manual", "How many are red?")
+    assert b"Since it was pinned, b.md changed" in changed.stderr
+    (docs / "a.md").unlink()
+    gone = shell.run(*chat, "--json", "-f", "manual", "How many are red?")
+    assert (gone.returncode, gone.stdout) == (2, b"")
+    assert b"The pin manual needs all its files" in gone.stderr
+
+
 def snapshot(directory: Path) -> dict[str, tuple[int, int, int]]:
     """Return every path below a directory, with what changes when it does."""
     paths = [directory, *directory.rglob("*")]

@@ -6,6 +6,7 @@ prefix cache would.
 """
 
 import json
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -40,6 +41,7 @@ _TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
 )
 BLOCK_SIZE = 16
+_log = logging.getLogger(__name__)
 TOKENS_PER_S = 1000.0
 
 
@@ -178,6 +180,7 @@ class ScriptedEngine:
 
     def read_ahead(self, token_ids: list[int]) -> None:
         self.cache.add(token_ids)
+        _log.info("read ahead tokens=%d", len(token_ids))
 
     def end_read_ahead(self) -> None:
         """Nothing is under way: it reads at once."""

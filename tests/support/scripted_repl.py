@@ -2,7 +2,7 @@
 
 Usage: python -m support.scripted_repl CHECKPOINT [--sessions DIR] [--history FILE] [--plain]
        [--spoken] [--loading FILE [--silent]] [--fail] [--continue] [--reflows] [--log FILE]
-       [--kept DIR] [--tools DIR]
+       [--kept DIR] [--tools DIR] [--attach FILE]
 
 What is typed decides the answer: `lines 40` gives forty numbered lines, `slow 40` the same slowly,
 `evil` tries to act on the terminal, `think` thinks first, `crash` makes the engine fail, `trouble`
@@ -23,6 +23,7 @@ from typing import Any, ClassVar
 
 from kvchat.cache.disk.admin import StoreAdmin
 from kvchat.chat.answer_settings import AskOptions
+from kvchat.chat.attachment import Attached, read_attachment
 from kvchat.chat.controller import ChatController
 from kvchat.chat.host import ChatHost
 from kvchat.chat.store import SessionStore
@@ -101,7 +102,9 @@ def author(question: str, sample: int) -> Script:
             return Script(question, tokens_per_step=20)
         if question.endswith("a refusal"):
             return Script("No.")
-        return Script("Ada has a dog called Rex.", tokens_per_step=5, step_s=0.01)
+        if question.endswith("in words"):
+            return Script("I'm sorry, I can't do that.")
+        return Script("Numbered lines; Ada has a dog called Rex.", tokens_per_step=5, step_s=0.01)
     if word == "warn":
         sys.stderr.write("a library warns\n\x1b[31mtwice\n")
         sys.stderr.flush()
@@ -161,6 +164,7 @@ def main() -> int:
     parser.add_argument("--kept", type=Path)
     parser.add_argument("--tools", type=Path)
     parser.add_argument("--late", type=Path)
+    parser.add_argument("--attach", type=Path, action="append", default=[])
     arguments = parser.parse_args()
     keys._TWICE_S = keys._ESCAPE_TWICE_S = line_view._TWICE_S = 60.0
     if arguments.log is not None:
@@ -205,6 +209,7 @@ def _setup(arguments: argparse.Namespace) -> ReplSetup:
             options,
             kept=StoreAdmin(arguments.kept) if arguments.kept else None,
             tools=toolbox.definitions if toolbox is not None else None,
+            attached=tuple(Attached(p.name, read_attachment(p)) for p in arguments.attach),
         ),
         toolbox=toolbox,
         relay=relay,

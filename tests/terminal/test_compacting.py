@@ -39,7 +39,9 @@ def test_compacting_says_what_it_costs_and_saves_and_keeps_the_branch(
     tree = chat.text.rpartition("/tree")[2]
     for row in ("1 you: lines 40", "3 you: three", "summary of messages 1", "4 you: four"):
         assert tree.count(row) == 1, tree
-    chat.enter("/show chat").wait_for("Summary of earlier messages: Ada has a dog called Rex.")
+    chat.enter("/show chat").wait_for(
+        "Summary of earlier messages: Numbered lines; Ada has a dog called Rex."
+    )
     chat.enter("/switch 1").wait_for(lambda text: "❯ three" in text.rpartition("/switch 1")[2])
 
 
@@ -58,6 +60,7 @@ def test_a_refusal_compacts_nothing_and_undo_takes_a_compaction_back(
     chat = start_chat(columns=100, rows=40)
     chat.enter("lines 30").wait_for(_figures(1))
     chat.enter("/compact a refusal").wait_for("far too short, so nothing is compacted.")
+    chat.enter("/compact a refusal in words").wait_for("says nothing of the conversation,")
     chat.enter("two").wait_for("You said 'two' (0).")
     chat.enter("/compact").wait_for("tokens became")
     chat.enter("/undo").wait_for("Back before: /compact")

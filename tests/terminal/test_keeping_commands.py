@@ -154,6 +154,18 @@ def test_any_chat_starts_warm_from_a_pinned_file(new_chat: NewChat, tmp_path: Pa
     assert chat.pins() == {}
 
 
+def test_a_pin_says_under_which_system_prompt_it_is_warm(new_chat: NewChat, tmp_path: Path) -> None:
+    """A pin made with a system prompt was cold in other chats, which nothing said."""
+    (tmp_path / "manual.txt").write_text(MANUAL)
+    chat = new_chat()
+    pin = f"/pin {tmp_path}/manual.txt"
+    assert f'A new chat with the system prompt "{SYSTEM}" that begins' in chat.do(pin)
+
+    chat.do("/system clear")
+
+    assert "A new chat without a system prompt that begins with the same files" in chat.do(pin)
+
+
 def test_clearing_has_another_name(new_chat: NewChat) -> None:
     chat = new_chat()
     chat.ask("My name is Ada.")

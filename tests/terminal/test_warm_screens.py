@@ -1,4 +1,6 @@
-"""Whole screens that tell of warmth: a resumed chat, the tree and the list of conversations."""
+"""Whole screens: a first start, a resumed chat, the tree, the list of conversations, and a full
+context.
+"""
 
 import os
 import time
@@ -82,6 +84,83 @@ PICKER = {
         "scripted",
     ],
 }
+
+
+FIRST_START = {
+    (100, 30): [
+        "kvchat 0.1.0 · scripted · /help for help · nothing is saved",
+        "a model on this machine; try: a question · /file PATH · /help keys",
+        "",
+        "❯",
+        "scripted",
+    ],
+    (40, 12): [
+        "kvchat 0.1.0 · scripted · /help for help",
+        "nothing is saved",
+        "a model on this machine; try: a question",
+        "",
+        "❯",
+        "scripted",
+    ],
+}
+_LONG = "this is longer than what the context of 300 tokens still has room for, with all before it"
+FULL = {
+    (100, 30): [
+        f"❯ {_LONG}",
+        "",
+        "The prompt has 328 tokens, and the context holds 300. /compact lets a summary take the "
+        "place of",
+        "older messages, /new begins another conversation, /rewind goes back.",
+        "",
+        f"❯ {_LONG}",
+        "scripted · lines 8 · context 219/300 · ready: 208 of 219 on device",
+    ],
+    (40, 12): [
+        "The prompt has 328 tokens, and the",
+        "context holds 300. /compact lets a",
+        "summary take the place of older",
+        "messages, /new begins another",
+        "conversation, /rewind goes back.",
+        "",
+        "❯ this is longer than what the context o",
+        "  f 300 tokens still has room for, with",
+        "  all before it",
+        "ready: 208 of 219 on device",
+    ],
+}
+NEARLY_FULL = {
+    (100, 30): [
+        "",
+        "❯",
+        "scripted · ready: 240 of 243 on device · context 243/300, 81% full: /compact, /new or "
+        "/rewind",
+    ],
+    (40, 12): ["", "❯", "81% full: /compact /new /rewind"],
+}
+
+
+def _whole(chat: PtyScreen) -> list[str]:
+    return chat.shown.rstrip().split("\n")
+
+
+@pytest.mark.parametrize("size", [(100, 30), (40, 12)])
+def test_a_first_start(start_chat: StartChat, size: tuple[int, int]) -> None:
+    chat = start_chat(is_saved=False, columns=size[0], rows=size[1])
+    chat.wait_for(lambda _: _whole(chat) == FIRST_START[size])
+
+
+@pytest.mark.parametrize("size", [(100, 30), (40, 12)])
+def test_a_full_context(start_chat: StartChat, size: tuple[int, int]) -> None:
+    chat = start_chat("--context", "300", columns=size[0], rows=size[1])
+    chat.enter("lines 8").wait_for("first token").enter(_LONG)
+    chat.wait_for(lambda _: _whole(chat)[-len(FULL[size]) :] == FULL[size])
+
+
+@pytest.mark.parametrize("size", [(100, 30), (40, 12)])
+def test_a_nearly_full_context(start_chat: StartChat, size: tuple[int, int]) -> None:
+    chat = start_chat("--context", "300", columns=size[0], rows=size[1])
+    chat.enter("lines 9").wait_for("first token")
+    chat.wait_for(lambda _: _whole(chat)[-len(NEARLY_FULL[size]) :] == NEARLY_FULL[size])
 
 
 @pytest.mark.parametrize("size", [(100, 30), (40, 12)])

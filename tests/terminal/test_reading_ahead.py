@@ -1,0 +1,63 @@
+"""What is attached is read before Enter, at a pseudo-terminal."""
+
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from support.pty_screen import PtyScreen
+from support.scripted_engine import BLOCK_SIZE
+
+StartChat = Callable[..., PtyScreen]
+_DEADLINE_S = 60.0
+_NUM_TOKENS = 1600  # of the file: the tokenizer has one token per byte
+
+
+@pytest.fixture
+def manual(tmp_path: Path) -> Path:
+    path = tmp_path / "manual.txt"
+    path.write_text(("Twelve ships lie in the harbour.\n" * 60)[:_NUM_TOKENS])
+    return path
+
+
+def _wait_until_read(log: Path) -> None:
+    end_s = time.monotonic() + _DEADLINE_S
+    while not (log.exists() and "read ahead tokens=" in log.read_text()):
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
+
+
+def _num_computed(chat: PtyScreen) -> int:
+    chat.wait_for("first token")
+    figures = re.search(r"cached ([\d,]+)/([\d,]+)", chat.text)
+    assert figures is not None, chat.text
+    cached, whole = (int(number.replace(",", "")) for number in figures.groups())
+    assert whole > _NUM_TOKENS
+    return whole - cached
+
+
+def test_a_file_given_by_f_is_read_once_the_model_is_loaded(
+    start_chat: StartChat, tmp_path: Path, manual: Path
+) -> None:
+    """Only typing began the reading, so -f and a short question read the file after Enter."""
+    loaded, log = tmp_path / "loaded", tmp_path / "log"
+    arguments = ("--attach", str(manual), "--loading", str(loaded), "--log", str(log))
+    chat = start_chat(*arguments, columns=100)
+    chat.wait_for("Attached manual.txt").wait_for("reading weights")
+    loaded.touch()
+    _wait_until_read(log)
+
+    assert _num_computed(chat.enter("How many?")) <= len("How many?") + 64 + BLOCK_SIZE
+
+
+def test_a_file_attached_by_a_command_is_read_without_another_key(
+    start_chat: StartChat, tmp_path: Path, manual: Path
+) -> None:
+    log = tmp_path / "log"
+    chat = start_chat("--log", str(log), columns=100)
+    chat.enter(f"/file {manual}").wait_for("it goes with your next message")
+    _wait_until_read(log)
+
+    assert _num_computed(chat.enter("How many?")) <= len("How many?") + 64 + BLOCK_SIZE
