@@ -50,7 +50,7 @@ test-gpu: $(GPU_STAMP)  ## the same kernels and engine on a CUDA device, and its
 
 gpu-wheels:  ## fetch what a GPU machine without a package index lacks, into .gpu/wheels
 	$(PYTHON) -m pip download --quiet --no-deps --only-binary=:all: -c .ci/constraints.txt -d $(WHEELS) \
-		diskcache platformdirs
+		platformdirs
 
 $(SITE)/.installed: $(wildcard $(WHEELS)/*.whl)
 	@mkdir -p $(SITE)

@@ -90,8 +90,10 @@ def chat(arguments: list[str]) -> None:
         sys.argv = ["kvchat", *arguments]
         from kvchat.cli.main import run
 
+        end_process, os._exit = os._exit, sys.exit  # kvchat ends its process at once otherwise
         with contextlib.suppress(SystemExit):
             run()
+        os._exit = end_process
     os.dup2(kept, 1)
 
 

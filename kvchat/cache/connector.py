@@ -171,7 +171,7 @@ class KvConnector:
         self._keep_rates()
         deadline_s = time.monotonic() + _CLOSE_PATIENCE_S
         self._offer_backlog(deadline_s)
-        if self.write_behind.is_unheard:  # only a write shows what other processes have deleted
+        if self.write_behind.is_unheard:  # only a write finds out what other processes have deleted
             self.transfer.flush(max(0.0, deadline_s - time.monotonic()))
             self._offer_backlog(deadline_s)
         self.transfer.close(max(0.0, deadline_s - time.monotonic()))

@@ -163,11 +163,11 @@ _PIECE_BYTES = 4 << 20
 # Images staged on the device at the same time, on their way down.
 _MAX_STAGED_BYTES = 64 << 20
 _MAX_PIECES_IN_FLIGHT = 2
-# Cold blocks are demoted once fewer than the first share of all is free, until the second is, and
-# no more than so many bytes before each step.
+# If less than the first share of all blocks is free, cold blocks are demoted until the second share
+# is free, at most so many bytes before each step.
 _LOW_MARK, _HIGH_MARK = 1 / 32, 1 / 16
 _MAX_DEMOTING_BYTES = 16 << 20
-# How long a step waits for staged images to reach host memory before what leaves is forgotten.
+# A step waits so long for staged images to reach host memory; then blocks leave without a copy.
 _DEMOTE_PATIENCE_S = 0.2
 _NEWS_PATIENCE_S = 0.02
 # Seconds between calls of `CopyRates.doubt`: a copy three times too slow is tried again within a
@@ -240,7 +240,7 @@ class HostOffload:
                 if not lease.keys:
                     return
                 first += lease.first + len(lease.keys)
-        except Exception:  # of memory, mostly: what is not demoted is computed again
+        except Exception:  # mostly too little memory: the block is computed again
             _log.exception("blocks could not be demoted")
 
     def _acquired(self, encoded: bytes, keys: list[bytes], first: int) -> Lease:
@@ -270,7 +270,7 @@ class HostOffload:
             is_staged = self._has_stage_for(num_bytes) and self._stage(
                 piece, blocks[number * size : number * size + len(piece.keys)], num_bytes
             )
-            if not is_staged:  # nor is what continues it: without this it could not be found
+            if not is_staged:  # its children neither: they could not be found without it
                 for lost in pieces[number:]:
                     self._demoting.remove(lost)
                     self.host.complete(lost, is_filled=False)
@@ -280,7 +280,7 @@ class HostOffload:
         try:
             staging = self._pool.stage(blocks, self._copies.staging(len(blocks)))
             mark = self._copies.mark()
-        except Exception:  # of memory, mostly: what is not demoted is computed again
+        except Exception:  # mostly too little memory: the block is computed again
             _log.exception("blocks could not be staged")
             return False
         self._num_staged_bytes += num_bytes

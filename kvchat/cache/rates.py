@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvchat.core.state_file import read_state, write_state
+from kvchat.core.paths import read_state, write_state
 
 # Weight of the newest measurement in the moving average.
 _NEWEST = 1 / 3
@@ -100,9 +100,9 @@ def _sound(rates: Mapping[str, object]) -> dict[str, float]:
     }
 
 
-# Below these a measurement says more about overheads than about the rate.
-# They do not limit what is restored: a warm context of 16 tokens is read as well. What users are
-# told of prices is `PrefillRate`, which has a rate of its own for shorter prefills.
+# A smaller measurement shows overheads rather than the rate. Smaller contexts are restored all the
+# same: a warm one of 16 tokens is read. Prices shown to users come from `PrefillRate`, which has a
+# separate rate for shorter prefills.
 _MIN_TOKENS = 64
 _MIN_BYTES = 1 << 18
 # Factor by which `doubt` and `note_refused` raise a rate.
@@ -225,17 +225,17 @@ def kept_prefill_rate(rates: Mapping[str, float]) -> float | None:
 
 # A plan that is not quicker by a tenth is not worth its risks.
 _WORTH = 0.9
-# What it takes to ask a tier and to hear of the first pack.
+# Seconds from the question to a tier until its first pack is found.
 _FINDING_S = 0.002
-# How much later than expected something may come before computing goes on without it, in parts of
-# what computing everything would take: what is awaited in vain is lost.
+# KV may come so much later than expected before the tokens are computed instead, as a share of the
+# time to compute all of them: the time of a wait in vain is lost.
 _PATIENCE = 0.05
 _MIN_PATIENCE_S = 0.1
-# A tier that is still being opened is given more: it happens once, for all that comes after.
+# A tier that is still being opened gets more time: it is opened once.
 _OPENING_PATIENCE = 0.25
 _MIN_OPENING_PATIENCE_S = 0.3
-# A slow machine's, until this one has shown its own: a short prompt must not wait for a tier that
-# is still reading gigabytes of weights to know whose KV it may give out.
+# A slow machine's rate, used until this machine's is measured. A short prompt must not wait for a
+# tier that cannot be asked yet because gigabytes of weights are being hashed for its identity.
 _ASSUMED_TOKENS_PER_S = 100.0
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 
 from kvchat.chat.grammar import Grammar
-from kvchat.chat.think import Think, parse_think
+from kvchat.chat.thinking import Think, parse_think
 from kvchat.core.errors import UsageError
 from kvchat.core.types import SamplingParams
 

@@ -11,10 +11,10 @@ from datetime import datetime
 from kvchat.chat.conversation import ROOT, Conversation, Role, Turn
 from kvchat.chat.template import TurnFormat, turn_format
 from kvchat.chat.template_process import RenderingChild, TemplateProcess
-from kvchat.chat.think import Think
 from kvchat.chat.thinking import (
     CHANNEL_TOKEN,
     THINKING_MARKS,
+    Think,
     cut_at_marks,
     first_mark_closes,
 )

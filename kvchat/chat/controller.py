@@ -31,7 +31,7 @@ from kvchat.chat.messages import MessageNumbers, in_words
 from kvchat.chat.pin_files import PinFiles
 from kvchat.chat.reply import Reply
 from kvchat.chat.session import ChatSession
-from kvchat.chat.think import Think
+from kvchat.chat.thinking import Think
 from kvchat.chat.tokenizer import Segment
 from kvchat.chat.tools import ToolResult, ToolSet
 from kvchat.chat.why import (

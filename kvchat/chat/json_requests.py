@@ -10,7 +10,7 @@ from kvchat.chat.answer_settings import SAMPLING_KINDS, AskOptions
 from kvchat.chat.conversation import Role
 from kvchat.chat.documents import parse_messages
 from kvchat.chat.session import ChatSession
-from kvchat.chat.think import parse_think
+from kvchat.chat.thinking import parse_think
 from kvchat.core.config import shown
 from kvchat.core.errors import KvchatError, UsageError
 

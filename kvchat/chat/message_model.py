@@ -11,7 +11,7 @@ from kvchat.chat.chat_model import ChatModel
 from kvchat.chat.grammar import Grammars
 from kvchat.chat.template import AnswerForm, Strategy
 from kvchat.chat.template_tools import ToolForm
-from kvchat.chat.think import Think, ThinkSwitch
+from kvchat.chat.thinking import Think, ThinkSwitch
 from kvchat.chat.tokenizer import Segment
 from kvchat.chat.tool_calls import CALL_FORMATS
 from kvchat.chat.tools import NO_TOOL_USE, ToolCall, ToolSet, ToolUse

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from kvchat.chat.attachment import read_attachment
 from kvchat.core.errors import UsageError
-from kvchat.core.state_file import MOST_BYTES, read_state, write_state
+from kvchat.core.paths import MOST_STATE_BYTES, read_state, write_state
 from kvchat.core.text import one_line
 
 _VERSION = 1
@@ -41,9 +41,9 @@ class PinFiles:
             return
         files = {str(path.absolute()): _digest(read_attachment(path)) for path in paths}
         everything = {**self._read(), label: files}
-        if len(json.dumps(everything)) > MOST_BYTES - 1024:
+        if len(json.dumps(everything)) > MOST_STATE_BYTES - 1024:
             raise UsageError(
-                f"The list of all pinned files would exceed {MOST_BYTES >> 20} MiB.",
+                f"The list of all pinned files would exceed {MOST_STATE_BYTES >> 20} MiB.",
                 "/unpin removes a pin.",
             )
         if not write_state(self._path, _VERSION, _NAME, dict(everything)):

@@ -18,7 +18,7 @@ from kvchat.chat.reply import Reply
 from kvchat.chat.resent_difference import Difference, Message, SeenChats
 from kvchat.chat.session import ChatSession
 from kvchat.chat.stabiliser import Stabiliser
-from kvchat.chat.think import Think
+from kvchat.chat.thinking import Think
 from kvchat.chat.tools import ToolCall, ToolSet
 from kvchat.core.errors import UsageError
 from kvchat.core.types import FinishReason

@@ -19,8 +19,7 @@ from kvchat.chat.ledger import ContinuedLedger, Ledger, UnsavedLedger
 from kvchat.chat.reply import AnswerLedger, Decoding, Reply
 from kvchat.chat.shown_logprobs import LogprobTrack
 from kvchat.chat.store import SessionLog, SessionStore, new_session_id
-from kvchat.chat.think import Think
-from kvchat.chat.thinking import ThinkingSplitter
+from kvchat.chat.thinking import Think, ThinkingSplitter
 from kvchat.chat.tool_calls import CallSplitter
 from kvchat.chat.tools import ToolCall, ToolResult, ToolSet
 from kvchat.core.errors import KvchatError, UsageError

@@ -21,8 +21,7 @@ from kvchat.chat.template_tools import (
     find_tool_form,
     probe_message,
 )
-from kvchat.chat.think import Think, ThinkSwitch
-from kvchat.chat.thinking import THINKING_MARKS
+from kvchat.chat.thinking import THINKING_MARKS, Think, ThinkSwitch
 from kvchat.chat.tokenizer import ChatTokenizer, Segment
 from kvchat.chat.tools import NO_TOOL_USE, ToolCall, ToolSet, ToolUse
 from kvchat.core.errors import ModelError

@@ -71,7 +71,7 @@ def store_admin(settings: Settings) -> "StoreAdmin":
 def ask_options(settings: Settings, model_defaults: dict[str, float], samples: int) -> "AskOptions":
     """Return how answers are generated."""
     from kvchat.chat.answer_settings import SAMPLING_NAMES, AskOptions
-    from kvchat.chat.think import Think
+    from kvchat.chat.thinking import Think
 
     max_tokens = settings["max_tokens"]
     if max_tokens is not None and max_tokens < 1:

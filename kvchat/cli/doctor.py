@@ -87,7 +87,7 @@ def _versions() -> Iterator[Finding]:
     python = platform.python_version()
     advice = "" if sys.version_info >= (3, 11) else "kvchat needs Python 3.11 or newer."
     yield Finding("kvchat", f"{__version__} on Python {python}", advice)
-    names = ("torch", "transformers", "tokenizers", "triton", "diskcache")
+    names = ("torch", "transformers", "tokenizers", "triton")
     versions = [f"{name} {importlib.metadata.version(name)}" for name in names if _has(name)]
     missing = [name for name in names if not _has(name)]
     needed = [name for name in missing if name != "triton" or sys.platform == "linux"]

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvchat.cli.settings import Settings
-from kvchat.core.state_file import read_state, write_state
+from kvchat.core.paths import read_state, write_state
 
 if TYPE_CHECKING:
     from kvchat.remote.servers import Address

@@ -65,8 +65,8 @@ from kvchat.model.text_files import same_vocabulary
 from kvchat_kernels.cpu.step import MAX_ROWS
 from kvchat_kernels.kv_layer import KvLayer
 
-# Increase it when the content of a slot changes for the same token: the layout of a block image, or
-# what the attention writes to it.
+# Increase it if the content of a slot changes for the same token: with the layout of a block image,
+# or with the values that the attention writes.
 _KV_VERSION = 3
 
 
@@ -103,8 +103,8 @@ _MAX_DEFAULT_HOST_BYTES = 16 << 30
 # settings must cut a prompt into the same chunks, or low-precision rounding would vary by run.
 _CPU_STEP_MACS = 4e10
 _CPU_STEP_TOKENS = (16, 512)
-# A GPU's steps take about so long at the rate that was measured, because a step that was begun is
-# finished before a stop; powers of two, so that a rate that moves a little changes nothing.
+# A prefill step on a GPU takes about this long at the measured rate, because a stop waits for the
+# end of a step. Sizes are powers of two, so that a small change of the rate changes no size.
 _CUDA_STEP_S = 0.1
 _CUDA_STEP_TOKENS = (256, 4096)
 _CUDA_UNMEASURED_TOKENS = 1024
@@ -115,7 +115,7 @@ _CPU_LAYER_MACS = 1e10  # of such a step between two layers, where Esc ends it
 _NO_DRAFTS = (
     "Answers come without drafts: a wrong one cannot be taken out of this model's recurrent state."
 )
-# Blocks of a snapshot of a model without attention layers: its blocks of tokens hold nothing.
+# Blocks for the snapshots of a model without attention layers, whose token blocks have no bytes.
 _CARRIER_BLOCKS = 256
 
 

@@ -43,7 +43,7 @@ _log = logging.getLogger(__name__)
 _ROOM_PATIENCE_S = 0.02
 # Copying snapshots takes time, which must not delay the first token.
 _TOKENS_BEFORE_KEEPING = 2
-# What a measurement of the prefill rate computes: about a tenth of a second on a CPU.
+# The tokens that a measurement of the prefill rate computes: about 0.1 s on a CPU.
 _MEASURED_TOKENS = 256
 
 

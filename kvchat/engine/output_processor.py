@@ -61,7 +61,7 @@ class OutputProcessor:
         for scheduled in plan:
             request = scheduled.request
             if request.state is State.FINISHED:
-                continue  # another of its samples failed, which ended this one
+                continue  # ended because another of its samples failed
             assert request.table is not None
             request.num_computed += scheduled.num_tokens
             self._cache.commit(request.table, request.ids, request.num_computed)

@@ -338,7 +338,7 @@ def _most(scheduled: ScheduledRequest, limits: Limits) -> int:
     """Return how many drafts can still be used: the very last token is never drafted."""
     request = scheduled.request
     if request.constraint is not None:
-        return 0  # what is allowed after a draft is not known before it is accepted
+        return 0  # the tokens allowed after a draft are not known before it is accepted
     most = min(MAX_DRAFTED, limits.max_context - len(request.ids) - 1)
     if request.spec.max_tokens is not None:
         most = min(most, request.spec.max_tokens - request.num_generated - 1)

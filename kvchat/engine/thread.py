@@ -37,7 +37,7 @@ _log = logging.getLogger(__name__)
 
 
 class Speculator(Protocol):
-    """What is asked of an engine's speculation."""
+    """The speculation of an engine, as an EngineThread uses it."""
 
     def learn(self, contexts: Sequence[Sequence[int]]) -> None:
         """Let the drafters learn contexts that no request has asked for."""
@@ -157,7 +157,7 @@ class EngineThread:
         self._listeners: dict[int, Listener] = {}
         self._samples_left: dict[int, int] = {}
         self._request_ids: dict[Ticket, int] = {}
-        self._to_cancel: set[Ticket] = set()  # told, and not seen by the engine yet
+        self._to_cancel: set[Ticket] = set()  # cancelled, but the engine does not know yet
         self._is_to_close = False
         self._thread = threading.Thread(target=self._run, name="kvchat-engine", daemon=True)
         self._thread.start()

@@ -21,7 +21,7 @@ from kvchat.chat.events import (
 )
 from kvchat.chat.resent import Asked, ResentChat, ResentChats
 from kvchat.chat.resent_difference import Difference
-from kvchat.chat.think import Think
+from kvchat.chat.thinking import Think
 from kvchat.core.errors import KvchatError
 from kvchat.server.api_errors import ApiError, as_api_error
 from kvchat.server.metrics import Metrics

@@ -15,7 +15,7 @@ from kvchat.chat.answer_settings import AskOptions
 from kvchat.chat.events import AnswerCall, AnswerEnded, AnswerText, ReadingPrompt
 from kvchat.chat.resent import ResentChat
 from kvchat.chat.shown_logprobs import ShownToken
-from kvchat.chat.think import Think
+from kvchat.chat.thinking import Think
 from kvchat.chat.tools import ToolCall
 from kvchat.server.answering import Answer, whole_answers
 from kvchat.server.api_errors import ApiError, openai_form

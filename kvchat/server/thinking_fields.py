@@ -4,7 +4,7 @@ A template without such a switch, or without such an effort, is asked for what c
 there is nothing near, the field changes nothing: clients send it to every model.
 """
 
-from kvchat.chat.think import Think, ThinkSwitch
+from kvchat.chat.thinking import Think, ThinkSwitch
 from kvchat.server.fields import Fields
 
 # For each effort what to ask for, the best first.

@@ -8,8 +8,7 @@ from kvchat.chat import answer_settings
 from kvchat.chat.attachment import matching_paths
 from kvchat.chat.conversation import Role
 from kvchat.chat.messages import MessageNumbers, in_words
-from kvchat.chat.think import Think
-from kvchat.chat.thinking import split_thinking
+from kvchat.chat.thinking import Think, split_thinking
 from kvchat.core.bounded_files import read_bounded
 from kvchat.core.errors import UsageError
 from kvchat.core.paths import user_path

@@ -1,11 +1,13 @@
 """`bench cold`: its comparison, its refusals, and one run with real processes."""
 
 import os
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
+from typing import IO
 
 import pytest
 
@@ -18,7 +20,8 @@ from kvchat.bench.setup import BenchSetup
 from kvchat.core.config import CacheConfig, ModelConfig, Size
 from kvchat.model.source import ModelSource, find_model
 from support.checkpoints import never_stopping, save_checkpoint, tiny_model
-from support.commands import ROOT
+from support.commands import Shell
+from support.fork_server import ForkedLife, ForkServer
 
 BLOCK = 16
 OTHERS = Path("/others")
@@ -133,13 +136,33 @@ def test_a_home_of_ones_own_has_no_settings_in_it(monkeypatch: pytest.MonkeyPatc
     assert not home.exists()
 
 
+@dataclass(frozen=True)
+class ForkedProcesses:
+    """Stands in for `subprocess`: a process is a fork of one that has imported everything."""
+
+    server: ForkServer
+    PIPE: int = subprocess.PIPE
+
+    def Popen(
+        self,
+        command: Sequence[str],
+        env: dict[str, str],
+        stdin: IO[bytes],
+        stdout: int,
+        stderr: IO[bytes],
+    ) -> ForkedLife:
+        assert tuple(command[:3]) == processes.COMMAND
+        shell = Shell(Path(env["HOME"]), module="support.patient_kvchat")
+        life = self.server.start(shell, *command[3:], variables=env)
+        with life.stdin:
+            life.stdin.write(stdin.read())
+        return life
+
+
 def test_real_processes_bring_a_conversation_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fork_server: ForkServer
 ) -> None:
-    paths = os.pathsep.join(str(ROOT / part) for part in ("", "kernels", "tests"))
-    monkeypatch.setenv("PYTHONPATH", paths)
-    patient = (sys.executable, "-m", "support.patient_kvchat")
-    monkeypatch.setattr(processes, "COMMAND", patient)
+    monkeypatch.setattr(processes, "subprocess", ForkedProcesses(fork_server))
     model = never_stopping(tiny_model("llama", max_position_embeddings=4096))
     checkpoint = str(save_checkpoint(tmp_path, model))
     cache = CacheConfig(device_bytes=Size(num_bytes=64 << 20))

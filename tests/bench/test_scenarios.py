@@ -1,11 +1,12 @@
 """Every scenario runs on a tiny model and reports figures; their values are not meaningful."""
 
+import functools
 import io
 import json
 import math
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -27,8 +28,10 @@ from kvchat.core.config import CacheConfig, ModelConfig, Size
 from kvchat.core.errors import UsageError
 from kvchat.model.source import find_model
 from support.checkpoints import never_stopping, save_checkpoint, tiny_model
-from support.commands import Shell
+from support.fork_server import ForkServer, ShellThatRunsForks
 from support.gguf_files import write_gguf
+
+Reports = Callable[[str], Result]
 
 FITTED = ("a token, without its context", "a thousand tokens of context")
 SESSIONS = Path(__file__).parents[2] / "sessions"
@@ -44,6 +47,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def quick(checkpoint: Path, sessions: Path | None = None) -> BenchSetup:
     model = ModelConfig(str(checkpoint))
     return BenchSetup(find_model(str(checkpoint)), model, SMALL, 1, True, sessions)
+
+
+@pytest.fixture(scope="module")
+def report_of(checkpoint: Path) -> Reports:
+    """Return what a scenario reports; each is run once, however many tests look at it."""
+    return functools.cache(lambda name: scenario(name)(quick(checkpoint)))
 
 
 def assert_readable(result: Result) -> None:
@@ -63,16 +72,18 @@ def assert_readable(result: Result) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(set(DEFAULT_NAMES) - {"startup", "cold"}))
-def test_a_scenario_reports_figures(name: str, checkpoint: Path) -> None:
-    result = scenario(name)(quick(checkpoint))
+def test_a_scenario_reports_figures(name: str, report_of: Reports) -> None:
+    result = report_of(name)
 
     assert not result.refusal
     assert result.figures
     assert_readable(result)
 
 
-def test_in_float32_no_answer_depends_on_where_its_context_came_from(checkpoint: Path) -> None:
-    result = scenario("equality")(quick(checkpoint))
+def test_in_float32_no_answer_depends_on_where_its_context_came_from(
+    report_of: Reports,
+) -> None:
+    result = report_of("equality")
 
     assert [figure.name.partition(":")[0] for figure in result.figures] == [
         "cached",
@@ -83,27 +94,26 @@ def test_in_float32_no_answer_depends_on_where_its_context_came_from(checkpoint:
     assert_readable(result)
 
 
-def test_a_resumed_turn_computes_only_its_own_tokens(checkpoint: Path) -> None:
-    result = scenario("resume")(quick(checkpoint))
+def test_a_resumed_turn_computes_only_its_own_tokens(report_of: Reports) -> None:
+    result = report_of("resume")
 
     [restored] = [figure for figure in result.figures if figure.name == "tokens restored"]
     assert restored.value == 128
     assert restored.ratio == 24
 
 
-def test_a_chat_reads_what_is_new_and_no_more(checkpoint: Path) -> None:
-    result = scenario("turns")(quick(checkpoint))
+def test_a_chat_reads_what_is_new_and_no_more(report_of: Reports) -> None:
+    result = report_of("turns")
 
     read = result.figures[0]
     assert read.beside is not None
     assert read.value <= read.beside + 20
 
 
-def test_recorded_conversations_are_replayed(checkpoint: Path, tmp_path: Path) -> None:
-    home = tmp_path / "home"
-    home.mkdir()
-    shell = Shell(home)
-    shell.run(
+def test_recorded_conversations_are_replayed(
+    checkpoint: Path, tmp_path: Path, fork_server: ForkServer
+) -> None:
+    ShellThatRunsForks(tmp_path, server=fork_server).run(
         "--model", str(checkpoint), "--input-format", "lines", "--max-tokens", "20",
         "--sessions-dir", str(tmp_path / "sessions"), stdin=b"one\ntwo\nthree\n",
     )  # fmt: skip
@@ -117,11 +127,9 @@ def test_recorded_conversations_are_replayed(checkpoint: Path, tmp_path: Path) -
 
 
 def test_fewer_bits_are_measured_on_recorded_conversations(
-    checkpoint: Path, tmp_path: Path
+    checkpoint: Path, tmp_path: Path, fork_server: ForkServer
 ) -> None:
-    home = tmp_path / "home"
-    home.mkdir()
-    Shell(home).run(
+    ShellThatRunsForks(tmp_path, server=fork_server).run(
         "--model", str(checkpoint), "--max-tokens", "20", "--sessions-dir",
         str(tmp_path / "sessions"), "-p", "one two three",
     )  # fmt: skip
@@ -151,8 +159,8 @@ def test_a_gguf_file_is_measured_beside_the_model_on_the_same_tokens(
     assert found["m-Q8_0: weights"].value < found["auto: weights"].value
 
 
-def test_a_tokens_time_is_fitted_by_its_context(checkpoint: Path) -> None:
-    result = scenario("decode")(quick(checkpoint))
+def test_a_tokens_time_is_fitted_by_its_context(report_of: Reports) -> None:
+    result = report_of("decode")
 
     names = [figure.name for figure in result.figures]
     assert "a token, without its context" in names
@@ -160,9 +168,9 @@ def test_a_tokens_time_is_fitted_by_its_context(checkpoint: Path) -> None:
     assert any("llama.cpp: not run" in note for note in result.notes)
 
 
-def test_what_is_moved_is_read_against_every_ceiling(checkpoint: Path) -> None:
+def test_what_is_moved_is_read_against_every_ceiling(checkpoint: Path, report_of: Reports) -> None:
     """A token reads the weights once, all but the table of embeddings, and its KV once."""
-    result = scenario("decode")(quick(checkpoint))
+    result = report_of("decode")
 
     model = AutoModelForCausalLM.from_pretrained(checkpoint)
     streamed = sum(parameter.nbytes for parameter in model.parameters())
@@ -277,11 +285,13 @@ def test_a_peer_of_more_tokens_is_asked_what_the_model_knows_too(
     assert [figure.beside for figure in result.figures if figure.beside_name == "llama.cpp"]
 
 
-def test_the_command_keeps_a_report_where_it_is_told_to(tmp_path: Path) -> None:
+def test_the_command_keeps_a_report_where_it_is_told_to(
+    tmp_path: Path, fork_server: ForkServer
+) -> None:
     home = tmp_path / "home"
     home.mkdir()
 
-    done = Shell(home).run(
+    done = ShellThatRunsForks(home, server=fork_server).run(
         "bench", "radix", "--shape", "tiny", "--quick", "--repeats", "1", "--record", "reports"
     )
 
@@ -292,9 +302,11 @@ def test_the_command_keeps_a_report_where_it_is_told_to(tmp_path: Path) -> None:
     assert data.name in done.stderr.decode()
 
 
-def test_a_device_that_is_not_there_is_told_before_anything_is_made_for_it(tmp_path: Path) -> None:
+def test_a_device_that_is_not_there_is_told_before_anything_is_made_for_it(
+    tmp_path: Path, fork_server: ForkServer
+) -> None:
     """Sixteen gigabytes of random weights were written first."""
-    done = Shell(tmp_path).run(
+    done = ShellThatRunsForks(tmp_path, server=fork_server).run(
         *("bench", "kernels", "--shape", "8b", "--device", "cuda"),
         TMPDIR=str(tmp_path / "nowhere"),
         CUDA_VISIBLE_DEVICES="",

@@ -13,8 +13,9 @@ import pytest
 from kvchat.cache.disk import db, model_dirs, table
 from kvchat.cache.disk.admin import StoreAdmin
 from kvchat.cache.disk.model_dirs import Sizes, tree_bytes
+from kvchat.cache.disk.table import PackTable
 from kvchat.cache.disk.tier import DiskTier
-from kvchat.cache.tier import GoneRecord
+from kvchat.cache.tier import DamagedRecord, GoneRecord
 from support.pack_chains import (
     LAYOUT,
     find,
@@ -30,30 +31,12 @@ LIMIT = 5 << 20
 
 
 def payload_only(directory: Path, ids: list[int]) -> None:
-    """Leave what a process leaves that is killed between a pack's payload and its head."""
+    """Leave what a process leaves that is killed between a pack's payload and its row."""
     tier = open_tier(directory)
     save(tier, ids)
     [found] = find(tier, ids)
-    tier._db.table.delete(b"h" + found.key)
+    tier._db.table._execute("DELETE FROM Pack WHERE key = ?", (found.key,))
     tier.close()
-
-
-def test_a_pack_that_is_out_of_date_is_not_called_damaged(tmp_path: Path) -> None:
-    """Looking for something to forget met it, found nothing there, and said a block was damaged."""
-    tier = open_tier(tmp_path, LIMIT)
-    save(tier, IDS)
-    [table] = tmp_path.glob("*/cache.db")
-    with sqlite3.connect(table) as connection:
-        connection.execute("UPDATE Cache SET expire_time = 1 WHERE tag IS NOT NULL")
-    connection.close()
-
-    for number in range(60):
-        assert save(tier, [number, *IDS, 7])
-
-    status = tier.status()
-    assert status.num_evicted > 0
-    assert (status.num_damaged, status.trouble) == (0, "")
-    assert num_found(tier, IDS) == 0
 
 
 def test_payloads_of_processes_that_were_killed_between_two_writes_do_not_pile_up(
@@ -70,22 +53,14 @@ def test_payloads_of_processes_that_were_killed_between_two_writes_do_not_pile_u
     assert restored(tier, IDS) == 3
 
 
-def test_a_head_that_cannot_be_written_leaves_no_payload_behind(
+def test_a_row_that_cannot_be_written_leaves_no_payload_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tier = open_tier(tmp_path)
-    table = tier._db.table
-    write = table.set
-
-    def full(key: bytes, *arguments: object, **settings: object) -> object:
-        if key[:1] == b"h":
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return write(key, *arguments, **settings)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(table, "set", full)
+    with contextmanager(failing)(monkeypatch, tier, "INSERT", False):
         for number in range(5):
             assert not save(tier, [number, *IDS, 7])
+        assert payload_files(tmp_path) == []
     assert save(tier, IDS)
 
     assert len(payload_files(tmp_path)) == 1
@@ -203,20 +178,19 @@ def failing(
     monkeypatch: pytest.MonkeyPatch, tier: DiskTier, verb: str, takes_back: bool
 ) -> Iterator[None]:
     """Fail every statement that begins with `verb`, as SQLite does where a disk is full."""
-    connection = tier._db.table._con
-    execute = connection.execute
+    execute = PackTable._execute
 
-    def run(statement: str, *arguments: object) -> object:
+    def run(table: PackTable, statement: str, values: tuple[object, ...] = ()) -> object:
         if statement.startswith(verb):
             if takes_back:
-                connection.rollback()
+                table._connection.rollback()
             error = sqlite3.OperationalError("database or disk is full")
             error.sqlite_errorcode = sqlite3.SQLITE_FULL
             raise error
-        return execute(statement, *arguments)
+        return execute(table, statement, values)
 
     with monkeypatch.context() as patch:
-        patch.setattr(type(tier._db.table), "_sql", property(lambda _: run))
+        patch.setattr(PackTable, "_execute", run)
         yield
 
 
@@ -224,8 +198,8 @@ def failing(
 def test_a_full_disk_neither_empties_the_store_nor_locks_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str, takes_back: bool
 ) -> None:
-    """SQLite takes some changes back by itself, and diskcache did so once more: an error that looks
-    like a broken table's. Others stay open, and nobody could write for as long as the process ran.
+    """SQLite takes some changes back by itself: to take them back once more was an error that looks
+    like a broken table's. Others stay open, and no process could write while this one ran.
     """
     tier = open_tier(tmp_path)
     save(tier, IDS)
@@ -247,16 +221,18 @@ def test_a_pack_that_can_never_fit_costs_no_other_its_place(tmp_path: Path) -> N
     assert restored(tier, IDS) == 3
 
 
-def test_a_head_whose_file_is_gone_can_be_written_again(
+def test_a_pack_whose_file_is_gone_can_be_written_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The heads of long packs are files too; the row alone kept them from being written."""
+    """The row alone kept the pack from being written once more."""
     monkeypatch.setattr(table, "MIN_FILE_BYTES", 64)
     tier = open_tier(tmp_path)
     save(tier, IDS)
     for path in payload_files(tmp_path):
         path.unlink()
 
+    with pytest.raises(DamagedRecord):
+        restored(tier, IDS)
     assert num_found(tier, IDS) == 0
     assert save(tier, IDS)
     assert restored(tier, IDS) == 3
@@ -275,3 +251,47 @@ def test_a_directory_of_somebody_else_stays_whatever_it_is_called(tmp_path: Path
     StoreAdmin(tmp_path, 1 << 30).clear()
 
     assert (foreign / "thesis.txt").read_text() == "not ours"
+
+
+def diskcache_store(directory: Path) -> None:
+    """Leave a store as kvchat 0.1.0 did, whose table was diskcache's: a pack and a pin."""
+    tier = open_tier(directory)
+    save(tier, IDS)
+    tier.close()
+    [own] = model_dirs.find_model_dirs(directory)
+    [payload] = payload_files(directory)
+    (own / "cache.db").unlink()
+    (own / "pinned").touch()
+    with sqlite3.connect(own / "cache.db") as connection:
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute("CREATE TABLE Settings (key TEXT NOT NULL UNIQUE, value)")
+        connection.execute(
+            "CREATE TABLE Cache (rowid INTEGER PRIMARY KEY, key BLOB, raw INTEGER, store_time REAL,"
+            " expire_time REAL, access_time REAL, access_count INTEGER DEFAULT 0, tag BLOB,"
+            " size INTEGER DEFAULT 0, mode INTEGER DEFAULT 0, filename TEXT, value BLOB)"
+        )
+        connection.execute(
+            "INSERT INTO Cache (key, raw, size, mode, filename) VALUES (?, 1, ?, 2, ?)",
+            (b"p" + bytes(16), payload.stat().st_size, payload.name),
+        )
+    connection.close()
+
+
+def test_a_store_of_an_earlier_version_is_a_miss_and_is_begun_anew(tmp_path: Path) -> None:
+    diskcache_store(tmp_path)
+    status = StoreAdmin(tmp_path).status()
+    assert "another version of kvchat" in status.trouble
+    assert StoreAdmin(tmp_path).locate([("", IDS)])[0].cached.disk == 0
+
+    tier = open_tier(tmp_path)
+
+    assert tier.is_begun_anew
+    assert "another version of kvchat" in tier.status().trouble
+    assert payload_files(tmp_path) == []
+    assert not list(tmp_path.glob("*/pinned"))
+    assert num_found(tier, IDS) == 0
+    assert save(tier, IDS)
+    tier.close()
+    again = open_tier(tmp_path)
+    assert restored(again, IDS) == 3
+    assert again.status().trouble == ""

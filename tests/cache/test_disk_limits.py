@@ -12,7 +12,7 @@ import pytest
 from kvchat.cache.disk.admin import StoreAdmin
 from kvchat.cache.disk.db import LOCK_NAME
 from kvchat.cache.disk.quota import least_bytes
-from kvchat.cache.disk.table import RawDisk
+from kvchat.cache.disk.table import Parts, PayloadFiles
 from kvchat.cache.disk.tier import DiskTier
 from kvchat.cache.keys import encode_ids
 from kvchat.cache.tier import DamagedRecord, Layout
@@ -78,29 +78,23 @@ def test_a_file_of_somebody_elses_is_not_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tables and directories of others were refused, and their packs were read."""
-    disk = RawDisk(str(tmp_path), min_file_size=1)
-    _, mode, name, _ = disk.store(b"head and KV", read=False)
-    row = (mode, name, None)
-    assert disk.read_parts(row, 4, lambda n: memoryview(bytearray(n)))[1] == b" and KV"
+    files = PayloadFiles(tmp_path)
+    name = files.write(Parts(b"head", memoryview(b" and KV")))
+    assert files.read(name, 4, lambda n: memoryview(bytearray(n)))[1] == b" and KV"
 
     owner = os.getuid()
     monkeypatch.setattr(os, "getuid", lambda: owner + 1)
-    assert disk.read_parts(row, 4, lambda n: memoryview(bytearray(n))) == (b"", b"")
+    assert files.read(name, 4, lambda n: memoryview(bytearray(n))) == (b"", b"")
 
 
-def test_nothing_but_bytes_is_stored_and_nothing_pickled_is_read(tmp_path: Path) -> None:
-    disk = RawDisk(str(tmp_path))
+@pytest.mark.parametrize("name", ["../../x", "cache.db", "/etc/passwd", None, 7])
+def test_only_files_with_names_of_ours_are_read_or_removed(tmp_path: Path, name: object) -> None:
+    (tmp_path / "cache.db").write_bytes(b"the table")
+    files = PayloadFiles(tmp_path)
 
-    for value in ("text", 1, 1.5, None, ("tuple",), bytearray(b"bytes")):
-        with pytest.raises(TypeError):
-            disk.put(value)
-        with pytest.raises(TypeError):
-            disk.store(value, False)
-    pickled = b"\x80\x04cos\nsystem\n."
-    assert disk.fetch(4, None, pickled, False) == b""
-    assert disk.fetch(4, "../../x", None, False) == b""
-    assert disk.fetch(2, "../../x", None, False) == b""
-    assert disk.fetch(3, "0" * 32 + ".kv", None, False) == b""
+    assert files.read(name, 4, lambda n: memoryview(bytearray(n))) == (b"", b"")
+    files.remove(name)
+    assert (tmp_path / "cache.db").read_bytes() == b"the table"
 
 
 def test_a_read_pack_that_was_exchanged_meanwhile_is_never_another_contexts(

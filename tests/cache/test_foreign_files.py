@@ -274,16 +274,17 @@ def test_what_stands_in_the_place_of_a_table_makes_way_for_one(
     assert bool(theses) == (spoil is a_directory)
 
 
-def test_a_directory_whose_name_has_a_variable_in_it_is_refused(
+def test_a_directory_whose_name_has_a_variable_in_it_is_meant_as_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The table's library puts in its value: the table came to lie in another directory."""
+    """A library put in the variable's value: the table came to lie in another directory."""
     monkeypatch.setenv("ELSEWHERE", "elsewhere")
+    tier = open_tier(tmp_path / "$ELSEWHERE")
+    assert save(tier, IDS)
+    tier.close()
 
-    with pytest.raises(StoreError, match="name of a variable"):
-        open_tier(tmp_path / "$ELSEWHERE" / "kv")
-
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["$ELSEWHERE"]
+    assert list((tmp_path / "$ELSEWHERE").glob("*/cache.db"))
 
 
 def test_a_relative_directory_that_begins_with_a_tilde_is_meant_as_it_is(

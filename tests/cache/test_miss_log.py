@@ -10,7 +10,7 @@ from kvchat.cache.disk import model_dirs
 from kvchat.cache.disk.miss_log import MissReasonLog
 from kvchat.cache.disk.model_dirs import DATABASE
 from kvchat.cache.disk.quota import least_bytes
-from kvchat.cache.disk.table import RawDisk
+from kvchat.cache.disk.table import PackTable
 from kvchat.cache.disk.tier import DiskTier
 from kvchat.cache.keys import encode_ids
 from kvchat.cache.tier import DamagedRecord, Layout
@@ -153,7 +153,7 @@ def test_what_a_disk_refused_for_another_reason_says_nothing_of_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tier = open_tier(tmp_path)
-    monkeypatch.setattr(RawDisk, "store", failing)
+    monkeypatch.setattr(PackTable, "keep", failing)
     assert not save(tier, [7, 7])
     decline(tier, CONTEXT)
     tier.close()

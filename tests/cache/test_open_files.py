@@ -16,7 +16,7 @@ from kvchat.cache.disk.tier import DiskTier
 from kvchat.cache.transfer import TransferThread
 from kvchat.core.errors import StoreError
 from kvchat.core.paths import open_private
-from support.failing_files import TABLE_ERRORS, Faults, StuckFiles
+from support.failing_files import Faults, StuckFiles
 from support.pack_chains import open_tier, restored, save
 
 IDS = [1, 2, 3, 4, 5, 6]
@@ -57,7 +57,7 @@ def test_opening_that_fails_leaves_no_file_open_while_its_error_is_kept(
         with faults.armed(fail_at=number):
             try:
                 open_tier(tmp_path).close()
-            except (OSError, StoreError, *TABLE_ERRORS) as error:
+            except (OSError, StoreError, sqlite3.Error) as error:
                 errors.append(error)
         assert open_below(tmp_path) == [], f"call {number} failed"
 
@@ -133,7 +133,7 @@ def test_an_opening_that_meets_a_failing_disk_leaves_a_chat_without_a_tier(
     faults.install(monkeypatch)
 
     def failing() -> DiskTier:
-        monkeypatch.setattr(faults, "strikes", lambda kind: kind == "sql INSERT")
+        monkeypatch.setattr(faults, "strikes", lambda kind: kind == "sql CREATE")
         return open_tier(tmp_path)
 
     thread = TransferThread(failing, 0)

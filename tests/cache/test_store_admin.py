@@ -107,8 +107,7 @@ def test_what_has_lost_its_beginning_is_told(store: StoredPacks, store_admin: St
     table = store.directory / LAYOUT.identity.hex() / "cache.db"
     with sqlite3.connect(table) as connection:
         connection.execute(
-            "DELETE FROM Cache WHERE substr(key, 1, 1) = x'68' AND length(value) ="
-            " (SELECT max(length(value)) FROM Cache WHERE substr(key, 1, 1) = x'68')"
+            "DELETE FROM Pack WHERE length(head) = (SELECT max(length(head)) FROM Pack)"
         )
     connection.close()
 
@@ -172,8 +171,8 @@ def test_a_table_of_another_program_is_told_not_believed(
     table = store.directory / OTHER.identity.hex() / "cache.db"
     table.unlink()
     with sqlite3.connect(table) as connection:
-        connection.execute("CREATE TABLE Cache (key TEXT, value INTEGER)")
-        connection.execute("INSERT INTO Cache VALUES ('h', 7)")
+        connection.execute("CREATE TABLE Pack (key TEXT, head INTEGER)")
+        connection.execute("INSERT INTO Pack VALUES ('h', 7)")
     connection.close()
 
     assert store_admin.status().trouble

@@ -20,7 +20,7 @@ CONTEXT = list(range(1, 21))
 COME_AND_GO = """
 import sqlite3, sys
 table = sqlite3.connect(sys.argv[1])
-table.execute("SELECT count(*) FROM Cache").fetchall()
+table.execute("SELECT count(*) FROM Pack").fetchall()
 table.close()
 """
 
@@ -45,7 +45,7 @@ def test_a_visitor_leaves_the_log_of_a_table_that_was_read_ahead(store: Path) ->
     assert save(writer, CONTEXT[:14])
     [table] = store.glob("*/cache.db")
     with closing(connection_to(table)) as reader:
-        reader.execute("SELECT count(*) FROM Cache").fetchall()
+        reader.execute("SELECT count(*) FROM Pack").fetchall()
         second = open_tier(store)
     prefetch_pages(store, CONTEXT, 2)
 
@@ -58,7 +58,7 @@ def test_a_visitor_leaves_the_log_of_a_table_that_was_read_ahead(store: Path) ->
 def test_a_table_opened_while_it_is_read_keeps_its_locks(store: Path) -> None:
     [table] = store.glob("*/cache.db")
     with closing(sqlite3.connect(table)) as reader:
-        reader.execute("SELECT count(*) FROM Cache").fetchall()
+        reader.execute("SELECT count(*) FROM Pack").fetchall()
         tier = open_tier(store)
         assert save(tier, CONTEXT[:14])
 

@@ -23,9 +23,8 @@ def credits_of(directory: Path, conversation: Conversation) -> list[float]:
         root_key(layout.identity), encode_ids(conversation.context_ids()), layout.ids_bytes
     )
     with sqlite3.connect(model_dir / DATABASE) as table:
-        rows = table.execute("SELECT key, store_time - access_time FROM Cache").fetchall()
+        known = dict(table.execute("SELECT key, last_s - credit_s FROM Pack").fetchall())
     table.close()
-    known = {bytes(key)[1:]: late for key, late in rows if bytes(key)[:1] == b"h"}
     return [known[key] for key in keys if key in known]
 
 

@@ -13,7 +13,7 @@ from kvchat.chat.host import ChatHost
 from kvchat.chat.json_requests import parse_request
 from kvchat.chat.session import ChatSession
 from kvchat.chat.template import TurnFormat, turn_format
-from kvchat.chat.think import Think
+from kvchat.chat.thinking import Think
 from kvchat.chat.tokenizer import ChatTokenizer
 from kvchat.core.errors import UsageError
 from support import template_zoo as zoo

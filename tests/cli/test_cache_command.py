@@ -163,9 +163,7 @@ def test_a_chat_that_meets_damage_says_so_and_goes_on(shell: Shell, tiny: str) -
     shell.run("-m", tiny, *GREEDY, "-p", "My name is Ada, and I like to count ships.")
     [table] = shell.home.rglob("cache.db")
     with sqlite3.connect(table) as connection:
-        connection.execute(
-            "UPDATE Cache SET value = zeroblob(length(value)) WHERE substr(key, 1, 1) = x'70'"
-        )
+        connection.execute("UPDATE Pack SET payload = zeroblob(length(payload))")
     connection.close()
 
     done = shell.patient.run("-m", tiny, *GREEDY, "-c", "--json", "-p", "What is my name?")

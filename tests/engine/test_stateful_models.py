@@ -82,16 +82,12 @@ def damage_snapshots(directory: Path) -> int:
     """Flip the last byte of every stored snapshot; return how many there are."""
     [table] = directory.glob("*/cache.db")
     with closing(sqlite3.connect(table)) as connection:
-        rows = dict(connection.execute("SELECT key, value FROM Cache").fetchall())
-        heads = {key[1:]: value for key, value in rows.items() if key[:1] == b"h"}
         hit = []
-        for key, data in heads.items():
+        for key, data, payload in connection.execute("SELECT key, head, payload FROM Pack"):
             layout = layout_of(data)
             if not decode_head(data, layout).num_tokens(layout):
-                payload = bytearray(rows[b"p" + key])
-                payload[-1] ^= 1
-                hit.append((bytes(payload), b"p" + key))
-        connection.executemany("UPDATE Cache SET value = ? WHERE key = ?", hit)
+                hit.append((payload[:-1] + bytes([payload[-1] ^ 1]), key))
+        connection.executemany("UPDATE Pack SET payload = ? WHERE key = ?", hit)
         connection.commit()
     return len(hit)
 

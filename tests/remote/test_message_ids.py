@@ -5,7 +5,7 @@ import random
 from datetime import datetime
 
 from kvchat.chat.message_model import message_model
-from kvchat.chat.think import Think
+from kvchat.chat.thinking import Think
 from kvchat.chat.tools import ToolCall, ToolResult, ToolSet, ToolUse
 from kvchat.remote.message_ids import Mark, Messages, text_ids, text_of
 

@@ -16,7 +16,7 @@ from kvchat.chat.message_model import message_model
 from kvchat.chat.reply import Reply
 from kvchat.chat.session import ChatSession
 from kvchat.chat.store import SessionStore
-from kvchat.chat.think import Think
+from kvchat.chat.thinking import Think
 from kvchat.chat.tools import ToolCall, ToolResult, ToolSet
 from kvchat.core.errors import ContextTooLong, GenerationError
 from kvchat.core.events import LoadProgress, ModelReady

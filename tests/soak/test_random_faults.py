@@ -6,6 +6,7 @@ stay as they were, and a disk that works again is used as if nothing had been.
 """
 
 import random
+import sqlite3
 from collections import Counter
 from contextlib import suppress
 from dataclasses import replace
@@ -17,7 +18,7 @@ from kvchat.cache.disk.tier import DiskTier
 from kvchat.cache.keys import encode_ids
 from kvchat.cache.tier import DamagedRecord
 from kvchat.core.errors import StoreError
-from support.failing_files import CODES, TABLE_ERRORS, Faults
+from support.failing_files import CODES, Faults
 from support.outside import Outside
 from support.pack_chains import LAYOUT, keys_of, open_tier, restored, save, used_bytes
 from support.soak_sizes import short_and_long
@@ -83,7 +84,7 @@ def test_no_random_fault_gives_wrong_kv_or_passes_the_limit(
     for number in range(size):
         rate = rng.choice([0.003, 0.01, 0.05, 0.3])
         faults.rate = rate / 10  # or hardly any tier would open
-        with faults.armed(), suppress(OSError, StoreError, *TABLE_ERRORS):
+        with faults.armed(), suppress(OSError, StoreError, sqlite3.Error):
             life = Life(directory, rng)
             faults.rate = rate
             live(life, faults, directory, totals)

@@ -17,11 +17,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import diskcache
 import pytest
 
-# What a table that cannot be opened raises.
-TABLE_ERRORS = (sqlite3.Error, diskcache.Timeout)
+from kvchat.cache.disk.table import PackTable
+
 CODES = (errno.ENOSPC, errno.EIO, errno.EROFS)
 _SQLITE = {
     errno.ENOSPC: (sqlite3.SQLITE_FULL, "database or disk is full"),
@@ -105,7 +104,7 @@ class Faults:
         patch.setattr(fcntl, "flock", partial(self._call, "flock", fcntl.flock))
         fdopen = os.fdopen
         patch.setattr(os, "fdopen", lambda *a, **k: _File(fdopen(*a, **k), self))
-        patch.setattr(diskcache.Cache, "_sql", property(self._statements))
+        patch.setattr(PackTable, "_execute", self._statements(PackTable._execute))
 
     def _call(self, kind: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.strikes(kind):
@@ -115,13 +114,11 @@ class Faults:
             raise self.os_error()
         return function(*args, **kwargs)
 
-    def _statements(self, cache: diskcache.Cache) -> Callable[..., Any]:
-        execute = cache._con.execute
-
-        def run(statement: str, *arguments: Any) -> Any:
+    def _statements(self, execute: Callable[..., Any]) -> Callable[..., Any]:
+        def run(table: PackTable, statement: str, values: tuple[object, ...] = ()) -> Any:
             if self.strikes(f"sql {statement.split()[0]}"):
                 raise self.table_error()
-            return execute(statement, *arguments)
+            return execute(table, statement, values)
 
         return run
 

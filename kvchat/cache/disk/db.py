@@ -1,7 +1,7 @@
-"""PackDb: one identity's table, kept open whatever becomes of its files; StoreLock guards changes.
+"""PackDb keeps one identity's table open; StoreLock lets one process at a time change a store.
 
-Other processes may delete the directory, make it anew, or damage it. One process at a time changes
-a store, and the next one learns if it was cut off. Readers take no lock.
+Other processes may delete the directory, make it again or damage it; PackDb then opens it again. A
+process that takes the lock learns whether an earlier holder was killed. Readers take no lock.
 """
 
 import fcntl
@@ -22,7 +22,7 @@ from kvchat.core.paths import open_private, private_directory, private_file
 # The directory may be any that the user names: others have a file called `lock`.
 LOCK_NAME = "kvchat.lock"
 _RETRY_S = 0.005
-# How many times one holder's patience is had where holders take turns.
+# Several holders one after another are waited for this many times as long as one holder.
 _MOST_PATIENCES = 5
 _MARK_BYTES = 9
 
@@ -32,7 +32,7 @@ class StoreHeld(StoreInUse):
 
 
 class StoreBusy(StoreHeld):
-    """Other processes hold the store's lock by turns; the store is in order."""
+    """Several processes held the store's lock one after another; the store is in order."""
 
 
 class StoreLock:
@@ -58,11 +58,11 @@ class StoreLock:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Hold the lock; `has_leftovers` then says whether a holder ended before it was done, or
-        could not delete all that it was to delete.
+        """Hold the lock; `has_leftovers` then says whether an earlier holder was killed, or could
+        not delete all that it had to delete.
 
-        It stays true, for later holders too, until one that has tidied up resets it. Raises
-        StoreHeld if one holder keeps the lock too long, StoreBusy if several keep it by turns.
+        It stays true, for later holders too, until one that has removed the leftovers resets it.
+        Raises StoreHeld if one holder keeps the lock too long, StoreBusy if several do in turn.
         """
         if self._depth:
             yield
@@ -72,7 +72,7 @@ class StoreLock:
             self._require_ours(descriptor)
             self._wait_for(descriptor)
             self.has_leftovers |= os.fstat(descriptor).st_size > 0
-            with suppress(OSError):  # a full disk has no room for the mark, and waits to be tidied
+            with suppress(OSError):  # a full disk has no room for the mark
                 os.pwrite(descriptor, b"!" + os.urandom(_MARK_BYTES - 1), 0)
             self._depth += 1
             try:
@@ -86,7 +86,7 @@ class StoreLock:
             os.close(descriptor)
 
     def _require_ours(self, descriptor: int) -> None:
-        """Raise StoreError for a file that is something else than a lock: it would be emptied."""
+        """Raise StoreError if the file is no lock file: to take the lock empties the file."""
         info = os.fstat(descriptor)
         is_a_mark = info.st_size <= _MARK_BYTES and os.pread(descriptor, 1, 0) in (b"", b"!")
         if not is_a_mark:
@@ -119,13 +119,14 @@ _MOST_OPENINGS = 3
 
 
 def is_held(error: Exception) -> bool:
-    """Whether others were at the table, or held the store, all the time they were waited for."""
+    """Whether another process locked the table, or held the store, until the timeout."""
     return is_busy(error) or isinstance(error, StoreHeld)
 
 
 class PackDb:
-    """Owns the table in `own`, a model directory of the store in `directory`; one thread at a time
-    uses it, and `thread` is the one that did last, None while the table is closed.
+    """Owns the table in `own`, a model directory of the store in `directory`.
+
+    One thread at a time uses it; `thread` is the last one that did, None while the table is closed.
 
     `note_trouble` is called with every error. A table waits up to `patience_s` for other writers.
     """
@@ -145,58 +146,53 @@ class PackDb:
         self._patience_s = patience_s
         self._note_trouble = note_trouble
         self._may_begin_anew = True
-        self.is_begun_anew = False  # a table that was there could not be used, and another is there
+        self.is_begun_anew = False  # an unusable table was replaced by an empty one
         self._file: tuple[int, int] | None = None
         self.thread: int | None = None
         self.table = self._opened()
 
     def close(self) -> None:
-        """Close the table and its directory, whatever error still refers to them. Idempotent.
-
-        `follow` opens it again.
-        """
-        self.table.abandon()
+        """Close the table and its directory. Idempotent; `follow` opens them again."""
+        self.table.close()
         self.thread = None
 
     def follow(self) -> PackTable:
-        """Return the table, opened again where its file is not the one it was.
+        """Return the table; open it again if its file is another one than before.
 
-        So it is on another thread: SQLite's connections are each thread's own. So it is where a
-        pipe or a link stands in the place of a log, which SQLite opens when it first needs it.
+        Also if a pipe or a link stands in the place of its log: SQLite opens the log by name, at
+        the first statement that needs it.
         """
-        is_the_same = file_number(self._table_path) == self._file
-        is_the_same = is_the_same and model_dirs.has_only_files(self._own)
-        if not is_the_same or threading.get_ident() != self.thread:
+        is_the_same = self.thread is not None and file_number(self._table_path) == self._file
+        if not (is_the_same and model_dirs.has_only_files(self._own)):
             self.close()
             self.table = self._opened()
+        self.thread = threading.get_ident()
         return self.table
 
     @contextmanager
     def changing(self) -> Iterator[PackTable]:
-        """Hold the store's lock; yields the table as it is under the lock.
+        """Hold the store's lock; yields the table.
 
-        A process that deletes a store holds it too: what was read before may be gone. What the
-        lock says of leftovers is copied to the table's disk, and back afterwards.
+        A process that deletes a store holds the lock too, so rows that were read before may be
+        gone. `has_leftovers` of the lock is copied to the table's files, and back afterwards.
         """
         with self._lock.held():
             table = self.follow()
-            table.disk.has_leftovers |= self._lock.has_leftovers
+            table.files.has_leftovers |= self._lock.has_leftovers
             try:
                 yield table
             finally:
-                self._lock.has_leftovers |= table.disk.has_leftovers
+                self._lock.has_leftovers |= table.files.has_leftovers
 
     def attempt(self, action: Callable[[], T], otherwise: T) -> T:
-        """Do something with the table; where that fails, `otherwise`.
+        """Return what `action` returns, which uses the table; `otherwise` if it fails.
 
-        A table that is no good is begun anew, once.
+        A damaged table is replaced by an empty one, once.
         """
         try:
             return action()
-        except Exception as error:  # a table with damage in it makes diskcache fail in any way
+        except Exception as error:  # what a damaged table holds can raise anything
             self._note_trouble(error)
-            with suppress(Exception):
-                self.table.take_back()
             if self._may_begin_anew and not is_passing(error):
                 self._may_begin_anew = False
                 self.attempt(self._begin_anew, None)
@@ -213,7 +209,7 @@ class PackDb:
         model_dirs.empty(self._own)
 
     def _opened(self) -> PackTable:
-        """Open the table; one that cannot be used is begun anew."""
+        """Open the table; one that cannot be used is replaced by an empty one."""
         if self._directory.is_symlink():
             raise StoreError(f"{self._directory} is a symbolic link.", "Remove it.")
         private_directory(self._directory)
@@ -230,10 +226,10 @@ class PackDb:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Hold the lock while a table is opened. SQLite opens its log by name when it first needs
-        it; if another process deletes the store before that, the log is of another table.
+        """Hold the lock while a table is opened, so that no process deletes the store meanwhile.
 
-        If a process holds the lock for long, such as one stopped with Ctrl-Z, it goes on without.
+        SQLite opens the table and then its log, each by name: both must be of the same table. If
+        another process holds the lock too long, such as one stopped with Ctrl-Z, go on without it.
         """
         with ExitStack() as stack:
             with suppress(StoreError):
@@ -259,11 +255,11 @@ class PackDb:
         table = PackTable(self._own, self._patience_s)
         try:
             with model_dirs.held(self._own) as descriptor:
-                if not os.path.sameopenfile(descriptor, table.disk.descriptor):
+                if not os.path.sameopenfile(descriptor, table.files.descriptor):
                     raise StoreError(f"{self._own} was exchanged while it was opened.")
         except BaseException:
-            table.abandon()
+            table.close()
             raise
-        # Not before it is open: where that fails, the next one to ask opens it again.
+        # Set only now: if opening failed, the next `follow` opens it again.
         self._file, self.thread = file, threading.get_ident()
         return table

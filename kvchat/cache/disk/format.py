@@ -131,7 +131,7 @@ def check_payload(
 
 
 def checksum_of(head: bytes, layout: Layout) -> bytes:
-    """Return what a stored head says of its payload; nothing where it is damaged."""
+    """Return the payload checksum in a stored head; empty if the head is damaged."""
     try:
         return decode_head(head, layout).checksum
     except DamagedRecord:

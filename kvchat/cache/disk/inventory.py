@@ -17,12 +17,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from kvchat.cache.disk import model_dirs
 from kvchat.cache.disk.format import Pin, decode_head, decode_pin, layout_of
 from kvchat.cache.disk.model_dirs import DATABASE, file_bytes, last_used, list_model_dirs
-from kvchat.cache.disk.table import HEAD, PAYLOAD, RawDisk, is_busy, is_pack_file
+from kvchat.cache.disk.table import SCHEMA_VERSION, bytes_of, is_busy, is_pack_file
 from kvchat.cache.keys import TOKEN_BYTES, chain_keys, encode_ids, root_key
 from kvchat.cache.tier import DamagedRecord, Layout, PackHead
 from kvchat.core.errors import StoreError
@@ -30,11 +29,9 @@ from kvchat.core.stats import KeptPack
 from kvchat.core.types import TokenIds
 
 _PATIENCE_S = 1.0
-_HEADS = (
-    "SELECT substr(key, 2), mode, filename, value, store_time FROM Cache"
-    " WHERE key >= x'68' AND key < x'69' ORDER BY rowid"
-)
-_PINS = _HEADS.replace("x'68'", "x'6e'").replace("x'69'", "x'6f'")
+_HEADS = "SELECT key, head, last_s FROM Pack ORDER BY rowid"
+_PACK = "SELECT head, file FROM Pack WHERE key = ?"
+_PINS = "SELECT record FROM Pin ORDER BY rowid"
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,51 +88,31 @@ def read_model_dir(path: Path) -> ModelDir:
     if not table.is_file() or table.is_symlink():  # to open a pipe would wait for its other end
         return ModelDir(path, any_layout, trouble="its table is no file")
     try:
-        rows, pin_rows = _rows(table, _HEADS), _rows(table, _PINS)
+        with closing(connection_to(table)) as connection:
+            rows = connection.execute(_HEADS).fetchall()
+            records = connection.execute(_PINS).fetchall()
     except (sqlite3.Error, OSError, StoreError) as error:
-        return ModelDir(path, any_layout, trouble=str(error), is_held=is_busy(error))
+        return ModelDir(path, any_layout, trouble=str(error).rstrip("."), is_held=is_busy(error))
     heads, layouts = [], Counter[Layout]()
-    for key, data, used_s in rows:
+    for key, stored, used in rows:
+        data, used_s = bytes_of(stored), used if isinstance(used, int | float) else 0.0
         try:
             layout = layout_of(data)
-            heads.append((layout, StoredHead(key, decode_head(data, layout), used_s)))
+            head = StoredHead(bytes_of(key), decode_head(data, layout), max(0.0, used_s))
+            heads.append((layout, head))
             layouts[layout] += 1
         except DamagedRecord:
             continue
     if not layouts:
         return ModelDir(path, any_layout)
     [(common, _)] = layouts.most_common(1)
-    pins = (decode_pin(data) for _, data, _ in pin_rows)
+    pins = (decode_pin(bytes_of(record)) for (record,) in records)
     return ModelDir(
         path,
         common,
         tuple(head for layout, head in heads if layout == common),
         tuple(pin for pin in pins if pin is not None and pin.until_s > time.time()),
     )
-
-
-def _rows(table: Path, query: str) -> list[tuple[bytes, bytes, float]]:
-    """Return key, value and last use of every row of a kind."""
-    disk = RawDisk(str(table.parent))
-    with closing(connection_to(table)) as connection:
-        rows = connection.execute(query).fetchall()
-    return list(_as_bytes(disk, rows))
-
-
-def _as_bytes(
-    disk: RawDisk, rows: list[tuple[object, ...]]
-) -> Iterator[tuple[bytes, bytes, float]]:
-    """Give each row the types it should have; a damaged table holds anything."""
-    for key, mode, filename, value, used_s in rows:
-        if not isinstance(key, bytes) or not isinstance(mode, int):
-            continue
-        if not isinstance(filename, str | None):
-            continue
-        try:
-            data = bytes(disk.fetch(mode, filename, value, False))
-        except OSError:
-            continue
-        yield key, data, max(0.0, float(used_s) if isinstance(used_s, int | float) else 0.0)
 
 
 def connection_to(table: Path) -> sqlite3.Connection:
@@ -152,7 +129,9 @@ def connection_to(table: Path) -> sqlite3.Connection:
         # SQLite opens them with the first statement, and would wait for a pipe's other end.
         if not model_dirs.has_only_files(table.parent):
             raise StoreError(f"{table}, or its log, is no file.")
-        connection.execute("PRAGMA data_version")
+        [(version,)] = connection.execute("PRAGMA user_version").fetchall()
+        if version != SCHEMA_VERSION:
+            raise StoreError(f"{table} is of another version of kvchat.")
     except BaseException:
         connection.close()
         raise
@@ -224,7 +203,7 @@ _log = logging.getLogger(__name__)
 
 
 def prefetch_pages(directory: Path, token_ids: TokenIds, block_size: int) -> int:
-    """Bring what a store has of a context into the page cache; return how many bytes that are.
+    """Read a context's stored packs into the page cache; return how many bytes that are.
 
     Never raises: what cannot be read now is read later, or is a miss.
     """
@@ -274,38 +253,23 @@ def _packs(
         return
     root = root_key(bytes.fromhex(model_dir.name))
     keys = chain_keys(root, encoded, block_size * TOKEN_BYTES)
-    disk = RawDisk(str(model_dir))
     with closing(connection_to(table)) as connection:
         block = 0
         while block < len(keys):
-            found = _head(connection, disk, keys[block])
-            shared = found[0].num_shared(encoded, block, found[1]) if found is not None else 0
-            if found is None or not shared:
+            row = connection.execute(_PACK, (keys[block],)).fetchone()
+            if row is None:
                 return
-            row = _row(connection, PAYLOAD + keys[block])
-            is_file = row is not None and is_pack_file(row[1])
-            yield found[0], model_dir / str(row[1]) if row is not None and is_file else None
+            data, file = bytes_of(row[0]), row[1]
+            try:
+                layout = layout_of(data)
+                head = decode_head(data, layout)
+            except DamagedRecord:
+                return
+            shared = head.num_shared(encoded, block, layout)
+            if not shared:
+                return
+            yield head, model_dir / file if is_pack_file(file) else None
             block += shared
-
-
-def _head(
-    connection: sqlite3.Connection, disk: RawDisk, key: bytes
-) -> tuple[PackHead, Layout] | None:
-    row = _row(connection, HEAD + key)
-    if row is None:
-        return None
-    try:
-        data = bytes(disk.fetch(row[0], row[1], row[2], False))
-        layout = layout_of(data)
-        return decode_head(data, layout), layout
-    except (DamagedRecord, TypeError):
-        return None
-
-
-def _row(connection: sqlite3.Connection, key: bytes) -> tuple[Any, ...] | None:
-    query = "SELECT mode, filename, value FROM Cache WHERE key = ? AND raw = 1"
-    row: tuple[Any, ...] | None = connection.execute(query, (sqlite3.Binary(key),)).fetchone()
-    return row
 
 
 def _read(file: Path) -> int:

@@ -7,7 +7,7 @@ store, so that the KV on disk can be named, and looked up, while no model is loa
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from kvchat.core.state_file import read_state, write_state
+from kvchat.core.paths import read_state, write_state
 
 _NAME = "models.json"
 _VERSION = 1
@@ -26,7 +26,7 @@ class KnownModel:
 
 
 class KnownModels:
-    """The known models in a state `directory`; None knows none and keeps none."""
+    """The known models in a state `directory`; with None there are none and none are kept."""
 
     def __init__(self, directory: Path | None) -> None:
         self._path = directory / _NAME if directory is not None else None

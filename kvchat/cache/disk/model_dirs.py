@@ -1,10 +1,10 @@
 """The directories of a store, one for each model identity: which are ours, how old and how large.
 
-The user may name any directory for the store, and other programs name theirs by 32 hexadecimal
-digits too. So a directory is ours only if it holds a mark that bears its own name, and only names
-that we give are ever deleted in it. A directory is held by its descriptor: whatever is put in the
-place of its name meanwhile, nothing outside is reached. What vanishes while it is looked at counts
-as nothing; what cannot be looked at raises OSError, or a failing disk would look like an empty one.
+The user may name any directory for the store, and other programs also use names of 32 hexadecimal
+digits. So a directory is ours only if it holds a marker file with the directory's own name in its
+name, and only files with names of ours are deleted in it. A directory is held by its descriptor, so
+nothing outside is reached if its name is given to something else. A file that vanishes meanwhile
+counts as nothing; one that cannot be looked at raises OSError, or a failing disk would look empty.
 """
 
 import os
@@ -20,7 +20,7 @@ from kvchat.core.paths import open_private
 
 DATABASE = "cache.db"
 MISS_LOG = "fates"
-# A directory with this file in it has pins: it is not dropped without need.
+# A directory with this file has pins: it is not deleted to make room for others.
 PIN_MARK = "pinned"
 PACK_FILE = re.compile(r"[0-9a-f]{32}\.kv")
 IDENTITY_NAME = re.compile(r"[0-9a-f]{32}")
@@ -62,10 +62,10 @@ def mark_name(path: Path) -> str:
 
 
 def make(path: Path) -> None:
-    """Make a directory of ours where there is none, and mark it.
+    """Make and mark a directory of ours, if there is none.
 
-    One that is empty is taken over: it is what a process leaves that is killed here. Raises
-    StoreError for what is not ours, OSError where the disk does not let it.
+    An empty directory becomes ours: a process that is killed here leaves one. Raises StoreError if
+    it is not ours, OSError if the disk fails.
     """
     if path.is_symlink():
         raise StoreError(f"{path} is a symbolic link.", "Remove it.")
@@ -150,8 +150,10 @@ def empty(path: Path) -> None:
 
 
 def _empty(path: Path, descriptor: int) -> None:
-    """Delete the table before its logs, and not these where it stays: others who have it open go
-    on with logs that have no name any more, and who opens it next to them begins other ones.
+    """Delete the table before its logs, and keep the logs if the table cannot be deleted.
+
+    A process that has the table open would go on with logs that have no name, and the next process
+    to open the table would begin new ones.
     """
     names = {n for n in os.listdir(descriptor) if _is_our_name(n, path) and n != mark_name(path)}
     if DATABASE in names:
@@ -253,7 +255,7 @@ def strangers(directory: Path) -> list[Path]:
 
 
 def has_pins(model_dir: Path) -> bool:
-    """Whether a model directory is not to be dropped without need."""
+    """Whether a model directory has pins that do not end."""
     return _info(model_dir / PIN_MARK) is not None
 
 
@@ -285,7 +287,7 @@ class Sizes:
 
 
 def _stamp(model_dir: Path) -> object:
-    """Return what changes whenever something is written to a model directory's table."""
+    """Return a value that changes with every write to a model directory's table."""
     return tuple(_times(model_dir / f"{DATABASE}{end}") for end in ("", "-wal"))
 
 

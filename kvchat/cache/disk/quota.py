@@ -1,7 +1,7 @@
-"""How many bytes of KV a directory may hold, and what has to go so that it holds no more.
+"""DiskQuota: the limit in bytes of a store's directory, and the eviction that keeps it.
 
-The limit is one for all identities in the directory together. DiskQuota decides how much has to go,
-and when another identity's packs go as a whole; `eviction.py` decides which of one's own go first.
+All identities in the directory share the limit. DiskQuota decides how many bytes to free, and when
+another identity's directory is deleted as a whole; `eviction.py` orders the packs of its own.
 """
 
 import math
@@ -61,14 +61,14 @@ def nearest_existing(directory: Path) -> Path:
 
 
 def why_nothing_fits(size: Size | None, directory: Path) -> str:
-    """Return why KV may take no byte in `directory`, in a sentence; "" where the user says so."""
+    """Return a sentence on why `directory` has no room for KV; "" if the user allows none."""
     if size is not None and not (size.num_bytes or size.share):
         return ""
     return f"There is no free space for KV in {directory}."
 
 
 def leaves_free(directory: Path, num_bytes: int, min_free_bytes: int | None) -> bool:
-    """Return whether the disk keeps what is left alone, None the default, after `num_bytes`."""
+    """Return whether `min_free_bytes` of the disk (None: the default) stay free after a write."""
     disk = shutil.disk_usage(directory)
     floor = min_free_bytes
     if floor is None:
@@ -77,16 +77,16 @@ def leaves_free(directory: Path, num_bytes: int, min_free_bytes: int | None) -> 
 
 
 _MODEL_DIR_TIME_TO_LIVE_S = 14 * 86400.0
-# What a full store makes room for beyond what is asked, so that not every pack pays for the search.
+# A full store frees this share of the limit more than it must, so that not every write searches.
 _ROOM_SHARE = 0.01
 # What temporary pins hold at most.
 _TEMPORARY_SHARE = 0.5
-# What one change of the table writes at most, besides what is kept in it: the pages of its trees.
+# The most that one change of the table writes besides its rows: the pages of the table's trees.
 _CHANGE_BYTES = 24 * (PAGE_BYTES + 24)
 _LOG_BYTES = LOG_PAGES * (PAGE_BYTES + 24) + _CHANGE_BYTES
-# A large store has long contexts, whose uses are noted in one change: more is set aside for it.
+# A large store has long contexts, whose uses are noted in one change: it reserves more.
 _SPARE_SHARE, _MOST_SPARE_BYTES = 0.01, 2 << 20
-# An empty table, what SQLite shares between processes, and our small files.
+# An empty table, the file that SQLite shares between processes, and our small files.
 _EMPTY_BYTES = 160 << 10
 
 Packs = Mapping[bytes, KnownPack]
@@ -115,7 +115,7 @@ class DiskQuota:
     _sizes: Sizes = field(default_factory=Sizes)
 
     def used_bytes(self, table: PackTable) -> int:
-        """Return what the directory takes at most, this moment: what the limit holds for."""
+        """Return the most that the directory takes now, which the limit is compared with."""
         the_store_itself = 2 * FILE_OVERHEAD_BYTES
         return self.held_bytes(table) + self._growth_bytes(table) + the_store_itself
 
@@ -128,28 +128,28 @@ class DiskQuota:
         return max(growth, min(_MOST_SPARE_BYTES, int(_SPARE_SHARE * self.limit_bytes)))
 
     def held_bytes(self, table: PackTable) -> int:
-        """Return what is kept in the directory, counted as `tree_bytes` does: what `used_bytes`
-        sets aside, for tables that are still to grow, is not in it.
+        """Return what is kept in the directory, as `tree_bytes` counts, without what `used_bytes`
+        reserves for tables that will grow.
 
-        The own files are searched only where the table may not know all of them. Raises OSError
-        where something cannot be looked at: what is not seen would not count.
+        Searches our own files only if the table may not know all of them. Raises OSError if
+        something cannot be looked at, because it would not count.
         """
         others = sum(map(self._sizes.of, self._others()))
-        if table.disk.has_leftovers:
+        if table.files.has_leftovers:
             return tree_bytes(self.own) + others
-        packs = int(table.reset("size")) + table.num_files() * FILE_OVERHEAD_BYTES
+        packs = table.file_bytes() + table.num_files() * FILE_OVERHEAD_BYTES
         return packs + beside_packs_bytes(self.own) + others
 
     def has_room(self, table: PackTable, num_bytes: int) -> bool:
-        """Whether `num_bytes` more fit as it is."""
+        """Whether `num_bytes` more fit without eviction."""
         return self._excess(table, num_bytes) <= 0
 
     def make_room(
         self, table: PackTable, packs: Callable[[], Packs], num_bytes: int, parent: bytes
     ) -> str:
-        """Forget packs until `num_bytes` more fit; return why they do not, "" where they do.
+        """Evict packs until `num_bytes` more fit; return why they do not fit, "" if they do.
 
-        What a pack after `parent` continues is not forgotten for its sake, nor is what is pinned.
+        The packs that lead to `parent` are not evicted, nor are pinned ones.
         """
         if not leaves_free(self.own, num_bytes, self.min_free_bytes):
             return "the disk is nearly full."
@@ -162,18 +162,16 @@ class DiskQuota:
         return f"--disk-cache allows only {format_bytes(self.limit_bytes)}."
 
     def collect(self, table: PackTable, packs: Callable[[], Packs], now_s: float) -> str:
-        """Remove what is out of date, and what exceeds the limit; return what is wrong, or "".
+        """Remove what has expired and what exceeds the limit; return what is wrong, or "".
 
-        The limit holds even where pins alone exceed it.
+        If pins alone exceed the limit, pinned packs are evicted too.
         """
         self._sizes.forget()
         table.end_pins(now_s)
         self._drop_older(now_s - _MODEL_DIR_TIME_TO_LIVE_S)
-        table.expire(now_s)
         gone = expired(packs(), now_s, self._pinned(table))
         table.remove(*gone)
         self.miss_log.note(gone, MissReason.EVICTED)
-        table.drop_payloads()
         self._shrink(table, packs, 0, b"")
         is_any_pinned = any(self._pinned(table)) or any(map(has_pins, self._others()))
         if not is_any_pinned or self._excess(table, 0) <= 0:
@@ -187,11 +185,11 @@ class DiskQuota:
     def _shrink(
         self, table: PackTable, packs: Callable[[], Packs], num_bytes: int, parent: bytes
     ) -> bool:
-        """Forget what is worth least until `num_bytes` more fit; false where they never will.
+        """Evict what is worth least until `num_bytes` more fit; false if they cannot fit.
 
-        Another model directory goes as a whole, when its turn comes.
+        Another identity's model directory is deleted as a whole.
         """
-        # Once something has to go, more goes than is needed: not every pack pays for the search.
+        # Free more than is needed, so that the next writes need no search.
         extra = int(_ROOM_SHARE * self.limit_bytes)
         to_free = 0
         while (excess := self._excess(table, num_bytes)) > 0:
@@ -201,10 +199,10 @@ class DiskQuota:
             if not keys:
                 break
             self._evict(table, keys)
-            if table.disk.has_leftovers and self._excess(table, num_bytes) >= excess:
-                break  # nothing can be deleted: to forget the rest too would free nothing
+            if table.files.has_leftovers and self._excess(table, num_bytes) >= excess:
+                break  # files cannot be deleted: to evict more frees nothing
         if to_free > 0 and (not num_bytes or self._excess(table, num_bytes) <= self._loose_bytes()):
-            self._drop_older(math.inf)  # not where even that is in vain
+            self._drop_older(math.inf)  # only if that frees enough
         return self.has_room(table, num_bytes)
 
     def _worth_least(

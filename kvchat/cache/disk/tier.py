@@ -1,13 +1,12 @@
-"""DiskTier: packs of KV in files, found through diskcache's SQLite table, which is the only index.
+"""DiskTier: packs of KV in files, found through a SQLite table, which is the only index.
 
-PackReader finds and reads packs, and verifies every one: what is damaged is counted, forgotten and
-told as corrupt. DiskTier writes, pins and forgets them; `quota.py` decides what has to go. Several
+PackReader finds, reads and verifies packs; a damaged pack is counted, removed and reported as
+corrupt. DiskTier writes, pins and removes them; `quota.py` decides what is evicted. Several
 processes may share a directory. Raw bytes only: no tensors, no device.
 """
 
 import logging
 import math
-import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -32,7 +31,7 @@ from kvchat.cache.disk.format import (
 from kvchat.cache.disk.miss_log import MissReasonLog
 from kvchat.cache.disk.model_dirs import FILE_OVERHEAD_BYTES
 from kvchat.cache.disk.quota import DiskQuota
-from kvchat.cache.disk.table import MIN_FILE_BYTES, PackRow, PackTable, Parts, is_busy
+from kvchat.cache.disk.table import MIN_FILE_BYTES, OtherSchema, PackRow, PackTable, Parts, is_busy
 from kvchat.cache.keys import root_key
 from kvchat.cache.page_memory import ReadBuffers
 from kvchat.cache.tier import (
@@ -44,7 +43,6 @@ from kvchat.cache.tier import (
     PackHead,
     trouble_of,
 )
-from kvchat.core.errors import StoreError
 from kvchat.core.stats import TierStatus
 from kvchat.core.types import MissReason
 
@@ -52,7 +50,7 @@ _log = logging.getLogger(__name__)
 
 
 class TierStats:
-    """The status of one tier, in the making. The tier's thread adds to it, any thread reads it."""
+    """The status of one tier. The tier's thread changes it, any thread reads it."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.status = TierStatus(limit_bytes=limit_bytes)
@@ -63,24 +61,26 @@ class TierStats:
         self.status = replace(self.status, **totals)
 
     def note_held(self, num_bytes: int, num_packs: int, num_evicted: int) -> None:
-        """Take in what the store holds at this moment, and what has gone from it until now."""
+        """Set what the store holds now, and how many packs were evicted until now."""
         self.status = replace(
             self.status, num_bytes=num_bytes, num_packs=num_packs, num_evicted=num_evicted
         )
 
     def say(self, trouble: str) -> None:
-        """Have a sentence told as the last thing that went wrong."""
+        """Set the sentence that tells users of the last problem."""
         self.status = replace(self.status, trouble=trouble)
 
     def note_error(self, error: Exception) -> None:
-        """Say what is wrong; that others are busy with the store is not, and passes."""
+        """Count and report an error; only count that other processes are busy, which passes."""
         _log.warning("disk tier: %r", error)
         self.count(num_held_up=is_held(error))
-        if not (is_busy(error) or isinstance(error, StoreBusy)):
+        if isinstance(error, OtherSchema):
+            self.say("what was kept was of another version of kvchat; the disk cache began anew.")
+        elif not (is_busy(error) or isinstance(error, StoreBusy)):
             self.say(trouble_of(error))
 
 
-# Images that were read and are not yet on the device: rarely more than these at once.
+# Buffers for images that were read and are not yet on the device.
 _MAX_BUFFERS, _WARM_BUFFERS = 8, 4
 
 
@@ -98,7 +98,7 @@ class PackReader:
         self._files: dict[bytes, str | None] = {}  # of the packs found last
 
     def warm_up(self) -> None:
-        """Have memory ready for the packs that will be read first."""
+        """Allocate memory for the packs that will be read first."""
         if largest := self._db.table.largest():
             self._buffers.warm(largest, _WARM_BUFFERS)
 
@@ -118,7 +118,7 @@ class PackReader:
             block += shared
 
     def head(self, table: PackTable, key: bytes) -> PackHead | None:
-        """Return a pack's head, None where there is none that is sound."""
+        """Return a pack's head, None if there is none or it is damaged."""
         stored = table.head(key)
         if stored is None:
             return None
@@ -163,9 +163,9 @@ class PackReader:
             raise damage
 
     def images(self, table: PackTable, key: bytes, checksum: bytes) -> memoryview:
-        """Return the images of a pack, of those that `checksum` stands for.
+        """Return the images of a pack, which must have this checksum.
 
-        Raises DamagedRecord or OSError, and forgets nothing.
+        Raises DamagedRecord or OSError, and removes nothing.
         """
         file = self._files.pop(key, None)
         payload = table.payload(key, file, PREFIX_BYTES, self._buffers)
@@ -176,10 +176,10 @@ class PackReader:
         return image
 
     def known_packs(self, table: PackTable) -> dict[bytes, KnownPack]:
-        """Return what is known of every pack; what is out of date, or no good, goes."""
+        """Return what is known of every pack, by key; damaged packs are removed."""
         known = {}
         for row in table.rows():
-            if not row.head:  # out of date, or its file is gone
+            if not row.head:  # damaged: not even bytes
                 table.remove(row.key)
                 continue
             try:
@@ -191,10 +191,9 @@ class PackReader:
         return known
 
     def _quarantine(self, key: bytes, damage: DamagedRecord) -> None:
-        """Forget a damaged pack; its place is free for a good one.
+        """Remove a damaged pack, so that a good one can be written under its key.
 
-        A pack of another block shape stays: the layout of a store that was empty a moment ago may
-        be unknown.
+        A pack of another block shape stays: an administrator opens a store with a guessed layout.
         """
         if isinstance(damage, OtherGeometry):
             return
@@ -230,7 +229,7 @@ class DiskTier:
         clock: Callable[[], float] = time.time,
         is_draft: bool = False,
     ) -> None:
-        directory = _literal(directory.absolute())
+        directory = directory.absolute()
         own = directory / layout.identity.hex()
         self._layout = layout
         self._clock = clock
@@ -248,7 +247,7 @@ class DiskTier:
             clock,
         )
         self._lock = StoreLock(directory / LOCK_NAME, _PATIENCE_S)
-        self._used: dict[bytes, bool] = {}  # whether only by those who ask once
+        self._used: dict[bytes, bool] = {}  # keys used: whether only by one-shot requests
         self._had_no_room = False  # for what was written last
         self._db = PackDb(directory, own, self._lock, _PATIENCE_S, self._stats.note_error)
         self._attempt = self._db.attempt
@@ -263,7 +262,7 @@ class DiskTier:
 
     @property
     def is_begun_anew(self) -> bool:
-        """Whether a table that was there could not be used, and an empty one took its place."""
+        """Whether an unusable table was replaced by an empty one."""
         return self._db.is_begun_anew
 
     @property
@@ -276,12 +275,12 @@ class DiskTier:
     def find(self, keys: Sequence[bytes], encoded: bytes, is_one_shot: bool = False) -> list[Found]:
         """Return the packs that hold a prompt's leading blocks, in order and without a hole."""
         found: list[Found] = self._attempt(lambda: list(self._reader.walk(keys, encoded)), [])
-        for run in found:  # the last one found is to stand last
+        for run in found:  # used last, so it stands last
             self._used[run.key] = self._used.pop(run.key, True) and is_one_shot
         return found
 
     def peek(self, keys: Sequence[bytes], encoded: bytes) -> int:
-        """Return how many leading blocks `find` would return; that is no use of them."""
+        """Return how many leading blocks `find` would return; does not count as a use."""
         found: list[Found] = self._attempt(lambda: list(self._reader.walk(keys, encoded)), [])
         return sum(run.num_blocks for run in found)
 
@@ -298,7 +297,7 @@ class DiskTier:
     # Writing
 
     def write(self, head: PackHead, image: memoryview, is_one_shot: bool = False) -> bool:
-        """Keep a pack; false, and why in the status, where the world did not let it."""
+        """Write a pack; false, with the reason in the status, if that is not possible."""
         num_blocks = head.num_blocks(self._layout)
         assert len(image) == num_blocks * self._layout.block_bytes
         complete = replace(head, checksum=payload_checksum(image), is_draft=self._is_draft)
@@ -310,12 +309,12 @@ class DiskTier:
 
     def _write(self, head: PackHead, image: memoryview, is_one_shot: bool) -> bool:
         with self._db.changing() as table:
-            if table.disk.has_leftovers:
+            if table.files.has_leftovers:
                 self._collect(table)
             if self._reader.head(table, head.keys(self._layout)[0]) is not None:
                 return True
             followed = self._last_of(head.parent)
-            self._note_uses(table)  # what was found may be on its way up: it is not to go for this
+            self._note_uses(table)  # what was found is used: it must not be evicted now
             num_bytes = _kept_bytes(head, image)
             packs = partial(self._reader.known_packs, table)
             if trouble := self._quota.make_room(table, packs, num_bytes, head.parent):
@@ -328,9 +327,9 @@ class DiskTier:
         return True
 
     def note_declined(self, keys: Sequence[bytes], encoded: bytes) -> None:
-        """Take in that a context is not offered, as there was no room for what was offered last.
+        """Note that a context is not written because there was no room for the last pack.
 
-        If the last write was refused for another reason, nothing is noted.
+        If the last write failed for another reason, nothing is noted.
         """
         if not self._had_no_room:
             return
@@ -348,11 +347,11 @@ class DiskTier:
         try:
             table.keep(key, data, Parts(prefix, image), use)
         except Exception:
-            table.disk.has_leftovers = True
+            table.files.has_leftovers = True
             raise
 
     def _last_of(self, parent: bytes) -> bytes | None:
-        """Return the pack that was found last: what is written next continues it."""
+        """Return the key of the pack found last, which a pack after `parent` continues."""
         return next(reversed(self._used), None) if parent != self._root else None
 
     def _note_uses(self, table: PackTable) -> None:
@@ -365,10 +364,9 @@ class DiskTier:
     def pin(
         self, keys: Sequence[bytes], encoded: bytes, label: str, ttl_s: float = math.inf
     ) -> int:
-        """Do not forget what is kept of a context for `ttl_s` seconds; return how many of its
-        blocks that is.
+        """Evict none of a context's stored blocks for `ttl_s` seconds; return their number.
 
-        `keys` are those of the full blocks of `encoded` token ids. A pin of the same label goes.
+        `keys` are those of the full blocks of `encoded` token ids. Replaces a pin of this label.
         """
         return self._attempt(lambda: self._pin(keys, encoded, label, ttl_s), 0)
 
@@ -381,7 +379,7 @@ class DiskTier:
             return num_blocks
 
     def unpin(self, label: str) -> None:
-        """Remove the pin of a label; what it held is forgotten when its turn comes."""
+        """Remove the pin of a label; its blocks can then be evicted."""
 
         def unpin() -> None:
             with self._db.changing() as table:
@@ -390,9 +388,9 @@ class DiskTier:
         self._attempt(unpin, None)
 
     def forget(self, keys: Collection[bytes]) -> int:
-        """Remove blocks, and all that continues them, for good; return how many blocks went.
+        """Remove blocks, and all that continue them, for good; return how many were removed.
 
-        A pack that holds others too is cut before the first of them.
+        A pack that begins with other blocks is cut before the first of `keys`.
         """
         self._miss_log.forget(keys)
         return self._attempt(lambda: self._forget(frozenset(keys)), 0)
@@ -421,7 +419,7 @@ class DiskTier:
                 self._keep(table, cut, image, use)
 
     def quarantine(self, keys: Sequence[bytes]) -> None:
-        """Never give out again the packs that hold one of these blocks, nor what continues them."""
+        """Remove these blocks and all that continue them, because their KV is wrong."""
         if num_blocks := self.forget(keys):
             self._stats.count(num_quarantined=num_blocks)
             self._miss_log.note(keys, MissReason.QUARANTINED)
@@ -435,7 +433,7 @@ class DiskTier:
     # Housekeeping
 
     def status(self) -> TierStatus:
-        """Return totals, and what the store holds: now, or when its own thread last looked."""
+        """Return totals and what the store holds; from another thread, as of the last look."""
         if threading.get_ident() == self._db.thread:
             self._look()
         return self._stats.status
@@ -447,9 +445,9 @@ class DiskTier:
         self._stats.note_held(num_bytes, num_packs, self._quota.num_evicted)
 
     def verify(self, goes_on: Callable[[], bool] = lambda: True) -> tuple[int, int]:
-        """Read every pack; return how many are sound, and how many were not and are gone.
+        """Read every pack; return how many are sound, and how many were damaged and removed.
 
-        That is no use of them: what is forgotten first stays the same. `goes_on` false ends it.
+        It does not count as a use, so the order of eviction stays. Ends once `goes_on` is false.
         """
         before = self._stats.status.num_damaged
         num_sound = 0
@@ -464,9 +462,9 @@ class DiskTier:
         return num_sound, self._stats.status.num_damaged - before
 
     def gc(self) -> None:
-        """Remove what is out of date, what nothing leads to, and dead model directories.
+        """Remove expired packs, files without a row, and model directories not used for long.
 
-        Every opening does, and every first write after a process was cut off.
+        It runs when a tier is opened, and before the first write after a process was killed.
         """
 
         def collect() -> None:
@@ -481,10 +479,10 @@ class DiskTier:
         trouble = self._quota.collect(table, lambda: self._reader.known_packs(table), self._clock())
         if trouble:
             self._stats.say(trouble)
-        self._lock.has_leftovers = table.disk.has_leftovers
+        self._lock.has_leftovers = table.files.has_leftovers
 
     def close(self) -> None:
-        """Let go of the store. Idempotent."""
+        """Close the store. Idempotent."""
         if self._used:
             self._attempt(lambda: self._note_uses(self._db.table), None)
         self._db.close()
@@ -494,12 +492,3 @@ def _kept_bytes(head: PackHead, image: memoryview) -> int:
     """Return how many bytes a pack takes at most, with its head."""
     num_copies = 1 if len(image) >= MIN_FILE_BYTES else 2  # it is in the log, and then in the table
     return num_copies * len(image) + 2 * len(head.ids) + FILE_OVERHEAD_BYTES
-
-
-def _literal(directory: Path) -> Path:
-    """Return a directory; raises StoreError for one that diskcache would take for another."""
-    if os.path.expandvars(directory) != str(directory):
-        raise StoreError(
-            f"{directory} has the name of a variable in it.", "Choose another with --cache-dir."
-        )
-    return directory
