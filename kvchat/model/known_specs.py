@@ -18,7 +18,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 import torch
 import transformers
 
-from kvchat.core.state_file import MOST_BYTES, read_state, write_state
+from kvchat.core.paths import MOST_STATE_BYTES, read_state, write_state
 from kvchat.model.checkpoint_files import mark
 from kvchat.model.config_limits import ParameterLimit
 from kvchat.model.device import dtype_name, dtype_of
@@ -28,7 +28,7 @@ from kvchat.model.spec import ModelSpec
 _NAME = "specs.json"
 _VERSION = 1
 _MAX_SPECS = 16
-_MOST_BYTES_EACH = MOST_BYTES // (_MAX_SPECS + 1)
+_MOST_BYTES_EACH = MOST_STATE_BYTES // (_MAX_SPECS + 1)
 
 
 def spec_key(config: Any, limit: ParameterLimit) -> str:
