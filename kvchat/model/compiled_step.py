@@ -24,10 +24,14 @@ _log = logging.getLogger(__name__)
 
 # With fewer weights in all, a thread more costs more than it saves.
 _WEIGHTS_PER_THREAD = 1 << 20
+# With more rows, one pass of torch's products over the weights is faster than several of these.
+_MOST_ROWS = 4 * MAX_ROWS
 
 
 class CompiledStep:
-    """Runs steps of at most MAX_ROWS rows over the pools it was made for. One step at a time."""
+    """Runs steps over the pools it was made for: at most MAX_ROWS rows at once, and of several
+    sequences up to _MOST_ROWS, group by group. One step at a time.
+    """
 
     def __init__(self, decoder: Decoder, pools: Sequence[PlainKv]) -> None:
         """Compile what is needed, 0.1 to 1 s. Raises Unfit, or what llvmlite raises."""
@@ -40,9 +44,15 @@ class CompiledStep:
 
         None, and nothing was done, for a step that is too large.
         """
-        sequences = batch.sequences
-        if batch.token_ids.shape[0] > MAX_ROWS or not isinstance(sequences, PagedSequences):
+        groups = _groups(batch)
+        if groups is None:
             return None
+        rows = [self._run(group) for group in groups]
+        return rows[0] if len(rows) == 1 else torch.cat(rows)
+
+    def _run(self, batch: ForwardBatch) -> torch.Tensor:
+        sequences = batch.sequences
+        assert isinstance(sequences, PagedSequences)
         self._embed(batch, max(sequences.context_lens))
         logits = torch.empty(batch.logit_rows.shape[0], self._decoder.head.num_out)
         self._set(batch, sequences, logits)
@@ -81,6 +91,44 @@ class CompiledStep:
         if decoder.logits_softcap is not None:
             logits.div_(decoder.logits_softcap).tanh_().mul_(decoder.logits_softcap)
         return logits
+
+
+def _groups(batch: ForwardBatch) -> list[ForwardBatch] | None:
+    """Return a step as groups of whole sequences of at most MAX_ROWS rows; None if it is larger."""
+    sequences = batch.sequences
+    if not isinstance(sequences, PagedSequences) or batch.token_ids.shape[0] > _MOST_ROWS:
+        return None
+    if batch.token_ids.shape[0] <= MAX_ROWS:
+        return [batch]
+    if max(sequences.query_lens) > MAX_ROWS:
+        return None
+    groups, first, start, end = [], 0, 0, 0
+    for index, count in enumerate(sequences.query_lens):
+        if end + count - start > MAX_ROWS:
+            groups.append(_part(batch, sequences, slice(first, index), start, end))
+            first, start = index, end
+        end += count
+    groups.append(_part(batch, sequences, slice(first, None), start, end))
+    return groups
+
+
+def _part(
+    batch: ForwardBatch, sequences: PagedSequences, which: slice, start: int, end: int
+) -> ForwardBatch:
+    """Return the sequences `which` of a step, whose rows are [`start`, `end`)."""
+    rows = batch.logit_rows
+    return ForwardBatch(
+        batch.token_ids[start:end],
+        batch.positions[start:end],
+        batch.slot_mapping[start:end],
+        PagedSequences(
+            sequences.query_lens[which],
+            sequences.context_lens[which],
+            sequences.block_tables[which],
+            sequences.block_size,
+        ),
+        rows[(rows >= start) & (rows < end)] - start,
+    )
 
 
 class CompiledModel:

@@ -136,6 +136,8 @@ _FAMILIES = {
     "ministral": _Family(),
     "qwen2": _Family(),
     "qwen3": _Family(),
+    "seed_oss": _Family(),
+    "cwm": _Family(),
     "smollm3": _Family(),
     "phi3": _Family(),
     "granite": _Family(),
@@ -156,11 +158,14 @@ _ACTIVATIONS = {
 
 def read_decoder(module: Any, spec: ModelSpec) -> Decoder | str:
     """Return the decoder of a loaded model on a CPU, or why it has none, as words after "it"."""
-    family = _FAMILIES.get(spec.model_type)
-    if family is None:
-        return f"is of the type {spec.model_type}"
+    # ...layers.0.self_attn; a model of text and images has its text model inside.
+    path = spec.layers[0].module_name.split(".")[:-3]
     try:
-        return _Reader(module, spec, family).read()
+        owner = module.get_submodule(".".join(path))
+        family = _FAMILIES.get(owner.config.model_type)
+        if family is None:
+            return f"is of the type {owner.config.model_type}"
+        return _Reader(module, owner, spec, family).read()
     except _Unknown as reason:
         return str(reason)
     except AttributeError as error:  # another version of transformers names its parts otherwise
@@ -168,14 +173,14 @@ def read_decoder(module: Any, spec: ModelSpec) -> Decoder | str:
 
 
 class _Reader:
-    def __init__(self, module: Any, spec: ModelSpec, family: _Family) -> None:
+    """Reads a model; `owner` is the module that has the list of layers."""
+
+    def __init__(self, module: Any, owner: Any, spec: ModelSpec, family: _Family) -> None:
         self._module = module
+        self._owner = owner
+        self._config = owner.config
         self._spec = spec
         self._family = family
-        first = spec.layers[0].module_name.split(".")
-        # ...layers.0.self_attn
-        self._owner = module.get_submodule(".".join(first[:-3]))
-        self._config = self._owner.config
 
     def read(self) -> Decoder:
         config = self._config

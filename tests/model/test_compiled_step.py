@@ -45,6 +45,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3_text": {"sliding_window": 8, "num_hidden_layers": 4, "sliding_window_pattern": 2},
     "olmo2": {},
     "olmo3": {},
+    "seed_oss": {"attention_bias": True, "attention_out_bias": False},
+    "cwm": {"sliding_window": 8},
 }
 # New tokens and context of each sequence of a step.
 STEPS = {
@@ -159,6 +161,25 @@ def test_a_row_does_not_depend_on_rows_beside_it_nor_on_threads(
                 build_batch([other, SequencePiece(ids, 299, blocks, 5)], BLOCK, CPU)
             )
         assert torch.equal(together, torch.cat(expected))
+
+
+def test_many_sequences_are_computed_group_by_group(tmp_path: Path) -> None:
+    """Forty clients decode: each has what it would have alone."""
+    loaded = load(tmp_path, "llama", dtype="bfloat16")
+    model = PagedModel(loaded, pools_of(loaded))
+    assert model.compiled is not None
+    pieces = [
+        SequencePiece(random_ids(1 + index % 3, index), 20 + index, range(1 + 3 * index, 9), 1)
+        if index < 2
+        else SequencePiece([index], 20 + index % 10, [5 + 2 * index, 6 + 2 * index], index % 2)
+        for index in range(40)
+    ]
+    alone = [model.forward(build_batch([piece], BLOCK, CPU)) for piece in pieces]
+
+    together = model.compiled.logits(build_batch(pieces, BLOCK, CPU))
+
+    assert together is not None
+    assert torch.equal(together, torch.cat(alone))
 
 
 def test_a_step_that_wants_no_logits_writes_its_kv(tmp_path: Path) -> None:
