@@ -54,7 +54,9 @@ class CompiledStep:
         sequences = batch.sequences
         assert isinstance(sequences, PagedSequences)
         self._embed(batch, max(sequences.context_lens))
-        logits = torch.empty(batch.logit_rows.shape[0], self._decoder.head.num_out)
+        logits = torch.empty(
+            batch.logit_rows.shape[0], self._decoder.head.num_out, dtype=torch.float32
+        )
         self._set(batch, sequences, logits)
         self._parts.program.run(min(torch.get_num_threads(), self._most_threads))
         return self._finished(logits)

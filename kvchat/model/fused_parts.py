@@ -186,7 +186,7 @@ class RmsNorm:
         self.weight = weight
         self.rounded_to = rounded_to
         self.last: torch.Tensor | None = None
-        scale = torch.ones(width, device=device)
+        scale = torch.ones(width, dtype=torch.float32, device=device)
         if weight is not None and rounded_to is not None:
             self.last = weight.to(rounded_to)
         elif weight is not None:

@@ -79,7 +79,7 @@ class StepBuffers:
         self._tables = torch.full(shape, scratch_block, dtype=torch.int32, device=device)
         self._rows = torch.arange(self._max_tokens, device=device)
         # _shares: temperature, top-p and min-p of each row.
-        self._shares = torch.zeros(3, self._max_tokens, device=device)
+        self._shares = torch.zeros(3, self._max_tokens, dtype=torch.float32, device=device)
         self._top_k = torch.zeros(self._max_tokens, dtype=torch.int32, device=device)
         self._seeds = torch.zeros(self._max_tokens, dtype=torch.int64, device=device)
         self._draws: list[RowDraw] = []  # the content of these three

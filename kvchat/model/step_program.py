@@ -34,6 +34,15 @@ class Unfit(Exception):
     """A model whose sizes no kernel takes; says why, as words after "it"."""
 
 
+def _floats(width: int) -> torch.Tensor:
+    """Return zeros, [MAX_ROWS, width] float32.
+
+    The dtype is said wherever memory is made: loading a model on another thread changes torch's
+    default for the whole process, and kernels wrote beyond memory of 16 bits.
+    """
+    return torch.zeros(MAX_ROWS, width, dtype=torch.float32)
+
+
 class Angles:
     """Cosines and sines of a step's positions, from a table made once for many positions."""
 
@@ -44,7 +53,7 @@ class Angles:
         self._like = torch.zeros(1, dtype=dtype)
         self._table = self._made(torch.arange(self._FIRST))
         self.half = self._table[0].shape[1]
-        self.cosines, self.sines = (torch.zeros(MAX_ROWS, self.half) for _ in range(2))
+        self.cosines, self.sines = (_floats(self.half) for _ in range(2))
 
     def set(self, positions: torch.Tensor, end: int) -> None:
         """Renew both for `positions`, all below `end`."""
@@ -71,9 +80,9 @@ class _Input:
     """Activations [MAX_ROWS, width], and the same in 16 bits where block weights read them."""
 
     def __init__(self, width: int) -> None:
-        self.floats = torch.zeros(MAX_ROWS, width)
+        self.floats = _floats(width)
         self.levels = torch.zeros(MAX_ROWS, width, dtype=torch.int16)
-        self.scales, self.sums = torch.zeros(2, MAX_ROWS, width // COLUMNS).unbind()
+        self.scales, self.sums = (_floats(width // COLUMNS) for _ in range(2))
 
 
 class StepProgram:
@@ -102,7 +111,7 @@ class StepProgram:
         self._inputs: dict[tuple[str, int], _Input] = {}
         self._outputs: dict[tuple[str, int], torch.Tensor] = {}
         self._own: list[torch.Tensor] = []  # what tasks have addresses of
-        self.stream = torch.zeros(MAX_ROWS, decoder.norm.weight.numel())
+        self.stream = _floats(decoder.norm.weight.numel())
         self.header, self.head_header = np.zeros((2, NUM_HEADERS), np.int64)
         self.angles: dict[str | None, Angles] = {}
         self.parts: dict[Any, Parts] = {}
@@ -135,7 +144,7 @@ class StepProgram:
     def _output(self, name: str, width: int) -> torch.Tensor:
         found = self._outputs.get((name, width))
         if found is None:
-            found = self._outputs[name, width] = torch.zeros(MAX_ROWS, width)
+            found = self._outputs[name, width] = _floats(width)
         return found
 
     def _add(
@@ -409,7 +418,7 @@ class StepProgram:
         }
         form = NormForm(adds=False, picks=True)
         self._add(norms.norm_kernel(form), task, None, header=header)
-        out = torch.empty(1, self._decoder.head.num_out)
+        out = torch.empty(1, self._decoder.head.num_out, dtype=torch.float32)
         (numbers,) = self._products((self._decoder.head,), source, source.floats, out, header)
         is_block = isinstance(self._decoder.head.weights, BlockWeights)
         index = block_products.Place.OUT if is_block else products.Place.OUT

@@ -182,6 +182,30 @@ def test_many_sequences_are_computed_group_by_group(tmp_path: Path) -> None:
     assert torch.equal(together, torch.cat(alone))
 
 
+@pytest.mark.parametrize("weights", ["auto", "int4"])
+def test_another_thread_that_loads_a_model_changes_nothing(weights: str, tmp_path: Path) -> None:
+    """Loading sets torch's default dtype for the whole process; kernels then wrote beyond memory
+    that had 2 bytes a number, and the process was aborted."""
+    loaded = load(tmp_path, "llama", dtype="float32", weights=weights)
+    steps = [batch_of(step) for step in STEPS.values()]
+    expected = [run(loaded, batch, True)[0] for batch in steps]
+    pools = pools_of(loaded)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        model = PagedModel(loaded, pools)
+        assert model.compiled is not None
+        found = [model.forward(batch) for batch in steps]
+        many = model.forward(batch_of([(MAX_ROWS + 4, 40)]))
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+    assert many.dtype == torch.float32
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.dtype == torch.float32
+        assert ours.shape == theirs.shape
+    assert torch.equal(found[0], expected[0])
+
+
 def test_a_step_that_wants_no_logits_writes_its_kv(tmp_path: Path) -> None:
     loaded = load(tmp_path, "llama", dtype="float32")
     logits, pools = run(loaded, batch_of(STEPS["a verify of five"], 0), True)

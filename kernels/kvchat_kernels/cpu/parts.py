@@ -67,7 +67,7 @@ class Parts:
             self._make_room(2 * num_results)
 
     def _make_room(self, num_results: int) -> None:
-        self._sums = torch.empty(num_results, self._num_heads, self._value_dim)
-        self._stats = torch.empty(num_results, self._num_heads, 2)
+        self._sums = torch.empty(num_results, self._num_heads, self._value_dim, dtype=torch.float32)
+        self._stats = torch.empty(num_results, self._num_heads, 2, dtype=torch.float32)
         self.record[Record.SUMS] = self._sums.data_ptr()
         self.record[Record.STATS] = self._stats.data_ptr()

@@ -65,7 +65,7 @@ class BlockProduct:
         """Return rows @ weights.T, float32 [num_rows, out]."""
         if len(rows) > FEW_ROWS or self._kernels is None:
             return self.of_many(rows.values())
-        out = torch.empty(len(rows), self.weights.num_out)
+        out = torch.empty(len(rows), self.weights.num_out, dtype=torch.float32)
         self._kernels.multiply_blocks(self.weights, rows, out)
         return out
 
@@ -86,7 +86,7 @@ class BlockProduct:
         """Yield runs of rows, [start, end), and their weights in float32, valid until the next."""
         weights = self.weights
         step = max(1, _TILE_BYTES // (4 * weights.num_in))
-        room = torch.empty(min(step, weights.num_out), weights.num_in)
+        room = torch.empty(min(step, weights.num_out), weights.num_in, dtype=torch.float32)
         for start in range(0, weights.num_out, step):
             end = min(start + step, weights.num_out)
             if self._kernels is None:
@@ -118,7 +118,7 @@ class FloatProduct:
         if not is_few and self._multiplies:
             return linear_of_few_sizes(x, self._weight, self._bias)
         rows = x.reshape(num_rows, num_in).float().contiguous()
-        out = torch.empty(num_rows, num_out)
+        out = torch.empty(num_rows, num_out, dtype=torch.float32)
         if is_few:
             assert self._kernels is not None
             self._kernels.multiply_floats(self._weight, self._float_bias, rows, out)
@@ -144,7 +144,7 @@ def rows_of(x: torch.Tensor) -> Rows:
     if kernels is None:
         return _rounded_plainly(x)
     levels = torch.empty(num_rows, num_in, dtype=torch.int16)
-    scales, sums = torch.empty(2, num_rows, num_in // COLUMNS).unbind()
+    scales, sums = torch.empty(2, num_rows, num_in // COLUMNS, dtype=torch.float32).unbind()
     rows = Rows(levels, scales, sums)
     kernels.round_rows(x, rows)
     return rows
