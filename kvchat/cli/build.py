@@ -14,6 +14,7 @@ from kvchat.core.errors import ModelError, UsageError
 from kvchat.core.events import LoadEvent, LoadProgress, ModelReady
 from kvchat.core.paths import user_path
 from kvchat.core.types import SamplingParams
+from kvchat_kernels.cpu.object_cache import save_nothing
 
 if TYPE_CHECKING:
     from kvchat.cache.disk.admin import StoreAdmin
@@ -224,6 +225,8 @@ def _build(
 ) -> "Callable[[Callable[[LoadProgress], None]], tuple[Engine, ModelReady]]":
     state = None if settings["incognito"] else user_paths().state
     kept = None if settings["incognito"] else cache_directory(settings)
+    if settings["incognito"]:
+        save_nothing()
 
     def build(progress: Callable[[LoadProgress], None]) -> "tuple[Engine, ModelReady]":
         from kvchat.model.lean_import import import_transformers

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kvchat_kernels.cpu.object_cache import ObjectCache
+from kvchat_kernels.cpu.object_cache import ObjectCache, save_nothing
 
 
 @pytest.fixture
@@ -46,6 +46,18 @@ def test_what_others_may_write_is_not_run(kept: ObjectCache, tmp_path: Path, nam
     (tmp_path / name).chmod(0o777)
 
     assert kept.load("one.o") is None
+
+
+def test_an_incognito_process_reads_and_saves_nothing(
+    kept: ObjectCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.environ", dict(os.environ))
+    save_nothing()
+
+    kept.save("other.o", b"code")
+
+    assert kept.load("other.o") is None
+    assert kept.load("one.o") == b"code"
 
 
 def test_without_a_place_nothing_is_saved(tmp_path: Path) -> None:

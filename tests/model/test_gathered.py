@@ -98,7 +98,7 @@ def test_a_model_that_fails_over_a_cache_is_refused_in_a_sentence(
     directory = checkpoint("bart", tmp_path)
     monkeypatch.setattr(GatheredSteps, "logits", fail)
 
-    with pytest.raises(ModelUnsupported, match=r"over a paged cache failed \(ValueError\)"):
+    with pytest.raises(ModelUnsupported, match="over a paged cache failed"):
         load_trusted(
             find_model(str(directory)), ModelConfig(dtype="float32"), None, None, lambda event: None
         )

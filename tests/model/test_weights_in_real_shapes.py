@@ -134,12 +134,7 @@ def test_prompts_in_steps_of_every_size_are_read_as_by_plain_products(
 
 
 @pytest.mark.parametrize(("weights", "dtype"), [("int8", "bfloat16"), ("int4", "float16")])
-def test_what_is_compiled_in_16_bits_is_compiled_in_fewer(
-    subject: Subject, weights: str, dtype: str
-) -> None:
-    """For some shapes packed layers were once slow, and nothing said so."""
-    plain, packed = subject.load("auto", dtype), subject.load(weights, dtype)
-    assert plain.compiled is not None
-    assert packed.compiled is not None
+def test_fewer_bits_are_loaded_in_16_bits_too(subject: Subject, weights: str, dtype: str) -> None:
+    packed = subject.load(weights, dtype)
     logits = logits_over(packed, [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], every_size(11))
     assert all(row.isfinite().all() for row in logits.values())

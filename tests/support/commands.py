@@ -26,7 +26,11 @@ class Shell:
 
     @property
     def environment(self) -> dict[str, str]:
-        kept = {k: v for k, v in os.environ.items() if not k.startswith(("KVCHAT_", "XDG_"))}
+        kept = {
+            name: value
+            for name, value in os.environ.items()
+            if name == "KVCHAT_KERNEL_CACHE" or not name.startswith(("KVCHAT_", "XDG_"))
+        }
         paths = os.pathsep.join(str(ROOT / part) for part in ("", "kernels", "tests"))
         return {**kept, "HOME": str(self.home), "PYTHONPATH": paths, "HF_HUB_OFFLINE": "1"}
 

@@ -22,6 +22,7 @@ from kvchat.engine.assembly import kv_geometry
 from kvchat.engine.engine import Engine
 from kvchat.engine.request import RequestSpec
 from kvchat.engine.runner import Runner
+from kvchat.model.compiled_step import compiled_model
 from kvchat.model.loader import LoadedModel, load_model
 from kvchat.model.paged_model import PagedModel
 from kvchat.model.source import find_model
@@ -74,7 +75,8 @@ class Specimen:
         """Return the loaded model with every layer's facts changed: a wrong reading of it."""
         spec = self.loaded.spec
         layers: tuple[LayerSpec, ...] = tuple(replace(layer, **changes) for layer in spec.layers)
-        return replace(self.loaded, spec=replace(spec, layers=layers))
+        wrong = replace(spec, layers=layers)
+        return replace(self.loaded, spec=wrong, compiled=compiled_model(self.loaded.module, wrong))
 
 
 def make_specimen(name: str, directory: Path) -> Specimen:

@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 
 KERNEL_CACHE_VARIABLE = "KVCHAT_KERNEL_CACHE"
+_SAVES_NOTHING = "_KVCHAT_SAVES_NO_KERNELS"
 _DIGEST_BYTES = 32
 _MOST_BYTES = 1 << 20
 
@@ -38,7 +39,9 @@ class ObjectCache:
         return code if hashlib.sha256(code).digest() == digest else None
 
     def save(self, name: str, code: bytes) -> None:
-        """Save object code; without a place for it nothing is saved."""
+        """Save object code; without a place for it, or after `save_nothing`, nothing is saved."""
+        if _SAVES_NOTHING in os.environ:
+            return
         try:
             self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
             if not _is_private(os.lstat(self.directory)):
@@ -52,6 +55,11 @@ class ObjectCache:
             os.replace(path, self.directory / name)
         except OSError:  # a full disk
             Path(path).unlink(missing_ok=True)
+
+
+def save_nothing() -> None:
+    """Let this process and those that it starts save no compiled code: it leaves nothing behind."""
+    os.environ[_SAVES_NOTHING] = "1"
 
 
 def _is_private(status: os.stat_result) -> bool:
