@@ -88,12 +88,19 @@ class ChatHost:
             return
         left_s = max(0.0, self._began_s + timeout_s - time.monotonic())
         self._loaded.wait(min(left_s, threading.TIMEOUT_MAX))
-        self.check_loading(timeout_s)
+        self.loading_left_s(timeout_s)
 
-    def check_loading(self, timeout_s: float) -> None:
-        """Raise TimedOut if the model is still loading `timeout_s` seconds after it began."""
-        if not self._loaded.is_set() and time.monotonic() - self._began_s >= timeout_s:
+    def loading_left_s(self, timeout_s: float) -> float:
+        """Return the seconds that loading may still take, infinity once it has ended.
+
+        Raises TimedOut if the model is still loading `timeout_s` seconds after it began.
+        """
+        if self._loaded.is_set():
+            return math.inf
+        left_s = self._began_s + timeout_s - time.monotonic()
+        if left_s <= 0:
             raise TimedOut(f"The model was not loaded within {timeout_s:g} s.")
+        return left_s
 
     def wait_until_ready(self) -> ModelReady:
         """Wait for the model; if loading failed, raise its error."""

@@ -305,10 +305,12 @@ class Script:
         Raises TimedOut if the model takes too long to load.
         """
         while True:
+            wait_s = 0.5
             if self._setup.timeout_s is not None:
-                self._controller.host.check_loading(self._setup.timeout_s)
+                left_s = self._controller.host.loading_left_s(self._setup.timeout_s)
+                wait_s = min(wait_s, left_s)
             try:
-                return inbox.get(timeout=0.5)
+                return inbox.get(timeout=wait_s)
             except queue.Empty:
                 if self._interruption.code is not None:
                     return None
