@@ -63,7 +63,7 @@ def save_nothing() -> None:
 
 
 def _is_private(status: os.stat_result) -> bool:
-    """Return whether a file is this user's and nobody else may write it."""
+    """Return whether a file is this user's and no other user may write it."""
     return status.st_uid == os.getuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
