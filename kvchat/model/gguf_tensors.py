@@ -25,7 +25,7 @@ from kvchat.model.gguf_architectures import Architecture
 from kvchat.model.gguf_file import GgufModel, GgufTensor
 from kvchat.model.gguf_forms import GENERAL, Form, forms_of
 from kvchat_kernels.linear.blocks import BlockWeights, reordered
-from kvchat_kernels.linear.cpu import BlockProduct
+from kvchat_kernels.linear.cpu import unpack
 from kvchat_kernels.linear.gguf_blocks import BLOCK_FORMATS, block_weights
 
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -284,7 +284,7 @@ class _Reader:
 def _unpack_compiled(blocks: np.ndarray[Any, Any], tensor: GgufTensor, out: torch.Tensor) -> None:
     weights = block_weights(torch.from_numpy(blocks), kind_name(tensor))
     assert weights is not None, "the format has a layout"
-    BlockProduct(weights).unpack(out)
+    unpack(weights, out)
 
 
 def _unpack(blocks: np.ndarray[Any, Any], tensor: GgufTensor, out: torch.Tensor) -> None:

@@ -18,7 +18,7 @@ from kvchat.core.errors import ModelError
 from kvchat.model.spec import ModelSpec
 from kvchat_kernels.linear.block_linear import block_linear
 from kvchat_kernels.linear.blocks import COLUMNS, BlockWeights, joined, quantised, quantised_on
-from kvchat_kernels.linear.cpu import FEW_ROWS, BlockProduct, rows_of
+from kvchat_kernels.linear.cpu import BlockProduct
 
 _PACK = "_kvchat_pack"
 # Where more of the parameters than this stay as they are, experts for one, the user is told.
@@ -239,7 +239,7 @@ def use_packed(layer: Any, weights: BlockWeights) -> None:
     def forward(x: torch.Tensor) -> torch.Tensor:
         """Multiply x [..., in_features]; a step in a prompt's middle asks the head for no row."""
         flat = pad(x.reshape(-1, x.shape[-1]).float(), [0, missing])
-        out = product.of_many(flat) if len(flat) > FEW_ROWS else product(rows_of(flat))
+        out = product(flat)
         out = out if bias is None else out.add_(bias)
         return out.to(x.dtype).view(*x.shape[:-1], weights.num_out)
 

@@ -34,11 +34,12 @@ _OTHER_CHUNKS = (3, 1, 1, 2, 1, 1, 1)
 # The key's suffix for a model that passes only without fused code or the compiled step.
 _PLAIN = "-plain"
 # In float32 only rounding may differ: a position that is wrong by a constant costs as little as
-# 0.00005. Copies of the weights in fewer bits cost as much, in fused code. In low precision every
+# 0.00005. Copies of the weights in 8 bits cost as much, in fused code; beside 4 bits activations
+# that differ in their last bits may be rounded to other levels of 8 bits. In low precision every
 # logit may differ a little, and a mixture of experts may differ much in a few rows where two
 # experts have nearly equal scores. Most rows keep their direction.
 _MIN_COSINE = {torch.float32: 0.999999, torch.bfloat16: 0.98, torch.float16: 0.99}
-_MIN_COSINE_OF_COPIES = 0.9999
+_MIN_COSINE_OF_COPIES = {"int8": 0.9999, "int4": 0.99, "blocks": 0.99}
 
 
 def ensure_trusted(loaded: LoadedModel, state_directory: Path | None) -> None:
@@ -111,8 +112,8 @@ def _require_pass(loaded: LoadedModel, compiled: bool = True) -> None:
 
 def _least(loaded: LoadedModel) -> float:
     """Return the least similarity that passes."""
-    is_copy = loaded.dtype == torch.float32 and loaded.weights != "own"
-    return _MIN_COSINE_OF_COPIES if is_copy else _MIN_COSINE[loaded.dtype]
+    least = _MIN_COSINE[loaded.dtype]
+    return min(least, _MIN_COSINE_OF_COPIES.get(loaded.weights, 1.0))
 
 
 def compare_with_own(loaded: LoadedModel, compiled: bool = True) -> float:

@@ -1,8 +1,8 @@
 """StepProgram: the operations of a step of a decoder, and the memory that they work in.
 
 One decoder layer is: norm, Q K V, rotation and KV write, attention in parts, joining of the parts,
-output, norm, gate and up, activation, down. Rows of block weights are multiplied with activations
-in 16 bits, which is an operation more.
+output, norm, gate and up, activation, down. Block weights are multiplied with rounded activations;
+rounding is an operation more.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,15 @@ import numpy as np
 import torch
 
 from kvchat.model.decoder import Decoder, DecoderAttention, DecoderLayer, Matrix, Norm
-from kvchat_kernels.cpu import attention, block_products, gates, norms, products, rotation
+from kvchat_kernels.cpu import (
+    attention,
+    block_products,
+    block_rows,
+    gates,
+    norms,
+    products,
+    rotation,
+)
 from kvchat_kernels.cpu.attention import AttentionForm
 from kvchat_kernels.cpu.code import LANES, Kernel
 from kvchat_kernels.cpu.maths import Stored, stored_as
@@ -76,13 +84,27 @@ class Angles:
         return cos[:, :half].contiguous(), sin[:, :half].contiguous()
 
 
+class _Rounded:
+    """Activations [MAX_ROWS, width] in 16 or 8 bits, as the kernels of block weights read them."""
+
+    def __init__(self, width: int, bits: int) -> None:
+        kind = torch.int16 if bits == 16 else torch.int8
+        self.levels = torch.zeros(MAX_ROWS, width, dtype=kind)
+        self.scales, self.sums = (_floats(width // COLUMNS) for _ in range(2))
+
+
 class _Input:
-    """Activations [MAX_ROWS, width], and the same in 16 bits where block weights read them."""
+    """Activations [MAX_ROWS, width], and the same rounded where block weights read them."""
 
     def __init__(self, width: int) -> None:
         self.floats = _floats(width)
-        self.levels = torch.zeros(MAX_ROWS, width, dtype=torch.int16)
-        self.scales, self.sums = (_floats(width // COLUMNS) for _ in range(2))
+        self._rounded: dict[int, _Rounded] = {}
+
+    def rounded(self, bits: int) -> _Rounded:
+        found = self._rounded.get(bits)
+        if found is None:
+            found = self._rounded[bits] = _Rounded(self.floats.shape[1], bits)
+        return found
 
 
 class StepProgram:
@@ -218,33 +240,32 @@ class StepProgram:
         out: torch.Tensor,
         header: Any = None,
     ) -> list[_Numbers]:
-        """Multiply `floats`, in 16 bits `source`; outputs lie side by side in `out`."""
-        waits = True
-        if any(isinstance(matrix.weights, BlockWeights) for matrix in matrices):
-            self._round(source, floats, header)
+        """Multiply `floats`, rounded into `source`; outputs lie side by side in `out`.
+
+        Returns the tasks, one a matrix.
+        """
+        blocks = [m.weights for m in matrices if isinstance(m.weights, BlockWeights)]
+        for bits in sorted({weights.layout.activation_bits for weights in blocks}):
+            self._round(source.rounded(bits), bits, floats, header)
         tasks, start = [], 0
         for matrix in matrices:
             if matrix.num_in != floats.shape[1]:
                 raise Unfit("has matrices of other widths")
-            part = out[:, start:]
-            make = (
-                self._block_product if isinstance(matrix.weights, BlockWeights) else self._product
-            )
-            tasks.append(make(matrix, source, floats, part, header, waits))
+            part, waits = out[:, start:], start == 0
+            tasks.append(self._product(matrix, source, floats, part, header, waits))
             start += matrix.num_out
-            waits = False
         return tasks
 
-    def _round(self, source: _Input, floats: torch.Tensor, header: Any) -> None:
-        place = block_products.Place
+    def _round(self, rounded: _Rounded, bits: int, floats: torch.Tensor, header: Any) -> None:
+        place = block_rows.Place
         task: _Task = {
             place.NUM_BLOCKS: floats.shape[1] // COLUMNS,
             place.FLOATS: floats,
-            place.X: source.levels,
-            place.X_SCALES: source.scales,
-            place.X_SUMS: source.sums,
+            place.X: rounded.levels,
+            place.X_SCALES: rounded.scales,
+            place.X_SUMS: rounded.sums,
         }
-        self._add(block_products.rounding_kernel(), task, None, header=header)
+        self._add(block_rows.rounding_kernel(bits), task, None, header=header)
 
     def _product(
         self,
@@ -255,58 +276,29 @@ class StepProgram:
         header: Any,
         waits: bool,
     ) -> _Numbers:
-        weights = matrix.weights
-        assert isinstance(weights, torch.Tensor)
-        stored = stored_as(weights.dtype)
-        if stored is None or matrix.num_in % products.COLUMNS:
-            raise Unfit(f"has {matrix.num_in} columns of {weights.dtype}")
-        chunk = products.unit_rows(matrix.num_out, weights.stride(0) * weights.itemsize)
-        place = products.Place
-        task: _Task = {
-            place.WEIGHTS: weights,
+        weights, has_bias = matrix.weights, matrix.bias is not None
+        if isinstance(weights, BlockWeights):
+            row_bytes = matrix.num_in * weights.bits // 8
+            kernel = block_products.block_product_kernel(weights.layout, has_bias)
+            task = _block_task(weights, source.rounded(weights.layout.activation_bits))
+            place: Any = block_rows.Place
+        else:
+            row_bytes = weights.stride(0) * weights.itemsize
+            stored = stored_as(weights.dtype)
+            if stored is None or matrix.num_in % products.COLUMNS:
+                raise Unfit(f"has {matrix.num_in} columns of {weights.dtype}")
+            kernel = products.product_kernel(stored, has_bias)
+            task = _float_task(weights, floats)
+            place = products.Place
+        chunk = products.unit_rows(matrix.num_out, row_bytes)
+        task |= {
             place.NUM_OUT: matrix.num_out,
-            place.NUM_IN: matrix.num_in,
-            place.X: floats,
-            place.X_STRIDE: floats.stride(0) * 4,
             place.OUT: out,
             place.OUT_STRIDE: out.stride(0) * 4,
             place.CHUNK: chunk,
         }
-        if matrix.bias is not None:
+        if has_bias:
             task[place.BIAS] = matrix.bias
-        kernel = products.product_kernel(stored, matrix.bias is not None)
-        return self._add(kernel, task, -(-matrix.num_out // chunk), header=header, waits=waits)
-
-    def _block_product(
-        self,
-        matrix: Matrix,
-        source: _Input,
-        floats: torch.Tensor,
-        out: torch.Tensor,
-        header: Any,
-        waits: bool,
-    ) -> _Numbers:
-        weights = matrix.weights
-        assert isinstance(weights, BlockWeights)
-        chunk = products.unit_rows(matrix.num_out, weights.num_in * weights.bits // 8)
-        place = block_products.Place
-        task: _Task = {
-            place.NUM_OUT: matrix.num_out,
-            place.NUM_BLOCKS: matrix.num_in // COLUMNS,
-            place.LEVELS: weights.levels,
-            place.SCALES: weights.scales,
-            place.X: source.levels,
-            place.X_SCALES: source.scales,
-            place.X_SUMS: source.sums,
-            place.OUT: out,
-            place.OUT_STRIDE: out.stride(0) * 4,
-            place.CHUNK: chunk,
-        }
-        if weights.minimums is not None:
-            task[place.MINIMUMS] = weights.minimums
-        if matrix.bias is not None:
-            task[place.BIAS] = matrix.bias
-        kernel = block_products.block_product_kernel(weights.layout, matrix.bias is not None)
         return self._add(kernel, task, -(-matrix.num_out // chunk), header=header, waits=waits)
 
     def _attention(self, layer: DecoderAttention, is_normed: bool, out: torch.Tensor) -> None:
@@ -421,8 +413,35 @@ class StepProgram:
         out = torch.empty(1, self._decoder.head.num_out, dtype=torch.float32)
         (numbers,) = self._products((self._decoder.head,), source, source.floats, out, header)
         is_block = isinstance(self._decoder.head.weights, BlockWeights)
-        index = block_products.Place.OUT if is_block else products.Place.OUT
+        index = block_rows.Place.OUT if is_block else products.Place.OUT
         return numbers[index : index + 1]
+
+
+def _block_task(weights: BlockWeights, x: _Rounded) -> _Task:
+    """Return what the task of a product says of its operands."""
+    place = block_rows.Place
+    task: _Task = {
+        place.NUM_BLOCKS: weights.num_in // COLUMNS,
+        place.LEVELS: weights.levels,
+        place.SCALES: weights.scales,
+        place.X: x.levels,
+        place.X_SCALES: x.scales,
+        place.X_SUMS: x.sums,
+    }
+    if weights.minimums is not None:
+        task[place.MINIMUMS] = weights.minimums
+    return task
+
+
+def _float_task(weights: torch.Tensor, x: torch.Tensor) -> _Task:
+    """Return what the task of a product says of its operands."""
+    place = products.Place
+    return {
+        place.WEIGHTS: weights,
+        place.NUM_IN: weights.shape[1],
+        place.X: x,
+        place.X_STRIDE: x.stride(0) * 4,
+    }
 
 
 def _check(*widths: int) -> None:

@@ -1,11 +1,29 @@
 """Products with weights in blocks: the layout, and compiled kernels against their plain form."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
+from kvchat_kernels.cpu import block_products, code
+from kvchat_kernels.cpu.block_products import block_product_kernel
+from kvchat_kernels.cpu.block_rows import rounding_kernel, unpacking_kernel
+from kvchat_kernels.cpu.products import product_kernel
 from kvchat_kernels.linear import cpu
-from kvchat_kernels.linear.blocks import BlockWeights, dequantised, fits, quantised
-from kvchat_kernels.linear.cpu import FEW_ROWS, BlockProduct, rows_of
+from kvchat_kernels.linear.blocks import (
+    GROUPS,
+    BlockWeights,
+    alternating,
+    dequantised,
+    fits,
+    in_order,
+    interleaved,
+    quantised,
+)
+from kvchat_kernels.linear.cpu import FEW_ROWS, BlockProduct, FloatProduct, rows_of
 
 SHAPES = [(16, 64), (48, 96), (1, 256), (80, 160), (33, 4864), (17, 2080)]
 # Bits, columns of a block, type of the scales, whether there are minimums.
@@ -60,9 +78,9 @@ def test_products_are_those_of_the_unpacked_weights(
 ) -> None:
     for shape in SHAPES:
         weights, x = random_blocks(shape, *kind), outlying(num_rows, shape[1])
-        rows = rows_of(x)
+        rows = rows_of(x, weights.layout.activation_bits)
 
-        out = BlockProduct(weights)(rows)
+        out = BlockProduct(weights).of_rows(rows)
 
         exact = rows.values().double() @ dequantised(weights).double().t()
         assert (out - exact).norm() <= 1e-5 * exact.norm()
@@ -71,11 +89,11 @@ def test_products_are_those_of_the_unpacked_weights(
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
 def test_any_number_of_threads_does_all_rows(num_threads: int) -> None:
     weights, x = random_blocks((4096, 512), 4, 32, torch.float16, True), outlying(5, 512)
-    product, rows = BlockProduct(weights), rows_of(x)
+    product, rows = BlockProduct(weights), rows_of(x, 8)
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(num_threads)
-        few, many = product(rows), product(rows_of(outlying(20, 512)))
+        few, many = product(x), product(outlying(20, 512))
     finally:
         torch.set_num_threads(before)
 
@@ -83,19 +101,24 @@ def test_any_number_of_threads_does_all_rows(num_threads: int) -> None:
     assert not many.isnan().any()
 
 
-def test_activations_keep_16_bits_of_each_block(way: str) -> None:
-    x = outlying(4, 320)
-    values = rows_of(x).values()
+@pytest.mark.parametrize(("bits", "steps"), [(16, 65000), (8, 253)])
+@pytest.mark.parametrize("width", [320, 32, 992])
+def test_activations_keep_their_bits_of_each_block(
+    bits: int, steps: int, width: int, way: str
+) -> None:
+    x = outlying(4, width)
+    values = rows_of(x, bits).values()
 
     largest = x.view(4, -1, 32).abs().amax(dim=-1, keepdim=True)
-    assert ((values - x).view(4, -1, 32).abs() <= largest / 65000).all()
+    assert ((values - x).view(4, -1, 32).abs() <= largest / steps).all()
 
 
-def test_both_ways_round_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("bits", [16, 8])
+def test_both_ways_round_alike(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     x = outlying(3, 640)
-    compiled = rows_of(x)
+    compiled = rows_of(x, bits)
     monkeypatch.setattr(cpu, "_kernels", lambda: None)
-    plain = rows_of(x)
+    plain = rows_of(x, bits)
 
     assert (compiled.levels.int() - plain.levels.int()).abs().max() <= 1
     assert torch.allclose(compiled.scales, plain.scales)
@@ -106,17 +129,104 @@ def test_both_ways_round_alike(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_rows_result_does_not_hang_on_its_neighbours(bits: int) -> None:
     product = BlockProduct(quantised(torch.randn(48, 96), bits))
     x = outlying(6, 96)
-    alone = torch.cat([product(rows_of(row[None])) for row in x])
+    alone = torch.cat([product(row[None]) for row in x])
     x[5] *= 1e4
 
-    assert torch.equal(product(rows_of(x))[:5], alone[:5])
+    assert torch.equal(product(x)[:5], alone[:5])
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_prompt_and_an_answer_differ_by_the_order_of_sums_alone(bits: int) -> None:
+    """A history that was computed token by token stands for one that is read at once."""
+    product, x = BlockProduct(quantised(torch.randn(48, 1184), bits)), outlying(40, 1184)
+
+    many, few = product(x), torch.cat([product(rows) for rows in x.split(8)])
+
+    assert (many - few).norm() <= 1e-4 * few.norm()
+
+
+@pytest.mark.parametrize("num_blocks", [*range(1, 18), 152])
+def test_interleaved_levels_are_the_same_weights(num_blocks: int) -> None:
+    weights = random_blocks((5, 32 * num_blocks), 4, 32, torch.float16, True)
+    turned = interleaved(weights)
+
+    assert torch.equal(dequantised(turned), dequantised(weights))
+    assert torch.equal(dequantised(turned.rows(1, 3)), dequantised(weights)[1:3])
+
+
+@pytest.mark.parametrize("num_blocks", [1, 8, 18, 27])
+def test_columns_lie_as_the_levels_beside_them(num_blocks: int) -> None:
+    """The low bits of a group's bytes are its first columns, the high bits the others."""
+    weights = random_blocks((1, 32 * num_blocks), 4, 32, torch.float16, True)
+    packed = weights.levels.view(1, -1, 16)
+    columns = alternating(torch.cat((packed & 15, packed >> 4), dim=-1))
+    lying = interleaved(weights).levels
+
+    start = 0
+    while start < 16 * num_blocks:
+        size = next(s for s in GROUPS if start + 16 * s <= 16 * num_blocks) * 16
+        group = lying[:, start : start + size]
+        assert torch.equal(columns[:, 2 * start : 2 * start + size], group & 15)
+        assert torch.equal(columns[:, 2 * start + size : 2 * (start + size)], group >> 4)
+        start += size
+    assert torch.equal(in_order(columns, 32), torch.cat((packed & 15, packed >> 4), dim=-1))
+
+
+_PRODUCTS = """
+import sys, torch
+from kvchat_kernels.cpu.code import has_feature
+from kvchat_kernels.linear.blocks import quantised
+from kvchat_kernels.linear.cpu import BlockProduct, FloatProduct
+assert has_feature("avx2") and not has_feature("avx512vnni")
+torch.manual_seed(0)
+weight, x = torch.randn(48, 992), torch.randn(5, 992)
+products = [BlockProduct(quantised(weight, bits)) for bits in (8, 4)]
+results = [product(x) for product in products] + [FloatProduct(weight.bfloat16(), None)(x)]
+torch.save(torch.stack(results), sys.argv[1])
+"""
+
+
+@pytest.mark.skipif(not code.has_feature("avx2"), reason="the processor has no AVX2")
+def test_without_newer_instructions_products_are_the_same(tmp_path: Path) -> None:
+    """The instructions of AVX2 add whole numbers in another order than those of AVX-512."""
+    environment = os.environ | {"KVCHAT_CPU": "x86-64-v3"}
+    done = subprocess.run(
+        [sys.executable, "-c", _PRODUCTS, str(tmp_path / "found")], env=environment, check=False
+    )
+    assert done.returncode == 0
+    there = torch.load(tmp_path / "found", weights_only=True)
+    torch.manual_seed(0)
+    weight, x = torch.randn(48, 992), torch.randn(5, 992)
+    here = [BlockProduct(quantised(weight, bits))(x) for bits in (8, 4)]
+    here.append(FloatProduct(weight.bfloat16(), None)(x))
+
+    assert (torch.stack(here) - there).abs().max() <= 1e-4
+
+
+def test_plain_instructions_compute_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What runs on a processor that is not of the x86 family."""
+    weights, x = random_blocks((48, 992), 4, 32, torch.float16, True), outlying(3, 992)
+    fast = BlockProduct(weights)(x)
+    kernels = (block_product_kernel, product_kernel, rounding_kernel, unpacking_kernel)
+    monkeypatch.setattr(code, "has_feature", lambda name: False)
+    monkeypatch.setattr(block_products, "has_feature", lambda name: False)
+    monkeypatch.setattr(code, "_version", lambda: ("plain",))
+    for kernel in kernels:
+        kernel.cache_clear()
+    try:
+        plain = BlockProduct(weights)(x)
+    finally:
+        for kernel in kernels:
+            kernel.cache_clear()
+
+    assert torch.allclose(fast, plain, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_nothing_in_gives_nothing_out(bits: int, way: str) -> None:
     product = BlockProduct(quantised(torch.zeros(16, 64), bits))
     for x in (torch.zeros(2, 64), torch.randn(2, 64)):
-        assert product(rows_of(x)).abs().max() < 1e-5
+        assert product(x).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize(("bits", "error"), [(8, 0.006), (4, 0.11)])
@@ -134,9 +244,9 @@ def test_rounding_is_within_half_a_step_of_each_block(bits: int, error: float) -
 @pytest.mark.parametrize("bits", [8, 4])
 def test_turned_weights_lie_as_the_compiled_code_reads_them(bits: int) -> None:
     """GPT-2's are turned; the levels once kept their strides, and only the plain form heeded it."""
-    weight, rows = torch.randn(64, 48).t(), rows_of(outlying(3, 64))
+    weight, rows = torch.randn(64, 48).t(), rows_of(outlying(3, 64), 16 if bits == 8 else 8)
 
-    out = BlockProduct(quantised(weight, bits))(rows)
+    out = BlockProduct(quantised(weight, bits)).of_rows(rows)
 
     assert torch.allclose(out, rows.values() @ dequantised(quantised(weight, bits)).t(), atol=0.01)
 

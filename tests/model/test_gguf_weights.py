@@ -152,7 +152,7 @@ def test_linear_layers_multiply_with_the_blocks_of_the_file(
             assert torch.allclose(dequantised(pack.weights), twin, rtol=1e-5, atol=1e-7)
     assert num_packed >= 2 * 7
     assert loaded.weights == "blocks"
-    assert compare_with_own(loaded) > 0.999
+    assert compare_with_own(loaded) > 0.995  # activations are rounded to 8 bits, too
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])

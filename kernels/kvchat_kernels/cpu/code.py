@@ -6,12 +6,16 @@ the number of the unit to compute. Its code is written in vectors of 8 floats, w
 the instructions of the processor.
 
 Compiling a kernel takes 20 to 300 ms; compiled code is kept on the disk (`object_cache.py`).
+
+`KVCHAT_CPU=x86-64-v3` compiles for any processor with AVX2, as if this one had no more.
 """
 
 import ctypes
 import hashlib
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from enum import IntEnum
 from functools import cache
 from pathlib import Path
@@ -230,12 +234,30 @@ class Code:
         lanes = constant(0, ir.VectorType(I32, count))
         return Value(self, self.builder.shuffle_vector(single, undefined, lanes))
 
+    def picked(self, vector: Value, lanes: Sequence[int]) -> Value:
+        """Return a vector of some lanes of another; of a single value, it in all lanes."""
+        if not isinstance(vector.type, ir.VectorType):
+            return self.spread(vector, len(lanes))
+        order = ir.Constant(ir.VectorType(I32, len(lanes)), list(lanes))
+        return Value(self, self.builder.shuffle_vector(vector.raw, vector.raw, order))
+
     def widened(self, value: Value) -> Value:
-        """Return a vector of 8 floats: the vector itself, or a single float and zeros."""
-        if isinstance(value.type, ir.VectorType):
-            return value
-        zeros = constant(0.0, F32S)
-        return Value(self, self.builder.insert_element(zeros, value.raw, ir.Constant(I32, 0)))
+        """Return a vector of 8 floats: those of a vector of up to 8, or a single one, and zeros."""
+        if not isinstance(value.type, ir.VectorType):
+            zeros = constant(0.0, F32S)
+            return Value(self, self.builder.insert_element(zeros, value.raw, ir.Constant(I32, 0)))
+        count = value.type.count
+        order = ir.Constant(I32S, [min(lane, count) for lane in range(LANES)])
+        zeros = constant(0.0, value.type)
+        return Value(self, self.builder.shuffle_vector(value.raw, zeros, order))
+
+    def neighbours(self, vector: Value) -> Value:
+        """Return the sums of the lanes 0 and 1, 2 and 3, and so on."""
+        even, odd = (self.picked(vector, range(first, vector.type.count, 2)) for first in (0, 1))
+        return even + odd
+
+    def lane(self, vector: Value, number: int) -> Value:
+        return Value(self, self.builder.extract_element(vector.raw, ir.Constant(I32, number)))
 
     def total(self, vector: Value) -> Value:
         """Return the sum of a vector of 8 floats, added as a tree."""
@@ -299,8 +321,9 @@ def compiled(
     """
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
+    processor = _processor()
     machine = llvm.Target.from_default_triple().create_target_machine(
-        cpu=llvm.get_host_cpu_name(), features=_features(), opt=2, jit=True
+        cpu=processor.name, features=processor.flags, opt=2, jit=True
     )
     digest = hashlib.sha256(repr((_version(), name, forms)).encode()).hexdigest()
     file_name = f"{name.replace(' ', '-')}-{digest[:32]}.o"
@@ -331,9 +354,30 @@ def _object_code(machine: Any, num_arguments: int, write: Callable[[Code], None]
     return code
 
 
+@dataclass(frozen=True, slots=True)
+class _Processor:
+    """What code is compiled for, by LLVM's names; `flags` are features beside those of `name`."""
+
+    name: str
+    flags: str
+    features: frozenset[str]
+
+
+# Processors that can be asked for instead of this one, and what kernels may use there.
+_LEVELS = {"x86-64-v3": frozenset({"sse2", "avx2"})}
+
+
 @cache
-def _features() -> str:
-    return str(llvm.get_host_cpu_features().flatten())
+def _processor() -> _Processor:
+    """Return this processor, or the one that the environment names. Raises RuntimeError."""
+    name = os.environ.get("KVCHAT_CPU")
+    if name is not None:
+        if name not in _LEVELS:
+            raise RuntimeError(f"KVCHAT_CPU is none of {', '.join(_LEVELS)}: {name[:40]!r}")
+        return _Processor(name, "", _LEVELS[name])
+    features = llvm.get_host_cpu_features()
+    present = frozenset(feature for feature, is_there in features.items() if is_there)
+    return _Processor(llvm.get_host_cpu_name(), features.flatten(), present)
 
 
 @cache
@@ -341,10 +385,10 @@ def _version() -> tuple[str, ...]:
     """Return what all compiled code depends on: the processor, LLVM, and the sources here."""
     sources = sorted(Path(__file__).parent.glob("*.py"))
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
-    return (llvm.get_host_cpu_name(), _features(), llvmlite.__version__, digest)
+    processor = _processor()
+    return (processor.name, processor.flags, llvmlite.__version__, digest)
 
 
-@cache
 def has_feature(name: str) -> bool:
-    """Return whether this processor has a feature, by LLVM's name for it."""
-    return bool(llvm.get_host_cpu_features().get(name, False))
+    """Return whether the processor has a feature, by LLVM's name for it."""
+    return name in _processor().features

@@ -6,7 +6,7 @@ several times and the sums do not wait for each other. Every product of two rows
 own, so a row's result does not depend on the rows beside it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 from functools import cache
 
@@ -16,7 +16,7 @@ from kvchat_kernels.cpu.step import Header
 
 # Rows of weights and of activations that are multiplied together.
 WEIGHT_ROWS = 4
-_MOST_X = 3
+_X_COUNTS = (3, 2, 1)
 # Bytes ahead that weights are asked for.
 _AHEAD = 1024
 # A unit's weights: long enough runs of memory for the processor to read ahead in.
@@ -59,6 +59,32 @@ def product_kernel(stored: Stored, has_bias: bool) -> Kernel:
     )
 
 
+def write_tiles(
+    code: Code,
+    start: Value,
+    end: Value,
+    x_counts: Sequence[int],
+    write_tile: Callable[[Sequence[Value], Sequence[Value]], None],
+) -> None:
+    """Write the products of the rows [`start`, `end`) of a matrix with all rows of activations.
+
+    `write_tile` writes those of some rows of weights with some of activations, as many as one of
+    `x_counts`, of which the last is 1.
+    """
+    quarter = (end - start) // WEIGHT_ROWS
+    num_rows = code.header(Header.NUM_ROWS)
+    with code.loop(start, start + quarter) as row:
+        rows = [row + quarter * i for i in range(WEIGHT_ROWS)]
+        done = code.whole(0)
+        for count in x_counts:
+            tiled = done + (num_rows - done) // count * count
+            with code.loop(done, tiled, count) as first:
+                write_tile(rows, [first + i for i in range(count)])
+            done = tiled
+    with code.loop(start + quarter * WEIGHT_ROWS, end) as row, code.loop(0, num_rows) as x_row:
+        write_tile([row], [x_row])
+
+
 class _Product:
     def __init__(self, code: Code, stored: Stored, has_bias: bool) -> None:
         self._code = code
@@ -74,25 +100,12 @@ class _Product:
         code = self._code
         start = code.unit * code.field(Place.CHUNK)
         end = code.least(start + code.field(Place.CHUNK), code.field(Place.NUM_OUT))
-        quarter = (end - start) // WEIGHT_ROWS
-        num_rows = code.header(Header.NUM_ROWS)
-        left = num_rows % _MOST_X
-        tiled = num_rows - left
-        with code.loop(start, start + quarter) as row:
-            rows = [row + quarter * i for i in range(WEIGHT_ROWS)]
-            with code.loop(0, tiled, _MOST_X) as first:
-                self._write_tile(rows, first, _MOST_X)
-            for count in range(1, _MOST_X):
-                is_left = (left > count - 1) & (left < count + 1)
-                with code.when(is_left):
-                    self._write_tile(rows, tiled, count)
-        with code.loop(start + quarter * WEIGHT_ROWS, end) as row, code.loop(0, num_rows) as first:
-            self._write_tile([row], first, 1)
+        write_tiles(code, start, end, _X_COUNTS, self._write_tile)
 
-    def _write_tile(self, rows: Sequence[Value], first: Value, num_x: int) -> None:
+    def _write_tile(self, rows: Sequence[Value], x_rows: Sequence[Value]) -> None:
         code = self._code
         weights = [self._weights + row * self._row_bytes for row in rows]
-        activations = [self._x + (first + i) * self._x_stride for i in range(num_x)]
+        activations = [self._x + x_row * self._x_stride for x_row in x_rows]
         zero = code.floats(0.0)
         sums = [[code.variable(zero) for _ in activations] for _ in weights]
         columns = 64 // self._stored.num_bytes
@@ -109,8 +122,8 @@ class _Product:
                     for x, total in zip(xs, of_row, strict=True):
                         total.set(total.get() + weight * x)
         for row, of_row in zip(rows, sums, strict=True):
-            for j, total in enumerate(of_row):
-                self._store(code.total(total.get()), row, first + j)
+            for x_row, total in zip(x_rows, of_row, strict=True):
+                self._store(code.total(total.get()), row, x_row)
 
     def _store(self, value: Value, row: Value, x_row: Value) -> None:
         code = self._code

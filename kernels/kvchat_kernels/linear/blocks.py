@@ -3,14 +3,18 @@
 The layouts of GGUF files' blocks fit it without a loss: a weight is `level * scale + minimum`.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
 # Columns that a packed byte row of 4 bits holds together, as GGUF has them: byte `i` of 16 has
 # column `i` in its low bits and column `16 + i` in its high bits.
 COLUMNS = 32
+# How many blocks alternate in an interleaved row, and in what is left of it.
+GROUPS = (8, 4, 2, 1)
+# What alternates: 4 bytes of levels, and 4 columns of activations.
+WORD = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +25,12 @@ class Layout:
     block: int
     is_half: bool
     has_minimums: bool
+    is_interleaved: bool
+
+    @property
+    def activation_bits(self) -> int:
+        """The bits that activations are rounded to on a CPU, 16 or 8."""
+        return 16 if self.bits == 8 else 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +41,8 @@ class BlockWeights:
     levels     8 bits: int8 [out, in]; 4 bits: uint8 [out, in / 2], levels 0 to 15
     scales     float16 or float32 [out, in / block]
     minimums   as `scales`, None where they are all 0; blocks of 16 have none, 4 bits always
+
+    Levels of 4 bits may be interleaved (`interleaved`), as compiled code for a CPU reads them.
     """
 
     bits: int
@@ -38,6 +50,7 @@ class BlockWeights:
     levels: torch.Tensor
     scales: torch.Tensor
     minimums: torch.Tensor | None
+    is_interleaved: bool = False
 
     def __post_init__(self) -> None:
         assert (self.bits, self.block) in ((8, 32), (8, 16), (4, 32))
@@ -45,13 +58,14 @@ class BlockWeights:
         has_minimums = self.minimums is not None
         assert has_minimums or self.bits == 8
         assert not (has_minimums and self.block == 16)
+        assert self.bits == 4 or not self.is_interleaved
         assert all(part.is_contiguous() for part in (self.levels, self.scales)), "code reads memory"
         assert self.minimums is None or self.minimums.is_contiguous()
 
     @property
     def layout(self) -> Layout:
-        is_half = self.scales.dtype == torch.float16
-        return Layout(self.bits, self.block, is_half, self.minimums is not None)
+        is_half, has_minimums = self.scales.dtype == torch.float16, self.minimums is not None
+        return Layout(self.bits, self.block, is_half, has_minimums, self.is_interleaved)
 
     @property
     def num_out(self) -> int:
@@ -77,22 +91,20 @@ class BlockWeights:
         """Return the matrix on `device`."""
         minimums = self.minimums.to(device) if self.minimums is not None else None
         levels, scales = self.levels.to(device), self.scales.to(device)
-        return BlockWeights(self.bits, self.block, levels, scales, minimums)
+        return replace(self, levels=levels, scales=scales, minimums=minimums)
 
     def rows(self, start: int, end: int) -> "BlockWeights":
         """Return rows [`start`, `end`); they share memory with these."""
         minimums = self.minimums[start:end] if self.minimums is not None else None
-        return BlockWeights(
-            self.bits, self.block, self.levels[start:end], self.scales[start:end], minimums
-        )
+        levels, scales = self.levels[start:end], self.scales[start:end]
+        return replace(self, levels=levels, scales=scales, minimums=minimums)
 
 
 def reordered(weights: BlockWeights, order: torch.Tensor) -> BlockWeights:
     """Return the rows in another order, copied."""
     minimums = weights.minimums[order] if weights.minimums is not None else None
-    return BlockWeights(
-        weights.bits, weights.block, weights.levels[order], weights.scales[order], minimums
-    )
+    levels, scales = weights.levels[order], weights.scales[order]
+    return replace(weights, levels=levels, scales=scales, minimums=minimums)
 
 
 def joined(parts: Sequence[BlockWeights]) -> BlockWeights:
@@ -106,13 +118,59 @@ def joined(parts: Sequence[BlockWeights]) -> BlockWeights:
     if len(parts) == 1:
         return first
     minimums = [part.minimums for part in parts if part.minimums is not None]
-    return BlockWeights(
-        first.bits,
-        first.block,
-        torch.cat([part.levels for part in parts]),
-        torch.cat([part.scales for part in parts]),
-        torch.cat(minimums) if minimums else None,
+    return replace(
+        first,
+        levels=torch.cat([part.levels for part in parts]),
+        scales=torch.cat([part.scales for part in parts]),
+        minimums=torch.cat(minimums) if minimums else None,
     )
+
+
+def interleaved(weights: BlockWeights) -> BlockWeights:
+    """Return weights of 4 bits whose levels are interleaved, copied; scales are shared.
+
+    Of 8 blocks in a row, the first 4 bytes of each lie side by side, then their second 4 bytes, and
+    so on: one vector has levels of 8 blocks, whose products with as many activations are added in
+    lanes of their own. Blocks beyond a multiple of 8 are taken in groups of 4, 2 and 1.
+    """
+    assert weights.bits == 4
+    assert not weights.is_interleaved
+    words = weights.levels.view(weights.num_out, -1, COLUMNS // 2)
+    return replace(weights, levels=alternating(words), is_interleaved=True)
+
+
+def alternating(blocks: torch.Tensor) -> torch.Tensor:
+    """Return values [rows, blocks, n] as rows whose blocks alternate, [rows, blocks * n], copied.
+
+    Activations of interleaved weights lie so, the columns of low bits before those of high bits.
+    """
+    out = torch.empty_like(blocks).view(len(blocks), -1)
+    for start, size, count in _groups(blocks.shape[1]):
+        group = blocks[:, start : start + size * count].unflatten(1, (count, size))
+        words = group.unflatten(3, (-1, WORD)).transpose(2, 3).flatten(1)
+        first = start * blocks.shape[2]
+        out[:, first : first + words.shape[1]] = words
+    return out
+
+
+def in_order(rows: torch.Tensor, width: int) -> torch.Tensor:
+    """Return rows of alternating blocks as `alternating` took them, [rows, blocks, width]."""
+    out = rows.new_empty(len(rows), rows.shape[1] // width, width)
+    for start, size, count in _groups(out.shape[1]):
+        end = start + size * count
+        words = rows[:, start * width : end * width].unflatten(1, (count, -1, size, WORD))
+        out[:, start:end] = words.transpose(2, 3).flatten(3).flatten(1, 2)
+    return out
+
+
+def _groups(num_blocks: int) -> Iterator[tuple[int, int, int]]:
+    """Yield runs of groups: the first block, the blocks of a group, and the number of groups."""
+    start = 0
+    for size in GROUPS:
+        count = (num_blocks - start) // size
+        if count:
+            yield start, size, count
+        start += size * count
 
 
 def dequantised(weights: BlockWeights) -> torch.Tensor:
@@ -120,6 +178,8 @@ def dequantised(weights: BlockWeights) -> torch.Tensor:
     levels = weights.levels
     if weights.bits == 4:
         packed = levels.view(weights.num_out, -1, COLUMNS // 2)
+        if weights.is_interleaved:
+            packed = in_order(levels, COLUMNS // 2)
         levels = torch.cat((packed & 15, packed >> 4), dim=-1)
     blocks = levels.view(weights.num_out, -1, weights.block).float()
     blocks = blocks * weights.scales.float()[..., None]

@@ -6,7 +6,7 @@ matrix product; the weights are held once.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -15,7 +15,14 @@ import numpy as np
 import torch
 
 from kvchat_kernels.cpu_products import linear_of_few_sizes, multiplies_in
-from kvchat_kernels.linear.blocks import COLUMNS, BlockWeights, dequantised
+from kvchat_kernels.linear.blocks import (
+    COLUMNS,
+    BlockWeights,
+    alternating,
+    dequantised,
+    in_order,
+    interleaved,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -28,16 +35,16 @@ _TILE_BYTES = 1 << 20
 # A tile of 16-bit weights in float32: a matrix whole, where it is not that of a large model. Tiles
 # of 1 MiB took up to 1.9 times as long (896 x 4,864, 256 rows).
 _FLOAT_TILE_BYTES = 1 << 24
-# As in the compiled code: the largest level of an activation, and the least that a block's largest
-# value counts as.
-_MOST, _LEAST = 32767.0, 1e-30
+# As in the compiled code: the largest level of an activation by its bits, and the least that a
+# block's largest value counts as.
+_MOST, _LEAST = {16: 32767.0, 8: 127.0}, 1e-30
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Activation rows in 16 bits, in blocks of 32 columns.
+    """Activation rows in blocks of 32 columns.
 
-    levels          int16 [num_rows, in]
+    levels          [num_rows, in], int16, or int8 whose blocks alternate as `alternating` has them
     scales, sums    float32 [num_rows, in / 32]; a sum is that of a block's levels times its scale
     """
 
@@ -50,54 +57,80 @@ class Rows:
 
     def values(self) -> torch.Tensor:
         """Return what the levels stand for, float32 [num_rows, in]."""
-        blocks = self.levels.view(*self.scales.shape, COLUMNS) * self.scales[..., None]
-        return blocks.view(self.levels.shape)
+        levels = self.levels.view(*self.scales.shape, COLUMNS)
+        if self.bits == 8:
+            levels = in_order(self.levels, COLUMNS)
+        return (levels * self.scales[..., None]).view(self.levels.shape)
+
+    @property
+    def bits(self) -> int:
+        return 8 * self.levels.itemsize
 
 
 class BlockProduct:
-    """Multiplies rows with one block matrix, which it keeps. Thread-safe."""
+    """Multiplies rows with one block matrix, which it keeps; 4 bits interleaved. Thread-safe.
+
+    Activations of few rows are rounded first, and those of many where the rounding is to 8 bits:
+    so a history that was read and one that was answered differ by the order of sums alone.
+    """
 
     def __init__(self, weights: BlockWeights) -> None:
-        self.weights = weights
+        is_ready = weights.bits == 8 or weights.is_interleaved
+        self.weights = weights if is_ready else interleaved(weights)
         self._kernels = _kernels()
 
     def __deepcopy__(self, memo: object) -> "BlockProduct":
         return self  # nothing ever changes it
 
-    def __call__(self, rows: Rows) -> torch.Tensor:
-        """Return rows @ weights.T, float32 [num_rows, out]."""
-        if len(rows) > FEW_ROWS or self._kernels is None:
-            return self.of_many(rows.values())
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x [num_rows, in] float32 @ weights.T, float32 [num_rows, out]."""
+        bits = self.weights.layout.activation_bits
+        if len(x) > FEW_ROWS and bits == 16:
+            return self._of_many(x)  # 16 bits keep all that matters
+        return self.of_rows(rows_of(x, bits))
+
+    def of_rows(self, rows: Rows) -> torch.Tensor:
+        """Return the product of rounded rows."""
+        if self._kernels is None:
+            return self._of_many(rows.values())
+        if len(rows) > FEW_ROWS:
+            return self._of_many(_as_they_lie(rows))
         out = torch.empty(len(rows), self.weights.num_out, dtype=torch.float32)
         self._kernels.multiply_blocks(self.weights, rows, out)
         return out
 
-    def of_many(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x [num_rows, in] float32 times the weights, unpacked tile by tile."""
-        weights = self.weights
-        out = x.new_empty(len(x), weights.num_out)
-        for start, end, tile in self._tiles():
+    def _of_many(self, x: torch.Tensor) -> torch.Tensor:
+        """Multiply with weights that are unpacked tile by tile; columns of `x` lie as theirs."""
+        out = x.new_empty(len(x), self.weights.num_out)
+        for start, end, tile in _tiles(self.weights, self._kernels):
             torch.mm(x, tile.t(), out=out[:, start:end])
         return out
 
-    def unpack(self, out: torch.Tensor) -> None:
-        """Write the whole matrix to `out` [out, in], of any floating dtype, tile by tile."""
-        for start, end, tile in self._tiles():
-            out[start:end] = tile
 
-    def _tiles(self) -> Any:
-        """Yield runs of rows, [start, end), and their weights in float32, valid until the next."""
-        weights = self.weights
-        step = max(1, _TILE_BYTES // (4 * weights.num_in))
-        room = torch.empty(min(step, weights.num_out), weights.num_in, dtype=torch.float32)
-        for start in range(0, weights.num_out, step):
-            end = min(start + step, weights.num_out)
-            if self._kernels is None:
-                yield start, end, dequantised(weights.rows(start, end))
-            else:
-                tile = room[: end - start]
-                self._kernels.unpack_blocks(weights, start, end, tile)
-                yield start, end, tile
+def unpack(weights: BlockWeights, out: torch.Tensor) -> None:
+    """Write a matrix that is not interleaved to `out` [out, in], of any floating dtype."""
+    assert not weights.is_interleaved
+    for start, end, tile in _tiles(weights, _kernels()):
+        out[start:end] = tile
+
+
+def _tiles(
+    weights: BlockWeights, kernels: "_Kernels | None"
+) -> Iterator[tuple[int, int, torch.Tensor]]:
+    """Yield runs of rows, [start, end), and their weights in float32, valid until the next.
+
+    Without compiled code columns are in order, with it as they lie.
+    """
+    step = max(1, _TILE_BYTES // (4 * weights.num_in))
+    room = torch.empty(min(step, weights.num_out), weights.num_in, dtype=torch.float32)
+    for start in range(0, weights.num_out, step):
+        end = min(start + step, weights.num_out)
+        if kernels is None:
+            yield start, end, dequantised(weights.rows(start, end))
+        else:
+            tile = room[: end - start]
+            kernels.unpack_blocks(weights, start, end, tile)
+            yield start, end, tile
 
 
 class FloatProduct:
@@ -139,27 +172,37 @@ class FloatProduct:
             out += self._float_bias
 
 
-def rows_of(x: torch.Tensor) -> Rows:
-    """Round activation rows x [num_rows, in] float32 to 16 bits; `in` is a multiple of 32."""
+def rows_of(x: torch.Tensor, bits: int) -> Rows:
+    """Round activation rows x [num_rows, in] float32 to 16 or 8 bits; `in` is a multiple of 32."""
     x = x.contiguous()
     num_rows, num_in = x.shape
     kernels = _kernels()
     if kernels is None:
-        return _rounded_plainly(x)
-    levels = torch.empty(num_rows, num_in, dtype=torch.int16)
+        return _rounded_plainly(x, bits)
+    levels = torch.empty(num_rows, num_in, dtype=torch.int16 if bits == 16 else torch.int8)
     scales, sums = torch.empty(2, num_rows, num_in // COLUMNS, dtype=torch.float32).unbind()
     rows = Rows(levels, scales, sums)
     kernels.round_rows(x, rows)
     return rows
 
 
-def _rounded_plainly(x: torch.Tensor) -> Rows:
+def _rounded_plainly(x: torch.Tensor, bits: int) -> Rows:
     blocks = x.view(len(x), -1, COLUMNS)
     largest = blocks.abs().amax(dim=-1).clamp_(min=_LEAST)
-    levels = (blocks * (_MOST / largest)[..., None]).round_()
-    scales = largest / _MOST
+    levels = (blocks * (_MOST[bits] / largest)[..., None]).round_()
+    scales = largest / _MOST[bits]
     sums = levels.sum(dim=-1) * scales
+    if bits == 8:
+        return Rows(alternating(levels.to(torch.int8)), scales, sums)
     return Rows(levels.to(torch.int16).view(x.shape), scales, sums)
+
+
+def _as_they_lie(rows: Rows) -> torch.Tensor:
+    """Return what the levels stand for, their columns not put in order: float32 [num_rows, in]."""
+    if rows.bits == 16:
+        return rows.values()
+    scales = rows.scales[..., None].expand(-1, -1, COLUMNS)
+    return alternating(scales).mul_(rows.levels)
 
 
 @cache
@@ -176,20 +219,20 @@ class _Kernels:
     """Runs one kernel at a time; importing llvmlite waits until one is needed."""
 
     def __init__(self) -> None:
-        from kvchat_kernels.cpu import block_products, products
+        from kvchat_kernels.cpu import block_products, block_rows, products
         from kvchat_kernels.cpu.maths import stored_as
         from kvchat_kernels.cpu.program import Operation, run_units
         from kvchat_kernels.cpu.step import NUM_HEADERS
 
-        self._blocks, self._floats = block_products, products
+        self._blocks, self._rows, self._floats = block_products, block_rows, products
         self._stored_as = stored_as
         self._operation: Callable[..., Any] = Operation
         self._run_units = run_units
         self._num_headers = NUM_HEADERS
-        block_products.rounding_kernel()  # raises what compiling raises
+        block_rows.rounding_kernel(16)  # raises what compiling raises
 
     def multiply_blocks(self, weights: BlockWeights, rows: Rows, out: torch.Tensor) -> None:
-        place = self._blocks.Place
+        place = self._rows.Place
         task = self._block_task(weights)
         task[place.X] = rows.levels.data_ptr()
         task[place.X_SCALES] = rows.scales.data_ptr()
@@ -202,30 +245,30 @@ class _Kernels:
         self._run(kernel, task, len(rows), weights.num_out, chunk, weights.num_in)
 
     def unpack_blocks(self, weights: BlockWeights, start: int, end: int, out: torch.Tensor) -> None:
-        place = self._blocks.Place
+        place = self._rows.Place
         task = self._block_task(weights)
         task[place.FIRST], task[place.NUM_OUT] = start, end
         task[place.OUT] = out.data_ptr()
         chunk = task[place.CHUNK] = 16
-        kernel = self._blocks.unpacking_kernel(weights.layout)
+        kernel = self._rows.unpacking_kernel(weights.layout)
         self._run(kernel, task, 1, end - start, chunk, weights.num_in)
 
     def round_rows(self, x: torch.Tensor, rows: Rows) -> None:
-        place = self._blocks.Place
-        task = np.zeros(self._blocks.NUM_PLACES, np.int64)
+        place = self._rows.Place
+        task = np.zeros(self._rows.NUM_PLACES, np.int64)
         task[place.NUM_BLOCKS] = x.shape[1] // COLUMNS
         task[place.FLOATS] = x.data_ptr()
         task[place.X] = rows.levels.data_ptr()
         task[place.X_SCALES] = rows.scales.data_ptr()
         task[place.X_SUMS] = rows.sums.data_ptr()
-        self._run(self._blocks.rounding_kernel(), task, 1, len(x), 1, x.shape[1])
+        self._run(self._rows.rounding_kernel(rows.bits), task, 1, len(x), 1, x.shape[1])
 
     def multiply_floats(
         self, weight: torch.Tensor, bias: torch.Tensor | None, x: torch.Tensor, out: torch.Tensor
     ) -> None:
         place = self._floats.Place
         num_out, num_in = weight.shape
-        task = np.zeros(self._blocks.NUM_PLACES, np.int64)
+        task = np.zeros(self._rows.NUM_PLACES, np.int64)
         task[place.WEIGHTS] = weight.data_ptr()
         task[place.NUM_OUT], task[place.NUM_IN] = num_out, num_in
         task[place.X], task[place.X_STRIDE] = x.data_ptr(), num_in * 4
@@ -238,8 +281,8 @@ class _Kernels:
         self._run(kernel, task, len(x), num_out, chunk, num_in)
 
     def _block_task(self, weights: BlockWeights) -> Any:
-        place = self._blocks.Place
-        task = np.zeros(self._blocks.NUM_PLACES, np.int64)
+        place = self._rows.Place
+        task = np.zeros(self._rows.NUM_PLACES, np.int64)
         task[place.NUM_OUT] = weights.num_out
         task[place.NUM_BLOCKS] = weights.num_in // COLUMNS
         task[place.LEVELS] = weights.levels.data_ptr()

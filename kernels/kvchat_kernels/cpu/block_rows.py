@@ -1,0 +1,263 @@
+"""Rows of weights and activations in blocks: where they lie, rounding, and unpacking.
+
+Activations are rounded to whole numbers with a scale for each 32 columns. Beside weights of 8 bits
+they have 16 bits: 2^-16 of the block's largest value, which is below what bfloat16 keeps of it.
+Beside weights of 4 bits they have 8: the weights' own rounding is some 30 times as coarse.
+"""
+
+from collections.abc import Iterator
+from enum import IntEnum
+from functools import cache
+from typing import Any
+
+from llvmlite import ir
+
+from kvchat_kernels.cpu.code import F16, F32, F32S, I8, I16, I32, LANES, Code, Kernel, Value
+from kvchat_kernels.linear.blocks import COLUMNS, GROUPS, WORD, Layout
+
+# The largest level of an activation by its bits, and the least that a block's largest value counts
+# as.
+MOST, LEAST = {16: 32767.0, 8: 127.0}, 1e-30
+_CACHE_LINE = 64
+# Bytes of 4-bit levels that an instruction takes.
+VECTOR_BYTES = 32
+
+_BYTES, _SHORTS = ir.VectorType(I8, 16), ir.VectorType(I16, 16)
+_BLOCK_F, _BLOCK_I = ir.VectorType(F32, COLUMNS), ir.VectorType(I32, COLUMNS)
+_BLOCK_S = ir.VectorType(I16, COLUMNS)
+
+
+class Place(IntEnum):
+    """The task: addresses, and sizes in rows, blocks of 32 columns, and bytes (OUT_STRIDE).
+
+    LEVELS, SCALES, MINIMUMS   of the weights, as BlockWeights has them
+    X, X_SCALES, X_SUMS        rounded activations; a sum is that of a block, times its scale
+    FLOATS                     to round: float32 [rows, columns]
+    OUT, OUT_STRIDE            float32 [rows, out]; to unpack: [out, in]
+    BIAS                       float32 [out]
+    CHUNK                      rows of the matrix of a unit
+    FIRST                      to unpack: the first row
+    """
+
+    NUM_OUT = 1
+    NUM_BLOCKS = 2
+    LEVELS = 4
+    SCALES = 5
+    MINIMUMS = 6
+    X = 7
+    X_SCALES = 8
+    X_SUMS = 9
+    OUT = 10
+    OUT_STRIDE = 11
+    BIAS = 12
+    CHUNK = 13
+    FLOATS = 14
+    FIRST = 15
+
+
+NUM_PLACES = 16
+
+
+@cache
+def rounding_kernel(bits: int) -> Kernel:
+    """Return the kernel that rounds activations to 16 or 8 bits. Units: rows.
+
+    The blocks of 8 bits alternate, as those of interleaved weights do.
+    """
+    return Kernel("rounding", (bits,), lambda code: _write_rounding(code, bits))
+
+
+@cache
+def unpacking_kernel(layout: Layout) -> Kernel:
+    """Return the kernel that writes rows of a matrix as float32. Units: chunks from FIRST on.
+
+    The columns of interleaved weights come as they lie, which is how activations lie beside them.
+    """
+    return Kernel("unpacking", (layout,), lambda code: _write_unpacking(code, layout))
+
+
+class WeightRow:
+    """The addresses of a row of weights."""
+
+    def __init__(self, code: Code, layout: Layout, row: Value) -> None:
+        self._code = code
+        self._layout = layout
+        self._scale_bytes = 2 if layout.is_half else 4
+        blocks = row * code.field(Place.NUM_BLOCKS)
+        self.levels_at = code.field(Place.LEVELS) + blocks * (COLUMNS * layout.bits // 8)
+        offset = blocks * (self._scale_bytes * (COLUMNS // layout.block))
+        self._scales = code.field(Place.SCALES) + offset
+        self._minimums = code.field(Place.MINIMUMS) + offset
+
+    def levels(self, index: Value) -> list[Value]:
+        """Load the levels of 32 columns: two vectors of 16 x 16 bits."""
+        code = self._code
+        if self._layout.bits == 8:
+            start = index * COLUMNS
+            loaded = [code.load(self.levels_at, start + at, _BYTES) for at in (0, 16)]
+            return [code.convert("sext", half, _SHORTS) for half in loaded]
+        packed = code.load(self.levels_at, index * (COLUMNS // 2), _BYTES)
+        both = code.convert("zext", packed, _SHORTS)
+        return [both & 15, both >> 4]
+
+    def nibbles(self, index: Value, size: int) -> list[tuple[Value, Value]]:
+        """Load the levels of a group of blocks: vectors of the low bits and of the high bits."""
+        code, num_bytes = self._code, size * COLUMNS // 2
+        width = min(VECTOR_BYTES, num_bytes)
+        start, kind = index * (COLUMNS // 2), ir.VectorType(I8, width)
+        loaded = [code.load(self.levels_at, start + at, kind) for at in range(0, num_bytes, width)]
+        return [(packed & 15, packed >> 4) for packed in loaded]
+
+    def prefetch(self, index: Value, count: int, ahead: int) -> None:
+        """Ask for the levels of `count` blocks that lie `ahead` bytes behind those at `index`."""
+        block_bytes = COLUMNS * self._layout.bits // 8
+        for line in range(0, count * block_bytes, _CACHE_LINE):
+            self._code.prefetch(self.levels_at, index * block_bytes + (line + ahead))
+
+    def scales(self, index: Value, count: int = 1) -> Value:
+        return self._floats(self._scales, index, count)
+
+    def minimums(self, index: Value, count: int = 1) -> Value:
+        return self._floats(self._minimums, index, count)
+
+    def _floats(self, address: Value, index: Value, count: int) -> Value:
+        """Load one float, or a vector of `count` from `index` on, as float32."""
+        kind, wide = (F16 if self._layout.is_half else F32), F32
+        if count > 1:
+            kind, wide = ir.VectorType(kind, count), ir.VectorType(F32, count)
+        loaded = self._code.load(address, index * self._scale_bytes, kind)
+        return self._code.convert("fpext", loaded, wide) if self._layout.is_half else loaded
+
+
+class ActivationRow:
+    """The addresses of a row of activations in `bits`."""
+
+    def __init__(self, code: Code, row: Value, bits: int) -> None:
+        self._code = code
+        blocks = row * code.field(Place.NUM_BLOCKS)
+        self._x = code.field(Place.X) + blocks * (bits // 8 * COLUMNS)
+        self._scales = code.field(Place.X_SCALES) + blocks * 4
+        self._sums = code.field(Place.X_SUMS) + blocks * 4
+
+    def levels(self, index: Value) -> list[Value]:
+        """Load a block in 16 bits: two vectors of 16."""
+        start = index * (2 * COLUMNS)
+        return [self._code.load(self._x, start + at, _SHORTS) for at in (0, 32)]
+
+    def beside(self, index: Value, size: int) -> list[tuple[Value, Value]]:
+        """Load a group of blocks in 8 bits, as `WeightRow.nibbles` loads what they lie beside."""
+        half = size * COLUMNS // 2
+        width = min(VECTOR_BYTES, half)
+        kind, start = ir.VectorType(I8, width), index * COLUMNS
+        load = self._code.load
+        return [
+            (load(self._x, start + at, kind), load(self._x, start + (half + at), kind))
+            for at in range(0, half, width)
+        ]
+
+    def scales(self, index: Value, kind: Any) -> Value:
+        return self._code.load(self._scales, index * 4, kind)
+
+    def sums(self, index: Value, kind: Any) -> Value:
+        return self._code.load(self._sums, index * 4, kind)
+
+
+def each_group(code: Code, num_blocks: Value) -> Iterator[tuple[Value, int]]:
+    """Write loops over the groups of a row; each body gets the first block and their number."""
+    start = code.whole(0)
+    for size in GROUPS:
+        end = start + (num_blocks - start) // size * size
+        with code.loop(start, end, size) as index:
+            yield index, size
+        start = end
+
+
+# Unpacking
+
+
+def _write_unpacking(code: Code, layout: Layout) -> None:
+    """Write: each row of the matrix as float32, FIRST at the beginning of OUT."""
+    count = code.field(Place.NUM_BLOCKS)
+    first = code.field(Place.FIRST)
+    start = first + code.unit * code.field(Place.CHUNK)
+    end = code.least(start + code.field(Place.CHUNK), code.field(Place.NUM_OUT))
+    with code.loop(start, end) as number:
+        row = WeightRow(code, layout, number)
+        out = code.field(Place.OUT) + (number - first) * (count * (4 * COLUMNS))
+        if layout.is_interleaved:
+            for index, size in each_group(code, count):
+                _unpack_group(code, row, index, size, out)
+        else:
+            with code.loop(0, count) as index:
+                _unpack_block(code, layout, row, index, out)
+
+
+def _unpack_block(code: Code, layout: Layout, row: WeightRow, index: Value, out: Value) -> None:
+    wide = ir.VectorType(F32, 16)
+    places = index * (COLUMNS // layout.block)
+    for half, levels in enumerate(row.levels(index)):
+        place = places + (half if layout.block == 16 else 0)
+        values = code.convert("sitofp", levels, wide) * code.spread(row.scales(place), 16)
+        if layout.has_minimums:
+            values = values + code.spread(row.minimums(place), 16)
+        code.store(values, out, index * (4 * COLUMNS) + 64 * half)
+
+
+def _unpack_group(code: Code, row: WeightRow, index: Value, size: int, out: Value) -> None:
+    """Write a group of blocks of 4 bits: the columns of low bits, then those of high bits."""
+    scales, minimums = row.scales(index, size), row.minimums(index, size)
+    per_vector = min(VECTOR_BYTES, size * COLUMNS // 2)
+    for number, pair in enumerate(row.nibbles(index, size)):
+        for half, levels in enumerate(pair):
+            start = index * COLUMNS + (half * size * COLUMNS // 2 + number * per_vector)
+            for at in range(0, per_vector, LANES):
+                lanes = [(at + lane) // WORD % size for lane in range(LANES)]
+                values = code.picked(levels, range(at, at + LANES))
+                values = code.convert("uitofp", values, F32S) * code.picked(scales, lanes)
+                code.store(values + code.picked(minimums, lanes), out, (start + at) * 4)
+
+
+# Rounding
+
+
+def _write_rounding(code: Code, bits: int) -> None:
+    """Write: each block of 32 values of a row as levels, with its scale and its sum."""
+    count = code.field(Place.NUM_BLOCKS)
+    if bits == 8:
+        for index, size in each_group(code, count):
+            for number in range(size):
+                levels = _round_block(code, code.unit * count + (index + number), bits)
+                _store_alternating(code, levels, code.unit * count + index, number, size)
+    else:
+        start = code.unit * count
+        with code.loop(start, start + count) as index:
+            levels = code.convert("trunc", _round_block(code, index, bits), _BLOCK_S)
+            code.store(levels, code.field(Place.X), index * (2 * COLUMNS))
+
+
+def _round_block(code: Code, index: Value, bits: int) -> Value:
+    """Store the scale and the sum of a block; return its levels, 32 x 32 bits."""
+    values = code.load(code.field(Place.FLOATS), index * (4 * COLUMNS), _BLOCK_F)
+    magnitudes = code.call("llvm.fabs.v32f32", _BLOCK_F, values)
+    # nnan: a tree of comparisons
+    name = "llvm.vector.reduce.fmax.v32f32"
+    largest = code.call(name, F32, magnitudes, fastmath=("nnan", "nsz"))
+    largest = code.greatest(largest, code.single(LEAST))
+    inverse = code.spread(code.single(MOST[bits]) / largest, COLUMNS)
+    rounded = code.call("llvm.rint.v32f32", _BLOCK_F, values * inverse)
+    levels = code.convert("fptosi", rounded, _BLOCK_I)
+    scale = largest / MOST[bits]
+    code.store(scale, code.field(Place.X_SCALES), index * 4)
+    total = code.call("llvm.vector.reduce.add.v32i32", I32, levels)
+    code.store(code.convert("sitofp", total, F32) * scale, code.field(Place.X_SUMS), index * 4)
+    return levels
+
+
+def _store_alternating(code: Code, levels: Value, start: Value, number: int, size: int) -> None:
+    """Store the levels of the block `number` of a group in 8 bits; the group is at `start`."""
+    narrow = code.convert("trunc", levels, ir.VectorType(I8, COLUMNS))
+    num_words = COLUMNS // WORD
+    words = code.as_bits(narrow, ir.VectorType(I32, num_words))
+    for place in range(num_words):
+        offset = start * COLUMNS + WORD * (place * size + number)
+        code.store(code.lane(words, place), code.field(Place.X), offset)
