@@ -20,8 +20,11 @@ from support.real_shapes import REAL_SHAPES, save_random
 from support.soak_sizes import short_and_long
 
 _BLOCK_SIZE = 16
-# What a row of logits may be off by, of its length: the model in `auto` rounds to bfloat16.
-_MOST_OFF = {"auto": 0.05, "int8": 0.002, "int4": 0.002}
+# What a row of logits may be off by, of its length. The model in `auto` rounds to bfloat16. Beside
+# weights of 4 bits the activations have 8 bits, which the twin does not round: 0.019 was measured.
+# (A twin that rounds them is no closer: a last bit of float32 decides which of two levels an
+# activation takes, and the float32 and the float64 twin then differ by 0.01.)
+_MOST_OFF = {"auto": 0.05, "int8": 0.002, "int4": 0.04}
 
 
 @dataclass(frozen=True)
