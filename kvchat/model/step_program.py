@@ -430,6 +430,8 @@ def _block_task(weights: BlockWeights, x: _Rounded) -> _Task:
     }
     if weights.minimums is not None:
         task[place.MINIMUMS] = weights.minimums
+    if weights.steps is not None:
+        task[place.STEPS] = weights.steps
     return task
 
 

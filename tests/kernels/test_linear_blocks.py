@@ -26,6 +26,7 @@ from kvchat_kernels.linear.blocks import (
 from kvchat_kernels.linear.cpu import FEW_ROWS, BlockProduct, FloatProduct, rows_of
 
 SHAPES = [(16, 64), (48, 96), (1, 256), (80, 160), (33, 4864), (17, 2080)]
+STEPPED = [(1, 256), (33, 4864), (16, 2304), (48, 768)]
 # Bits, columns of a block, type of the scales, whether there are minimums.
 KINDS = [
     (8, 32, torch.float16, False),
@@ -34,6 +35,11 @@ KINDS = [
     (8, 16, torch.float32, False),
     (4, 32, torch.float16, True),
     (4, 32, torch.float32, True),
+    (4, 32, torch.float16, False),
+    (4, 32, torch.int8, True),
+    (4, 32, torch.int8, False),
+    (8, 32, torch.int8, True),
+    (8, 16, torch.int8, False),
 ]
 
 
@@ -47,12 +53,16 @@ def random_blocks(
     """Every level, scale and minimum that a file may hold."""
     torch.manual_seed(shape[1] + bits)
     num_out, num_in = shape
-    scales = torch.randn(num_out, num_in // block).to(dtype)
+    scales = torch.randn(num_out, num_in // block)
+    scales = (scales * 30).clamp(-128, 127).to(dtype) if dtype == torch.int8 else scales.to(dtype)
     levels = torch.randint(-128, 128, shape, dtype=torch.int8)
     if bits == 4:
         levels = torch.randint(0, 256, (num_out, num_in // 2), dtype=torch.uint8)
-    minimums = torch.randn_like(scales) if has_minimums else None
-    return BlockWeights(bits, block, levels, scales, minimums)
+    minimums = scales[torch.randperm(num_out)].roll(1, dims=1) if has_minimums else None
+    steps = None
+    if dtype == torch.int8:
+        steps = torch.rand(num_out, num_in // 256, 1 + has_minimums).half() / 30
+    return BlockWeights(bits, block, levels, scales, minimums, steps)
 
 
 def outlying(rows: int, width: int) -> torch.Tensor:
@@ -76,7 +86,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 def test_products_are_those_of_the_unpacked_weights(
     kind: tuple[int, int, torch.dtype, bool], num_rows: int, way: str
 ) -> None:
-    for shape in SHAPES:
+    for shape in STEPPED if kind[2] == torch.int8 else SHAPES:
         weights, x = random_blocks(shape, *kind), outlying(num_rows, shape[1])
         rows = rows_of(x, weights.layout.activation_bits)
 

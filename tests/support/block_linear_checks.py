@@ -26,6 +26,7 @@ class Kind:
 KINDS = (
     Kind(4, 32, torch.float16, True),
     Kind(4, 32, torch.float32, True),
+    Kind(4, 32, torch.float16, False),
     Kind(8, 32, torch.float16, False),
     Kind(8, 32, torch.float32, True),
     Kind(8, 16, torch.float32, False),

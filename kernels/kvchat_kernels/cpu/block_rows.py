@@ -10,10 +10,11 @@ from enum import IntEnum
 from functools import cache
 from typing import Any
 
+import torch
 from llvmlite import ir
 
 from kvchat_kernels.cpu.code import F16, F32, F32S, I8, I16, I32, LANES, Code, Kernel, Value
-from kvchat_kernels.linear.blocks import COLUMNS, GROUPS, WORD, Layout
+from kvchat_kernels.linear.blocks import CENTRE, COLUMNS, GROUPS, STEP_COLUMNS, WORD, Layout
 
 # The largest level of an activation by its bits, and the least that a block's largest value counts
 # as.
@@ -22,6 +23,8 @@ _CACHE_LINE = 64
 # Bytes of 4-bit levels that an instruction takes.
 VECTOR_BYTES = 32
 
+_KINDS = {torch.float16: F16, torch.float32: F32, torch.int8: I8}
+_STEP_BYTES = 2
 _BYTES, _SHORTS = ir.VectorType(I8, 16), ir.VectorType(I16, 16)
 _BLOCK_F, _BLOCK_I = ir.VectorType(F32, COLUMNS), ir.VectorType(I32, COLUMNS)
 _BLOCK_S = ir.VectorType(I16, COLUMNS)
@@ -30,7 +33,7 @@ _BLOCK_S = ir.VectorType(I16, COLUMNS)
 class Place(IntEnum):
     """The task: addresses, and sizes in rows, blocks of 32 columns, and bytes (OUT_STRIDE).
 
-    LEVELS, SCALES, MINIMUMS   of the weights, as BlockWeights has them
+    LEVELS, SCALES, ...        of the weights, as BlockWeights has them
     X, X_SCALES, X_SUMS        rounded activations; a sum is that of a block, times its scale
     FLOATS                     to round: float32 [rows, columns]
     OUT, OUT_STRIDE            float32 [rows, out]; to unpack: [out, in]
@@ -41,6 +44,7 @@ class Place(IntEnum):
 
     NUM_OUT = 1
     NUM_BLOCKS = 2
+    STEPS = 3
     LEVELS = 4
     SCALES = 5
     MINIMUMS = 6
@@ -82,12 +86,15 @@ class WeightRow:
     def __init__(self, code: Code, layout: Layout, row: Value) -> None:
         self._code = code
         self._layout = layout
-        self._scale_bytes = 2 if layout.is_half else 4
+        self._scale_bytes = layout.scales.itemsize
+        self._num_steps = 1 + layout.has_minimums
         blocks = row * code.field(Place.NUM_BLOCKS)
         self.levels_at = code.field(Place.LEVELS) + blocks * (COLUMNS * layout.bits // 8)
         offset = blocks * (self._scale_bytes * (COLUMNS // layout.block))
         self._scales = code.field(Place.SCALES) + offset
         self._minimums = code.field(Place.MINIMUMS) + offset
+        steps = blocks // (STEP_COLUMNS // COLUMNS) * self._num_steps
+        self._steps = code.field(Place.STEPS) + steps * _STEP_BYTES
 
     def levels(self, index: Value) -> list[Value]:
         """Load the levels of 32 columns: two vectors of 16 x 16 bits."""
@@ -115,18 +122,32 @@ class WeightRow:
             self._code.prefetch(self.levels_at, index * block_bytes + (line + ahead))
 
     def scales(self, index: Value, count: int = 1) -> Value:
-        return self._floats(self._scales, index, count)
+        return self._floats(self._scales, index, count, 0)
 
     def minimums(self, index: Value, count: int = 1) -> Value:
-        return self._floats(self._minimums, index, count)
+        """Load minimums; in 4 bits, where there are none, what the level 8 makes of the scales."""
+        if not self._layout.has_minimums:
+            assert self._layout.bits == 4
+            return self.scales(index, count) * -float(CENTRE)
+        return self._floats(self._minimums, index, count, 1)
 
-    def _floats(self, address: Value, index: Value, count: int) -> Value:
-        """Load one float, or a vector of `count` from `index` on, as float32."""
-        kind, wide = (F16 if self._layout.is_half else F32), F32
+    def _floats(self, address: Value, index: Value, count: int, number: int) -> Value:
+        """Load one factor, or a vector of `count` from `index` on, as float32.
+
+        `number` is that of the step that whole factors are multiplied with.
+        """
+        code, kind, wide = self._code, _KINDS[self._layout.scales], F32
         if count > 1:
             kind, wide = ir.VectorType(kind, count), ir.VectorType(F32, count)
-        loaded = self._code.load(address, index * self._scale_bytes, kind)
-        return self._code.convert("fpext", loaded, wide) if self._layout.is_half else loaded
+        loaded = code.load(address, index * self._scale_bytes, kind)
+        if self._layout.scales == torch.float16:
+            return code.convert("fpext", loaded, wide)
+        if self._layout.scales == torch.float32:
+            return loaded
+        place = index // (STEP_COLUMNS // self._layout.block) * self._num_steps + number
+        step = code.convert("fpext", code.load(self._steps, place * _STEP_BYTES, F16), F32)
+        factors = code.convert("sitofp", loaded, wide)
+        return factors * (code.spread(step, count) if count > 1 else step)
 
 
 class ActivationRow:

@@ -3,7 +3,7 @@
 The layouts of GGUF files' blocks fit it without a loss: a weight is `level * scale + minimum`.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,6 +11,10 @@ import torch
 # Columns that a packed byte row of 4 bits holds together, as GGUF has them: byte `i` of 16 has
 # column `i` in its low bits and column `16 + i` in its high bits.
 COLUMNS = 32
+# The level of 4 bits that stands for 0 in weights without minimums.
+CENTRE = 8
+# Columns that share a step, which whole scales and minimums are counted in.
+STEP_COLUMNS = 256
 # How many blocks alternate in an interleaved row, and in what is left of it.
 GROUPS = (8, 4, 2, 1)
 # What alternates: 4 bytes of levels, and 4 columns of activations.
@@ -19,11 +23,11 @@ WORD = 4
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How blocks lie in memory, which compiled code is made for. `is_half`: scales are float16."""
+    """How blocks lie in memory, which compiled code is made for. `scales`: their dtype."""
 
     bits: int
     block: int
-    is_half: bool
+    scales: torch.dtype
     has_minimums: bool
     is_interleaved: bool
 
@@ -39,10 +43,13 @@ class BlockWeights:
 
     bits       8 or 4
     levels     8 bits: int8 [out, in]; 4 bits: uint8 [out, in / 2], levels 0 to 15
-    scales     float16 or float32 [out, in / block]
-    minimums   as `scales`, None where they are all 0; blocks of 16 have none, 4 bits always
+    scales     float16 or float32 [out, in / block], or int8 with `steps`
+    minimums   as `scales`; None: a level of 0 stands for 0, in 4 bits the level 8
+    steps      None, or float16 [out, in / 256, 1 or 2]: what whole scales are multiplied with,
+               and whole minimums
 
-    Levels of 4 bits may be interleaved (`interleaved`), as compiled code for a CPU reads them.
+    Blocks of 16 have no minimums. Levels of 4 bits may be interleaved (`interleaved`), as compiled
+    code for a CPU reads them.
     """
 
     bits: int
@@ -50,22 +57,42 @@ class BlockWeights:
     levels: torch.Tensor
     scales: torch.Tensor
     minimums: torch.Tensor | None
+    steps: torch.Tensor | None = None
     is_interleaved: bool = False
 
     def __post_init__(self) -> None:
         assert (self.bits, self.block) in ((8, 32), (8, 16), (4, 32))
         assert self.scales.shape == (self.num_out, self.num_in // self.block)
-        has_minimums = self.minimums is not None
-        assert has_minimums or self.bits == 8
+        has_minimums, has_steps = self.minimums is not None, self.steps is not None
         assert not (has_minimums and self.block == 16)
         assert self.bits == 4 or not self.is_interleaved
-        assert all(part.is_contiguous() for part in (self.levels, self.scales)), "code reads memory"
-        assert self.minimums is None or self.minimums.is_contiguous()
+        assert has_steps == (self.scales.dtype == torch.int8)
+        if self.steps is not None:
+            assert self.num_in % STEP_COLUMNS == 0
+            assert self.steps.dtype == torch.float16
+            shape = (self.num_out, self.num_in // STEP_COLUMNS, 1 + has_minimums)
+            assert self.steps.shape == shape, self.steps.shape
+        assert all(part.is_contiguous() for part in self.parts().values()), "code reads memory"
+
+    def parts(self) -> dict[str, torch.Tensor]:
+        """Return the tensors there are by their names; rows are their first dimension."""
+        parts = {name: getattr(self, name) for name in ("levels", "scales", "minimums", "steps")}
+        return {name: part for name, part in parts.items() if part is not None}
+
+    def made_of(self, parts: Mapping[str, torch.Tensor]) -> "BlockWeights":
+        """Return weights of this layout of other tensors, named as in `parts`."""
+        levels, scales = parts["levels"], parts["scales"]
+        minimums, steps = parts.get("minimums"), parts.get("steps")
+        return replace(self, levels=levels, scales=scales, minimums=minimums, steps=steps)
+
+    def changed(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "BlockWeights":
+        """Return weights whose tensors are `change` of each of these."""
+        return self.made_of({name: change(part) for name, part in self.parts().items()})
 
     @property
     def layout(self) -> Layout:
-        is_half, has_minimums = self.scales.dtype == torch.float16, self.minimums is not None
-        return Layout(self.bits, self.block, is_half, has_minimums, self.is_interleaved)
+        has_minimums = self.minimums is not None
+        return Layout(self.bits, self.block, self.scales.dtype, has_minimums, self.is_interleaved)
 
     @property
     def num_out(self) -> int:
@@ -77,8 +104,7 @@ class BlockWeights:
 
     @property
     def num_bytes(self) -> int:
-        minimums = self.minimums.nbytes if self.minimums is not None else 0
-        return self.levels.nbytes + self.scales.nbytes + minimums
+        return sum(part.nbytes for part in self.parts().values())
 
     def __deepcopy__(self, memo: object) -> "BlockWeights":
         return self  # nothing ever changes it
@@ -88,23 +114,25 @@ class BlockWeights:
         return self.levels.device
 
     def to(self, device: torch.device) -> "BlockWeights":
-        """Return the matrix on `device`."""
-        minimums = self.minimums.to(device) if self.minimums is not None else None
-        levels, scales = self.levels.to(device), self.scales.to(device)
-        return replace(self, levels=levels, scales=scales, minimums=minimums)
+        """Return the matrix on `device`; anywhere but on a CPU without steps."""
+        weights = self if device.type == "cpu" or self.steps is None else _without_steps(self)
+        return weights.changed(lambda part: part.to(device))
 
     def rows(self, start: int, end: int) -> "BlockWeights":
         """Return rows [`start`, `end`); they share memory with these."""
-        minimums = self.minimums[start:end] if self.minimums is not None else None
-        levels, scales = self.levels[start:end], self.scales[start:end]
-        return replace(self, levels=levels, scales=scales, minimums=minimums)
+        return self.changed(lambda part: part[start:end])
+
+
+def _without_steps(weights: BlockWeights) -> BlockWeights:
+    """Return the same weights whose scales and minimums are float32."""
+    scales, minimums = scales_and_minimums(weights)
+    has_minimums = weights.minimums is not None
+    return replace(weights, scales=scales, minimums=minimums if has_minimums else None, steps=None)
 
 
 def reordered(weights: BlockWeights, order: torch.Tensor) -> BlockWeights:
     """Return the rows in another order, copied."""
-    minimums = weights.minimums[order] if weights.minimums is not None else None
-    levels, scales = weights.levels[order], weights.scales[order]
-    return replace(weights, levels=levels, scales=scales, minimums=minimums)
+    return weights.changed(lambda part: part[order])
 
 
 def joined(parts: Sequence[BlockWeights]) -> BlockWeights:
@@ -117,13 +145,8 @@ def joined(parts: Sequence[BlockWeights]) -> BlockWeights:
         raise ValueError("matrices of other layouts")
     if len(parts) == 1:
         return first
-    minimums = [part.minimums for part in parts if part.minimums is not None]
-    return replace(
-        first,
-        levels=torch.cat([part.levels for part in parts]),
-        scales=torch.cat([part.scales for part in parts]),
-        minimums=torch.cat(minimums) if minimums else None,
-    )
+    tensors = [part.parts() for part in parts]
+    return first.made_of({name: torch.cat([of[name] for of in tensors]) for name in tensors[0]})
 
 
 def interleaved(weights: BlockWeights) -> BlockWeights:
@@ -175,17 +198,29 @@ def _groups(num_blocks: int) -> Iterator[tuple[int, int, int]]:
 
 def dequantised(weights: BlockWeights) -> torch.Tensor:
     """Return the matrix [out, in] in float32."""
-    levels = weights.levels
+    levels, (scales, minimums) = weights.levels, scales_and_minimums(weights)
     if weights.bits == 4:
         packed = levels.view(weights.num_out, -1, COLUMNS // 2)
         if weights.is_interleaved:
             packed = in_order(levels, COLUMNS // 2)
         levels = torch.cat((packed & 15, packed >> 4), dim=-1)
-    blocks = levels.view(weights.num_out, -1, weights.block).float()
-    blocks = blocks * weights.scales.float()[..., None]
-    if weights.minimums is not None:
-        blocks += weights.minimums.float()[..., None]
+    blocks = levels.view(weights.num_out, -1, weights.block).float() * scales[..., None]
+    if minimums is not None:
+        blocks += minimums[..., None]
     return blocks.view(weights.num_out, weights.num_in)
+
+
+def scales_and_minimums(weights: BlockWeights) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return them in float32 [out, in / block]; minimums are None where all are 0."""
+    scales = weights.scales.float()
+    minimums = None if weights.minimums is None else weights.minimums.float()
+    if weights.steps is not None:
+        steps = weights.steps.float().repeat_interleave(STEP_COLUMNS // weights.block, dim=1)
+        scales = scales * steps[..., 0]
+        minimums = None if minimums is None else minimums * steps[..., 1]
+    if minimums is None and weights.bits == 4:
+        minimums = scales * -CENTRE
+    return scales, minimums
 
 
 def fits(num_in: int) -> bool:

@@ -289,6 +289,8 @@ class _Kernels:
         task[place.SCALES] = weights.scales.data_ptr()
         if weights.minimums is not None:
             task[place.MINIMUMS] = weights.minimums.data_ptr()
+        if weights.steps is not None:
+            task[place.STEPS] = weights.steps.data_ptr()
         return task
 
     def _run(

@@ -4,13 +4,23 @@ Formats and their names are ggml's (ggml-common.h). A format that is not listed 
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
 from kvchat_kernels.linear.blocks import BlockWeights
 
 _HALF_ROW = 16
-_Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """Blocks as BlockWeights has them; the first dimension is that of stored blocks."""
+
+    levels: torch.Tensor
+    scales: torch.Tensor
+    minimums: torch.Tensor | None = None
+    steps: torch.Tensor | None = None
 
 
 def block_weights(data: torch.Tensor, name: str) -> BlockWeights | None:
@@ -23,14 +33,16 @@ def block_weights(data: torch.Tensor, name: str) -> BlockWeights | None:
         return None
     bits, block, num_bytes, read = known
     num_out = len(data)
-    levels, scales, minimums = read(data.reshape(-1, num_bytes))
-    return BlockWeights(
-        bits,
-        block,
-        levels.reshape(num_out, -1).contiguous(),
-        scales.reshape(num_out, -1).contiguous(),
-        minimums.reshape(num_out, -1).contiguous() if minimums is not None else None,
-    )
+    parts = read(data.reshape(-1, num_bytes))
+
+    def by_rows(part: torch.Tensor | None, *shape: int) -> torch.Tensor | None:
+        return None if part is None else part.reshape(num_out, -1, *shape).contiguous()
+
+    levels, scales = by_rows(parts.levels), by_rows(parts.scales)
+    assert levels is not None
+    assert scales is not None
+    steps = by_rows(parts.steps, 1 if parts.minimums is None else 2)
+    return BlockWeights(bits, block, levels, scales, by_rows(parts.minimums), steps)
 
 
 def _halves(data: torch.Tensor) -> torch.Tensor:
@@ -60,38 +72,39 @@ def _fifth_bits(data: torch.Tensor) -> torch.Tensor:
 
 
 def _q8_0(data: torch.Tensor) -> _Parts:
-    return data[:, 2:].contiguous().view(torch.int8), _halves(data[:, :2]), None
+    return _Parts(data[:, 2:].contiguous().view(torch.int8), _halves(data[:, :2]))
 
 
 def _q4_0(data: torch.Tensor) -> _Parts:
-    scales = _halves(data[:, :2])
-    return data[:, 2:], scales, -8 * scales
+    return _Parts(data[:, 2:], _halves(data[:, :2]))  # a level of 8 stands for 0
 
 
 def _q4_1(data: torch.Tensor) -> _Parts:
-    return data[:, 4:], _halves(data[:, :2]), _halves(data[:, 2:4])
+    return _Parts(data[:, 4:], _halves(data[:, :2]), _halves(data[:, 2:4]))
 
 
 def _q5_0(data: torch.Tensor) -> _Parts:
     levels = _unsigned(_nibbles(data[:, 6:]) | _fifth_bits(data[:, 2:6])) - 16
-    return levels.to(torch.int8), _halves(data[:, :2]), None
+    return _Parts(levels.to(torch.int8), _halves(data[:, :2]))
 
 
 def _q5_1(data: torch.Tensor) -> _Parts:
     levels = _nibbles(data[:, 8:]) | _fifth_bits(data[:, 4:8])
-    return levels.to(torch.int8), _halves(data[:, :2]), _halves(data[:, 2:4])
+    return _Parts(levels.to(torch.int8), _halves(data[:, :2]), _halves(data[:, 2:4]))
 
 
-def _k_scales(data: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the scales and the minimums of 8 blocks from a head of 16 bytes, float32 [n, 8].
+def _k_parts(levels: torch.Tensor, head: torch.Tensor) -> _Parts:
+    """Return blocks of 8 x 32 levels with the scales and minimums of their head of 16 bytes.
 
-    The head is a scale and a minimum for all, float16, and 12 bytes with 6 bits for each block.
+    The head is a step of the scales and one of the minimums, and 12 bytes with 6 bits for each
+    scale and minimum. Minimums are subtracted.
     """
-    both = _halves(data[:, :4]).float()
-    first, second, high = data[:, 4:8], data[:, 8:12], data[:, 12:16]
+    steps = _halves(head[:, :4])
+    first, second, high = head[:, 4:8], head[:, 8:12], head[:, 12:16]
     scales = torch.cat((first & 63, (high & 15) | ((first >> 6) << 4)), dim=-1)
     minimums = torch.cat((second & 63, (high >> 4) | ((second >> 6) << 4)), dim=-1)
-    return both[:, :1] * scales.float(), -both[:, 1:] * minimums.float()
+    steps = torch.stack((steps[:, 0], -steps[:, 1]), dim=-1)
+    return _Parts(levels, scales.view(torch.int8), minimums.view(torch.int8), steps)
 
 
 def _k_nibbles(data: torch.Tensor) -> torch.Tensor:
@@ -101,15 +114,13 @@ def _k_nibbles(data: torch.Tensor) -> torch.Tensor:
 
 
 def _q4_k(data: torch.Tensor) -> _Parts:
-    scales, minimums = _k_scales(data)
-    return _packed(_k_nibbles(data[:, 16:])), scales, minimums
+    return _k_parts(_packed(_k_nibbles(data[:, 16:])), data[:, :16])
 
 
 def _q5_k(data: torch.Tensor) -> _Parts:
-    scales, minimums = _k_scales(data)
     shifts = torch.arange(8, dtype=torch.uint8)[:, None]
     fifth = ((data[:, None, 16:48] >> shifts) & 1) << 4
-    return (_k_nibbles(data[:, 48:]) | fifth).to(torch.int8), scales, minimums
+    return _k_parts((_k_nibbles(data[:, 48:]) | fifth).to(torch.int8), data[:, :16])
 
 
 def _q6_k(data: torch.Tensor) -> _Parts:
@@ -120,8 +131,8 @@ def _q6_k(data: torch.Tensor) -> _Parts:
     shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8)[:, None]
     high = (data[:, 128:192].reshape(count, 2, 1, 32) >> shifts) & 3
     levels = _unsigned(low | (high << 4)) - 32
-    scales = data[:, 192:208].contiguous().view(torch.int8).float()
-    return levels.to(torch.int8), _halves(data[:, 208:210]).float() * scales, None
+    scales = data[:, 192:208].contiguous().view(torch.int8)
+    return _Parts(levels.to(torch.int8), scales, steps=_halves(data[:, 208:210]))
 
 
 _FORMATS: dict[str, tuple[int, int, int, Callable[[torch.Tensor], _Parts]]] = {

@@ -17,16 +17,19 @@ _ROWS_OF_A_TILE = 16
 @triton.jit
 def load_blocks(
     levels_ptr, scales_ptr, minimums_ptr, output, block, out_size, NUM_BLOCKS: tl.constexpr,
-    WIDTH: tl.constexpr,
+    WIDTH: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
-    """Return levels [N, B, W], scales and minimums [N, B] float32; zeros outside the matrix."""
+    """Return levels [N, B, W], scales and minimums [N, B] float32; zeros outside the matrix.
+
+    Without minimums a level of 8 stands for 0 in 4 bits.
+    """
     place = output.to(tl.int64)[:, None] * NUM_BLOCKS + block[None, :]
     inside = (output < out_size)[:, None] & (block < NUM_BLOCKS)[None, :]
     byte = tl.arange(0, WIDTH)
     places = place[:, :, None] * WIDTH + byte[None, None, :]
     levels = tl.load(levels_ptr + places, mask=inside[:, :, None], other=0)
     scales = tl.load(scales_ptr + place, mask=inside, other=0.0).to(tl.float32)
-    minimums = scales * 0.0
+    minimums = scales * (-8.0 if BITS == 4 else 0.0)
     if minimums_ptr is not None:
         minimums = tl.load(minimums_ptr + place, mask=inside, other=0.0).to(tl.float32)
     return levels, scales, minimums
@@ -48,7 +51,7 @@ def one_row_kernel(
     for start in tl.range(0, NUM_BLOCKS, BLOCK_B, num_stages=STAGES):
         block = start + tl.arange(0, BLOCK_B)
         levels, scales, minimums = load_blocks(
-            levels_ptr, scales_ptr, minimums_ptr, output, block, out_size, NUM_BLOCKS, WIDTH
+            levels_ptr, scales_ptr, minimums_ptr, output, block, out_size, NUM_BLOCKS, WIDTH, BITS
         )
         column = block[None, :, None] * (WIDTH * 8 // BITS) + byte  # [1, B, W]
         low = tl.load(row_ptr + column, mask=column < IN_SIZE, other=0.0).to(tl.float32)
@@ -61,7 +64,7 @@ def one_row_kernel(
             products = levels.to(tl.float32) * low
             inputs = low
         total += tl.sum(products, axis=2) * scales
-        if minimums_ptr is not None:
+        if BITS == 4 or minimums_ptr is not None:
             total += tl.sum(inputs, axis=2) * minimums
     result = tl.sum(total, axis=1)
     is_output = output < out_size
@@ -88,7 +91,7 @@ def few_rows_kernel(
     for start in range(0, NUM_BLOCKS, BLOCK_B):
         block = start + tl.arange(0, BLOCK_B)
         levels, scales, minimums = load_blocks(
-            levels_ptr, scales_ptr, minimums_ptr, output, block, out_size, NUM_BLOCKS, WIDTH
+            levels_ptr, scales_ptr, minimums_ptr, output, block, out_size, NUM_BLOCKS, WIDTH, BITS
         )
         scales, minimums = scales[:, :, None], minimums[:, :, None]
         column = (start + inner // WIDTH) * (WIDTH * 8 // BITS) + inner % WIDTH
@@ -122,7 +125,7 @@ def unpack_kernel(
     output = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     block = tl.program_id(1) * BLOCK_B + tl.arange(0, BLOCK_B)
     levels, scales, minimums = load_blocks(
-        levels_ptr, scales_ptr, minimums_ptr, output, block, out_size, NUM_BLOCKS, WIDTH
+        levels_ptr, scales_ptr, minimums_ptr, output, block, out_size, NUM_BLOCKS, WIDTH, BITS
     )
     columns: tl.constexpr = WIDTH * 8 // BITS
     place = output.to(tl.int64)[:, None] * NUM_BLOCKS + block[None, :]
@@ -170,6 +173,8 @@ def unpack_launch(weights: BlockWeights, out: torch.Tensor) -> Launch:
 
 
 def _operands(weights: BlockWeights) -> dict[str, object]:
+    assert weights.steps is None, "on a GPU scales are floats"
+    assert not weights.is_interleaved, "as compiled code for a CPU reads them"
     return {
         "levels_ptr": weights.levels,
         "scales_ptr": weights.scales,
