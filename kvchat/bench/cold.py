@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from kvchat.bench.measure import Sample
-from kvchat.bench.processes import Answered, ProcessFailed, answer, private_home
+from kvchat.bench.processes import Answered, ProcessFailed, answer, model_argument, private_home
 from kvchat.bench.report import Figure, Result
 from kvchat.bench.setup import BenchSetup
 from kvchat.chat.chat_model import ChatModel, read_chat_model
@@ -38,7 +38,7 @@ def run(setup: BenchSetup) -> Result:
     is_demo = setup.model.name == _DEMO
     source = find_model(_DEMO) if is_demo else setup.source
     with private_home() as environment:
-        flags = [*_flags(setup), "--model", _DEMO if is_demo else str(source.directory)]
+        flags = [*_flags(setup), "--model", model_argument(source)]
         chats = Chats(
             lambda arguments, message: answer([*flags, *arguments], environment, message),
             Path(environment["HOME"], "others"),

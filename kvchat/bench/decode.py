@@ -190,7 +190,7 @@ def _beside_llama_cpp(
                 "llama.cpp",
                 mine.median / theirs.median,
                 "times the peer",
-                "0.6",
+                "1.0",
                 mine.spread,
             )
         )

@@ -19,7 +19,7 @@ from kvchat.bench.engines import random_ids
 from kvchat.bench.measure import wait_for_device
 from kvchat.bench.report import Figure
 from kvchat.core.config import format_bytes
-from kvchat.model.loader import LoadedModel
+from kvchat.model.loader import LoadedModel, read_plain_module
 from kvchat.model.self_test import compare_with_own
 from kvchat.model.source import ModelSource
 
@@ -76,18 +76,23 @@ class LlamaCpp:
         self._prompt_ids = prompt_ids
 
 
+def _own_module(source: ModelSource, dtype: torch.dtype) -> Any:
+    if source.gguf is not None:  # transformers would look for a checkpoint beside the file
+        return read_plain_module(source, dtype, "sdpa")
+    return AutoModelForCausalLM.from_pretrained(
+        source.directory,
+        dtype=dtype,
+        use_safetensors=True,
+        trust_remote_code=False,
+        local_files_only=True,
+    )
+
+
 class Transformers:
     """transformers with its default attention (sdpa) and dynamic cache, on the same weights."""
 
     def __init__(self, source: ModelSource, device: torch.device, dtype: torch.dtype) -> None:
-        model = AutoModelForCausalLM.from_pretrained(
-            source.directory,
-            dtype=dtype,
-            use_safetensors=True,
-            trust_remote_code=False,
-            local_files_only=True,
-        )
-        self.model: Any = model.to(device).eval()
+        self.model: Any = _own_module(source, dtype).to(device).eval()
         self._device = device
 
     @torch.inference_mode()

@@ -13,6 +13,7 @@ from pathlib import Path
 from threading import Timer
 from typing import Any
 
+from kvchat.model.source import ModelSource
 from kvchat_kernels.cpu.object_cache import KERNEL_CACHE_VARIABLE, object_cache
 
 COMMAND = (sys.executable, "-m", "kvchat")
@@ -55,6 +56,11 @@ def private_home() -> Iterator[dict[str, str]]:
         directories = {f"XDG_{kind}_HOME": str(Path(home, kind.lower())) for kind in kinds}
         kernels = {KERNEL_CACHE_VARIABLE: str(object_cache().directory)}
         yield {**kept, "HOME": home, **directories, **kernels}
+
+
+def model_argument(source: ModelSource) -> str:
+    """Return a name by which a process in another home directory finds the same model."""
+    return str((source.gguf.paths[0] if source.gguf else source.directory).absolute())
 
 
 def answer(arguments: Sequence[str], environment: Mapping[str, str], message: str) -> Answered:

@@ -14,6 +14,7 @@ def scenario(name: str) -> Scenario:
     if name not in NAMES:
         raise UsageError(f"There is no scenario {name!r}.", f"Choose from {', '.join(NAMES)}.")
     from kvchat.bench import (
+        clients,
         cold,
         decode,
         equality,
@@ -45,11 +46,12 @@ def scenario(name: str) -> Scenario:
         "weights": weights.run,
         "spec": spec.run,
         "equality": equality.run,
+        "clients": clients.run,
     }[name]
 
 
 # The scenarios that run by default. Of the others `replay` and `weights` need recordings, `kernels`
-# needs a GPU, and `equality` is slow.
+# needs a GPU, and `equality` and `clients` are slow.
 DEFAULT_NAMES = (
     "turns",
     "resume",
@@ -62,4 +64,4 @@ DEFAULT_NAMES = (
     "startup",
     "cold",
 )
-NAMES = (*DEFAULT_NAMES, "replay", "weights", "kernels", "equality")
+NAMES = (*DEFAULT_NAMES, "replay", "weights", "kernels", "equality", "clients")

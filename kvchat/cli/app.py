@@ -164,7 +164,7 @@ def bench(
         list[str] | None,
         typer.Argument(
             help="turns resume cold decode spec prefill tiers radix memory startup kernels "
-            "weights replay equality"
+            "weights replay equality clients"
         ),
     ] = None,
     model: Annotated[str | None, _setting("model", "-m", "--model", metavar="NAME")] = None,

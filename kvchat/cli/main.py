@@ -73,22 +73,32 @@ def _run() -> int:
     from kvchat.cli.log_file import open_log
 
     set_library_environment()
-    is_debug = "--debug" in sys.argv
+    arguments = _without_debug(sys.argv[1:])
+    is_debug = len(arguments) < len(sys.argv) - 1
     open_log(user_paths().state, is_debug)
     try:
-        return _run_command()
+        return _run_command(arguments)
     except BaseException as error:
         if is_debug and isinstance(error, Exception):
             traceback.print_exc()
         return _told(error)
 
 
-def _run_command() -> int:
+def _without_debug(arguments: list[str]) -> list[str]:
+    """Return the arguments without `--debug`, which every command takes, before or after its name.
+
+    What follows `--` is text.
+    """
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    return [part for part in arguments[:end] if part != "--debug"] + arguments[end:]
+
+
+def _run_command(arguments: list[str]) -> int:
     """Parse and run the command line; return the exit code."""
     from kvchat.cli.app import UsageFault, app
 
     try:
-        code = app(standalone_mode=False, prog_name="kvchat")
+        code = app(arguments, standalone_mode=False, prog_name="kvchat")
     except UsageFault as error:
         place = error.ctx.command_path if error.ctx is not None else "kvchat"
         said = one_line(error.format_message(), _MAX_FAULT_CHARS).rstrip(".")

@@ -60,6 +60,7 @@ from kvchat.model.quantise import (
 )
 from kvchat.model.source import ModelSource
 from kvchat.model.spec import ModelSpec, slow_attention
+from kvchat_kernels.linear.blocks import BlockWeights
 
 Progress = Callable[[LoadProgress], None]
 
@@ -357,11 +358,44 @@ def _read_weights(
     """
     register_attention()
     register_probe()
-    implementation = _attention_name(hf_config, spec)
+    attention = _attention_name(hf_config, spec)
+    module, report, blocks = _built(
+        source, hf_config, dtype, attention, progress, blocks_on is not None
+    )
+    _refuse_gaps(source, report)
+    for name, weights in blocks.items():
+        layer = module.get_submodule(name.removesuffix(".weight"))
+        if blocks_on is None or blocks_on.type == "cpu":
+            use_packed(layer, weights)
+        else:
+            use_packed_on_gpu(layer, weights.to(blocks_on))
+    return module.eval().requires_grad_(False), _leftovers(source, hf_config, report)
+
+
+def read_plain_module(source: ModelSource, dtype: torch.dtype, attention: str) -> Any:
+    """Return transformers' own module in `dtype` on the CPU, all weights unpacked, to compare with.
+
+    `attention` is a name of transformers, such as `sdpa`. Raises what `load_model` raises.
+    """
+    config = without_towers(read_config(source))
+    module, report, _ = _built(source, config, dtype, attention, lambda event: None, False)
+    _refuse_gaps(source, report)
+    return module.eval().requires_grad_(False)
+
+
+def _built(
+    source: ModelSource,
+    hf_config: Any,
+    dtype: torch.dtype | None,
+    attention: str,
+    progress: Progress,
+    keeps_blocks: bool,
+) -> tuple[Any, dict[str, Any], Mapping[str, BlockWeights]]:
+    """Return the module with its weights, transformers' report, and weights kept in blocks."""
     try:
         # With tensors and no directory, transformers opens no files: no pickles that an index
         # names, no adapters and no other checkpoints beside the weights.
-        found = read_tensors(source, hf_config, dtype, progress, blocks_on is not None)
+        found = read_tensors(source, hf_config, dtype, progress, keeps_blocks)
         model_class, class_config = class_and_config(hf_config)
         with operators_on_meta():  # where transformers builds it first
             module, report = model_class.from_pretrained(
@@ -369,7 +403,7 @@ def _read_weights(
                 config=class_config,
                 state_dict=found.tensors,
                 dtype=found.dtype if found.dtype is not None else "auto",
-                attn_implementation=implementation,
+                attn_implementation=attention,
                 local_files_only=True,
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
@@ -389,14 +423,7 @@ def _read_weights(
             f"The weights of {source.name} cannot be read: {_first_line(error)}",
             "Is the download complete?",
         ) from error
-    _refuse_gaps(source, report)
-    for name, weights in found.blocks.items():
-        layer = module.get_submodule(name.removesuffix(".weight"))
-        if blocks_on is None or blocks_on.type == "cpu":
-            use_packed(layer, weights)
-        else:
-            use_packed_on_gpu(layer, weights.to(blocks_on))
-    return module.eval().requires_grad_(False), _leftovers(source, hf_config, report)
+    return module, report, found.blocks
 
 
 def _attention_name(hf_config: Any, spec: ModelSpec | None) -> str:

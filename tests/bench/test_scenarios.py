@@ -159,6 +159,20 @@ def test_a_gguf_file_is_measured_beside_the_model_on_the_same_tokens(
     assert found["m-Q8_0: weights"].value < found["auto: weights"].value
 
 
+@pytest.mark.parametrize("name", ["decode", "prefill"])
+def test_a_gguf_file_is_measured_as_the_model(name: str, tmp_path: Path) -> None:
+    """transformers, the peer, once looked for a checkpoint in the file's directory."""
+    model = tiny_model("llama", hidden_size=64, intermediate_size=64, max_position_embeddings=512)
+    with torch.inference_mode():
+        path = write_gguf(tmp_path / "m-Q4_0.gguf", model, "Q4_0")
+    setup = BenchSetup(find_model(str(path)), ModelConfig(), SMALL, 1, True, None)
+
+    result = scenario(name)(setup)
+
+    assert not result.refusal
+    assert any("transformers" in figure.beside_name for figure in result.figures)
+
+
 def test_a_tokens_time_is_fitted_by_its_context(report_of: Reports) -> None:
     result = report_of("decode")
 

@@ -132,7 +132,7 @@ def test_an_unexpected_error_leaves_its_traceback_in_the_log(
 ) -> None:
     from kvchat.cli import app, main
 
-    def fail(**_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise ZeroDivisionError(SECRET)
 
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
@@ -145,3 +145,32 @@ def test_an_unexpected_error_leaves_its_traceback_in_the_log(
     assert "ZeroDivisionError" in text
     assert SECRET not in text
     assert "This is a bug" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["--debug", "doctor"], ["doctor", "--debug"]])
+def test_debug_is_known_before_and_after_a_commands_name(
+    arguments: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Every command may fail and name `--debug`; `kvchat bench --debug` was once unknown."""
+    from kvchat.cli import app, main
+
+    def fail(given: list[str], **_: object) -> None:
+        assert given == ["doctor"]
+        raise ZeroDivisionError
+
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setattr(app, "app", fail)
+    monkeypatch.setattr(main.sys, "argv", ["kvchat", *arguments])
+    main._run()
+    close_log()
+
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_debug_behind_two_dashes_is_text() -> None:
+    from kvchat.cli.main import _without_debug
+
+    assert _without_debug(["--debug", "--", "--debug"]) == ["--", "--debug"]

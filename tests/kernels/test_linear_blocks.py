@@ -96,6 +96,20 @@ def test_products_are_those_of_the_unpacked_weights(
         assert (out - exact).norm() <= 1e-5 * exact.norm()
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_are_unpacked_as_they_are(
+    kind: tuple[int, int, torch.dtype, bool], way: str
+) -> None:
+    """A table of embeddings in 4 bits without minimums was once 8 levels too high."""
+    for shape in STEPPED if kind[2] == torch.int8 else SHAPES:
+        weights = random_blocks(shape, *kind)
+        out = torch.empty(shape)
+
+        cpu.unpack(weights, out)
+
+        assert torch.allclose(out, dequantised(weights), rtol=1e-5, atol=1e-4)
+
+
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
 def test_any_number_of_threads_does_all_rows(num_threads: int) -> None:
     weights, x = random_blocks((4096, 512), 4, 32, torch.float16, True), outlying(5, 512)

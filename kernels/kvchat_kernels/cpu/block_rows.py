@@ -219,7 +219,7 @@ def _unpack_block(code: Code, layout: Layout, row: WeightRow, index: Value, out:
     for half, levels in enumerate(row.levels(index)):
         place = places + (half if layout.block == 16 else 0)
         values = code.convert("sitofp", levels, wide) * code.spread(row.scales(place), 16)
-        if layout.has_minimums:
+        if layout.has_minimums or layout.bits == 4:
             values = values + code.spread(row.minimums(place), 16)
         code.store(values, out, index * (4 * COLUMNS) + 64 * half)
 
