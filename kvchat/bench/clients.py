@@ -35,7 +35,7 @@ from kvchat.model.source import ModelSource, find_model
 
 _CLIENTS = (1, 8, 64)
 # Requests of a client, so that a run takes about as long for any number of them.
-_REQUESTS = {1: 8, 8: 3, 64: 2}
+_REQUESTS = {1: 8, 8: 2, 64: 1}
 _PROMPT_TOKENS, _ANSWER_TOKENS = 128, 32
 _DEMO = "demo"
 # What requests call the model.
