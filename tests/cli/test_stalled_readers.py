@@ -126,8 +126,8 @@ prepare_streams()
 with Interruption():
     threading.Thread(target=complain, daemon=True).start()
     sys.stdin.readline()
-    print("both", flush=True)
     try:
+        print("both", flush=True)  # from here on a signal comes; its traceback would wait, too
         complain()
     except Interrupted as error:
         forget_streams()

@@ -55,7 +55,7 @@ OWNERS = {
     "starlette": {"server"},
     "uvicorn": {"server"},
     "mcp": {"tools/mcp_tools.py"},
-    "httpx2": {"remote", "tools/mcp_tools.py"},
+    "httpx2": {"remote", "tools/mcp_tools.py", "bench/clients.py"},
 }
 # Modules that import each other, as docs/architecture.md names them. For types only:
 CIRCLES = {

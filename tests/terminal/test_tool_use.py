@@ -23,6 +23,14 @@ def chat(start_chat: Callable[..., PtyScreen], tmp_path: Path) -> PtyScreen:
     return start_chat("--tools", str(tmp_path / "work"))
 
 
+def wait_for_answers(chat: PtyScreen, count: int) -> None:
+    """Wait until so many answers have ended: a command that comes before is kept waiting.
+
+    A call and the answer to its result have a line of statistics each.
+    """
+    chat.wait_for(lambda text: text.count("first token") >= count)
+
+
 def test_a_call_is_asked_for_run_and_answered(chat: PtyScreen) -> None:
     chat.enter(READ)
     chat.wait_for('Run read_file(path="a.txt")?')
@@ -48,10 +56,11 @@ def test_a_call_that_is_refused_is_not_run_and_the_model_is_told(chat: PtyScreen
 def test_a_tool_that_is_always_allowed_is_asked_for_once(chat: PtyScreen) -> None:
     chat.enter(READ)
     chat.wait_for("Run read_file").type("always\r")
-    chat.wait_for("I got")
+    wait_for_answers(chat, 2)
 
     chat.enter('call read_file {"path": "gone.txt"}')
     chat.wait_for("there is no file gone.txt")
+    wait_for_answers(chat, 4)
 
     chat.enter("/tools")
     chat.wait_for("read_file (runs at once)")
@@ -87,7 +96,7 @@ def test_calls_and_results_are_there_again_in_a_resumed_chat(
 ) -> None:
     chat.enter(READ)
     chat.wait_for("Run read_file").type("\r")
-    chat.wait_for("I got")
+    wait_for_answers(chat, 2)
     chat.enter("/tree")
     chat.wait_for("result: alpha and 1 more line")
     chat.enter("/exit")
@@ -135,6 +144,6 @@ def test_the_prompt_does_not_wait_for_tools_that_start_late(
 
     chat.wait_for("The MCP server gone does not answer")
     chat.wait_for("Run echo(a=1)?").type("\r")
-    chat.wait_for("I got")
+    wait_for_answers(chat, 2)
     chat.enter("/tools")
     chat.wait_for("echo (asks first)")
