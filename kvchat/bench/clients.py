@@ -4,7 +4,8 @@
 and a streamed answer. Reports requests a second and the time to the first text, beside the same
 requests in an engine of this process, which shows what HTTP costs, and beside llama.cpp's server
 where `--gguf` names the model and `llama-server` is installed. Needs a model with a tokenizer; uses
-the demo model if none is named.
+the demo model if none is named. Random weights may say bytes that are no text: then the first text
+comes late, with the end of the answer.
 """
 
 import asyncio
@@ -24,7 +25,8 @@ import httpx2
 import torch
 
 from kvchat.bench.engines import GREEDY, new_engine, random_ids
-from kvchat.bench.processes import COMMAND, ProcessFailed, model_argument, private_home
+from kvchat.bench.measure import Sample
+from kvchat.bench.processes import COMMAND, ProcessFailed, engine_flags, private_home
 from kvchat.bench.report import Figure, Result
 from kvchat.bench.setup import BenchSetup
 from kvchat.core.errors import GenerationError
@@ -104,10 +106,17 @@ def _measured(
         if peer_url is not None:
             peers.append(asyncio.run(load_of_server(peer_url, prompts)))
     clients = f"{count} client{'s' if count > 1 else ''}"
-    figures = [_rates(clients, ours, engines, "the engine alone", "0.97")]
+    beside = [(engines, "the engine alone", "0.97")]
     if peers:
-        figures.append(_rates(clients, ours, peers, "llama-server", "1.0"))
-    return [*figures, _first_texts(clients, ours, peers or engines, bool(peers))]
+        beside.append((peers, _LLAMA_SERVER, "1.0"))
+    return [
+        figure
+        for theirs, name, must in beside
+        for figure in (
+            _rates(clients, ours, theirs, name, must),
+            _first_texts(clients, ours, theirs, name),
+        )
+    ]
 
 
 def _prompts(setup: BenchSetup, count: int, vocab_size: int, seed: int) -> Prompts:
@@ -121,29 +130,19 @@ def _prompts(setup: BenchSetup, count: int, vocab_size: int, seed: int) -> Promp
 def _rates(
     clients: str, ours: Sequence[Load], theirs: Sequence[Load], beside: str, must: str
 ) -> Figure:
-    mine = [load.per_second for load in ours[1:]]
-    other = statistics.median(load.per_second for load in theirs[1:])
-    median = statistics.median(mine)
-    ratio, spread = median / other, (max(mine) - min(mine)) / median
-    return Figure(clients, median, "requests/s", other, beside, ratio, "of that", must, spread)
+    mine, other = (Sample(tuple(load.per_second for load in runs[1:])) for runs in (ours, theirs))
+    ratio = mine.median / other.median
+    beside_it = (other.median, beside, ratio, "of that", must, mine.spread)
+    return Figure(clients, mine.median, "requests/s", *beside_it)
 
 
-def _first_texts(
-    clients: str, ours: Sequence[Load], theirs: Sequence[Load], is_peer: bool
-) -> Figure:
-    mine = [load.median_first_s for load in ours[1:]]
-    other = statistics.median(load.median_first_s for load in theirs[1:])
-    median = statistics.median(mine)
-    return Figure(
-        f"{clients}: first text",
-        median * 1e3,
-        "ms",
-        other * 1e3,
-        "llama-server" if is_peer else "the engine alone",
-        median / other,
-        "of that",
-        spread=(max(mine) - min(mine)) / median,
+def _first_texts(clients: str, ours: Sequence[Load], theirs: Sequence[Load], beside: str) -> Figure:
+    mine, other = (
+        Sample(tuple(1e3 * load.median_first_s for load in runs[1:])) for runs in (ours, theirs)
     )
+    ratio = mine.median / other.median
+    beside_it = (other.median, beside, ratio, "of that", "", mine.spread)
+    return Figure(f"{clients}: first text", mine.median, "ms", *beside_it)
 
 
 def load_of_engine(assembled: AssembledEngine, prompts: Prompts) -> Load:
@@ -165,14 +164,13 @@ def load_of_engine(assembled: AssembledEngine, prompts: Prompts) -> Load:
         send(client)
     while engine.has_work:
         for event in engine.step():
-            if isinstance(event, TokensGenerated):
+            if isinstance(event, RequestFailed):
+                raise GenerationError(f"A measured request failed: {event.error}")
+            if isinstance(event, TokensGenerated | SampleFinished):  # an answer may be empty
                 now_s = time.perf_counter()
                 first_s.setdefault(event.request_id, now_s - begun_s[event.request_id])
-            elif isinstance(event, SampleFinished):
-                first_s.setdefault(event.request_id, 0.0)
+            if isinstance(event, SampleFinished):
                 send(client_of[event.request_id])
-            elif isinstance(event, RequestFailed):
-                raise GenerationError(f"A measured request failed: {event.error}")
     return Load(tuple(first_s.values()), time.perf_counter() - start_s)
 
 
@@ -206,13 +204,17 @@ async def _first_text_s(client: httpx2.AsyncClient, prompt: tuple[int, ...]) -> 
         "temperature": 0,
         "stream": True,
     }
-    start_s, first_s = time.perf_counter(), 0.0
+    start_s = time.perf_counter()
+    first_s: float | None = None
     async with client.stream("POST", "/v1/completions", json=body) as response:
         if response.status_code != 200:
             said = (await response.aread())[:200].decode(errors="replace")
             raise ProcessFailed(f"{client.base_url} refused a request: {said}")
         async for line in response.aiter_lines():
-            first_s = first_s or (line.startswith("data:") and time.perf_counter() - start_s)
+            if first_s is None and line.startswith("data:"):
+                first_s = time.perf_counter() - start_s
+    if first_s is None:
+        raise ProcessFailed(f"{client.base_url} ended an answer without a word.")
     return first_s
 
 
@@ -231,20 +233,13 @@ class _Peer:
 def _kvchat(
     setup: BenchSetup, source: ModelSource, environment: Mapping[str, str]
 ) -> Iterator[str]:
-    """Yield the address of a new `kvchat serve` once it has loaded the model."""
-    model = setup.model
-    arguments = [
-        "--model",
-        model_argument(source),
-        "--device",
-        model.device,
-        "--dtype",
-        model.dtype,
-    ]
-    arguments += ["--weights", model.weights, "--no-spec"]
-    if model.threads is not None:
-        arguments += ["--threads", str(model.threads)]
-    command = [*COMMAND, "serve", "--port", "0", "--name", _NAME, *arguments]
+    """Yield the address of a new `kvchat serve` once it has loaded the model.
+
+    It keeps nothing on the disk, as the engine that it is compared with.
+    """
+    own = ["--no-spec", "--incognito"]
+    serve = ["serve", "--port", "0", "--name", _NAME]
+    command = [*COMMAND, *engine_flags(setup, source), *own, *serve]
     with _process(command, environment) as (process, said):
         url = _kvchat_address(process, said)
         _wait_until_healthy(process, said, url)

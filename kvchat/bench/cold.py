@@ -13,12 +13,11 @@ from functools import partial
 from pathlib import Path
 
 from kvchat.bench.measure import Sample
-from kvchat.bench.processes import Answered, ProcessFailed, answer, model_argument, private_home
+from kvchat.bench.processes import Answered, ProcessFailed, answer, engine_flags, private_home
 from kvchat.bench.report import Figure, Result
 from kvchat.bench.setup import BenchSetup
 from kvchat.chat.chat_model import ChatModel, read_chat_model
 from kvchat.chat.tokenizer import Segment
-from kvchat.core.config import Size
 from kvchat.core.errors import KvchatError
 from kvchat.model.source import find_model
 
@@ -38,7 +37,7 @@ def run(setup: BenchSetup) -> Result:
     is_demo = setup.model.name == _DEMO
     source = find_model(_DEMO) if is_demo else setup.source
     with private_home() as environment:
-        flags = [*_flags(setup), "--model", model_argument(source)]
+        flags = [*engine_flags(setup, source), "--temperature", "0", "--disk-cache", "8G"]
         chats = Chats(
             lambda arguments, message: answer([*flags, *arguments], environment, message),
             Path(environment["HOME"], "others"),
@@ -48,21 +47,6 @@ def run(setup: BenchSetup) -> Result:
             return measured(setup, chats, source.name, history)
         except (ProcessFailed, KvchatError) as failure:
             return Result("cold", {"model": source.name}, refusal=str(failure))
-
-
-def _flags(setup: BenchSetup) -> list[str]:
-    model, cache = setup.model, setup.cache
-    flags = ["--temperature", "0", "--disk-cache", "8G", "--block-size", str(cache.block_size)]
-    flags += ["--device", model.device, "--dtype", model.dtype, "--weights", model.weights]
-    if model.threads is not None:
-        flags += ["--threads", str(model.threads)]
-    if cache.device_bytes is not None:
-        flags += ["--device-cache", _size(cache.device_bytes)]
-    return flags
-
-
-def _size(size: Size) -> str:
-    return str(size.num_bytes) if size.num_bytes is not None else f"{100 * (size.share or 0)}%"
 
 
 def _text(model: ChatModel, num_tokens: int) -> str:

@@ -13,6 +13,8 @@ from pathlib import Path
 from threading import Timer
 from typing import Any
 
+from kvchat.bench.setup import BenchSetup
+from kvchat.core.config import Size
 from kvchat.model.source import ModelSource
 from kvchat_kernels.cpu.object_cache import KERNEL_CACHE_VARIABLE, object_cache
 
@@ -58,9 +60,21 @@ def private_home() -> Iterator[dict[str, str]]:
         yield {**kept, "HOME": home, **directories, **kernels}
 
 
-def model_argument(source: ModelSource) -> str:
-    """Return a name by which a process in another home directory finds the same model."""
-    return str((source.gguf.paths[0] if source.gguf else source.directory).absolute())
+def engine_flags(setup: BenchSetup, source: ModelSource) -> list[str]:
+    """Return arguments by which a process in another home directory builds the same engine."""
+    model, cache = setup.model, setup.cache
+    path = source.gguf.paths[0] if source.gguf is not None else source.directory
+    flags = ["--model", str(path.absolute()), "--block-size", str(cache.block_size)]
+    flags += ["--device", model.device, "--dtype", model.dtype, "--weights", model.weights]
+    if model.threads is not None:
+        flags += ["--threads", str(model.threads)]
+    if cache.device_bytes is not None:
+        flags += ["--device-cache", _size(cache.device_bytes)]
+    return flags
+
+
+def _size(size: Size) -> str:
+    return str(size.num_bytes) if size.num_bytes is not None else f"{100 * (size.share or 0)}%"
 
 
 def answer(arguments: Sequence[str], environment: Mapping[str, str], message: str) -> Answered:
