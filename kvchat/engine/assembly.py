@@ -22,7 +22,7 @@ from kvchat.cache.block_manager import SCRATCH_BLOCK, CacheManager
 from kvchat.cache.connector import KvConnector
 from kvchat.cache.disk.admin import StoreAdmin
 from kvchat.cache.disk.format import FORMAT_VERSION
-from kvchat.cache.disk.known_models import KnownModel, KnownModels
+from kvchat.cache.disk.lookup import KnownModel, KnownModels
 from kvchat.cache.disk.quota import disk_budget, least_bytes, why_nothing_fits
 from kvchat.cache.disk.tier import DiskTier
 from kvchat.cache.host_offload import HostOffload

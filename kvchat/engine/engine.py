@@ -111,6 +111,7 @@ class Engine:
     def status(self) -> EngineStatus:
         """Return the counts shown to users; changes nothing."""
         cache = self.cache.status()
+        drafting = self.speculation
         return EngineStatus(
             num_steps=self._num_steps,
             num_tokens_computed=self._num_tokens,
@@ -127,7 +128,7 @@ class Engine:
             host=self._offload.status() if self._offload is not None else None,
             disk=self._connector.status() if self._connector is not None else None,
             disk_read_s=self._connector.planner.read_s if self._connector is not None else 0.0,
-            speculation=self.speculation.status(),
+            speculation=drafting.status() if drafting.is_on else drafting.status_when_off,
             graphs=self._runner.graph_status(),
             step_threads=self._runner.step_threads(),
         )

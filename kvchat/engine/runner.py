@@ -32,8 +32,8 @@ from kvchat.engine.scheduler import ScheduledRequest
 from kvchat.model.batch import SequencePiece, build_batch
 from kvchat.model.graphs import GraphRunner
 from kvchat.model.paged_model import PagedModel
+from kvchat_kernels.launch import on_device
 from kvchat_kernels.sampler import RowDraw
-from kvchat_kernels.sending import on_device
 
 T = TypeVar("T")
 

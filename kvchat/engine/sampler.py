@@ -13,9 +13,8 @@ import torch
 
 from kvchat.core.errors import GenerationError
 from kvchat.core.types import SamplingParams, TokenLogprobs
-from kvchat_kernels.launch import uses_triton
+from kvchat_kernels.launch import on_device, uses_triton
 from kvchat_kernels.sampler import RowDraw, SamplerRows, sample_tokens
-from kvchat_kernels.sending import on_device
 
 _MASK_32 = 0xFFFFFFFF
 _MASK_64 = 0xFFFFFFFFFFFFFFFF
