@@ -252,8 +252,6 @@ async def close_host(host: ChatHost) -> None:
         threading.Thread(target=host.close, daemon=True).start()
 
 
-T = TypeVar("T")
-
 _ENGINE_PATIENCE_S = 2.0
 _DISK_CACHE_FAILED = "the disk cache failed"
 _MAX_TROUBLE_CHARS = 4096

@@ -17,7 +17,7 @@ from kvchat.chat.detokenizer import TextStream, TokenStream, faults_as_model_err
 from kvchat.chat.grammar import Grammars
 from kvchat.chat.thinking import CHANNEL_TOKEN, CHANNEL_TOKENS, THINKING_MARKS
 from kvchat.chat.tool_calls import CALL_TOKENS
-from kvchat.model.text_files import TextFiles
+from kvchat.model.source import TextFiles
 
 # Roles of the special tokens that control a model. Padding is not one: nothing is padded here.
 _STEERING = ("bos_token", "eos_token", "sep_token", "cls_token")

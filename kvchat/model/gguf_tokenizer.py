@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from kvchat.core.errors import ModelError, ModelUnsupported, UsageError
 from kvchat.core.types import SamplingParams
 from kvchat.model.gguf_file import GgufModel
-from kvchat.model.text_files import TextFiles
+from kvchat.model.source import TextFiles
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
 _SPACE = "▁"  # sentencepiece's space
