@@ -42,7 +42,7 @@ OWNERS = {
     "huggingface_hub": {"model", "cli/models.py"},
     "safetensors": {"model", "bench/peers.py"},
     # A GGUF file has a vocabulary in place of tokenizer.json, which the chat floor reads.
-    "tokenizers": {"chat", "model/gguf_tokenizer.py"},
+    "tokenizers": {"chat", "model/gguf_tokenizer.py", "model/sentencepiece_file.py"},
     "gguf": {"model"},
     "jinja2": {"chat"},
     "llguidance": {"chat/grammar.py"},
