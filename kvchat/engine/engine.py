@@ -209,7 +209,12 @@ class Engine:
         def finish(kept: Sequence[int]) -> None:
             done(
                 [
-                    KvPlaces(len(ids), _with_disk(cached, num_kept), rates)
+                    KvPlaces(
+                        len(ids),
+                        _with_disk(cached, num_kept),
+                        rates,
+                        self.cache.block_size,
+                    )
                     for ids, cached, num_kept in zip(contexts, in_memory, kept, strict=True)
                 ]
             )
