@@ -166,6 +166,14 @@ class KvConnector:
             known = self.planner.rates()
             self.transfer.copy(lambda: rates.write(known))
 
+    def begin_closing(self) -> None:
+        """Let the store close once queued writes are done, without waiting. Nothing is saved
+        after it. With writes that are not queued yet it does nothing: `close` queues them.
+        """
+        self._keep_rates()
+        if not self.write_behind.has_backlog and not self.write_behind.is_unheard:
+            self.transfer.begin_closing()
+
     def close(self) -> None:
         """Wait for queued writes, for a limited time, and end the thread."""
         self._keep_rates()

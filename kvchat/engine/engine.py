@@ -209,7 +209,12 @@ class Engine:
         def finish(kept: Sequence[int]) -> None:
             done(
                 [
-                    KvPlaces(len(ids), _with_disk(cached, num_kept), rates)
+                    KvPlaces(
+                        len(ids),
+                        _with_disk(cached, num_kept),
+                        rates,
+                        self.cache.block_size,
+                    )
                     for ids, cached, num_kept in zip(contexts, in_memory, kept, strict=True)
                 ]
             )
@@ -386,7 +391,6 @@ class Engine:
     def close(self) -> None:
         """Keep the KV of unfinished requests, and finish pending writes within a time limit."""
         self._prefill_rate.keep()
-        self.speculation.close()
         self._fetcher.give_up(self._scheduler.requests())
         if self._connector is not None:
             for request in (r for r in self.running() if r.spec.is_kept):
@@ -395,6 +399,9 @@ class Engine:
             wrong = self._kv_verifier.begin(self._run_alone)
             for restored in (*wrong, *self._kv_verifier.end_alone(self._run_alone)):
                 self._connector.quarantine(restored)
+            self._connector.begin_closing()  # a store closes in 15 ms, and the draft has one too
+        self.speculation.close()
+        if self._connector is not None:
             self._connector.close()
         if self._offload is not None:  # last: it may share the connector's thread
             self._offload.close()

@@ -119,12 +119,12 @@ class StoreLookup:
         self, known: dict[str, KnownModel], paths: list[Path], name: str, token_ids: TokenIds
     ) -> KvPlaces:
         found = self._most_kept(known, paths, name, encode_ids(token_ids))
-        num_kept, model = 0, _newest(known, name)
+        num_kept, model, block_size = 0, _newest(known, name), self._block_size
         if found is not None:
             path, block_size, count = found
             num_kept, model = count * block_size, known.get(path.name, model)
         rates = self._rates(model) if model is not None else ReadRates()
-        return KvPlaces(len(token_ids), CachedTokens(disk=num_kept), rates)
+        return KvPlaces(len(token_ids), CachedTokens(disk=num_kept), rates, block_size)
 
     def _most_kept(
         self, known: dict[str, KnownModel], paths: list[Path], name: str, encoded: bytes
