@@ -58,6 +58,7 @@ def serve(app: App, bound: socket.socket, on_ready: Callable[[], None]) -> ExitC
         timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=_GRACE_S,
         h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
+        http="h11",  # the one with a limit for headers
         ws="none",
     )
     _Server(config, on_ready).run(sockets=[bound])
