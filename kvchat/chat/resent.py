@@ -5,7 +5,7 @@ new is read. Sessions made here have no file: the client keeps the conversation.
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvchat.chat.answer_memory import AnswerMemory, ContextDigest, KnownAnswer
@@ -30,12 +30,14 @@ _KEPT_FINISHES = (FinishReason.STOP, FinishReason.LENGTH)
 class KeptPart:
     """The beginning of a conversation whose KV a client wants to be kept on disk for a while.
 
-    num_messages   it ends with this message; 0 is what stands before the first
+    num_messages   it ends in this message; 0 is what stands before the first
     ttl_s          for so many seconds
+    text           the beginning of the message's text to which it reaches; None for its end
     """
 
     num_messages: int
     ttl_s: float
+    text: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,9 +141,28 @@ class ResentChats:
         for part in chat.kept:
             if part.num_messages:
                 num_tokens = sum(len(turn.token_ids) for turn in path[: part.num_messages])
+                if part.text is not None and part.num_messages <= len(path):
+                    whole = chat.messages[part.num_messages - 1].text
+                    ids = path[part.num_messages - 1].token_ids
+                    num_tokens -= self._num_behind(ids, whole, part.text)
             else:
                 num_tokens = len(opening_ids(self._host.model, session.conversation))
             yield num_tokens, part.ttl_s
+
+    def _num_behind(self, token_ids: Sequence[int], whole: str, beginning: str) -> int:
+        """Return how many of a message's tokens stand behind a beginning of its text.
+
+        None do where the tokens do not show the text as it is: then more is kept than was asked.
+        """
+        stream = self._host.model.tokenizer.new_stream([])
+        ends, told = [], ""
+        for token in token_ids:
+            told += stream.feed(token)
+            ends.append(len(told))
+        start = told.rfind(whole)
+        if start < 0 or not whole.startswith(beginning):
+            return 0
+        return sum(end > start + len(beginning) for end in ends)
 
     def complete(
         self,

@@ -49,8 +49,8 @@ class Scheduler:
     A step in which no request decodes has up to `max_prefill_tokens`: it keeps no answer waiting.
     At most `max_step_tokens` requests run, and all that decode get their token in every step. If
     they leave less than half of a step for prompts, prompts get half of one on top: else those of
-    new requests would be read a few tokens at a time. `promote` is called before a request starts. It returns true if it began to promote KV for the request,
-    which then waits.
+    new requests would be read a few tokens at a time. `promote` is called before a request starts.
+    It returns true if it began to promote KV for the request, which then waits.
     """
 
     def __init__(
