@@ -20,7 +20,7 @@ from kvchat.chat.session import ChatSession
 from kvchat.chat.stabiliser import Stabiliser
 from kvchat.chat.thinking import Think
 from kvchat.chat.tools import ToolCall, ToolSet
-from kvchat.core.errors import UsageError
+from kvchat.core.errors import ContextTooLong, UsageError
 from kvchat.core.types import FinishReason
 
 _KEPT_FINISHES = (FinishReason.STOP, FinishReason.LENGTH)
@@ -126,7 +126,9 @@ class ResentChats:
         """Begin to answer; errors as `ChatSession.ask`."""
         if self._stabiliser is not None:
             chat = self._stabiliser.stabilised(chat)
-        session = self._opened(chat, options.think)
+        ready = self._host.ready
+        limit = ready.context_limit if ready is not None else None
+        session = self._opened(chat, options.think, limit)
         difference = self._seen.note(chat.system, chat.messages, chat.tools)
         last = chat.messages[-1]
         if chat.is_continuation:
@@ -214,16 +216,19 @@ class ResentChats:
     def _digest(self) -> ContextDigest:
         return ContextDigest(self._host.model.tokenizer.digest)
 
-    def _opened(self, chat: ResentChat, think: Think) -> ChatSession:
+    def _opened(self, chat: ResentChat, think: Think, max_tokens: int | None = None) -> ChatSession:
         """Return a session with all messages but a last one of the user.
 
         `think` is how the last message is asked, and earlier ones that were not answered here.
+        Raises ContextTooLong as soon as there are `max_tokens`: what follows is not encoded, which
+        would keep the requests of other clients waiting.
         """
         model = self._host.model
         if chat.needs_tools and model.format.tools is None:
             raise UsageError(f"The chat template of {model.name} has no place for tools.")
         session = self._host.unsaved_session(chat.system, self._began_s(chat), chat.tools)
         digest = self._digest()
+        num_tokens = 0
         history = chat.messages if chat.is_continuation else chat.messages[:-1]
         for number, message in enumerate(history, start=1):
             if message.role is Role.USER:
@@ -247,6 +252,13 @@ class ResentChats:
                     digest = self._digest()
                     digest.extend(session.conversation.context_ids(asked.turn_id))
             digest.extend(turn.token_ids)
+            num_tokens += len(turn.token_ids)
+            if max_tokens is not None and num_tokens >= max_tokens:
+                raise ContextTooLong(
+                    f"The first {number} of {len(chat.messages)} messages have {num_tokens} "
+                    f"tokens, and the context holds {max_tokens}.",
+                    "Shorten it or start a new conversation.",
+                )
         return session
 
     def _think_of(
