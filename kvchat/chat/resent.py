@@ -5,7 +5,7 @@ new is read. Sessions made here have no file: the client keeps the conversation.
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvchat.chat.answer_memory import AnswerMemory, ContextDigest, KnownAnswer
@@ -20,7 +20,7 @@ from kvchat.chat.session import ChatSession
 from kvchat.chat.stabiliser import Stabiliser
 from kvchat.chat.thinking import Think
 from kvchat.chat.tools import ToolCall, ToolSet
-from kvchat.core.errors import UsageError
+from kvchat.core.errors import ContextTooLong, UsageError
 from kvchat.core.types import FinishReason
 
 _KEPT_FINISHES = (FinishReason.STOP, FinishReason.LENGTH)
@@ -30,12 +30,14 @@ _KEPT_FINISHES = (FinishReason.STOP, FinishReason.LENGTH)
 class KeptPart:
     """The beginning of a conversation whose KV a client wants to be kept on disk for a while.
 
-    num_messages   it ends with this message; 0 is what stands before the first
+    num_messages   it ends in this message; 0 is what stands before the first
     ttl_s          for so many seconds
+    text           the beginning of the message's text to which it reaches; None for its end
     """
 
     num_messages: int
     ttl_s: float
+    text: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +126,9 @@ class ResentChats:
         """Begin to answer; errors as `ChatSession.ask`."""
         if self._stabiliser is not None:
             chat = self._stabiliser.stabilised(chat)
-        session = self._opened(chat, options.think)
+        ready = self._host.ready
+        limit = ready.context_limit if ready is not None else None
+        session = self._opened(chat, options.think, limit)
         difference = self._seen.note(chat.system, chat.messages, chat.tools)
         last = chat.messages[-1]
         if chat.is_continuation:
@@ -139,9 +143,28 @@ class ResentChats:
         for part in chat.kept:
             if part.num_messages:
                 num_tokens = sum(len(turn.token_ids) for turn in path[: part.num_messages])
+                if part.text is not None and part.num_messages <= len(path):
+                    whole = chat.messages[part.num_messages - 1].text
+                    ids = path[part.num_messages - 1].token_ids
+                    num_tokens -= self._num_behind(ids, whole, part.text)
             else:
                 num_tokens = len(opening_ids(self._host.model, session.conversation))
             yield num_tokens, part.ttl_s
+
+    def _num_behind(self, token_ids: Sequence[int], whole: str, beginning: str) -> int:
+        """Return how many of a message's tokens stand behind a beginning of its text.
+
+        None do where the tokens do not show the text as it is: then more is kept than was asked.
+        """
+        stream = self._host.model.tokenizer.new_stream([])
+        ends, told = [], ""
+        for token in token_ids:
+            told += stream.feed(token)
+            ends.append(len(told))
+        start = told.rfind(whole)
+        if start < 0 or not whole.startswith(beginning):
+            return 0
+        return sum(end > start + len(beginning) for end in ends)
 
     def complete(
         self,
@@ -193,16 +216,19 @@ class ResentChats:
     def _digest(self) -> ContextDigest:
         return ContextDigest(self._host.model.tokenizer.digest)
 
-    def _opened(self, chat: ResentChat, think: Think) -> ChatSession:
+    def _opened(self, chat: ResentChat, think: Think, max_tokens: int | None = None) -> ChatSession:
         """Return a session with all messages but a last one of the user.
 
         `think` is how the last message is asked, and earlier ones that were not answered here.
+        Raises ContextTooLong as soon as there are `max_tokens`: what follows is not encoded, which
+        would keep the requests of other clients waiting.
         """
         model = self._host.model
         if chat.needs_tools and model.format.tools is None:
             raise UsageError(f"The chat template of {model.name} has no place for tools.")
         session = self._host.unsaved_session(chat.system, self._began_s(chat), chat.tools)
         digest = self._digest()
+        num_tokens = 0
         history = chat.messages if chat.is_continuation else chat.messages[:-1]
         for number, message in enumerate(history, start=1):
             if message.role is Role.USER:
@@ -226,6 +252,13 @@ class ResentChats:
                     digest = self._digest()
                     digest.extend(session.conversation.context_ids(asked.turn_id))
             digest.extend(turn.token_ids)
+            num_tokens += len(turn.token_ids)
+            if max_tokens is not None and num_tokens >= max_tokens:
+                raise ContextTooLong(
+                    f"The first {number} of {len(chat.messages)} messages have {num_tokens} "
+                    f"tokens, and the context holds {max_tokens}.",
+                    "Shorten it or start a new conversation.",
+                )
         return session
 
     def _think_of(

@@ -102,6 +102,8 @@ _MAX_DEFAULT_HOST_BYTES = 16 << 30
 # settings must cut a prompt into the same chunks, or low-precision rounding would vary by run.
 _CPU_STEP_MACS = 4e10
 _CPU_STEP_TOKENS = (16, 512)
+# Requests that run at once. On a CPU as many as the rows that a compiled step takes.
+_MOST_RUNNING = {"cpu": 64, "cuda": 256}
 # A prefill step on a GPU takes about this long at the measured rate, because a stop waits for the
 # end of a step. Sizes are powers of two, so that a small change of the rate changes no size.
 _CUDA_STEP_S = 0.1
@@ -182,7 +184,7 @@ def engine_around(
         cache=cache,
         max_context=loaded.max_context,
         max_step_tokens=engine_config.max_step_tokens or short,
-        max_running=engine_config.max_running,
+        max_running=engine_config.max_running or _MOST_RUNNING[loaded.device.type],
         vocab_size=loaded.spec.vocab_size,
         connector=connector,
         speculation=speculation,

@@ -154,7 +154,7 @@ class Speculation:
             num_rows,
             len(decoding) - len(asking),
         )
-        orders, room = [], limits.max_step_tokens - num_rows
+        orders, room = [], max(0, limits.max_step_tokens - num_rows)
         for scheduled, take in zip(asking, taken, strict=True):
             num_tokens = min(take.num_tokens, room) if take is not None else 0
             if take is not None and num_tokens:

@@ -105,7 +105,7 @@ def _chat(fields: Fields) -> ResentChat:
                 chat.ask(text)
         else:
             raise message.fault("role", "must be user or assistant")
-        marks.read_all(message, "content")
+        marks.read_message(message, "content")
     marks.read(fields)
     return chat.chat(read_tools(map(_tool, fields.objects_if_any("tools")), "input_schema"))
 

@@ -40,6 +40,22 @@ def test_decodes_go_on_beside_a_prompt_that_is_being_read() -> None:
     assert all(step[first] == 1 for step in reading)
 
 
+def test_a_prompt_is_read_in_half_steps_beside_many_decodes() -> None:
+    """Beside seven answers of eight a prompt got one token a step, so 24 steps for this one."""
+    engine = EngineHarness(max_step_tokens=8, max_running=8)
+    for number in range(7):
+        engine.submit(greedy(number, number + 1, max_tokens=40))
+    for _ in range(3):
+        engine.step()
+    late = engine.submit(greedy(*run_of(7, 24)))
+
+    engine.run()
+
+    reading = [dict(step) for step in engine.steps if dict(step).get(late, 0) > 1]
+    assert [step[late] for step in reading] == [4] * 6
+    assert all(len(step) == 8 for step in reading), "every answer got its token too"
+
+
 def test_no_step_exceeds_its_budget_however_many_samples_fork() -> None:
     """OutputProcessor of one request once all ran at once, past both limits of a step."""
     engine = EngineHarness(max_step_tokens=4, max_running=16)
