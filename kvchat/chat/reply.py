@@ -470,7 +470,7 @@ class UnsavedLedger:
         return None
 
     def add_calls(self, sample: int, calls: tuple[ToolCall, ...], text: str) -> None:
-        """They stand in the answer's end."""
+        """The answer's end has them."""
 
     def end_answer(self, sample: int, event: SampleFinished) -> tuple[int, str | None]:
         return ROOT, None

@@ -20,8 +20,8 @@ from kvchat.chat.events import (
     ChatEvent,
     ReadingPrompt,
 )
-from kvchat.chat.resent import Asked, ResentChat, ResentChats
-from kvchat.chat.resent_difference import Difference
+from kvchat.chat.resent import Asked, ResentChats
+from kvchat.chat.resent_chat import Difference, ResentChat
 from kvchat.chat.thinking import Think
 from kvchat.core.errors import KvchatError
 from kvchat.server.api_errors import ApiError, as_api_error

@@ -9,8 +9,7 @@ from functools import reduce
 from itertools import groupby
 
 from kvchat.chat.conversation import Role
-from kvchat.chat.resent import KeptPart, ResentChat, resent_chat
-from kvchat.chat.resent_difference import Message
+from kvchat.chat.resent_chat import KeptPart, Message, ResentChat, resent_chat
 from kvchat.chat.tools import ToolCall, ToolResult, ToolSet
 from kvchat.core.errors import KvchatError
 from kvchat.server.api_errors import ApiError, as_api_error

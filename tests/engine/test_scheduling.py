@@ -208,7 +208,7 @@ def test_a_prompt_that_leaves_no_room_is_refused_and_the_longest_that_does_is_no
 
 @pytest.mark.parametrize("stranger", [VOCAB_SIZE, -1, 1 << 40])
 def test_a_token_the_model_does_not_have_is_refused_at_the_door(stranger: int) -> None:
-    """Such an id once failed in the embedding, with an IndexError nobody caught: the engine
+    """Such an id once failed in the embedding, with an IndexError that was not caught: the engine
     stopped for good, and every other conversation with it."""
     engine = EngineHarness()
     with pytest.raises(GenerationError, match="do not belong together"):
@@ -249,7 +249,7 @@ def test_cancelling_a_waiting_request_needs_no_forward_pass() -> None:
 
 def test_cancelling_while_the_prompt_is_read_ends_every_sample() -> None:
     """OutputProcessor fork after the prompt; cancelled before that, only the first one once
-    ended, and whoever waited for the others waited for ever.
+    ended, and callers waited for the others for ever.
     """
     engine = EngineHarness(max_step_tokens=8)
     request_id = engine.submit(greedy(*run_of(0, 50), num_samples=3))

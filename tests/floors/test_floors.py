@@ -59,8 +59,6 @@ OWNERS = {
 }
 # Modules that import each other, for types only, as docs/architecture.md names them.
 CIRCLES = {
-    frozenset({"kvchat.cache.block_manager", "kvchat.cache.state_manager"}),
-    frozenset({"kvchat.chat.resent", "kvchat.chat.stabiliser"}),
     frozenset({"kvchat.terminal.prompt", "kvchat.terminal.keys", "kvchat.terminal.layout"}),
 }
 REFUSED_NAMES = {"utils", "common", "helpers", "misc"}
