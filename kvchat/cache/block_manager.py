@@ -11,6 +11,7 @@ from typing import Protocol
 
 import torch
 
+from kvchat.cache.device_copies import Images
 from kvchat.cache.keys import encode_ids
 from kvchat.cache.kv_pool import KvPool
 from kvchat.cache.radix_tree import Node, RadixTree, TreeInsert
@@ -439,11 +440,14 @@ class CacheManager:
 
     # Images, for slower tiers
 
-    def export(self, token_ids: TokenIds, first: int, last: int) -> memoryview | None:
-        """Return the images of a context's blocks `first` to `last - 1`; None if one is evicted."""
+    def export(self, token_ids: TokenIds, first: int, last: int) -> Images | None:
+        """Return the images of a context's blocks `first` to `last - 1`, to be released.
+
+        It is None if one of them is evicted, and where `KvPool.export` is.
+        """
         encoded = encode_ids(token_ids[: last * self.block_size])
         blocks = self._tree.blocks_of(encoded) if self._reuse else []
-        return self.kv_pool.gather(blocks[first:last]) if len(blocks) == last else None
+        return self.kv_pool.export(blocks[first:last]) if len(blocks) == last else None
 
     def adopt(self, token_ids: TokenIds, first: int, image: bytearray | memoryview) -> int:
         """Enter images as a context's blocks from `first` on; return how many were entered.
