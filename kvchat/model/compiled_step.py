@@ -15,7 +15,8 @@ import torch
 from kvchat.model.batch import ForwardBatch
 from kvchat.model.decoder import Decoder, num_weights, read_decoder
 from kvchat.model.spec import ModelSpec
-from kvchat.model.step_program import StepProgram, Unfit
+from kvchat.model.step_operations import Unfit
+from kvchat.model.step_program import StepProgram
 from kvchat_kernels.cpu.step import MAX_ROWS, Header
 from kvchat_kernels.kv_layer import KvLayer, PlainKv
 from kvchat_kernels.paged_attention import PagedSequences
@@ -83,6 +84,7 @@ class CompiledStep:
         units[parts.of_rows] = batch.token_ids.shape[0]
         units[parts.of_picked] = num_logits
         units[parts.of_head] = parts.head_units if num_logits else 0
+        parts.set_pairs(batch.token_ids.shape[0])
         parts.program.prepare()
 
     def _finished(self, logits: torch.Tensor) -> torch.Tensor:
