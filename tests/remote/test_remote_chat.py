@@ -44,7 +44,7 @@ def answer_options(**others: Any) -> AskOptions:
 def host_of(
     url: str, store: SessionStore | None = None, server: Server | None = None
 ) -> Iterator[ChatHost]:
-    """Yield a host whose engine is the server at an address, asked what it is if it is not given."""
+    """Yield a host whose engine is the server at an address, asked what it is if not given."""
     server = server or find_server(address_of(url))
 
     def build(progress: Callable[[LoadProgress], None]) -> tuple[RemoteEngine, ModelReady]:
