@@ -22,7 +22,7 @@ from kvchat.cache.block_manager import SCRATCH_BLOCK, CacheManager
 from kvchat.cache.connector import KvConnector
 from kvchat.cache.disk.admin import StoreAdmin
 from kvchat.cache.disk.format import FORMAT_VERSION
-from kvchat.cache.disk.known_models import KnownModel, KnownModels
+from kvchat.cache.disk.lookup import KnownModel, KnownModels
 from kvchat.cache.disk.quota import disk_budget, least_bytes, why_nothing_fits
 from kvchat.cache.disk.tier import DiskTier
 from kvchat.cache.host_offload import HostOffload
@@ -47,10 +47,9 @@ from kvchat.engine.draft_model import ModelDrafter
 from kvchat.engine.drafters import Drafter
 from kvchat.engine.engine import Engine
 from kvchat.engine.ngram import NgramDrafter
-from kvchat.engine.runner import Runner
+from kvchat.engine.runner import Runner, StepThreads
 from kvchat.engine.speculation import Mode, Speculation
 from kvchat.engine.stateful_runner import StatefulRunner
-from kvchat.engine.step_threads import StepThreads
 from kvchat.model.cuda_graph import CudaGraphs
 from kvchat.model.device import can_change_threads, device_name, dtype_name, dtype_of, free_bytes
 from kvchat.model.graphs import GraphRunner

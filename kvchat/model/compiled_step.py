@@ -37,6 +37,7 @@ class CompiledStep:
         """Compile what is needed, 0.1 to 1 s. Raises Unfit, or what llvmlite raises."""
         self._decoder = decoder
         self._parts = StepProgram(decoder, pools)
+        self._vocab_size = decoder.head.num_out
         self._most_threads = max(1, num_weights(decoder) // _WEIGHTS_PER_THREAD)
 
     def logits(self, batch: ForwardBatch) -> torch.Tensor | None:
@@ -54,9 +55,7 @@ class CompiledStep:
         sequences = batch.sequences
         assert isinstance(sequences, PagedSequences)
         self._embed(batch, max(sequences.context_lens))
-        logits = torch.empty(
-            batch.logit_rows.shape[0], self._decoder.head.num_out, dtype=torch.float32
-        )
+        logits = torch.empty(batch.logit_rows.shape[0], self._vocab_size, dtype=torch.float32)
         self._set(batch, sequences, logits)
         self._parts.program.run(min(torch.get_num_threads(), self._most_threads))
         return self._finished(logits)

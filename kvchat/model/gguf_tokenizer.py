@@ -23,7 +23,7 @@ from kvchat.model.sentencepiece_file import (
     implied_merges,
     space_decoder,
 )
-from kvchat.model.text_files import TextFiles
+from kvchat.model.source import TextFiles
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"

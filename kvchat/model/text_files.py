@@ -7,7 +7,6 @@ transformers only for a checkpoint without tokenizer.json and tokenizer.model.
 import json
 import re
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeGuard
@@ -17,7 +16,7 @@ from kvchat.core.errors import ModelError, ModelUnsupported, UsageError
 from kvchat.core.types import SamplingParams
 from kvchat.model.checkpoint_files import MAX_TOKENIZER_BYTES, read_json, read_text, unreadable
 from kvchat.model.sentencepiece_file import tokenizer_of_file
-from kvchat.model.source import ModelSource
+from kvchat.model.source import ModelSource, TextFiles
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
 # The files, besides tokenizer.json, in which transformers looks for a vocabulary.
@@ -38,30 +37,6 @@ _TIKTOKEN_LINE = re.compile(rb"[A-Za-z0-9+/]+=* \d+\r?\n")
 _MAX_INT = (1 << 31) - 1
 _SAMPLING_NAMES = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 _CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
-
-
-@dataclass(frozen=True, slots=True)
-class TextFiles:
-    """The text settings of a checkpoint.
-
-    tokenizer_json      the content of tokenizer.json
-    chat_template       Jinja source, None if the checkpoint has none
-    special_tokens      strings by the template's variable name: bos_token, eos_token and so on
-    stop_token_ids      the ids that end a completion, by its configuration
-    sampling_defaults   the author's sampling parameters, by SamplingParams' names
-    adds_bos            whether a bare prompt starts with BOS, by its tokenizer configuration
-    max_context         the most tokens of a context, None if its configuration does not state it
-    vocab_size          the number of ids with an embedding, None if not stated
-    """
-
-    tokenizer_json: str
-    chat_template: str | None
-    special_tokens: dict[str, str] = field(default_factory=dict)
-    stop_token_ids: tuple[int, ...] = ()
-    sampling_defaults: dict[str, float] = field(default_factory=dict)
-    adds_bos: bool = False
-    max_context: int | None = None
-    vocab_size: int | None = None
 
 
 def read_text_files(source: ModelSource) -> TextFiles:

@@ -13,8 +13,7 @@ import torch
 from kvchat.cache.restore import RestoredContext
 from kvchat.cache.tier import LogitFingerprint
 from kvchat.engine.engine import Engine
-from kvchat.engine.kv_verifier import KvVerifier
-from kvchat.engine.logit_fingerprint import fingerprint_of
+from kvchat.engine.kv_verifier import KvVerifier, fingerprint_of
 from kvchat.model.batch import SequencePiece
 from support.greedy_answer import greedy_answer
 
