@@ -65,8 +65,8 @@ from kvchat_kernels.cpu.step import MAX_ROWS
 from kvchat_kernels.kv_layer import KvLayer
 
 # Increase it if the content of a slot changes for the same token: with the layout of a block image,
-# or with the values that the attention writes.
-_KV_VERSION = 3
+# or with the values that the attention writes. 4: experts and packed checkpoints stay in blocks.
+_KV_VERSION = 4
 
 
 def kv_identity(loaded: LoadedModel, geometry: KvGeometry, content_digest: str) -> bytes:
