@@ -40,7 +40,8 @@ class KvConnector:
         self._rates = rates
         if rates is not None:
             self.planner.begin_with(rates.read())
-        self.transfer = TransferThread(open_tier, _MAX_PENDING_BYTES)
+        most = manager.kv_pool.max_waiting_bytes or _MAX_PENDING_BYTES
+        self.transfer = TransferThread(open_tier, most)
         self.write_behind = WriteBehind(manager, self.transfer, clock)
         self.restorer = Restorer(
             manager, self.transfer, self.planner, self.write_behind.note_kept, clock

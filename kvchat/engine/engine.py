@@ -25,10 +25,9 @@ from kvchat.engine.fetch import Fetcher
 from kvchat.engine.kv_verifier import KvVerifier
 from kvchat.engine.output_processor import OutputProcessor
 from kvchat.engine.request import Request, RequestSpec, State
-from kvchat.engine.runner import Drawn, Runner, draw, draws_of, tokens_of
+from kvchat.engine.runner import MOST_ROWS, Drawn, Runner, draw, draws_of, tokens_of
 from kvchat.engine.scheduler import ScheduledRequest, Scheduler
 from kvchat.engine.speculation import Limits, Mode, Speculation
-from kvchat.engine.step_threads import MOST_ROWS
 from kvchat.model.batch import StepAbandoned
 
 if TYPE_CHECKING:
@@ -112,6 +111,7 @@ class Engine:
     def status(self) -> EngineStatus:
         """Return the counts shown to users; changes nothing."""
         cache = self.cache.status()
+        drafting = self.speculation
         return EngineStatus(
             num_steps=self._num_steps,
             num_tokens_computed=self._num_tokens,
@@ -128,7 +128,7 @@ class Engine:
             host=self._offload.status() if self._offload is not None else None,
             disk=self._connector.status() if self._connector is not None else None,
             disk_read_s=self._connector.planner.read_s if self._connector is not None else 0.0,
-            speculation=self.speculation.status(),
+            speculation=drafting.status() if drafting.is_on else drafting.status_when_off,
             graphs=self._runner.graph_status(),
             step_threads=self._runner.step_threads(),
         )

@@ -1,4 +1,4 @@
-"""A draft model keeps its KV as the target does, and nobody waits for it."""
+"""A draft model keeps its KV as the target does, and no request waits for it."""
 
 import random
 import threading
@@ -201,7 +201,7 @@ def test_a_restored_conversation_drafts_as_well_as_before(tier: MemoryTier) -> N
 
 
 def test_a_draft_whose_kv_comes_too_late_is_made_up_for(tier: MemoryTier) -> None:
-    """It waited for a front that nobody computes, and drafted nothing for the whole answer."""
+    """It waited for a front that is never computed, and drafted nothing for the whole answer."""
     yesterday = Drafting(tier=tier)
     yesterday.run_checked(RequestSpec(LONG, GREEDY, max_tokens=9))
     yesterday.engine.close()
@@ -239,7 +239,7 @@ def test_what_the_draft_still_writes_is_waited_for_but_not_by_the_engine(tier: M
     engine.hear_from_tier()
     engine.run()
     context = [*LONG[:40], *engine.generated(number)]
-    assert has_begun.wait(60.0)  # what nobody has begun to write is not written at all
+    assert has_begun.wait(60.0)  # what the thread has not begun to write is not written at all
 
     engine.engine.forget([(context, 0)], is_done.set)
 
