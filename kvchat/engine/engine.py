@@ -352,7 +352,8 @@ class Engine:
     def _step(self) -> list[RequestEvent]:
         self._keep_backlog()
         requests = self._scheduler.requests()
-        events = self._output.end_cancelled(requests)
+        if events := self._output.end_cancelled(requests):
+            return events  # at once: what is to be kept of them takes a forward pass
         is_fetching = self._fetcher.settle(requests)
         if requests and all(request.is_decoding for request in requests):
             self.prepare()  # no request waits for its first token, so this delays none
@@ -362,18 +363,18 @@ class Engine:
         except Exception as error:  # it must not stop the engine for later requests
             _log.exception("no step could be planned")
             self._invalidate(self._kv_verifier.end_alone(self._run_alone))
-            return events + self._output.fail_all(_explain(error))
+            return self._output.fail_all(_explain(error))
         if plan:
             self._output.mark_started(plan)
-            return events + self._compute(plan)
+            return self._compute(plan)
         if self._kv_verifier.pieces:
             self._invalidate(self._kv_verifier.end_alone(self._run_alone))
-            return events
+            return []
         # Planning may have found a front already computed, or begun a promotion: such requests now
         # wait for KV.
         is_fetching |= any(request.is_fetching for request in self._scheduler.requests())
         is_fetching |= self._fetcher.is_copying
-        return events if is_fetching else events + self._output.end_stuck()
+        return [] if is_fetching else self._output.end_stuck()
 
     def _begin_checks(self, requests: Sequence[Request]) -> None:
         """Add rows to the next step that verify restored KV and fingerprint contexts to keep."""

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from kvchat.cache.connector import KvConnector
 from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig, Size
 from kvchat.core.events import ModelReady, RequestEvent, SampleFinished
 from kvchat.core.types import FinishReason
@@ -19,6 +20,7 @@ from kvchat.model.source import find_model
 from support.checkpoints import save_checkpoint, tiny_model
 from support.engine_harness import EngineHarness
 from support.greedy_answer import greedy_answer
+from support.memory_tier import MemoryTier
 from support.remembering_model import GREEDY, VOCAB_SIZE
 from support.stateful_models import Chat, load_stateful, open_engine, words
 
@@ -182,3 +184,25 @@ def test_every_layer_of_a_real_model_asks(dtype: str, tmp_path: Path) -> None:
 
 def source_layers(directory: Path) -> int:
     return int(json.loads((directory / "config.json").read_text())["num_hidden_layers"])
+
+
+def test_a_stopped_answer_ends_before_anything_else_is_computed() -> None:
+    """Esc waited for one more forward pass: the fingerprint of the KV that is kept on the disk."""
+    forwards: list[None] = []
+    tier = MemoryTier(block_size=4, image_bytes=32)
+    engine = EngineHarness(
+        persist=lambda cache: KvConnector(cache, lambda: tier), fails=lambda: forwards.append(None)
+    )
+    number = engine.submit(greedy(*long_prompt(), max_tokens=29))
+    while not engine.generated(number):
+        engine.step()
+    before = len(forwards)
+    engine.engine.cancel(number)
+
+    engine.step()
+
+    assert engine.ending(number).reason is FinishReason.CANCELLED
+    assert len(forwards) == before
+    engine.run()
+    engine.engine.close()
+    assert tier.blocks, "its KV is kept all the same"
