@@ -388,6 +388,6 @@ def sampler_launches(
     grid = (num_rows, num_chunks)
     return (
         Launch(likeliest_kernel, grid, likeliest),
-        Launch(draw_kernel, grid, draw),
+        Launch(draw_kernel, grid, draw, num_warps=8),
         Launch(decide_kernel, (num_rows,), decide, num_warps=16),
     )
