@@ -148,6 +148,20 @@ def test_sampler(vocab: int, dtype: torch.dtype) -> None:
     check_draws(vocab, dtype, 1, DEVICE)
 
 
+@pytest.mark.parametrize("vocab", [2049, 151936])
+def test_sampler_without_candidates(vocab: int) -> None:
+    check_draws(vocab, torch.float32, 3, DEVICE, max_candidates=2)
+
+
+def test_a_draw_does_not_depend_on_the_order_in_which_candidates_arrive() -> None:
+    """Programs of a row add their candidates as they come, in another order in every run."""
+    logits = some_logits(4, 151936, 9).to(DEVICE)
+    rows = sampler_rows([Drawing(temperature=0.6, top_k=60, top_p=0.95)] * 4, 5, DEVICE)
+    first = sample_tokens(logits, rows).tolist()
+
+    assert all(sample_tokens(logits, rows).tolist() == first for _ in range(50))
+
+
 def test_the_device_samples_what_the_cpu_samples() -> None:
     drawings = [Drawing(temperature=0.6, top_k=20, top_p=0.95)] * 16
     logits = some_logits(16, 32000, 5)

@@ -106,6 +106,10 @@ def test_the_kernels_draw_what_the_twin_draws(
     interpreter(check_draws, vocab, dtype, 1)
 
 
+def test_without_candidates_the_kernels_draw_the_same(interpreter: Interpreter) -> None:
+    interpreter(check_draws, 3000, torch.float32, 3, "cpu", 2)
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(2, 42))
 def test_the_kernels_draw_what_the_twin_draws_many_times(

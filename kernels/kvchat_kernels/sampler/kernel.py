@@ -1,11 +1,11 @@
 """The sampler as three Triton kernels: likeliest tokens, draws, decisions.
 
-Whether the filters keep a drawn token is decided by counting, in passes over the row's logits.
 Tokens are ordered by descending scaled logit, then by id; `above` a token are the tokens before it.
-The filters keep a prefix of this order.
+The filters keep a prefix of this order. Where few tokens can be kept, these candidates are sorted
+and cut. Otherwise a drawn token is accepted or refused by counting, in passes over the row.
 
-Shapes: V elements of a chunk or tile of a row's logits, C chunks of a row. `scaled` logits are
-divided by the temperature, and the largest of them is 0.
+Shapes: V elements of a chunk or tile of a row's logits, G groups of a chunk, C chunks or groups of
+a row, K candidates. `scaled` logits are divided by the temperature, and the largest of them is 0.
 """
 
 import torch
@@ -168,49 +168,98 @@ def _within(row_ptr, bits, largest, temperature, VOCAB: tl.constexpr, BLOCK_V: t
     return tl.sum(count, axis=0), tl.sum(mass, axis=0)
 
 
+@triton.jit
+def draw_candidate(
+    keys, mass, top_k, top_p, min_p, seed, position, VOCAB: tl.constexpr, BLOCK_K: tl.constexpr
+):
+    """Return the draw from the candidates that the filters keep.
+
+    keys   [K] int64 from `candidate_key`, the largest int64 where there is no candidate
+    mass   the sum of all scaled logits' exponentials, those of the other tokens too
+    """
+    keys = tl.sort(keys)
+    rank = tl.arange(0, BLOCK_K)
+    scaled = -(keys >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+    token = (keys & 0xFFFFFFFF).to(tl.int32)
+    is_kept = keys < 0x7FFFFFFFFFFFFFFF
+    weights = tl.where(is_kept, tl.exp(scaled), 0.0)
+    if (top_k > 0) & (top_k < VOCAB):
+        is_kept &= rank < top_k
+        weights = tl.where(is_kept, weights, 0.0)
+        mass = tl.sum(weights, axis=0)
+    is_kept &= tl.cumsum(weights, axis=0) - weights < top_p * mass
+    is_kept &= weights >= min_p
+    is_kept |= rank == 0
+    first, second = row_key(seed, position)
+    scores = tl.where(is_kept, scaled + gumbel(token, first, second), float("-inf"))
+    return tl.min(tl.where(scores == tl.max(scores, axis=0), token, 2147483647), axis=0)
+
+
+@triton.jit
+def candidate_key(scaled, token):
+    """Return int64 numbers in the order of the tokens: a scaled logit is at most 0, so the bits of
+    its absolute value, read as an integer, grow as the logit falls.
+    """
+    return (tl.abs(scaled).to(tl.int32, bitcast=True).to(tl.int64) << 32) | token
+
+
 _CHUNK = 2048
+# The groups of a chunk whose largest logits are known. A top-k of up to as many tokens as a row has
+# groups gives a bound: 62 for 32,000 tokens.
+_GROUPS = 4
 _TILE = 4096
+# The most candidates that are sorted.
+_MAX_CANDIDATES = 1024
 
 
 @triton.jit
 def likeliest_kernel(
-    logits_ptr, peak_ptr, peak_id_ptr, row_stride, num_chunks, VOCAB: tl.constexpr,
-    BLOCK_V: tl.constexpr,
+    logits_ptr, peak_ptr, peak_id_ptr, count_ptr, row_stride, num_chunks, VOCAB: tl.constexpr,
+    BLOCK_V: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, chunk) finds a chunk's largest logit and its id, or -1 if a logit is NaN."""
+    """Program (row, chunk) finds the largest logit of each group of a chunk and its id, or -1 if a
+    logit is NaN. It sets the row's number of candidates to 0.
+    """
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
+    tl.store(count_ptr + row, 0, mask=chunk == 0)
     token = chunk * BLOCK_V + tl.arange(0, BLOCK_V)  # [V]
     inside = token < VOCAB
     logits = tl.load(logits_ptr + row * row_stride + token, mask=inside, other=float("-inf"))
     logits = logits.to(tl.float32)
-    peak = tl.max(logits, axis=0)
-    peak_id = tl.min(tl.where((logits == peak) & inside, token, 2147483647), axis=0)
-    num_broken = tl.sum((logits != logits).to(tl.int32), axis=0)
-    tl.store(peak_ptr + row * num_chunks + chunk, peak)
-    tl.store(peak_id_ptr + row * num_chunks + chunk, tl.where(num_broken > 0, -1, peak_id))
+    groups = tl.reshape(logits, (GROUPS, BLOCK_V // GROUPS))
+    peaks = tl.max(groups, axis=1)  # [G]
+    is_peak = (groups == peaks[:, None]) & tl.reshape(inside, groups.shape)
+    peak_ids = tl.min(tl.where(is_peak, tl.reshape(token, groups.shape), 2147483647), axis=1)
+    num_broken = tl.sum((groups != groups).to(tl.int32), axis=1)
+    places = (row * num_chunks + chunk) * GROUPS + tl.arange(0, GROUPS)
+    tl.store(peak_ptr + places, peaks)
+    tl.store(peak_id_ptr + places, tl.where(num_broken > 0, -1, peak_ids))
 
 
 @triton.jit
 def draw_kernel(
     logits_ptr, temperature_ptr, top_k_ptr, min_p_ptr, seed_ptr, position_ptr, peak_ptr, mass_ptr,
-    score_ptr, drawn_ptr, row_stride, num_chunks, VOCAB: tl.constexpr, BLOCK_V: tl.constexpr,
-    BLOCK_C: tl.constexpr,
+    score_ptr, drawn_ptr, count_ptr, key_ptr, row_stride, num_chunks, VOCAB: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_G: tl.constexpr, GROUPS: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, chunk) sums a chunk's exponentials, and draws from a superset of its kept."""
+    """Program (row, chunk) sums a chunk's exponentials, draws from a superset of its kept tokens,
+    and adds these to the row's candidates if there is a bound. Their order differs from run to run.
+    """
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     temperature = tl.load(temperature_ptr + row)
     if temperature == 0:
         return
-    column = tl.arange(0, BLOCK_C)  # [C]
-    peaks = tl.load(peak_ptr + row * num_chunks + column, mask=column < num_chunks,
+    column = tl.arange(0, BLOCK_G)  # [C]
+    num_groups = num_chunks * GROUPS
+    peaks = tl.load(peak_ptr + row * num_groups + column, mask=column < num_groups,
                     other=float("-inf"))  # fmt: skip
     largest = tl.max(peaks, axis=0)
-    # At least `top_k` logits are no less than the top_k-th largest of the chunks' largest.
+    # At least `top_k` logits are no less than the top_k-th largest of the groups' largest.
     top_k = tl.load(top_k_ptr + row)
     bound = tl.sum(tl.where(column == top_k - 1, tl.sort(peaks, descending=True), 0.0), axis=0)
-    bound = tl.where((top_k > 0) & (top_k <= num_chunks), bound, float("-inf"))
+    bound = tl.where((top_k > 0) & (top_k <= num_groups), bound, float("-inf"))
     least = scaled_logits(bound, largest, temperature)
     least = tl.maximum(least, tl.log(tl.load(min_p_ptr + row)) - 1e-3)
     token = chunk * BLOCK_V + tl.arange(0, BLOCK_V)  # [V]
@@ -221,11 +270,19 @@ def draw_kernel(
     score = float("-inf")
     drawn = 2147483647
     if tl.max(scaled, axis=0) >= least:
+        is_candidate = (scaled >= least) & (token < VOCAB)
         first, second = row_key(tl.load(seed_ptr + row), tl.load(position_ptr + row))
-        scores = scaled + gumbel(token, first, second)
-        scores = tl.where((scaled >= least) & (token < VOCAB), scores, float("-inf"))
+        scores = tl.where(is_candidate, scaled + gumbel(token, first, second), float("-inf"))
         score = tl.max(scores, axis=0)
         drawn = tl.min(tl.where(scores == score, token, 2147483647), axis=0)
+        if least > float("-inf"):
+            places = tl.cumsum(is_candidate.to(tl.int32), axis=0) - 1
+            number = tl.sum(is_candidate.to(tl.int32), axis=0)
+            places += tl.atomic_add(count_ptr + row, number)
+            is_stored = is_candidate & (places < MOST)
+            tl.store(key_ptr + row * MOST + places, candidate_key(scaled, token), mask=is_stored)
+        else:
+            tl.store(count_ptr + row, MOST + 1)
     tl.store(score_ptr + row * num_chunks + chunk, score)
     tl.store(drawn_ptr + row * num_chunks + chunk, drawn)
 
@@ -233,34 +290,50 @@ def draw_kernel(
 @triton.jit
 def decide_kernel(
     logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, position_ptr, peak_ptr,
-    peak_id_ptr, mass_ptr, score_ptr, drawn_ptr, chosen_ptr, row_stride, num_chunks,
-    VOCAB: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_C: tl.constexpr,
+    peak_id_ptr, mass_ptr, score_ptr, drawn_ptr, count_ptr, key_ptr, chosen_ptr, row_stride,
+    num_chunks, VOCAB: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_C: tl.constexpr,
+    BLOCK_G: tl.constexpr, GROUPS: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
-    """Program (row,) takes the best draw, and draws again while the filters refuse it."""
+    """Program (row,) draws from the row's candidates. If they are too many or have no bound, it
+    takes the best draw, and draws again while the filters refuse it.
+    """
     row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK_C)  # [C]
-    inside = column < num_chunks
-    places = row * num_chunks + column
-    peaks = tl.load(peak_ptr + places, mask=inside, other=float("-inf"))
-    peak_ids = tl.load(peak_id_ptr + places, mask=inside, other=2147483647)
+    group = tl.arange(0, BLOCK_G)  # [C]
+    is_group = group < num_chunks * GROUPS
+    group_places = row * num_chunks * GROUPS + group
+    peaks = tl.load(peak_ptr + group_places, mask=is_group, other=float("-inf"))
+    peak_ids = tl.load(peak_id_ptr + group_places, mask=is_group, other=2147483647)
     largest = tl.max(peaks, axis=0)
-    likeliest = tl.min(tl.where(peaks == largest, peak_ids, 2147483647), axis=0)
     temperature = tl.load(temperature_ptr + row)
     is_drawn = (temperature > 0) & (tl.abs(largest) < float("inf"))
     if tl.min(peak_ids, axis=0) < 0:
         tl.store(chosen_ptr + row, tl.full((), -1, tl.int64))
     elif is_drawn:
+        column = tl.arange(0, BLOCK_C)  # [C]
+        inside = column < num_chunks
+        places = row * num_chunks + column
         mass = tl.sum(tl.load(mass_ptr + places, mask=inside, other=0.0), axis=0)
-        scores = tl.load(score_ptr + places, mask=inside, other=float("-inf"))
-        drawn_ids = tl.load(drawn_ptr + places, mask=inside, other=2147483647)
-        best = tl.min(tl.where(scores == tl.max(scores, axis=0), drawn_ids, 2147483647), axis=0)
-        chosen = decide(
-            logits_ptr + row * row_stride, best, mass, largest, temperature,
-            tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), tl.load(min_p_ptr + row),
-            tl.load(seed_ptr + row), tl.load(position_ptr + row), VOCAB, BLOCK_V,
-        )  # fmt: skip
+        top_k, top_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
+        min_p = tl.load(min_p_ptr + row)
+        seed, position = tl.load(seed_ptr + row), tl.load(position_ptr + row)
+        count = tl.load(count_ptr + row)
+        # Top-p is a share of the top-k's probability, for which all of these must be known.
+        has_share = (top_k <= count) | (top_k >= VOCAB) | (top_p >= 1.0)
+        if (count <= MOST) & has_share:
+            rank = tl.arange(0, MOST)
+            keys = tl.load(key_ptr + row * MOST + rank, mask=rank < count, other=0x7FFFFFFFFFFFFFFF)
+            chosen = draw_candidate(keys, mass, top_k, top_p, min_p, seed, position, VOCAB, MOST)
+        else:
+            scores = tl.load(score_ptr + places, mask=inside, other=float("-inf"))
+            drawn_ids = tl.load(drawn_ptr + places, mask=inside, other=2147483647)
+            best = tl.min(tl.where(scores == tl.max(scores, axis=0), drawn_ids, 2147483647), axis=0)
+            chosen = decide(
+                logits_ptr + row * row_stride, best, mass, largest, temperature, top_k, top_p,
+                min_p, seed, position, VOCAB, BLOCK_V,
+            )  # fmt: skip
         tl.store(chosen_ptr + row, chosen.to(tl.int64))
     else:
+        likeliest = tl.min(tl.where(peaks == largest, peak_ids, 2147483647), axis=0)
         tl.store(chosen_ptr + row, likeliest.to(tl.int64))
 
 
@@ -272,31 +345,37 @@ def sampler_launches(
     num_rows, vocab = logits.shape
     num_chunks = triton.cdiv(vocab, _CHUNK)
 
-    def scratch(dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(num_rows, num_chunks, dtype=dtype, device=logits.device)
+    def scratch(dtype: torch.dtype, width: int = num_chunks) -> torch.Tensor:
+        return torch.empty(num_rows, width, dtype=dtype, device=logits.device)
 
-    shape = {"row_stride": logits.stride(0), "VOCAB": vocab, "num_chunks": num_chunks}
-    likeliest = {
+    shared = {
         "logits_ptr": logits,
-        "peak_ptr": scratch(torch.float32),
-        "peak_id_ptr": scratch(torch.int32),
-        **shape,
+        "peak_ptr": scratch(torch.float32, num_chunks * _GROUPS),
+        "count_ptr": scratch(torch.int32, 1),
+        "row_stride": logits.stride(0),
+        "num_chunks": num_chunks,
+        "VOCAB": vocab,
+        "GROUPS": _GROUPS,
+    }
+    likeliest = {
+        **shared,
+        "peak_id_ptr": scratch(torch.int32, num_chunks * _GROUPS),
         "BLOCK_V": _CHUNK,
     }
     draw = {
-        "logits_ptr": logits,
+        **shared,
         "temperature_ptr": rows.temperature,
         "top_k_ptr": rows.top_k,
         "min_p_ptr": rows.min_p,
         "seed_ptr": rows.seeds,
         "position_ptr": rows.positions,
-        "peak_ptr": likeliest["peak_ptr"],
         "mass_ptr": scratch(torch.float32),
         "score_ptr": scratch(torch.float32),
         "drawn_ptr": scratch(torch.int32),
-        **shape,
+        "key_ptr": scratch(torch.int64, _MAX_CANDIDATES),
         "BLOCK_V": _CHUNK,
-        "BLOCK_C": next_power_of_2(num_chunks),
+        "BLOCK_G": next_power_of_2(num_chunks * _GROUPS),
+        "MOST": _MAX_CANDIDATES,
     }
     decide = {
         **draw,
@@ -304,10 +383,11 @@ def sampler_launches(
         "peak_id_ptr": likeliest["peak_id_ptr"],
         "chosen_ptr": chosen,
         "BLOCK_V": _TILE,
+        "BLOCK_C": next_power_of_2(num_chunks),
     }
     grid = (num_rows, num_chunks)
     return (
         Launch(likeliest_kernel, grid, likeliest),
-        Launch(draw_kernel, grid, draw),
+        Launch(draw_kernel, grid, draw, num_warps=8),
         Launch(decide_kernel, (num_rows,), decide, num_warps=16),
     )
