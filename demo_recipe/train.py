@@ -92,9 +92,15 @@ class Machine:
 
     @classmethod
     def detected(cls, *, is_compiled: bool, team: Team) -> "Machine":
-        """CUDA where there is one; bfloat16 on both, float32 weights beneath."""
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-        return cls(torch.device(name), torch.bfloat16, is_compiled, team)
+        """CUDA where there is one; products in bfloat16 where they are fast, float32 weights beneath.
+
+        One core with AVX2 alone makes 30 GFLOP/s in float32 and 4.4 in bfloat16.
+        """
+        if torch.cuda.is_available():
+            return cls(torch.device("cuda"), torch.bfloat16, is_compiled, team)
+        is_wide = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
+        dtype = torch.bfloat16 if is_wide else torch.float32
+        return cls(torch.device("cpu"), dtype, is_compiled, team)
 
 
 LossOf = Callable[[Network, Rows], Tensor]
