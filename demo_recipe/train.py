@@ -92,7 +92,7 @@ class Machine:
 
     @classmethod
     def detected(cls, *, is_compiled: bool, team: Team) -> "Machine":
-        """CUDA where there is one; products in bfloat16 where they are fast, float32 weights beneath."""
+        """CUDA where there is one; fast products, float32 weights beneath."""
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         return cls(device, product_dtype(device), is_compiled, team)
 
