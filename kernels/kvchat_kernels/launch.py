@@ -1,11 +1,11 @@
-"""Launches Triton kernels, and decides on which devices they can run.
+"""Launches Triton kernels, decides on which devices they can run, and sends numbers to a device.
 
 Every kernel's launcher returns a Launch, so that tests without a GPU compile exactly what a GPU
 would run. Importing this module does not import Triton, because a machine without a GPU never needs
 it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -93,3 +93,25 @@ def row_stride(rows: torch.Tensor) -> int:
     if rows.ndim == 1 or not rows.numel():
         return rows.shape[-1]
     return rows.view(-1, rows.shape[-1]).stride(0)
+
+
+def on_device(numbers: Sequence[Any], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return numbers, or rows of numbers, as a new tensor on `device`; does not wait for it.
+
+    `torch.tensor(..., device="cuda")` copies from unpinned memory, and returns only after all
+    earlier queued work, such as the current step, has finished.
+
+    On a CUDA device the copy is queued on the current stream, so only work queued after it sees the
+    values. Must not be called while a graph is captured.
+    """
+    if device.type != "cuda":
+        return torch.tensor(numbers, dtype=dtype, device=device)
+    # torch's pinned-memory allocator does not reuse the memory before the copy has finished.
+    return torch.tensor(numbers, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
+
+
+def each_on_device(
+    lists: Sequence[Sequence[Any]], dtype: torch.dtype, device: torch.device
+) -> list[torch.Tensor]:
+    """Return a tensor of each list, as `on_device` makes them."""
+    return [on_device(numbers, dtype, device) for numbers in lists]

@@ -9,6 +9,7 @@ comes late, with the end of the answer.
 """
 
 import asyncio
+import json
 import re
 import shutil
 import socket
@@ -20,6 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import httpx2
 import torch
@@ -43,6 +45,7 @@ _DEMO = "demo"
 # What requests call the model.
 _NAME = "measured"
 _START_S, _SILENCE_S, _STOP_S, _PAUSE_S = 600.0, 600.0, 20.0, 0.2
+_READ_BYTES = 1 << 16
 _LLAMA_SERVER = "llama-server"
 _ADDRESS = re.compile(rb"(http://[^\s/]+)/v1")
 
@@ -175,28 +178,51 @@ def load_of_engine(assembled: AssembledEngine, prompts: Prompts) -> Load:
 
 
 async def load_of_server(url: str, prompts: Prompts) -> Load:
-    """Let the clients send their requests to `url`. Raises ProcessFailed if one is not answered."""
+    """Let the clients send their requests to `url`. Raises ProcessFailed if one is not answered.
+
+    The clients share the cores with the server, so they do as little as they can: each request has
+    a connection of its own, whose bytes are not parsed.
+    """
     first_s: list[float] = []
-    limits = httpx2.Limits(max_connections=None)
-    timeout = httpx2.Timeout(_SILENCE_S)
-    async with httpx2.AsyncClient(
-        base_url=url, timeout=timeout, limits=limits, trust_env=False
-    ) as client:
 
-        async def send_all(of_client: Sequence[tuple[int, ...]]) -> None:
-            for prompt in of_client:
-                first_s.append(await _first_text_s(client, prompt))
+    async def send_all(of_client: Sequence[tuple[int, ...]]) -> None:
+        for prompt in of_client:
+            first_s.append(await _first_text_s(url, prompt))
 
-        start_s = time.perf_counter()
-        try:
-            await asyncio.gather(*map(send_all, prompts))
-        except httpx2.HTTPError as error:
-            raise ProcessFailed(f"{url} did not answer: {error!r}") from error
-        return Load(tuple(first_s), time.perf_counter() - start_s)
+    start_s = time.perf_counter()
+    try:
+        await asyncio.gather(*map(send_all, prompts))
+    except (OSError, TimeoutError) as error:
+        raise ProcessFailed(f"{url} did not answer: {error!r}") from error
+    return Load(tuple(first_s), time.perf_counter() - start_s)
 
 
-async def _first_text_s(client: httpx2.AsyncClient, prompt: tuple[int, ...]) -> float:
+async def _first_text_s(url: str, prompt: tuple[int, ...]) -> float:
     """Send one request and read its whole answer; return the seconds to its first text."""
+    address = urlsplit(url)
+    start_s = time.perf_counter()
+    first_s: float | None = None
+    said = b""
+    async with asyncio.timeout(_SILENCE_S):
+        reader, writer = await asyncio.open_connection(address.hostname, address.port)
+        try:
+            writer.write(_request(address.netloc, prompt))
+            while piece := await reader.read(_READ_BYTES):
+                if first_s is None:
+                    said += piece
+                    if b"data:" in said:
+                        first_s = time.perf_counter() - start_s
+        finally:
+            writer.close()
+    if b" 200 " not in said[:16]:
+        shown = said[:200].decode(errors="replace")
+        raise ProcessFailed(f"{url} refused a request: {shown}")
+    if first_s is None:
+        raise ProcessFailed(f"{url} ended an answer without a word.")
+    return first_s
+
+
+def _request(host: str, prompt: tuple[int, ...]) -> bytes:
     body = {
         "model": _NAME,
         "prompt": list(prompt),
@@ -204,18 +230,12 @@ async def _first_text_s(client: httpx2.AsyncClient, prompt: tuple[int, ...]) -> 
         "temperature": 0,
         "stream": True,
     }
-    start_s = time.perf_counter()
-    first_s: float | None = None
-    async with client.stream("POST", "/v1/completions", json=body) as response:
-        if response.status_code != 200:
-            said = (await response.aread())[:200].decode(errors="replace")
-            raise ProcessFailed(f"{client.base_url} refused a request: {said}")
-        async for line in response.aiter_lines():
-            if first_s is None and line.startswith("data:"):
-                first_s = time.perf_counter() - start_s
-    if first_s is None:
-        raise ProcessFailed(f"{client.base_url} ended an answer without a word.")
-    return first_s
+    data = json.dumps(body).encode()
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(data)}\r\nConnection: close\r\n\r\n"
+    )
+    return head.encode() + data
 
 
 # Servers

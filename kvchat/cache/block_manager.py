@@ -1,23 +1,23 @@
 """CacheManager: the engine's interface to the device tier (match, reserve, commit, release).
 
 It combines the radix tree (which KV is cached), the block pool (which blocks are free) and the KV
-pool (the tensors), and keeps their reference counts consistent. BlockPool and BlockTable are here.
+pool (the tensors), and keeps their reference counts consistent. BlockPool, BlockTable and
+TableState are here.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 
+from kvchat.cache.device_copies import Images
 from kvchat.cache.keys import encode_ids
 from kvchat.cache.kv_pool import KvPool
 from kvchat.cache.radix_tree import Node, RadixTree, TreeInsert
 from kvchat.core.errors import GenerationError
 from kvchat.core.types import TokenIds
-
-if TYPE_CHECKING:
-    from kvchat.cache.state_manager import TableState
+from kvchat_kernels.state_buffer import StateBuffer
 
 SCRATCH_BLOCK = 0
 
@@ -106,6 +106,24 @@ class BlockPool:
         assert self._num_free == sum(self._free)
 
 
+@dataclass(slots=True, eq=False)
+class TableState:
+    """The recurrent state of one table's sequence.
+
+    `buffer` is the running state; until the first step it is None, and `blocks` (with a reference
+    each) hold the snapshot that the sequence starts from, if there is one. `num_known` counts the
+    leading tokens whose KV the tree had: where a prompt leaves a known context. `taken` are
+    snapshots by their number of tokens, not entered in the tree yet; those in `wanted` are entered
+    as soon as their tokens are committed, another at the end of the sequence.
+    """
+
+    blocks: list[int]
+    num_known: int
+    buffer: StateBuffer | None = None
+    taken: dict[int, torch.Tensor] = field(default_factory=dict)
+    wanted: set[int] = field(default_factory=set)
+
+
 @dataclass(slots=True)
 class BlockTable:
     """Blocks of one sequence. Every block in `blocks` carries one reference of this table.
@@ -123,7 +141,7 @@ class BlockTable:
     cached_len: int
     num_committed: int
     is_released: bool = field(default=False)
-    state: "TableState | None" = None
+    state: TableState | None = None
 
     @property
     def capacity(self) -> int:
@@ -422,11 +440,14 @@ class CacheManager:
 
     # Images, for slower tiers
 
-    def export(self, token_ids: TokenIds, first: int, last: int) -> memoryview | None:
-        """Return the images of a context's blocks `first` to `last - 1`; None if one is evicted."""
+    def export(self, token_ids: TokenIds, first: int, last: int) -> Images | None:
+        """Return the images of a context's blocks `first` to `last - 1`, to be released.
+
+        It is None if one of them is evicted, and where `KvPool.export` is.
+        """
         encoded = encode_ids(token_ids[: last * self.block_size])
         blocks = self._tree.blocks_of(encoded) if self._reuse else []
-        return self.kv_pool.gather(blocks[first:last]) if len(blocks) == last else None
+        return self.kv_pool.export(blocks[first:last]) if len(blocks) == last else None
 
     def adopt(self, token_ids: TokenIds, first: int, image: bytearray | memoryview) -> int:
         """Enter images as a context's blocks from `first` on; return how many were entered.

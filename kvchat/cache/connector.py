@@ -40,7 +40,8 @@ class KvConnector:
         self._rates = rates
         if rates is not None:
             self.planner.begin_with(rates.read())
-        self.transfer = TransferThread(open_tier, _MAX_PENDING_BYTES)
+        most = manager.kv_pool.max_waiting_bytes or _MAX_PENDING_BYTES
+        self.transfer = TransferThread(open_tier, most)
         self.write_behind = WriteBehind(manager, self.transfer, clock)
         self.restorer = Restorer(
             manager, self.transfer, self.planner, self.write_behind.note_kept, clock
@@ -165,6 +166,14 @@ class KvConnector:
         if rates is not None:
             known = self.planner.rates()
             self.transfer.copy(lambda: rates.write(known))
+
+    def begin_closing(self) -> None:
+        """Let the store close once queued writes are done, without waiting. Nothing is saved
+        after it. With writes that are not queued yet it does nothing: `close` queues them.
+        """
+        self._keep_rates()
+        if not self.write_behind.has_backlog and not self.write_behind.is_unheard:
+            self.transfer.begin_closing()
 
     def close(self) -> None:
         """Wait for queued writes, for a limited time, and end the thread."""

@@ -17,94 +17,13 @@ from queue import Empty, SimpleQueue
 import torch
 
 from kvchat.cache.block_manager import BlockTable, CacheManager
+from kvchat.cache.device_copies import HostCopies
 from kvchat.cache.host_tier import HostTier, Lease
 from kvchat.cache.keys import NO_TOKEN, TOKEN_BYTES, ChainMemo, chain_keys, encode_ids
 from kvchat.cache.rates import CopyRates, RateMemory
 from kvchat.cache.transfer import TransferThread
 from kvchat.core.stats import TierStatus
 from kvchat.core.types import TokenIds
-
-# Staging buffers kept for reuse.
-_MAX_KEPT = 4
-
-
-class HostCopies:
-    """Copies to and from one device, of `image_bytes` each, in pieces of `piece_blocks` at most.
-
-    `mark` belongs to the thread that computes. Staging may be taken and given back by any: on a CPU
-    it is used again, for memory that is fresh from the system costs a fault a page, several times
-    what copying does. A CUDA device's allocator sees to that itself.
-    """
-
-    def __init__(self, device: torch.device, image_bytes: int, piece_blocks: int) -> None:
-        self._device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._image_bytes = image_bytes
-        self._piece_blocks = piece_blocks
-        self._kept: deque[torch.Tensor] = deque(maxlen=_MAX_KEPT)
-
-    def staging(self, num_blocks: int) -> torch.Tensor:
-        """Return memory on the device for the images of a piece, [num_blocks, image_bytes] bytes.
-
-        The caller owns it until `give_back`; its contents are undefined.
-        """
-        assert num_blocks <= self._piece_blocks
-        if self._stream is not None:
-            shape = (num_blocks, self._image_bytes)
-            return torch.empty(shape, dtype=torch.uint8, device=self._device)
-        try:
-            whole = self._kept.pop()
-        except IndexError:
-            whole = torch.empty((self._piece_blocks, self._image_bytes), dtype=torch.uint8)
-        return whole[:num_blocks]
-
-    def give_back(self, staging: torch.Tensor) -> None:
-        """Take back staging memory that no thread uses any more."""
-        if self._stream is None:
-            shape = (self._piece_blocks, self._image_bytes)
-            self._kept.append(staging.as_strided(shape, (self._image_bytes, 1)))
-
-    def mark(self) -> torch.cuda.Event | None:
-        """Return an event after all work queued so far on the current stream; None on a CPU."""
-        if self._stream is None:
-            return None
-        mark = torch.cuda.Event()
-        mark.record(torch.cuda.current_stream(self._device))
-        return mark
-
-    def down(
-        self, staging: torch.Tensor, rows: Sequence[torch.Tensor], mark: torch.cuda.Event | None
-    ) -> None:
-        """Copy images on the device, complete at `mark`, to rows; returns when they are there."""
-        if self._stream is None:
-            _copy(staging, rows)
-            return
-        with torch.cuda.stream(self._stream):
-            if mark is not None:
-                self._stream.wait_event(mark)
-            _copy(staging, rows)
-        self._stream.synchronize()
-
-    def up(self, rows: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return rows as images on the device, [len(rows), bytes]; returns when they are there.
-
-        They lie in staging, to be given back.
-        """
-        if self._stream is None:
-            staging = self.staging(len(rows))
-            torch.stack(tuple(rows), out=staging)
-            return staging
-        with torch.cuda.stream(self._stream):
-            staging = self.staging(len(rows))
-            for image, row in zip(staging, rows, strict=True):
-                image.copy_(row, non_blocking=True)
-        self._stream.synchronize()
-        return staging
-
-
-def _copy(staging: torch.Tensor, rows: Sequence[torch.Tensor]) -> None:
-    for image, row in zip(staging, rows, strict=True):
-        row.copy_(image, non_blocking=True)
 
 
 @dataclass(slots=True, eq=False)

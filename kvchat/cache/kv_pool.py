@@ -9,6 +9,7 @@ from typing import Protocol
 
 import torch
 
+from kvchat.cache.device_copies import CudaCopyStream, ImageCopies, Images, PlainImages
 from kvchat.cache.page_memory import fresh_memory
 from kvchat_kernels.block_copy import PoolTensors, copy_blocks, gather_blocks, scatter_blocks
 from kvchat_kernels.kv_layer import KvLayer, PlainKv
@@ -123,10 +124,17 @@ class KvGeometry:
 class KvPool:
     """Device memory for `num_blocks` blocks, zeroed at first so that an unwritten slot has no NaN.
 
-    `layers[i]` is the KV of the i-th layer that stores KV; the pool owns it.
+    `layers[i]` is the KV of the i-th layer that stores KV; the pool owns it. `copies` moves images
+    to and from host memory; None makes those of a CUDA device. A CPU needs none.
     """
 
-    def __init__(self, geometry: KvGeometry, num_blocks: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        geometry: KvGeometry,
+        num_blocks: int,
+        device: torch.device,
+        copies: ImageCopies | None = None,
+    ) -> None:
         self.geometry = geometry
         self.num_blocks = num_blocks
         self.device = device
@@ -136,6 +144,10 @@ class KvPool:
         )
         self._tensors = PoolTensors([tensor for layer in self.layers for tensor in layer.tensors])
         assert self._tensors.image_bytes == geometry.block_bytes
+        if copies is None and device.type == "cuda":
+            streams = CudaCopyStream(device), CudaCopyStream(device)
+            copies = ImageCopies(*streams, geometry.block_bytes)
+        self._copies = copies
 
     def warm_up(self) -> None:
         """Run every kind of block copy once, of a block onto itself.
@@ -193,7 +205,8 @@ class KvPool:
     def gather(self, blocks: list[int]) -> memoryview:
         """Return the images of `blocks`, one after another, in new memory that the caller owns.
 
-        An image is a block's bytes: layer after layer, tensor after tensor.
+        An image is a block's bytes: layer after layer, tensor after tensor. On a CUDA device it
+        waits for the computation.
         """
         image = bytearray(len(blocks) * self.geometry.block_bytes)
         if blocks:
@@ -204,12 +217,43 @@ class KvPool:
                 rows.copy_(self.stage(blocks))
         return memoryview(image)
 
+    @property
+    def max_waiting_bytes(self) -> int | None:
+        """The bytes of exported images, by `export_bytes`, that may wait; None for no limit."""
+        return self._copies.waiting_bytes if self._copies is not None else None
+
+    def export_bytes(self, num_blocks: int) -> int:
+        """Return the host memory that `export` of so many blocks takes."""
+        if self._copies is not None:
+            return self._copies.downwards.slot_bytes
+        return num_blocks * self.geometry.block_bytes
+
+    def export(self, blocks: list[int]) -> Images | None:
+        """Return the images of a pack's `blocks` as they are now, as `gather` does.
+
+        On a CUDA device the copy is only queued, and any thread may read the result. It is None
+        where too many earlier images are not released yet.
+        """
+        if self._copies is None:
+            return PlainImages(self.gather(blocks))
+        return self._copies.downwards.down(self.stage(blocks))
+
     def scatter(self, blocks: list[int], image: bytearray | memoryview) -> None:
-        """Fill `blocks` with images that `gather` made; `image` must be writable memory."""
+        """Fill `blocks` with images that `gather` made; `image` must be writable memory.
+
+        On a CUDA device the copies are only queued; the caller may reuse `image` at once.
+        """
         assert len(image) == len(blocks) * self.geometry.block_bytes
-        if blocks:
-            rows = torch.frombuffer(image, dtype=torch.uint8).view(len(blocks), -1)
-            self.unstage(blocks, rows.to(self.device))
+        if not blocks:
+            return
+        rows = torch.frombuffer(image, dtype=torch.uint8).view(len(blocks), -1)
+        if self._copies is None:
+            self.unstage(blocks, rows)
+            return
+        size = self._copies.slot_blocks
+        for start in range(0, len(blocks), size):
+            images = self._copies.upwards.up(rows[start : start + size])
+            self.unstage(blocks[start : start + size], images)
 
     def stage(self, blocks: list[int], staging: torch.Tensor | None = None) -> torch.Tensor:
         """Return the images of `blocks` on the device: [len(blocks), block_bytes] uint8, in

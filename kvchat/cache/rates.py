@@ -152,7 +152,7 @@ class CopyRates:
             self.up_bytes_per_s = moved(self.up_bytes_per_s, num_bytes / seconds)
 
     def is_worth_keeping(self, num_tokens: int, num_bytes: int) -> bool:
-        """Whether to copy both ways rather than compute; an unknown rate speaks for trying."""
+        """Whether to copy both ways rather than compute; yes where a rate is unknown."""
         ways = (self.down_bytes_per_s, self.up_bytes_per_s)
         seconds = sum(num_bytes / rate for rate in ways if rate is not None)
         return self._is_quicker(num_tokens, seconds)
@@ -228,7 +228,7 @@ _WORTH = 0.9
 # Seconds from the question to a tier until its first pack is found.
 _FINDING_S = 0.002
 # KV may come so much later than expected before the tokens are computed instead, as a share of the
-# time to compute all of them: the time of a wait in vain is lost.
+# time to compute all of them: the time of a wait that brings nothing is lost.
 _PATIENCE = 0.05
 _MIN_PATIENCE_S = 0.1
 # A tier that is still being opened gets more time: it is opened once.
@@ -286,7 +286,7 @@ class RestorePlanner:
         """Return how many leading tokens to compute while the others, of `num_bytes` together with
         them, are read; all of them where reading is not worth it.
 
-        An unknown rate speaks for reading everything, which measures it.
+        Where a rate is unknown everything is read, which measures it.
         """
         if self.prefill_tokens_per_s is None or self.read_bytes_per_s is None:
             return 0

@@ -9,11 +9,10 @@ before the context it continues. A sequence starts at the longest snapshot of it
 
 from array import array
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
 import torch
 
-from kvchat.cache.block_manager import BlockTable, CacheManager
+from kvchat.cache.block_manager import BlockTable, CacheManager, TableState
 from kvchat.cache.keys import encode_ids
 from kvchat.cache.kv_pool import KvPool
 from kvchat.cache.radix_tree import Node, path_to_root
@@ -31,24 +30,6 @@ _MOST_BETWEEN_MARKS = 2048
 def is_state_id(token_id: int) -> bool:
     """Whether an id stands for a block of a snapshot and not for a token."""
     return token_id <= _FIRST_STATE_ID
-
-
-@dataclass(slots=True, eq=False)
-class TableState:
-    """The recurrent state of one table's sequence.
-
-    `buffer` is the running state; until the first step it is None, and `blocks` (with a reference
-    each) hold the snapshot that the sequence starts from, if there is one. `num_known` counts the
-    leading tokens whose KV the tree had: where a prompt leaves a known context. `taken` are
-    snapshots by their number of tokens, not entered in the tree yet; those in `wanted` are entered
-    as soon as their tokens are committed, another at the end of the sequence.
-    """
-
-    blocks: list[int]
-    num_known: int
-    buffer: StateBuffer | None = None
-    taken: dict[int, torch.Tensor] = field(default_factory=dict)
-    wanted: set[int] = field(default_factory=set)
 
 
 class StateCacheManager(CacheManager):

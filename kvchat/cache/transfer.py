@@ -47,6 +47,7 @@ class TransferThread:
         self._saves: deque[_Save] = deque()
         self._pending_bytes = 0
         self._is_busy = False
+        self._is_ending = False  # to end when idle
         self._is_closing = False
         self._is_over = False
         self._tier: Tier | None = None
@@ -125,6 +126,16 @@ class TransferThread:
                 lambda: self._is_open is not None and self._is_idle(), timeout_s
             )
 
+    def begin_closing(self) -> None:
+        """Let the thread end once it is idle, without queued restores. Does not wait.
+
+        Two threads end at the same time if both are told before `close` waits for one.
+        """
+        with self._changed:
+            self._restores.clear()
+            self._is_ending = True
+            self._changed.notify_all()
+
     def close(self, timeout_s: float) -> None:
         """Drop queued restores, finish the other jobs within `timeout_s`, and end. Idempotent.
 
@@ -133,7 +144,7 @@ class TransferThread:
         deadline_s = time.monotonic() + timeout_s
         with self._changed:
             self._restores.clear()
-            self._changed.wait_for(self._is_idle, timeout_s)
+            self._changed.wait_for(lambda: self._is_over or self._is_idle(), timeout_s)
             self._is_closing = True
             self._changed.notify_all()
         self._thread.join(max(0.0, deadline_s - time.monotonic()))
@@ -181,11 +192,15 @@ class TransferThread:
         with self._changed:
             self._is_busy = False
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._is_closing or self._has_job())
+            self._changed.wait_for(self._goes_on)
+            self._is_closing = self._is_closing or not self._has_job()
             if self._is_closing:
                 return None
             self._is_busy = True
             return self._taken()
+
+    def _goes_on(self) -> bool:
+        return self._is_closing or self._has_job() or (self._is_ending and self._is_idle())
 
     def _has_job(self) -> bool:
         return bool(self._copies) or (self._is_open is not None and self._has_tier_job())

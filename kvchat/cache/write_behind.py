@@ -1,6 +1,6 @@
 """WriteBehind: writes the blocks that a slower tier lacks, on the transfer thread.
 
-The engine's thread decides and copies images; the transfer thread writes them. After a refused
+The engine's thread decides and exports images; the transfer thread writes them. After a refused
 write, the waiting time before the next offer doubles, and only one pack is offered.
 """
 
@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 
 from kvchat.cache.block_manager import CacheManager
+from kvchat.cache.device_copies import PACK_BYTES, Images
 from kvchat.cache.keys import TOKEN_BYTES, ChainMemo, encode_ids, root_key
 from kvchat.cache.tier import LogitFingerprint, PackHead, Tier
 from kvchat.cache.transfer import TransferThread
@@ -18,7 +19,6 @@ from kvchat.core.types import TokenIds
 
 _log = logging.getLogger(__name__)
 
-PACK_BYTES = 4 << 20
 # The waiting time after a failed write; it doubles after each further failure.
 _FIRST_REST_S = 1.0
 _LONGEST_REST_S = 300.0
@@ -148,7 +148,7 @@ class WriteBehind:
 
     def go_on(self, timeout_s: float) -> None:
         """Offer the oldest context of the backlog; wait up to `timeout_s` for room."""
-        pack_bytes = self._blocks_a_pack * self._image_bytes
+        pack_bytes = self._held_bytes(self._blocks_a_pack)
         if self.has_backlog and self._transfer.has_room(pack_bytes, timeout_s):
             self._offer(self._backlog.popleft(), whole_packs=False)
 
@@ -177,7 +177,7 @@ class WriteBehind:
             if is_short and whole_packs:
                 return
             own = offer if last == len(keys) else replace(offer, fingerprint=None)
-            if not self._transfer.has_room((last - first) * self._image_bytes, 0.0):
+            if not self._transfer.has_room(self._held_bytes(last - first), 0.0):
                 if not whole_packs:
                     self._backlog.append(offer)
                 return
@@ -186,6 +186,10 @@ class WriteBehind:
             if self._num_refusals:
                 return  # one pack, to test whether the tier accepts writes again
 
+    def _held_bytes(self, num_blocks: int) -> int:
+        """Return the memory that a pack of so many blocks takes until it is written."""
+        return self._manager.kv_pool.export_bytes(num_blocks)
+
     def _decline(self, encoded: bytes) -> None:
         """Tell the tier about a context that is not offered after a refusal; needs no image."""
         num_blocks = len(encoded) // self._block_bytes
@@ -193,13 +197,15 @@ class WriteBehind:
         self._transfer.save(lambda tier: tier.note_declined(self._tier_keys(tier, whole), whole), 0)
 
     def _offer_pack(self, offer: _Offer, first: int, keys: list[bytes]) -> bool:
-        image = self._manager.export(offer.ids, first, len(keys))
-        if image is None:
+        images = self._manager.export(offer.ids, first, len(keys))
+        if images is None:
             return False
         own = replace(offer, ids=offer.ids[: len(keys) * self._manager.block_size])
         if not self._transfer.save(
-            lambda tier: self._write(tier, own, first, image, keys), len(image)
+            lambda tier: self._write_images(tier, own, first, images, keys),
+            self._held_bytes(len(keys) - first),
         ):
+            images.release()
             return False
         self._remember(keys[first:], keys)
         self._num_unheard += 1
@@ -241,6 +247,14 @@ class WriteBehind:
         self._backlog.append(offer)
 
     # On the transfer thread
+
+    def _write_images(
+        self, tier: Tier, offer: _Offer, first: int, images: Images, keys: list[bytes]
+    ) -> None:
+        try:
+            self._write(tier, offer, first, images.read(), keys)
+        finally:
+            images.release()
 
     def _write(
         self, tier: Tier, offer: _Offer, first: int, image: memoryview, keys: list[bytes]

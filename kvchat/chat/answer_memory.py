@@ -70,6 +70,7 @@ class AnswerMemory:
     def __init__(self, path: Path | None, max_bytes: int = _DEFAULT_MAX_BYTES) -> None:
         self._max_bytes = max_bytes
         self._num_puts = 0
+        self._num_unpruned = 0  # bytes of ids since the oldest were last dropped
         self._db = open_private_database(path, _TABLE)
 
     def find(self, key: bytes) -> KnownAnswer | None:
@@ -93,8 +94,10 @@ class AnswerMemory:
         row = (key, answer.finish.value, ids, time.time())
         try:
             self._db.execute("INSERT OR REPLACE INTO answers VALUES (?, ?, ?, ?)", row)
-            if self._num_puts % _PRUNE_EVERY == 0:
+            self._num_unpruned += len(ids)
+            if self._num_puts % _PRUNE_EVERY == 0 or self._num_unpruned > self._max_bytes // 8:
                 drop_oldest(self._db, _NAME, "ids", self._max_bytes)
+                self._num_unpruned = 0
             self._num_puts += 1
         except sqlite3.Error as error:
             _log.warning("an answer's ids cannot be kept: %s", error)

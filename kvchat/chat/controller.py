@@ -1,7 +1,7 @@
 """ChatController: the open conversation, its model, and the operations on them.
 
 Slash commands and keys call it. Moving between turns deletes nothing: all turns stay in the tree.
-Queries to the engine other than answers are in `engine_queries.py`.
+Queries to the engine other than answers go through EngineQueries of `host.py`.
 """
 
 import asyncio
@@ -23,9 +23,8 @@ from kvchat.chat.compaction import (
     request_text,
 )
 from kvchat.chat.conversation import ROOT, Conversation, Role, Turn
-from kvchat.chat.engine_queries import EngineQueries
 from kvchat.chat.events import AnswerEnded
-from kvchat.chat.host import ChatHost
+from kvchat.chat.host import ChatHost, EngineQueries
 from kvchat.chat.kept_kv import KeptKv
 from kvchat.chat.messages import MessageNumbers, in_words
 from kvchat.chat.pin_files import PinFiles
@@ -35,6 +34,7 @@ from kvchat.chat.thinking import Think
 from kvchat.chat.tokenizer import Segment
 from kvchat.chat.tools import ToolResult, ToolSet
 from kvchat.chat.why import (
+    NOT_WORTH_MENTIONING,
     Reuse,
     Times,
     beside_earlier,
@@ -370,6 +370,8 @@ class ChatController:
 
         `ended` must have been passed to `note_ended`.
         """
+        if ended.usage.prefilled_tokens < NOT_WORTH_MENTIONING:
+            return ""
         conversation = self.conversation
         with suppress(KeyError):  # the user may have removed the turn meanwhile
             if conversation is None or conversation.turn(ended.turn_id).role is not Role.ASSISTANT:

@@ -119,6 +119,8 @@ class StopFilter:
         """Take more text; return the text that cannot belong to a stop string."""
         if self.has_stopped or not text:
             return ""
+        if not self._stops:
+            return text
         self._held += text
         found = [
             (start + len(stop), start)

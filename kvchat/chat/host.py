@@ -1,6 +1,7 @@
 """ChatHost: one chat model, its engine thread and its session store.
 
-Terminal and command line use a ChatHost and never the engine itself.
+Terminal and command line use a ChatHost and never the engine itself. EngineQueries asks it what the
+next message costs, and for status and problems.
 """
 
 import asyncio
@@ -9,15 +10,17 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import TypeVar
 
 from kvchat.chat.chat_model import ChatModel
 from kvchat.chat.conversation import Conversation
+from kvchat.chat.kept_kv import KeptKv
 from kvchat.chat.session import ChatSession
 from kvchat.chat.store import SessionStore
 from kvchat.chat.tools import ToolSet
-from kvchat.core.cost import KvPlaces
-from kvchat.core.errors import TimedOut
+from kvchat.core.cost import Cost, KvPlaces
+from kvchat.core.errors import KvchatError, TimedOut
 from kvchat.core.events import (
     LoadEvent,
     LoadFailed,
@@ -27,6 +30,8 @@ from kvchat.core.events import (
     SampleFinished,
 )
 from kvchat.core.stats import EngineStatus
+from kvchat.core.text import one_line
+from kvchat.core.types import Tier
 from kvchat.engine.request import RequestSpec
 from kvchat.engine.thread import Build, DrivenEngine, EngineThread
 
@@ -245,3 +250,119 @@ async def close_host(host: ChatHost) -> None:
         await asyncio.to_thread(host.close)
     else:
         threading.Thread(target=host.close, daemon=True).start()
+
+
+_ENGINE_PATIENCE_S = 2.0
+_DISK_CACHE_FAILED = "the disk cache failed"
+_MAX_TROUBLE_CHARS = 4096
+
+
+class EngineQueries:
+    """Queries the engine of one host, or the store `kept` while the model loads; remembers the
+    problems reported.
+
+    The engine has two seconds to answer a query; after that the result is None (unknown).
+    """
+
+    def __init__(self, host: ChatHost, kept: KeptKv | None = None) -> None:
+        self._host = host
+        self._kept = kept
+        self._told: set[str] = set()
+
+    def change_host(self, host: ChatHost) -> None:
+        """Query another model's engine from now on."""
+        self._host = host
+
+    async def locate(self, contexts: list[list[int]]) -> list[KvPlaces] | None:
+        """Return where the KV of contexts is; None while that cannot be known.
+
+        The engine answers once the model is loaded. Before, only the disk is looked at, without
+        blocking.
+        """
+        if self._host.ready is not None:
+            return await self._answer_of(lambda: self._host.locate(contexts))
+        if self._kept is None:
+            return None
+        name = self._host.model.name
+        return await asyncio.to_thread(self._kept.locate, [(name, ids) for ids in contexts])
+
+    async def cost(self, token_ids: list[int]) -> Cost | None:
+        """Return what the next message of a context costs; None for an empty context, and while
+        that cannot be known.
+        """
+        places = await self.locate([token_ids]) if token_ids else None
+        return places[0].cost() if places else None
+
+    async def cost_at_opening(self) -> Cost | None:
+        """Return what the next message of the conversation opened last cost when it was opened."""
+        asked = self._host.places_at_opening
+        if asked is None:
+            return None
+        opened = asked
+        places = await self._answer_of(lambda: opened)
+        return places[0].cost() if places and places[0].num_tokens else None
+
+    async def status(self) -> EngineStatus | None:
+        """Return the engine's status; None while it loads or does not answer in time."""
+        return await self._answer_of(self._host.status)
+
+    async def new_trouble(self) -> str:
+        """Return a sentence on a new problem outside the answers, or ""; each problem only once."""
+        status = await self.status()
+        if status is None:
+            return ""
+        told = {}
+        if status.disk is not None and status.disk.trouble:
+            told[status.disk.trouble] = trouble_notice(status.disk.trouble)
+        for failed in status.speculation.failed if status.speculation is not None else ():
+            told[failed] = f"guessing ahead by {one_line(failed)}; answers come without it."
+        for trouble, notice in told.items():
+            if trouble not in self._told:
+                self._told.add(trouble)
+                return notice
+        return ""
+
+    async def _answer_of(self, ask: "Callable[[], Future[T]]") -> T | None:
+        if self._host.ready is None:
+            return None
+        try:
+            async with asyncio.timeout(_ENGINE_PATIENCE_S):
+                return await asyncio.wrap_future(ask())
+        except (TimeoutError, KvchatError):
+            return None
+
+
+def trouble_notice(trouble: str) -> str:
+    """Return the notice for the user about a problem of the chat's KV store."""
+    told = one_line(trouble, _MAX_TROUBLE_CHARS).rstrip(".")
+    if told.startswith(_DISK_CACHE_FAILED):
+        return f"{told}; the chat goes on without it."
+    return f"the disk cache: {told}; the chat goes on."
+
+
+@dataclass(frozen=True, slots=True)
+class TurnCost:
+    """One turn: the slowest tier that holds its KV, None if it has to be computed; and the cost of
+    the next message after it.
+    """
+
+    tier: Tier | None
+    cost: Cost
+
+
+async def turn_costs(queries: EngineQueries, conversation: Conversation) -> dict[int, TurnCost]:
+    """Return the costs of all turns by their ids; empty while they cannot be known.
+
+    One lookup a branch: the turns on a path share its tokens.
+    """
+    leaves = [turn.turn_id for turn in conversation.leaves()]
+    contexts = [conversation.context_ids(leaf) for leaf in leaves]
+    places = await queries.locate(contexts) if contexts else None
+    costs: dict[int, TurnCost] = {}
+    for leaf, each in zip(leaves, places or (), strict=False):
+        end = 0
+        for turn in conversation.path(leaf):
+            start, end = end, end + len(turn.token_ids)
+            if turn.turn_id not in costs:
+                costs[turn.turn_id] = TurnCost(each.tier_of(start, end), each.cost(end))
+    return costs

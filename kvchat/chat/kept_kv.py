@@ -4,7 +4,9 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from kvchat.core.cost import KvPlaces
+from kvchat.chat.store import SessionStore
+from kvchat.core.cost import Cost, KvPlaces
+from kvchat.core.errors import KvchatError
 from kvchat.core.stats import KeptPack, ModelDirStatus, StoreStatus, Verified
 from kvchat.core.types import MissReason
 
@@ -58,3 +60,20 @@ class KeptKv(Protocol):
 
         Contexts are token ids. Returns the number of blocks removed.
         """
+
+
+def kept_costs(store: SessionStore, kept: KeptKv, session_ids: Iterable[str]) -> dict[str, Cost]:
+    """Return the cost of each conversation's next message with the model that it began with.
+
+    Conversations that are empty or cannot be read have none. Needs no loaded model.
+    """
+    contexts: dict[str, tuple[str, list[int]]] = {}
+    for session_id in session_ids:
+        try:
+            read = store.read(session_id)
+        except KvchatError:  # the list shows that it cannot be read
+            continue
+        if ids := read.conversation.context_ids():
+            contexts[session_id] = read.model, ids
+    places = kept.locate(list(contexts.values()))
+    return {name: each.cost() for name, each in zip(contexts, places, strict=True)}

@@ -5,7 +5,7 @@ new is read. Sessions made here have no file: the client keeps the conversation.
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvchat.chat.answer_memory import AnswerMemory, ContextDigest, KnownAnswer
@@ -15,78 +15,15 @@ from kvchat.chat.events import AnswerEnded
 from kvchat.chat.host import ChatHost
 from kvchat.chat.keeping import opening_ids
 from kvchat.chat.reply import Reply
-from kvchat.chat.resent_difference import Difference, Message, SeenChats
+from kvchat.chat.resent_chat import Difference, Message, ResentChat, SeenChats
 from kvchat.chat.session import ChatSession
 from kvchat.chat.stabiliser import Stabiliser
 from kvchat.chat.thinking import Think
-from kvchat.chat.tools import ToolCall, ToolSet
-from kvchat.core.errors import UsageError
+from kvchat.chat.tools import ToolCall
+from kvchat.core.errors import ContextTooLong, UsageError
 from kvchat.core.types import FinishReason
 
 _KEPT_FINISHES = (FinishReason.STOP, FinishReason.LENGTH)
-
-
-@dataclass(frozen=True, slots=True)
-class KeptPart:
-    """The beginning of a conversation whose KV a client wants to be kept on disk for a while.
-
-    num_messages   it ends with this message; 0 is what stands before the first
-    ttl_s          for so many seconds
-    """
-
-    num_messages: int
-    ttl_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class ResentChat:
-    """A system prompt, tools, and messages that alternate, the user's first.
-
-    If the last message is the assistant's, the answer continues it.
-    """
-
-    system: str | None
-    messages: tuple[Message, ...]
-    tools: ToolSet | None = None
-    kept: tuple[KeptPart, ...] = ()
-
-    @property
-    def is_continuation(self) -> bool:
-        return self.messages[-1].role is Role.ASSISTANT
-
-    @property
-    def needs_tools(self) -> bool:
-        """Whether the template has to write tools or calls."""
-        return bool(self.tools) or any(message.calls for message in self.messages)
-
-
-def resent_chat(
-    system: str | None, messages: Iterable[Message], tools: ToolSet | None = None
-) -> ResentChat:
-    """Join neighbouring messages of one role; raises UsageError without a user message first.
-
-    Results have to follow an answer with as many calls.
-    """
-    joined: list[Message] = []
-    for message in messages:
-        if joined and joined[-1].role is message.role:
-            joined[-1] = joined[-1].joined(message)
-        else:
-            joined.append(message)
-    if not joined:
-        raise UsageError("There is no message to answer.")
-    if joined[0].role is not Role.USER:
-        raise UsageError("The first message has to be the user's.")
-    last = joined[-1]
-    if not last.text.strip() and not last.results:
-        raise UsageError("The last message is empty.")
-    if last.calls:
-        raise UsageError("The last message calls a tool, but there is no result.")
-    for number, message in enumerate(joined):
-        num_calls = len(joined[number - 1].calls) if number else 0
-        if len(message.results) > num_calls:
-            raise UsageError("There is a result of a tool without a call before it.")
-    return ResentChat(system or None, tuple(joined), tools)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +61,9 @@ class ResentChats:
         """Begin to answer; errors as `ChatSession.ask`."""
         if self._stabiliser is not None:
             chat = self._stabiliser.stabilised(chat)
-        session = self._opened(chat, options.think)
+        ready = self._host.ready
+        limit = ready.context_limit if ready is not None else None
+        session = self._opened(chat, options.think, limit)
         difference = self._seen.note(chat.system, chat.messages, chat.tools)
         last = chat.messages[-1]
         if chat.is_continuation:
@@ -139,9 +78,28 @@ class ResentChats:
         for part in chat.kept:
             if part.num_messages:
                 num_tokens = sum(len(turn.token_ids) for turn in path[: part.num_messages])
+                if part.text is not None and part.num_messages <= len(path):
+                    whole = chat.messages[part.num_messages - 1].text
+                    ids = path[part.num_messages - 1].token_ids
+                    num_tokens -= self._num_behind(ids, whole, part.text)
             else:
                 num_tokens = len(opening_ids(self._host.model, session.conversation))
             yield num_tokens, part.ttl_s
+
+    def _num_behind(self, token_ids: Sequence[int], whole: str, beginning: str) -> int:
+        """Return how many of a message's tokens stand behind a beginning of its text.
+
+        None do where the tokens do not show the text as it is: then more is kept than was asked.
+        """
+        stream = self._host.model.tokenizer.new_stream([])
+        ends, told = [], ""
+        for token in token_ids:
+            told += stream.feed(token)
+            ends.append(len(told))
+        start = told.rfind(whole)
+        if start < 0 or not whole.startswith(beginning):
+            return 0
+        return sum(end > start + len(beginning) for end in ends)
 
     def complete(
         self,
@@ -193,16 +151,19 @@ class ResentChats:
     def _digest(self) -> ContextDigest:
         return ContextDigest(self._host.model.tokenizer.digest)
 
-    def _opened(self, chat: ResentChat, think: Think) -> ChatSession:
+    def _opened(self, chat: ResentChat, think: Think, max_tokens: int | None = None) -> ChatSession:
         """Return a session with all messages but a last one of the user.
 
         `think` is how the last message is asked, and earlier ones that were not answered here.
+        Raises ContextTooLong as soon as there are `max_tokens`: what follows is not encoded, which
+        would keep the requests of other clients waiting.
         """
         model = self._host.model
         if chat.needs_tools and model.format.tools is None:
             raise UsageError(f"The chat template of {model.name} has no place for tools.")
         session = self._host.unsaved_session(chat.system, self._began_s(chat), chat.tools)
         digest = self._digest()
+        num_tokens = 0
         history = chat.messages if chat.is_continuation else chat.messages[:-1]
         for number, message in enumerate(history, start=1):
             if message.role is Role.USER:
@@ -226,6 +187,13 @@ class ResentChats:
                     digest = self._digest()
                     digest.extend(session.conversation.context_ids(asked.turn_id))
             digest.extend(turn.token_ids)
+            num_tokens += len(turn.token_ids)
+            if max_tokens is not None and num_tokens >= max_tokens:
+                raise ContextTooLong(
+                    f"The first {number} of {len(chat.messages)} messages have {num_tokens} "
+                    f"tokens, and the context holds {max_tokens}.",
+                    "Shorten it or start a new conversation.",
+                )
         return session
 
     def _think_of(

@@ -1,7 +1,7 @@
 """ChatSession: one conversation with one model. Ask, retry, move the tip; each change is saved.
 
 Joins conversation, text model, engine and session file; start reading this package here.
-`ledger.py` stores answers while they are generated.
+`reply.py` stores answers while they are generated.
 """
 
 import time
@@ -15,8 +15,7 @@ from kvchat.chat.chat_model import ChatModel, readopt
 from kvchat.chat.compaction import OPENING, REPLY, CompactionPlan
 from kvchat.chat.conversation import ROOT, Conversation, Role, Turn
 from kvchat.chat.detokenizer import StopStringWatcher
-from kvchat.chat.ledger import ContinuedLedger, Ledger, UnsavedLedger
-from kvchat.chat.reply import AnswerLedger, Decoding, Reply
+from kvchat.chat.reply import AnswerLedger, ContinuedLedger, Decoding, Ledger, Reply, UnsavedLedger
 from kvchat.chat.shown_logprobs import LogprobTrack
 from kvchat.chat.store import SessionLog, SessionStore, new_session_id
 from kvchat.chat.thinking import Think, ThinkingSplitter

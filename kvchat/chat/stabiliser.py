@@ -10,13 +10,9 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 from difflib import SequenceMatcher
 from itertools import takewhile
-from typing import TYPE_CHECKING
 
 from kvchat.chat.conversation import Role
-from kvchat.chat.resent_difference import Message
-
-if TYPE_CHECKING:
-    from kvchat.chat.resent import ResentChat
+from kvchat.chat.resent_chat import Message, ResentChat
 
 _MAX_PROMPTS = 16
 _MAX_CHATS = 64
@@ -55,7 +51,7 @@ class Stabiliser:
         self._prompts: deque[_Prompt] = deque(maxlen=_MAX_PROMPTS)
         self._chats: deque[_Noted] = deque(maxlen=_MAX_CHATS)
 
-    def stabilised(self, chat: "ResentChat", is_kept: bool = True) -> "ResentChat":
+    def stabilised(self, chat: ResentChat, is_kept: bool = True) -> ResentChat:
         """Return a conversation with the lines that change in notes.
 
         With `is_kept` false nothing is remembered: the conversation is only counted.

@@ -67,6 +67,9 @@ class ThinkingSplitter:
 
     def feed(self, text: str) -> list[Passage]:
         """Take more text; return the passages it completes, in order."""
+        if self._stage is _Stage.ANSWER and text and not self._held:  # nearly every token
+            self._start += len(text)
+            return [Passage(text, False, self._start - len(text))]
         self._held += text
         passages: list[Passage] = []
         if self._stage is _Stage.OPENING:

@@ -11,18 +11,18 @@ from itertools import takewhile
 from operator import itemgetter
 from typing import Any, Protocol
 
-from tokenizers import Encoding, Tokenizer, models
+from tokenizers import Encoding, Tokenizer, models, pre_tokenizers
 
 from kvchat.chat.detokenizer import TextStream, TokenStream, faults_as_model_errors
 from kvchat.chat.grammar import Grammars
 from kvchat.chat.thinking import CHANNEL_TOKEN, CHANNEL_TOKENS, THINKING_MARKS
-from kvchat.chat.token_bytes import TokenBytes
 from kvchat.chat.tool_calls import CALL_TOKENS
-from kvchat.model.text_files import TextFiles
+from kvchat.model.source import TextFiles
 
 # Roles of the special tokens that control a model. Padding is not one: nothing is padded here.
 _STEERING = ("bos_token", "eos_token", "sep_token", "cls_token")
 
+_BYTE_PIECE = re.compile("<0x([0-9A-Fa-f]{2})>")
 _MOST_IDS = 2**32  # the library's ids have 32 bits
 # Bounds memory: the library uses about 500 bytes for each byte of a text.
 _PIECE_CHARACTERS = 1 << 16
@@ -64,6 +64,74 @@ class TextCodec(Protocol):
     def is_hidden(self, token_id: int) -> bool: ...
 
     def token_bytes(self, token_id: int) -> bytes: ...
+
+
+class TokenBytes:
+    """The bytes of one tokenizer's tokens, as its decoder writes them within a text.
+
+    One token may be part of a character.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def of(self, token_id: int) -> bytes:
+        """Return a token's bytes; none for an id that the tokenizer does not have."""
+        piece = self._tokenizer.id_to_token(token_id)
+        if piece is None:
+            return b""
+        if token_id in self._added:
+            return self._added[token_id].encode()
+        if "ByteLevel" in self._kinds:
+            return bytes(self._byte_of[c] for c in piece if c in self._byte_of)
+        byte = _BYTE_PIECE.fullmatch(piece) if "ByteFallback" in self._kinds else None
+        if byte is not None:
+            return bytes([int(byte[1], 16)])
+        for written, meant in self._replaced:
+            piece = piece.replace(written, meant)
+        if self._replaced:
+            return piece.encode()
+        return str(self._tokenizer.decode([token_id], skip_special_tokens=False)).encode()
+
+    @cached_property
+    def _added(self) -> dict[int, str]:
+        added = self._tokenizer.get_added_tokens_decoder()
+        return {token_id: token.content for token_id, token in added.items()}
+
+    @cached_property
+    def _byte_of(self) -> dict[str, int]:
+        """The byte that each character of a byte-level vocabulary stands for (GPT-2's order)."""
+        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+        same = {c: ord(c) for c in alphabet if ord(c) < 256}
+        others = (byte for byte in range(256) if byte not in same.values())
+        return same | dict(zip((c for c in alphabet if ord(c) >= 256), others, strict=True))
+
+    @cached_property
+    def _decoders(self) -> list[dict[str, Any]]:
+        decoder = self._tokenizer.decoder
+        return list(_flat(json.loads(decoder.__getstate__()))) if decoder is not None else []
+
+    @cached_property
+    def _kinds(self) -> frozenset[str]:
+        return frozenset(decoder["type"] for decoder in self._decoders)
+
+    @cached_property
+    def _replaced(self) -> list[tuple[str, str]]:
+        """What the decoder replaces everywhere in a piece, such as the mark of a space."""
+        pairs = []
+        for decoder in self._decoders:
+            if decoder["type"] == "Metaspace":
+                pairs.append((decoder["replacement"], " "))
+            elif decoder["type"] == "Replace" and "String" in decoder["pattern"]:
+                pairs.append((decoder["pattern"]["String"], decoder["content"]))
+        return pairs
+
+
+def _flat(decoder: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    if decoder["type"] != "Sequence":
+        yield decoder
+    for inner in decoder.get("decoders", ()):
+        yield from _flat(inner)
 
 
 class ChatTokenizer:

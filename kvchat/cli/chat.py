@@ -204,7 +204,7 @@ def _toolbox_for(host: "ChatHost", settings: Settings) -> "Toolbox | None":
 
 def _answer_script(settings: Settings, request: ChatRequest) -> int:
     from kvchat.cli.output import Notices
-    from kvchat.cli.script_input import read_text, with_prompt
+    from kvchat.cli.script import read_text, with_prompt
     from kvchat.cli.streams import Interruption
 
     notices = Notices(settings["quiet"])
@@ -226,8 +226,7 @@ def _run_script(
     text: str | None,
 ) -> int:
     from kvchat.cli.output import LoadingLine
-    from kvchat.cli.script import Script, ScriptSetup
-    from kvchat.cli.script_input import read_lines, read_requests
+    from kvchat.cli.script import Script, ScriptSetup, read_lines, read_requests
 
     loading = LoadingLine(sys.stderr, settings["quiet"])
     controller, toolbox = _open_controller(

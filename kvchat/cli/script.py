@@ -1,27 +1,29 @@
 """The script modes: one prompt, one turn a line, or a batch of JSON requests.
 
-Handles input, output formats, time limits, signals and exit codes.
+Reads standard input, writes answers, and handles time limits, signals and exit codes.
 """
 
 import asyncio
+import json
 import logging
+import math
 import queue
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO, NoReturn
 
 from kvchat.chat.controller import ChatController
 from kvchat.chat.events import AnswerEnded, AnswerFailed, ChatEvent, SavingFailed
 from kvchat.chat.host import ChatHost
-from kvchat.chat.json_requests import BadRequest, JsonRequest
+from kvchat.chat.json_requests import BadRequest, JsonRequest, label_of, parse_request
 from kvchat.chat.reply import Reply
 from kvchat.chat.session import ChatSession
 from kvchat.chat.tools import ToolCall, ToolResult
 from kvchat.cli.output import Exchange, Notices, Writer, ending_notice
 from kvchat.cli.streams import Interrupted, Interruption
-from kvchat.core.errors import ExitCode, KvchatError, TimedOut, UsageError
+from kvchat.core.errors import ContextTooLong, ExitCode, KvchatError, TimedOut, UsageError
 from kvchat.core.text import one_line
 from kvchat.core.types import FinishReason
 from kvchat.terminal.status import StatsLevel, detail_line, stats_line
@@ -32,9 +34,112 @@ if TYPE_CHECKING:
     from kvchat.terminal.commands import Invocation
     from kvchat.terminal.script_commands import ScriptCommands
 
+
+# About four million tokens: more than any model's context holds.
+_MAX_MESSAGE_BYTES = 16 << 20
+
+
+def read_text(stdin: BinaryIO, notices: Notices) -> str:
+    """Return all of standard input as one message, without line ends at its end.
+
+    Raises ContextTooLong for more than any context holds.
+    """
+    try:
+        data = stdin.read(_MAX_MESSAGE_BYTES + 1)
+    except OSError as error:
+        raise _unreadable(error) from error
+    if len(data) > _MAX_MESSAGE_BYTES:
+        raise _too_long("The input")
+    return _decode(data, notices).rstrip("\r\n")
+
+
+def read_lines(stdin: BinaryIO, notices: Notices) -> Iterator[str]:
+    """Yield the lines of standard input as they arrive, without empty lines.
+
+    Raises ContextTooLong for a line longer than any context holds.
+    """
+    for number, line in enumerate(_bounded_lines(stdin), start=1):
+        if line is None:
+            raise _too_long(f"Line {number} of the input")
+        text = _decode(line, notices).rstrip("\r\n")
+        if text.strip():
+            yield text
+
+
+def read_requests(stdin: BinaryIO, notices: Notices) -> Iterator[JsonRequest | BadRequest]:
+    """Yield the requests of standard input, and a BadRequest for each invalid line."""
+    for number, line in enumerate(_bounded_lines(stdin), start=1):
+        if line is None:
+            problem = _too_long(f"Line {number} of the input")
+            yield BadRequest(problem, label_of(None, number))
+        elif line.strip():
+            yield _request(line, number)
+
+
+def _request(line: bytes, number: int) -> JsonRequest | BadRequest:
+    content = None
+    try:
+        content = json.loads(line, parse_constant=_no_constant, parse_float=_finite)
+        return parse_request(content, number)
+    except (ValueError, RecursionError):
+        problem = UsageError(f"Line {number} of the input is not JSON.")
+        return BadRequest(problem, label_of(content, number))
+    except KvchatError as error:
+        return BadRequest(error, label_of(content, number))
+
+
+def _no_constant(name: str) -> NoReturn:
+    """Refuse NaN and Infinity: Python reads and writes them, but they are not JSON."""
+    raise ValueError(name)
+
+
+def _finite(text: str) -> float:
+    """Parse a number; refuse one that is too large, as it would be written as Infinity."""
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(text)
+    return number
+
+
+def _bounded_lines(stdin: BinaryIO) -> Iterator[bytes | None]:
+    """Yield the lines; None for a line that is too long, which is not held in memory."""
+    try:
+        while line := stdin.readline(_MAX_MESSAGE_BYTES + 1):
+            is_whole = len(line) <= _MAX_MESSAGE_BYTES
+            while line and not is_whole and not line.endswith(b"\n"):
+                line = stdin.readline(_MAX_MESSAGE_BYTES)
+            yield line if is_whole else None
+    except OSError as error:
+        raise _unreadable(error) from error
+
+
+def _too_long(what: str) -> ContextTooLong:
+    size = _MAX_MESSAGE_BYTES >> 20
+    return ContextTooLong(f"{what} has more than {size} MiB, which no context holds.", "Cut it.")
+
+
+def _unreadable(error: OSError) -> UsageError:
+    return UsageError(f"Standard input cannot be read: {error.strerror}.", "Give a prompt with -p.")
+
+
+def _decode(data: bytes, notices: Notices) -> str:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError:
+        notices.tell("the input is not valid UTF-8; what could not be read became \ufffd.")
+        return data.decode("utf-8", errors="replace")
+
+
+def with_prompt(piped: str, prompt: str | None) -> str:
+    """Join piped input with the prompt given on the command line, which comes last."""
+    return "\n\n".join(part for part in (piped, prompt or "") if part)
+
+
 _log = logging.getLogger(__name__)
 
 _MOST_ROUNDS = 50
+# The first characters of `/help`, `?` and `:q`. Any other line is a message.
+_COMMANDS_BEGIN = ("/", "?", ":")
 # JSON requests in flight at once: enough to fill a batch, below the limit of open files.
 _MAX_IN_FLIGHT = 128
 
@@ -92,21 +197,28 @@ class Script:
 
         Slash commands are run. A signal cuts off the current answer and ends the run.
         """
-        from kvchat.terminal.commands import Message, Unknown  # and all that draws: not for one -p
-
         self._controller.options = replace(self._controller.options, num_samples=1)
         for text in lines:
-            line = commands.registry.parse(text)
-            if isinstance(line, Message):
-                self.answer(line.text)
-            elif isinstance(line, Unknown):
-                self._fail(UsageError(str(line)))
+            if text.lstrip()[:1] in _COMMANDS_BEGIN:
+                self._carry_out_line(commands, text)
             else:
-                self._carry_out(commands, line)
+                self.answer(text)
             if commands.has_left or self._is_over:
                 return
         if last is not None:
             self.answer(last)
+
+    def _carry_out_line(self, commands: "ScriptCommands", text: str) -> None:
+        """Run a line that may be a command, or answer it."""
+        from kvchat.terminal.commands import Message, Unknown  # and all that draws: not for one -p
+
+        line = commands.registry.parse(text)
+        if isinstance(line, Message):
+            self.answer(line.text)
+        elif isinstance(line, Unknown):
+            self._fail(UsageError(str(line)))
+        else:
+            self._carry_out(commands, line)
 
     @property
     def _is_over(self) -> bool:

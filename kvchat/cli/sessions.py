@@ -9,7 +9,7 @@ from pathlib import Path
 from kvchat.cache.disk.admin import StoreAdmin
 from kvchat.chat import documents
 from kvchat.chat.documents import to_markdown
-from kvchat.chat.saved_costs import kept_costs
+from kvchat.chat.kept_kv import kept_costs
 from kvchat.chat.session_file import title_line
 from kvchat.chat.store import SessionStore
 from kvchat.cli.build import session_store, store_admin, user_paths

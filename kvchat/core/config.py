@@ -136,12 +136,12 @@ class EngineConfig:
 
     `max_step_tokens` bounds prefill plus decode rows of a step; None chooses it from the model's
     size so that a step on a CPU stays short enough to stop promptly. `max_running` bounds the
-    requests that hold blocks at once; no more run than a step has tokens, so that all can decode.
+    requests that hold blocks at once, None chooses it; no more run than a step has tokens.
     `graphs` lets small steps on a CUDA device be captured and replayed.
     """
 
     max_step_tokens: int | None = None
-    max_running: int = 32
+    max_running: int | None = None
     max_context: int | None = None
     graphs: bool = True
 

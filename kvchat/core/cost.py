@@ -75,12 +75,13 @@ class KvPlaces:
     """Where the KV of a context of `num_tokens` tokens is.
 
     `cached` counts its leading tokens: those on the device, then those in host memory after them,
-    then those on disk after these.
+    then those on disk after these. Only full blocks of `block_size` tokens are cached.
     """
 
     num_tokens: int
     cached: CachedTokens
     rates: ReadRates = field(default_factory=ReadRates)
+    block_size: int = 16
 
     def cost(self, num_tokens: int | None = None) -> Cost:
         """Return the cost of continuing from the context, or from its first `num_tokens`."""
@@ -102,12 +103,13 @@ class KvPlaces:
 
     def tier_of(self, start: int, end: int) -> Tier | None:
         """Return the slowest tier that holds the tokens from `start` to `end`; None if some are in
-        none. A partial block at the end counts as held.
+        none. A partial block at the end counts as held, also if the whole turn is in it.
         """
         device = self.cached.device
         host = device + self.cached.host
         disk = host + self.cached.disk
-        is_tail = self.num_tokens - disk < _FEW_TOKENS and start < disk
+        is_begun = self.num_tokens - disk < _FEW_TOKENS and start < disk
+        is_tail = is_begun or (disk > 0 and end - disk <= self.block_size)
         for tier, held in ((Tier.DEVICE, device), (Tier.HOST, host), (Tier.DISK, disk)):
             if end <= held or (held == disk and is_tail):
                 return tier

@@ -119,6 +119,8 @@ def private_file(path: Path) -> None:
 
 def read_state(path: Path, version: int, name: str) -> dict[str, object]:
     """Return the object called `name` in a state file of this version, else an empty one."""
+    if not path.exists():  # nothing was written yet
+        return {}
     try:
         descriptor = open_private(path, os.O_RDONLY)
         with os.fdopen(descriptor, "rb") as file:

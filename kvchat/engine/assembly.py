@@ -22,7 +22,7 @@ from kvchat.cache.block_manager import SCRATCH_BLOCK, CacheManager
 from kvchat.cache.connector import KvConnector
 from kvchat.cache.disk.admin import StoreAdmin
 from kvchat.cache.disk.format import FORMAT_VERSION
-from kvchat.cache.disk.known_models import KnownModel, KnownModels
+from kvchat.cache.disk.lookup import KnownModel, KnownModels
 from kvchat.cache.disk.quota import disk_budget, least_bytes, why_nothing_fits
 from kvchat.cache.disk.tier import DiskTier
 from kvchat.cache.host_offload import HostOffload
@@ -47,10 +47,9 @@ from kvchat.engine.draft_model import ModelDrafter
 from kvchat.engine.drafters import Drafter
 from kvchat.engine.engine import Engine
 from kvchat.engine.ngram import NgramDrafter
-from kvchat.engine.runner import Runner
+from kvchat.engine.runner import Runner, StepThreads
 from kvchat.engine.speculation import Mode, Speculation
 from kvchat.engine.stateful_runner import StatefulRunner
-from kvchat.engine.step_threads import StepThreads
 from kvchat.model.cuda_graph import CudaGraphs
 from kvchat.model.device import can_change_threads, device_name, dtype_name, dtype_of, free_bytes
 from kvchat.model.graphs import GraphRunner
@@ -103,6 +102,8 @@ _MAX_DEFAULT_HOST_BYTES = 16 << 30
 # settings must cut a prompt into the same chunks, or low-precision rounding would vary by run.
 _CPU_STEP_MACS = 4e10
 _CPU_STEP_TOKENS = (16, 512)
+# Requests that run at once. On a CPU as many as the rows that a compiled step takes.
+_MOST_RUNNING = {"cpu": 64, "cuda": 256}
 # A prefill step on a GPU takes about this long at the measured rate, because a stop waits for the
 # end of a step. Sizes are powers of two, so that a small change of the rate changes no size.
 _CUDA_STEP_S = 0.1
@@ -183,7 +184,7 @@ def engine_around(
         cache=cache,
         max_context=loaded.max_context,
         max_step_tokens=engine_config.max_step_tokens or short,
-        max_running=engine_config.max_running,
+        max_running=engine_config.max_running or _MOST_RUNNING[loaded.device.type],
         vocab_size=loaded.spec.vocab_size,
         connector=connector,
         speculation=speculation,

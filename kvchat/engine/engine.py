@@ -25,10 +25,9 @@ from kvchat.engine.fetch import Fetcher
 from kvchat.engine.kv_verifier import KvVerifier
 from kvchat.engine.output_processor import OutputProcessor
 from kvchat.engine.request import Request, RequestSpec, State
-from kvchat.engine.runner import Drawn, Runner, draw, draws_of, tokens_of
+from kvchat.engine.runner import MOST_ROWS, Drawn, Runner, draw, draws_of, tokens_of
 from kvchat.engine.scheduler import ScheduledRequest, Scheduler
 from kvchat.engine.speculation import Limits, Mode, Speculation
-from kvchat.engine.step_threads import MOST_ROWS
 from kvchat.model.batch import StepAbandoned
 
 if TYPE_CHECKING:
@@ -112,6 +111,7 @@ class Engine:
     def status(self) -> EngineStatus:
         """Return the counts shown to users; changes nothing."""
         cache = self.cache.status()
+        drafting = self.speculation
         return EngineStatus(
             num_steps=self._num_steps,
             num_tokens_computed=self._num_tokens,
@@ -128,7 +128,7 @@ class Engine:
             host=self._offload.status() if self._offload is not None else None,
             disk=self._connector.status() if self._connector is not None else None,
             disk_read_s=self._connector.planner.read_s if self._connector is not None else 0.0,
-            speculation=self.speculation.status(),
+            speculation=drafting.status() if drafting.is_on else drafting.status_when_off,
             graphs=self._runner.graph_status(),
             step_threads=self._runner.step_threads(),
         )
@@ -209,7 +209,12 @@ class Engine:
         def finish(kept: Sequence[int]) -> None:
             done(
                 [
-                    KvPlaces(len(ids), _with_disk(cached, num_kept), rates)
+                    KvPlaces(
+                        len(ids),
+                        _with_disk(cached, num_kept),
+                        rates,
+                        self.cache.block_size,
+                    )
                     for ids, cached, num_kept in zip(contexts, in_memory, kept, strict=True)
                 ]
             )
@@ -386,7 +391,6 @@ class Engine:
     def close(self) -> None:
         """Keep the KV of unfinished requests, and finish pending writes within a time limit."""
         self._prefill_rate.keep()
-        self.speculation.close()
         self._fetcher.give_up(self._scheduler.requests())
         if self._connector is not None:
             for request in (r for r in self.running() if r.spec.is_kept):
@@ -395,6 +399,9 @@ class Engine:
             wrong = self._kv_verifier.begin(self._run_alone)
             for restored in (*wrong, *self._kv_verifier.end_alone(self._run_alone)):
                 self._connector.quarantine(restored)
+            self._connector.begin_closing()  # a store closes in 15 ms, and the draft has one too
+        self.speculation.close()
+        if self._connector is not None:
             self._connector.close()
         if self._offload is not None:  # last: it may share the connector's thread
             self._offload.close()

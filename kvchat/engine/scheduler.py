@@ -47,9 +47,10 @@ class Scheduler:
     """Owns the queues. `max_step_tokens` bounds a step, `max_running` the requests with blocks.
 
     A step in which no request decodes has up to `max_prefill_tokens`: it keeps no answer waiting.
-    At most `max_step_tokens` requests run, so that all of them can decode in every step. `promote`
-    is called before a request starts. It returns true if it began to promote KV for the request,
-    which then waits.
+    At most `max_step_tokens` requests run, and all that decode get their token in every step. If
+    they leave less than half of a step for prompts, prompts get half of one on top: else those of
+    new requests would be read a few tokens at a time. `promote` is called before a request starts.
+    It returns true if it began to promote KV for the request, which then waits.
     """
 
     def __init__(
@@ -135,17 +136,18 @@ class Scheduler:
         most = self._max_prefill_tokens
         if is_short or any(request.is_decoding for request in self._running):
             most = self._max_step_tokens
-        plan = list(self._continue_running(most))
-        budget = most - sum(scheduled.num_tokens for scheduled in plan)
+        num_decoding = sum(request.is_decoding for request in self._running)
+        budget = max(most - num_decoding, most // 2, 1)
+        plan = list(self._continue_running(budget))
+        budget -= sum(item.num_tokens for item in plan if not item.request.is_decoding)
         plan.extend(self._admit(budget))
         for request in self._waiting:
             request.steps_waited += 1
         return plan
 
-    def _continue_running(self, most: int) -> Iterator[ScheduledRequest]:
+    def _continue_running(self, prefill_budget: int) -> Iterator[ScheduledRequest]:
         """Schedule running requests, oldest first; every decoding one gets its token."""
         decoding = {request for request in self._running if request.is_decoding}
-        prefill_budget = most - len(decoding)
         index = 0
         while index < len(self._running):
             request = self._running[index]

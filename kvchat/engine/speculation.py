@@ -84,6 +84,8 @@ class Speculation:
         self._step_s = 0.0
         self._drafting_s = 0.0
         self.failures: dict[str, Exception] = {}
+        # A plain value: with speculation off, a question for the status runs no code of drafting.
+        self.status_when_off = self.status()
 
     @property
     def mode(self) -> Mode:
@@ -105,6 +107,7 @@ class Speculation:
         self.is_on = mode is not Mode.OFF
         if not self.is_on:
             self.update(())  # drafters drop their state: they get no more updates
+            self.status_when_off = self.status()
 
     def status(self) -> SpeculationStatus:
         """Return the counts shown to users; changes nothing."""
@@ -151,7 +154,7 @@ class Speculation:
             num_rows,
             len(decoding) - len(asking),
         )
-        orders, room = [], limits.max_step_tokens - num_rows
+        orders, room = [], max(0, limits.max_step_tokens - num_rows)
         for scheduled, take in zip(asking, taken, strict=True):
             num_tokens = min(take.num_tokens, room) if take is not None else 0
             if take is not None and num_tokens:
@@ -318,6 +321,7 @@ class Speculation:
         _log.error("the %s drafter failed", drafter.name, exc_info=error)
         self._drafters.remove(drafter)
         self.failures[drafter.name] = error
+        self.status_when_off = self.status()
         _close(drafter)
 
     def close(self) -> None:

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
+from kvchat_kernels.launch import each_on_device, on_device
 from kvchat_kernels.paged_attention import PagedSequences, Sequences
-from kvchat_kernels.sending import each_on_device, on_device
 from kvchat_kernels.state_buffer import StateBuffer
 
 

@@ -122,15 +122,14 @@ def check_weights(paths: tuple[Path, ...]) -> None:
 
 
 def read_header(path: Path) -> WeightHeader:
-    """Read a weight file's header; raises ModelError if it is invalid or the file is too short."""
+    """Read a safetensors file's header; raises ModelError if it is invalid or too short.
+
+    `gguf_file.weight_header` reads the header of any weight file.
+    """
     with _opened(path) as descriptor:
         size = os.fstat(descriptor).st_size
         try:
             start = os.pread(descriptor, 8, 0)
-            if start.startswith(b"GGUF"):
-                from kvchat.model.gguf_file import gguf_weight_header
-
-                return gguf_weight_header(path)
             (length,) = struct.unpack("<Q", start)
             if length > min(size - 8, _MAX_HEADER_BYTES):
                 raise ValueError("the header is too long")

@@ -44,14 +44,14 @@ def read_tensors(
 ) -> CheckpointTensors:
     """Return a checkpoint's tensors; `dtype` is the one asked for, if any.
 
-    With `keeps_blocks` the linear layers of a GGUF file stay in their blocks.
+    With `keeps_blocks` linear layers stay in blocks, where blocks hold exactly what is in the file.
 
     Raises ModelError if packed weights are damaged, or take more memory than is free.
     """
     if source.gguf is not None:
         wanted = dtype or hf_config.dtype
         return _read_gguf(source, source.gguf, hf_config, wanted, progress, keeps_blocks)
-    found = _read_safetensors(source, hf_config, dtype)
+    found = _read_safetensors(source, hf_config, dtype, keeps_blocks)
     progress(LoadProgress(found.stage, 0.0))
     return found
 
@@ -102,7 +102,7 @@ def _linear_names(module: nn.Module) -> frozenset[str]:
 
 
 def _read_safetensors(
-    source: ModelSource, hf_config: Any, dtype: torch.dtype | None
+    source: ModelSource, hf_config: Any, dtype: torch.dtype | None, keeps_blocks: bool
 ) -> CheckpointTensors:
     tensors = _mapped(source)
     packing = packing_of(read_json(source.config_file) or {}, source.name)
@@ -112,7 +112,29 @@ def _read_safetensors(
         own = getattr(hf_config, "dtype", None)
         dtype = own if isinstance(own, torch.dtype) else torch.bfloat16
     loose = unpacked(tensors, packing, dtype, source.name)
-    return CheckpointTensors(loose, dtype, _size_said(loose, packing, dtype, source.name))
+    blocks = _in_blocks(loose, hf_config) if keeps_blocks else {}
+    for name in blocks:
+        loose[name] = torch.zeros((), dtype=dtype).expand(loose[name].shape)
+    stage = _size_said(loose, packing, dtype, source.name)
+    if blocks and not any(isinstance(tensor, PackedTensor) for tensor in loose.values()):
+        stage = f"loading {packing.title} weights in blocks"
+    return CheckpointTensors(loose, dtype, stage, blocks)
+
+
+def _in_blocks(
+    tensors: Mapping[str, torch.Tensor | PackedTensor], hf_config: Any
+) -> dict[str, BlockWeights]:
+    """Return the linear layers whose packed weights blocks hold exactly."""
+    model_class, config = class_and_config(hf_config)
+    with on_meta():
+        names = _linear_names(model_class(config))
+    found = {}
+    for name in sorted(names):
+        tensor = tensors.get(name)
+        blocks = tensor.blocks() if isinstance(tensor, PackedTensor) else None
+        if blocks is not None:
+            found[name] = blocks
+    return found
 
 
 def _mapped(source: ModelSource) -> dict[str, torch.Tensor]:

@@ -15,7 +15,8 @@ import torch
 from kvchat.model.batch import ForwardBatch
 from kvchat.model.decoder import Decoder, num_weights, read_decoder
 from kvchat.model.spec import ModelSpec
-from kvchat.model.step_program import StepProgram, Unfit
+from kvchat.model.step_operations import Unfit
+from kvchat.model.step_program import StepProgram
 from kvchat_kernels.cpu.step import MAX_ROWS, Header
 from kvchat_kernels.kv_layer import KvLayer, PlainKv
 from kvchat_kernels.paged_attention import PagedSequences
@@ -37,6 +38,7 @@ class CompiledStep:
         """Compile what is needed, 0.1 to 1 s. Raises Unfit, or what llvmlite raises."""
         self._decoder = decoder
         self._parts = StepProgram(decoder, pools)
+        self._vocab_size = decoder.head.num_out
         self._most_threads = max(1, num_weights(decoder) // _WEIGHTS_PER_THREAD)
 
     def logits(self, batch: ForwardBatch) -> torch.Tensor | None:
@@ -54,9 +56,7 @@ class CompiledStep:
         sequences = batch.sequences
         assert isinstance(sequences, PagedSequences)
         self._embed(batch, max(sequences.context_lens))
-        logits = torch.empty(
-            batch.logit_rows.shape[0], self._decoder.head.num_out, dtype=torch.float32
-        )
+        logits = torch.empty(batch.logit_rows.shape[0], self._vocab_size, dtype=torch.float32)
         self._set(batch, sequences, logits)
         self._parts.program.run(min(torch.get_num_threads(), self._most_threads))
         return self._finished(logits)
@@ -84,6 +84,7 @@ class CompiledStep:
         units[parts.of_rows] = batch.token_ids.shape[0]
         units[parts.of_picked] = num_logits
         units[parts.of_head] = parts.head_units if num_logits else 0
+        parts.set_pairs(batch.token_ids.shape[0])
         parts.program.prepare()
 
     def _finished(self, logits: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from kvchat.model.packed_experts import are_plain_experts, expert_packs_of
 from kvchat.model.quantise import pack_of
 from kvchat.model.spec import LayerSpec, ModelSpec
 from kvchat_kernels.cpu.gates import Activation
@@ -61,17 +62,58 @@ class DecoderAttention:
 
 
 @dataclass(frozen=True, slots=True)
+class Mlp:
+    """A gated MLP; `gate_up` is one matrix, or two."""
+
+    gate_up: tuple[Matrix, ...]
+    down: Matrix
+    activation: Activation
+
+    @property
+    def num_weights(self) -> int:
+        return sum(matrix.num_out * matrix.num_in for matrix in (*self.gate_up, self.down))
+
+
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """Experts, of which each row has the `top_k` with the largest scores, and their weighted sum.
+
+    router       the scores, a row for each expert
+    normalises   whether a row's factors have the sum 1
+    experts      matrices with the rows of all experts one below another
+    shared       an expert that all rows have beside theirs, and the matrix of the one number whose
+                 sigmoid it is multiplied with
+    """
+
+    router: Matrix
+    top_k: int
+    normalises: bool
+    experts: Mlp
+    shared: Mlp | None
+    shared_gate: Matrix | None
+
+    @property
+    def num_experts(self) -> int:
+        return self.router.num_out
+
+    @property
+    def num_weights(self) -> int:
+        """The weights that one row reads."""
+        shared = 0 if self.shared is None else self.shared.num_weights
+        router = self.router.num_out * self.router.num_in
+        return router + shared + self.experts.num_weights // self.num_experts * self.top_k
+
+
+@dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """Attention and a gated MLP, each added to the stream; `gate_up` is one matrix, or two.
+    """Attention and an MLP or a mixture of them, each added to the stream.
 
     What is added is normed by `after_attention` and `after_mlp`, where there are such norms. The
     input is normed by `before_attention` and `before_mlp`; None: it is the stream itself.
     """
 
     attention: DecoderAttention
-    gate_up: tuple[Matrix, ...]
-    down: Matrix
-    activation: Activation
+    mlp: Mlp | Mixture
     before_attention: Norm | None
     after_attention: Norm | None
     before_mlp: Norm | None
@@ -99,11 +141,12 @@ class Decoder:
 
 
 def num_weights(decoder: Decoder) -> int:
-    """Return how many weights a step reads."""
+    """Return how many weights a step of one row reads."""
     matrices = [decoder.head]
     for layer in decoder.layers:
-        matrices += (*layer.attention.qkv, layer.attention.out, *layer.gate_up, layer.down)
-    return sum(matrix.num_out * matrix.num_in for matrix in matrices)
+        matrices += (*layer.attention.qkv, layer.attention.out)
+    of_mlps = sum(layer.mlp.num_weights for layer in decoder.layers)
+    return of_mlps + sum(matrix.num_out * matrix.num_in for matrix in matrices)
 
 
 class _Unknown(Exception):
@@ -124,10 +167,17 @@ _OLMO: _Names = (None, "post_attention_layernorm", None, "post_feedforward_layer
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """What types differ in. `norm_offset` is added to the weights of norms."""
+    """What types differ in. `norm_offset` is added to the weights of norms.
+
+    mlp, router   the names of these parts; a layer may have a mixture or a plain MLP
+    normalises    whether factors of experts have the sum 1; None: the configuration says it
+    """
 
     norms: _Names = _LLAMA
     norm_offset: float = 0.0
+    mlp: str = "mlp"
+    router: str = "gate"
+    normalises: bool | None = None
 
 
 _FAMILIES = {
@@ -146,6 +196,11 @@ _FAMILIES = {
     "gemma3_text": _Family(_GEMMA, 1.0),
     "olmo2": _Family(_OLMO),
     "olmo3": _Family(_OLMO),
+    "mixtral": _Family(normalises=True),
+    "qwen2_moe": _Family(),
+    "qwen3_moe": _Family(),
+    "olmoe": _Family(),
+    "granitemoe": _Family(mlp="block_sparse_moe", router="router", normalises=True),
 }
 _ACTIVATIONS = {
     "SiLU": Activation.SILU,
@@ -202,20 +257,28 @@ class _Reader:
         if path[-1] != "self_attn" or not spec.stores_kv:
             raise _Unknown("shares KV between layers")
         layer = self._module.get_submodule(".".join(path[:-1]))
-        mlp = layer.mlp
-        act = type(getattr(mlp, "act_fn", None) or mlp.activation_fn).__name__
-        if act not in _ACTIVATIONS:
-            raise _Unknown(f"has the activation {act}")
         norms = [
             self._norm(getattr(layer, name)) if name is not None else None
             for name in self._family.norms
         ]
         return DecoderLayer(
             self._attention(layer.self_attn, spec, int(path[-2])),
-            _matrices(mlp, "gate_up_proj", ("gate_proj", "up_proj")),
-            _matrix(mlp.down_proj),
-            _ACTIVATIONS[act],
+            self._mlp_or_mixture(getattr(layer, self._family.mlp)),
             *norms,
+        )
+
+    def _mlp_or_mixture(self, module: Any) -> Mlp | Mixture:
+        if not hasattr(module, "experts"):
+            return _mlp(module)
+        family, router = self._family, getattr(module, self._family.router)
+        shared = getattr(module, "shared_expert", None)
+        return Mixture(
+            router=Matrix(_whole(router.weight.detach()), None),
+            top_k=int(router.top_k),
+            normalises=router.norm_topk_prob if family.normalises is None else family.normalises,
+            experts=_experts(module.experts),
+            shared=None if shared is None else _mlp(shared),
+            shared_gate=None if shared is None else _matrix(module.shared_expert_gate),
         )
 
     def _attention(self, attention: Any, spec: LayerSpec, index: int) -> DecoderAttention:
@@ -223,6 +286,8 @@ class _Reader:
         kind = None
         if isinstance(getattr(self._owner.rotary_emb, "rope_type", None), dict):
             kind = self._config.layer_types[index]
+        if getattr(self._config, "clip_qkv", None) is not None:
+            raise _Unknown("clips queries and keys")
         softcap = getattr(attention, "attn_logit_softcapping", None) if spec.has_softcap else None
         sinks = getattr(attention, "sinks", None) if spec.has_sinks else None
         if (softcap is not None) != spec.has_softcap or (sinks is not None) != spec.has_sinks:
@@ -263,6 +328,38 @@ class _Reader:
         return Norm(weight.contiguous(), float(norm.eps if epsilon is None else epsilon))
 
 
+def _activation(module: Any) -> Activation:
+    act = type(getattr(module, "act_fn", None) or module.activation_fn).__name__
+    if act not in _ACTIVATIONS:
+        raise _Unknown(f"has the activation {act}")
+    return _ACTIVATIONS[act]
+
+
+def _mlp(module: Any) -> Mlp:
+    gate_up = _matrices(module, "gate_up_proj", ("gate_proj", "up_proj"))
+    return Mlp(gate_up, _matrix(module.down_proj), _activation(module))
+
+
+def _experts(module: Any) -> Mlp:
+    """Return the matrices of plain experts, whose rows are one below another."""
+    packs = expert_packs_of(module)
+    if packs is None:
+        if not are_plain_experts(module):
+            raise _Unknown(f"has the experts {type(module).__name__}")
+        parts = [module.gate_up_proj.detach(), module.down_proj.detach()]
+        gate_up, down = (Matrix(_whole(part.flatten(0, 1)), None) for part in parts)
+        return Mlp((gate_up,), down, _activation(module))
+    gate_up_packs, down_pack = packs.gate_up, packs.down
+    matrices = tuple(Matrix(pack.weights, None) for pack in gate_up_packs)
+    return Mlp(matrices, Matrix(down_pack.weights, None), _activation(module))
+
+
+def _whole(weights: torch.Tensor) -> torch.Tensor:
+    if not weights.is_contiguous():
+        raise _Unknown("has weights that are turned")
+    return weights
+
+
 def _matrices(module: Any, merged: str, apart: Sequence[str]) -> tuple[Matrix, ...]:
     names = (merged,) if hasattr(module, merged) else apart
     return tuple(_matrix(getattr(module, name)) for name in names)
@@ -276,7 +373,7 @@ def _matrix(layer: Any) -> Matrix:
     if isinstance(weights, BlockWeights):
         if weights.num_in != layer.in_features:
             raise _Unknown(f"has {layer.in_features} columns in blocks")
-    elif not weights.is_contiguous():
-        raise _Unknown("has weights that are turned")
+    else:
+        weights = _whole(weights)
     bias = layer.bias.detach().float() if layer.bias is not None else None
     return Matrix(weights, bias)

@@ -7,7 +7,8 @@ import math
 from typing import Any
 
 from kvchat.core.errors import ModelError, ModelUnsupported
-from kvchat.model.gguf_architectures import ARCHITECTURES, Architecture, Config
+from kvchat.model.gguf_architectures import ARCHITECTURES, Architecture
+from kvchat.model.gguf_families import Config
 from kvchat.model.gguf_file import GgufModel, GgufTensor
 
 # config.json's names of the metadata that most architectures have.
@@ -121,16 +122,19 @@ def _rope_scaling(config: Config, gguf: GgufModel, name: str) -> Config | None:
     long, short = gguf.floats("rope_factors_long.weight"), gguf.floats("rope_factors_short.weight")
     original = gguf.get("rope.scaling.original_context_length")
     if long is not None and short is not None:
+        original = original or config["max_position_embeddings"]
         config["original_max_position_embeddings"] = original
-        return _without_none(
-            {
-                "rope_type": "longrope",
-                "long_factor": long,
-                "short_factor": short,
-                "original_max_position_embeddings": original,
-                "attention_factor": gguf.get("rope.scaling.attn_factor"),
-            }
-        )
+        factor = gguf.get("rope.scaling.attn_factor")
+        scaling = {
+            "rope_type": "longrope",
+            "long_factor": long,
+            "short_factor": short,
+            "original_max_position_embeddings": original,
+            "attention_factor": factor,
+        }
+        if config["model_type"] == "phimoe":  # its class reads a factor for each set
+            scaling["long_mscale"] = scaling["short_mscale"] = factor
+        return _without_none(scaling)
     kind, factor = gguf.get("rope.scaling.type", "none"), gguf.get("rope.scaling.factor")
     if kind in ("none", "longrope") or factor is None:
         return None

@@ -19,7 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from kvchat.core.bounded_files import open_regular
-from kvchat.model.checkpoint_files import TensorEntry, WeightHeader, mark, unreadable
+from kvchat.model.checkpoint_files import (
+    TensorEntry,
+    WeightHeader,
+    mark,
+    read_header,
+    unreadable,
+)
 
 MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -121,7 +127,25 @@ def is_gguf(path: Path) -> bool:
         os.close(descriptor)
 
 
-def gguf_weight_header(path: Path) -> WeightHeader:
+def weight_header(path: Path) -> WeightHeader:
+    """Return the header of a GGUF or safetensors file; raises ModelError if it is invalid."""
+    return _as_weight_header(path) if _is_gguf(path) else read_header(path)
+
+
+def _is_gguf(path: Path) -> bool:
+    try:
+        descriptor = open_regular(path)
+    except OSError as error:
+        raise unreadable(path, error.strerror) from error
+    try:
+        return os.pread(descriptor, len(MAGIC), 0) == MAGIC
+    except OSError as error:
+        raise unreadable(path, error.strerror) from error
+    finally:
+        os.close(descriptor)
+
+
+def _as_weight_header(path: Path) -> WeightHeader:
     """Return a GGUF file's header in the form that safetensors files have."""
     part = _read_part(path)
     descriptor = open_regular(path)

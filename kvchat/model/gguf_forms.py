@@ -116,6 +116,28 @@ def _falcon_groups(num_rows: int, config: Any) -> torch.Tensor:
     return torch.cat((queries, keys, values), dim=1).flatten()
 
 
+def _by_heads(num_rows: int, config: Any) -> torch.Tensor:
+    """Each head's query, key and value are together; the file has them by kind."""
+    heads = config.num_attention_heads
+    return torch.arange(num_rows).view(3, heads, -1).transpose(0, 1).flatten()
+
+
+def _part(number: int) -> Callable[[int, Any], torch.Tensor]:
+    """Return the rows of queries (0), keys (1) or values (2) in a tensor of all three."""
+
+    def order(num_rows: int, config: Any) -> torch.Tensor:
+        heads, groups = config.num_attention_heads, config.num_key_value_heads
+        size = num_rows // (heads + 2 * groups)
+        rows = torch.arange(num_rows)
+        return rows.split([heads * size, groups * size, groups * size])[number]
+
+    return order
+
+
+def _as_they_are(num_rows: int, config: Any) -> torch.Tensor:
+    return torch.arange(num_rows)
+
+
 def _next_groups(num_rows: int, config: Any) -> torch.Tensor:
     """Qwen3-Next has query, key, values and gates of each key head together."""
     heads, key = config.linear_num_key_heads, config.linear_key_head_dim
@@ -206,6 +228,34 @@ FALCON = (
         order=_falcon_groups,
     ),
 )
+BLOOM = (
+    form(
+        r"h\.(\d+)\.self_attention\.query_key_value\.(weight|bias)",
+        "blk.{0}.attn_qkv.{1}",
+        order=_by_heads,
+    ),
+    form(r"word_embeddings_layernorm\.(weight|bias)", "token_embd_norm.{0}"),
+    form(r"h\.(\d+)\.post_attention_layernorm\.(weight|bias)", "blk.{0}.ffn_norm.{1}"),
+)
+GPT_NEOX = (
+    form(
+        _LAYER + r"attention\.query_key_value\.(weight|bias)",
+        "blk.{0}.attn_qkv.{1}",
+        order=_by_heads,
+    ),
+)
+FUSED = tuple(
+    form(
+        _LAYER + rf"self_attn\.{kind}_proj\.(weight|bias)",
+        "blk.{0}.attn_qkv.{1}",
+        order=_part(number),
+    )
+    for number, kind in enumerate("qkv")
+)
+BITNET = (
+    form(_LAYER + r"self_attn\.attn_sub_norm\.weight", "blk.{0}.attn_sub_norm.weight"),
+    form(_LAYER + r"mlp\.ffn_sub_norm\.weight", "blk.{0}.ffn_sub_norm.weight"),
+)
 ALTERNATING = (
     form(
         _LAYER + r"mlp\.experts\.gate_up_proj",
@@ -240,6 +290,17 @@ LATENT = (
         "blk.{0}.attn_v_b.weight",
         places=_keys_and_values,
     ),
+)
+KIMI = (
+    *LATENT,
+    form(
+        _LAYER + r"self_attn\.conv1d\.weight",
+        *(f"blk.{{0}}.ssm_conv1d_{kind}.weight" for kind in "qkv"),
+        order=_as_they_are,
+    ),
+    form(_LAYER + r"self_attn\.forget_gate\.(f_[ab])_proj\.weight", "blk.{0}.ssm_{1}.weight"),
+    form(_LAYER + r"self_attn\.forget_gate\.dt_bias", "blk.{0}.ssm_dt.bias"),
+    form(_LAYER + r"self_attn\.forget_gate\.A_log", "blk.{0}.ssm_a", make=_logarithm),
 )
 QWEN3_NEXT = (
     form(

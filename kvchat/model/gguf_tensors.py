@@ -31,6 +31,7 @@ from kvchat_kernels.linear.gguf_blocks import BLOCK_FORMATS, block_weights
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # A chunk of this many elements is unpacked at once. numpy takes about 20 bytes for each.
 _CHUNK_ELEMENTS = 1 << 19
+_LAYER_NUMBER = re.compile(r"layers\.(\d+)\.")
 
 
 def natural_dtype(gguf: GgufModel) -> torch.dtype:
@@ -97,10 +98,14 @@ class GgufTensors:
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """What a tensor of the module is made from: the file's tensors, and their form if not plain."""
+    """What a tensor of the module is made from: the file's tensors, and their form if not plain.
+
+    A tensor of one number may be in the metadata instead: `number`.
+    """
 
     parts: list[GgufTensor]
     form: Form | None = None
+    number: float | None = None
 
     @property
     def can_stay_in_blocks(self) -> bool:
@@ -174,6 +179,10 @@ def _sources(
     names = get_tensor_name_map(archs[gguf.architecture], gguf.get("block_count"))
     found = {}
     for name in shapes:
+        number = _listed(name, architecture, gguf)
+        if number is not None:
+            found[name] = _Source([], number=number)
+            continue
         form = next(forms_of(name, (*architecture.forms, *GENERAL), gguf.tensors), None)
         if form is not None:
             found[name] = _Source([gguf.tensors[stored] for stored in form.names(name)], form)
@@ -186,6 +195,21 @@ def _sources(
         if tensor is not None:
             found[name] = _Source([tensor])
     return found
+
+
+def _listed(name: str, architecture: Architecture, gguf: GgufModel) -> float | None:
+    """Return the number that metadata list for a tensor's layer; None for other tensors."""
+    key = next((key for end, key in architecture.listed.items() if name.endswith(end)), None)
+    layer = _LAYER_NUMBER.search(name)
+    if key is None or layer is None:
+        return None
+    values: Any = gguf.metadata.get(key)
+    index = int(layer[1])
+    if not hasattr(values, "__len__"):
+        return None if values is None else float(values)
+    if index >= len(values):
+        raise ModelError(f"{key} in the metadata has too few numbers.", "Is the file complete?")
+    return float(values[index])
 
 
 class _Reader:
@@ -204,6 +228,8 @@ class _Reader:
 
     def read(self, name: str, source: _Source, shape: torch.Size) -> torch.Tensor:
         """Return a tensor as the module has it; of the same size, if not of the same shape."""
+        if source.number is not None:
+            return torch.full(shape, source.number, dtype=self._dtype)
         form, first = source.form, source.parts[0]
         if name in self._kept and source.can_stay_in_blocks and self.keep(name, first, form):
             return torch.zeros((), dtype=self._dtype).expand(shape)

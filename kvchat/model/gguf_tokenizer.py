@@ -14,10 +14,16 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from kvchat.core.errors import ModelError, ModelUnsupported, UsageError
 from kvchat.core.types import SamplingParams
 from kvchat.model.gguf_file import GgufModel
-from kvchat.model.text_files import TextFiles
-
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
-_SPACE = "▁"  # sentencepiece's space
+from kvchat.model.sentencepiece_file import (
+    BYTE,
+    CONTROL,
+    NORMAL,
+    SPACE,
+    USER_DEFINED,
+    implied_merges,
+    space_decoder,
+)
+from kvchat.model.source import TextFiles
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -47,6 +53,22 @@ _DEEPSEEK3 = (
 _DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", r"[一-龥ࠀ-一가-퟿]+", r"\p{N}")
 _FALCON = (r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, r"[0-9][0-9][0-9]")
 _DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
+_BLOOM = r" ?[^(\s|.,!?…。，、।۔،)]+"
+_SEED = (
+    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_NOT_HAN = "&&[^\\p{Han}]]"
+_KIMI = (
+    rf"\p{{Han}}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER[:-1]}{_NOT_HAN}*{_LOWER[:-1]}{_NOT_HAN}+"
+    rf"{_CONTRACTIONS}?|[^\r\n\p{{L}}\p{{N}}]?{_UPPER[:-1]}{_NOT_HAN}+{_LOWER[:-1]}{_NOT_HAN}*"
+    rf"{_CONTRACTIONS}?|\p{{N}}{{1,3}}|{_ENDS}"
+)
+_AFMOE = (
+    r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))",
+    "[一-鿿㐀-䶿豈-\ufaff぀-ゟ゠-ヿ･-ﾟ⼀-⿟เ-๿຀-໿ក-៿က-႟ꩠ-ꩿꧠ-꧿가-힯ᄀ-ᇿ]+",
+    _DEEPSEEK3[2],
+)
 _DIGITS_GPT2 = (r"\p{N}", _GPT2)
 
 _LLAMA3_NAMES = (
@@ -77,6 +99,11 @@ _RULES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "joyai-llm"), _DEEPSEEK3),
     "deepseek-coder": _DEEPSEEK_CODER,
     "falcon": _FALCON,
+    **dict.fromkeys(("bloom", "poro-chat", "gpt3-finnish"), (_BLOOM,)),
+    "viking": (_BLOOM, r"\p{N}"),
+    "seed-coder": (_SEED,),
+    "kimi-k2": (_KIMI,),
+    "afmoe": _AFMOE,
     **dict.fromkeys(
         ("starcoder", "refact", "command-r", "smollm", "codeshell", "exaone", "minerva-7b"),
         _DIGITS_GPT2,
@@ -127,7 +154,7 @@ def _text_files(gguf: GgufModel, name: str) -> TextFiles:
     tokens = metadata.get("tokenizer.ggml.tokens")
     if not isinstance(tokens, list) or not tokens:
         raise ModelError(f"{name} has no vocabulary.", "Give a GGUF file with a tokenizer in it.")
-    kinds = list(metadata.get("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens))
+    kinds = list(metadata.get("tokenizer.ggml.token_type") or [NORMAL] * len(tokens))
     if len(kinds) != len(tokens):
         raise ModelError(f"{name} has a damaged vocabulary.", "Is the file complete?")
     template = metadata.get("tokenizer.chat_template")
@@ -153,7 +180,7 @@ def _stop_ids(metadata: dict[str, Any], tokens: list[str], kinds: Sequence[int])
     named = [metadata.get(f"tokenizer.ggml.{key}") for key in _STOP_KEYS]
     ids = {found for found in named if _is_id(found, tokens)}
     is_end = set(_ENDS_OF_TURN).__contains__
-    ids |= {i for i, token in enumerate(tokens) if kinds[i] == _CONTROL and is_end(token)}
+    ids |= {i for i, token in enumerate(tokens) if kinds[i] == CONTROL and is_end(token)}
     return tuple(sorted(ids))
 
 
@@ -186,7 +213,7 @@ def _tokenizer(gguf: GgufModel, name: str, tokens: list[str], kinds: list[int]) 
             f"{name} has a tokenizer of the kind {model}, which kvchat does not build.",
             "Byte-level BPE (gpt2) and sentencepiece BPE (llama) work; use its safetensors.",
         )
-    for kind, is_special in ((_CONTROL, True), (_USER_DEFINED, False)):
+    for kind, is_special in ((CONTROL, True), (USER_DEFINED, False)):
         added = [
             AddedToken(token, normalized=False, special=is_special)
             for token, found in zip(tokens, kinds, strict=True)
@@ -197,7 +224,7 @@ def _tokenizer(gguf: GgufModel, name: str, tokens: list[str], kinds: list[int]) 
 
 
 def _is_run(token: str) -> bool:
-    return len(token) > 1 and not token.strip(_SPACE)
+    return len(token) > 1 and not token.strip(SPACE)
 
 
 def _byte_level(
@@ -212,7 +239,7 @@ def _byte_level(
     # Added tokens at the end are no part of the model in the original, so that no merge and no
     # whole word gives one.
     count = len(tokens)
-    while count and kinds[count - 1] != _NORMAL:
+    while count and kinds[count - 1] != NORMAL:
         count -= 1
     merges = [_pair(merge) for merge in metadata.get("tokenizer.ggml.merges", [])]
     tokenizer = Tokenizer(
@@ -238,7 +265,7 @@ def _pair(merge: str) -> tuple[str, str]:
 
 def _respelt(tokens: list[str], kinds: list[int]) -> list[str]:
     """Return the tokens with runs of spaces spelt as sentencepiece does."""
-    return [_SPACE * len(token) if token and not token.strip(" ") else token for token in tokens]
+    return [SPACE * len(token) if token and not token.strip(" ") else token for token in tokens]
 
 
 def _pieces(gguf: GgufModel, tokens: list[str], kinds: list[int]) -> Tokenizer:
@@ -252,40 +279,25 @@ def _pieces(gguf: GgufModel, tokens: list[str], kinds: list[int]) -> Tokenizer:
             merges=merges,
             unk_token=tokens[unknown] if _is_id(unknown, tokens) else None,
             fuse_unk=True,
-            byte_fallback=_BYTE in kinds,
+            byte_fallback=BYTE in kinds,
         )
     )
-    steps: list[Any] = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    spaces: Any = normalizers.Replace(" ", _SPACE)
-    if metadata.get("tokenizer.ggml.add_space_prefix", True):
-        spaces = normalizers.Sequence([normalizers.Prepend(_SPACE), spaces])
-        steps.append(decoders.Strip(" ", 1, 0))
+    spaces: Any = normalizers.Replace(" ", SPACE)
+    adds_prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
+    if adds_prefix:
+        spaces = normalizers.Sequence([normalizers.Prepend(SPACE), spaces])
     tokenizer.normalizer = spaces
-    tokenizer.decoder = decoders.Sequence(steps)
+    tokenizer.decoder = space_decoder(adds_prefix)
     return tokenizer
 
 
 def _merges(gguf: GgufModel, tokens: list[str], kinds: list[int]) -> list[tuple[str, str]]:
-    """Return the merges that a sentencepiece vocabulary implies, the first to be made first.
-
-    A piece of a higher score is made first. Gemma's order is that of its ids.
-    """
+    """Return the merges that the pieces imply. Gemma's order is that of its ids."""
     scores = gguf.metadata.get("tokenizer.ggml.scores") or ()
     if gguf.architecture.startswith("gemma") or len(scores) != len(tokens):
         scores = range(0, -len(tokens), -1)
-    merged = {
-        token: index
-        for index, token in enumerate(tokens)
-        if kinds[index] == _NORMAL or (kinds[index] == _USER_DEFINED and _is_run(token))
-    }
-    found: list[tuple[float, int, int]] = []
-    for token, index in merged.items():
-        pairs = [
-            (merged[token[:at]], merged[token[at:]])
-            for at in range(1, len(token))
-            if token[:at] in merged and token[at:] in merged
-        ]
-        found.extend((scores[index], *pair) for pair in sorted(pairs))
-    lengths = [len(token) for token in tokens]
-    found.sort(key=lambda entry: (entry[0], lengths[entry[1]], lengths[entry[2]]), reverse=True)
-    return [(tokens[left], tokens[right]) for _, left, right in found]
+    is_mergeable = [
+        kind == NORMAL or (kind == USER_DEFINED and _is_run(token))
+        for token, kind in zip(tokens, kinds, strict=True)
+    ]
+    return implied_merges(tokens, scores, is_mergeable)

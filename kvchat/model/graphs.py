@@ -21,8 +21,8 @@ from kvchat.model.batch import SequencePiece
 from kvchat.model.cuda_graph import NotGraphable, trapping_host_reads
 from kvchat.model.paged_model import PagedModel
 from kvchat.model.step_buffers import StepBuffers, StepShape
+from kvchat_kernels.launch import on_device
 from kvchat_kernels.sampler import RowDraw, sample_tokens
-from kvchat_kernels.sending import on_device
 
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)

@@ -15,7 +15,8 @@ from pathlib import Path
 from kvchat.core.bounded_files import open_regular, read_bounded
 from kvchat.core.errors import StoreError
 from kvchat.core.paths import open_private, private_directory
-from kvchat.model.checkpoint_files import MAX_CONFIG_BYTES, mark, read_header, read_text, unreadable
+from kvchat.model.checkpoint_files import MAX_CONFIG_BYTES, mark, read_text, unreadable
+from kvchat.model.gguf_file import weight_header
 from kvchat.model.source import ModelSource
 
 _SAMPLE_BYTES = 4096
@@ -33,7 +34,7 @@ def sample_digest(source: ModelSource) -> str:
     for path in settings:
         digest.update((read_text(path) or "").encode())
     for path in weights:
-        header = read_header(path)
+        header = weight_header(path)
         digest.update(header.raw)
         digest.update(str(header.file_bytes).encode())
         try:

@@ -55,7 +55,7 @@ def _files_of(model_class: Any) -> Sequence[Path]:
 
 
 class KnownSpecs:
-    """The known specs in a state `directory`; None knows none and keeps none."""
+    """The known specs in a state `directory`; with None there are none and none are kept."""
 
     def __init__(self, directory: Path | None) -> None:
         self._path = directory / _NAME if directory is not None else None

@@ -19,13 +19,14 @@ from transformers.utils import logging as transformers_logging
 from kvchat.core.config import ModelConfig
 from kvchat.core.errors import ModelError, ModelUnsupported
 from kvchat.core.events import LoadProgress
-from kvchat.model.checkpoint_files import read_header, read_json
+from kvchat.model.checkpoint_files import read_json
 from kvchat.model.checkpoint_tensors import read_tensors
 from kvchat.model.compiled_step import CompiledModel, compiled_model
 from kvchat.model.config_limits import ParameterLimit, check_counts, parameter_limit
 from kvchat.model.cpu_linear import limit_kept_shapes, use_cpu_products
 from kvchat.model.device import choose_device, dtype_name, dtype_of, free_bytes, set_threads
 from kvchat.model.fuse import Fusing
+from kvchat.model.gguf_file import weight_header
 from kvchat.model.hf_adapter import (
     OWN_ATTENTION,
     PAGED,
@@ -158,7 +159,7 @@ def inspect_model(
     what the probe finds in `state_directory`, if not None.
     """
     config = without_towers(read_config(source))
-    headers = [read_header(path) for path in source.weight_files]
+    headers = [weight_header(path) for path in source.weight_files]
     content = _config_content(source)
     if source.gguf is not None:  # a byte of its blocks may hold several weights
         content["quantization_config"] = "gguf"

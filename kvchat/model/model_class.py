@@ -79,7 +79,7 @@ class _OperatorsOnMeta(TorchFunctionMode):
 
 
 class _NoInitialValues(TorchFunctionMode):
-    """Leaves new parameters as they are: nobody sees random values that take no memory."""
+    """Leaves new parameters as they are: random values that take no memory are never read."""
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

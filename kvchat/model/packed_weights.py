@@ -17,6 +17,7 @@ import torch
 
 from kvchat.core.errors import ModelError, ModelUnsupported
 from kvchat.model import unpacking
+from kvchat_kernels.linear.blocks import BlockWeights
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -56,7 +57,7 @@ class PackedTensor:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    unpack: Callable[[], torch.Tensor]
+    unpack: Callable[[], torch.Tensor | unpacking.Grouped]
     lock: Lock
 
     @property
@@ -70,7 +71,18 @@ class PackedTensor:
     def __getitem__(self, index: object) -> torch.Tensor:
         assert index is ..., "a packed weight is unpacked whole"
         with self.lock:
-            return self.unpack().to(self.dtype).reshape(self.shape).contiguous()
+            found = self.unpack()
+            weight = found.weight() if isinstance(found, unpacking.Grouped) else found
+            return weight.to(self.dtype).reshape(self.shape).contiguous()
+
+    def blocks(self) -> BlockWeights | None:
+        """Return the weight in blocks that hold it exactly; None for a format without."""
+        if len(self.shape) != 2:
+            return None
+        found = self.unpack()
+        blocks = found.blocks() if isinstance(found, unpacking.Grouped) else None
+        fits = blocks is not None and (blocks.num_out, blocks.num_in) == self.shape
+        return blocks if fits else None
 
 
 def packing_of(config: Mapping[str, Any], name: str) -> Packing | None:
@@ -168,7 +180,12 @@ class _Table:
             raise self.fault(f"{name} has {tensor.dim()} dimensions of {kind}")
         return tensor
 
-    def add(self, name: str, shape: tuple[int, ...], unpack: Callable[[], torch.Tensor]) -> None:
+    def add(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        unpack: Callable[[], torch.Tensor | unpacking.Grouped],
+    ) -> None:
         if name in self.tensors or name in self.found:
             raise self.fault(f"{name} is there twice, packed and not")
         self.found[name] = PackedTensor(shape, self.dtype, unpack, self._lock)

@@ -15,13 +15,14 @@ from torch.nn.functional import pad
 from transformers.pytorch_utils import Conv1D
 
 from kvchat.core.errors import ModelError
+from kvchat.model.packed_experts import can_pack_experts, expert_packs_of, pack_experts
 from kvchat.model.spec import ModelSpec
 from kvchat_kernels.linear.block_linear import block_linear
 from kvchat_kernels.linear.blocks import COLUMNS, BlockWeights, joined, quantised, quantised_on
 from kvchat_kernels.linear.cpu import BlockProduct
 
 _PACK = "_kvchat_pack"
-# Where more of the parameters than this stay as they are, experts for one, the user is told.
+# Where more of the parameters than this stay as they are, the user is told.
 _KEPT_SHARE_TOLD = 0.1
 
 
@@ -104,7 +105,7 @@ def pack_of(layer: nn.Module) -> BlockProduct | DevicePack | None:
 
 def is_packed(module: nn.Module) -> bool:
     """Whether any layer of a model multiplies with a packed weight."""
-    return any(pack_of(layer) is not None for layer in module.modules())
+    return any(pack_of(layer) or expert_packs_of(layer) for layer in module.modules())
 
 
 def quantise(
@@ -116,9 +117,10 @@ def quantise(
 ) -> tuple[str, ...]:
     """Pack the linear layers of a model's decoder layers and its head, and free their weights.
 
-    `weights` is int8 or int4. With int4 the head, whose errors nothing evens out, has 8 bits. The
-    packed weights are made on `device`; the module is on the CPU. Returns notes for the user on
-    what is not packed. Raises ModelError where the model has nothing to pack.
+    On a CPU plain experts of mixtures too. `weights` is int8 or int4. With int4 the head, whose
+    errors nothing evens out, has 8 bits. The packed weights are made on `device`; the module is on
+    the CPU. Returns notes for the user on what is not packed. Raises ModelError where the model has
+    nothing to pack.
     """
     head = module.get_output_embeddings()
     layers = list(_linear_layers(module, spec))
@@ -127,10 +129,16 @@ def quantise(
             f"{spec.architecture} has no linear layers that --weights {weights} could pack.",
             "Leave it out.",
         )
+    experts = list(_experts(module)) if device.type == "cpu" else []
     num_packed = sum(layer.weight.numel() for layer in layers)
-    for index, layer in enumerate(layers):
-        _replace(layer, 8 if weights == "int8" or layer is head else 4, device)
-        tick((index + 1) / len(layers))
+    num_packed += sum(part.numel() for found in experts for part in found.parameters())
+    bits = 8 if weights == "int8" else 4
+    for index, layer in enumerate((*layers, *experts)):
+        if index < len(layers):
+            _replace(layer, 8 if layer is head else bits, device)
+        else:
+            pack_experts(layer, bits)
+        tick((index + 1) / (len(layers) + len(experts)))
     return _note_on_kept(module, num_packed)
 
 
@@ -175,7 +183,7 @@ def _note_on_kept(module: Any, num_packed: int) -> tuple[str, ...]:
     share = num_kept / (num_kept + num_packed)
     if share < _KEPT_SHARE_TOLD:
         return ()
-    return (f"Only linear layers are packed; {share:.0%} of the weights are others and stay.",)
+    return (f"{share:.0%} of the weights are in layers that cannot be packed, and stay.",)
 
 
 def _linear_layers(module: Any, spec: ModelSpec) -> Iterator[nn.Linear | Conv1D]:
@@ -190,6 +198,10 @@ def _linear_layers(module: Any, spec: ModelSpec) -> Iterator[nn.Linear | Conv1D]
     head = module.get_output_embeddings()
     if type(head) is nn.Linear and head not in seen:
         yield head
+
+
+def _experts(module: Any) -> Iterator[nn.Module]:
+    return (part for part in module.modules() if can_pack_experts(part))
 
 
 def _weight_of(layer: Any) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """Finds a model's files: the shipped demo, a directory, a GGUF file, or a Hugging Face hub id.
 
-Downloads hub models and checks that a checkpoint directory is complete. Loads no weights and
+Downloads hub models and checks that a checkpoint directory is complete. TextFiles is what
+`text_files.py` and `gguf_tokenizer.py` read of its text settings. Loads no weights and
 imports neither torch nor transformers, so that a wrong name is reported at once.
 """
 
@@ -8,7 +9,7 @@ import errno
 import os
 import re
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from glob import escape
 from importlib import resources
@@ -37,6 +38,30 @@ _QUANT_NAME = re.compile(r"^(.+):([A-Za-z0-9][\w.-]*)$")
 _WANTED = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "README.md")
 _UNWANTED = ("original/*", "consolidated*", "onnx/*", "*/*.safetensors")
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+
+
+@dataclass(frozen=True, slots=True)
+class TextFiles:
+    """The text settings of a checkpoint.
+
+    tokenizer_json      the content of tokenizer.json
+    chat_template       Jinja source, None if the checkpoint has none
+    special_tokens      strings by the template's variable name: bos_token, eos_token and so on
+    stop_token_ids      the ids that end a completion, by its configuration
+    sampling_defaults   the author's sampling parameters, by SamplingParams' names
+    adds_bos            whether a bare prompt starts with BOS, by its tokenizer configuration
+    max_context         the most tokens of a context, None if its configuration does not state it
+    vocab_size          the number of ids with an embedding, None if not stated
+    """
+
+    tokenizer_json: str
+    chat_template: str | None
+    special_tokens: dict[str, str] = field(default_factory=dict)
+    stop_token_ids: tuple[int, ...] = ()
+    sampling_defaults: dict[str, float] = field(default_factory=dict)
+    adds_bos: bool = False
+    max_context: int | None = None
+    vocab_size: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 
 from kvchat.model.batch import ForwardBatch, SequencePiece
+from kvchat_kernels.launch import on_device
 from kvchat_kernels.paged_attention import DeviceSequences
 from kvchat_kernels.sampler import RowDraw, SamplerRows
-from kvchat_kernels.sending import on_device
 
 _NOT_WRITTEN = -1
 # The draw (greedy) of padding rows, and of pieces whose drawn tokens are not used.

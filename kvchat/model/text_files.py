@@ -1,21 +1,22 @@
 """Reads a checkpoint's text files: tokenizer, chat template, special tokens, stop ids, defaults.
 
 Also compares the vocabularies of two checkpoints. `kvchat.chat` tokenises and renders. Imports
-transformers only for a checkpoint without tokenizer.json.
+transformers only for a checkpoint without tokenizer.json and tokenizer.model.
 """
 
 import json
+import re
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeGuard
 
 from kvchat.core.bounded_files import read_bounded
-from kvchat.core.errors import ModelError, UsageError
+from kvchat.core.errors import ModelError, ModelUnsupported, UsageError
 from kvchat.core.types import SamplingParams
 from kvchat.model.checkpoint_files import MAX_TOKENIZER_BYTES, read_json, read_text, unreadable
-from kvchat.model.source import ModelSource
+from kvchat.model.sentencepiece_file import tokenizer_of_file
+from kvchat.model.source import ModelSource, TextFiles
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
 # The files, besides tokenizer.json, in which transformers looks for a vocabulary.
@@ -27,38 +28,15 @@ _TOKENIZER_FILES = (
     "vocab.json",
     "vocab.txt",
     "merges.txt",
-    "tokenizer.model",
     "spiece.model",
     "sentencepiece.bpe.model",
     "tekken.json",
 )
+_PIECES = "tokenizer.model"
+_TIKTOKEN_LINE = re.compile(rb"[A-Za-z0-9+/]+=* \d+\r?\n")
 _MAX_INT = (1 << 31) - 1
 _SAMPLING_NAMES = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 _CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
-
-
-@dataclass(frozen=True, slots=True)
-class TextFiles:
-    """The text settings of a checkpoint.
-
-    tokenizer_json      the content of tokenizer.json
-    chat_template       Jinja source, None if the checkpoint has none
-    special_tokens      strings by the template's variable name: bos_token, eos_token and so on
-    stop_token_ids      the ids that end a completion, by its configuration
-    sampling_defaults   the author's sampling parameters, by SamplingParams' names
-    adds_bos            whether a bare prompt starts with BOS, by its tokenizer configuration
-    max_context         the most tokens of a context, None if its configuration does not state it
-    vocab_size          the number of ids with an embedding, None if not stated
-    """
-
-    tokenizer_json: str
-    chat_template: str | None
-    special_tokens: dict[str, str] = field(default_factory=dict)
-    stop_token_ids: tuple[int, ...] = ()
-    sampling_defaults: dict[str, float] = field(default_factory=dict)
-    adds_bos: bool = False
-    max_context: int | None = None
-    vocab_size: int | None = None
 
 
 def read_text_files(source: ModelSource) -> TextFiles:
@@ -71,10 +49,15 @@ def read_text_files(source: ModelSource) -> TextFiles:
     tokenizer_config = read_json(directory / "tokenizer_config.json") or {}
     generation = read_json(directory / "generation_config.json") or {}
     config = read_json(source.config_file) or {}
+    tokenizer_json = read_text(directory / "tokenizer.json", MAX_TOKENIZER_BYTES)
+    named: dict[str, str] = {}
+    if tokenizer_json is None and (directory / _PIECES).exists():
+        tokenizer_json, named = _tokenizer_of_pieces(source, tokenizer_config)
+        tokenizer_config.setdefault("add_bos_token", "bos_token" in named)
     return TextFiles(
-        tokenizer_json=_tokenizer_json(source),
+        tokenizer_json=tokenizer_json or _converted_tokenizer(source),
         chat_template=_chat_template(directory, tokenizer_config),
-        special_tokens=_special_tokens(directory, tokenizer_config),
+        special_tokens=named | _special_tokens(directory, tokenizer_config),
         stop_token_ids=_stop_ids(generation, config),
         sampling_defaults=_sampling_defaults(generation),
         adds_bos=tokenizer_config.get("add_bos_token") is True,
@@ -83,9 +66,26 @@ def read_text_files(source: ModelSource) -> TextFiles:
     )
 
 
-def _tokenizer_json(source: ModelSource) -> str:
-    text = read_text(source.directory / "tokenizer.json", MAX_TOKENIZER_BYTES)
-    return text if text is not None else _converted_tokenizer(source)
+def _tokenizer_of_pieces(
+    source: ModelSource, tokenizer_config: dict[str, Any]
+) -> tuple[str, dict[str, str]]:
+    """Return tokenizer.json made of a tokenizer.model, and the special tokens that it names."""
+    path = source.directory / _PIECES
+    try:
+        content = read_bounded(path, MAX_TOKENIZER_BYTES)
+    except OSError as error:
+        raise unreadable(path, error.strerror) from error
+    if _TIKTOKEN_LINE.match(content):
+        raise ModelUnsupported(
+            f"{source.name} has its vocabulary in tiktoken's form, which does not say how a text "
+            "is split into words.",
+            "Save its tokenizer once with transformers and add the tokenizer.json.",
+        )
+    added_tokens = read_json(source.directory / "added_tokens.json") or {}
+    try:
+        return tokenizer_of_file(content, added_tokens, tokenizer_config)
+    except Exception as error:  # tokenizers raises plain Exception for a vocabulary it rejects
+        raise unreadable(path, "it is no SentencePiece vocabulary of this checkpoint") from error
 
 
 def _converted_tokenizer(source: ModelSource) -> str:

@@ -1,10 +1,15 @@
 """Unpacks quantised weights: pure functions from the tensors of a file to float32 weights.
 
-Each takes what one public format stores and computes what that format says the weight is. Callers
-have checked shapes and dtypes. `packed_weights.py` knows the formats' names.
+Each takes what one public format stores and computes what that format says the weight is. Formats
+of whole numbers in groups give them as `Grouped`, which a layer can also multiply with as they are.
+Callers have checked shapes and dtypes. `packed_weights.py` knows the formats' names.
 """
 
+from dataclasses import dataclass
+
 import torch
+
+from kvchat_kernels.linear.blocks import CENTRE, COLUMNS, BlockWeights
 
 # The values of four bits: one sign, two exponent bits, one mantissa bit (E2M1).
 _FP4_HALF = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -37,6 +42,66 @@ def unpack_bits(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
     return torch.stack(columns, dim=-1).flatten(-2)[:, :count]
 
 
+@dataclass(frozen=True, slots=True)
+class Grouped:
+    """A weight of whole numbers, with a scale and more for each group of a row's columns.
+
+    levels     [rows, columns] uint8, each of `bits` bits
+    scales     [rows, groups]; a weight is (level - zero) * scale + offset
+    zeros      as `scales`, whole numbers; None for 0
+    offsets    as `scales`; None for 0
+    group_of   [columns] int64; None for groups of one size, one after the other
+    """
+
+    levels: torch.Tensor
+    bits: int
+    scales: torch.Tensor
+    zeros: torch.Tensor | None = None
+    offsets: torch.Tensor | None = None
+    group_of: torch.Tensor | None = None
+
+    def weight(self) -> torch.Tensor:
+        """Return the weight [rows, columns] in float32."""
+        weight = grouped(self.levels, self.zeros, self.scales, self.group_of)
+        if self.offsets is None:
+            return weight
+        groups = weight.unflatten(1, (self.scales.shape[1], -1))
+        return groups.add_(self.offsets.float().unsqueeze(-1)).flatten(1)
+
+    def blocks(self) -> BlockWeights | None:
+        """Return the same weight in blocks of 32 columns; None where they cannot hold it.
+
+        Half precision is used where it holds every scale and minimum exactly.
+        """
+        (num_rows, num_columns), num_groups = self.levels.shape, self.scales.shape[1]
+        if self.bits not in (4, 8) or self.group_of is not None:
+            return None
+        if num_columns % (COLUMNS * num_groups):
+            return None
+        scales, centre = self.scales.float(), CENTRE if self.bits == 4 else 128
+        minimums = None
+        if self.offsets is not None:
+            # Levels of 8 bits are signed in blocks.
+            minimums = self.offsets.float() + (scales * centre if self.bits == 8 else 0)
+        elif self.zeros is None or not bool((self.zeros == centre).all()):
+            zeros = torch.zeros_like(scales) if self.zeros is None else self.zeros.float()
+            minimums = scales * (-zeros if self.bits == 4 else centre - zeros)
+        parts = [scales] if minimums is None else [scales, minimums]
+        if all(torch.equal(part.half().float(), part) for part in parts):
+            parts = [part.half() for part in parts]
+        per_group = num_columns // num_groups // COLUMNS
+        parts = [part.repeat_interleave(per_group, dim=1).contiguous() for part in parts]
+        if self.bits == 8:
+            levels = (self.levels ^ 128).contiguous().view(torch.int8)
+        else:
+            half = COLUMNS // 2
+            halves = self.levels.reshape(num_rows, -1, COLUMNS)
+            levels = (halves[..., :half] | (halves[..., half:] << 4)).flatten(1).contiguous()
+        return BlockWeights(
+            self.bits, COLUMNS, levels, parts[0], parts[1] if len(parts) > 1 else None
+        )
+
+
 def grouped(
     levels: torch.Tensor,
     zeros: torch.Tensor | None,
@@ -65,7 +130,7 @@ def gptq(
     group_of: torch.Tensor | None,
     bits: int,
     zero_offset: int,
-) -> torch.Tensor:
+) -> Grouped:
     """Return a GPTQ weight, [out, in].
 
     words        [in * bits / 32, out] int32, packed along the inputs
@@ -76,18 +141,16 @@ def gptq(
     num_out, num_in = scales.shape[1], len(words) * _BITS_PER_WORD // bits
     levels = unpack_bits(words.t(), bits, num_in)
     zeros = unpack_bits(zero_words, bits, num_out).float().add_(zero_offset)
-    return grouped(levels, zeros.t(), scales.t(), group_of)
+    return Grouped(levels, bits, scales.t(), zeros.t(), group_of=group_of)
 
 
-def awq(words: torch.Tensor, zero_words: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+def awq(words: torch.Tensor, zero_words: torch.Tensor, scales: torch.Tensor) -> Grouped:
     """Return an AWQ weight of the gemm layout, [out, in]: 4 bits, packed along the outputs.
 
     `words` is [in, out / 8] int32, `zero_words` [groups, out / 8], `scales` [groups, out].
     """
     levels, zeros = _unpack_awq(words), _unpack_awq(zero_words)
-    groups = levels.unflatten(0, (len(scales), -1))
-    weight = torch.sub(groups, zeros.float().unsqueeze(1)).mul_(scales.float().unsqueeze(1))
-    return weight.flatten(0, 1).t()
+    return Grouped(levels.t().contiguous(), 4, scales.t(), zeros.t())
 
 
 def _unpack_awq(words: torch.Tensor) -> torch.Tensor:
@@ -103,7 +166,7 @@ def packed_integers(
     group_of: torch.Tensor | None,
     bits: int,
     num_in: int,
-) -> torch.Tensor:
+) -> Grouped:
     """Return a weight of compressed-tensors' pack-quantized layout, [out, in].
 
     `words` is [out, in * bits / 32] int32, `zero_words` [out * bits / 32, groups], `scales`
@@ -115,18 +178,17 @@ def packed_integers(
         zeros = torch.full_like(scales, middle)
     else:
         zeros = unpack_bits(zero_words.t(), bits, len(scales)).t()
-    return grouped(levels, zeros, scales, group_of)
+    return Grouped(levels, bits, scales, zeros, group_of=group_of)
 
 
 def affine(
     words: torch.Tensor, scales: torch.Tensor, offsets: torch.Tensor, bits: int, count: int
-) -> torch.Tensor:
+) -> Grouped:
     """Return a weight of MLX's layout, [rows, count]: level * scale + offset for each group.
 
     `words` is [rows, count * bits / 32] uint32; `scales` and `offsets` are [rows, groups].
     """
-    weight = grouped(unpack_bits(words, bits, count), None, scales)
-    return weight.unflatten(1, (scales.shape[1], -1)).add_(offsets.float().unsqueeze(-1)).flatten(1)
+    return Grouped(unpack_bits(words, bits, count), bits, scales, offsets=offsets)
 
 
 def scaled(

@@ -12,7 +12,7 @@ from typing import Any
 import httpx2
 
 from kvchat.core.errors import ContextTooLong, GenerationError, KvchatError
-from kvchat.remote.servers import CONNECT_S, Address, reason_of
+from kvchat.remote.servers import CONNECT_S, Address, reason_of, redirect_words
 from kvchat.remote.wire import Sent, error_sentence
 
 # A server that reads a long prompt may say nothing for minutes.
@@ -58,6 +58,9 @@ class Client:
         try:
             if response.status_code != 200:
                 raise await _refusal(response)
+            if response.headers.get("content-type", "").startswith("application/json"):
+                yield _object(await _limited(response, _MOST_LINE_BYTES))  # it does not stream
+                return
             async with aclosing(_lines(response)) as lines:
                 async for line in lines:
                     if line.startswith(_DATA):
@@ -65,7 +68,7 @@ class Client:
                         if data == b"[DONE]":
                             return
                         yield _object(data)
-        except httpx2.TransportError as error:
+        except httpx2.HTTPError as error:
             raise GenerationError(
                 f"The server at {self._address.shown} broke off the answer: {reason_of(error)}.",
                 "/continue goes on from there once it runs again.",
@@ -83,7 +86,7 @@ class Client:
                         f"No server answers at {self._address.shown}: {reason_of(error)}.",
                         "Start it and /retry, or go on with /model NAME.",
                     ) from error
-            except httpx2.TransportError as error:
+            except httpx2.HTTPError as error:
                 raise GenerationError(
                     f"The server at {self._address.shown} gave no answer: {reason_of(error)}.",
                     "/retry asks again.",
@@ -95,10 +98,22 @@ class Client:
         """Return the JSON that a short request is answered with; None if it is refused."""
         try:
             method = "GET" if sent.body is None else "POST"
-            response = await self._client.request(method, sent.path, json=sent.body)
-            return response.json() if response.status_code == 200 else None
-        except (httpx2.HTTPError, ValueError):
+            async with self._client.stream(method, sent.path, json=sent.body) as response:
+                if response.status_code != 200:
+                    return None
+                return json.loads(await _limited(response, _MOST_LINE_BYTES))
+        except (httpx2.HTTPError, ValueError, RecursionError, GenerationError):
             return None
+
+
+async def _limited(response: httpx2.Response, most: int) -> bytes:
+    """Return the content of a response; raises GenerationError for one above `most` bytes."""
+    content = bytearray()
+    async for piece in response.aiter_bytes():
+        content += piece
+        if len(content) > most:
+            raise GenerationError(f"The server's answer has more than {most >> 20} MB.")
+    return bytes(content)
 
 
 async def _lines(response: httpx2.Response) -> AsyncGenerator[bytes, None]:
@@ -134,6 +149,8 @@ async def _refusal(response: httpx2.Response) -> KvchatError:
             break
     if response.status_code in (401, 403):
         return GenerationError("The server refuses this key.", "Set KVCHAT_ENDPOINT_KEY.")
+    if response.is_redirect:
+        return GenerationError(*redirect_words(response))
     try:
         sentence = error_sentence(_object(text))
     except GenerationError:

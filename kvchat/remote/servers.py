@@ -7,6 +7,7 @@ A server that is none of the known kinds gets the plain form of OpenAI's chat in
 import ipaddress
 import json
 import re
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -20,7 +21,8 @@ from kvchat.core.text import one_line
 
 CONNECT_S = 5.0
 _ASK_S = 10.0
-_MOST_BYTES = 4 << 20
+# Room for the list of a service with 100,000 models.
+_MOST_BYTES = 64 << 20
 _MOST_NAMED = 8
 _LARGE_CONTEXT = 1 << 20
 _ERROR_NUMBER = re.compile(r"^\[Errno -?\d+\] ")
@@ -147,32 +149,42 @@ class Asker:
     def ask(self, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
         """Return what the server says to a GET, or to a POST with a body; None if it says nothing.
 
-        Raises ModelError if it cannot be reached or wants another key.
+        Raises ModelError if it cannot be reached, takes too long, wants another key or sends
+        elsewhere: a key is for one address, so that no redirect is followed.
         """
+        until_s = time.monotonic() + _ASK_S
         try:
             method = "GET" if body is None else "POST"
             with self._client.stream(method, path, json=body) as response:
-                if response.status_code in (401, 403):
-                    raise ModelError(
-                        f"The server at {self._address.shown} refuses this key.",
-                        "Set KVCHAT_ENDPOINT_KEY.",
-                    )
+                self._require_welcome(response)
                 if response.status_code != 200:
                     return None
-                text = b""
+                text = bytearray()
                 for piece in response.iter_bytes():
                     text += piece
                     if len(text) > _MOST_BYTES:
                         return None
-                found = httpx2.Response(200, content=text).json()
+                    if time.monotonic() > until_s:
+                        raise httpx2.ReadTimeout("the answer is slow")
+                found = json.loads(text)
         except (httpx2.TransportError, httpx2.InvalidURL) as error:
             raise ModelError(
                 f"No server answers at {self._address.shown}: {reason_of(error)}.",
                 "Start it, or check --endpoint.",
             ) from error
-        except (ValueError, httpx2.HTTPError):
+        except (ValueError, RecursionError, httpx2.HTTPError):
             return None
         return found if isinstance(found, dict) else None
+
+    def _require_welcome(self, response: httpx2.Response) -> None:
+        """Raise ModelError if the server wants another key, or a request to another address."""
+        if response.status_code in (401, 403):
+            raise ModelError(
+                f"The server at {self._address.shown} refuses this key.",
+                "Set KVCHAT_ENDPOINT_KEY.",
+            )
+        if response.is_redirect:
+            raise ModelError(*redirect_words(response))
 
     def tokens(self, server: "Server", text: str, has_control: bool) -> list[int] | None:
         """Return the ids of a text as the server encodes it; None if it does not tell.
@@ -194,6 +206,15 @@ def reason_of(error: Exception) -> str:
         return "it took too long"
     words = _ERROR_NUMBER.sub("", one_line(str(error), 120)).rstrip(".")
     return words[:1].lower() + words[1:] or type(error).__name__
+
+
+def redirect_words(response: httpx2.Response) -> tuple[str, str]:
+    """Return what to say, and the hint, of a server that sends to another address."""
+    target = one_line(str(response.headers.get("location", "")), 120)
+    return (
+        f"The server sends to another address: {target}.",
+        "Give that address with --endpoint if you trust it. A key is never sent on.",
+    )
 
 
 def find_server(address: Address) -> Server:
@@ -264,7 +285,7 @@ def _described(asker: Asker, address: Address, kind: Kind, chosen: dict[str, Any
         files if isinstance(files, str) else "",
         str(chosen.get("tokenizer") or ""),
         json.dumps(chosen.get("meta")) if kind is Kind.LLAMA_CPP else "",
-        limit if isinstance(limit, int) and limit > 0 else _LARGE_CONTEXT,
+        limit if type(limit) is int and limit > 0 else _LARGE_CONTEXT,
     )
 
 

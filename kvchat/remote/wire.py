@@ -16,6 +16,7 @@ from kvchat.remote.message_ids import Mark, Messages
 from kvchat.remote.servers import Kind, Server
 
 _MOST_ERROR_CHARS = 300
+_MOST_TOKENS = 1 << 40  # of one request; a server that tells more is wrong
 _EFFORTS = {Mark.THINK_LOW: "low", Mark.THINK_MEDIUM: "medium", Mark.THINK_HIGH: "high"}
 # Kinds that pass variables on to the model's chat template.
 _TEMPLATE_KINDS = frozenset({Kind.LLAMA_CPP, Kind.VLLM, Kind.SGLANG})
@@ -202,7 +203,7 @@ class Reader:
             if self._takes_ids and self._kind is Kind.SGLANG:
                 return self._sglang_piece(document)
             piece = _openai_piece(document, self._takes_ids)
-        except (TypeError, KeyError, AttributeError, ValueError) as error:
+        except (TypeError, KeyError, AttributeError, ValueError, OverflowError) as error:
             raise GenerationError(
                 f"The server's answer has an unknown form ({type(error).__name__})."
             ) from error
@@ -224,8 +225,8 @@ class Reader:
         if len(ids) == about.get("completion_tokens"):
             ids = ids[self._num_read :]
         self._num_read += len(ids)
-        prompt, generated = about.get("prompt_tokens", 0), about.get("completion_tokens", 0)
-        counts = Counts(int(prompt), _cached(about.get("cached_tokens")), int(generated))
+        prompt, generated = about.get("prompt_tokens"), about.get("completion_tokens")
+        counts = Counts(_number(prompt), _cached(about.get("cached_tokens")), _number(generated))
         finish = about.get("finish_reason")
         word = finish.get("type") if isinstance(finish, Mapping) else finish
         return Piece(token_ids=ids, counts=counts, finish=_finish(word))
@@ -262,12 +263,12 @@ def _openai_piece(document: Mapping[str, Any], takes_ids: bool) -> Piece:
     finish = _finish(choice.get("finish_reason"))
     if takes_ids:
         return Piece(token_ids=_ids(choice.get("token_ids")), counts=counts, finish=finish)
-    delta = choice.get("delta") or {}
+    delta = choice.get("delta") or choice.get("message") or {}  # a message if it is not streamed
     thinking = delta.get("reasoning_content") or delta.get("reasoning") or ""
     calls = tuple(_call(number, call) for number, call in enumerate(delta.get("tool_calls") or ()))
     return Piece(
-        text=str(delta.get("content") or delta.get("refusal") or ""),
-        thinking=str(thinking),
+        text=_text(delta.get("content") or delta.get("refusal")),
+        thinking=_text(thinking),
         calls=calls,
         progress=progress,
         counts=counts,
@@ -278,8 +279,20 @@ def _openai_piece(document: Mapping[str, Any], takes_ids: bool) -> Piece:
 def _call(number: int, call: Mapping[str, Any]) -> CallPiece:
     function = call.get("function") or {}
     arguments = function.get("arguments") or ""
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments)
-    return CallPiece(int(call.get("index", number)), str(function.get("name") or ""), text)
+    text = _text(arguments) if isinstance(arguments, str) else json.dumps(arguments)
+    index = call.get("index")
+    return CallPiece(int(index) if index is not None else number, _text(function.get("name")), text)
+
+
+def _text(value: object) -> str:
+    """Return text that can be encoded again: JSON may name halves of characters."""
+    text = str(value or "")
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def _number(value: Any) -> int:
+    """Return a number of tokens; 0 if it is not told."""
+    return min(max(0, int(value or 0)), _MOST_TOKENS)
 
 
 def _openai_counts(document: Mapping[str, Any]) -> Counts | None:
@@ -291,9 +304,9 @@ def _openai_counts(document: Mapping[str, Any]) -> Counts | None:
     if cached is None and isinstance(timings, Mapping):
         cached = timings.get("cache_n")
     return Counts(
-        int(usage.get("prompt_tokens") or 0),
+        _number(usage.get("prompt_tokens")),
         _tiers(usage) or _cached(cached),
-        int(usage.get("completion_tokens") or 0),
+        _number(usage.get("completion_tokens")),
     )
 
 
@@ -302,17 +315,20 @@ def _tiers(usage: Mapping[str, Any]) -> CachedTokens | None:
     told = (usage.get("kvchat") or {}).get("cached_tokens")
     if told is None:
         return None
-    return CachedTokens(int(told["device"]), int(told["host"]), int(told["disk"]))
+    return CachedTokens(_number(told["device"]), _number(told["host"]), _number(told["disk"]))
 
 
 def _cached(count: object) -> CachedTokens | None:
     """Return cached tokens of a server that does not tell where they were."""
-    return CachedTokens(device=max(0, count)) if isinstance(count, int) else None
+    return CachedTokens(device=_number(count)) if type(count) is int else None
 
 
 def _progress(document: Mapping[str, Any]) -> tuple[int, int, int] | None:
     told = document.get("prompt_progress")
-    return (int(told["cache"]), int(told["processed"]), int(told["total"])) if told else None
+    if not told:
+        return None
+    total = max(1, _number(told["total"]))
+    return min(_number(told["cache"]), total), min(_number(told["processed"]), total), total
 
 
 def _llama_piece(document: Mapping[str, Any]) -> Piece:
@@ -320,14 +336,14 @@ def _llama_piece(document: Mapping[str, Any]) -> Piece:
         return Piece(progress=progress)  # its token is none
     ids = _ids(document.get("tokens"))
     if not document.get("stop"):
-        text, so_far = str(document.get("content", "")), int(document.get("tokens_predicted", 0))
+        text, so_far = _text(document.get("content")), _number(document.get("tokens_predicted"))
         return Piece(token_ids=ids, text=text, num_so_far=so_far)
     timings = document.get("timings") or {}
-    cached, read = timings.get("cache_n"), int(timings.get("prompt_n", 0))
-    prompt = int(document.get("tokens_evaluated", 0))
+    cached, read = timings.get("cache_n"), _number(timings.get("prompt_n"))
+    prompt = _number(document.get("tokens_evaluated"))
     if cached is None and prompt:
         cached = max(0, prompt - read)
-    generated = int(timings.get("predicted_n", document.get("tokens_predicted", 0)))
+    generated = _number(timings.get("predicted_n", document.get("tokens_predicted")))
     finish = _finish(document.get("stop_type", "eos"))
     counts, slot = Counts(prompt, _cached(cached), generated), document.get("id_slot")
     return Piece(ids, slot=slot, counts=counts, finish=finish)

@@ -5,7 +5,8 @@ thread of its own, one request after another.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections import deque
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
 from typing import TypeVar
@@ -19,8 +20,8 @@ from kvchat.chat.events import (
     ChatEvent,
     ReadingPrompt,
 )
-from kvchat.chat.resent import Asked, ResentChat, ResentChats
-from kvchat.chat.resent_difference import Difference
+from kvchat.chat.resent import Asked, ResentChats
+from kvchat.chat.resent_chat import Difference, ResentChat
 from kvchat.chat.thinking import Think
 from kvchat.core.errors import KvchatError
 from kvchat.server.api_errors import ApiError, as_api_error
@@ -34,6 +35,32 @@ Told = ReadingPrompt | AnswerText | AnswerCall | AnswerEnded
 PING_INTERVAL_S = 10.0
 
 
+class Wakeups:
+    """Tells answers on the event loop that they have news, once for all that have some.
+
+    A step of the engine has news for every running answer. Waking the loop for each would cost the
+    engine's thread a system call each, in which the loop's thread takes the interpreter from it.
+    """
+
+    def __init__(self) -> None:
+        self._due: deque[asyncio.Event] = deque()
+        self._asked: asyncio.AbstractEventLoop | None = None  # a loop that is to call `_tell`
+
+    def wake(self, loop: asyncio.AbstractEventLoop, has_news: asyncio.Event) -> None:
+        """Set `has_news` on the loop soon. Called on any thread."""
+        self._due.append(has_news)
+        if self._asked is loop:
+            return
+        self._asked = loop
+        with suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(self._tell)
+
+    def _tell(self) -> None:
+        self._asked = None  # before the queue is read: what comes after it asks again
+        while self._due:
+            self._due.popleft().set()
+
+
 class Answer:
     """The events of one request, on the event loop. Close it, finished or not."""
 
@@ -43,8 +70,10 @@ class Answer:
         remember: Callable[[Asked, AnswerEnded], None],
         metrics: Metrics,
         run: Callable[[Callable[[], Asked]], "asyncio.Future[Asked]"],
+        wakeups: Wakeups,
     ) -> None:
         self._loop = asyncio.get_running_loop()
+        self._wakeups = wakeups
         self._begin = begin
         self._remember = remember
         self._metrics = metrics
@@ -54,6 +83,9 @@ class Answer:
         self._difference: Difference | None = None
         self._kept: tuple[tuple[int, float], ...] = ()
         self._first: list[ChatEvent] = []
+        self._heard_s = self._loop.time()
+        self._is_silent = False
+        self._silence: asyncio.TimerHandle | None = None
 
     async def start(self) -> None:
         """Submit the request; raises ApiError if it cannot be answered."""
@@ -81,38 +113,48 @@ class Answer:
 
     def _notify(self) -> None:
         """Called on the engine's thread."""
-        with suppress(RuntimeError):  # the loop has ended
-            self._loop.call_soon_threadsafe(self._has_news.set)
+        self._wakeups.wake(self._loop, self._has_news)
 
-    async def events(self) -> AsyncIterator[Told | None]:
-        """Yield progress, texts, calls and ends of answers; None if there was nothing for a while.
+    async def events(self) -> AsyncIterator[list[Told]]:
+        """Yield all progress, texts, calls and ends of answers that have come since the last time.
 
-        Raises ApiError if the request fails.
+        An empty list means that there was nothing for a while. Raises ApiError if the request
+        fails.
         """
-        asked = self._require_asked()
-        for wanted in self._taken(self._first):
-            yield wanted
-        while not asked.reply.is_finished:
-            try:
-                async with asyncio.timeout(PING_INTERVAL_S):
-                    await self._has_news.wait()
-            except TimeoutError:
-                yield None
-                continue
-            self._has_news.clear()
-            for wanted in self._taken(asked.reply.poll()):
-                yield wanted
+        reply, events = self._require_asked().reply, self._first
+        self._listen_for_silence()
+        while True:
+            told = [event for event in events if isinstance(event, Told)]
+            if told:
+                self._note_ends(told)
+                yield told
+            for event in events:
+                if isinstance(event, AnswerFailed):
+                    raise as_api_error(event.error)
+            if reply.is_finished:
+                return
+            await self._has_news.wait()
+            self._has_news.clear()  # before the poll: what comes after it sets it again
+            if self._is_silent:
+                self._is_silent = False
+                yield []
+            events = reply.poll()
+            self._heard_s = self._loop.time()
 
-    def _taken(self, events: list[ChatEvent]) -> Iterator[Told]:
-        for event in events:
-            if isinstance(event, AnswerFailed):
-                raise as_api_error(event.error)
+    def _listen_for_silence(self) -> None:
+        """Count it as news that there was none: one timer for the answer, not one for each wait."""
+        left_s = self._heard_s + PING_INTERVAL_S - self._loop.time()
+        if left_s <= 0:
+            self._is_silent = True
+            self._has_news.set()
+        next_s = left_s if left_s > 0 else PING_INTERVAL_S
+        self._silence = self._loop.call_later(next_s, self._listen_for_silence)
+
+    def _note_ends(self, told: list[Told]) -> None:
+        for event in told:
             if isinstance(event, AnswerEnded):
                 self._metrics.note_answer(event.usage, event.timing)
                 self._remember(self._require_asked(), event)
-                yield event
-            elif isinstance(event, ReadingPrompt | AnswerText | AnswerCall):
-                yield event
 
     @property
     def difference(self) -> Difference | None:
@@ -132,6 +174,8 @@ class Answer:
         """Cancel the request if it is not finished, and let go of it. Idempotent."""
         if self._asked is None:
             return
+        if self._silence is not None:
+            self._silence.cancel()
         self._metrics.num_running -= 1
         if not self._asked.reply.is_finished:
             self._asked.reply.cancel()
@@ -153,6 +197,7 @@ class Answering:
         self._chats = chats
         self._metrics = metrics
         self._encoder = ThreadPoolExecutor(1, "kvchat-encode")
+        self._wakeups = Wakeups()
 
     async def chat(self, chat: ResentChat, options: AskOptions) -> Answer:
         """Begin to answer a conversation."""
@@ -178,7 +223,7 @@ class Answering:
         begin: Callable[[Callable[[], None]], Asked],
         remember: Callable[[Asked, AnswerEnded], None],
     ) -> Answer:
-        answer = Answer(begin, remember, self._metrics, self.on_encoder)
+        answer = Answer(begin, remember, self._metrics, self.on_encoder, self._wakeups)
         try:
             await answer.start()
         except Exception as error:
@@ -210,9 +255,8 @@ async def whole_answers(answer: Answer, num_samples: int) -> list[AnswerEnded]:
     ended: dict[int, AnswerEnded] = {}
     try:
         async with aclosing(answer.events()) as events:  # type: ignore[type-var]
-            async for event in events:
-                if isinstance(event, AnswerEnded):
-                    ended[event.sample] = event
+            async for told in events:
+                ended |= {event.sample: event for event in told if isinstance(event, AnswerEnded)}
     finally:
         answer.close()
     if len(ended) < num_samples:

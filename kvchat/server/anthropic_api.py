@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse, Response
 
 from kvchat.chat.answer_settings import AskOptions
 from kvchat.chat.events import AnswerCall, AnswerEnded, AnswerText
-from kvchat.chat.resent import ResentChat
+from kvchat.chat.resent_chat import ResentChat
 from kvchat.chat.thinking import Think
 from kvchat.chat.tools import ToolCall
 from kvchat.core.types import FinishReason, Usage
@@ -105,7 +105,7 @@ def _chat(fields: Fields) -> ResentChat:
                 chat.ask(text)
         else:
             raise message.fault("role", "must be user or assistant")
-        marks.read_all(message, "content")
+        marks.read_message(message, "content")
     marks.read(fields)
     return chat.chat(read_tools(map(_tool, fields.objects_if_any("tools")), "input_schema"))
 

@@ -34,6 +34,7 @@ def new_app(service: Service, api_key: str | None, limits: Limits) -> App:
         "/v1/models": openai.models,
         "/v1/models/{name:path}": openai.model,
         "/v1/responses/{name}": responses.stored.get,
+        "/v1/responses/{name}/input_items": responses.stored.input_items,
     }
     posts: dict[str, Handler] = {
         "/v1/chat/completions": openai.chat,

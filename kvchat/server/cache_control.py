@@ -23,8 +23,24 @@ class CacheMarks:
             for block in holder.objects_if_any(name):
                 self.read(block)
 
-    def read(self, block: Fields) -> None:
+    def read_message(self, message: Fields, name: str) -> None:
+        """Read the marks of the blocks of a message that was added; each ends with its block.
+
+        One on the result of a tool reaches to where the text of the message begins.
+        """
+        if not isinstance(message.raw(name), list):
+            return
+        blocks = message.objects_if_any(name)
+        texts = [block.text("text") or "" for block in blocks]
+        for number, block in enumerate(blocks, start=1):
+            is_last = number == len(blocks) or block.text("type") == "tool_use"
+            is_end = is_last or not "".join(texts)
+            self.read(block, None if is_end else "".join(texts[:number]))
+
+    def read(self, block: Fields, text: str | None = None) -> None:
         """Read the mark of a block that was added to the chat, if it has one.
+
+        text   the beginning of the last message to which it reaches; None for its end
 
         Raises ApiError for a bad mark, for more than four, and for an hour after five minutes.
         """
@@ -43,4 +59,4 @@ class CacheMarks:
             sentence = f"More than {_MOST} blocks have {_FIELD}."
             raise ApiError(400, sentence, block.name_of(_FIELD), "invalid_value")
         self._least_ttl_s = ttl_s
-        self._chat.keep_so_far(ttl_s)
+        self._chat.keep_so_far(ttl_s, text)

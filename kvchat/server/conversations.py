@@ -5,11 +5,11 @@ Each interface reads its own fields and adds what it finds here. The result is a
 
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import reduce
 from itertools import groupby
 
 from kvchat.chat.conversation import Role
-from kvchat.chat.resent import KeptPart, ResentChat, resent_chat
-from kvchat.chat.resent_difference import Message
+from kvchat.chat.resent_chat import KeptPart, Message, ResentChat, resent_chat
 from kvchat.chat.tools import ToolCall, ToolResult, ToolSet
 from kvchat.core.errors import KvchatError
 from kvchat.server.api_errors import ApiError, as_api_error
@@ -24,7 +24,7 @@ class RequestChat:
         self._messages: list[Message] = []
         self._open_calls: dict[str, ToolCall] = {}
         self._results: dict[str, ToolResult] = {}
-        self._kept: list[tuple[int, float]] = []
+        self._kept: list[tuple[int, float, str | None]] = []
 
     def instruct(self, text: str) -> None:
         """Add to the system prompt; an instruction after the first message stands where it came."""
@@ -54,9 +54,12 @@ class RequestChat:
             raise item.fault(id_field, "names no call of the answer before it")
         self._results[call_id] = ToolResult(call.name, text)
 
-    def keep_so_far(self, ttl_s: float) -> None:
-        """Keep the KV of all that was added, to the end of its message, for so many seconds."""
-        self._kept.append((len(self._messages) + bool(self._results), ttl_s))
+    def keep_so_far(self, ttl_s: float, text: str | None = None) -> None:
+        """Keep the KV of all that was added for so many seconds.
+
+        text   the beginning of the last message's text to which it reaches; None for its end
+        """
+        self._kept.append((len(self._messages) + bool(self._results), ttl_s, text))
 
     def chat(self, tools: ToolSet | None = None) -> ResentChat:
         """Return the conversation, or raise ApiError for one that cannot be answered."""
@@ -67,10 +70,15 @@ class RequestChat:
         except KvchatError as error:
             raise replace(as_api_error(error), param="messages") from error
 
-    def _joined(self, num_messages: int, ttl_s: float) -> KeptPart:
+    def _joined(self, num_messages: int, ttl_s: float, text: str | None) -> KeptPart:
         """Return what to keep, counted in messages whose neighbours of one role are joined."""
-        roles = groupby(message.role for message in self._messages[:num_messages])
-        return KeptPart(sum(1 for _ in roles), ttl_s)
+        messages = self._messages[:num_messages]
+        groups = [list(group) for _, group in groupby(messages, lambda message: message.role)]
+        if text is None:
+            return KeptPart(len(groups), ttl_s)
+        before = groups[-1][:-1]
+        cut = reduce(Message.joined, [*before, replace(groups[-1][-1], text=text)])
+        return KeptPart(len(groups), ttl_s, cut.text)
 
     def _end_calls(self) -> None:
         """Add the results of the last calls, in the order of the calls."""

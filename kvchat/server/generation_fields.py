@@ -6,7 +6,7 @@ from typing import Any
 
 from kvchat.chat.answer_settings import AskOptions
 from kvchat.chat.grammar import Grammar, json_grammar
-from kvchat.chat.resent import ResentChat
+from kvchat.chat.resent_chat import ResentChat
 from kvchat.core.errors import UsageError
 from kvchat.server.api_errors import ApiError
 from kvchat.server.fields import Fields

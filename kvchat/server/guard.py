@@ -64,11 +64,11 @@ class Guard:
         With a key such requests fail anyway: no page of another site knows it.
         """
         origin = headers.get(b"origin")
-        if origin is not None and not _is_this_machine(urlsplit(origin.decode("latin-1")).hostname):
+        if origin is not None and not _is_this_machine(_host_of(origin.decode("latin-1"))):
             raise ApiError(403, "Requests of web pages from other machines are refused.")
         if self._key is None:
-            host = urlsplit("//" + headers.get(b"host", b"").decode("latin-1")).hostname
-            if not _is_this_machine(host):
+            host = headers.get(b"host", b"").decode("latin-1")
+            if not _is_this_machine(_host_of("//" + host)):
                 raise ApiError(403, "The Host header names another machine; use --api-key.")
 
     def _check_key(self, path: str, headers: dict[bytes, bytes]) -> None:
@@ -116,6 +116,14 @@ def _replayed(body: bytes, receive: Receive) -> Receive:
         return {"type": "http.request", "body": body, "more_body": False}
 
     return again
+
+
+def _host_of(url: str) -> str | None:
+    """Return the host that a URL names, None for what is no URL."""
+    try:
+        return urlsplit(url).hostname
+    except ValueError:
+        return None
 
 
 def _is_this_machine(name: str | None) -> bool:

@@ -4,8 +4,9 @@ import json
 import secrets
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -13,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 
 from kvchat.chat.answer_settings import AskOptions
 from kvchat.chat.events import AnswerCall, AnswerEnded, AnswerText, ReadingPrompt
-from kvchat.chat.resent import ResentChat
+from kvchat.chat.resent_chat import ResentChat
 from kvchat.chat.shown_logprobs import ShownToken
 from kvchat.chat.thinking import Think
 from kvchat.chat.tools import ToolCall
@@ -31,7 +32,7 @@ from kvchat.server.generation_fields import (
 )
 from kvchat.server.logprob_forms import legacy, listed
 from kvchat.server.service import Service, facts, finish_word, until_gone
-from kvchat.server.streaming import Progress, sse, stream_response
+from kvchat.server.streaming import Progress, TextFrame, sse, stream_response
 from kvchat.server.thinking_fields import asked_effort
 from kvchat.server.tool_fields import openai_choice, read_tools, with_calls
 
@@ -310,9 +311,17 @@ class _Chunks:
         self._includes_usage = includes_usage
         self._num_samples = num_samples
         self._answers: list[AnswerEnded] = []
+        self._frames: dict[tuple[int, str], TextFrame] = {}
 
     def begin(self) -> str:
         return ""
+
+    def _framed(self, sample: int, name: str, text: str, write: Callable[[str], str]) -> str:
+        """Return what `write` does of a text, the same for all texts of a sample under a name."""
+        frame = self._frames.get((sample, name))
+        if frame is None:
+            frame = self._frames[sample, name] = TextFrame(write)
+        return frame.around(text)
 
     def progress(self, event: ReadingPrompt) -> str:
         """Return a chunk on the prompt, in the form of llama.cpp's server."""
@@ -352,7 +361,13 @@ class _ChatChunks(_Chunks):
     def text(self, event: AnswerText) -> str:
         name = "reasoning_content" if event.is_thinking else "content"
         told = () if event.is_thinking else event.logprobs
-        return self._delta(event.sample, {name: event.text}, logprobs=told)
+        if told:
+            return self._delta(event.sample, {name: event.text}, logprobs=told)
+        write = partial(self._plain, event.sample, name)
+        return self._framed(event.sample, name, event.text, write)
+
+    def _plain(self, sample: int, name: str, text: str) -> str:
+        return self._delta(sample, {name: text})
 
     def call(self, event: AnswerCall) -> str:
         index = self._num_calls[event.sample]
@@ -392,6 +407,9 @@ class _TextChunks(_Chunks):
     def text(self, event: AnswerText) -> str:
         start = self._lengths[event.sample]
         self._lengths[event.sample] += len(event.text)
+        if not event.logprobs and not event.token_ids:
+            write = partial(self._piece, event.sample)
+            return self._framed(event.sample, "text", event.text, write)
         told = legacy(event.logprobs, start) if event.logprobs else None
         return self._piece(event.sample, event.text, None, told, event.token_ids)
 

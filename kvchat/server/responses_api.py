@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response
 
 from kvchat.chat.answer_settings import AskOptions
 from kvchat.chat.events import AnswerCall, AnswerEnded, AnswerText
-from kvchat.chat.resent import ResentChat
+from kvchat.chat.resent_chat import ResentChat
 from kvchat.chat.shown_logprobs import ShownToken
 from kvchat.chat.tools import ToolCall
 from kvchat.core.types import FinishReason
@@ -35,7 +35,11 @@ from kvchat.server.tool_fields import openai_choice, read_tools, with_calls
 
 Keep = Callable[[list[dict[str, Any]], dict[str, Any]], None]
 
-_UNSUPPORTED = ("conversation", "background")
+_UNSUPPORTED = ("conversation", "background", "prompt", "moderation")
+_TRUNCATIONS = ("auto", "disabled")
+# What a request says of itself; the response says it again.
+_DESCRIPTIONS = ("user", "safety_identifier", "prompt_cache_key")
+_MOST_METADATA = 16
 
 
 class ResponsesApi:
@@ -49,6 +53,7 @@ class ResponsesApi:
         fields = read_body(await request.body())
         self._service.require_model(fields)
         fields.refuse(*_UNSUPPORTED)
+        _check_others(fields)
         chat = _chat(fields, await self.stored.earlier_items(fields))
         options = self._options(fields, chat)
         require_tellable(self._service, chat, options)
@@ -78,6 +83,24 @@ class ResponsesApi:
             think=asked_effort(reasoning, "effort", switch, options.think),
             num_top_logprobs=response_logprobs(fields),
         )
+
+
+def _check_others(fields: Fields) -> None:
+    """Raise ApiError for a bad field that does not change what is answered here.
+
+    A conversation that is too long is refused with `auto` too: no item of it is dropped. Calls of
+    tools that the server runs are none, however few `max_tool_calls` allows.
+    """
+    if fields.text("truncation", "disabled") not in _TRUNCATIONS:
+        raise fields.fault("truncation", f"must be {' or '.join(_TRUNCATIONS)}")
+    fields.whole("max_tool_calls", 1)
+    for name in _DESCRIPTIONS:
+        fields.text(name)
+    metadata = fields.nested("metadata")
+    if len(metadata.values) > _MOST_METADATA:
+        raise fields.fault("metadata", f"must have at most {_MOST_METADATA} fields")
+    for name in metadata.values:
+        metadata.text(name)
 
 
 def _chat(fields: Fields, earlier: Sequence[Fields]) -> ResentChat:
@@ -138,14 +161,19 @@ class _Response:
             "id": f"resp_{secrets.token_hex(12)}",
             "object": "response",
             "created_at": int(time.time()),
+            "completed_at": None,
             "status": "in_progress",
+            "background": False,
             "error": None,
             "incomplete_details": None,
             "instructions": fields.text("instructions"),
             "max_output_tokens": options.max_tokens,
+            "max_tool_calls": fields.raw("max_tool_calls"),
             "model": model,
             "output": [],
             "parallel_tool_calls": options.max_calls is None,
+            "presence_penalty": options.sampling.presence_penalty,
+            "frequency_penalty": options.sampling.frequency_penalty,
             "previous_response_id": fields.text("previous_response_id"),
             "reasoning": {"effort": fields.nested("reasoning").text("effort"), "summary": None},
             "store": keep is not None,
@@ -156,8 +184,10 @@ class _Response:
             "top_logprobs": options.num_top_logprobs or 0,
             "top_p": options.sampling.top_p,
             "truncation": "disabled",
+            "service_tier": "default",
             "usage": None,
-            "metadata": {},
+            "metadata": fields.nested("metadata").values,
+            **{name: fields.text(name) for name in _DESCRIPTIONS},
         }
 
     def begun(self) -> dict[str, Any]:
@@ -172,6 +202,7 @@ class _Response:
         response = {
             **self._fields,
             "status": "completed" if is_whole else "incomplete",
+            "completed_at": int(time.time()) if is_whole else None,
             "incomplete_details": None if is_whole else cause,
             "output": _items(ended) if items is None else items,
             "usage": _usage(ended, answer),

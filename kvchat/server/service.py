@@ -10,7 +10,7 @@ from starlette.requests import Request
 from kvchat.chat.answer_settings import AskOptions
 from kvchat.chat.events import AnswerEnded
 from kvchat.chat.host import ChatHost
-from kvchat.chat.resent_difference import Difference
+from kvchat.chat.resent_chat import Difference
 from kvchat.chat.response_memory import ResponseMemory
 from kvchat.core.types import FinishReason
 from kvchat.server.answering import Answering

@@ -1,10 +1,12 @@
 """Runs the HTTP server until a signal ends it."""
 
+import asyncio
 import signal
 import socket
 from collections.abc import Callable
 
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kvchat.core.errors import ExitCode, UsageError
 from kvchat.server.guard import App
@@ -12,6 +14,8 @@ from kvchat.server.guard import App
 # Seconds that running answers may take after a signal, before they are cut off.
 _GRACE_S = 5
 _KEEP_ALIVE_S = 30
+# The headers of a request have to arrive within twice this time.
+_HEADERS_S = 15.0
 _BACKLOG = 512
 _MAX_HEADER_BYTES = 64 << 10
 _CODES = {signal.SIGINT: ExitCode.INTERRUPT, signal.SIGTERM: ExitCode.TERMINATED}
@@ -58,10 +62,38 @@ def serve(app: App, bound: socket.socket, on_ready: Callable[[], None]) -> ExitC
         timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=_GRACE_S,
         h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
+        http=HastyProtocol,
         ws="none",
     )
     _Server(config, on_ready).run(sockets=[bound])
     return _CODES[signal.Signals(heard[0])] if heard else ExitCode.OK
+
+
+class HastyProtocol(H11Protocol):
+    """Closes a connection whose request does not begin: uvicorn limits the size of headers, not
+    the time that they take, so a client that sends none would keep its connection for ever.
+    """
+
+    _seen: object = object()  # no request: the first look never closes
+    _check: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._check = self.loop.call_later(_HEADERS_S, self._close_if_idle)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._check is not None:
+            self._check.cancel()
+        super().connection_lost(exc)
+
+    def _close_if_idle(self) -> None:
+        """Close where no request has come since the last look, and none is answered."""
+        cycle = self.cycle
+        if cycle is self._seen and (cycle is None or cycle.response_complete):
+            self.transport.close()
+            return
+        self._seen = cycle
+        self._check = self.loop.call_later(_HEADERS_S, self._close_if_idle)
 
 
 class _Server(uvicorn.Server):

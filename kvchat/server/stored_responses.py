@@ -4,6 +4,7 @@ What is kept is what the client gave and got. A continued conversation is answer
 had sent all of it, so everything that holds for resent conversations holds for it.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from starlette.requests import Request
@@ -66,6 +67,17 @@ class StoredResponses:
             raise _missing(response_id)
         return JSONResponse(record["response"])
 
+    async def input_items(self, request: Request) -> Response:
+        """List the items that a response answered, the newest first unless `order` is `asc`."""
+        response_id = request.path_params["name"]
+        find = self._service.responses.find
+        record = await self._service.answering.on_encoder(lambda: find(response_id))
+        if record is None:
+            raise _missing(response_id)
+        asked = request.query_params
+        page = _page(_numbered(record["input"], response_id), asked)
+        return JSONResponse(page)
+
     async def delete(self, request: Request) -> Response:
         response_id = request.path_params["name"]
         remove = self._service.responses.remove
@@ -89,6 +101,45 @@ def given_items(fields: Fields) -> list[dict[str, Any]]:
     if isinstance(given, str):
         return [{"type": "message", "role": "user", "content": given}]
     return [item.values for item in fields.objects("input")]
+
+
+def _numbered(items: list[dict[str, Any]], response_id: str) -> list[dict[str, Any]]:
+    """Return the items, each with an id; one that the client gave none has that of its place."""
+    token = response_id.removeprefix("resp_")
+    return [_listed(item, f"item_{token}_{number}") for number, item in enumerate(items)]
+
+
+def _listed(item: dict[str, Any], item_id: str) -> dict[str, Any]:
+    own = {name: value for name, value in item.items() if value is not None}
+    listed = {"id": item_id, "type": "message", **own}
+    content = listed.get("content")
+    if listed["type"] != "message" or not isinstance(content, str):
+        return listed
+    kind = "output_text" if listed.get("role") == "assistant" else "input_text"
+    return {**listed, "content": [{"type": kind, "text": content}]}
+
+
+def _page(items: list[dict[str, Any]], asked: Mapping[str, str]) -> dict[str, Any]:
+    """Return the part of a list that `order`, `after` and `limit` ask for."""
+    order, limit = asked.get("order", "desc"), asked.get("limit", "20")
+    if order not in ("asc", "desc"):
+        raise ApiError(400, "order must be asc or desc.", "order", "invalid_value")
+    if not (limit.isascii() and limit.isdigit() and len(limit) < 4 and 1 <= int(limit) <= 100):
+        raise ApiError(400, "limit must be 1 to 100.", "limit", "invalid_value")
+    listed = items if order == "asc" else items[::-1]
+    if "after" in asked:
+        ids = [item["id"] for item in listed]
+        if asked["after"] not in ids:
+            raise ApiError(400, "after names no item of this list.", "after", "invalid_value")
+        listed = listed[ids.index(asked["after"]) + 1 :]
+    shown = listed[: int(limit)]
+    return {
+        "object": "list",
+        "data": shown,
+        "first_id": shown[0]["id"] if shown else None,
+        "last_id": shown[-1]["id"] if shown else None,
+        "has_more": len(shown) < len(listed),
+    }
 
 
 def _missing(response_id: str) -> ApiError:

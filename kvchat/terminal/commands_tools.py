@@ -64,6 +64,8 @@ def _decide(context: CommandContext, toolbox: Toolbox, word: str, name: str) -> 
     permissions = toolbox.permissions
     permissions.always.discard(name)
     permissions.never.discard(name)
+    if toolbox.is_allowed_by_call(name):
+        permissions.calls.clear()
     if word != "ask":
         (permissions.always if word == "allow" else permissions.never).add(name)
     context.say(f"{one_line(name)} {_WORDS[permissions.of(name)]}.")

@@ -6,8 +6,8 @@ from dataclasses import replace
 from kvchat.chat.compaction import checked_summary, require_substance
 from kvchat.chat.conversation import Conversation, Turn
 from kvchat.chat.events import AnswerEnded
+from kvchat.chat.host import turn_costs
 from kvchat.chat.messages import MessageNumbers, find_place
-from kvchat.chat.turn_costs import turn_costs
 from kvchat.core.errors import UsageError
 from kvchat.core.text import one_line, whole_number
 from kvchat.core.types import FinishReason

@@ -12,13 +12,17 @@ from kvchat.terminal.theme import Role
 from kvchat.terminal.view import Choice, View, tell
 from kvchat.tools.toolbox import Toolbox, call_in_words, refused
 
-_CHOICES = (
-    Choice("yes", "once"),
-    Choice("always", "this tool, until kvchat ends"),
-    Choice("no", "the model is told so"),
-    Choice("never", "this tool, until kvchat ends"),
-)
-_YES, _ALWAYS, _NO, _NEVER = range(len(_CHOICES))
+_YES, _ALWAYS, _NO, _NEVER = range(4)
+
+
+def _choices(is_by_call: bool) -> tuple[Choice, ...]:
+    what = "this very call" if is_by_call else "this tool"
+    return (
+        Choice("yes", "once"),
+        Choice("always", f"{what}, until kvchat ends"),
+        Choice("no", "the model is told so"),
+        Choice("never", "this tool, until kvchat ends"),
+    )
 
 
 class ToolUse:
@@ -55,12 +59,13 @@ class ToolUse:
 
     async def _may_run(self, toolbox: Toolbox, call: ToolCall) -> bool:
         """Return whether the user allows a call; a tool that is not there needs no question."""
-        allowed = toolbox.permissions.of(call.name)
+        allowed = toolbox.permissions.of_call(call)
         if allowed is not None or not toolbox.has(call.name):
             return allowed is not False
-        answer = await self._view.choose(f"Run {call_in_words(call, 1000)}?", _CHOICES)
+        choices = _choices(toolbox.is_allowed_by_call(call.name))
+        answer = await self._view.choose(f"Run {call_in_words(call, 1000)}?", choices)
         if answer == _ALWAYS:
-            toolbox.permissions.always.add(call.name)
+            toolbox.allow(call)
         elif answer == _NEVER:
             toolbox.permissions.never.add(call.name)
         elif answer is None:

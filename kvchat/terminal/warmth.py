@@ -4,7 +4,7 @@
 both numbers. Pure functions.
 """
 
-from kvchat.chat.turn_costs import TurnCost
+from kvchat.chat.host import TurnCost
 from kvchat.core.cost import Cost
 from kvchat.core.types import CachedTokens
 from kvchat.terminal.status import format_seconds, plural

@@ -64,6 +64,7 @@ def _directory(root: Path, arguments: Mapping[str, Any]) -> Path:
 
 class ReadFile:
     name = "read_file"
+    is_allowed_by_call = False
     description = "Read a text file below the working directory."
     parameters = _schema(
         ("path",),
@@ -88,6 +89,7 @@ class ReadFile:
 
 class ListFiles:
     name = "list_files"
+    is_allowed_by_call = False
     description = "List the files below a directory, by a pattern such as *.py."
     parameters = _schema(
         (),
@@ -113,6 +115,7 @@ class ListFiles:
 
 class SearchFiles:
     name = "search_files"
+    is_allowed_by_call = False
     description = "Find the lines that contain a text, in files below a directory."
     parameters = _schema(
         ("text",),
@@ -146,6 +149,7 @@ class SearchFiles:
 
 class RunCommand:
     name = "run_command"
+    is_allowed_by_call = True
     description = "Run a shell command in the working directory; its output and exit code return."
     parameters = _schema(("command",), command=("string", "the command, as for sh -c"))
 

@@ -228,6 +228,8 @@ async def _list_tools(session: "ClientSession") -> list[Any]:
 class McpTool:
     """One tool of a server, under the name `SERVER__TOOL`."""
 
+    is_allowed_by_call = False
+
     def __init__(
         self,
         server: str,

@@ -7,7 +7,7 @@ import json
 import logging
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from kvchat.chat.tools import ToolCall, ToolResult, ToolSet
@@ -34,6 +34,13 @@ class Tool(Protocol):
     def parameters(self) -> Mapping[str, Any]:
         """The JSON schema of the arguments."""
 
+    @property
+    def is_allowed_by_call(self) -> bool:
+        """Whether "always" allows the same call again only, and no other one of this tool.
+
+        A name says nothing of what a shell command does.
+        """
+
     def run(self, arguments: Mapping[str, Any], stop: threading.Event) -> str:
         """Do it and return what the model reads; ends soon after `stop` is set.
 
@@ -43,10 +50,16 @@ class Tool(Protocol):
 
 @dataclass(slots=True)
 class Permissions:
-    """What the user allows without a question, by name of tool."""
+    """What the user allows without a question: tools by their names, and single calls."""
 
     always: set[str]
     never: set[str]
+    calls: set[str] = field(default_factory=set)
+
+    def of_call(self, call: ToolCall) -> bool | None:
+        """Return whether a call may run; None if the user has to be asked."""
+        allowed = self.of(call.name)
+        return True if allowed is None and call.key in self.calls else allowed
 
     def of(self, name: str) -> bool | None:
         """Return whether a tool may run; None if the user has to be asked."""
@@ -118,6 +131,17 @@ class Toolbox:
 
     def has(self, name: str) -> bool:
         return name in self._by_name
+
+    def is_allowed_by_call(self, name: str) -> bool:
+        """Whether `allow` of a call of this tool allows that call only."""
+        return name in self._by_name and self._by_name[name].is_allowed_by_call
+
+    def allow(self, call: ToolCall) -> None:
+        """Ask no more about this tool; of one whose calls are allowed one by one, this call."""
+        if self.is_allowed_by_call(call.name):
+            self.permissions.calls.add(call.key)
+        else:
+            self.permissions.always.add(call.name)
 
     def run(self, call: ToolCall, stop: threading.Event) -> ToolResult:
         """Run a call that the user allows, and return its result, cut and sanitised."""

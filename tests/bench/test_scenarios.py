@@ -243,7 +243,7 @@ def test_a_report_that_cannot_be_kept_is_told(tmp_path: Path) -> None:
 def test_what_was_measured_is_told_even_where_it_cannot_be_kept(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """An hour's figures were lost to whoever reads the document, for a mistyped directory."""
+    """An hour's figures were lost to the reader of the document, for a mistyped directory."""
     (tmp_path / "file").touch()
     request = BenchRequest(
         scenarios=("radix",),

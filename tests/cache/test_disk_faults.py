@@ -213,7 +213,7 @@ def test_a_directory_deleted_while_running_is_made_again(tmp_path: Path) -> None
 def test_a_directory_that_another_process_deleted_and_made_again_is_noticed(
     tmp_path: Path,
 ) -> None:
-    """Else rows go into a file without a name, and the payloads are in nobody's account."""
+    """Else rows go into a file without a name, and the payloads are counted nowhere."""
     tier = open_tier(tmp_path / "kv")
     save(tier, IDS)
     shutil.rmtree(tmp_path / "kv")

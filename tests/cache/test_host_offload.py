@@ -9,7 +9,7 @@ from kvchat.cache import host_offload
 from kvchat.cache.host_offload import HostOffload
 from kvchat.cache.kv_pool import LayerGeometry
 from kvchat.cache.transfer import TransferThread
-from support.cached_contexts import compute
+from support.cached_contexts import compute, images_of
 from support.host_machine import GEOMETRIES, Machine
 
 STORY = list(range(40))
@@ -22,13 +22,13 @@ def test_what_was_demoted_is_promoted_bit_for_bit(
 ) -> None:
     machine = Machine(layers=layers, dtype=dtype)
     compute(machine.manager, STORY)
-    before = bytes(machine.manager.export(STORY, 0, 10) or b"")
+    before = images_of(machine.manager, STORY, 0, 10)
     machine.demote()
     assert machine.held(STORY) == 0
 
     assert machine.promote(STORY) == 40
 
-    assert bytes(machine.manager.export(STORY, 0, 10) or b"") == before
+    assert images_of(machine.manager, STORY, 0, 10) == before
     assert machine.host.status().bytes_written == len(before)
 
 

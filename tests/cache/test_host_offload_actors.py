@@ -1,4 +1,4 @@
-"""Sequences that share a small device and a small host: nobody ever sees another's KV."""
+"""Sequences that share a small device and a small host: no sequence ever sees another's KV."""
 
 import random
 from dataclasses import dataclass

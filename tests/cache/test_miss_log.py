@@ -1,4 +1,4 @@
-"""Why KV is not there: every reason, told also to the next process, and to nobody who forgot."""
+"""Why KV is not there: every reason, told also to the next process, and not after /forget."""
 
 import os
 import shutil
@@ -54,7 +54,7 @@ def test_what_another_model_has(tmp_path: Path) -> None:
 
 def test_what_a_draft_has_is_no_other_models(tmp_path: Path) -> None:
     """Where only the model's part of the store had been deleted, its own draft's was taken for
-    another model's: "model changed", said to somebody who had changed none.
+    another model's: "model changed", said to a user who had changed none.
     """
     tier, draft = open_tier(tmp_path), DiskTier(tmp_path, OTHER, 8 << 20, 0, is_draft=True)
     assert save(tier, CONTEXT)

@@ -1,7 +1,7 @@
 """Power that fails: what was written and not yet synced is there, or in part, or not at all.
 
 SQLite syncs its log before it changes its table, and neither with every commit: after the failure
-the table is that of some moment, and its log ends anywhere. Payloads are synced by nobody: each is
+the table is that of some moment, and its log ends anywhere. Payloads are never synced: each is
 whole, cut, empty, full of zeros or gone, and what had been deleted may be back. So the table is
 behind its files or ahead of them. What comes back has to be right all the same, or a miss, and the
 store has to work on.

@@ -82,7 +82,7 @@ def test_the_newest_subjects_are_kept(tmp_path: Path) -> None:
 
 
 def test_who_measures_other_rates_leaves_these_alone(tmp_path: Path) -> None:
-    """Whoever wrote last was once the only one whose rates were kept."""
+    """Only the rates of the process that wrote last were kept."""
     disk, host = RateMemory(tmp_path, "model"), RateMemory(tmp_path, "model")
     disk.write(RATES)
     host.write({"prefill": 900.0, "up": 8e9})

@@ -1,4 +1,4 @@
-"""A restore and its reader: who waits for whom, and what is let go of when nobody takes it."""
+"""A restore and its reader: which waits for which, and what is freed when no piece is taken."""
 
 import threading
 from collections.abc import Callable, Iterator

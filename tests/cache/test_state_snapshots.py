@@ -15,7 +15,7 @@ import torch
 from kvchat.cache.block_manager import BlockTable
 from kvchat.cache.kv_pool import KvGeometry, KvPool, LayerGeometry
 from kvchat.cache.state_manager import StateCacheManager
-from support.cached_contexts import CPU
+from support.cached_contexts import CPU, images_of
 from support.soak_sizes import short_and_long
 
 BLOCK = 4
@@ -186,9 +186,8 @@ def test_a_snapshot_is_kept_on_slower_tiers_as_a_context_of_its_own() -> None:
     assert list(kv) == list(range(40))
     for context in (kv, *snapshots):
         num_known = other.manager.num_cached_tokens(context) // BLOCK
-        image = model.manager.export(context, num_known, len(context) // BLOCK)
-        assert image is not None
-        other.manager.adopt(context, num_known, image)
+        image = images_of(model.manager, context, num_known, len(context) // BLOCK)
+        other.manager.adopt(context, num_known, bytearray(image))
     assert other.turn(range(40), []) == 36
 
 

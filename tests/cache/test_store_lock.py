@@ -1,7 +1,7 @@
 """The lock of a store: taken by turns, waited for as long as others move on, and no alarm.
 
 Ten processes that cleared and collected one store once told their users that another process held
-it: each was waited for as if it were the same. Time here is the sleeper's: nobody waits.
+it: each was waited for as if it were the same. Time here is the sleeper's: no test waits.
 """
 
 import sqlite3

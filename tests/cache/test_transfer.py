@@ -77,7 +77,7 @@ def test_what_is_wrong_is_gone_before_anything_is_read_and_before_the_thread_end
     opening: Opening,
 ) -> None:
     """A wrong chain that the last step had found stayed on disk: it was queued with the restores,
-    and those nobody waits for at the end.
+    and the end does not wait for those.
     """
     opening.may_end.set()
     thread = TransferThread(opening, 1 << 20)

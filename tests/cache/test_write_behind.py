@@ -219,7 +219,7 @@ def test_of_many_packs_whose_beginning_is_gone_the_whole_is_offered_once(house: 
 
 
 def test_what_the_last_write_shows_to_be_lost_is_written_before_the_end(house: Household) -> None:
-    """Nobody had heard of it when the thread was ended: the next process computed all of it."""
+    """It was not known when the thread ended: the next process computed all of it."""
     connector = KvConnector(house.manager, lambda: house.tier)
     connector.save(STORY[:16])
     assert connector.transfer.flush(60.0)

@@ -26,7 +26,7 @@ def test_what_a_model_recommends_counts_where_nothing_was_chosen() -> None:
 def test_another_model_brings_its_own_sampling_but_keeps_what_was_set(
     model: ChatModel, tmp_path: Path
 ) -> None:
-    """/model kept the first model's temperature, which nobody had asked for."""
+    """/model kept the first model's temperature, which the user had not asked for."""
     store = SessionStore(tmp_path / "sessions")
     build = scripted_build(model, lambda question, _: Script("Yes."))
     other = replace(model, sampling_defaults={"temperature": 0.3, "top_k": 20, "min_p": 0.1})

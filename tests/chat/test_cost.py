@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 
 from kvchat.cache.disk.admin import StoreAdmin
-from kvchat.chat.engine_queries import EngineQueries
-from kvchat.chat.host import ChatHost
-from kvchat.chat.saved_costs import kept_costs
+from kvchat.chat.host import ChatHost, EngineQueries
+from kvchat.chat.kept_kv import kept_costs
 from kvchat.chat.session import ChatSession
 from kvchat.chat.store import SessionStore
 from kvchat.core.cost import Cost

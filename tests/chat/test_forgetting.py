@@ -1,4 +1,4 @@
-"""Turns that are forgotten leave the tree and the file; nobody else gets at the file meanwhile."""
+"""Turns that are forgotten leave the tree and the file; no other process changes it meanwhile."""
 
 import os
 import stat

@@ -1,5 +1,5 @@
 """What a conversation's KV counts for on disk: little where a single message was asked by a script,
-as much as any other's where somebody went on with it.
+as much as any other's where the user went on with it.
 """
 
 import sqlite3

@@ -12,8 +12,8 @@ from kvchat.chat.answer_memory import AnswerMemory, ContextDigest, KnownAnswer
 from kvchat.chat.conversation import Role
 from kvchat.chat.events import AnswerEnded
 from kvchat.chat.host import ChatHost
-from kvchat.chat.resent import ResentChats, resent_chat
-from kvchat.chat.resent_difference import Message, SeenChats
+from kvchat.chat.resent import ResentChats
+from kvchat.chat.resent_chat import Message, SeenChats, resent_chat
 from kvchat.core.errors import UsageError
 from kvchat.core.types import FinishReason
 from support.tiny_host import answer_options, finish

@@ -8,8 +8,8 @@ import pytest
 from kvchat.chat.answer_memory import AnswerMemory
 from kvchat.chat.conversation import Role
 from kvchat.chat.host import ChatHost
-from kvchat.chat.resent import ResentChat, ResentChats, resent_chat
-from kvchat.chat.resent_difference import Message
+from kvchat.chat.resent import ResentChats
+from kvchat.chat.resent_chat import Message, ResentChat, resent_chat
 from kvchat.chat.stabiliser import NOTE, Stabiliser
 from kvchat.chat.tools import ToolResult, ToolSet
 from support.tiny_host import answer_options, finish

@@ -1,4 +1,4 @@
-"""What a process finds gone that was kept, or should have been: the cause reaches whoever asks.
+"""What a process finds gone that was kept, or should have been: the user is told the cause.
 
 A real engine and a real store; between two lives of the program something happens to what was kept.
 """

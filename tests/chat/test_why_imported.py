@@ -1,4 +1,4 @@
-"""Why an imported conversation is read: nobody had read it, so nothing was lost."""
+"""Why an imported conversation is read: it was never prefilled, so nothing was lost."""
 
 import json
 from dataclasses import replace
@@ -74,7 +74,7 @@ def test_the_second_process_knows_that_it_was_read(
     document: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The file says of imported turns for ever that nobody wrote them; each opening said that
+    """The file says of imported turns for ever that no model wrote them; each opening said that
     another model had.
     """
     be_patient(monkeypatch)
@@ -148,7 +148,7 @@ def test_another_models_answers_were_read_by_it() -> None:
 
 
 def test_another_system_prompt_is_told_as_that() -> None:
-    """All turns are written anew then, the imported ones too, and nobody has read the copies."""
+    """All turns are written anew then, the imported ones too, and no model has read the copies."""
     talk = Imported()
     talk.answer(4)
     talk.conversation.system = "be dull. " * 5

@@ -176,7 +176,7 @@ def test_a_chat_that_meets_damage_says_so_and_goes_on(shell: Shell, tiny: str) -
 
 
 def test_a_chat_whose_cache_cannot_be_used_says_so_once(shell: Shell, tiny: str) -> None:
-    """It was silent: the tier was never opened, and nobody asked why."""
+    """It was silent: the tier was never opened, and the reason was not asked."""
     (shell.home / "file").write_text("")
 
     done = shell.run(

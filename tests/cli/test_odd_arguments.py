@@ -1,4 +1,4 @@
-"""Arguments, files and streams that nobody foresaw: one sentence, and the rest goes on."""
+"""Arguments, files and streams that are not expected: one sentence, and the rest goes on."""
 
 import json
 import subprocess

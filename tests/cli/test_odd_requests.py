@@ -9,8 +9,7 @@ import pytest
 
 from kvchat.chat.json_requests import BadRequest, JsonRequest
 from kvchat.cli.output import Notices
-from kvchat.cli.script import _queue_requests
-from kvchat.cli.script_input import read_requests
+from kvchat.cli.script import _queue_requests, read_requests
 from kvchat.core.errors import UsageError
 
 

@@ -1,4 +1,4 @@
-"""Standard streams that are closed, or full: one sentence, and never somebody else's file."""
+"""Standard streams that are closed, or full: one sentence, and never another program's file."""
 
 import shlex
 import subprocess

@@ -116,7 +116,7 @@ def test_a_file_in_the_place_of_a_directory_is_told(tmp_path: Path) -> None:
 
 
 def test_a_pipe_in_the_place_of_a_file_is_refused_and_not_waited_for(tmp_path: Path) -> None:
-    """Opening a named pipe waits for somebody at its other end; kvchat would have hung."""
+    """Opening a named pipe waits for a process at its other end; kvchat would have hung."""
     os.mkfifo(tmp_path / "pipe")
 
     with pytest.raises(StoreError):

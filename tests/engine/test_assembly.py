@@ -230,8 +230,8 @@ def test_where_not_even_a_block_may_be_kept_nothing_is_and_that_is_said(
 def test_a_disk_that_is_full_for_the_moment_costs_nothing_that_is_kept(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The default limit is a share of what is free: where that fell below a block everybody's KV
-    was deleted, pins included, and a limit was blamed that nobody had set.
+    """The default limit is a share of what is free: where that fell below a block all KV
+    was deleted, pins included, and a limit was blamed that the user had not set.
     """
     directory, some = tmp_path / "kv", Size(num_bytes=MEBIBYTE)
     prompt = tuple(range(40))

@@ -112,7 +112,7 @@ def test_a_constraint_after_which_no_token_can_follow_ends_the_answer() -> None:
 
 
 class _Broken(RisingTokens):
-    """Fails where it is told to."""
+    """Fails at the given place."""
 
     def __init__(self, place: str, error: Exception) -> None:
         super().__init__()

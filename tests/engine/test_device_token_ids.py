@@ -8,7 +8,7 @@ import torch
 
 from kvchat.engine import sampler
 from kvchat.engine.sampler import DeviceTokenIds
-from kvchat_kernels.sending import on_device
+from kvchat_kernels.launch import on_device
 
 CPU = torch.device("cpu")
 

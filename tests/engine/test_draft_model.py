@@ -1,12 +1,14 @@
-"""A draft model keeps its KV as the target does, and nobody waits for it."""
+"""A draft model keeps its KV as the target does, and no request waits for it."""
 
 import random
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from kvchat.cache import connector
 from kvchat.cache.connector import KvConnector
 from kvchat.core.types import SamplingParams
 from kvchat.engine.draft_model import ModelDrafter
@@ -35,7 +37,7 @@ class Drafting(EngineHarness):
         num_tokens: int = 4,
         fails: Callable[[], None] = lambda: None,
         piece_rows: int | None = None,
-        **shape: int,
+        **shape: Any,
     ) -> None:
         self.num_draft_forwards = 0
         self.forwards: list[int] = []
@@ -199,7 +201,7 @@ def test_a_restored_conversation_drafts_as_well_as_before(tier: MemoryTier) -> N
 
 
 def test_a_draft_whose_kv_comes_too_late_is_made_up_for(tier: MemoryTier) -> None:
-    """It waited for a front that nobody computes, and drafted nothing for the whole answer."""
+    """It waited for a front that is never computed, and drafted nothing for the whole answer."""
     yesterday = Drafting(tier=tier)
     yesterday.run_checked(RequestSpec(LONG, GREEDY, max_tokens=9))
     yesterday.engine.close()
@@ -237,7 +239,7 @@ def test_what_the_draft_still_writes_is_waited_for_but_not_by_the_engine(tier: M
     engine.hear_from_tier()
     engine.run()
     context = [*LONG[:40], *engine.generated(number)]
-    assert has_begun.wait(60.0)  # what nobody has begun to write is not written at all
+    assert has_begun.wait(60.0)  # what the thread has not begun to write is not written at all
 
     engine.engine.forget([(context, 0)], is_done.set)
 
@@ -286,3 +288,33 @@ def test_a_cancelled_request_leaves_its_draft_state() -> None:
 
     assert not engine.drafter._states
     engine.run_checked(RequestSpec((1, 2, 3), SAMPLED, max_tokens=60))
+
+
+class _MeetingTier(MemoryTier):
+    """Its closing ends once the other tier at the barrier closes too."""
+
+    def __init__(self, barrier: threading.Barrier) -> None:
+        super().__init__(block_size=4, image_bytes=32)
+        self._barrier = barrier
+
+    def close(self) -> None:
+        self._barrier.wait(20.0)
+        super().close()
+
+
+def test_the_stores_of_the_model_and_of_its_draft_close_at_the_same_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One after the other they took 40 of the 70 ms in which a chat was left."""
+    monkeypatch.setattr(connector, "_CLOSE_PATIENCE_S", 60.0)
+    barrier = threading.Barrier(2)
+    tier, draft_tier = _MeetingTier(barrier), _MeetingTier(barrier)
+    engine = Drafting(tier=draft_tier, persist=lambda cache: KvConnector(cache, lambda: tier))
+    engine.run_checked(RequestSpec(LONG, GREEDY, max_tokens=9))
+
+    engine.engine.close()
+
+    assert tier.is_closed
+    assert draft_tier.is_closed
+    assert tier.blocks
+    assert draft_tier.blocks, "what was queued is written before"

@@ -206,8 +206,8 @@ class Panic(BaseException):
 
 
 def test_a_panic_while_loading_is_a_model_that_does_not_load(start) -> None:  # type: ignore[no-untyped-def]
-    """Only Exceptions were caught: the thread ended without a word, and whoever waited for the
-    model or for an answer waited for ever."""
+    """Only Exceptions were caught: the thread ended without a word, and a caller that waited
+    for the model or for an answer waited for ever."""
 
     def build(_: object) -> tuple[Engine, ModelReady]:
         raise Panic("header too large")
@@ -338,7 +338,7 @@ def test_closing_twice_and_while_answering_returns(start) -> None:  # type: igno
 
 
 def test_what_is_asked_of_a_closed_engine_is_refused_and_not_waited_for(start) -> None:  # type: ignore[no-untyped-def]
-    """Nobody read what was sent after the end: a question to a session whose model had been
+    """What was sent after the end was not read: a question to a session whose model had been
     exchanged waited for ever."""
     thread, inbox = start(), Inbox()
     thread.close(WAIT_S)

@@ -1,4 +1,4 @@
-"""What fails ends the request it belongs to and nobody else's, and leaves the cache whole."""
+"""What fails ends the request it belongs to and no other, and leaves the cache whole."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -27,6 +27,7 @@ from kvchat.model.batch import SequencePiece, build_batch
 from kvchat.model.loader import LoadedModel
 from kvchat.model.paged_model import PagedModel
 from kvchat_kernels.paged_attention import FULL
+from support.cached_contexts import images_of
 from support.greedy_answer import greedy_answer
 from support.host_machine import LateThread
 from support.int8_kv import Int8Format
@@ -129,7 +130,7 @@ def test_blocks_go_down_to_host_memory_and_come_up_the_same(kv_format: KvFormat)
     image_bytes, thread = manager.kv_pool.geometry.block_bytes, LateThread()
     host = HostTier(BLOCK, image_bytes, 8 * image_bytes, False)
     offload = HostOffload(manager, host, thread)  # type: ignore[arg-type]
-    before = bytes(manager.export(ids, 0, 4) or b"")
+    before = images_of(manager, ids, 0, 4)
 
     manager.evict_cold(4)
     thread.work()
@@ -142,7 +143,7 @@ def test_blocks_go_down_to_host_memory_and_come_up_the_same(kv_format: KvFormat)
         offload.settle(may_demote=False)
 
     assert before
-    assert bytes(manager.export(ids, 0, 4) or b"") == before
+    assert images_of(manager, ids, 0, 4) == before
     manager.check([])
     offload.check()
 
@@ -159,7 +160,7 @@ def test_a_conversation_over_eight_bits_is_restored_from_the_disk(
 
     first = engine_over(loaded, kv_format, persist)
     answer, cached = greedy_answer(first, prompt, 12)
-    images = bytes(first.cache.export(prompt, 0, 5) or b"")
+    images = images_of(first.cache, prompt, 0, 5)
     first.close()
     assert cached.disk == 0
     second = engine_over(loaded, kv_format, persist)
@@ -167,7 +168,7 @@ def test_a_conversation_over_eight_bits_is_restored_from_the_disk(
 
     assert again == answer
     assert cached.disk == 5 * BLOCK
-    assert bytes(second.cache.export(prompt, 0, 5) or b"") == images != b""
+    assert images_of(second.cache, prompt, 0, 5) == images != b""
     second.cache.check([])
     second.close()
     assert answer[0] == greedy_answer(engine_over(loaded, PlainFormat()), prompt, 1)[0][0]

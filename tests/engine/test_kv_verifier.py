@@ -229,7 +229,7 @@ def test_what_is_left_of_what_came_up_is_verified(
 def test_what_comes_up_last_is_verified_before_the_end(
     context: tuple[int, ...], processes: Processes, tier: MemoryTier
 ) -> None:
-    """What nobody had time to ask for was verified at the end, and whether that failed
+    """What no request had time to ask for was verified at the end, and whether that failed
     forgotten.
     """
     spoil_kv(tier)
@@ -314,7 +314,7 @@ def test_a_check_that_cannot_be_looked_at_fails(
     monkeypatch: pytest.MonkeyPatch,
     num_failures: int,
 ) -> None:
-    """Without memory to compare with, the step was run again on KV that nobody had looked at."""
+    """Without memory to compare with, the step was run again on KV that was not verified."""
     spoil_kv(tier)
     process = processes.start()
     cache = process.harness.cache

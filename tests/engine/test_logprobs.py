@@ -8,8 +8,8 @@ import torch
 from kvchat.core.events import TokensGenerated
 from kvchat.core.types import SamplingParams, TokenLogprobs
 from kvchat.engine.draft_policy import FixedDraftPolicy
-from kvchat.engine.logprobs import logprobs_of
 from kvchat.engine.request import RequestSpec
+from kvchat.engine.sampler import logprobs_of
 from kvchat.engine.speculation import Speculation
 from support.engine_harness import EngineHarness
 from support.remembering_model import GREEDY, VOCAB_SIZE, RisingTokens, WatchFor, logits_of

@@ -20,6 +20,7 @@ from kvchat.engine.assembly import build_engine
 from kvchat.engine.engine import Engine
 from kvchat.model.source import find_model
 from support.architectures import SUPPORTED
+from support.cached_contexts import images_of
 from support.checkpoints import save_checkpoint, tiny_model
 from support.greedy_answer import greedy_answer
 from support.specimens import random_ids
@@ -135,14 +136,13 @@ def test_what_comes_back_is_bit_for_bit_what_was_kept(family: str, tmp_path: Pat
     before = home.start(dtype="bfloat16")
     answer, _ = before.answer(prompt)
     num_blocks = (len(prompt) + len(answer) - 1) // BLOCK
-    kept = before.engine.cache.export([*prompt, *answer], 0, num_blocks)
+    kept = images_of(before.engine.cache, [*prompt, *answer], 0, num_blocks)
     before.engine.close()
     after = home.start(dtype="bfloat16")
     _, cached = after.answer([*prompt, *answer, 5])
 
     assert cached.disk == num_blocks * BLOCK
-    restored = after.engine.cache.export([*prompt, *answer], 0, num_blocks)
-    assert kept is not None
+    restored = images_of(after.engine.cache, [*prompt, *answer], 0, num_blocks)
     assert any(kept)
     assert restored == kept
     after.engine.close()

@@ -1,4 +1,4 @@
-"""Restores in bad company: nobody waits for what will not come, and counts stay true."""
+"""Restores that fail or end early: no request waits for ever, and counts stay true."""
 
 import threading
 import time
@@ -127,7 +127,7 @@ def evict_all_but(harness: EngineHarness, num_blocks: int) -> None:
 
 
 def test_an_engine_closes_at_once_while_a_prompt_is_being_restored(tier: MemoryTier) -> None:
-    """The reader waited for places that nobody was left to make."""
+    """The reader waited for places that nothing was left to make."""
     writer = Processes(lambda: tier).start()
     writer.answer(spec(HISTORY))
     writer.end()
@@ -273,7 +273,7 @@ def test_many_prompts_that_wait_for_the_disk_do_not_keep_others_from_running(
 def test_what_cannot_be_taken_in_or_exported_costs_no_answer(
     processes: Processes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Either once stopped the engine: its thread ends with an error that nobody expects."""
+    """Either once stopped the engine: its thread ends with an unexpected error."""
     first = processes.start()
     first.answer(spec(HISTORY))
     first.end()

@@ -1,4 +1,4 @@
-"""The runner returns when a step was computed, or leaves waiting to whoever reads its logits."""
+"""The runner returns when a step was computed, or leaves waiting to the reader of its logits."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -40,6 +40,22 @@ def test_decodes_go_on_beside_a_prompt_that_is_being_read() -> None:
     assert all(step[first] == 1 for step in reading)
 
 
+def test_a_prompt_is_read_in_half_steps_beside_many_decodes() -> None:
+    """Beside seven answers of eight a prompt got one token a step, so 24 steps for this one."""
+    engine = EngineHarness(max_step_tokens=8, max_running=8)
+    for number in range(7):
+        engine.submit(greedy(number, number + 1, max_tokens=40))
+    for _ in range(3):
+        engine.step()
+    late = engine.submit(greedy(*run_of(7, 24)))
+
+    engine.run()
+
+    reading = [dict(step) for step in engine.steps if dict(step).get(late, 0) > 1]
+    assert [step[late] for step in reading] == [4] * 6
+    assert all(len(step) == 8 for step in reading), "every answer got its token too"
+
+
 def test_no_step_exceeds_its_budget_however_many_samples_fork() -> None:
     """OutputProcessor of one request once all ran at once, past both limits of a step."""
     engine = EngineHarness(max_step_tokens=4, max_running=16)
@@ -192,7 +208,7 @@ def test_a_prompt_that_leaves_no_room_is_refused_and_the_longest_that_does_is_no
 
 @pytest.mark.parametrize("stranger", [VOCAB_SIZE, -1, 1 << 40])
 def test_a_token_the_model_does_not_have_is_refused_at_the_door(stranger: int) -> None:
-    """Such an id once failed in the embedding, with an IndexError nobody caught: the engine
+    """Such an id once failed in the embedding, with an IndexError that was not caught: the engine
     stopped for good, and every other conversation with it."""
     engine = EngineHarness()
     with pytest.raises(GenerationError, match="do not belong together"):
@@ -233,7 +249,7 @@ def test_cancelling_a_waiting_request_needs_no_forward_pass() -> None:
 
 def test_cancelling_while_the_prompt_is_read_ends_every_sample() -> None:
     """OutputProcessor fork after the prompt; cancelled before that, only the first one once
-    ended, and whoever waited for the others waited for ever.
+    ended, and callers waited for the others for ever.
     """
     engine = EngineHarness(max_step_tokens=8)
     request_id = engine.submit(greedy(*run_of(0, 50), num_samples=3))

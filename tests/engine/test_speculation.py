@@ -1,12 +1,15 @@
 """Speculation changes the speed of a text and nothing else, whatever is drafted."""
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from types import FrameType
 from typing import Any
 
 import pytest
 
 from kvchat.core.types import FinishReason, SamplingParams
+from kvchat.engine import draft_policy, drafters, ngram, speculation
 from kvchat.engine.draft_policy import AdaptiveDraftPolicy, FixedDraftPolicy
 from kvchat.engine.drafters import Drafter, Wanted
 from kvchat.engine.ngram import NgramDrafter
@@ -82,6 +85,31 @@ def test_a_drafter_that_is_right_saves_steps() -> None:
     usage = fast.ending(number).usage
     assert (usage.drafted_tokens, usage.accepted_tokens) == (32, 32)
     assert usage.completion_tokens == 41
+
+
+def test_with_speculation_off_no_line_of_the_drafting_code_runs() -> None:
+    """Counting the drafts for the status ran it after every message."""
+    engine = EngineHarness(speculation=Speculation([NgramDrafter()]))
+    engine.complete(RequestSpec((1, 2, 3) * 9, GREEDY, max_tokens=40))
+    engine.engine.speculation.switch("off")
+    drafting = {speculation.__file__, draft_policy.__file__, ngram.__file__, drafters.__file__}
+    entered: list[str] = []
+
+    def watch(frame: FrameType, event: str, argument: object) -> None:
+        if event == "call" and frame.f_code.co_filename in drafting:
+            entered.append(frame.f_code.co_qualname)
+
+    sys.setprofile(watch)
+    try:
+        engine.complete(RequestSpec((4, 5, 6) * 9, GREEDY, max_tokens=40))
+        status = engine.engine.status()
+    finally:
+        sys.setprofile(None)
+
+    assert entered == []
+    assert status.speculation is not None
+    assert status.speculation == engine.engine.speculation.status()
+    assert (status.speculation.mode, status.speculation.drafters) == ("off", ("ngram",))
 
 
 ENDLESS = RequestSpec(tuple(range(14)), replace(SAMPLED, seed=2), max_tokens=200)

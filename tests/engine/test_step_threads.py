@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from kvchat.engine.runner import Runner
-from kvchat.engine.step_threads import MOST_ROWS, SELDOM, SOON, TRIED, StepThreads
+from kvchat.engine.runner import MOST_ROWS, SELDOM, SOON, TRIED, Runner, StepThreads
 from kvchat.model.batch import SequencePiece
 
 

@@ -15,6 +15,7 @@ from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig, Size
 from kvchat.engine.assembly import build_engine
 from kvchat.engine.engine import Engine
 from kvchat.model.source import find_model
+from support.cached_contexts import images_of
 from support.checkpoints import never_stopping, save_checkpoint, tiny_model
 
 DEVICE = torch.device("cuda")
@@ -55,7 +56,7 @@ def test_what_was_demoted_is_promoted_bit_for_bit_while_the_device_computes(
 ) -> None:
     """The blocks are overwritten at once: what was staged before must be what is copied."""
     one = fill(manager, seed=1)
-    before = bytes(manager.export(one, 0, NUM_BLOCKS) or b"")
+    before = images_of(manager, one, 0, NUM_BLOCKS)
     busy = torch.randn(2048, 2048, device=DEVICE)
 
     for _ in range(3):
@@ -70,7 +71,7 @@ def test_what_was_demoted_is_promoted_bit_for_bit_while_the_device_computes(
             offload.wait_for_news()
             offload.settle(may_demote=False)
         assert promotion.num_tokens == len(one)
-        assert bytes(manager.export(one, 0, NUM_BLOCKS) or b"") == before
+        assert images_of(manager, one, 0, NUM_BLOCKS) == before
         offload.check()
         manager.check(offload.tables())
         assert other != one

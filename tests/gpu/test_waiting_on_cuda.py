@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from kvchat.cache.kv_pool import KvGeometry, KvPool, LayerGeometry
 from kvchat.core.types import SamplingParams
 from kvchat.engine.runner import Runner
 from kvchat.engine.sampler import SamplingRow, parameters_of
@@ -88,3 +89,32 @@ def test_blocks_are_copied_behind_the_host() -> None:
 
     [(rows, _, _)] = pools.columns()
     assert torch.equal(rows[5:7], rows[3:5])
+
+
+def test_blocks_leave_and_come_back_behind_the_host_and_before_they_are_overwritten() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    pool = KvPool(KvGeometry((LayerGeometry(2, 64, 32),), torch.bfloat16, 16), 12, device)
+    for tensor in pool.layers[0].tensors:
+        tensor.normal_()
+    expected = bytes(pool.gather([1, 2]))
+    for _ in range(2):  # allocates the memory that copies pass through
+        pool.scatter([3, 4], bytearray(expected))
+        first = pool.export([3, 4])
+        assert first is not None
+        assert bytes(first.read()) == expected
+        first.release()
+    busy = torch.randn(4096, 4096, device=device)
+
+    with waiting_refused():
+        for _ in range(20):
+            busy = busy @ busy / 4096
+        pool.scatter([5, 6], bytearray(expected))
+        images = pool.export([5, 6])
+        pool.zero(5, 0)
+        pool.zero(6, 0)
+        is_computing = not torch.cuda.current_stream().query()
+
+    assert is_computing, "the host has waited, or the device was too quick for this test"
+    assert images is not None
+    assert bytes(images.read()) == expected
+    images.release()

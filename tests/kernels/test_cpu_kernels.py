@@ -190,56 +190,98 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_attention_is_that_of_the_formula(dtype: torch.dtype, form: str) -> None:
-    """Two sequences, one of three parts; what no row may read is not a number."""
-    torch.manual_seed(0)
-    span, softcap, has_sinks = FORMS[form]
-    num_heads, num_kv_heads, key_dim, value_dim, block = 6, 2, 64, 48, 16
-    keys = torch.randn(64 * block, num_kv_heads, key_dim).to(dtype)
-    values = torch.randn(64 * block, num_kv_heads, value_dim).to(dtype)
-    keys[:block] = values[:block] = float("nan")
-    order = (torch.randperm(63) + 1).int()
-    tables = torch.zeros(2, 45, dtype=torch.int32)
-    tables[0, :44], tables[1, :3] = order[:44], order[44:47]
-    sequences = PagedSequences((3, 2), (700, 37), tables, block)
-    query, sinks = torch.randn(5, num_heads * key_dim), torch.randn(num_heads)
-    out = torch.zeros(5, num_heads, value_dim)
-    stored = stored_as(dtype)
-    assert stored is not None
-    made_for = attention.AttentionForm(
-        num_heads, num_kv_heads, key_dim, value_dim, block, stored, softcap is not None, has_sinks
-    )
-    parts = Parts(span, num_heads, num_kv_heads, value_dim)
+# Query heads, KV heads, dims of keys and values, tokens a block, dtype.
+SHAPES = {
+    "float32": (6, 2, 64, 48, 16, torch.float32),
+    "bfloat16": (6, 2, 64, 48, 16, torch.bfloat16),
+    "float16, a head each": (4, 4, 8, 136, 8, torch.float16),
+    "groups of 7": (7, 1, 40, 16, 32, torch.bfloat16),
+    "small blocks": (10, 2, 16, 24, 4, torch.bfloat16),
+}
+
+
+def attended(
+    form: attention.AttentionForm,
+    span: AttentionSpan,
+    sequences: PagedSequences,
+    query: torch.Tensor,
+    pools: tuple[torch.Tensor, torch.Tensor],
+    *,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    num_threads: int = 1,
+) -> torch.Tensor:
+    """What the compiled attention makes of `query` [rows, heads * key dim]."""
+    out = torch.zeros(len(query), form.num_heads, form.value_dim)
+    parts = Parts(span, form.num_heads, form.num_kv_heads, form.value_dim)
     place = attention.Place
     places = {
         place.RECORD: parts.record.ctypes.data,
         place.QUERY: query,
         place.QUERY_STRIDE: query.stride(0) * 4,
-        place.KEYS: keys,
-        place.VALUES: values,
+        place.KEYS: pools[0],
+        place.VALUES: pools[1],
         place.SCALE: 0.125,
-        place.SOFTCAP: softcap or 0.0,
-        place.SINKS: sinks,
+        place.SOFTCAP: softcap,
         place.OUT: out,
     }
+    if sinks is not None:
+        places[place.SINKS] = sinks
     operations = [
-        Operation(kernel, task(places), header(5), None)
-        for kernel in (attention.attention_kernel(made_for), attention.joining_kernel(made_for))
+        Operation(kernel, task(places), header(len(query)), None)
+        for kernel in (attention.attention_kernel(form), attention.joining_kernel(form))
     ]
     program = Program(operations)
-    program.units[:] = parts.set(sequences) * num_kv_heads, 5
+    program.units[:] = parts.set(sequences) * form.num_kv_heads, len(query)
     program.prepare()
+    program.run(num_threads)
+    return out
 
-    program.run(1)
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_attention_is_that_of_the_formula(shape: str, form: str) -> None:
+    """Two sequences, one of three parts; what no row may read is not a number."""
+    torch.manual_seed(0)
+    span, softcap, has_sinks = FORMS[form]
+    num_heads, num_kv_heads, key_dim, value_dim, block, dtype = SHAPES[shape]
+    num_blocks = 700 // block + 20
+    keys = torch.randn(num_blocks * block, num_kv_heads, key_dim).to(dtype)
+    values = torch.randn(num_blocks * block, num_kv_heads, value_dim).to(dtype)
+    order = (torch.randperm(num_blocks - 1) + 1).int()
+    counts = -(-700 // block), -(-37 // block)
+    tables = torch.zeros(2, counts[0] + 1, dtype=torch.int32)
+    tables[0, : counts[0]], tables[1, : counts[1]] = order[: sum(counts)].split(counts)
+    sequences = PagedSequences((3, 2), (700, 37), tables, block)
+    slots = [
+        (table.long()[:, None] * block + torch.arange(block)).flatten()[:end]
+        for table, end in zip(tables, sequences.context_lens, strict=True)
+    ]
+    unseen = torch.ones(num_blocks * block, dtype=torch.bool)
+    unseen[torch.cat(slots)] = False
+    keys[unseen] = values[unseen] = float("nan")
+    query, sinks = torch.randn(5, num_heads * key_dim), torch.randn(num_heads)
+    stored = stored_as(dtype)
+    assert stored is not None
+    made_for = attention.AttentionForm(
+        num_heads, num_kv_heads, key_dim, value_dim, block, stored, softcap is not None, has_sinks
+    )
+
+    out = attended(
+        made_for,
+        span,
+        sequences,
+        query,
+        (keys, values),
+        softcap=softcap or 0.0,
+        sinks=sinks if has_sinks else None,
+    )
 
     row = 0
-    lengths = zip(sequences.query_lens, sequences.context_lens, tables, strict=True)
-    for count, end, table in lengths:
-        slots = (table.long()[:, None] * block + torch.arange(block)).flatten()[:end]
+    lengths = zip(sequences.query_lens, sequences.context_lens, slots, strict=True)
+    for count, end, own in lengths:
         group = num_heads // num_kv_heads
-        key, value = (pool[slots].float().repeat_interleave(group, 1) for pool in (keys, values))
+        key, value = (pool[own].float().repeat_interleave(group, 1) for pool in (keys, values))
         for position in range(end - count, end):
             scores = torch.einsum("hd,khd->hk", query[row].view(num_heads, -1), key) * 0.125
             if softcap is not None:
@@ -253,6 +295,40 @@ def test_attention_is_that_of_the_formula(dtype: torch.dtype, form: str) -> None
             expected = torch.einsum("hk,khd->hd", weights, value)
             assert torch.allclose(out[row], expected, atol=1e-5)
             row += 1
+
+
+@pytest.mark.parametrize("span", [AttentionSpan(None, None), AttentionSpan(300, None)])
+@pytest.mark.parametrize("num_heads", [1, 2, 3, 7])
+def test_attention_of_a_row_is_the_same_beside_others_to_the_bit(
+    num_heads: int, span: AttentionSpan
+) -> None:
+    """A tile is read for 4, 3, 2 or 1 pairs of a row and a head: which, depends on the rows."""
+    torch.manual_seed(num_heads)
+    count, end = 16, 601
+    pools = tuple(torch.randn(608, 1, 32).bfloat16() for _ in range(2))
+    tables = torch.arange(38).int()[None]
+    query = torch.randn(count, num_heads * 32)
+    stored = stored_as(torch.bfloat16)
+    assert stored is not None
+    form = attention.AttentionForm(num_heads, 1, 32, 32, 16, stored)
+
+    together = [
+        attended(
+            form,
+            span,
+            PagedSequences((count,), (end,), tables, 16),
+            query,
+            (pools[0], pools[1]),
+            num_threads=num_threads,
+        )
+        for num_threads in (1, 3)
+    ]
+
+    assert torch.equal(*together)
+    for row in range(count):
+        alone = PagedSequences((1,), (end - count + row + 1,), tables, 16)
+        own = attended(form, span, alone, query[row : row + 1], (pools[0], pools[1]))
+        assert torch.equal(own[0], together[0][row])
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 5])

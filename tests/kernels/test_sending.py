@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from kvchat_kernels import sending
-from kvchat_kernels.sending import on_device
+from kvchat_kernels import launch
+from kvchat_kernels.launch import on_device
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
@@ -33,7 +33,7 @@ def test_what_goes_to_a_cuda_device_is_pinned_and_only_queued(
         made = torch.tensor(numbers, dtype=dtype)
         return SimpleNamespace(to=lambda device, **how: asked.append((device, how)) or made)
 
-    monkeypatch.setattr(sending, "torch", SimpleNamespace(tensor=tensor))
+    monkeypatch.setattr(launch, "torch", SimpleNamespace(tensor=tensor))
     device = torch.device("cuda", 0)
 
     assert on_device([1, 2], torch.int64, device).tolist() == [1, 2]

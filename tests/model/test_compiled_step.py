@@ -47,6 +47,27 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "olmo3": {},
     "seed_oss": {"attention_bias": True, "attention_out_bias": False},
     "cwm": {"sliding_window": 8},
+    "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2},
+    "qwen2_moe": {
+        "num_experts": 10,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 64,
+    },
+    "qwen3_moe": {
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "mlp_only_layers": [1],
+        "norm_topk_prob": True,
+    },
+    "olmoe": {"num_experts": 8, "num_experts_per_tok": 8},
+    "granitemoe": {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "residual_multiplier": 0.5,
+        "logits_scaling": 4.0,
+    },
 }
 # New tokens and context of each sequence of a step.
 STEPS = {
@@ -124,7 +145,7 @@ def test_logits_and_kv_are_those_of_the_modules(family: str, weights: str, tmp_p
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3", "mixtral"])
 def test_in_16_bits_it_is_nearer_to_float32_than_the_modules_are(
     family: str, dtype: str, tmp_path: Path
 ) -> None:
@@ -141,12 +162,13 @@ def test_in_16_bits_it_is_nearer_to_float32_than_the_modules_are(
     assert 0 < (compiled - exact).norm() < (plain - exact).norm()
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen2_moe"])
 @pytest.mark.parametrize("config", [{"dtype": "bfloat16"}, {"weights": "int4"}])
 def test_a_row_does_not_depend_on_rows_beside_it_nor_on_threads(
-    config: dict[str, str], tmp_path: Path
+    family: str, config: dict[str, str], tmp_path: Path
 ) -> None:
     """A verify of several rows must accept what rows one by one would have drawn."""
-    loaded = load(tmp_path, "llama", **config)
+    loaded = load(tmp_path, family, **config)
     pools = pools_of(loaded)
     model = PagedModel(loaded, pools)
     ids, blocks = random_ids(5, seed=1), range(1, 41)
@@ -229,7 +251,7 @@ def test_larger_steps_are_left_to_the_modules(tmp_path: Path) -> None:
     [
         ("llama", {"hidden_size": 72, "intermediate_size": 100}),
         ("llama", {"head_dim": 12}),
-        ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}),
+        ("olmoe", {"num_experts": 4, "num_experts_per_tok": 2, "clip_qkv": 1.0}),
         ("gpt_neox", {}),
     ],
 )
@@ -250,7 +272,8 @@ def test_weights_are_held_once(tmp_path: Path) -> None:
     own = {p.data_ptr() for p in loaded.module.parameters() if p.dim() > 1}
 
     for layer in loaded.compiled._decoder.layers:
-        matrices = (*layer.attention.qkv, layer.attention.out, *layer.gate_up, layer.down)
+        assert isinstance(layer.mlp, decoder.Mlp)
+        matrices = (*layer.attention.qkv, layer.attention.out, *layer.mlp.gate_up, layer.mlp.down)
         for matrix in matrices:
             assert isinstance(matrix.weights, torch.Tensor)
             assert matrix.weights.data_ptr() in own

@@ -132,7 +132,7 @@ def pools_of(cuda: NoCuda) -> list[str]:
 
 
 def test_graphs_share_memory_as_long_as_one_of_them_is_there(cuda: NoCuda) -> None:
-    """torch's allocator asserts that somebody holds a pool it is given: one that all graphs have
+    """torch's allocator asserts that a pool it is given is in use: one that all graphs have
     left is refused for ever. Every shape but the first lost to torch's product by that."""
     graphs = CudaGraphs(torch.device("cuda", 0))
     first = graphs.capture(lambda: torch.ones(1))

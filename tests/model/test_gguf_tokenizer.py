@@ -211,6 +211,23 @@ def test_the_bos_flag_of_the_file_wins() -> None:
         assert files.adds_bos is expected
 
 
+@pytest.mark.parametrize(
+    ("rule", "words"),
+    [
+        ("bloom", ["Say", " hello", ",", " twice", "!"]),
+        ("kimi-k2", ["中文", "And", "Some", " text", " ", "123", "45"]),
+        ("afmoe", ["1", "234", "567", " is", "一二", "more"]),
+        ("seed-coder", ["a", "1", "2", " b", "!?", "\n"]),
+    ],
+)
+def test_a_rules_words_are_those_its_authors_state(rule: str, words: list[str]) -> None:
+    metadata = byte_level_metadata(byte_level("gpt-2"), rule)
+    built = Tokenizer.from_str(read_gguf_text(model_of(metadata), "m").tokenizer_json)
+    text = "".join(words)
+    spans = [span for _, span in built.pre_tokenizer.pre_tokenize_str(text)]
+    assert [text[start:end] for start, end in spans] == words
+
+
 def test_a_rule_that_is_not_known_is_refused_by_name() -> None:
     metadata = byte_level_metadata(byte_level("gpt-2"), "of-next-year")
     with pytest.raises(ModelUnsupported, match="by the rule 'of-next-year'"):

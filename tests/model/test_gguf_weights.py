@@ -272,7 +272,7 @@ def test_weights_that_do_not_fit_are_refused_before_they_are_unpacked(
 def test_an_architecture_that_is_not_mapped_is_named(tmp_path: Path) -> None:
     import gguf
 
-    for architecture, message in (("bloom", "of the architecture 'bloom'"), ("clip", "mmproj")):
+    for architecture, message in (("rwkv7", "of the architecture 'rwkv7'"), ("clip", "mmproj")):
         writer = gguf.GGUFWriter(tmp_path / "m.gguf", architecture)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()

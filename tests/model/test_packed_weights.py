@@ -16,7 +16,10 @@ from kvchat.core.errors import ExitCode, ModelError, ModelUnsupported
 from kvchat.core.events import LoadProgress
 from kvchat.model.identity import sample_digest
 from kvchat.model.loader import LoadedModel, load_model
+from kvchat.model.quantise import is_packed, pack_of
+from kvchat.model.self_test import compare_with_own
 from kvchat.model.source import find_model
+from kvchat_kernels.linear.blocks import dequantised
 from support import packers
 from support.checkpoints import save_checkpoint, tiny_model
 
@@ -196,12 +199,56 @@ def test_a_packed_checkpoint_may_be_held_in_fewer_bits(original: Path, tmp_path:
     assert ours.weights == theirs.weights == "int8"
 
 
+_IN_BLOCKS = [
+    *("gptq, 4 bits", "gptq, 8 bits, whole rows", "gptq, symmetric", "awq"),
+    *("gptq, second version", "auto-round", "compressed-tensors, 4 bits"),
+    *("compressed-tensors, 8 bits", "compressed-tensors, zeros", "mlx, 4 bits", "mlx, 8 bits"),
+]
+
+
+@pytest.mark.parametrize("name", _IN_BLOCKS)
+def test_groups_of_whole_numbers_stay_in_blocks(name: str, original: Path, tmp_path: Path) -> None:
+    packed, plain = pair(original, tmp_path, name)
+
+    ours, theirs = load(packed, "auto"), load(plain)
+
+    twins = dict(theirs.module.named_modules())
+    packs = {n: pack_of(layer) for n, layer in ours.module.named_modules() if pack_of(layer)}
+    assert len(packs) == 7
+    for module_name, pack in packs.items():
+        assert torch.equal(dequantised(pack.weights), twins[module_name].weight), module_name
+    assert ours.weights == "blocks"
+    assert compare_with_own(ours) > 0.995  # activations are rounded to 8 bits, too
+
+
+def test_symmetric_groups_take_the_fewest_bytes(original: Path, tmp_path: Path) -> None:
+    """4 bits, and half a bit of scale for 32 columns; a zero that differs takes 32 bits more."""
+    sizes = {}
+    for name in ("gptq, symmetric", "gptq, 4 bits"):
+        ours = load(pair(original, tmp_path / name, name)[0], "auto")
+        weights = [pack.weights for layer in ours.module.modules() if (pack := pack_of(layer))]
+        num_bits = 8 * sum(w.num_bytes for w in weights)
+        sizes[name] = num_bits / sum(w.num_out * w.num_in for w in weights)
+    assert sizes["gptq, symmetric"] == 4.5
+    assert sizes["gptq, 4 bits"] <= 6.0
+
+
+@pytest.mark.parametrize("name", ["gptq, 3 bits", "gptq, 2 bits", "fp8, one scale"])
+def test_what_blocks_cannot_hold_is_unpacked(name: str, original: Path, tmp_path: Path) -> None:
+    ours = load(pair(original, tmp_path, name)[0], "auto")
+    assert not is_packed(ours.module)
+    assert ours.weights == "own"
+
+
 def test_loading_says_the_format_and_the_memory_first(original: Path, tmp_path: Path) -> None:
     packed, _ = pair(original, tmp_path, "gptq, 4 bits")
-    heard: list[LoadProgress] = []
-    load_model(find_model(str(packed)), ModelConfig(), None, heard.append)
-    stages = [event.stage for event in heard]
-    assert "unpacking 4-bit GPTQ to float32, 0 MiB" in stages
+    for dtype, stage in (
+        ("auto", "loading 4-bit GPTQ weights in blocks"),
+        ("float32", "unpacking 4-bit GPTQ to float32, 0 MiB"),
+    ):
+        heard: list[LoadProgress] = []
+        load_model(find_model(str(packed)), ModelConfig(dtype=dtype), None, heard.append)
+        assert stage in [event.stage for event in heard]
 
 
 def test_scales_and_format_are_part_of_the_identity(original: Path, tmp_path: Path) -> None:

@@ -83,10 +83,37 @@ def test_layers_of_any_shape_are_packed(tmp_path: Path) -> None:
         assert compare_with_own(loaded) > 0.999
 
 
-def test_experts_stay_as_they_are_and_a_note_says_so(tmp_path: Path) -> None:
+def test_experts_of_another_form_stay_as_they_are_and_a_note_says_so(tmp_path: Path) -> None:
+    """Those of gpt-oss have biases and lie turned."""
     notes = load(tmp_path, "gpt_oss, sinks", "int8").notes
 
-    assert ["Only linear layers are packed" in note for note in notes] == [True]
+    assert ["layers that cannot be packed" in note for note in notes] == [True]
+
+
+@pytest.mark.parametrize(("weights", "most"), [("int8", 0.02), ("int4", 0.2)])
+def test_plain_experts_are_packed_and_compute_the_same(
+    weights: str, most: float, tmp_path: Path
+) -> None:
+    """Held to the module's own forward; 40 rows of 3 experts each are few and many rows."""
+    settings = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
+    directory = save_checkpoint(tmp_path, tiny_model("qwen3_moe", **settings))
+    source = find_model(str(directory))
+    loaded = load_model(source, ModelConfig(weights=weights), 128, lambda _: None)
+    plain = load_model(source, ModelConfig(), 128, lambda _: None)
+    x = torch.randn(40, 64, generator=torch.Generator().manual_seed(0))
+
+    packed = loaded.module.model.layers[0].mlp.experts
+    experts = plain.module.model.layers[0].mlp.experts
+    _, factors, chosen = plain.module.model.layers[0].mlp.gate(x)
+    for rows in (40, 1, 0):
+        expected = experts(x[:rows], chosen[:rows], factors[:rows])
+        found = packed(x[:rows], chosen[:rows], factors[:rows])
+        assert found.shape == expected.shape
+        assert (found - expected).norm() <= most * expected.norm()
+
+    assert loaded.notes == ()
+    assert sum(part.numel() for part in packed.parameters()) == 0
+    assert compare_with_own(loaded) > 0.99
 
 
 @pytest.mark.parametrize("bits", [8, 4])

@@ -82,7 +82,7 @@ def test_a_hub_id_that_is_not_here_cannot_be_fetched_offline() -> None:
 
 @pytest.mark.parametrize("name", ["a..b", "org/a--b", "x" * 200, "org/-x", "a.git"])
 def test_an_id_the_hub_would_not_take_is_told_too(name: str) -> None:
-    """The hub client refuses such ids before it looks for anything, where nobody expected it."""
+    """The hub client refuses such ids before it looks for anything, where no caller expected it."""
     assert_refused(name, "could not be downloaded|There is no model|cannot be reached")
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from kvchat.core.errors import ModelError
-from kvchat.model.source import ModelSource
-from kvchat.model.text_files import TextFiles, read_text_files
+from kvchat.model.source import ModelSource, TextFiles
+from kvchat.model.text_files import read_text_files
 from support.tokenizer_zoo import byte_level
 
 

@@ -22,7 +22,7 @@ from kvchat.core.errors import ContextTooLong, GenerationError
 from kvchat.core.events import LoadProgress, ModelReady
 from kvchat.core.types import CachedTokens, FinishReason, MissReason, SamplingParams
 from kvchat.remote.engine import RemoteEngine
-from kvchat.remote.servers import address_of, find_server
+from kvchat.remote.servers import Server, address_of, find_server
 from support.fake_llm_server import (
     Author,
     BrokenOff,
@@ -41,9 +41,11 @@ def answer_options(**others: Any) -> AskOptions:
 
 
 @contextmanager
-def host_of(url: str, store: SessionStore | None = None) -> Iterator[ChatHost]:
-    """Yield a host whose engine is the server at an address."""
-    server = find_server(address_of(url))
+def host_of(
+    url: str, store: SessionStore | None = None, server: Server | None = None
+) -> Iterator[ChatHost]:
+    """Yield a host whose engine is the server at an address, asked what it is if not given."""
+    server = server or find_server(address_of(url))
 
     def build(progress: Callable[[LoadProgress], None]) -> tuple[RemoteEngine, ModelReady]:
         ready = ModelReady(server.model, "x", "x", "x", server.max_context, 0.0)

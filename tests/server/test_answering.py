@@ -13,7 +13,7 @@ from kvchat.chat.resent import Asked
 from kvchat.chat.tokenizer import ChatTokenizer
 from kvchat.core.events import PrefillProgress, RequestFailed, SampleFinished, TokensGenerated
 from kvchat.core.types import CachedTokens, FinishReason, Timing, Usage
-from kvchat.server.answering import Answer
+from kvchat.server.answering import Answer, Wakeups
 from kvchat.server.metrics import Metrics
 from support.tokenizer_zoo import byte_level, text_files
 
@@ -67,7 +67,7 @@ async def started(engine: Engine) -> Answer:
         done.set_result(begin())
         return done
 
-    answer = Answer(engine.begin, lambda *_: None, Metrics(), at_once)
+    answer = Answer(engine.begin, lambda *_: None, Metrics(), at_once, Wakeups())
     await answer.start()
     return answer
 
@@ -91,10 +91,9 @@ def test_an_end_that_comes_after_the_first_look_is_heard(text: str) -> None:
         engine.tell(ENDED)
         await turn()
         heard = []
-        async for event in answer.events():
-            if not isinstance(event, ReadingPrompt):
-                heard.append(event)
-            if event is None:  # a look in vain: nothing more would ever come
+        async for told in answer.events():
+            heard += [event for event in told if not isinstance(event, ReadingPrompt)]
+            if not told:  # silence: nothing more would ever come
                 break
         answer.close()
         return heard
@@ -111,10 +110,9 @@ def test_what_comes_while_an_event_is_written_is_heard() -> None:
         answer = await started(engine)
         engine.say("a")
         await turn()
-        async for event in answer.events():
-            if not isinstance(event, ReadingPrompt):
-                heard.append(event)
-            if isinstance(event, AnswerText) and event.text == "a":
+        async for told in answer.events():
+            heard += [event for event in told if not isinstance(event, ReadingPrompt)]
+            if any(isinstance(event, AnswerText) and event.text == "a" for event in told):
                 engine.say("b")
                 await turn()
                 engine.tell(ENDED)
@@ -126,3 +124,49 @@ def test_what_comes_while_an_event_is_written_is_heard() -> None:
 
     assert (first.text, second.text) == ("a", "b")
     assert isinstance(ended, AnswerEnded)
+
+
+def test_the_loop_is_woken_once_for_all_that_have_news() -> None:
+    """Each running answer woke it at every step, by a system call on the engine's thread."""
+
+    class Loop:
+        """A loop that runs what it was asked for when the test says so."""
+
+        def __init__(self) -> None:
+            self.asked: list[Callable[[], None]] = []
+
+        def call_soon_threadsafe(self, function: Callable[[], None]) -> None:
+            self.asked.append(function)
+
+    wakeups, ended_loop, loop = Wakeups(), Loop(), Loop()
+    answers = [asyncio.Event() for _ in range(4)]
+
+    wakeups.wake(ended_loop, answers[0])  # type: ignore[arg-type]
+    for answer in answers[1:3]:
+        wakeups.wake(loop, answer)  # type: ignore[arg-type]
+    [tell] = loop.asked  # a loop that has ended does not keep the next one asleep
+    tell()
+    assert [answer.is_set() for answer in answers] == [True, True, True, False]
+
+    wakeups.wake(loop, answers[3])  # type: ignore[arg-type]
+    assert len(loop.asked) == 2
+
+
+def test_silence_is_told_once_in_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvchat.server.answering.PING_INTERVAL_S", 0.01)
+
+    async def run() -> list[list[Any]]:
+        engine, told = Engine(), []
+        answer = await started(engine)
+        async for events in answer.events():
+            told.append(events)
+            if len(told) == 3:
+                engine.tell(ENDED)
+        answer.close()
+        return told
+
+    read, *silences, ended = asyncio.run(run())
+
+    assert read
+    assert silences[:2] == [[], []]
+    assert isinstance(ended[-1], AnswerEnded)

@@ -94,6 +94,20 @@ def test_the_system_prompt_and_a_message_are_pinned_each_for_its_time(
     assert {pin.label.split()[0] for pin in (opening, message)} == {"cache_control"}
 
 
+def test_a_mark_within_a_message_ends_with_its_block(served: tuple[App, Pins]) -> None:
+    """It reached to the end of the message: a document was pinned with the question after it."""
+    app, pins = served
+    document, question = "What the document says. " * 6, "And what does it not say? " * 6
+    blocks = [block(document, SHORT), block(question)]
+
+    got = post(app, PATH, body("", blocks))
+
+    assert got.status == 200, got.json
+    [pin] = pins()
+    whole, alone = count(app, body("", document + question)), count(app, body("", document))
+    assert alone - 4 * BLOCK_SIZE < pin.num_tokens <= alone < whole - 4 * BLOCK_SIZE
+
+
 def test_what_was_computed_up_to_the_last_mark_counts_as_created_once(
     served: tuple[App, Pins],
 ) -> None:

@@ -79,3 +79,38 @@ def test_events_are_numbered_and_end_with_the_whole_response(serve: Serve) -> No
 )
 def test_what_is_not_supported_is_refused(serve: Serve, others: dict[str, Any]) -> None:
     assert post(serve(), PATH, asked("x", **others)).status == 400
+
+
+def test_a_response_says_again_what_the_request_said_of_itself(serve: Serve) -> None:
+    said = {"metadata": {"a": "b"}, "user": "u", "prompt_cache_key": "k", "safety_identifier": "s"}
+    given = {"model": "scripted", "input": "x", "truncation": "auto", "max_tool_calls": 3, **said}
+
+    response = post(serve(), "/v1/responses", given).json
+
+    assert {name: response[name] for name in said} == said
+    assert response["truncation"] == "disabled", "no item is ever dropped"
+    assert response["max_tool_calls"] == 3
+    assert response["background"] is False
+    assert response["completed_at"] >= response["created_at"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("background", True),
+        ("conversation", "conv_1"),
+        ("prompt", {"id": "pmpt_1"}),
+        ("truncation", "some"),
+        ("max_tool_calls", 0),
+        ("metadata", {"a": 1}),
+        ("metadata", {str(n): "" for n in range(17)}),
+        ("user", 5),
+    ],
+)
+def test_what_would_change_the_response_or_is_no_such_field_is_refused(
+    serve: Serve, name: str, value: object
+) -> None:
+    got = post(serve(), "/v1/responses", {"model": "scripted", "input": "x", name: value})
+
+    assert got.status == 400
+    assert got.json["error"]["param"].startswith(name)

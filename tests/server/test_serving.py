@@ -2,10 +2,13 @@
 
 import asyncio
 import socket
+from typing import Any
 
 import pytest
+import uvicorn
+from uvicorn.server import ServerState
 
-from kvchat.server.serving import bound_socket
+from kvchat.server.serving import HastyProtocol, bound_socket
 
 
 def test_a_small_piece_is_sent_at_once() -> None:
@@ -35,3 +38,31 @@ def test_a_small_piece_is_sent_at_once() -> None:
 def test_a_free_port_is_taken(host: str) -> None:
     with bound_socket(host, 0) as bound:
         assert bound.getsockname()[1] > 0
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\nHost: loc", b"GET / HTTP/1.1\r\n\r\n"])
+def test_a_connection_without_a_whole_request_is_closed(
+    monkeypatch: pytest.MonkeyPatch, sent: bytes
+) -> None:
+    """A client that sent half of its headers kept its connection for ever."""
+    monkeypatch.setattr("kvchat.server.serving._HEADERS_S", 0.02)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 204, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def until_closed() -> bytes:
+        config = uvicorn.Config(app, http=HastyProtocol, lifespan="off", log_config=None)
+        config.load()
+        state, loop = ServerState(), asyncio.get_running_loop()
+        server = await loop.create_server(
+            lambda: HastyProtocol(config, state, {}, loop), "127.0.0.1", 0
+        )
+        async with server, asyncio.timeout(20):
+            reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+            writer.write(sent)
+            answered = await reader.read()
+            writer.close()
+            return answered
+
+    assert asyncio.run(until_closed())[:12] in (b"", b"HTTP/1.1 204", b"HTTP/1.1 400")

@@ -172,3 +172,27 @@ def test_every_text_comes_back_as_it_was_or_is_not_kept(
 
     assert memory.find("r") == ({"Text": text} if is_exact else None)
     memory.close()
+
+
+def test_the_items_that_a_response_answered_are_listed_in_pages(serve: Serve) -> None:
+    app = serve()
+    given = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "1"}]
+    given.append(
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "2"}]}
+    )
+    response_id = post(app, PATH, asked(given)).json["id"]
+    path = f"{PATH}/{response_id}/input_items"
+
+    newest, *_ = get(app, path).json["data"]
+    first = get(app, f"{path}?order=asc&limit=2").json
+    rest = get(app, f"{path}?order=asc&after={first['last_id']}").json
+
+    assert newest["content"] == [{"type": "input_text", "text": "2"}]
+    assert [item["content"][0]["text"] for item in first["data"]] == ["one", "1"]
+    assert [item["content"][0]["type"] for item in first["data"]] == ["input_text", "output_text"]
+    assert first["has_more"] is True
+    assert rest["has_more"] is False
+    assert [item["id"] for item in rest["data"]] == [newest["id"]]
+    for query in ("limit=0", "limit=1000", "limit=x", "order=up", "after=nothing"):
+        assert get(app, f"{path}?{query}").status == 400
+    assert get(app, f"{PATH}/resp_none/input_items").status == 404

@@ -3,6 +3,7 @@
 A refusal is 4xx in the interface's own form; what is accepted is answered.
 """
 
+import asyncio
 import json
 from collections.abc import Iterator
 from copy import deepcopy
@@ -13,7 +14,7 @@ import pytest
 from kvchat.chat.chat_model import ChatModel
 from kvchat.server.guard import App
 from server.conftest import Serve
-from support.asgi_client import Got, post
+from support.asgi_client import Got, call, post
 from support.soak_sizes import short_and_long
 
 MARK = {"type": "ephemeral", "ttl": "5m"}
@@ -224,3 +225,25 @@ def test_half_a_character_is_answered_and_told_as_a_question_mark(app: App) -> N
     got = post(app, "/v1/chat/completions", body | {"tool_choice": "none"})
 
     assert got.json["choices"][0]["message"]["content"] == "a? b "  # five tokens
+
+
+@pytest.mark.parametrize("headers", [{"origin": "http://[::1"}, {"host": "[::1"}])
+def test_a_header_that_names_no_host_is_refused(serve: Serve, headers: dict[str, str]) -> None:
+    """Such an Origin or Host ended in an error of the server, without a word of ours."""
+    got = asyncio.run(call(serve(), "GET", "/v1/models", headers=headers))
+
+    assert got.status == 403
+    assert got.json["error"]["type"] == "permission_error"
+
+
+def test_a_conversation_is_encoded_no_further_than_the_context_reaches(serve: Serve) -> None:
+    """10,000 short messages kept the requests of all clients waiting for a minute."""
+    roles = ("user", "assistant")
+    messages = [{"role": roles[n % 2], "content": f"message {n}"} for n in range(999)]
+    given = {"model": "scripted", "messages": messages}
+
+    got = post(serve(max_context=256), "/v1/chat/completions", given)
+
+    assert got.status == 400
+    assert got.json["error"]["code"] == "context_length_exceeded"
+    assert "of 999 messages" in got.json["error"]["message"]

@@ -98,7 +98,7 @@ class Caller:
             if isinstance(heard.events[-1], RequestFailed):
                 assert len(heard.spec.prompt_ids) >= MAX_CONTEXT
                 continue
-            assert len({event.request_id for event in heard.events}) == 1, "somebody else's event"
+            assert len({event.request_id for event in heard.events}) == 1, "another request's event"
             for ending in [e for e in heard.events if isinstance(e, SampleFinished)]:
                 expected = complete_without_cache(heard.spec, ending.sample, MAX_CONTEXT)
                 said = heard.tokens(ending.sample)

@@ -107,7 +107,7 @@ def test_a_disk_that_stays_broken_is_spoken_of_once(host: ChatHost, disk: Failin
 def test_a_turn_that_is_not_saved_is_told_even_where_its_answer_fails(
     host: ChatHost, disk: FailingDisk
 ) -> None:
-    """What the user typed was not on the disk, and with no answer to save nobody said so."""
+    """What the user typed was not on the disk, and with no answer to save the user was not told."""
     session = host.new_session(system="S")
     disk.fault_rate = 1.0
     too_long = "x" * 40_000

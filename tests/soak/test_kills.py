@@ -134,7 +134,7 @@ class Tally:
 class Load:
     """Two chats at a time on one store, which is too small for all that they keep.
 
-    Some are asked once and left; now and then somebody tidies the store, or empties it.
+    Some are asked once and left; now and then the store is tidied or emptied.
     """
 
     def __init__(
@@ -181,7 +181,7 @@ class Load:
         return Moment(num_events, self._rng.uniform(0.0, 0.3 if num_events else 1.0))
 
     def _lines(self, chat: Chat) -> list[str]:
-        """Return messages nobody has sent before, short ones and longer ones."""
+        """Return messages that were never sent before, short ones and longer ones."""
         place = f"{chat.number}.{len(chat.runs)}"
         sizes = (self._rng.choice([0, 0, 20, 200]) for _ in range(3))
         return [f"{place}.{turn}{' and on' * (n // 7)}" for turn, n in enumerate(sizes)]
@@ -223,7 +223,7 @@ class Load:
         return found.num_sound
 
     def finish(self) -> None:
-        """Nobody was damaged; each chat is gone on with to the end of two more turns."""
+        """No chat was damaged; each is gone on with to the end of two more turns."""
         self.tally.num_sound = self._verify()
         for chat in self._chats:
             lines = ["so", "and so on"]

@@ -108,7 +108,7 @@ def live(life: Life, faults: Faults, directory: Path, totals: Counter[str]) -> N
 def assert_all_is_well(directory: Path, number: int) -> None:
     for layout in LAYOUTS:
         pinned = open_tier(directory, LIMIT, layout)
-        pinned.unpin("a label")  # or what nobody may evict would fill the disk by and by
+        pinned.unpin("a label")  # or what may not be evicted would fill the disk by and by
         pinned.close()
     tier = open_tier(directory, LIMIT)
     ids = [9, 9, number % 7, 9]

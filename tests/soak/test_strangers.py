@@ -206,7 +206,7 @@ class Others:
 
 
 class Users:
-    """A model's tier and its draft's, and whoever looks after the store."""
+    """A model's tier and its draft's, and the store's maintenance."""
 
     def __init__(self, rng: random.Random, store: Path, others: Others) -> None:
         self._rng, self._store, self._others = rng, store, others

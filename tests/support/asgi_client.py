@@ -46,6 +46,7 @@ async def call(
     got, gone = Got(), asyncio.Event()
     given = [{"type": "http.request", "body": body, "more_body": False}]
     sent = {"host": "localhost", **(headers or {})}
+    path, _, query = path.partition("?")
     scope = {
         "type": "http",
         "asgi": {"version": "3.0", "spec_version": "2.3"},
@@ -53,7 +54,7 @@ async def call(
         "method": method,
         "path": path,
         "raw_path": path.encode(),
-        "query_string": b"",
+        "query_string": query.encode(),
         "root_path": "",
         "scheme": "http",
         "headers": [(name.encode(), value.encode()) for name, value in sent.items()],

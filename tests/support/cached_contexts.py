@@ -45,3 +45,17 @@ def assert_kv_is_right(manager: CacheManager, table: BlockTable, ids: Sequence[i
         for tensor in tensors:
             found = tensor.flatten(0, 1)[slots].flatten(1).float()
             assert torch.equal(found, expected[:, None].expand_as(found))
+
+
+def images_of(manager: CacheManager, ids: Sequence[int], first: int, last: int) -> bytes:
+    """Return the images of a context's blocks `first` to `last - 1`, which must be there."""
+    return b"".join(_image_of(manager, ids, block) for block in range(first, last))
+
+
+def _image_of(manager: CacheManager, ids: Sequence[int], block: int) -> bytes:
+    images = manager.export(ids, block, block + 1)
+    assert images is not None
+    try:
+        return bytes(images.read())
+    finally:
+        images.release()

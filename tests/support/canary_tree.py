@@ -1,6 +1,6 @@
 """Files of others, in a store and beside it, of which none may change: names like ours, links out.
 
-Whoever uses the store afterwards compares `digest` with what it was.
+A test that uses the store afterwards compares `digest` with what it was.
 """
 
 import hashlib

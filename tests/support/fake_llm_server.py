@@ -1,6 +1,7 @@
 """FakeServer: a real HTTP server on this machine that says what a test lets it say."""
 
 import json
+import socketserver
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ class Refusal:
 
     status: int
     content: object
+    headers: tuple[tuple[str, str], ...] = ()
 
 
 class BrokenOff(Exception):
@@ -80,6 +82,36 @@ def fake_server(
         stop()
 
 
+@contextmanager
+def raw_server(pieces: Callable[[], Iterable[bytes]]) -> Iterator[str]:
+    """Yield the address of a server that answers every request with the same bytes, and hangs up.
+
+    The bytes are a whole HTTP response, or something that only looks like one.
+    """
+
+    class Handler(socketserver.StreamRequestHandler):
+        def handle(self) -> None:
+            length = 0
+            while (line := self.rfile.readline()).strip():
+                name, _, value = line.partition(b":")
+                length = int(value) if name.lower() == b"content-length" else length
+            self.rfile.read(length)
+            try:
+                for piece in pieces():
+                    self.wfile.write(piece)
+            except OSError:
+                return  # the client has heard enough
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler) as tcp:
+        tcp.daemon_threads = True
+        tcp.block_on_close = False
+        thread = threading.Thread(target=tcp.serve_forever, args=(0.01,), daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{tcp.server_address[1]}"
+        tcp.shutdown()
+        thread.join()
+
+
 def models(name: str, owner: str, **others: object) -> dict[str, object]:
     """Return the list of a server with one model."""
     return {"data": [{"id": name, "owned_by": owner, **others}]}
@@ -113,6 +145,8 @@ def _handler(server: FakeServer) -> type[BaseHTTPRequestHandler]:
             try:
                 self.send_response(status)
                 self.send_header("Connection", "close")
+                for name, value in found.headers if isinstance(found, Refusal) else ():
+                    self.send_header(name, value)
                 self.end_headers()
                 if is_stream and isinstance(content, Iterable):
                     self._stream(content)

@@ -54,7 +54,7 @@ class ForkedLife:
         self.stderr: IO[bytes] = open(pipes[2], "rb")  # noqa: SIM115
 
     def kill(self) -> None:
-        if self.returncode is None:  # until it is waited for, its number is nobody else's
+        if self.returncode is None:  # until it is waited for, no other process has its number
             os.kill(self.pid, signal.SIGKILL)
 
     def finish(self, given: bytes, timeout: float) -> tuple[bytes, bytes]:

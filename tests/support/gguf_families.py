@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from support.gguf_files import ARCHITECTURE
+
 Settings = dict[str, Any]
 
 _MOE: Settings = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
@@ -140,6 +142,30 @@ _ROUTED: Settings = {
     "n_shared_experts": 1,
     "n_group": 1,
     "topk_group": 1,
+}
+_LONG: Settings = {
+    "max_position_embeddings": 512,
+    "original_max_position_embeddings": 128,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "long_factor": [1.0 + n for n in range(8)],
+        "short_factor": [1.0 + n / 8 for n in range(8)],
+        "original_max_position_embeddings": 128,
+        "long_mscale": 1.25,
+        "short_mscale": 1.25,
+    },
+}
+_LONG_DATA: Settings = {
+    "rope.scaling.original_context_length": 128,
+    "rope.scaling.attn_factor": 1.25,
+    "rope.dimension_count": 16,
+}
+_LONG_FACTORS = {
+    f"rope_factors_{name}.weight": np.array(
+        _LONG["rope_parameters"][f"{name}_factor"], dtype=np.float32
+    )
+    for name in ("long", "short")
 }
 # name -> (transformers' type, its settings, the file's metadata)
 FAMILIES: dict[str, tuple[str, Settings, Settings]] = {
@@ -416,9 +442,175 @@ FAMILIES: dict[str, tuple[str, Settings, Settings]] = {
         {**_QUARTER, "attention.key_length": None},
     ),
     "arcee": ("arcee", {}, {"rope.dimension_count": 16}),
+    "exaone": ("llama", {}, {ARCHITECTURE: "exaone", "rope.dimension_count": 16}),
+    "internlm2": ("llama", {}, {ARCHITECTURE: "internlm2"}),
+    "xverse": ("llama", {}, {ARCHITECTURE: "xverse"}),
+    "minicpm": (
+        "granite",
+        {
+            "embedding_multiplier": 12.0,
+            "residual_multiplier": 1.4 / 2**0.5,
+            "logits_scaling": 0.25,
+            "attention_multiplier": 0.25,
+        },
+        # As old files, which leave the factors to llama.cpp.
+        {
+            ARCHITECTURE: "minicpm",
+            "attention.scale": None,
+            "embedding_scale": None,
+            "residual_scale": None,
+            "logit_scale": None,
+        },
+    ),
+    "minicpm3": (
+        "minicpm3",
+        {
+            "q_lora_rank": 24,
+            "kv_lora_rank": 16,
+            "qk_nope_head_dim": 16,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 12,
+            "num_key_value_heads": 4,
+            "head_dim": None,
+        },
+        {
+            "attention.q_lora_rank": 24,
+            "attention.kv_lora_rank": 16,
+            "attention.key_length": 24,
+            "rope.dimension_count": 8,
+        },
+    ),
+    "apertus": (
+        "apertus",
+        {},
+        {"rope.dimension_count": 16},
+    ),
+    "olmo": ("olmo", {"clip_qkv": 0.5}, {"attention.clamp_kqv": 0.5}),
+    "phimoe, longrope": (
+        "phimoe",
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "attention_bias": True,
+            "lm_head_bias": True,
+            **_LONG,
+        },
+        {"expert_count": 4, **_LONG_DATA},
+    ),
+    "bloom": (
+        "bloom",
+        {"n_layer": 2, "n_head": 4, "head_dim": None},
+        {"feed_forward_length": 256, "attention.head_count_kv": 4, "attention.key_length": None},
+    ),
+    "gpt_neox": (
+        "gpt_neox",
+        {"rotary_pct": 0.5, "head_dim": None, "use_parallel_residual": False},
+        {"rope.dimension_count": 8, "use_parallel_residual": False},
+    ),
+    "mpt": (
+        "mpt",
+        {"d_model": 64, "n_heads": 4, "n_layers": 2, "head_dim": None},
+        {
+            "feed_forward_length": 256,
+            "attention.head_count_kv": None,
+            "attention.key_length": None,
+            "attention.max_alibi_bias": 8.0,
+        },
+    ),
+    "bitnet": (
+        "bitnet",
+        {"hidden_act": "silu", "tie_word_embeddings": True},
+        {"rope.scaling.type": "linear", "rope.scaling.factor": 1.0},
+    ),
+    "glm": (
+        "glm",
+        {"attention_bias": True},
+        {"rope.dimension_count": 8, "attention.key_length": None},
+    ),
+    "jamba": (
+        "jamba",
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "num_hidden_layers": 4,
+            "attn_layer_period": 3,
+            "attn_layer_offset": 1,
+            "expert_layer_period": 2,
+            "expert_layer_offset": 1,
+            "mamba_d_state": 8,
+            "mamba_dt_rank": 4,
+        },
+        {
+            "attention.head_count_kv": [0, 2, 0, 0],
+            "ssm.conv_kernel": 4,
+            "ssm.inner_size": 128,
+            "ssm.state_size": 8,
+            "ssm.time_step_rank": 4,
+        },
+    ),
+    "jamba, dense": (
+        "jamba",
+        {
+            "num_experts": 1,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "mamba_d_state": 8,
+            "mamba_dt_rank": 4,
+        },
+        {
+            "attention.head_count_kv": [0, 2],
+            "expert_count": 1,
+            "ssm.conv_kernel": 4,
+            "ssm.inner_size": 128,
+            "ssm.state_size": 8,
+            "ssm.time_step_rank": 4,
+        },
+    ),
+    "kimi_linear": (
+        "kimi_linear",
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "num_shared_experts": 1,
+            "kv_lora_rank": 16,
+            "qk_nope_head_dim": 16,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 12,
+            "num_key_value_heads": 4,
+            "head_dim": None,
+            "linear_head_dim": 16,
+            "linear_num_heads": 4,
+            "layer_types": ["linear_attention", "full_attention"],
+        },
+        {
+            **_MOE_DATA,
+            "attention.head_count_kv": [0, 1],
+            "attention.key_length": 24,
+            "attention.key_length_mla": 24,
+            "attention.value_length_mla": 12,
+            "attention.kv_lora_rank": 16,
+            "rope.dimension_count": 8,
+            "kda.head_dim": 16,
+            "ssm.conv_kernel": 4,
+            "expert_shared_count": 1,
+            "leading_dense_block_count": 1,
+            "expert_weights_scale": 2.446,
+        },
+    ),
+    "afmoe": (
+        "afmoe",
+        {**_MOE, **_SLIDES, "num_dense_layers": 1, "num_shared_experts": 1, "mup_enabled": True},
+        {
+            **_MOE_DATA,
+            "leading_dense_block_count": 1,
+            "expert_shared_count": 1,
+            "expert_weights_scale": 1.0,
+        },
+    ),
 }
 
 # Further tensors of a family's files.
 EXTRA = {
     name: {"rope_freqs.weight": _GEMMA4_FACTORS} for name in FAMILIES if name.startswith("gemma4")
-}
+} | {"phimoe, longrope": _LONG_FACTORS}

@@ -12,8 +12,9 @@ from gguf.quants import dequantize, quantize
 from transformers import PreTrainedModel
 
 from support.checkpoints import CHAT_TEMPLATE, byte_tokenizer
-from support.gguf_stored import stacked_projections, stored_tensors
+from support.gguf_stored import listed_numbers, stacked_projections, stored_tensors
 
+ARCHITECTURE = "general.architecture"
 # transformers' type -> llama.cpp's architecture
 ARCHITECTURES = {
     "llama": "llama",
@@ -70,10 +71,23 @@ ARCHITECTURES = {
     "seed_oss": "seed_oss",
     "phi": "phi2",
     "arcee": "arcee",
+    "minicpm3": "minicpm3",
+    "apertus": "apertus",
+    "olmo": "olmo",
+    "phimoe": "phimoe",
+    "bloom": "bloom",
+    "gpt_neox": "gptneox",
+    "mpt": "mpt",
+    "bitnet": "bitnet",
+    "glm": "chatglm",
+    "jamba": "jamba",
+    "kimi_linear": "kimi-linear",
+    "afmoe": "afmoe",
 }
+# llama.cpp's architectures whose queries and keys are rotated by neighbours.
 _PERMUTED = (
-    *("llama", "mistral", "mixtral", "ministral3", "smollm3", "arcee"),
-    *("granite", "granitemoe", "granitemoeshared", "granitemoehybrid"),
+    *("llama", "mistral3", "smollm3", "arcee", "olmo", "internlm2", "xverse"),
+    *("granite", "granitemoe", "granitehybrid", "minicpm"),
 )
 # Those whose norms' weights are stored plus one.
 _SHIFTED = ("gemma", "gemma2", "gemma3_text", "nemotron", "qwen3_next", "qwen3_5_text")
@@ -147,14 +161,16 @@ def write_gguf(
     """Write a model, and put what its blocks hold into the model's own weights.
 
     So the model is the file's exact twin afterwards. Matrices are in the block format `kind`.
-    `metadata` is added under the architecture's name, None leaves a key out; `extra` are further
-    float32 tensors. `merges` are pairs of letters that one token has, such as "h e"; llama.cpp
-    itself reads no file without.
+    `metadata` is added under the architecture's name, None leaves a key out; `ARCHITECTURE` names
+    another architecture than that of the model's type. `extra` are further float32 tensors.
+    `merges` are pairs of letters that one token has, such as "h e"; llama.cpp itself reads no
+    file without.
     """
     config = model.config
-    architecture = ARCHITECTURES[config.model_type]
+    metadata = dict(metadata or {})
+    architecture = metadata.pop(ARCHITECTURE, ARCHITECTURES[config.model_type])
     writer = gguf.GGUFWriter(path, architecture)
-    _write_metadata(writer, architecture, config, metadata or {})
+    _write_metadata(writer, architecture, config, metadata | listed_numbers(model))
     write_vocabulary(writer, config.vocab_size, template, merges)
     names = gguf.get_tensor_name_map(
         {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}[architecture],
@@ -209,7 +225,7 @@ def _alternating_parts(name: str, data: torch.Tensor, block: str) -> list[tuple[
 def _write_tensor(
     writer: Any, name: str, part: torch.Tensor, config: Any, kind: str, generator: Any
 ) -> None:
-    is_permuted = config.model_type in _PERMUTED and (".attn_q." in name or ".attn_k." in name)
+    is_permuted = writer.arch in _PERMUTED and (".attn_q." in name or ".attn_k." in name)
     heads = 0
     if is_permuted:
         heads = config.num_attention_heads if ".attn_q." in name else config.num_key_value_heads
@@ -257,7 +273,7 @@ def _write_metadata(writer: Any, architecture: str, config: Any, metadata: dict[
     for key, value in {**found, **metadata}.items():
         if value is None:
             continue
-        full = f"{architecture}.{key}"
+        full = key if key.startswith("xielu.") else f"{architecture}.{key}"
         if isinstance(value, float):
             writer.add_float32(full, value)
         elif isinstance(value, bool):

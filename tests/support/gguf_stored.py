@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 _Stored = list[tuple[str, torch.Tensor]]
+_MAMBA_1 = ("mamba", "jamba", "kimi_linear")  # whose decays and skips are stored as they are
 _LAYER = re.compile(r"(?:layers|h)\.(\d+)\.(.*)$")
 
 
@@ -17,14 +18,15 @@ def stored_tensors(name: str, values: torch.Tensor, config: Any) -> _Stored | No
     """Return the file's tensors for one of a model; None where only its name changes."""
     if name.startswith("model.altup_"):
         return []  # stacked, see `stacked_projections`
+    if "word_embeddings_layernorm" in name:
+        return [(f"token_embd_norm.{name.rpartition('.')[2]}", values)]
     match = _LAYER.search(name)
     if match is None:
         return None
     block, end = f"blk.{match[1]}", match[2]
-    for known, make in _OF_EVERY_TYPE.items():
-        if end.endswith(known):
-            return make(block, values, config)
     make = _OF_TYPES.get((config.model_type.removesuffix("_text"), end))
+    if make is None:
+        make = next((m for known, m in _OF_EVERY_TYPE.items() if end.endswith(known)), None)
     return make(block, values, config) if make else None
 
 
@@ -42,11 +44,22 @@ def stacked_projections(model: Any) -> _Stored:
     ]
 
 
+def listed_numbers(model: Any) -> dict[str, list[float]]:
+    """Return the numbers of Apertus' activations by layer, which the file has in its metadata."""
+    if model.config.model_type != "apertus":
+        return {}
+    activations = [layer.mlp.act_fn for layer in model.model.layers]
+    return {
+        f"xielu.{name}": [getattr(activation, name).item() for activation in activations]
+        for name in ("alpha_p", "alpha_n", "beta", "eps")
+    }
+
+
 def _decay(block: str, values: torch.Tensor, config: Any) -> _Stored:
     decay = -torch.exp(values)
     if config.model_type == "qwen3_5_text":
         decay = _tiled(decay[:, None], config, 1)[:, 0]
-    return [(f"{block}.ssm_a", decay if config.model_type == "mamba" else _column(decay, config))]
+    return [(f"{block}.ssm_a", decay if config.model_type in _MAMBA_1 else _column(decay, config))]
 
 
 def _column(values: torch.Tensor, config: Any) -> torch.Tensor:
@@ -60,7 +73,9 @@ def _step(block: str, values: torch.Tensor, config: Any) -> _Stored:
 
 
 def _skip(block: str, values: torch.Tensor, config: Any) -> _Stored:
-    return [(f"{block}.ssm_d", _column(values, config) if config.model_type != "mamba" else values)]
+    return [
+        (f"{block}.ssm_d", values if config.model_type in _MAMBA_1 else _column(values, config))
+    ]
 
 
 def _convolution(block: str, values: torch.Tensor, config: Any) -> _Stored:
@@ -106,6 +121,8 @@ def _router(block: str, values: torch.Tensor, config: Any) -> _Stored:
 
 
 def _latent(block: str, values: torch.Tensor, config: Any) -> _Stored:
+    if config.model_type == "minicpm3":
+        return [(f"{block}.attn_kv_b.weight", values)]
     heads = values.view(config.num_attention_heads, -1, values.shape[1])
     keys, rest = heads.split([config.qk_nope_head_dim, config.v_head_dim], dim=1)
     return [
@@ -122,6 +139,25 @@ def _falcon_qkv(block: str, values: torch.Tensor, config: Any) -> _Stored:
     kinds = (parts[:, :-2], parts[:, [-2]], parts[:, [-1]])
     rows = torch.cat([kind.reshape(-1, values.shape[1]) for kind in kinds])
     return [(f"{block}.attn_qkv.weight", rows)]
+
+
+def _by_kind(block: str, values: torch.Tensor, config: Any) -> _Stored:
+    """Each head's query, key and value, put so that all queries come first."""
+    heads = values.view(config.num_attention_heads, 3, -1, *values.shape[1:])
+    end = "weight" if values.dim() > 1 else "bias"
+    return [(f"{block}.attn_qkv.{end}", heads.transpose(0, 1).reshape(values.shape))]
+
+
+def _in_metadata(block: str, values: torch.Tensor, config: Any) -> _Stored:
+    return []
+
+
+def _convolutions(block: str, values: torch.Tensor, config: Any) -> _Stored:
+    parts = values.squeeze(1).chunk(3)
+    return [
+        (f"{block}.ssm_conv1d_{kind}.weight", part[None, :, None])
+        for kind, part in zip("qkv", parts, strict=True)
+    ]
 
 
 def _next_qkvz(block: str, values: torch.Tensor, config: Any) -> _Stored:
@@ -198,6 +234,21 @@ _OF_EVERY_TYPE = {
     "router.per_expert_scale": _named("ffn_down_exps.scale"),
 }
 _OF_TYPES = {
+    ("bloom", "self_attention.query_key_value.weight"): _by_kind,
+    ("bloom", "self_attention.query_key_value.bias"): _by_kind,
+    ("bloom", "post_attention_layernorm.weight"): _named("ffn_norm.weight"),
+    ("bloom", "post_attention_layernorm.bias"): _named("ffn_norm.bias"),
+    ("gpt_neox", "attention.query_key_value.weight"): _by_kind,
+    ("gpt_neox", "attention.query_key_value.bias"): _by_kind,
+    ("bitnet", "self_attn.attn_sub_norm.weight"): _named("attn_sub_norm.weight"),
+    ("bitnet", "mlp.ffn_sub_norm.weight"): _named("ffn_sub_norm.weight"),
+    **{
+        ("apertus", f"mlp.act_fn.{name}"): _in_metadata
+        for name in ("alpha_p", "alpha_n", "beta", "eps")
+    },
+    ("kimi_linear", "self_attn.conv1d.weight"): _convolutions,
+    ("kimi_linear", "self_attn.forget_gate.f_a_proj.weight"): _named("ssm_f_a.weight"),
+    ("kimi_linear", "self_attn.forget_gate.f_b_proj.weight"): _named("ssm_f_b.weight"),
     ("falcon", "self_attention.query_key_value.weight"): _falcon_qkv,
     ("qwen3_next", "linear_attn.in_proj_qkvz.weight"): _next_qkvz,
     ("qwen3_5", "linear_attn.in_proj_qkv.weight"): _linear_qkv,

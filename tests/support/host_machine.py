@@ -33,7 +33,7 @@ def new_offload(cache: CacheManager, num_blocks: int, connector: KvConnector | N
 
 
 class LateThread:
-    """A transfer thread that does nothing until it is told to."""
+    """A transfer thread that does nothing until a test steps it."""
 
     def __init__(self) -> None:
         self.jobs: list[Callable[[], object]] = []

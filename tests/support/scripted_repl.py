@@ -120,6 +120,8 @@ class Echo:
     description = "Say it again."
     parameters: ClassVar[dict[str, Any]] = {"type": "object", "properties": {}}
 
+    is_allowed_by_call = False
+
     def run(self, arguments: Mapping[str, Any], stop: threading.Event) -> str:
         return str(dict(arguments))
 

@@ -13,9 +13,9 @@ import torch
 from kvchat.cache.restore import RestoredContext
 from kvchat.cache.tier import LogitFingerprint
 from kvchat.engine.engine import Engine
-from kvchat.engine.kv_verifier import KvVerifier
-from kvchat.engine.logit_fingerprint import fingerprint_of
+from kvchat.engine.kv_verifier import KvVerifier, fingerprint_of
 from kvchat.model.batch import SequencePiece
+from support.cached_contexts import images_of
 from support.greedy_answer import greedy_answer
 
 # [num_blocks, num_layers, 2, block_size, num_heads, dim]: what all layers alike hold of a context.
@@ -68,11 +68,10 @@ class Prover:
         size = self._engine.cache.block_size
         ids = [*prompt, *answer[:-1]]
         ids = ids[: len(ids) // size * size]
-        image = self._engine.cache.export(ids, 0, len(ids) // size)
-        assert image is not None
+        image = images_of(self._engine.cache, ids, 0, len(ids) // size)
         fingerprint = fingerprint_of(self._last_logits(ids))
         assert fingerprint is not None
-        return Context(ids, bytes(image), fingerprint)
+        return Context(ids, image, fingerprint)
 
     def _last_logits(self, ids: list[int]) -> torch.Tensor:
         cache = self._engine.cache

@@ -36,7 +36,7 @@ class StoredPacks:
 
 
 def stored_packs(directory: Path) -> StoredPacks:
-    """Make a store; nobody has it open."""
+    """Make a store; it is not open."""
     tier = open_tier(directory, _NO_LIMIT)
     for ids in ([1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 9, 9], [7, 7, 7, 7]):
         save(tier, ids)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from kvchat.model.text_files import TextFiles
+from kvchat.model.source import TextFiles
 
 START, END = "<|im_start|>", "<|im_end|>"
 CONTROL = ["<unk>", "<s>", "</s>", START, END]

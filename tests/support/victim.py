@@ -131,7 +131,7 @@ class Victim:
             line = self._lines.get(timeout=timeout_s)
         except queue.Empty:
             return False
-        if line.endswith(b"\n"):  # or it was torn: nobody has read it
+        if line.endswith(b"\n"):  # or it was torn: it was not read
             self.run.events.append(json.loads(line))
         if not line:
             self._lines.put(line)  # the end stays the end, however often it is asked for

@@ -36,7 +36,7 @@ class VirtualClock:
             self._sleepers.remove(due_s)
 
     def begin_work(self) -> None:
-        """Somebody works from now on, and the clock waits while he does not sleep."""
+        """A worker runs from now on, and the clock waits while it does not sleep."""
         with self._changed:
             self._num_awake += 1
 
@@ -46,7 +46,7 @@ class VirtualClock:
             self._changed.notify_all()
 
     def advance(self, seconds: float) -> None:
-        """Move on, moment by moment where somebody is to wake."""
+        """Move on, moment by moment where a worker is to wake."""
         target_s = self._now_s + seconds
         if self._is_over:
             return
@@ -66,7 +66,7 @@ class VirtualClock:
             lambda: self._num_awake == 0 and all(due > self._now_s for due in self._sleepers),
             _PATIENCE_S,
         )
-        assert done, "somebody works without end"
+        assert done, "a worker never ends"
 
     def end(self) -> None:
         """Wake everybody."""

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kvchat.chat.engine_queries import trouble_notice
+from kvchat.chat.host import trouble_notice
 from kvchat.core.stats import KeptPack, StoreStatus, TierStatus, Verified
 from kvchat.terminal import cache_lines
 from kvchat.terminal.theme import ASCII_GLYPHS

@@ -39,7 +39,7 @@ def controller(model: ChatModel, store: SessionStore) -> Iterator[ChatController
 
 
 class SureCommands(ScriptCommands):
-    """Somebody who says yes; `asked` has the questions."""
+    """A user who says yes; `asked` has the questions."""
 
     asked: tuple[str, ...] = ()
 

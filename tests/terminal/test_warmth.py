@@ -88,6 +88,15 @@ def test_the_costs_of_the_turns_of_a_path_come_from_one_lookup() -> None:
     assert tiers == [Tier.DEVICE, Tier.HOST, Tier.DISK, None]
 
 
+def test_a_turn_in_the_partial_block_at_the_end_is_where_the_block_before_it_is() -> None:
+    """/tree called an answer of three tokens cold that Esc had just stopped."""
+    places = KvPlaces(100, CachedTokens(device=96), block_size=16)
+
+    assert places.tier_of(97, 100) is Tier.DEVICE
+    assert KvPlaces(120, CachedTokens(device=96), block_size=16).tier_of(97, 120) is None
+    assert KvPlaces(12, CachedTokens(), block_size=16).tier_of(0, 12) is None, "nothing is cached"
+
+
 def test_what_takes_longer_to_read_than_to_compute_is_priced_as_computed() -> None:
     places = KvPlaces(1000, CachedTokens(disk=1000), ReadRates(100.0, 10.0))
 

@@ -147,3 +147,19 @@ def test_permissions_are_by_tool_and_the_safe_one_counts(place: Path) -> None:
 
     names = ("read_file", "run_command", "list_files")
     assert [toolbox.permissions.of(name) for name in names] == [True, False, None]
+
+
+def test_a_command_that_is_always_allowed_allows_no_other(place: Path) -> None:
+    """ "always" for one harmless command let every later one run without a question."""
+    toolbox = Toolbox(local_tools(place))
+    status, other = (ToolCall("run_command", {"command": text}) for text in ("ls", "ls; rm -rf ."))
+
+    toolbox.allow(status)
+    toolbox.allow(ToolCall("read_file", {"path": "a"}))
+
+    assert toolbox.permissions.of_call(ToolCall("run_command", {"command": "ls"})) is True
+    assert toolbox.permissions.of_call(other) is None
+    assert toolbox.permissions.of("run_command") is None
+    assert toolbox.permissions.of_call(ToolCall("read_file", {"path": "b"})) is True
+    toolbox.permissions.never.add("run_command")
+    assert toolbox.permissions.of_call(status) is False

@@ -12,8 +12,7 @@ from kvchat_kernels.block_copy.reference import (
     gather_blocks_reference,
     scatter_blocks_reference,
 )
-from kvchat_kernels.launch import uses_triton
-from kvchat_kernels.sending import on_device
+from kvchat_kernels.launch import on_device, uses_triton
 
 __all__ = ["BlockIds", "PoolTensors", "copy_blocks", "gather_blocks", "scatter_blocks"]
 

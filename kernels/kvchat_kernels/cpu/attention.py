@@ -10,17 +10,23 @@ on the number of threads.
 Source: "FlashDecoding" (Dao et al. 2023) for the split over the context.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cache
 
 from kvchat_kernels.cpu.code import F32, F32S, I32, I64, LANES, Code, Kernel, Value
-from kvchat_kernels.cpu.maths import Stored, exp, load_floats, tanh
+from kvchat_kernels.cpu.maths import Stored, exp, load_floats, load_transposed, tanh
 from kvchat_kernels.cpu.step import MAX_ROWS
 
 # Positions of a part, and of a tile of K or V that is converted to float32 at once.
 PART = 256
 _TILE = 32
+# Pairs of a row and a query head that share one reading of a tile, and how many vectors of a value
+# are added to at once, by the number of pairs: sums stay in 16 registers beside what they read.
+_FEW = (4, 3, 2, 1)
+_VALUE_VECTORS = {4: 2, 3: 2, 2: 4, 1: 8}
+_CACHE_LINE = 64
 _HIDDEN = -1e30
 
 
@@ -125,7 +131,7 @@ class _Part:
         self._record = code.field(Place.RECORD)
         jobs = code.load(self._record, 8 * Record.JOBS, I64)
         self._job = jobs + code.unit // form.num_kv_heads * (8 * JOB_NUMBERS)
-        self._num_rows = self._of_job(Job.NUM_ROWS)
+        self._num_pairs = self._of_job(Job.NUM_ROWS) * form.group
         self._start = self._of_job(Job.START)
         self._first, self._end = self._of_job(Job.FIRST), self._of_job(Job.END)
         widest = max(form.key_dim, form.value_dim)
@@ -137,133 +143,200 @@ class _Part:
 
     def write(self) -> None:
         # Tiles begin at multiples of _TILE, which keeps every row's order of additions the same.
-        start = self._first - self._first % _TILE
-        num_scores = (self._end - self._start + (LANES - 1)) // LANES * LANES
-        self._write_scores(start, num_scores)
-        self._write_weights(num_scores)
-        self._write_sums(start)
+        tiles = self._code.loop(self._first - self._first % _TILE, self._end, _TILE)
+        with tiles as tile:
+            self._convert_keys(tile)
+            self._each_few(lambda pairs: self._write_scores(pairs, tile))
+        with self._code.loop(0, self._num_pairs) as pair:
+            self._write_weights(pair)
+        self._clear_sums()
+        tiles = self._code.loop(self._first - self._first % _TILE, self._end, _TILE)
+        with tiles as tile:
+            self._convert_values(tile)
+            self._each_few(lambda pairs: self._add_values(pairs, tile))
 
-    def _row_of(self, index: Value) -> tuple[Value, Value]:
-        """Return the row of the step and the head of the `index`-th pair of row and query head."""
+    def _each_few(self, write: Callable[[Sequence[Value]], None]) -> None:
+        """Write loops over the pairs of a row and a query head, a few at a time."""
+        code = self._code
+        done = code.whole(0)
+        for count in _FEW:
+            end = done + (self._num_pairs - done) // count * count
+            with code.loop(done, end, count) as first:
+                write([first + i for i in range(count)])
+            done = end
+
+    def _row_of(self, pair: Value) -> tuple[Value, Value]:
+        """Return the row of the step and the head of a pair."""
         group = self._form.group
-        return self._of_job(Job.ROW) + index // group, self._head * group + index % group
+        return self._of_job(Job.ROW) + pair // group, self._head * group + pair % group
 
-    def _scores_of(self, index: Value) -> Value:
-        return self._scores + index * (PART * 4)
+    def _scores_of(self, pair: Value) -> Value:
+        return self._scores + pair * (PART * 4)
 
-    @property
-    def _num_pairs(self) -> Value:
-        return self._num_rows * self._form.group
-
-    def _convert(self, pool: Place, dim: int, start: Value, end: Value) -> None:
-        """Write K or V of positions [`start`, `end`) to the tile as float32 [positions, dim]."""
-        code, form = self._code, self._form
-        table, address = self._of_job(Job.TABLE), code.field(pool)
-        size = form.stored.num_bytes
-        token_bytes = form.num_kv_heads * dim * size
-        with code.loop(start, end) as position:
-            block = code.load(table, position // form.block_size * 4, I32)
-            slot = code.convert("sext", block, I64) * form.block_size + position % form.block_size
-            token = address + slot * token_bytes + self._head * (dim * size)
-            to = self._tile + (position - start) * (dim * 4)
-            for index in range(0, dim, LANES):
-                code.store(load_floats(code, token, index * size, form.stored), to, index * 4)
-
-    def _write_scores(self, start: Value, num_scores: Value) -> None:
-        """Write each pair's scores of the part; what a row does not see is far below all others."""
-        code, form = self._code, self._form
-        pairs, places = code.loop(0, self._num_pairs), code.loop(0, num_scores, LANES)
-        with pairs as index, places as place:
-            code.store(code.floats(_HIDDEN), self._scores_of(index), place * 4)
-        with code.loop(start, self._end, _TILE) as tile:
-            begin = code.greatest(tile, self._first)
-            end = code.least(tile + _TILE, self._end)
-            self._convert(Place.KEYS, form.key_dim, begin, end)
-            with code.loop(0, self._num_pairs) as index:
-                row, head = self._row_of(index)
-                firsts, ends = (
-                    code.load(code.load(self._record, 8 * place, I64), row * 8, I64)
-                    for place in (Record.FIRST, Record.END)
-                )
-                first, last = code.greatest(begin, firsts), code.least(end, ends)
-                query = code.field(Place.QUERY) + row * code.field(Place.QUERY_STRIDE)
-                query = query + head * (form.key_dim * 4)
-                with code.loop(first, last) as position:
-                    key = self._tile + (position - begin) * (form.key_dim * 4)
-                    score = self._score(query, key)
-                    code.store(score, self._scores_of(index), (position - self._start) * 4)
-
-    def _score(self, query: Value, key: Value) -> Value:
-        code, form = self._code, self._form
-        sums = [code.floats(0.0) for _ in range(min(4, form.key_dim // LANES))]
-        for number, index in enumerate(range(0, form.key_dim, LANES)):
-            product = code.load(query, index * 4, F32S) * code.load(key, index * 4, F32S)
-            sums[number % len(sums)] = sums[number % len(sums)] + product
-        while len(sums) > 1:
-            sums = [sum(sums[i + 1 : i + 2], sums[i]) for i in range(0, len(sums), 2)]
-        return code.total(sums[0]) * code.float_field(Place.SCALE)
-
-    def _write_weights(self, num_scores: Value) -> None:
-        """Turn each pair's scores into weights, and write their largest and their sum."""
-        code, form = self._code, self._form
-        with code.loop(0, self._num_pairs) as index:
-            scores = self._scores_of(index)
-            most = code.variable(code.floats(_HIDDEN))
-            with code.loop(0, num_scores, LANES) as place:
-                value = code.load(scores, place * 4, F32S)
-                if form.has_softcap:
-                    cap = code.spread(code.float_field(Place.SOFTCAP))
-                    capped = tanh(code, value / cap) * cap
-                    value = code.select(value > _HIDDEN / 2, capped, value)
-                    code.store(value, scores, place * 4)
-                most.set(code.greatest(most.get(), value))
-            largest = code.maximum(most.get())
-            total = code.variable(code.floats(0.0))
-            with code.loop(0, num_scores, LANES) as place:
-                weight = exp(code, code.load(scores, place * 4, F32S) - code.spread(largest))
-                code.store(weight, scores, place * 4)
-                total.set(total.get() + weight)
-            stats = self._result(index, Record.STATS, 2)
-            code.store(largest, stats, 0)
-            code.store(code.total(total.get()), stats, 4)
-
-    def _result(self, index: Value, place: Record, width: int) -> Value:
+    def _result(self, pair: Value, place: Record, width: int) -> Value:
         """Return the address of a pair's result."""
         code, form = self._code, self._form
-        row, head = self._row_of(index)
+        row, head = self._row_of(pair)
         number = self._of_job(Job.RESULT) + row - self._of_job(Job.ROW)
         results = code.load(self._record, 8 * place, I64)
         return results + (number * form.num_heads + head) * (width * 4)
 
-    def _write_sums(self, start: Value) -> None:
-        """Write each pair's sum of values times weights."""
+    # K and V
+
+    def _tokens(self, pool: Place, dim: int, first: Value) -> list[Value]:
+        """Return the addresses of K or V of 8 positions from `first` on, a multiple of 8.
+
+        Positions that no row sees have any address within the pool.
+        """
         code, form = self._code, self._form
-        with code.loop(0, self._num_pairs) as index:
-            sums = self._result(index, Record.SUMS, form.value_dim)
+        token_bytes = form.num_kv_heads * dim * form.stored.num_bytes
+        head = code.field(pool) + self._head * (dim * form.stored.num_bytes)
+        if form.block_size >= LANES:  # all in one block
+            start = head + self._slot(first) * token_bytes
+            return [start + lane * token_bytes for lane in range(LANES)]
+        positions = [
+            code.least(code.greatest(first + lane, self._first), self._end - 1)
+            for lane in range(LANES)
+        ]
+        return [head + self._slot(position) * token_bytes for position in positions]
+
+    def _slot(self, position: Value) -> Value:
+        code, size = self._code, self._form.block_size
+        table = self._of_job(Job.TABLE)
+        block = code.load(table, position // size * 4, I32)
+        return code.convert("sext", block, I64) * size + position % size
+
+    def _ask_ahead(self, pool: Place, dim: int, position: Value) -> None:
+        """Ask for what the next tile has in the place of 8 positions, while this one is used."""
+        code = self._code
+        last = self._end - 1
+        ahead = code.least(position + _TILE, last - last % LANES)
+        for token in self._tokens(pool, dim, ahead):
+            for line in range(0, dim * self._form.stored.num_bytes, _CACHE_LINE):
+                code.prefetch(token, line)
+
+    def _convert_keys(self, tile: Value) -> None:
+        """Write a tile of K as float32 [dim, positions]."""
+        code, form = self._code, self._form
+        start = code.greatest(tile, self._first - self._first % LANES)
+        with code.loop(start, code.least(tile + _TILE, self._end), LANES) as position:
+            self._ask_ahead(Place.KEYS, form.key_dim, position)
+            tokens = self._tokens(Place.KEYS, form.key_dim, position)
+            to = self._tile + (position - tile) * 4
+            with code.loop(0, form.key_dim, LANES) as column:
+                offset = column * form.stored.num_bytes
+                for index, values in enumerate(load_transposed(code, tokens, offset, form.stored)):
+                    code.store(values, to, (column + index) * (_TILE * 4))
+
+    def _convert_values(self, tile: Value) -> None:
+        """Write a tile of V as float32 [positions, dim]."""
+        code, form = self._code, self._form
+        start = code.greatest(tile, self._first - self._first % LANES)
+        with code.loop(start, code.least(tile + _TILE, self._end), LANES) as position:
+            self._ask_ahead(Place.VALUES, form.value_dim, position)
+            tokens = self._tokens(Place.VALUES, form.value_dim, position)
+            to = self._tile + (position - tile) * (form.value_dim * 4)
+            with code.loop(0, form.value_dim, LANES) as column:
+                offset = column * form.stored.num_bytes
+                for index, token in enumerate(tokens):
+                    values = load_floats(code, token, offset, form.stored)
+                    code.store(values, to + index * (form.value_dim * 4), column * 4)
+
+    # Scores, weights, sums
+
+    def _write_scores(self, pairs: Sequence[Value], tile: Value) -> None:
+        """Write the pairs' scores of a tile, also of positions that a row does not see."""
+        code, form = self._code, self._form
+        queries = []
+        for pair in pairs:
+            row, head = self._row_of(pair)
+            query = code.field(Place.QUERY) + row * code.field(Place.QUERY_STRIDE)
+            queries.append(query + head * (form.key_dim * 4))
+        places = range(0, (2 if len(pairs) > 2 else 4) * LANES, LANES)
+        with code.loop(tile, code.least(tile + _TILE, self._end), len(places) * LANES) as position:
+            sums = [[code.variable(code.floats(0.0)) for _ in places] for _ in pairs]
+            keys = self._tile + (position - tile) * 4
+            with code.loop(0, form.key_dim) as column:
+                loaded = [
+                    code.load(keys, column * (_TILE * 4) + place * 4, F32S) for place in places
+                ]
+                for query, of_pair in zip(queries, sums, strict=True):
+                    factor = code.spread(code.load(query, column * 4, F32))
+                    for key, total in zip(loaded, of_pair, strict=True):
+                        total.set(total.get() + factor * key)
+            scale = code.spread(code.float_field(Place.SCALE))
+            for pair, of_pair in zip(pairs, sums, strict=True):
+                to = self._scores_of(pair) + (position - self._start) * 4
+                for place, total in zip(places, of_pair, strict=True):
+                    code.store(total.get() * scale, to, place * 4)
+
+    def _write_weights(self, pair: Value) -> None:
+        """Turn a pair's scores into weights, and write their largest and their sum."""
+        code = self._code
+        scores = self._scores_of(pair) - self._start * 4
+        first = self._first - self._first % LANES
+        most = code.variable(code.floats(_HIDDEN))
+        with code.loop(first, self._end, LANES) as position:
+            value = self._seen(pair, position, code.load(scores, position * 4, F32S))
+            code.store(value, scores, position * 4)
+            most.set(code.greatest(most.get(), value))
+        largest = code.maximum(most.get())
+        total = code.variable(code.floats(0.0))
+        with code.loop(first, self._end, LANES) as position:
+            weight = exp(code, code.load(scores, position * 4, F32S) - code.spread(largest))
+            code.store(weight, scores, position * 4)
+            total.set(total.get() + weight)
+        stats = self._result(pair, Record.STATS, 2)
+        code.store(largest, stats, 0)
+        code.store(code.total(total.get()), stats, 4)
+
+    def _seen(self, pair: Value, position: Value, scores: Value) -> Value:
+        """Return scores from `position` on; what the row does not see is far below all others."""
+        code = self._code
+        if self._form.has_softcap:
+            cap = code.spread(code.float_field(Place.SOFTCAP))
+            scores = tanh(code, scores / cap) * cap
+        row, _ = self._row_of(pair)
+        first, end = (
+            code.load(code.load(self._record, 8 * place, I64), row * 8, I64) - position
+            for place in (Record.FIRST, Record.END)
+        )
+        lanes = code.counting()
+        hidden = code.floats(_HIDDEN)
+        scores = code.select(lanes < code.spread(code.convert("trunc", first, I32)), hidden, scores)
+        return code.select(lanes < code.spread(code.convert("trunc", end, I32)), scores, hidden)
+
+    def _clear_sums(self) -> None:
+        code, form = self._code, self._form
+        with code.loop(0, self._num_pairs) as pair:
+            sums = self._result(pair, Record.SUMS, form.value_dim)
             with code.loop(0, form.value_dim, LANES) as column:
                 code.store(code.floats(0.0), sums, column * 4)
-        with code.loop(start, self._end, _TILE) as tile:
-            begin = code.greatest(tile, self._first)
-            end = code.least(tile + _TILE, self._end)
-            self._convert(Place.VALUES, form.value_dim, begin, end)
-            with code.loop(0, self._num_pairs) as index:
-                sums = self._result(index, Record.SUMS, form.value_dim)
-                for first in range(0, form.value_dim, 8 * LANES):
-                    self._add_values(index, sums, begin, end, first)
 
-    def _add_values(self, index: Value, sums: Value, begin: Value, end: Value, column: int) -> None:
-        """Add the values of a tile, for up to 64 columns from `column` on."""
+    def _add_values(self, pairs: Sequence[Value], tile: Value) -> None:
+        """Add to the pairs' sums what a tile of values times their weights makes."""
         code, form = self._code, self._form
-        offsets = range(column * 4, min(column + 8 * LANES, form.value_dim) * 4, LANES * 4)
-        totals = [code.variable(code.load(sums, offset, F32S)) for offset in offsets]
-        with code.loop(begin, end) as position:
-            weight = code.load(self._scores_of(index), (position - self._start) * 4, F32)
-            value = self._tile + (position - begin) * (form.value_dim * 4)
-            for offset, total in zip(offsets, totals, strict=True):
-                product = code.load(value, offset, F32S) * code.spread(weight)
-                total.set(total.get() + product)
-        for offset, total in zip(offsets, totals, strict=True):
-            code.store(total.get(), sums, offset)
+        sums = [self._result(pair, Record.SUMS, form.value_dim) for pair in pairs]
+        weights = [self._scores_of(pair) - self._start * 4 for pair in pairs]
+        begin = code.greatest(tile, self._first)
+        end = code.least(tile + _TILE, self._end)
+        width = _VALUE_VECTORS[len(pairs)] * LANES
+        for first in range(0, form.value_dim, width):
+            columns = range(first, min(first + width, form.value_dim), LANES)
+            totals = [
+                [code.variable(code.load(at, column * 4, F32S)) for column in columns]
+                for at in sums
+            ]
+            with code.loop(begin, end) as position:
+                value = self._tile + (position - tile) * (form.value_dim * 4)
+                loaded = [code.load(value, column * 4, F32S) for column in columns]
+                for at, of_pair in zip(weights, totals, strict=True):
+                    weight = code.spread(code.load(at, position * 4, F32))
+                    for vector, total in zip(loaded, of_pair, strict=True):
+                        total.set(total.get() + vector * weight)
+            for at, of_pair in zip(sums, totals, strict=True):
+                for column, total in zip(columns, of_pair, strict=True):
+                    code.store(total.get(), at, column * 4)
 
 
 def _write_joining(code: Code, form: AttentionForm) -> None:

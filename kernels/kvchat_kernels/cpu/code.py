@@ -241,6 +241,15 @@ class Code:
         order = ir.Constant(ir.VectorType(I32, len(lanes)), list(lanes))
         return Value(self, self.builder.shuffle_vector(vector.raw, vector.raw, order))
 
+    def shuffled(self, one: Value, other: Value, lanes: Sequence[int]) -> Value:
+        """Return a vector of lanes of two: those of `other` count on from those of `one`."""
+        order = ir.Constant(ir.VectorType(I32, len(lanes)), list(lanes))
+        return Value(self, self.builder.shuffle_vector(one.raw, other.raw, order))
+
+    def counting(self) -> Value:
+        """Return the whole numbers 0 to 7, 32 bits each."""
+        return Value(self, ir.Constant(I32S, list(range(LANES))))
+
     def widened(self, value: Value) -> Value:
         """Return a vector of 8 floats: those of a vector of up to 8, or a single one, and zeros."""
         if not isinstance(value.type, ir.VectorType):

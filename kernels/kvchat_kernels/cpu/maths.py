@@ -4,6 +4,7 @@ exp follows Cephes' expf (S. Moshier): x is split into n * ln 2 + r, and exp(r) 
 degree 7, right to about 1e-7. erf is formula 7.1.26 of Abramowitz and Stegun, right to 1.5e-7.
 """
 
+from collections.abc import Sequence
 from enum import StrEnum
 from functools import reduce
 
@@ -44,12 +45,34 @@ def stored_as(dtype: torch.dtype) -> Stored | None:
 
 def load_floats(code: Code, address: Value, offset: Value | int, stored: Stored) -> Value:
     """Load 8 stored floats as float32."""
+    kind = F32S if stored is Stored.FLOAT else _I16S
+    return as_floats(code, code.load(address, offset, kind), stored)
+
+
+def load_transposed(
+    code: Code, addresses: Sequence[Value], offset: Value | int, stored: Stored
+) -> list[Value]:
+    """Load 8 stored floats of each of 8 addresses; return the first of all as float32, and so on.
+
+    A round exchanges the halves of pairs of vectors: the vectors `step` apart, lanes alternating.
+    """
+    kind = {Stored.FLOAT: F32S, Stored.HALF: _I16S, Stored.BFLOAT: _I16S}[stored]
+    vectors = [code.load(address, offset, kind) for address in addresses]
+    low = [lane // 2 + LANES * (lane % 2) for lane in range(LANES)]
+    high = [lane + LANES // 2 for lane in low]
+    for _ in range(3):
+        pairs = zip(vectors[: LANES // 2], vectors[LANES // 2 :], strict=True)
+        vectors = [code.shuffled(*pair, order) for pair in pairs for order in (low, high)]
+    return [as_floats(code, vector, stored) for vector in vectors]
+
+
+def as_floats(code: Code, loaded: Value, stored: Stored) -> Value:
+    """Return 8 stored floats, those of 16 bits given as whole numbers, as float32."""
     if stored is Stored.FLOAT:
-        return code.load(address, offset, F32S)
+        return loaded
     if stored is Stored.HALF:
-        return code.convert("fpext", code.load(address, offset, _F16S), F32S)
-    bits = code.convert("zext", code.load(address, offset, _I16S), I32S)
-    return code.as_bits(bits << 16, F32S)
+        return code.convert("fpext", code.as_bits(loaded, _F16S), F32S)
+    return code.as_bits(code.convert("zext", loaded, I32S) << 16, F32S)
 
 
 def store_floats(

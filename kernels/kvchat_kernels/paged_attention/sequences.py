@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from kvchat_kernels.sending import on_device
+from kvchat_kernels.launch import on_device
 
 
 @dataclass(frozen=True, slots=True)

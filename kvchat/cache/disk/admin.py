@@ -15,8 +15,7 @@ from typing import TypeVar
 
 from kvchat.cache.disk.db import LOCK_NAME, StoreBusy, StoreHeld, StoreLock
 from kvchat.cache.disk.inventory import ModelDir, pack_tree, read_model_dir, stored_model_dirs
-from kvchat.cache.disk.known_models import KnownModel, KnownModels
-from kvchat.cache.disk.lookup import StoreLookup
+from kvchat.cache.disk.lookup import KnownModel, KnownModels, StoreLookup
 from kvchat.cache.disk.model_dirs import (
     DATABASE,
     drop,

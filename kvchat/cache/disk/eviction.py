@@ -2,7 +2,7 @@
 
 The value of a pack is its expected rate of use times the time to compute it again.
 
-*How often.* Every use foretells another, and half as strongly with each half-life H that passes:
+*How often.* Every use predicts another, and half as strongly with each half-life H that passes:
 after uses at t_i of weight w_i the expected rate is W(t) = sum of w_i 2^(-(t - t_i)/H). Recency
 alone is the case of one use, frequency that of H without end (Lee et al., "LRFU", IEEE Trans.
 Computers 2001). Its logarithm is a straight line: log2 W(t) = (c - t)/H, with the *credit*

@@ -1,5 +1,8 @@
 """StoreLookup: what the disk has of conversations, and why not more, while no model is loaded.
 
+An identity is a digest, and tells nothing of the model. Each engine notes its own in KnownModels, a
+file of the state directory, when it opens its store.
+
 The identity of a model is known only once it is loaded. Until then a conversation is looked up
 under the identities that the model of its name had, and under those that are not known.
 """
@@ -7,16 +10,69 @@ under the identities that the model of its name had, and under those that are no
 import logging
 import sqlite3
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from kvchat.cache.disk.inventory import num_kept_blocks, stored_model_dirs
-from kvchat.cache.disk.known_models import KnownModel, KnownModels
 from kvchat.cache.disk.miss_log import MissReasonLog
 from kvchat.cache.keys import TOKEN_BYTES, chain_keys, encode_ids, root_key
 from kvchat.cache.rates import RateMemory, kept_prefill_rate
 from kvchat.core.cost import ASSUMED_BYTES_PER_S, KvPlaces, ReadRates
 from kvchat.core.errors import StoreError
+from kvchat.core.paths import read_state, write_state
 from kvchat.core.types import CachedTokens, MissReason, TokenIds
+
+_NAME = "models.json"
+_VERSION = 1
+_MAX_MODELS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class KnownModel:
+    """A model as it was last run with one identity. `rates` names its rates in a RateMemory."""
+
+    name: str
+    rates: str
+    block_size: int
+    block_bytes: int
+    is_draft: bool = False
+
+
+class KnownModels:
+    """The known models in a state `directory`; with None there are none and none are kept."""
+
+    def __init__(self, directory: Path | None) -> None:
+        self._path = directory / _NAME if directory is not None else None
+
+    def read(self) -> dict[str, KnownModel]:
+        """Return the known models by their identities in hexadecimal, the newest last."""
+        if self._path is None:
+            return {}
+        found = read_state(self._path, _VERSION, "models")
+        models = {identity: _sound(model) for identity, model in found.items()}
+        return {identity: model for identity, model in models.items() if model is not None}
+
+    def note(self, identity: str, model: KnownModel) -> None:
+        """Remember a model as the newest one."""
+        if self._path is None:
+            return
+        known = self.read()
+        if list(known.items())[-1:] == [(identity, model)]:
+            return
+        known.pop(identity, None)
+        newest = [*known.items(), (identity, model)][-_MAX_MODELS:]
+        write_state(self._path, _VERSION, "models", {name: asdict(each) for name, each in newest})
+
+
+def _sound(model: object) -> KnownModel | None:
+    """Return a known model as it was written; None for anything else."""
+    if not isinstance(model, dict):
+        return None
+    kinds = {"name": str, "rates": str, "block_size": int, "block_bytes": int, "is_draft": bool}
+    if model.keys() != kinds.keys() or any(type(model[k]) is not kind for k, kind in kinds.items()):
+        return None
+    return KnownModel(**model) if min(model["block_size"], model["block_bytes"]) > 0 else None
+
 
 _log = logging.getLogger(__name__)
 
@@ -63,12 +119,12 @@ class StoreLookup:
         self, known: dict[str, KnownModel], paths: list[Path], name: str, token_ids: TokenIds
     ) -> KvPlaces:
         found = self._most_kept(known, paths, name, encode_ids(token_ids))
-        num_kept, model = 0, _newest(known, name)
+        num_kept, model, block_size = 0, _newest(known, name), self._block_size
         if found is not None:
             path, block_size, count = found
             num_kept, model = count * block_size, known.get(path.name, model)
         rates = self._rates(model) if model is not None else ReadRates()
-        return KvPlaces(len(token_ids), CachedTokens(disk=num_kept), rates)
+        return KvPlaces(len(token_ids), CachedTokens(disk=num_kept), rates, block_size)
 
     def _most_kept(
         self, known: dict[str, KnownModel], paths: list[Path], name: str, encoded: bytes

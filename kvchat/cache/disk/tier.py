@@ -29,7 +29,7 @@ from kvchat.cache.disk.format import (
     payload_prefix,
 )
 from kvchat.cache.disk.miss_log import MissReasonLog
-from kvchat.cache.disk.model_dirs import FILE_OVERHEAD_BYTES
+from kvchat.cache.disk.model_dirs import FILE_OVERHEAD_BYTES, MISS_LOG
 from kvchat.cache.disk.quota import DiskQuota
 from kvchat.cache.disk.table import MIN_FILE_BYTES, OtherSchema, PackRow, PackTable, Parts, is_busy
 from kvchat.cache.keys import root_key
@@ -237,6 +237,7 @@ class DiskTier:
         self._root = root_key(layout.identity)
         self._stats = TierStats(limit_bytes)
         self._miss_log = MissReasonLog(own)
+        self._miss_file = own / MISS_LOG
         self._quota = DiskQuota(
             directory,
             own,
@@ -428,6 +429,8 @@ class DiskTier:
 
     def why(self, key: bytes, encoded: bytes, num_found: int) -> MissReason:
         """Return why the block of `key` is not there, after `num_found` of a context that are."""
+        if num_found and not self._miss_file.exists():  # as usual: nothing that was there went
+            return MissReason.NEVER_WRITTEN
         return self._miss_log.why(key, encoded, num_found, self._layout.block_size)
 
     # Housekeeping

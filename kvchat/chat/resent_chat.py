@@ -1,15 +1,17 @@
-"""SeenChats: finds the message in which a resent conversation differs from what was fed before.
+"""ResentChat: a conversation that a client sends as text with every request, and what it changed.
 
 A client that changes an early message, such as a date in the system prompt, loses the KV of all
-that follows. The server says which message it was.
+that follows. SeenChats finds that message, and the server says which it was.
 """
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import takewhile
 
 from kvchat.chat.conversation import Role
 from kvchat.chat.tools import ToolCall, ToolResult, ToolSet
+from kvchat.core.errors import UsageError
 
 _MAX_CHATS = 64
 _SHOWN_CHARS = 40
@@ -39,6 +41,71 @@ class Message:
         """All that the model reads of the message, to compare it."""
         parts = (*(result.text for result in self.results), self.text)
         return "\n".join((*parts, *(call.key for call in self.calls)))
+
+
+@dataclass(frozen=True, slots=True)
+class KeptPart:
+    """The beginning of a conversation whose KV a client wants to be kept on disk for a while.
+
+    num_messages   it ends in this message; 0 is what stands before the first
+    ttl_s          for so many seconds
+    text           the beginning of the message's text to which it reaches; None for its end
+    """
+
+    num_messages: int
+    ttl_s: float
+    text: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ResentChat:
+    """A system prompt, tools, and messages that alternate, the user's first.
+
+    If the last message is the assistant's, the answer continues it.
+    """
+
+    system: str | None
+    messages: tuple[Message, ...]
+    tools: ToolSet | None = None
+    kept: tuple[KeptPart, ...] = ()
+
+    @property
+    def is_continuation(self) -> bool:
+        return self.messages[-1].role is Role.ASSISTANT
+
+    @property
+    def needs_tools(self) -> bool:
+        """Whether the template has to write tools or calls."""
+        return bool(self.tools) or any(message.calls for message in self.messages)
+
+
+def resent_chat(
+    system: str | None, messages: Iterable[Message], tools: ToolSet | None = None
+) -> ResentChat:
+    """Join neighbouring messages of one role; raises UsageError without a user message first.
+
+    Results have to follow an answer with as many calls.
+    """
+    joined: list[Message] = []
+    for message in messages:
+        if joined and joined[-1].role is message.role:
+            joined[-1] = joined[-1].joined(message)
+        else:
+            joined.append(message)
+    if not joined:
+        raise UsageError("There is no message to answer.")
+    if joined[0].role is not Role.USER:
+        raise UsageError("The first message has to be the user's.")
+    last = joined[-1]
+    if not last.text.strip() and not last.results:
+        raise UsageError("The last message is empty.")
+    if last.calls:
+        raise UsageError("The last message calls a tool, but there is no result.")
+    for number, message in enumerate(joined):
+        num_calls = len(joined[number - 1].calls) if number else 0
+        if len(message.results) > num_calls:
+            raise UsageError("There is a result of a tool without a call before it.")
+    return ResentChat(system or None, tuple(joined), tools)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,107 @@
+"""Plain experts of a mixture in blocks of 8 or 4 bits on a CPU: their products, module by module.
+
+transformers keeps the weights of a layer's experts as two tensors, [experts, 2 * width, hidden] and
+[experts, hidden, width], and so do most mixtures. Packed, they are matrices with the rows of
+all experts one below another; a step multiplies with the rows of the chosen experts alone.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from kvchat_kernels.linear.blocks import BlockWeights, fits, quantised_on
+from kvchat_kernels.linear.cpu import BlockProduct
+
+_PACKS = "_kvchat_expert_packs"
+# Flags that transformers gives a class of experts, and what they are where experts are plain.
+_PLAIN = {
+    "has_gate": True,
+    "has_bias": False,
+    "has_post_expert_norm": False,
+    "is_transposed": False,
+    "is_concatenated": True,
+}
+
+
+class ExpertPacks:
+    """The matrices of a layer's experts. `gate_up` is one, gate above up in each expert, or two."""
+
+    def __init__(
+        self, gate_up: Sequence[BlockWeights], down: BlockWeights, num_experts: int
+    ) -> None:
+        self.gate_up = tuple(BlockProduct(weights) for weights in gate_up)
+        self.down = BlockProduct(down)
+        self._num_experts = num_experts
+
+    def __deepcopy__(self, memo: object) -> "ExpertPacks":
+        return self  # nothing ever changes it
+
+    def multiply(self, x: torch.Tensor, expert: int, act: nn.Module) -> torch.Tensor:
+        """Return what one expert makes of x [rows, hidden] float32."""
+        outputs = [self._of(product, expert)(x) for product in self.gate_up]
+        gate, up = outputs if len(outputs) == 2 else outputs[0].chunk(2, dim=-1)
+        return self._of(self.down, expert)((act(gate) * up).contiguous())
+
+    def _of(self, product: BlockProduct, expert: int) -> BlockProduct:
+        size = product.weights.num_out // self._num_experts
+        return BlockProduct(product.weights.rows(expert * size, (expert + 1) * size))
+
+
+def are_plain_experts(module: Any) -> bool:
+    """Return whether a module is experts of the plain form, with their weights as parameters."""
+    names = ("gate_up_proj", "down_proj")
+    parameters = [getattr(module, name, None) for name in names]
+    if not all(isinstance(part, nn.Parameter) and part.dim() == 3 for part in parameters):
+        return False
+    # Where transformers names it otherwise, no experts are plain, and all run as they are.
+    gate = getattr(type(module), "_apply_gate", None)
+    is_plain = getattr(gate, "__name__", "") == "_default_apply_gate"
+    return is_plain and all(getattr(module, name, None) == flag for name, flag in _PLAIN.items())
+
+
+def expert_packs_of(module: nn.Module) -> ExpertPacks | None:
+    """Return what holds the packed weights of a module of experts, None if it has none."""
+    packs: ExpertPacks | None = module.__dict__.get(_PACKS)
+    return packs
+
+
+def can_pack_experts(module: Any) -> bool:
+    """Return whether a module is plain experts that are not packed and whose rows fit blocks."""
+    if expert_packs_of(module) is not None or not are_plain_experts(module):
+        return False
+    return all(fits(part.shape[-1]) for part in (module.gate_up_proj, module.down_proj))
+
+
+@torch.inference_mode()
+def pack_experts(module: Any, bits: int) -> None:
+    """Round the weights of `can_pack_experts` to blocks, and free them."""
+    packs = []
+    for name in ("gate_up_proj", "down_proj"):
+        weight = getattr(module, name).detach().flatten(0, 1)
+        packs.append(quantised_on(weight, bits, torch.device("cpu")))
+    use_packed_experts(module, packs[:1], packs[1])
+
+
+def use_packed_experts(module: Any, gate_up: Sequence[BlockWeights], down: BlockWeights) -> None:
+    """Let a module of experts multiply with block weights instead of its own, which are freed."""
+    packs = ExpertPacks(gate_up, down, module.gate_up_proj.shape[0])
+    dtype, act = module.gate_up_proj.dtype, module.act_fn
+    module.__dict__[_PACKS] = packs
+    for name in ("gate_up_proj", "down_proj"):
+        setattr(module, name, nn.Parameter(torch.empty(0, dtype=dtype), requires_grad=False))
+
+    def forward(
+        hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the weighted sum of the experts [rows, hidden] that `top_k_index` names."""
+        x, factors = hidden_states.float(), top_k_weights.float()
+        out = torch.zeros_like(x)
+        for expert in top_k_index.unique().tolist():
+            rows, places = torch.where(top_k_index == expert)
+            outputs = packs.multiply(x[rows], expert, act)
+            out.index_add_(0, rows, outputs * factors[rows, places, None])
+        return out.to(hidden_states.dtype)
+
+    module.__dict__["forward"] = forward

@@ -1,0 +1,50 @@
+"""The CPU kernels on processors that are not x86: no instruction of x86 is named in their code."""
+
+import llvmlite.binding as llvm
+import pytest
+import torch
+from llvmlite import ir
+
+from kvchat_kernels.cpu import attention, block_products, block_rows, program
+from kvchat_kernels.cpu import code as code_module
+from kvchat_kernels.cpu.code import I64, Code
+from kvchat_kernels.cpu.maths import Stored
+from kvchat_kernels.linear.blocks import Layout
+
+NIBBLES = Layout(4, 32, torch.float16, True, True)
+BYTES = Layout(8, 32, torch.float16, False, False)
+FORM = attention.AttentionForm(6, 2, 64, 64, 16, Stored.BFLOAT)
+WRITERS = {
+    "attention": (3, lambda code: attention._Part(code, FORM).write()),
+    "4 bits": (
+        3,
+        lambda code: block_products._write(code, NIBBLES, False, block_products._write_interleaved),
+    ),
+    "8 bits": (
+        3,
+        lambda code: block_products._write(code, BYTES, False, block_products._write_by_blocks),
+    ),
+    "rounding": (3, lambda code: block_rows._write_rounding(code, 8)),
+    "driver": (1, program._write),
+}
+
+
+@pytest.mark.parametrize("kernel", WRITERS)
+def test_a_kernel_compiles_for_arm(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if this were one: features by other names, and LLVM's target of that processor."""
+    arm = code_module._Processor("generic", "", frozenset({"neon"}))
+    monkeypatch.setattr(code_module, "_processor", lambda: arm)
+    num_arguments, write = WRITERS[kernel]
+    module = ir.Module()
+    kind = ir.FunctionType(ir.VoidType(), [I64] * num_arguments)
+    function = ir.Function(module, kind, "run")
+    builder = ir.IRBuilder(function.append_basic_block())
+
+    write(Code(builder, function.args))
+    builder.ret_void()
+
+    assert "llvm.x86" not in str(module)
+    llvm.initialize_all_targets()
+    llvm.initialize_all_asmprinters()
+    machine = llvm.Target.from_triple("aarch64-linux-gnu").create_target_machine(cpu="generic")
+    assert "ret" in machine.emit_assembly(llvm.parse_assembly(str(module)))
