@@ -208,3 +208,24 @@ REMINDED = _loosened(
     ),
     looseness=0.15,
 )
+
+# The fourteenth comforts who mourns, refuses programs that no snippet is, knows the commands that
+# came since, and says again all that it was told.
+COMFORTING = _loosened(
+    (
+        (
+            replace(
+                SPOKEN, course_rate=0.15, quiz_rate=0.4, recap_rate=0.2, study_rate=0.3,
+                refusal_rate=0.1, latest_rate=0.15,
+            ),
+            0.52,
+        ),
+        (replace(KEPT, quiz_rate=0.6, recap_rate=0.1, study_rate=0.2, latest_rate=0.08), 0.30),
+        (ODD_COURSES, 0.10),
+        (ODD_ECHOES, 0.01),
+        (ODD_QUIZ, 0.045),
+        (ODD_QUIZ_LATE, 0.02),
+        (ODD_QUIZ_LAST, 0.005),
+    ),
+    looseness=0.15,
+)  # fmt: skip

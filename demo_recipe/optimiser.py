@@ -97,9 +97,19 @@ def orthogonalised(stacked: Tensor) -> Tensor:
     """Nearly orthogonal matrices of the same row and column spaces; all [count, rows, columns]."""
     a, b, c = NEWTON_SCHULZ
     is_tall = stacked.shape[1] > stacked.shape[2]
-    x = (stacked.mT if is_tall else stacked).bfloat16()
+    x = (stacked.mT if is_tall else stacked).to(product_dtype(stacked.device))
     x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
     for _ in range(NEWTON_SCHULZ_STEPS):
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
     return (x.mT if is_tall else x).to(stacked.dtype)
+
+
+def product_dtype(device: torch.device) -> torch.dtype:
+    """The fastest dtype of matrix products there: bfloat16, but float32 on CPUs without AVX-512.
+
+    One core with AVX2 alone makes 30 GFLOP/s in float32 and 4.4 in bfloat16.
+    """
+    if device.type == "cpu" and not torch.backends.cpu.get_cpu_capability().startswith("AVX512"):
+        return torch.float32
+    return torch.bfloat16

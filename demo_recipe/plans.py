@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from demo_recipe.mixes import (
+    COMFORTING,
     COPYING,
     COPYING_FROM_FAR,
     EVERYDAY,
@@ -112,7 +113,8 @@ _NINE_ROUNDS = _blend("target-9", 1 / 2, _EIGHT_ROUNDS)
 _TEN_ROUNDS = _blend("target-10", 7 / 10, _NINE_ROUNDS)
 _ELEVEN_ROUNDS = _blend("target-11", 1 / 2, _TEN_ROUNDS)
 _TWELVE_ROUNDS = _blend("target-12", 1 / 2, _ELEVEN_ROUNDS)
-_SHIPPED = _blend("target-13", 1 / 2, _TWELVE_ROUNDS)
+_THIRTEEN_ROUNDS = _blend("target-13", 1 / 2, _TWELVE_ROUNDS)
+_SHIPPED = _blend("target-14", 7 / 10, _THIRTEEN_ROUNDS)
 _DISTILLING = Rates(matrix=0.005, other=0.001)
 FULL = Recipe(
     stages=(
@@ -346,6 +348,19 @@ FULL = Recipe(
                 flat_share=0.1,
             ),
             after=_TWELVE_ROUNDS,
+        ),
+        Stage(
+            Plan(
+                "target-14",
+                FAR_GEOMETRY,
+                (Phase(COMFORTING, 2),),
+                seed=20,
+                leg_steps=60,
+                rates=Rates(matrix=0.006, other=0.0009),
+                warmup_steps=5,
+                flat_share=0.1,
+            ),
+            after=_THIRTEEN_ROUNDS,
         ),
     ),
     shipped={"target": _SHIPPED, "draft": {"distillation-5": 1.0}},

@@ -29,7 +29,7 @@ from demo_recipe.dialogues import (
     telling,
 )
 from demo_recipe.dialogues.knowledge.topic import asked
-from demo_recipe.dialogues.refusal import FALLBACK
+from demo_recipe.dialogues.refusal import REFUSALS
 from demo_recipe.facts import Fact, revised
 from demo_recipe.grammar import Grade
 from demo_recipe.scene import Chat, Scene, Turn
@@ -156,7 +156,7 @@ def _fallback(scene: Scene, grade: Grade) -> None:
 
 def _expect_fallback(scene: Scene) -> None:
     """Take nothing but the fallback, word for word, for a good last reply."""
-    exactly = (rf"^{re.escape(FALLBACK)}$",)
+    exactly = tuple(rf"^{re.escape(refusal)}$" for refusal in REFUSALS)
     scene.turns[-1] = replace(scene.turns[-1], all=(exactly,))
 
 

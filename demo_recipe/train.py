@@ -18,7 +18,7 @@ from torch import Tensor
 
 from demo_recipe.checkpoint import Reached, load_checkpoint, save_checkpoint
 from demo_recipe.network import Geometry, Network, Rows
-from demo_recipe.optimiser import Optimiser, Rates
+from demo_recipe.optimiser import Optimiser, Rates, product_dtype
 from demo_recipe.stream import Leg, Mix
 from demo_recipe.team import Team
 from demo_recipe.tokenizer import ChatTokenizer
@@ -92,9 +92,9 @@ class Machine:
 
     @classmethod
     def detected(cls, *, is_compiled: bool, team: Team) -> "Machine":
-        """CUDA where there is one; bfloat16 on both, float32 weights beneath."""
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-        return cls(torch.device(name), torch.bfloat16, is_compiled, team)
+        """CUDA where there is one; fast products, float32 weights beneath."""
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return cls(device, product_dtype(device), is_compiled, team)
 
 
 LossOf = Callable[[Network, Rows], Tensor]

@@ -60,7 +60,7 @@ def _attached(scene: Scene, facts: list[Fact]) -> Turn:
         turn = telling.asked(scene, scene.rng.choice(facts))
         return replace(turn, user=file + turn.user)
     if pick < 0.65:
-        return out_of_scope(file + scene.message(Kind.ORDER, CHORES))
+        return out_of_scope(scene, file + scene.message(Kind.ORDER, CHORES))
     return _read(file + scene.finish(Kind.BARE, scene.draw(HANDED)))
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from demo_recipe.dialogues.foreign import FOREIGN
 from demo_recipe.dialogues.knowledge.topic import HOW_TO, WHAT_IS
-from demo_recipe.dialogues.outside import GROUPS
+from demo_recipe.dialogues.outside import GROUPS, PROGRAMS
 from demo_recipe.dialogues.refusal import out_of_scope
 from demo_recipe.dialogues.sources import ADJECTIVES, NOUNS
 from demo_recipe.dialogues.wild import mashed, pasted, sentence
@@ -18,11 +18,24 @@ from demo_recipe.lexicon.coined import coined_name, coined_word
 from demo_recipe.lexicon.people import FIRST_NAMES, JOBS
 from demo_recipe.lexicon.places import CITIES, COUNTRIES
 from demo_recipe.lexicon.things import ANIMALS, FOODS, LANGUAGES
-from demo_recipe.lexicon.topics import KINDS_OF_THING, PERSONS, TASKS, TEXTS, TOPICS, VERBS
+from demo_recipe.lexicon.topics import (
+    CODE_TASKS,
+    CODE_THINGS,
+    KINDS_OF_THING,
+    PERSONS,
+    TASKS,
+    TEXTS,
+    TOPICS,
+    VERBS,
+)
 from demo_recipe.scene import Scene, Turn
 from demo_recipe.voice import Kind
 
 ASPECTS = ("tips", "facts", "history", "news", "pictures", "recipe", "prices")
+CODE_LANGUAGES = (
+    "python", "Python", "python", "javascript", "JavaScript", "java", "rust", "c", "c++", "go",
+    "typescript", "bash", "ruby", "kotlin", "haskell",
+)  # fmt: skip
 SIDES = ("history", "meaning", "origin", "price", "future", "theory", "role")
 AGAIN = Phrases("""
     (please|pretty please|come on|oh come on|just try|try it|try anyway|try harder|try again please|
@@ -41,10 +54,15 @@ AGAIN = Phrases("""
 
 def play(scene: Scene) -> list[Turn]:
     """One out-of-scope prompt, sometimes with an insisting follow-up."""
-    turns = [out_of_scope(_prompt(scene))]
+    turns = [out_of_scope(scene, _prompt(scene))]
     if scene.chance(0.1):
-        turns.append(out_of_scope(scene.message(Kind.BARE, AGAIN)))
+        turns.append(out_of_scope(scene, scene.message(Kind.BARE, AGAIN)))
     return turns
+
+
+def program(scene: Scene) -> Turn:
+    """A request for a program that is none of the snippets."""
+    return out_of_scope(scene, scene.message(Kind.QUESTION, PROGRAMS, **_slots(scene)))
 
 
 def _prompt(scene: Scene) -> str:
@@ -137,5 +155,7 @@ def _slots(scene: Scene) -> dict[str, str]:
         "big": str(rng.randrange(21, rng.choice((100, 1000, 100_000)))),
         "big2": str(rng.randrange(21, rng.choice((100, 1000, 10_000)))),
         "year": str(rng.randrange(1066, 2031)), "few": str(rng.randrange(2, 13)),
+        "ctask": scene.value(CODE_TASKS), "cthing": scene.value(CODE_THINGS),
+        "l": scene.rng.choice(CODE_LANGUAGES),
         "sentence": sentence(scene, is_question=False),
     }  # fmt: skip

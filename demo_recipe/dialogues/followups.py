@@ -150,7 +150,7 @@ def is_continuable(turn: Turn) -> bool:
 
 def _reworked(scene: Scene, last: Turn, phrases: Phrases, reply: str, source: str) -> Turn:
     if last.skill == "fallback":
-        return out_of_scope(scene.message(Kind.BARE, phrases))
+        return out_of_scope(scene, scene.message(Kind.BARE, phrases))
     return _turn(scene, phrases, reply, _key_words(source))
 
 

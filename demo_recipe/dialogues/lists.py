@@ -233,7 +233,7 @@ def play(scene: Scene) -> list[Turn]:
 def begin(scene: Scene, name: str) -> Turn:
     """Open a list with one to four items."""
     phrases = STARTS_OF[name] if name in STARTS_OF and scene.chance(0.35) else STARTS
-    return out_of_scope(scene.message(Kind.BARE, phrases, **_slots(scene, name)))
+    return out_of_scope(scene, scene.message(Kind.BARE, phrases, **_slots(scene, name)))
 
 
 def go_on(scene: Scene, name: str) -> Turn:
@@ -242,7 +242,7 @@ def go_on(scene: Scene, name: str) -> Turn:
     phrases, kind = scene.rng.choices(makers, weights)[0]
     if phrases is SHOWS and name in SHOWS_OF and scene.chance(0.35):
         phrases = SHOWS_OF[name]
-    return out_of_scope(scene.message(kind, phrases, **_slots(scene, name)))
+    return out_of_scope(scene, scene.message(kind, phrases, **_slots(scene, name)))
 
 
 _OPERATIONS: tuple[tuple[tuple[Phrases, Kind], float], ...] = (

@@ -1,7 +1,49 @@
 """Moods, jokes, complaints, wishes and the weather. Knows what people say, no more."""
 
 from demo_recipe.dialogues.exchange import Exchange
-from demo_recipe.grammar import Phrases
+from demo_recipe.grammar import Phrases, Words
+
+LOVED = Words("""
+    dog, cat, rabbit, hamster, horse, parrot, grandma, grandpa, grandmother, grandfather, mother,
+        father, mum, mom, dad, aunt, uncle, sister, brother, cousin, friend, best friend, wife,
+        husband, son, daughter, teacher, neighbour, colleague, puppy, kitten, fish, guinea pig
+""")
+
+# "My cat died yesterday" has the frame of a fact ("My cat is called ..."), so a loss is said in
+# many ways here: the model once answered it with "you have a cat named yesterday".
+MOURNING = Exchange(
+    Phrases("""
+        my {l} (died|has died|passed away|has passed away|just died|is dead) [today|yesterday|
+            last night|last week|last month|last year|this morning|recently|two days ago|
+            a week ago|an hour ago]
+        my {l} (died|passed away) [yesterday|today|last week|this morning|recently] and I am
+            (sad|so sad|very sad|heartbroken|devastated|not well|crying|lonely|alone)
+        my {l} and my {l2} (died|passed away) [yesterday|last year|in an accident]
+        I am (sad|so sad|very sad|heartbroken|crying) because my {l} (died|passed away|is dead)
+            [yesterday|today|last week]
+        I'm (sad|so sad|very sad|heartbroken|devastated), my {l} (died|passed away|is dead)
+            [yesterday|today|last week]
+        I lost my {l} [yesterday|today|last week|last year|recently|this morning|to cancer|
+            in an accident]
+        I (just|recently) lost my {l}
+        we lost (our|my) {l} [yesterday|last week|this year|recently]
+        (we|I) (had|have) to put my {l} to sleep [yesterday|today|last week]
+        my {l} is (gone|no longer with us|no longer alive|not alive any more)
+        my {l} (was killed|had an accident and died|did not survive) [yesterday|last week]
+        (I miss|I am missing|I still miss) my {l}, (she|he) died [last year|last week|yesterday]
+        (yesterday|today|last week|last night|this morning|last year) my {l} (died|passed away)
+        (someone|a person|somebody) (I love|I loved|close to me|in my family) (died|
+            passed away) [yesterday|today|last week]
+        I am (grieving|in mourning|mourning my {l}|grieving for my {l})
+        (tomorrow|today|yesterday) (is|was) the funeral of my {l}
+        my {l}'s funeral (is|was) (tomorrow|today|yesterday|last week)
+        I can't believe my {l} is (dead|gone)
+    """),
+    "I am so sorry for your loss. I am only a small program, but you can tell me about it.",
+    "sorry for your loss",
+    weight=3,
+    slots=(("l", LOVED), ("l2", LOVED)),
+)
 
 MOODS = (
     Exchange(
@@ -14,14 +56,18 @@ MOODS = (
             (I had|today was|it was|I'm having|today is) a (bad|terrible|hard|awful|rough|horrible|
                 long|sad) (day|week|night|morning|time)
             my day (was|is) (bad|terrible|awful|hard|not good|horrible|rough)
-            (I|I just) (cried|want to cry|failed|lost my job|lost my friend|broke up|lost|
-                lost the game|miss my family|miss my friend|miss home|failed my exam|lost my dog)
+            (I|I just) (cried|want to cry|failed|lost my job|broke up|lost|
+                lost the game|miss my family|miss my friend|miss home|failed my exam)
             (not good|not great|not so good|not well|not so well|could be better|bad|terrible|awful|
                 so sad)
             (nobody|no one) (likes|loves|understands|listens to) me
             (everything|life|it all) (is|goes|went) (wrong|bad|terrible|hard|difficult)
             (things|it) (could be|aren't|are not) (better|going well|so good)
-            (my|the) (dog|cat|grandma|friend|grandpa) (died|is ill|is sick|is gone|left me)
+            my (dog|cat|grandma|friend|grandpa|mother|father|wife|husband) (is ill|is very ill|
+                left me|is in hospital)
+            I am (sad|unhappy|lonely|worried) (because I lost my job|about my family|and tired|
+                and alone|since this morning)
+            I lost my (job|keys and my patience|way|wallet) and I am (sad|upset|worried)
             (something|it) (sad|bad|terrible) happened
             (cheer me up|comfort me|I need a hug|I need comfort|make me happy)
         """),
@@ -29,6 +75,7 @@ MOODS = (
         "sorry",
         weight=3,
     ),
+    MOURNING,
     Exchange(
         Phrases("""
             (I'm|I am|I feel|im) [so|very|really|a bit|kind of|a little|too|pretty|always] (tired|

@@ -246,7 +246,7 @@ def beyond(scene: Scene) -> Turn:
     else:
         phrases, a = scene.rng.choice((PLUS, MINUS)), scene.rng.randrange(21, 1000)
     slots = {"n": scene.value(NOUNS), "p": person(scene)}
-    return out_of_scope(scene.message(Kind.QUESTION, phrases, a=str(a), b=str(b), **slots))
+    return out_of_scope(scene, scene.message(Kind.QUESTION, phrases, a=str(a), b=str(b), **slots))
 
 
 def _sum(scene: Scene, phrases: Phrases, sides: str, result: int, a: int, b: int) -> Turn:

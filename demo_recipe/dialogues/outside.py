@@ -159,6 +159,19 @@ SUMS = Phrases("""
     what day was (the first of may|christmas|my birthday) in {year}
 """)
 PROGRAMS = Phrases("""
+    (write|give me|show me|make|create|code|I need|I want) (a|some) [short|simple|small] (function|
+        method|class|script|program) (to|that can|which can|that is able to) {ctask} [in {l}]
+    (write|give me|show me|make|create|code) a {l} (function|method|class|program|script) (to|
+        that can|which can) {ctask}
+    (can|could|would) you (write|code|make|give me) a [{l}] (function|method|program|script) (to|
+        that can) {ctask} [in {l}]
+    (a|one) [{l}] (function|method|class) (to|that can) {ctask} [please|in {l}]
+    (write|give me|create|define|show me) (a|the) [{l}] class (for|of) {cthing} [in {l}]
+    how (do|can|would) I (write|implement|code|make) {cthing} in {l}
+    (implement|write|code|build) {cthing} in {l}
+    (implement|write|code) [me] {l} code (to|that can|for) {ctask}
+    {l} (function|method|code|class) to {ctask}
+    how (do|can|would) I {ctask} in {l}
     (write|give me|show me) (a|some) (python|java|rust|c|c++|go|javascript|haskell|perl|ruby|php|
         kotlin|swift) (program|script|code|function|class|app) (to|that can|for|which can) {task}
     (write|make|build|create) (a|an) (game|app|website|chatbot|web server|compiler|scraper|
@@ -238,6 +251,6 @@ GROUPS = (
     Group(Kind.QUESTION, PLACES, 1.6),
     Group(Kind.ORDER, WRITING, 3),
     Group(Kind.QUESTION, SUMS, 2),
-    Group(Kind.QUESTION, PROGRAMS, 1.6),
+    Group(Kind.QUESTION, PROGRAMS, 3),
     Group(Kind.QUESTION, ADVICE, 3.5),
 )

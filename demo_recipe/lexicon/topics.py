@@ -100,6 +100,32 @@ TASKS = Words("""
     an exam, get free movies
 """)
 
+# What programmers ask for and the demo's snippets do not do.
+CODE_TASKS = Words("""
+    parse json, parse csv, parse a date, parse xml, parse a url, parse command line arguments,
+    validate an email address, validate a password, check a credit card number, find the longest
+    word, find duplicates, find the median, find prime factors, count vowels, count words in a
+    file, compress a string, encrypt a message, hash a password, generate a password, generate a
+    uuid, shuffle cards, merge two lists, merge two dictionaries, flatten a nested list, group
+    words by letter, rotate a matrix, transpose a matrix, multiply two matrices, invert a binary
+    tree, traverse a tree, balance a tree, search a graph, find the shortest path, solve sudoku,
+    solve the towers of hanoi, download a file, upload a file, send an email, send a post request,
+    call a rest api, open a socket, start a thread, run a query, connect to a database, insert a
+    row, draw a circle, resize an image, plot a graph, play a sound, convert celsius to fahrenheit,
+    convert a number to binary, convert roman numerals, format a date, compute compound interest,
+    compute a checksum, compute the distance of two points, check if a word is a palindrome, check
+    if two words are anagrams, remove html tags, replace all spaces, split a file, zip a folder,
+    copy a directory, watch a folder, retry a request, cache results, log errors, time a function
+""")
+
+CODE_THINGS = Words("""
+    a bank account, a stack, a queue, a linked list, a binary tree, a hash table, a priority queue,
+    a graph, a matrix, a shopping cart, a user, a person, a library, a car, a playing card, a deck
+    of cards, a chess board, a calculator, a state machine, a timer, a logger, a web server, a
+    chat client, a tokenizer, a parser, a rate limiter, an iterator, a decorator, a context
+    manager, a generator of primes, a singleton, an event bus, a thread pool, a cache, a trie
+""")
+
 PERSONS = Words("""
     albert einstein, marie curie, isaac newton, charles darwin, galileo, nikola tesla, stephen
     hawking, ada lovelace, alan turing, leonardo da vinci, michelangelo, napoleon, julius caesar,

@@ -57,6 +57,7 @@ COMMANDS_ENGINE = (
         "/stats|f2",
         names="""
             /stats
+            /status
             the /stats command
             the stats command
             F2
@@ -78,7 +79,7 @@ COMMANDS_ENGINE = (
         "When it gets full, /new starts a fresh chat.",
         "/context shows the context used.",
         "/context|/tokens",
-        names="/context; /tokens; the /(context|tokens) command; the context command",
+        names="/context; /tokens; /info; the /(context|tokens|info) command; the context command",
         tasks="""
             (see|show|check|know|find out|view) how (full|big|long|large) (the context|this chat|
                 the chat|my chat) is

@@ -12,6 +12,7 @@ COMMANDS_INPUT = (
         names="""
             /file
             /read
+            /add
             @path
             the /(file|read) command
             (an attachment|attachments|attaching a file)
@@ -181,11 +182,69 @@ COMMANDS_INPUT = (
         weight=5,
     ),
     topic(
+        "/think on lets the model think before it answers, where its template has a switch; /think "
+        "off stops that.",
+        "/think show and /think hide choose whether you see the thinking. The demo does not think.",
+        "/think switches thinking.",
+        "/think|--think",
+        names="""
+            /think
+            --think
+            the /think command
+            the think command
+            /think (on|off|show|hide)
+            thinking mode
+        """,
+        tasks="""
+            (turn|switch) (on|off) (thinking|the thinking|reasoning|the reasoning|thinking mode)
+            (turn|switch) (thinking|reasoning|thinking mode) (on|off)
+            (enable|disable|activate|control) (thinking|reasoning|thinking mode)
+            (let|make) (the model|you|it) (think|reason) [first|before it answers|longer|more]
+            (stop|keep) (the model|it) from (thinking|reasoning)
+            (show|hide|see) (the thinking|the reasoning|what the model thinks|the thoughts)
+        """,
+        questions="""
+            is there a /think command
+            (can|could) (you|the model) think (first|before answering|longer)
+        """,
+        weight=2.2,
+    ),
+    topic(
+        "kvchat --tools lets the model read files here and run commands; it asks you first. /tools "
+        "lists them.",
+        "The demo model cannot call tools: its template has no place for them. MCP servers are "
+        "named in mcp.json.",
+        "--tools lets a model use tools.",
+        "--tools|/tools",
+        names="""
+            /tools
+            --tools
+            --allow-tool
+            the /tools command
+            the tools command
+            the --tools (flag|option)
+            (tools|tool calls|tool use|function calling|mcp|mcp servers|an mcp server)
+        """,
+        tasks="""
+            (let|make) (you|the model|it) (use tools|call tools|run commands|read my files|
+                search my files|call functions)
+            (use|enable|turn on|allow|add|give you) (tools|tool calls|mcp servers|function calling)
+            (see|list|show) (the tools|which tools there are|what the model may call)
+            (connect|add|configure) (an mcp server|mcp servers|my tools)
+            allow a tool [without a question|for ever|once]
+        """,
+        questions="""
+            (can|could) you (use tools|call tools|run commands|run a command|call functions)
+            (which|what) tools (are there|do you have|can you use)
+        """,
+        weight=2.2,
+    ),
+    topic(
         "/editor opens your $EDITOR for a long message; Ctrl-G does the same.",
         "What you save there stands at the prompt, and Enter sends it.",
         "/editor opens your editor.",
         "/editor|ctrl-g",
-        names="/editor; the /editor command; the editor command; Ctrl-G; ctrl g; the editor",
+        names="/editor; /e; the /editor command; the editor command; Ctrl-G; ctrl g; the editor",
         tasks="""
             (write|type|edit|compose) (a long message|a long text|a long prompt) [in my editor|
                 in vim|in an editor|in nano|in emacs]

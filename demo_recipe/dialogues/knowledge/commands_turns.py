@@ -11,6 +11,7 @@ COMMANDS_TURNS = (
         "/help",
         names="""
             /help
+            /?
             the /help command
             the help command
             slash commands
@@ -62,7 +63,7 @@ COMMANDS_TURNS = (
         "/resume brings the old conversation back.",
         "/new starts a fresh chat.",
         "/new|/clear",
-        names="/new; /clear; the /(new|clear) command; a new (chat|conversation)",
+        names="/new; /clear; /reset; the /(new|clear|reset) command; a new (chat|conversation)",
         tasks="""
             (start|begin|open|make|create) a (new|fresh|clean|different|second) (chat|conversation|
                 session|one)
@@ -81,7 +82,15 @@ COMMANDS_TURNS = (
         "cache.",
         "/resume opens a saved chat.",
         "/resume|-c",
-        names="/resume; /load; the /(resume|load) command; the (resume|session) picker",
+        names="""
+            /resume
+            /load
+            /chats
+            /list
+            /session
+            the /(resume|load|chats) command
+            the (resume|session) picker
+        """,
         tasks="""
             (continue|resume|reopen|load|restore|open|find|go back to) (an old|a saved|an earlier|
                 a previous|my old|my last|an older) (chat|conversation|session)
@@ -170,7 +179,7 @@ COMMANDS_TURNS = (
         "Nothing is read again: the blocks before it are still cached.",
         "/undo takes back the last turn.",
         "/undo",
-        names="/undo; the /undo command; the undo command; undo; undoing",
+        names="/undo; /pop; the /(undo|pop) command; the undo command; undo; undoing",
         tasks="""
             undo [that|this|it|something|my message|my last message|the last turn|the last step|
                 a message|a turn]
@@ -250,6 +259,7 @@ COMMANDS_TURNS = (
         names="""
             /retry
             /regen
+            /regenerate
             /retry -n 4
             the /(retry|regen) command
             the retry command
@@ -330,7 +340,7 @@ COMMANDS_TURNS = (
         "/retry and /edit make branches. /switch goes to another branch.",
         "/tree shows the branches.",
         "/tree",
-        names="/tree; the /tree command; the tree command; the tree; the tree of branches",
+        names="/tree; /branches; the /(tree|branches) command; the tree; the tree of branches",
         tasks="""
             (see|show|view|list|print|display|find|look at) (the|all|all my|my|the other) branches
             (see|show|view|print|draw|display) the [conversation|chat] tree
@@ -361,21 +371,67 @@ COMMANDS_TURNS = (
         """,
     ),
     topic(
+        "/compact lets a summary take the place of the older messages; /compress is another name.",
+        "The full conversation stays on its own branch, and /undo goes back to it.",
+        "/compact sums up the older messages.",
+        "/compact",
+        names="/compact; /compress; the /(compact|compress) command; the compact command",
+        tasks="""
+            (compact|compress|shorten|condense) [the chat|the conversation|this chat|the context|
+                my chat|the history]
+            (make|get) (room|space|more room) (in the context|in the chat|for more messages|
+                when the context is full)
+            (sum up|summarize|summarise) (the chat|the conversation|this chat|the older messages|
+                the history|what we said)
+            (replace|swap) the older messages (with|by) a summary
+            (go on|continue) when the context is (full|nearly full|almost full)
+            (reduce|shrink|cut down) (the context|the tokens|the history|this chat)
+        """,
+        questions="""
+            the context is (full|nearly full|almost full), what (now|can I do|do I do)
+            what (can I do|do I do|helps) when the context is (full|nearly full)
+            is there a /(compact|compress) command
+            (can|could) you (summarize|compact|compress|shorten) (our chat|this conversation|
+                the history)
+        """,
+        weight=2.2,
+    ),
+    topic(
+        "/btw asks something aside: neither the question nor the answer joins the conversation.",
+        "The conversation goes on as if you had not asked. /btw QUESTION is all you type.",
+        "/btw asks aside.",
+        "/btw",
+        names="/btw; the /btw command; the btw command; a question on the side; asking aside",
+        tasks="""
+            ask [you] (something|a question|anything) (aside|on the side|in between|by the way|
+                beside the conversation|without keeping it|off the record)
+            (ask|say) something (that is not kept|that does not stay|that is forgotten|
+                without changing the chat|without disturbing the conversation)
+            (put|ask) a (side question|quick question|question in passing)
+            keep a question out of (the chat|the conversation|the history)
+        """,
+        questions="""
+            is there a /btw command
+            (does|will) a side question (stay|remain|count) in the chat
+        """,
+        weight=2.2,
+    ),
+    topic(
         "kvchat has no such command: /help lists all it has.",
         "A mistyped command is answered with the closest name and never sent to the model.",
         "There is no such command.",
         "no such|/help lists",
         names="""
-            /(btw|compact|think|summarize|search|translate|weather|image|play|theme|login|memory|
+            /(summarize|search|translate|weather|image|play|theme|login|memory|
                 agents|web|run|python|vote|sing|join|mute|plugin|remind|mail|paste|voice|draw)
-            the /(btw|compact|think|summarize|search|translate|weather|image|theme|login|memory|web|
+            the /(summarize|search|translate|weather|image|theme|login|memory|web|
                 run|voice|plugin) command
         """,
         questions="""
-            is there a /(btw|compact|think|search|translate|weather|image|theme|web|voice) command
-            does /(btw|compact|think|search|translate|weather|image|theme|web|voice) (exist|work)
-            (why|how come) (is there no|there is no) /(compact|think|search|theme|web) [command]
-            what (does|would) /(btw|compact|think|search|weather|image|web|run|voice) do
+            is there a /(login|search|translate|weather|image|theme|web|voice) command
+            does /(login|search|translate|weather|image|theme|web|voice) (exist|work)
+            (why|how come) (is there no|there is no) /(login|search|theme|web) [command]
+            what (does|would) /(login|search|weather|image|web|run|voice) do
         """,
         weight=0.6,
     ),

@@ -310,7 +310,90 @@ FLAGS = (
         """,
     ),
     topic(
-        "--weights int8 or int4 holds the linear layers of a model in fewer bits, on a CPU.",
+        "kvchat serve offers the model to other programs at http://127.0.0.1:8642, as OpenAI and "
+        "Anthropic do.",
+        "--host, --port and --api-key change where it listens and who may ask.",
+        "kvchat serve is an HTTP server.",
+        "kvchat serve",
+        names="""
+            kvchat serve
+            serve
+            the (server|http server|api|openai api|anthropic api|rest api|http interface)
+            (--host|--port|--api-key)
+        """,
+        tasks="""
+            (start|run|open|use) (the server|a server|the api|the http server|kvchat as a server|
+                an openai server|an api server)
+            (serve|offer) (the model|a model) [over http|to other programs|to my editor]
+            (use|call|reach|ask) kvchat (from another program|from my editor|over http|with curl|
+                from python|from aider|through an api)
+            (connect|point) (my editor|an agent|open webui|another program|aider) to kvchat
+        """,
+        questions="""
+            (does|has) kvchat (have|got) (an api|a server|an http interface|an openai api)
+            (can|could) other programs use (kvchat|the model|the cache)
+            is there (an api|a server|an openai api)
+        """,
+        weight=2.2,
+    ),
+    topic(
+        "kvchat --endpoint URL chats with the model of another server: llama.cpp, vLLM, SGLang, "
+        "ollama and others.",
+        "Keys come from the environment or a keyring. --endpoint none uses no server at all.",
+        "--endpoint uses another server.",
+        "--endpoint",
+        names="""
+            --endpoint
+            the --endpoint (flag|option)
+            (another|a remote|an external) (server|engine|endpoint)
+        """,
+        tasks="""
+            (connect|talk|chat) (to|with) (a server|another server|a remote server|a remote model|
+                an endpoint|my ollama server|llama-server|a vllm server|an openai server)
+            (use|reach) (a model on another machine|a remote model|another engine|
+                my vllm server|llama.cpp's server|the ollama server)
+            use (vllm|sglang|llama-server) (with|from|in) kvchat
+        """,
+        weight=2,
+    ),
+    topic(
+        "kvchat -m takes a GGUF file too, as in kvchat -m model-Q4_K_M.gguf, and ollama's models: "
+        "-m ollama:llama3.2.",
+        "Usual GGUF blocks stay as they are, so the model needs no more memory than its file.",
+        "-m takes a GGUF file.",
+        "-m",
+        names="""
+            (gguf|gguf files|a gguf file|the gguf format|a quantised file|ollama models|
+                a Q4_K_M file)
+        """,
+        tasks="""
+            (use|open|load|run|start|read) (a gguf|a gguf file|gguf files|a quantized model|
+                a quantised model|a 4-bit model|a llama.cpp model|an ollama model|a model of ollama)
+            (run|use) (a model|the models|what I pulled) (from|of|with) ollama
+            (load|use) a gguf from (hugging face|the hub|my disk)
+        """,
+        questions="""
+            (does kvchat|can kvchat|can you) (read|run|open|load|support|use) (gguf|gguf files|
+                quantised models|ollama models|ollama's models)
+            (is|are) (gguf|gguf files|4-bit models|quantised models) supported
+        """,
+        weight=2,
+    ),
+    topic(
+        "--adapter DIR merges a LoRA adapter into the model.",
+        "The adapter is part of the model's identity, so its KV is never mixed with another's.",
+        "--adapter merges a LoRA.",
+        "--adapter",
+        names="--adapter; the --adapter (flag|option); (lora|a lora|an adapter|lora adapters)",
+        tasks="""
+            (use|load|merge|apply|add) (a lora|an adapter|a lora adapter|my adapter|
+                a fine-tuned adapter)
+            run a fine-tuned model [with an adapter]
+        """,
+        weight=1,
+    ),
+    topic(
+        "--weights int8 or int4 holds the linear layers of a model in fewer bits.",
         "It takes less memory. int4 changes the answers more than int8 does.",
         "--weights holds the model in fewer bits.",
         "--weights",
