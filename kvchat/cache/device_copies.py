@@ -154,7 +154,11 @@ class PinnedRing:
         slot = self._take(may_wait=False)
         if slot is None:
             return None
-        mark = self._stream.down(images.flatten(), slot.memory[: images.numel()])
+        try:
+            mark = self._stream.down(images.flatten(), slot.memory[: images.numel()])
+        except BaseException:
+            self.give_back(slot)
+            raise
         return PinnedImages(self, slot.memory, mark, images.shape)
 
     def up(self, images: torch.Tensor) -> torch.Tensor:
@@ -167,7 +171,11 @@ class PinnedRing:
         assert slot is not None, "an upload holds its slot within this call only"
         memory = slot.memory[: images.numel()]
         memory.copy_(images.flatten())
-        there, mark = self._stream.up(memory)
+        try:
+            there, mark = self._stream.up(memory)
+        except BaseException:  # the device has no memory left, for one: a slot is not lost by it
+            self.give_back(slot)
+            raise
         self.give_back(_Slot(slot.memory, mark))
         return there.view(images.shape)
 

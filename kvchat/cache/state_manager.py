@@ -27,11 +27,6 @@ _MOST_BETWEEN = 256
 _MOST_BETWEEN_MARKS = 2048
 
 
-def is_state_id(token_id: int) -> bool:
-    """Whether an id stands for a block of a snapshot and not for a token."""
-    return token_id <= _FIRST_STATE_ID
-
-
 class StateCacheManager(CacheManager):
     """`state_bytes` is the size of one sequence's state. Snapshots stand at ends of blocks.
 

@@ -134,8 +134,9 @@ class CacheConfig:
 class EngineConfig:
     """Limits of one engine step.
 
-    `max_step_tokens` bounds prefill plus decode rows of a step; None chooses it from the model's
-    size so that a step on a CPU stays short enough to stop promptly. `max_running` bounds the
+    `max_step_tokens` bounds prefill plus decode rows of a step, except that a prompt beside many
+    answers gets half as many rows on top (see `Scheduler`). None chooses it from the model's size
+    so that a step on a CPU stays short enough to stop promptly. `max_running` bounds the
     requests that hold blocks at once, None chooses it; no more run than a step has tokens.
     `graphs` lets small steps on a CUDA device be captured and replayed.
     """

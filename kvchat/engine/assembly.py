@@ -55,6 +55,7 @@ from kvchat.model.device import can_change_threads, device_name, dtype_name, dty
 from kvchat.model.graphs import GraphRunner
 from kvchat.model.identity import content_digest
 from kvchat.model.loader import LoadedModel, Progress, load_model
+from kvchat.model.packed_experts import has_packed_experts
 from kvchat.model.paged_model import PagedModel, StatefulModel
 from kvchat.model.self_test import ensure_trusted
 from kvchat.model.source import ModelSource
@@ -84,6 +85,8 @@ def kv_identity(loaded: LoadedModel, geometry: KvGeometry, content_digest: str) 
     }
     if loaded.spec.state:
         facts["state"] = [[str(part) for part in asdict(x).values()] for x in loaded.spec.state]
+    if has_packed_experts(loaded.module):  # a GPU leaves experts as they are
+        facts["experts"] = loaded.weights
     if loaded.spec.gathered is not None:
         facts["path"] = "gathered"
     if geometry.format.name != PlainFormat().name:  # plain KV has no format in its older stores

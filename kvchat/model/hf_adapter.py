@@ -6,7 +6,7 @@ longest position of a batch (longrope, dynamic NTK) are fixed to the longest con
 cached key is valid in every batch.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -107,12 +107,6 @@ def binding_of(module: nn.Module) -> LayerBinding:
     """Return the binding of an attention module whose KV is plain."""
     binding: LayerBinding = module.__dict__[_BINDING]
     return binding
-
-
-def pools_of(attentions: Sequence[nn.Module]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return the key and the value pool that each attention module is bound to, in order."""
-    bindings = [binding_of(attention) for attention in attentions]
-    return [(binding.keys, binding.values) for binding in bindings]
 
 
 def paged_attention_function(

@@ -67,6 +67,11 @@ def expert_packs_of(module: nn.Module) -> ExpertPacks | None:
     return packs
 
 
+def has_packed_experts(module: nn.Module) -> bool:
+    """Return whether any part of a model is experts with packed weights."""
+    return any(expert_packs_of(part) is not None for part in module.modules())
+
+
 def can_pack_experts(module: Any) -> bool:
     """Return whether a module is plain experts that are not packed and whose rows fit blocks."""
     if expert_packs_of(module) is not None or not are_plain_experts(module):

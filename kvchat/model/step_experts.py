@@ -57,7 +57,7 @@ def add_mixture(
         raise Unfit(f"chooses {top_k} of {num_experts} experts")
     pairs = operations.pairs(top_k, num_experts)
     width = experts.padded(num_experts)
-    scores = operations.output("scores", width)
+    scores = operations.output(f"scores of {num_experts}", width)
     scores.fill_(experts.NO_SCORE)
     place, most = experts.Place, MAX_ROWS * top_k
     task: Task = {

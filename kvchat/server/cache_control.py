@@ -32,9 +32,12 @@ class CacheMarks:
             return
         blocks = message.objects_if_any(name)
         texts = [block.text("text") or "" for block in blocks]
+        has_text = any(texts)
         for number, block in enumerate(blocks, start=1):
+            if _FIELD not in block:  # a text is joined for few blocks: a message may have thousands
+                continue
             is_last = number == len(blocks) or block.text("type") == "tool_use"
-            is_end = is_last or not "".join(texts)
+            is_end = is_last or not has_text
             self.read(block, None if is_end else "".join(texts[:number]))
 
     def read(self, block: Fields, text: str | None = None) -> None:

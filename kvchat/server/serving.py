@@ -87,12 +87,13 @@ class HastyProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def _close_if_idle(self) -> None:
-        """Close where no request has come since the last look, and none is answered."""
+        """Close where no request has come or was answered since the last look."""
         cycle = self.cycle
-        if cycle is self._seen and (cycle is None or cycle.response_complete):
+        is_idle = cycle is None or cycle.response_complete
+        if is_idle and cycle is self._seen:
             self.transport.close()
             return
-        self._seen = cycle
+        self._seen = cycle if is_idle else object()
         self._check = self.loop.call_later(_HEADERS_S, self._close_if_idle)
 
 

@@ -100,6 +100,24 @@ def test_an_uploads_memory_may_be_reused_at_once_and_no_slot_is_written_too_earl
     assert stream.num_pinned == 3
 
 
+def test_a_copy_that_fails_loses_no_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device without memory fails an upload: after four of them no KV was restored any more."""
+    stream = FakeStream()
+    ring = PinnedRing(stream, slot_bytes=8, num_slots=1)
+
+    def fail(*_: torch.Tensor) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stream, "up", fail)
+        patch.setattr(stream, "down", fail)
+        for copy in (ring.up, ring.down):
+            with pytest.raises(torch.OutOfMemoryError):
+                copy(bytes_of(1))
+
+    assert ring.up(bytes_of(2)).tolist() == bytes_of(2).tolist()
+
+
 def test_an_upload_waits_only_when_every_slot_is_under_way() -> None:
     stream = FakeStream()
     ring = PinnedRing(stream, slot_bytes=8, num_slots=3)

@@ -1,5 +1,6 @@
 """Quantised weights: exact except for the rounding, equal in every batch, or refused."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -147,3 +148,12 @@ def test_kv_of_other_weights_is_never_met(tmp_path: Path) -> None:
         identities.add(kv_identity(loaded, geometry, "the same content"))
     assert loaded.device == CPU
     assert len(identities) == 3
+
+
+def test_kv_of_packed_experts_is_not_that_of_plain_ones(tmp_path: Path) -> None:
+    """A GPU leaves experts as they are: with --weights int8 it once met a CPU's KV as its own."""
+    packed, plain = (load(tmp_path / name, "qwen3_moe", name) for name in ("int8", "auto"))
+    geometry = kv_geometry(packed.spec, CacheConfig(), packed.dtype)
+    on_a_gpu = replace(packed, module=plain.module)
+
+    assert kv_identity(packed, geometry, "same") != kv_identity(on_a_gpu, geometry, "same")

@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -66,3 +67,21 @@ def test_a_connection_without_a_whole_request_is_closed(
             return answered
 
     assert asyncio.run(until_closed())[:12] in (b"", b"HTTP/1.1 204", b"HTTP/1.1 400")
+
+
+def test_a_connection_is_kept_for_a_while_after_a_long_answer() -> None:
+    """The look that came next closed it, at once after an answer of more than 15 seconds."""
+    closed: list[str] = []
+    protocol = HastyProtocol.__new__(HastyProtocol)
+    protocol.cycle = cycle = SimpleNamespace(response_complete=False)  # type: ignore[assignment]
+    protocol.transport = SimpleNamespace(close=lambda: closed.append("closed"))  # type: ignore[assignment]
+    protocol.loop = SimpleNamespace(call_later=lambda *_: None)  # type: ignore[assignment]
+    protocol._close_if_idle()
+    protocol._close_if_idle()
+
+    cycle.response_complete = True
+    protocol._close_if_idle()
+    assert closed == []
+
+    protocol._close_if_idle()
+    assert closed == ["closed"]
