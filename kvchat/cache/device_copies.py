@@ -96,18 +96,6 @@ class Images(Protocol):
         """End their use; once, from any thread."""
 
 
-class PlainImages(NamedTuple):
-    """Images in plain memory of their own."""
-
-    memory: memoryview
-
-    def read(self) -> memoryview:
-        return self.memory
-
-    def release(self) -> None:
-        pass
-
-
 class _Slot(NamedTuple):
     """Pinned memory of a ring, and the mark after which the device does not use it."""
 

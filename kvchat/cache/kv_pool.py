@@ -5,11 +5,11 @@ A KvFormat defines how the KV of a layer is stored as bytes; KvGeometry gives th
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
-from kvchat.cache.device_copies import CudaCopyStream, ImageCopies, Images, PlainImages
+from kvchat.cache.device_copies import CudaCopyStream, ImageCopies, Images
 from kvchat.cache.page_memory import fresh_memory
 from kvchat_kernels.block_copy import PoolTensors, copy_blocks, gather_blocks, scatter_blocks
 from kvchat_kernels.kv_layer import KvLayer, PlainKv
@@ -17,6 +17,18 @@ from kvchat_kernels.kv_layer import KvLayer, PlainKv
 _SMALLEST_SQUARE = 1e-30
 # Bytes of images that `num_finite` copies and checks together.
 _LOOKED_AT_BYTES = 32 << 20
+
+
+class PlainImages(NamedTuple):
+    """Images in plain memory of their own."""
+
+    memory: memoryview
+
+    def read(self) -> memoryview:
+        return self.memory
+
+    def release(self) -> None:
+        pass
 
 
 @dataclass(frozen=True, slots=True)

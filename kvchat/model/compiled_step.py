@@ -84,7 +84,8 @@ class CompiledStep:
         units[parts.of_rows] = batch.token_ids.shape[0]
         units[parts.of_picked] = num_logits
         units[parts.of_head] = parts.head_units if num_logits else 0
-        parts.set_pairs(batch.token_ids.shape[0])
+        if parts.has_pairs:
+            parts.set_pairs(batch.token_ids.shape[0])
         parts.program.prepare()
 
     def _finished(self, logits: torch.Tensor) -> torch.Tensor:

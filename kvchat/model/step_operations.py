@@ -146,6 +146,11 @@ class StepOperations:
             )
         return found
 
+    @property
+    def has_pairs(self) -> bool:
+        """Whether the program has a mixture of experts."""
+        return bool(self._of_pairs)
+
     def set_pairs(self, units: Numbers, num_rows: int) -> None:
         """Write what depends on the number of pairs, for a step of `num_rows`."""
         for pairs in self._pairs.values():

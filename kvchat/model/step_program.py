@@ -96,6 +96,7 @@ class StepProgram:
         self.of_rows, self.of_picked, self.of_head = (
             np.array(of) for of in (operations.of_rows, operations.of_picked, operations.of_head)
         )
+        self.has_pairs = operations.has_pairs
         self.of_parts = {kind: np.array(found) for kind, found in self._of_parts.items()}
         self.head_units = self.program.units[self.of_head].copy()
 
