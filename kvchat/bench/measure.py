@@ -4,6 +4,7 @@ The ceilings are the memory bandwidth and the rate of matrix products. Both are 
 GPUs the datasheet's bandwidth is added.
 """
 
+import functools
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -66,6 +67,8 @@ def wait_for_device() -> None:
 
 _BYTES = {"cpu": 512 * 2**20, "cuda": 4 * 2**30}
 _PRODUCT_SIZE = {"cpu": 2048, "cuda": 8192}
+_SMALLEST_PRODUCT = 256
+_LONG_PRODUCT_S = 0.05
 _REPEATS = 7
 # Bandwidth in bytes per second from the datasheets, by torch's device name.
 _DATASHEETS = {
@@ -114,8 +117,15 @@ def measure_bandwidth(device: torch.device) -> Bandwidth:
 
 
 def measure_products(device: torch.device, dtype: torch.dtype) -> float:
-    """Return FLOP per second of one large matrix product; the best of several runs."""
-    size = _PRODUCT_SIZE[device.type]
-    one = torch.randn(size, size, dtype=dtype, device=device)
-    other = torch.randn(size, size, dtype=dtype, device=device)
-    return 2 * size**3 / min(timed(lambda: one @ other, _REPEATS).values)
+    """Return FLOP per second of one large matrix product; the best of several runs.
+
+    Sizes grow until a product takes `_LONG_PRODUCT_S`: a CPU without instructions for a dtype may
+    be a hundred times slower than others.
+    """
+    size = min(_PRODUCT_SIZE[device.type], _SMALLEST_PRODUCT)
+    while True:
+        one, other = (torch.randn(size, size, dtype=dtype, device=device) for _ in range(2))
+        product = functools.partial(torch.matmul, one, other)
+        if size >= _PRODUCT_SIZE[device.type] or min(timed(product, 1).values) > _LONG_PRODUCT_S:
+            return 2 * size**3 / min(timed(product, _REPEATS).values)
+        size *= 2
