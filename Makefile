@@ -36,8 +36,9 @@ help:  ## list the targets
 chat: $(STAMP)  ## install on first use, and chat with the shipped demo model
 	@$(BIN)/kvchat
 
+# In their own order the files with few and long tests come first; xdist would put them last, one after the other.
 test: $(DEV_STAMP)  ## everything that needs no GPU
-	$(BIN)/python -m pytest -n 3 --dist loadfile -m "not soak and not gpu"
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not soak and not gpu"
 
 # A test that times something runs alone. The figures are worth having where a test fails, too.
 test-gpu: $(GPU_STAMP)  ## the same kernels and engine on a CUDA device, and its figures into docs/benchmarks
