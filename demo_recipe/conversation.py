@@ -60,8 +60,8 @@ STUDIES: tuple[tuple[_Beat, ...], tuple[float, ...]] = (
     (0.45, 0.3, 0.25),
 )
 LATEST: tuple[tuple[_Beat, ...], tuple[float, ...]] = (
-    (knowledge.play_latest, fallback.program, smalltalk.mourn),
-    (0.4, 0.35, 0.25),
+    (knowledge.play_latest, fallback.program, smalltalk.console, numbers.beyond),
+    (0.3, 0.25, 0.35, 0.1),
 )
 CHARACTERS_PER_TURN = 115  # measured mean of message and reply together
 

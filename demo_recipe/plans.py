@@ -353,7 +353,7 @@ FULL = Recipe(
             Plan(
                 "target-14",
                 FAR_GEOMETRY,
-                (Phase(COMFORTING, 2),),
+                (Phase(COMFORTING, 3),),
                 seed=20,
                 leg_steps=60,
                 rates=Rates(matrix=0.006, other=0.0009),

@@ -45,36 +45,46 @@ MOURNING = Exchange(
     slots=(("l", LOVED), ("l2", LOVED)),
 )
 
+# What the person feels, or what happened to them.
+SADNESS = Exchange(
+    Phrases("""
+        (I'm|I am|I feel|I'm feeling|feeling|im) [so|very|really|a bit|kind of|a little|kinda|
+            pretty|rather] (sad|down|unhappy|lonely|depressed|upset|miserable|blue|low|terrible|
+            awful|bad|anxious|worried|nervous|stressed|afraid|scared|hurt|heartbroken|angry|mad|
+            furious|annoyed|frustrated|disappointed) [today|now|right now|tonight|at the moment|
+            lately]
+        (I had|today was|it was|I'm having|today is) a (bad|terrible|hard|awful|rough|horrible|
+            long|sad) (day|week|night|morning|time)
+        my day (was|is) (bad|terrible|awful|hard|not good|horrible|rough)
+        (I|I just) (cried|want to cry|failed|lost my job|broke up|lost|
+            lost the game|miss my family|miss my friend|miss home|failed my exam)
+        (not good|not great|not so good|not well|not so well|could be better|bad|terrible|awful|
+            so sad)
+        (nobody|no one) (likes|loves|understands|listens to) me
+        (everything|life|it all) (is|goes|went) (wrong|bad|terrible|hard|difficult)
+        (things|it) (could be|aren't|are not) (better|going well|so good)
+        my {l} (is ill|is very ill|is sick|is in hospital|is in the hospital|is not well)
+            [today|again|since yesterday]
+        my (wife|husband|girlfriend|boyfriend|partner|best friend) (left me|broke up with me|
+            dumped me|cheated on me) [today|yesterday|last week]
+        I broke up with my (girlfriend|boyfriend|partner|fiancee|wife|husband)
+            [today|yesterday|last week]
+        my (boss|company|manager|employer) (fired me|sacked me|let me go) [today|yesterday]
+        I (got|was|have been) (fired|sacked|dumped|laid off|robbed|hurt) [today|yesterday|from work]
+        I am (sad|unhappy|lonely|worried) (because I lost my job|about my family|and tired|
+            and alone|since this morning)
+        I lost my (job|keys and my patience|way|wallet) and I am (sad|upset|worried)
+        (something|it) (sad|bad|terrible) happened
+        (cheer me up|comfort me|I need a hug|I need comfort|make me happy)
+    """),
+    "I am sorry to hear that. I hope it gets better soon.",
+    "sorry",
+    weight=3,
+    slots=(("l", LOVED),),
+)
+
 MOODS = (
-    Exchange(
-        Phrases("""
-            (I'm|I am|I feel|I'm feeling|feeling|im) [so|very|really|a bit|kind of|a little|kinda|
-                pretty|rather] (sad|down|unhappy|lonely|depressed|upset|miserable|blue|low|terrible|
-                awful|bad|anxious|worried|nervous|stressed|afraid|scared|hurt|heartbroken|angry|mad|
-                furious|annoyed|frustrated|disappointed) [today|now|right now|tonight|at the moment|
-                lately]
-            (I had|today was|it was|I'm having|today is) a (bad|terrible|hard|awful|rough|horrible|
-                long|sad) (day|week|night|morning|time)
-            my day (was|is) (bad|terrible|awful|hard|not good|horrible|rough)
-            (I|I just) (cried|want to cry|failed|lost my job|broke up|lost|
-                lost the game|miss my family|miss my friend|miss home|failed my exam)
-            (not good|not great|not so good|not well|not so well|could be better|bad|terrible|awful|
-                so sad)
-            (nobody|no one) (likes|loves|understands|listens to) me
-            (everything|life|it all) (is|goes|went) (wrong|bad|terrible|hard|difficult)
-            (things|it) (could be|aren't|are not) (better|going well|so good)
-            my (dog|cat|grandma|friend|grandpa|mother|father|wife|husband) (is ill|is very ill|
-                left me|is in hospital)
-            I am (sad|unhappy|lonely|worried) (because I lost my job|about my family|and tired|
-                and alone|since this morning)
-            I lost my (job|keys and my patience|way|wallet) and I am (sad|upset|worried)
-            (something|it) (sad|bad|terrible) happened
-            (cheer me up|comfort me|I need a hug|I need comfort|make me happy)
-        """),
-        "I am sorry to hear that. I hope it gets better soon.",
-        "sorry",
-        weight=3,
-    ),
+    SADNESS,
     MOURNING,
     Exchange(
         Phrases("""

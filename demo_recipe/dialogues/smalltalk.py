@@ -2,7 +2,7 @@
 
 from demo_recipe.dialogues.exchange import any_of, exchanged
 from demo_recipe.dialogues.greetings import GREETINGS, HELLO, HOW_ARE_YOU
-from demo_recipe.dialogues.moods import MOODS, MOURNING
+from demo_recipe.dialogues.moods import MOODS, MOURNING, SADNESS
 from demo_recipe.scene import Scene, Turn
 
 EXCHANGES = (*GREETINGS, *MOODS)
@@ -13,9 +13,9 @@ def play(scene: Scene) -> Turn:
     return any_of(scene, EXCHANGES)
 
 
-def mourn(scene: Scene) -> Turn:
-    """The loss of a person or an animal."""
-    return exchanged(scene, MOURNING)
+def console(scene: Scene) -> Turn:
+    """The loss of a person or an animal, or another sadness."""
+    return exchanged(scene, scene.rng.choice((MOURNING, SADNESS)))
 
 
 def greet(scene: Scene) -> Turn:
