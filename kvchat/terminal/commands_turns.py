@@ -188,10 +188,6 @@ async def switch(context: "CommandContext", arguments: str) -> None:
             return
         turn_id = leaves[index].turn_id
     context.controller.move(turn_id)
-    _show_where_it_stands(context)
-
-
-def _show_where_it_stands(context: "CommandContext") -> None:
     show_where_it_stands(context.controller.require_conversation(), context.page)
     context.conversation_changed()
 
