@@ -49,7 +49,8 @@ def list_sessions(store: SessionStore, kept: StoreAdmin, as_json: bool) -> None:
             _print(json.dumps(line))
         else:
             when = f"{datetime.fromtimestamp(summary.modified_s):%Y-%m-%d %H:%M}"
-            title = one_line(summary.title)
+            is_empty = not summary.title and not summary.num_turns
+            title = "(no message)" if is_empty else one_line(summary.title)
             unit = "turn " if summary.num_turns == 1 else "turns"
             warm = f" ({warmth.for_list(cost)})" if cost is not None else ""
             _print(f"{summary.session_id}  {when}  {summary.num_turns:>3} {unit}  {title}{warm}")

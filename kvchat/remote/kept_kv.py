@@ -68,4 +68,4 @@ def _place(told: dict[str, Any]) -> KvPlaces:
         told["computed"], told["from_disk"] or _NO_TIME, told["from_host"] or _NO_TIME
     )
     tokens = CachedTokens(int(cached["device"]), int(cached["host"]), int(cached["disk"]))
-    return KvPlaces(int(told["num_tokens"]), tokens, rates)
+    return KvPlaces(int(told["num_tokens"]), tokens, rates, int(told["block_size"]))

@@ -94,6 +94,7 @@ def _place(place: KvPlaces) -> dict[str, object]:
     rates = place.rates
     return {
         "num_tokens": place.num_tokens,
+        "block_size": place.block_size,
         "cached": place.cached.as_dict(),
         "computed": rates.computed,
         "from_disk": _finite(rates.from_disk),

@@ -205,6 +205,10 @@ class CommandContext(ABC):
         """Continue the last answer, after the command."""
 
     @abstractmethod
+    def send(self, text: str) -> None:
+        """Send a message that a command has the text of, after the command."""
+
+    @abstractmethod
     def ask_aside(self, question: str) -> None:
         """Answer a question that does not join the conversation, after the command."""
 

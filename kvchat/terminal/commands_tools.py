@@ -3,9 +3,10 @@
 from kvchat.core.errors import UsageError
 from kvchat.core.text import one_line
 from kvchat.terminal.commands import Command, CommandContext, Group
+from kvchat.terminal.status import plural
 from kvchat.terminal.theme import Role
 from kvchat.terminal.view import tell
-from kvchat.tools.toolbox import Toolbox
+from kvchat.tools.toolbox import Toolbox, call_in_words
 
 _WORDS = {True: "runs at once", False: "never runs", None: "asks first"}
 
@@ -34,9 +35,13 @@ def _require(context: CommandContext) -> Toolbox:
 
 def _list(context: CommandContext, toolbox: Toolbox) -> None:
     for tool in toolbox.tools:
+        calls = toolbox.permissions.allowed_calls(tool.name)
         state = _WORDS[toolbox.permissions.of(tool.name)]
+        state += f", but for {plural(len(calls), 'allowed call')}" if calls else ""
         tell(context.page, f"{one_line(tool.name)} ({state})", Role.TITLE, gap=False)
         tell(context.page, one_line(tool.description, 200), gap=False)
+        for call in calls:
+            tell(context.page, f"runs at once: {call_in_words(call)}", gap=False)
     context.page.write([context.page.painter.text("")])
     if not toolbox.is_complete:
         context.say("MCP servers are starting; their tools come later.")
@@ -64,8 +69,7 @@ def _decide(context: CommandContext, toolbox: Toolbox, word: str, name: str) -> 
     permissions = toolbox.permissions
     permissions.always.discard(name)
     permissions.never.discard(name)
-    if toolbox.is_allowed_by_call(name):
-        permissions.calls.clear()
+    permissions.forget_calls(name)
     if word != "ask":
         (permissions.always if word == "allow" else permissions.never).add(name)
     context.say(f"{one_line(name)} {_WORDS[permissions.of(name)]}.")

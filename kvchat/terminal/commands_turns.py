@@ -31,9 +31,24 @@ async def undo(context: "CommandContext", arguments: str) -> None:
 
 
 async def redo(context: "CommandContext", arguments: str) -> None:
+    conversation = context.controller.require_conversation()
+    before = {turn.turn_id for turn in conversation.path()}
     if not context.controller.redo():
         raise UsageError("There is nothing further on.")
-    _show_where_it_stands(context)
+    returned = [turn for turn in conversation.path() if turn.turn_id not in before]
+    context.say(f"Back after: {_returned_in_words(returned)}  (/undo steps back)")
+    context.conversation_changed()
+
+
+def _returned_in_words(turns: list[Turn]) -> str:
+    """Return in one line what /redo brought back: a summary, an answer, or messages."""
+    if turns[0].summary_of is not None:
+        return "/compact"
+    messages = [turn for turn in turns if turn.is_message]
+    if not messages:
+        return f"the answer {turn_summary(turns[-1], 60)}"
+    last = turn_summary(messages[-1], 60)
+    return last if len(messages) == 1 else f"{last}, the last of {len(messages)} messages"
 
 
 async def rewind(context: "CommandContext", arguments: str) -> None:
@@ -58,15 +73,19 @@ async def rewind(context: "CommandContext", arguments: str) -> None:
 
 async def edit(context: "CommandContext", arguments: str) -> None:
     controller = context.controller
-    turn = controller.user_turn(arguments)
+    number, _, text = arguments.partition(" ")
+    turn = controller.user_turn(number)
     conversation = controller.require_conversation()
     cost = await controller.engine.cost(conversation.context_ids(turn.parent_id))
-    if not await context.confirm_cost(cost, f"/edit {arguments}".strip()):
+    if not await context.confirm_cost(cost, f"/edit {number}".strip()):
         return
     controller.edited = turn
+    if text.strip():
+        context.send(text.strip())
+        return
     context.page.put_text(turn.text)
-    number = MessageNumbers(conversation).of(turn)
-    context.notice(f"Editing message {number}: what you send next takes its place, as a branch.")
+    shown = MessageNumbers(conversation).of(turn)
+    context.notice(f"Editing message {shown}: what you send next takes its place, as a branch.")
 
 
 async def retry(context: "CommandContext", arguments: str) -> None:
@@ -169,10 +188,6 @@ async def switch(context: "CommandContext", arguments: str) -> None:
             return
         turn_id = leaves[index].turn_id
     context.controller.move(turn_id)
-    _show_where_it_stands(context)
-
-
-def _show_where_it_stands(context: "CommandContext") -> None:
     show_where_it_stands(context.controller.require_conversation(), context.page)
     context.conversation_changed()
 
@@ -218,7 +233,7 @@ COMMANDS = (
         "edit a message; sending it makes a branch",
         edit,
         Group.TURNS,
-        "[n]",
+        "[n [TEXT]]",
         argument=Argument.TURN,
     ),
     Command(

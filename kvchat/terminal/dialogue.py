@@ -351,6 +351,11 @@ class Dialogue(CommandContext):
         self._asked = lambda: self._answering.continue_answer(self.stats_level)
         self._wake.set()
 
+    def send(self, text: str) -> None:
+        """Send a message, when no answer or command holds the lock."""
+        self._asked = lambda: self._answering.answer_message(text, self.stats_level)
+        self._wake.set()
+
     def ask_aside(self, question: str) -> None:
         """Answer a question aside, when no answer or command holds the lock."""
         self.controller.require_conversation()

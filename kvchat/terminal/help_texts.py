@@ -26,7 +26,10 @@ EXAMPLES: dict[str, tuple[Example, Example]] = {
     "undo": (("/undo", "before your last message"), ("/undo 3", "before the last three")),
     "redo": (("/redo", "take the last /undo back"), ("/undo 3", "then /redo: all three again")),
     "rewind": (("/rewind", "choose a message"), ("/rewind 2", "back to message 2")),
-    "edit": (("/edit", "the last message"), ("/edit 2", "message 2, as /tree numbers it")),
+    "edit": (
+        ("/edit 2", "message 2, as /tree numbers it; alone: the last one"),
+        ("/edit 2 Hello there", "send this in its place"),
+    ),
     "retry": (("/retry", "one more answer"), ("/retry -n 3", "three, to choose from")),
     "compact": (
         ("/compact", "summarise all but the last two messages"),

@@ -75,7 +75,9 @@ def show_where_it_stands(conversation: Conversation, page: Page) -> None:
     last = next((i for i in range(len(path) - 1, -1, -1) if path[i].is_message), 0)
     earlier = sum(turn.is_message for turn in path[:last])
     if earlier:
-        note = f"{one_line(conversation.label)}: {plural(earlier, 'earlier turn')} (/show chat)"
+        separator = page.painter.look.glyphs.separator
+        turns = f"{plural(earlier, 'earlier turn')} (/show chat)"
+        note = f"{one_line(conversation.label)}{separator}{turns}"
         page.write([*page.painter.wrapped(note, page.render_context.width, Look.DIM), Text(end="")])
     if not path:
         page.write([page.painter.text("This is the beginning.", Look.DIM), Text(end="")])

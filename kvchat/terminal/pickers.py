@@ -11,6 +11,7 @@ from rich.cells import cell_len
 
 from kvchat.core.text import whole_number
 from kvchat.terminal.paint import Fragments
+from kvchat.terminal.status import plural
 from kvchat.terminal.theme import Glyphs
 from kvchat.terminal.view import Choice, PickerActions
 from kvchat.terminal.wrap import first_cells, one_row, wrapped_rows
@@ -58,16 +59,22 @@ class Picker:
     def refresh(self, current: int | None = None) -> None:
         """Look at the choices again; the cursor stays at `current`, by default where it is."""
         wanted = self.result if current is None else current
-        words = self.filter.lower().split()
-        self._shown = [
-            index
-            for index, choice in enumerate(self._choices)
-            if not choice.is_gone
-            and (self.shows_hidden or not choice.is_hidden)
-            and all(word in choice.searched_text for word in words)
-        ]
+        found = self._found()
+        visible = [index for index in found if not self._choices[index].is_hidden]
+        # A search that finds hidden choices alone shows them: "nothing" would not be true.
+        shows_all = self.shows_hidden or (self.filter.strip() and not visible)
+        self._shown = found if shows_all else visible
         self._position = self._shown.index(wanted) if wanted in self._shown else 0
         self._tell_highlighted()
+
+    def _found(self) -> list[int]:
+        """Return the choices with all words of the filter, hidden ones too."""
+        words = self.filter.lower().split()
+        return [
+            index
+            for index, choice in enumerate(self._choices)
+            if not choice.is_gone and all(word in choice.searched_text for word in words)
+        ]
 
     def move(self, step: int) -> None:
         """Move the cursor; it wraps around at the ends."""
@@ -205,7 +212,7 @@ class Picker:
         num_hidden = sum(choice.is_hidden and not choice.is_gone for choice in self._choices)
         hidden = "hide" if self.shows_hidden else "show"
         parts = ["Ctrl-R renames", "Ctrl-X deletes"]
-        parts += [f"Ctrl-O {hidden}s {num_hidden} one-shot"] if num_hidden else []
+        parts += [f"Ctrl-O {hidden}s {plural(num_hidden, 'one-shot')}"] if num_hidden else []
         return glyphs.separator.join(parts)
 
 

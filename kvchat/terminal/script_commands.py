@@ -146,6 +146,9 @@ class ScriptCommands(CommandContext):
         self.controller.require_conversation()
         self._request = AnswerRequest(self.controller.continue_answer)
 
+    def send(self, text: str) -> None:
+        self._request = AnswerRequest(lambda: self.controller.ask(text))
+
     def ask_aside(self, question: str) -> None:
         self.controller.require_conversation()
         self._request = AnswerRequest(lambda: self.controller.ask_aside(question))

@@ -20,7 +20,7 @@ class Choice:
 
     preview     lines below the list while it is the current choice
     searched    more text that the filter searches, in lower case
-    is_hidden   shown only after a key; `is_gone` never
+    is_hidden   shown after a key, or if a search finds hidden ones alone; `is_gone` never
     """
 
     label: str

@@ -50,11 +50,11 @@ class Tool(Protocol):
 
 @dataclass(slots=True)
 class Permissions:
-    """What the user allows without a question: tools by their names, and single calls."""
+    """What the user allows without a question: tools by their names, and single calls by `key`."""
 
     always: set[str]
     never: set[str]
-    calls: set[str] = field(default_factory=set)
+    calls: dict[str, ToolCall] = field(default_factory=dict)
 
     def of_call(self, call: ToolCall) -> bool | None:
         """Return whether a call may run; None if the user has to be asked."""
@@ -66,6 +66,14 @@ class Permissions:
         if name in self.never:
             return False
         return True if name in self.always else None
+
+    def allowed_calls(self, name: str) -> list[ToolCall]:
+        """Return the calls of a tool that run without a question although others of it do not."""
+        return [c for c in self.calls.values() if c.name == name and self.of(name) is None]
+
+    def forget_calls(self, name: str) -> None:
+        """Ask again about all calls of a tool that were allowed one by one."""
+        self.calls = {key: call for key, call in self.calls.items() if call.name != name}
 
 
 class LateTools(Protocol):
@@ -139,7 +147,7 @@ class Toolbox:
     def allow(self, call: ToolCall) -> None:
         """Ask no more about this tool; of one whose calls are allowed one by one, this call."""
         if self.is_allowed_by_call(call.name):
-            self.permissions.calls.add(call.key)
+            self.permissions.calls[call.key] = call
         else:
             self.permissions.always.add(call.name)
 

@@ -65,6 +65,15 @@ def test_a_prompt_needs_no_flag_alone_and_after_a_pipe(shell: Shell, tiny: str) 
     assert plain.stdout == flagged.stdout
 
 
+def test_a_conversation_whose_only_message_was_refused_is_named(shell: Shell, tiny: str) -> None:
+    """The list had a row without any words."""
+    refused = shell.run("-m", tiny, *GREEDY, stdin=b"word " * 20_000)
+    assert refused.returncode == 4
+
+    [row] = shell.run("sessions").stdout.splitlines()
+    assert row.endswith(b"0 turns  (no message)")
+
+
 def test_a_title_names_a_conversation_and_several_are_listed(shell: Shell, tiny: str) -> None:
     for title in ("Cats and dogs", "Cats alone", "Birds"):
         assert shell.run("-m", tiny, *GREEDY, "Hi", "--title", title).returncode == 0

@@ -166,6 +166,16 @@ def test_commands_move_about_as_they_do_for_a_person(run_lines: RunLines) -> Non
     assert {turn.text for turn in conversation.turns()} >= {"three", "four"}
 
 
+def test_a_message_is_edited_in_one_line(run_lines: RunLines) -> None:
+    """A script has no prompt to edit in: "1 three" was taken as the number of a message."""
+    ran = run_lines("one", "two", "/edit 1 three words", "four")
+
+    conversation = ran.store.read(ran.store.latest()).conversation
+    assert ran.code == 0
+    assert [turn.text for turn in conversation.path()][::2] == ["three words", "four"]
+    assert {turn.text for turn in conversation.turns()} >= {"one", "two"}
+
+
 def test_answers_of_commands_are_objects_like_others(run_lines: RunLines) -> None:
     ran = run_lines("one", "/set max-tokens 4", "/retry -n 2", "/continue", is_json=True)
 

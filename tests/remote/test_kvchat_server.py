@@ -18,8 +18,9 @@ from kvchat.chat.host import ChatHost
 from kvchat.chat.resent import ResentChats
 from kvchat.chat.response_memory import ResponseMemory
 from kvchat.chat.tokenizer import Segment
+from kvchat.core.cost import KvPlaces, ReadRates
 from kvchat.core.events import LoadProgress, ModelReady
-from kvchat.core.types import SamplingParams
+from kvchat.core.types import CachedTokens, SamplingParams
 from kvchat.remote.engine import RemoteEngine
 from kvchat.remote.servers import Kind, address_of, find_server
 from kvchat.server.answering import Answering
@@ -27,7 +28,13 @@ from kvchat.server.app import new_app
 from kvchat.server.guard import Limits
 from kvchat.server.metrics import Metrics
 from kvchat.server.service import Service
-from support.scripted_engine import Script, scripted_build, text_model, write_text_checkpoint
+from support.scripted_engine import (
+    Script,
+    ScriptedEngine,
+    scripted_build,
+    text_model,
+    write_text_checkpoint,
+)
 
 OPTIONS = AskOptions(sampling=SamplingParams(temperature=0.0))
 PATIENCE_S = 20.0
@@ -151,6 +158,14 @@ def test_warmth_is_known_as_in_a_chat_of_its_own(host: ChatHost) -> None:
     assert here.cached.device > 200
     assert here.rates.computed == 1000.0
     assert unknown.cached.total == 0
+
+
+def test_places_keep_the_size_of_blocks(host: ChatHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chat took 16 for granted: /tree showed the end of a turn as cold, or as warm."""
+    told = KvPlaces(100, CachedTokens(device=64), ReadRates(1000.0), block_size=64)
+    monkeypatch.setattr(ScriptedEngine, "locate", lambda _, contexts, done: done([told]))
+
+    assert host.locate([[1] * 100]).result(PATIENCE_S) == [told]
 
 
 def test_text_is_read_before_it_is_sent(host: ChatHost) -> None:

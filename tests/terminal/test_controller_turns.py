@@ -83,6 +83,18 @@ def test_redo_goes_from_a_question_to_its_answer(controller: ChatController) -> 
     assert not controller.redo()
 
 
+def test_redo_says_in_one_line_what_came_back(controller: ChatController) -> None:
+    """It said "one: 1 earlier turn" and printed the last exchange again, however long."""
+    ask(controller, "one", "two", "three")
+
+    do(controller, "/undo")
+    assert do(controller, "/redo") == "Back after: three  (/undo steps back)\n"
+    do(controller, "/undo 2")
+    assert do(controller, "/redo").startswith("Back after: three, the last of 2 messages  (")
+    controller.move(controller.user_turns[-1].turn_id)
+    assert do(controller, "/redo").startswith("Back after: the answer You said three.  (")
+
+
 # Another system prompt
 
 

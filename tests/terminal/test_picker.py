@@ -67,6 +67,21 @@ def test_the_highlight_is_told_once_for_every_choice_it_comes_to() -> None:
     assert actions.done == [("highlighted", 0), ("highlighted", 1), ("highlighted", None)]
 
 
+def test_a_search_that_finds_hidden_choices_alone_shows_them() -> None:
+    """A chat of one prompt was hidden, and a search for its words said "nothing like that"."""
+    choices = [Choice("ships"), Choice("hello", searched="my name is ada", is_hidden=True)]
+    picker = Picker("Go on with", choices, 0, _Actions())
+    assert "hello" not in "".join(_drawn(picker, 9, 60))
+
+    picker.type("ada")
+    assert picker.result == 1
+    picker.type("x")
+    assert picker.result is None
+    for _ in "adax":
+        picker.erase()
+    assert "hello" not in "".join(_drawn(picker, 9, 60))
+
+
 def test_a_title_is_typed_and_a_deletion_is_confirmed() -> None:
     actions = _Actions()
     choices = [Choice("a"), Choice("b")]

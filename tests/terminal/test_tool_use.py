@@ -71,6 +71,18 @@ def test_a_tool_that_is_always_allowed_is_asked_for_once(chat: PtyScreen) -> Non
     chat.wait_for("not run: run_command")
 
 
+def test_a_command_that_is_always_allowed_is_listed(chat: PtyScreen) -> None:
+    """The list said that run_command asks first, and nothing of the command that did not ask."""
+    chat.enter('call run_command {"command": "true"}')
+    chat.wait_for("Run run_command").type("always\r")
+    wait_for_answers(chat, 2)
+
+    chat.enter("/tools").wait_for("run_command (asks first, but for 1 allowed call)")
+    chat.wait_for('runs at once: run_command(command="true")')
+    chat.enter("/tools ask run_command").wait_for("run_command asks first.")
+    chat.enter("/tools").wait_for("run_command (asks first)")
+
+
 def test_escape_stops_a_command_and_gives_the_prompt_back(chat: PtyScreen) -> None:
     chat.enter('call run_command {"command": "sleep 1000"}')
     chat.wait_for("Run run_command").type("\r")
