@@ -99,6 +99,10 @@ class Engine:
         self._is_unwanted: Callable[[frozenset[int]], bool] = lambda request_ids: False
 
     @property
+    def idle_s(self) -> None:
+        """None: without work there is nothing to look after."""
+
+    @property
     def has_work(self) -> bool:
         return self._has_answers_due or (
             self._connector is not None and self._connector.write_behind.has_backlog
