@@ -151,7 +151,7 @@ class Engine:
         length = len(spec.prompt_ids)
         if length >= self.max_context:
             raise ContextTooLong(
-                f"The prompt has {length} tokens, and the context holds {self.max_context}.",
+                f"The prompt has {length:,} tokens, and the context holds {self.max_context:,}.",
                 "Shorten it or start a new conversation"
                 + (", or raise --device-cache." if self._is_cache_the_limit else "."),
             )
