@@ -253,7 +253,7 @@ def explain(reuse: Reuse, decode: Callable[[list[int]], str]) -> list[str]:
         )
     elif reuse.change is not Change.NEW:
         lines.append(f"{num_read:,} {were} read: {_CHANGES[reuse.change]}")
-    else:
+    elif num_read:
         lines.append(f"{num_read:,} {were} read: new text.")
     if reuse.change not in (Change.NEW, Change.IMPORTED):
         lines.append(_difference(reuse, decode))
