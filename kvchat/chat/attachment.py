@@ -13,6 +13,7 @@ from types import MappingProxyType
 from kvchat.core.bounded_files import read_bounded
 from kvchat.core.errors import UsageError
 from kvchat.core.paths import user_path
+from kvchat.core.text import one_line
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +94,14 @@ def missing_files(text: str, pins: Collection[str] = ()) -> list[str]:
 
 
 def matching_paths(word: str) -> list[Path]:
-    """Return the files that a path or a pattern such as `docs/*.md` names, else the path alone."""
+    """Return the files that a path or a pattern such as `docs/*.md` names, else the path alone.
+
+    Raises UsageError for a pattern that no file has.
+    """
     path = user_path(word)
     found = [] if path.exists() else sorted(glob(str(path)))
+    if not found and not path.exists() and set(word) & set("*?["):
+        raise UsageError(f"No file is named {one_line(word, 60)}.")
     return [Path(name) for name in found] or [path]
 
 

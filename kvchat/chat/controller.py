@@ -178,7 +178,7 @@ class ChatController:
     # Asking
 
     def attach(self, path: Path) -> int:
-        """Put a file before the next message; return its number of tokens.
+        """Put a file before the next message, unless it is there; return its number of tokens.
 
         Raises UsageError for a file that cannot be read or does not fit in the context.
         """
@@ -197,7 +197,9 @@ class ChatController:
                 f"{path} has {num_tokens:,} tokens, and the model's context holds {limit:,}.",
                 "Attach a part of it.",
             )
-        self.attached = (*self.attached, Attached(path.name, text))
+        file = Attached(path.name, text)
+        if file not in self.attached:
+            self.attached = (*self.attached, file)
         return num_tokens
 
     def attach_pin(self, label: str) -> tuple[int, str]:

@@ -22,6 +22,7 @@ from kvchat.chat.tools import ToolSet
 from kvchat.core.cost import Cost, KvPlaces
 from kvchat.core.errors import KvchatError, TimedOut
 from kvchat.core.events import (
+    EngineLost,
     LoadEvent,
     LoadFailed,
     ModelReady,
@@ -45,6 +46,7 @@ class ChatHost:
     prefetch_pages   called with the token ids of a context that is opened while the model loads;
                      it must not block
     store            None saves nothing
+    rebuild          builds another engine if one ends by itself, None where none can be built
 
     began_s             when this host was made, in seconds since the epoch
     places_at_opening   where the KV was of the conversation opened last, None if none was opened
@@ -59,6 +61,7 @@ class ChatHost:
         store: SessionStore | None,
         on_load: Callable[[LoadEvent], None] | None = None,
         prefetch_pages: Callable[[list[int]], object] | None = None,
+        rebuild: Build | None = None,
     ) -> None:
         self.model = model
         self._prefetch_pages = prefetch_pages
@@ -68,13 +71,17 @@ class ChatHost:
         self.began_s = time.time()
         self._began_s = time.monotonic()
         self._outcome: LoadEvent | None = None
-        self._engine = EngineThread(build, self._hear)
+        self._engine = EngineThread(build, self._hear, rebuild)
         self.places_at_opening: Future[list[KvPlaces]] | None = None
 
     def _hear(self, event: LoadEvent) -> None:
         if isinstance(event, ModelReady | LoadFailed):
             self._outcome = event
             self._loaded.set()
+        elif isinstance(event, EngineLost):
+            self._outcome, self._began_s = None, time.monotonic()
+            self.places_at_opening = None
+            self._loaded.clear()
         if self._on_load is not None:
             self._on_load(event)
 
@@ -86,7 +93,7 @@ class ChatHost:
     def wait_until_loaded(self, timeout_s: float | None = None) -> None:
         """Wait until the model is loaded or loading has failed; raises TimedOut at the limit.
 
-        `timeout_s` counts from the creation of this host; None waits without a limit.
+        `timeout_s` counts from the beginning of the load; None waits without a limit.
         """
         if timeout_s is None:
             self._loaded.wait()

@@ -71,7 +71,8 @@ class ReadAhead:
         try:
             paths = mentioned_files(finished(text), controller.pins.paths())
             mentioned = [read_attachment(path) for path in paths]
-            begun = "".join(f"{file}\n" for file in (*files, *mentioned)) + finished(text)
+            attached = dict.fromkeys((*files, *mentioned))  # each once, as when it is sent
+            begun = "".join(f"{file}\n" for file in attached) + finished(text)
             return self._ids_of(controller, begun) if begun else []
         except KvchatError:  # sending the message reports it
             return []

@@ -190,8 +190,8 @@ class ResentChats:
             num_tokens += len(turn.token_ids)
             if max_tokens is not None and num_tokens >= max_tokens:
                 raise ContextTooLong(
-                    f"The first {number} of {len(chat.messages)} messages have {num_tokens} "
-                    f"tokens, and the context holds {max_tokens}.",
+                    f"The first {number} of {len(chat.messages)} messages have {num_tokens:,} "
+                    f"tokens, and the context holds {max_tokens:,}.",
                     "Shorten it or start a new conversation.",
                 )
         return session

@@ -246,14 +246,15 @@ def explain(reuse: Reuse, decode: Callable[[list[int]], str]) -> list[str]:
     total = len(reuse.ids)
     lines = [f"{reuse.cached.total:,} of {total:,} tokens were there{_places(reuse.cached)}."]
     num_read = total - reuse.cached.total
+    were = "was" if num_read == 1 else "were"
     if reuse.num_lost:
         lines.append(
-            f"{num_read:,} were read, {reuse.num_lost:,} of them again: {_WHY[reuse.miss_reason]}"
+            f"{num_read:,} {were} read, {reuse.num_lost:,} of them again: {_WHY[reuse.miss_reason]}"
         )
     elif reuse.change is not Change.NEW:
-        lines.append(f"{num_read:,} were read: {_CHANGES[reuse.change]}")
-    else:
-        lines.append(f"{num_read:,} were read: new text.")
+        lines.append(f"{num_read:,} {were} read: {_CHANGES[reuse.change]}")
+    elif num_read:
+        lines.append(f"{num_read:,} {were} read: new text.")
     if reuse.change not in (Change.NEW, Change.IMPORTED):
         lines.append(_difference(reuse, decode))
     return lines

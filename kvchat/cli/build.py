@@ -143,10 +143,8 @@ def open_host(
     name = model_name if model_name is not None else settings["model"]
     # An adapter was made for one model, so a model that is switched to gets none.
     source = find_model(name, settings["adapter"] if name == settings["model"] else None)
-    draft_name = settings.draft_name(source.name)
-    draft = find_model(draft_name) if draft_name is not None else None
     store = None if settings["incognito"] else session_store(settings)
-    build, ahead = _build(settings, source, draft), _prefetch_pages(settings)
+    build, ahead = _build(settings, source, _draft(settings, source)), _prefetch_pages(settings)
     model = read_chat_model(source, limit_s=settings["timeout"], child=child)
     return ChatHost(model, build, store, on_load, ahead)
 
@@ -183,15 +181,35 @@ def _attached_host(
     """Return a host for the `kvchat serve` that runs here with these settings, None without one."""
     from kvchat.cli.running_server import running_server
 
-    address = running_server(settings, user_paths().state)
-    if address is None:
+    state = user_paths().state
+    if running_server(settings, state) is None:
         return None
-    from kvchat.cli.endpoints import open_remote_host
+    from kvchat.cli.endpoints import open_attached_host
+
+    def load(progress: Callable[[LoadProgress], None]) -> "tuple[Engine, ModelReady]":
+        from kvchat.model.source import find_model
+
+        source = find_model(settings["model"], settings["adapter"])
+        return _build(settings, source, _draft(settings, source))(progress)
 
     try:
-        return open_remote_host(settings, address, session_store(settings), on_load, True)
+        return open_attached_host(
+            settings,
+            lambda: running_server(settings, state),
+            session_store(settings),
+            on_load,
+            load,
+        )
     except ModelError:  # it ends just now, or is another program on the same port
         return None
+
+
+def _draft(settings: Settings, source: "ModelSource") -> "ModelSource | None":
+    """Return the draft model of a model, None for none; raises ModelError if it is not found."""
+    from kvchat.model.source import find_model
+
+    name = settings.draft_name(source.name)
+    return find_model(name) if name is not None else None
 
 
 def has_endpoint(settings: Settings) -> bool:

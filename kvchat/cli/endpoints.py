@@ -16,6 +16,7 @@ import importlib.util
 import logging
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from kvchat.chat.chat_model import ChatModel
     from kvchat.chat.host import ChatHost
     from kvchat.chat.store import SessionStore
+    from kvchat.cli.running_server import RunningServer
+    from kvchat.engine.thread import Build, DrivenEngine
     from kvchat.remote.engine import RemoteEngine, Spell
     from kvchat.remote.servers import Address, Server
 
@@ -101,24 +104,61 @@ def open_remote_host(
     address: "Address",
     store: "SessionStore | None",
     on_load: Callable[[LoadEvent], None] | None,
-    is_attached: bool = False,
 ) -> "ChatHost":
-    """Return a host whose engine is the server at an address; raises ModelError if none answers.
-
-    `is_attached` if it is a `kvchat serve` that the user did not name: it must take token ids.
-    """
+    """Return a host whose engine is the server at an address; raises ModelError if none answers."""
     from kvchat.chat.host import ChatHost
     from kvchat.remote.servers import find_server
 
     server = find_server(address)
     model = _own_tokenizer(server, settings["timeout"])
     spell = _spelling(model) if model is not None else None
-    if model is None and is_attached:
-        raise ModelError("The server has another model.")
     if model is None:
         from kvchat.chat.message_model import message_model
 
         model = message_model(server.model, server.max_context)
+    return ChatHost(model, _build(server, spell), store, on_load)
+
+
+def open_attached_host(
+    settings: Settings,
+    find: "Callable[[], RunningServer | None]",
+    store: "SessionStore | None",
+    on_load: Callable[[LoadEvent], None] | None,
+    load: "Build",
+) -> "ChatHost | None":
+    """Return a host for a `kvchat serve` that the user did not name, None if `find` finds none.
+
+    It must take token ids; raises ModelError if it does not, or does not answer. If it ends, the
+    chat goes on with the server that `find` finds then, or with the model that `load` loads.
+    """
+    from kvchat.chat.host import ChatHost
+    from kvchat.remote.servers import find_server
+
+    running = find()
+    if running is None:
+        return None
+    server = find_server(running.address)
+    model = _own_tokenizer(server, settings["timeout"])
+    if model is None:
+        raise ModelError("The server has another model.")
+    digest, spell = model.tokenizer.digest, _spelling(model)
+
+    def rebuild(progress: Callable[[LoadProgress], None]) -> "tuple[DrivenEngine, ModelReady]":
+        again = find()
+        with suppress(ModelError):  # as if there were none
+            if again is not None and (server := find_server(again.address)).tokenizer == digest:
+                return _build(server, spell, again.has_ended)(progress)
+        return load(progress)
+
+    build = _build(server, spell, running.has_ended)
+    return ChatHost(model, build, store, on_load, rebuild=rebuild)
+
+
+def _build(
+    server: "Server", spell: "Spell | None", has_ended: Callable[[], bool] | None = None
+) -> "Build":
+    """Return what builds the engine of a server; `RemoteEngine` explains `spell`, `has_ended`."""
+    address = server.address
 
     def build(progress: Callable[[LoadProgress], None]) -> "tuple[RemoteEngine, ModelReady]":
         from kvchat.remote.engine import RemoteEngine
@@ -133,9 +173,9 @@ def open_remote_host(
             load_s=0.0,
             notes=_notes(server),
         )
-        return RemoteEngine(server, spell), ready
+        return RemoteEngine(server, spell, has_ended), ready
 
-    return ChatHost(model, build, store, on_load)
+    return build
 
 
 def _spelling(model: "ChatModel") -> "Spell":

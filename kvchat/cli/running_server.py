@@ -9,6 +9,7 @@ import os
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -65,8 +66,19 @@ def announced(settings: Settings, state: Path, url: str, key: str | None) -> Ite
                 path.unlink()
 
 
-def running_server(settings: Settings, state: Path) -> "Address | None":
-    """Return the address of the server that runs here with these settings; None if none does."""
+@dataclass(frozen=True, slots=True)
+class RunningServer:
+    """A server of this user on this machine. `pid` is its process."""
+
+    address: "Address"
+    pid: int
+
+    def has_ended(self) -> bool:
+        return not _is_alive(self.pid)
+
+
+def running_server(settings: Settings, state: Path) -> RunningServer | None:
+    """Return the server that runs here with these settings; None if none does."""
     found = read_state(state / _NAME, _VERSION, "server")
     url, key, pid = found.get("url"), found.get("key"), found.get("pid")
     if not (isinstance(url, str) and isinstance(key, str) and isinstance(pid, int)):
@@ -75,7 +87,7 @@ def running_server(settings: Settings, state: Path) -> "Address | None":
         return None
     from kvchat.remote.servers import address_of
 
-    return address_of(url, key)
+    return RunningServer(address_of(url, key), pid)
 
 
 def _runs(settings: Settings) -> str:

@@ -42,6 +42,10 @@ class GenerationError(KvchatError):
     """The forward pass or the sampler failed while answering."""
 
 
+class EngineEnded(GenerationError):
+    """The engine is in another program, which has ended; another engine can take its place."""
+
+
 class UsageError(KvchatError):
     """A flag, environment variable or configuration value that cannot be used."""
 

@@ -39,6 +39,15 @@ class LoadFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class EngineLost:
+    """The engine has ended, for the `reason` in one sentence. Another one loads from now on, until
+    ModelReady or LoadFailed.
+    """
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class PrefillProgress:
     """`done` of `total` prompt tokens have their KV; `cached` of them did not need computing."""
 
@@ -85,5 +94,5 @@ class RequestFailed:
     error: KvchatError
 
 
-LoadEvent = LoadProgress | ModelReady | LoadFailed
+LoadEvent = LoadProgress | ModelReady | LoadFailed | EngineLost
 RequestEvent = PrefillProgress | TokensGenerated | SampleFinished | RequestFailed

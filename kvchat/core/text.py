@@ -52,7 +52,9 @@ def sanitize_json(document: str) -> str:
 def one_line(text: str, max_chars: int = 80) -> str:
     """Return text as one safe line of at most `max_chars`, for a title or a file name."""
     line = " ".join(sanitize(text).split())
-    return line if len(line) <= max_chars else line[: max_chars - 1].rstrip() + "…"
+    if len(line) <= max_chars:
+        return line
+    return line[: max_chars - 1].rstrip(" …") + "…"  # it may have been cut before
 
 
 class Sanitizer:

@@ -99,6 +99,10 @@ class Engine:
         self._is_unwanted: Callable[[frozenset[int]], bool] = lambda request_ids: False
 
     @property
+    def idle_s(self) -> None:
+        """None: without work there is nothing to look after."""
+
+    @property
     def has_work(self) -> bool:
         return self._has_answers_due or (
             self._connector is not None and self._connector.write_behind.has_backlog
@@ -147,7 +151,7 @@ class Engine:
         length = len(spec.prompt_ids)
         if length >= self.max_context:
             raise ContextTooLong(
-                f"The prompt has {length} tokens, and the context holds {self.max_context}.",
+                f"The prompt has {length:,} tokens, and the context holds {self.max_context:,}.",
                 "Shorten it or start a new conversation"
                 + (", or raise --device-cache." if self._is_cache_the_limit else "."),
             )

@@ -15,8 +15,9 @@ from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
 from kvchat.core.cost import KvPlaces
-from kvchat.core.errors import GenerationError, KvchatError, ModelError
+from kvchat.core.errors import EngineEnded, GenerationError, KvchatError, ModelError
 from kvchat.core.events import (
+    EngineLost,
     LoadEvent,
     LoadFailed,
     LoadProgress,
@@ -24,9 +25,10 @@ from kvchat.core.events import (
     RequestEvent,
     RequestFailed,
     SampleFinished,
+    TokensGenerated,
 )
 from kvchat.core.stats import EngineStatus
-from kvchat.core.types import FinishReason
+from kvchat.core.types import FinishReason, Timing, Usage
 from kvchat.engine.request import RequestSpec
 
 T = TypeVar("T")
@@ -59,6 +61,10 @@ class DrivenEngine(Protocol):
     def has_work(self) -> bool:
         """Whether `step` has anything to do."""
 
+    @property
+    def idle_s(self) -> float | None:
+        """After how many seconds without work `step` is called all the same; None for never."""
+
     def submit(self, spec: RequestSpec, submitted_s: float | None = None) -> int:
         """Begin a request and return its id; raises KvchatError if it cannot be answered."""
 
@@ -66,7 +72,11 @@ class DrivenEngine(Protocol):
         """End a request; its answers so far stand."""
 
     def step(self) -> list[RequestEvent]:
-        """Do a short piece of the work, and return what came of it."""
+        """Do a short piece of the work, and return what came of it.
+
+        Raises EngineEnded, once no request runs any more, if another engine has to be built. The
+        requests that this has ended failed with that error.
+        """
 
     def abandon_steps(self, is_unwanted: Callable[[frozenset[int]], bool]) -> None:
         """Set what a long step asks, to end early, with the ids of its requests."""
@@ -117,6 +127,21 @@ class _Submit:
     spec: RequestSpec
     listener: Listener
     submitted_s: float
+    is_second: bool = False
+
+
+@dataclass(slots=True)
+class _Running:
+    """A request that the engine has."""
+
+    submitted: _Submit
+    samples_left: int
+    has_tokens: bool = False
+
+    def may_begin_again(self, error: KvchatError) -> bool:
+        """Whether another engine can answer it, as if nothing had happened: at most once."""
+        is_new = not self.has_tokens and not self.submitted.is_second
+        return isinstance(error, EngineEnded) and is_new
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,20 +167,25 @@ _Message = _Submit | _Cancel | _Call | _Close
 class EngineThread:
     """Builds an engine on a new thread and runs it until closed.
 
-    Listeners are called on that thread and must return at once. All public methods may be called
-    from any thread.
+    `rebuild` builds another engine if an engine raises EngineEnded; None if none can be built.
+    Requests without a token begin again there, others fail with that error.
+
+    Listeners are called on that thread and must return at once; a request that is cancelled while
+    it waits for another engine ends on the caller's thread. All public methods may be called from
+    any thread.
     """
 
-    def __init__(self, build: Build, on_load: LoadListener) -> None:
+    def __init__(self, build: Build, on_load: LoadListener, rebuild: Build | None = None) -> None:
         self._build = build
+        self._rebuild = rebuild
         self._on_load = on_load
         self._messages: queue.SimpleQueue[_Message] = queue.SimpleQueue()
         self._numbers = iter(range(1, 1 << 62))
         self._lock = threading.Lock()
         self._is_over = False
         self._is_awaited = False
-        self._listeners: dict[int, Listener] = {}
-        self._samples_left: dict[int, int] = {}
+        self._running: dict[int, _Running] = {}
+        self._to_begin_again: dict[Ticket, _Submit] = {}  # under the lock
         self._request_ids: dict[Ticket, int] = {}
         self._to_cancel: set[Ticket] = set()  # cancelled, but the engine does not know yet
         self._is_to_close = False
@@ -173,7 +203,13 @@ class EngineThread:
 
     def cancel(self, ticket: Ticket, reason: FinishReason = FinishReason.CANCELLED) -> None:
         """End a request soon, within a step of prefill; nothing if it has ended already."""
-        self._to_cancel.add(ticket)
+        with self._lock:
+            waiting = self._to_begin_again.pop(ticket, None)
+            if waiting is None:
+                self._to_cancel.add(ticket)
+        if waiting is not None:
+            _tell_cancelled(waiting, reason)
+            return
         self._send(_Cancel(ticket, reason))
 
     def call(self, function: "Callable[[DrivenEngine], T]") -> "Future[T]":
@@ -201,17 +237,20 @@ class EngineThread:
     # On the engine's thread
 
     def _run(self) -> None:
+        build: Build | None = self._build
         try:
-            self._load_and_serve()
+            while build is not None and self._load_and_serve(build):
+                build = self._rebuild
         finally:
             with self._lock:
                 self._is_over = True
             while not self._messages.empty():
                 _refuse(self._messages.get(), GenerationError("The engine is closed."))
 
-    def _load_and_serve(self) -> None:
+    def _load_and_serve(self, build: Build) -> bool:
+        """Build an engine, and run it until closed; return whether another one has to be built."""
         try:
-            engine, ready = self._build(lambda event: _tell(self._on_load, event))
+            engine, ready = build(lambda event: _tell(self._on_load, event))
         except KvchatError as error:
             self._refuse_everything(error)
         except BaseException as error:  # a panic in a Rust library is not an Exception
@@ -221,13 +260,20 @@ class EngineThread:
             try:
                 ready = self._prepared(engine, ready)
                 _tell(self._on_load, ready)
+                self._begin_again(engine)
                 self._serve(engine, time.perf_counter())
+            except EngineEnded as ended:
+                if self._rebuild is not None and not self._is_to_close:
+                    _tell(self._on_load, EngineLost(str(ended)))
+                    _close(engine)
+                    return True
+                self._stopped(ended)
             except BaseException as error:
                 _log.exception("the engine stopped")
-                failure = GenerationError(f"The engine stopped: {error!r}.", "Start kvchat again.")
-                self._fail_running(failure)
-                self._refuse_everything(failure)
+                hint = "Start kvchat again."
+                self._stopped(GenerationError(f"The engine stopped: {error!r}.", hint))
             _close(engine)
+        return False
 
     def _prepared(self, engine: "DrivenEngine", ready: ModelReady) -> ModelReady:
         """Prepare the engine if a request is queued already; count the time as loading.
@@ -236,19 +282,34 @@ class EngineThread:
         that work beside the prompt's prefill would slow both, and the first decode step would wait
         for it anyway.
         """
-        if not self._is_awaited:
+        if not self._is_awaited and not self._to_begin_again:
             return ready
         began_s = time.perf_counter()
         _tell(self._on_load, LoadProgress("preparing to decode"))
         engine.prepare()
         return replace(ready, load_s=ready.load_s + time.perf_counter() - began_s)
 
-    def _fail_running(self, error: KvchatError) -> None:
-        for request_id, listener in self._listeners.items():
-            _tell(listener, RequestFailed(request_id, error))
+    def _stopped(self, error: KvchatError) -> None:
+        """Fail the running requests, and refuse all others."""
+        for request_id, running in self._running.items():
+            _tell(running.submitted.listener, RequestFailed(request_id, error))
+        self._refuse_everything(error)
+
+    def _begin_again(self, engine: "DrivenEngine") -> None:
+        """Submit the requests that an engine before this one has left unanswered."""
+        with self._lock:
+            waiting = list(self._to_begin_again.values())
+            self._to_begin_again.clear()
+        for message in waiting:
+            self._submit(engine, message, time.perf_counter())
 
     def _refuse_everything(self, error: KvchatError) -> None:
         """Report the load as failed, and answer every message with the error until closed."""
+        with self._lock:
+            waiting = list(self._to_begin_again.values())
+            self._to_begin_again.clear()
+        for each in waiting:
+            _refuse(each, error)
         _tell(self._on_load, LoadFailed(error))
         while not isinstance(message := self._messages.get(), _Close):
             _refuse(message, error)
@@ -257,7 +318,7 @@ class EngineThread:
         engine.abandon_steps(self._is_unwanted)
         while True:
             try:
-                message = self._messages.get(block=not engine.has_work)
+                message = self._messages.get(not engine.has_work, engine.idle_s)
             except queue.Empty:
                 self._step(engine)
                 continue
@@ -296,29 +357,39 @@ class EngineThread:
             failure = GenerationError(f"The request could not be begun: {error!r}.")
             _tell(message.listener, RequestFailed(0, failure))
             return
-        self._listeners[request_id] = message.listener
-        self._samples_left[request_id] = message.spec.num_samples
+        self._running[request_id] = _Running(message, message.spec.num_samples)
         self._request_ids[message.ticket] = request_id
 
     def _step(self, engine: "DrivenEngine") -> None:
         for event in engine.step():
-            listener = self._listeners.get(event.request_id)
-            if listener is None:
+            running = self._running.get(event.request_id)
+            if running is None:
                 continue
-            _tell(listener, event)
-            self._count_finished(event)
+            if isinstance(event, RequestFailed) and running.may_begin_again(event.error):
+                self._put_off(running.submitted)
+            else:
+                _tell(running.submitted.listener, event)
+            self._count_finished(running, event)
 
-    def _count_finished(self, event: RequestEvent) -> None:
-        if isinstance(event, RequestFailed):
-            self._samples_left[event.request_id] = 0
+    def _put_off(self, message: _Submit) -> None:
+        """Keep a request for the next engine, unless it is cancelled already."""
+        with self._lock:
+            is_wanted = message.ticket not in self._to_cancel
+            if is_wanted:
+                self._to_begin_again[message.ticket] = replace(message, is_second=True)
+        if not is_wanted:
+            _tell_cancelled(message, FinishReason.CANCELLED)
+
+    def _count_finished(self, running: _Running, event: RequestEvent) -> None:
+        if isinstance(event, TokensGenerated):
+            running.has_tokens = True
+        elif isinstance(event, RequestFailed):
+            running.samples_left = 0
         elif isinstance(event, SampleFinished):
-            self._samples_left[event.request_id] -= 1
-        if self._samples_left[event.request_id] == 0:
-            del self._samples_left[event.request_id]
-            del self._listeners[event.request_id]
-            self._request_ids = {
-                t: r for t, r in self._request_ids.items() if r != event.request_id
-            }
+            running.samples_left -= 1
+        if running.samples_left == 0:
+            del self._running[event.request_id]
+            del self._request_ids[running.submitted.ticket]
 
 
 def _close(engine: "DrivenEngine") -> None:
@@ -326,6 +397,15 @@ def _close(engine: "DrivenEngine") -> None:
         engine.close()
     except Exception:
         _log.exception("closing the engine failed")
+
+
+def _tell_cancelled(message: _Submit, reason: FinishReason) -> None:
+    """End the samples of a request that no engine has begun."""
+    usage = Usage(
+        prompt_tokens=len(message.spec.prompt_ids), unread_tokens=len(message.spec.prompt_ids)
+    )
+    for sample in range(message.spec.num_samples):
+        _tell(message.listener, SampleFinished(0, sample, reason, usage, Timing()))
 
 
 def _refuse(message: _Message, error: KvchatError) -> None:

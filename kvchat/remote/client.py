@@ -31,6 +31,10 @@ _TOO_LONG = (
 )
 
 
+class ServerLost(GenerationError):
+    """The server cannot be reached, or it broke off an answer."""
+
+
 class Client:
     """Sends requests to one address. Used on one event loop, and closed there."""
 
@@ -49,7 +53,8 @@ class Client:
         await self._client.aclose()
 
     async def stream(self, sent: Sent) -> AsyncGenerator[dict[str, Any], None]:
-        """Yield the JSON objects that the server streams; raises GenerationError.
+        """Yield the JSON objects that the server streams; raises GenerationError, ServerLost where
+        the connection cannot be made or breaks.
 
         Closing the iterator closes the connection, which ends the request at the server.
         """
@@ -69,7 +74,7 @@ class Client:
                             return
                         yield _object(data)
         except httpx2.HTTPError as error:
-            raise GenerationError(
+            raise ServerLost(
                 f"The server at {self._address.shown} broke off the answer: {reason_of(error)}.",
                 "/continue goes on from there once it runs again.",
             ) from error
@@ -82,12 +87,12 @@ class Client:
                 return await self._client.send(request, stream=True)
             except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
                 if number + 1 == _TRIES:
-                    raise GenerationError(
+                    raise ServerLost(
                         f"No server answers at {self._address.shown}: {reason_of(error)}.",
                         "Start it and /retry, or go on with /model NAME.",
                     ) from error
             except httpx2.HTTPError as error:
-                raise GenerationError(
+                raise ServerLost(
                     f"The server at {self._address.shown} gave no answer: {reason_of(error)}.",
                     "/retry asks again.",
                 ) from error

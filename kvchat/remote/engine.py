@@ -15,7 +15,13 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from kvchat.core.cost import KvPlaces
-from kvchat.core.errors import ContextTooLong, GenerationError, KvchatError, UsageError
+from kvchat.core.errors import (
+    ContextTooLong,
+    EngineEnded,
+    GenerationError,
+    KvchatError,
+    UsageError,
+)
 from kvchat.core.events import (
     PrefillProgress,
     RequestEvent,
@@ -33,7 +39,7 @@ from kvchat.core.types import (
     Usage,
 )
 from kvchat.engine.request import RequestSpec
-from kvchat.remote.client import Client
+from kvchat.remote.client import Client, ServerLost
 from kvchat.remote.kept_kv import ServerKv
 from kvchat.remote.message_ids import AFTER_THINKING, THINKING, Mark, call_text, text_ids
 from kvchat.remote.servers import Kind, Server
@@ -45,6 +51,8 @@ _log = logging.getLogger(__name__)
 # A step waits so long for news; a cancel waits for the step.
 _STEP_S = 0.02
 _LEAVING_S = 5.0
+# How often a server is looked after while nothing is asked of it, if another engine can replace it.
+_LOOK_S = 1.0
 _NOT_KNOWN = "The server does not tell this."
 
 # Encodes a text that follows an id.
@@ -87,11 +95,17 @@ class _Sample:
 class RemoteEngine:
     """Sends requests to one server, and returns its answers as an engine's events.
 
-    spell   returns the ids of a text that follows an id, if the server takes the ids of the chat's
-            own tokenizer. None if ids stand for messages (`message_ids.py`)
+    spell       returns the ids of a text that follows an id, if the server takes the ids of the
+                chat's own tokenizer. None if ids stand for messages (`message_ids.py`)
+    has_ended   whether the server has ended. After that, or after a connection broke, `step` raises
+                EngineEnded. None for a server that the user named: only its requests fail then
     """
 
-    def __init__(self, server: Server, spell: Spell | None) -> None:
+    def __init__(
+        self, server: Server, spell: Spell | None, has_ended: Callable[[], bool] | None = None
+    ) -> None:
+        self._has_ended = has_ended
+        self._is_lost = False
         self.speculation = NoSpeculation()
         self._server = server
         self._spell = spell
@@ -109,7 +123,11 @@ class RemoteEngine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._samples) or not self._news.empty()
+        return bool(self._samples) or not self._news.empty() or self._is_lost
+
+    @property
+    def idle_s(self) -> float | None:
+        return _LOOK_S if self._has_ended is not None else None
 
     def abandon_steps(self, is_unwanted: Callable[[frozenset[int]], bool]) -> None:
         """No step takes long."""
@@ -145,7 +163,14 @@ class RemoteEngine:
                 sample.task.cancel()
 
     def step(self) -> list[RequestEvent]:
-        """Wait a moment for news of the running requests; return all that there is."""
+        """Wait a moment for news of the running requests; return all that there is.
+
+        Raises EngineEnded once the server is lost, no request runs and no news is left.
+        """
+        if not self._samples and self._news.empty() and self._has_ended is not None:
+            if self._is_lost or self._has_ended():
+                raise EngineEnded("The kvchat serve that this chat used has ended.")
+            return []
         return self._loop.run_until_complete(self._heard())
 
     def close(self) -> None:
@@ -223,6 +248,9 @@ class RemoteEngine:
             self._news.put_nowait(_finished(sample, reason))
             num_tokens = len(sample.spec.prompt_ids) + sample.num_tokens
             await self._slots.note(sample.spec.session_id, sample.slot, num_tokens)
+        except ServerLost as error:
+            self._slots.server_was_away()
+            self._lose(sample, error)
         except KvchatError as error:
             self._slots.server_was_away()
             self._fail(sample, error)
@@ -258,7 +286,7 @@ class RemoteEngine:
         if not self._takes_ids and speech.finish is FinishReason.STOP:
             sample.stop_token = Mark.END
         if speech.finish is None:
-            raise GenerationError(
+            raise ServerLost(
                 f"The server at {self._server.address.shown} broke off the answer.",
                 "/continue goes on from there.",
             )
@@ -300,6 +328,15 @@ class RemoteEngine:
             event = TokensGenerated(sample.request_id, sample.number, tuple(said))
             self._news.put_nowait(event)
         return is_complete
+
+    def _lose(self, sample: _Sample, error: ServerLost) -> None:
+        """End a request whose connection broke; the engine too, if another can replace it."""
+        if self._has_ended is None:
+            self._fail(sample, error)
+            return
+        self._is_lost = True
+        hint = "/continue goes on from there."
+        self._fail(sample, EngineEnded("The answer broke off, as its server has ended.", hint))
 
     def _fail(self, sample: _Sample, error: KvchatError) -> None:
         """End all samples of a request with an error."""

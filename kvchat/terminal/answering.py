@@ -109,7 +109,8 @@ class Answering:
         try:
             notes = self._controller.attach_mentioned(text)
             self._view.write_turn(text)
-            names = ", ".join(one_line(file.name) for file in self._controller.attached)
+            sent = self._controller.attached
+            names = ", ".join(one_line(file.name) for file in sent)
             if names:
                 tell(self._view, f"with {names}", gap=False)
             for note in notes:
@@ -125,6 +126,7 @@ class Answering:
             tell(self._view, str(error), Role.ERROR)
             return
         if answer_view.failed is not None and isinstance(answer_view.failed.error, ContextTooLong):
+            self._tell_if_too_long_alone(text, sent)
             self._give_back(text, attached)
         await self._use_tools(answer_view, stats_level)
 
@@ -222,6 +224,14 @@ class Answering:
             if words := self._controller.why_so_much(ended):
                 tell(self._view, f"read again: {words} (/cache why)")
         return answer_view
+
+    def _tell_if_too_long_alone(self, text: str, attached: tuple[Attached, ...]) -> None:
+        """Say so if a refused message would not fit in an empty conversation either."""
+        ready = self._controller.host.ready
+        whole = "\n".join([*(file.text for file in attached), text])
+        num_tokens = self._controller.num_tokens(whole)
+        if ready is not None and num_tokens >= ready.context_limit:
+            tell(self._view, f"Your message alone has {num_tokens:,} tokens: send a part of it.")
 
     def _give_back(self, text: str, attached: tuple[Attached, ...]) -> None:
         """Put a message back into the prompt, unless the prompt has text."""

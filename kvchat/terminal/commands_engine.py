@@ -80,7 +80,7 @@ async def change_model(context: "CommandContext", name: str) -> None:
             return
         elif isinstance(event, LoadFailed):
             outcome.set_exception(event.error)
-        else:
+        elif isinstance(event, ModelReady):
             outcome.set_result(event)
 
     relay.attach(loop, hear)

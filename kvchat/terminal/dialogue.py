@@ -15,7 +15,7 @@ from kvchat.chat.events import AnswerEnded
 from kvchat.chat.message_queue import MessageQueue
 from kvchat.chat.read_ahead import ReadAhead
 from kvchat.core.errors import ExitCode, KvchatError
-from kvchat.core.events import LoadEvent, LoadFailed, LoadProgress, ModelReady
+from kvchat.core.events import EngineLost, LoadEvent, LoadFailed, LoadProgress, ModelReady
 from kvchat.core.text import one_line
 from kvchat.terminal import history_view, warmth
 from kvchat.terminal.answering import Answering
@@ -82,18 +82,26 @@ class Dialogue(CommandContext):
     # Loading
 
     def hear(self, event: LoadEvent) -> None:
-        """Handle a load event of the model that the conversation began with."""
+        """Handle a load event of the model that the conversation began with.
+
+        After EngineLost messages wait for another engine, as they did for the first.
+        """
         if isinstance(event, LoadProgress):
             share = f" {event.fraction:.0%}" if event.fraction is not None else ""
             self._stage = one_line(event.stage) + share
         elif isinstance(event, ModelReady):
             self._stage = ""
             self._loaded.set()
+            self._wake.set()
             for note in event.notes:
                 self.say(note)
             self._spawn(self._tell_cost_at_opening())
             self.conversation_changed()
             self.draft_changed(self._view.prompt_text)  # files may be attached by -f
+        elif isinstance(event, EngineLost):
+            self._stage = "loading the model"
+            self._loaded.clear()
+            self.say(f"{event.reason} The chat goes on without it.", Role.WARNING)
         else:
             self._fail(event)
         self.refresh()
@@ -300,7 +308,7 @@ class Dialogue(CommandContext):
             await self._wake.wait()
             await self._has_tools.wait()
             self._wake.clear()
-            while (job := self._next_job()) is not None:
+            while self._loaded.is_set() and (job := self._next_job()) is not None:
                 async with self._turn_lock:
                     try:
                         await job()

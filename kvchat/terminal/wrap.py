@@ -63,7 +63,9 @@ def _fold(word: str, width: int, column: int) -> tuple[list[int], int]:
 def one_row(text: str, max_cells: int) -> str:
     """Return text as `one_line` does, cut to what a row of the screen has room for."""
     line = " ".join(sanitize(text).split())
-    return line if cell_len(line) <= max_cells else first_cells(line, max_cells - 1).rstrip() + "…"
+    if cell_len(line) <= max_cells:
+        return line
+    return first_cells(line, max_cells - 1).rstrip(" …") + "…"  # it may have been cut before
 
 
 def wrapped_rows(text: str, width: int) -> list[str]:

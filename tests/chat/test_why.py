@@ -24,6 +24,11 @@ def test_a_turn_that_only_adds_reads_what_is_new() -> None:
     assert told() == "192 of 202 tokens were there (192 device).\n10 were read: new text."
 
 
+def test_where_nothing_was_read_nothing_more_is_said() -> None:
+    """After /retry it said "0 were read: new text."."""
+    assert told(cached=CachedTokens(device=202)) == "202 of 202 tokens were there (202 device)."
+
+
 def test_every_tier_is_named() -> None:
     assert "(100 device, 50 host, 42 disk)" in told(cached=CachedTokens(100, 50, 42))
 

@@ -63,7 +63,7 @@ def test_the_first_answer_reads_what_no_model_had_read(
     assert cause(second) == ""
     [same] = answered(host, import_file(store, document), "How many?")
     assert cause(same) == "", "its KV is there: it has been imported before"
-    assert "1 were read: new text." in told(same)
+    assert "1 was read: new text." in told(same)
     host.close()
 
 

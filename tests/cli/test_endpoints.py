@@ -102,7 +102,7 @@ def test_a_chat_finds_a_server_with_its_settings_only(tmp_path: Path) -> None:
     with announced(settings(), tmp_path, "http://127.0.0.1:5", "key"):
         found = running_server(settings(), tmp_path)
         assert found is not None
-        assert (found.url, found.key) == ("http://127.0.0.1:5", "key")
+        assert (found.address.url, found.address.key) == ("http://127.0.0.1:5", "key")
         assert running_server(settings(temperature=0.0, system="x"), tmp_path) is not None
         assert running_server(settings(weights="int8"), tmp_path) is None
         assert running_server(settings(model="other"), tmp_path) is None
@@ -119,7 +119,7 @@ def test_a_server_that_was_started_later_keeps_its_file(tmp_path: Path) -> None:
         with announced(settings(), tmp_path, "http://127.0.0.1:7", None) as _:
             newest = running_server(settings(), tmp_path)
     assert newest is not None
-    assert newest.url == "http://127.0.0.1:7"
+    assert newest.address.url == "http://127.0.0.1:7"
 
 
 def test_a_file_of_a_server_that_was_killed_is_of_no_use(tmp_path: Path) -> None:

@@ -54,6 +54,7 @@ def test_any_cut_into_pieces_gives_the_same_text() -> None:
 def test_a_title_is_one_safe_line_of_bounded_length() -> None:
     assert one_line("  two\nlines\x1b[0m  ") == "two lines␛[0m"
     assert one_line("x" * 100, 10) == "x" * 9 + "…"
+    assert one_line(f"{'x' * 8}… and more", 10) == "x" * 8 + "…"
 
 
 def test_a_json_document_reads_back_the_same_and_shows_nothing_that_acts() -> None:

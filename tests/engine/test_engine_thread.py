@@ -266,9 +266,8 @@ def test_every_sample_reports_its_end_and_the_listener_is_let_go(start) -> None:
 
     assert sorted(event.sample for event in ended) == [0, 1, 2]  # type: ignore[union-attr]
     thread.call(lambda engine: None).result(WAIT_S)
-    assert not thread._listeners
+    assert not thread._running
     assert not thread._request_ids
-    assert not thread._samples_left
 
 
 def test_samples_cancelled_before_they_fork_let_the_listener_go(start) -> None:  # type: ignore[no-untyped-def]
@@ -290,7 +289,7 @@ def test_samples_cancelled_before_they_fork_let_the_listener_go(start) -> None: 
 
     assert [event.reason for event in endings] == [FinishReason.CANCELLED] * 3  # type: ignore[union-attr]
     thread.call(lambda engine: None).result(WAIT_S)
-    assert not thread._listeners
+    assert not thread._running
 
 
 def test_calls_run_between_steps_and_bring_back_errors(start) -> None:  # type: ignore[no-untyped-def]

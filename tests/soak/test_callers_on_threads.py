@@ -121,7 +121,7 @@ def test_every_caller_hears_its_own_requests_to_their_end(size: int, num_blocks:
 
     for caller in callers:
         caller.assert_told_the_truth()
-    assert not engine._listeners
+    assert not engine._running
     assert harness.cache.status().num_free + harness.cache.status().num_cached == num_blocks - 1
 
 

@@ -186,6 +186,10 @@ class ScriptedEngine:
         """Nothing is under way: it reads at once."""
 
     @property
+    def idle_s(self) -> None:
+        """There is nothing to look after."""
+
+    @property
     def has_work(self) -> bool:
         return bool(self._running)
 

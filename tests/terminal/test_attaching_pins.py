@@ -109,6 +109,17 @@ def test_a_new_process_attaches_a_pin_by_its_name_and_reads_it_from_the_disk(
     assert "\nb.md:\n```\n" in text
 
 
+def test_a_file_that_is_attached_twice_is_sent_once(new_chat: NewChat, docs: Path) -> None:
+    """/file notes.md, and then @notes.md in the message, sent the file twice."""
+    chat = new_chat()
+    chat.do(f"/file {docs}/*.md")
+    chat.do(f"/file {docs}/a.md")
+    chat.ask(f"Which are red in @{docs}/b.md?")
+
+    text = chat.controller.user_turns[0].text
+    assert [text.count(f"{name}:\n") for name in ("a.md", "b.md")] == [1, 1]
+
+
 def test_a_file_that_changed_since_is_said_and_only_what_follows_is_read_again(
     new_chat: NewChat, docs: Path
 ) -> None:

@@ -10,6 +10,7 @@ from prompt_toolkit.document import Document
 from kvchat.chat.attachment import matching_paths, missing_files
 from kvchat.chat.conversation import Conversation, Role, Turn
 from kvchat.chat.documents import to_markdown
+from kvchat.core.errors import UsageError
 from kvchat.core.types import FinishReason
 from kvchat.terminal.commands import Invocation
 from kvchat.terminal.completion import LineCompleter
@@ -63,7 +64,9 @@ def test_a_pattern_names_the_files_that_match(tmp_path: Path) -> None:
     for name in ("b.md", "a.md", "c.txt"):
         (tmp_path / name).write_text("x")
     assert matching_paths(f"{tmp_path}/*.md") == [tmp_path / "a.md", tmp_path / "b.md"]
-    assert matching_paths(f"{tmp_path}/none*") == [tmp_path / "none*"]
+    assert matching_paths(f"{tmp_path}/none.md") == [tmp_path / "none.md"]
+    with pytest.raises(UsageError, match="No file is named "):
+        matching_paths(f"{tmp_path}/none*")
 
 
 def test_an_exported_fence_stands_on_its_own_line() -> None:

@@ -156,6 +156,13 @@ def test_a_full_context(start_chat: StartChat, size: tuple[int, int]) -> None:
     chat.wait_for(lambda _: _whole(chat)[-len(FULL[size]) :] == FULL[size])
 
 
+def test_a_message_that_no_context_holds_is_said_to_be_too_long(start_chat: StartChat) -> None:
+    """Only /compact, /new and /rewind were named, and none of them helped."""
+    chat = start_chat("--context", "300", is_saved=False)
+    chat.enter("word " * 80)
+    chat.wait_for("Your message alone has 400 tokens: send a part of it.")
+
+
 @pytest.mark.parametrize("size", [(100, 30), (40, 12)])
 def test_a_nearly_full_context(start_chat: StartChat, size: tuple[int, int]) -> None:
     chat = start_chat("--context", "300", columns=size[0], rows=size[1])

@@ -6,7 +6,7 @@ import random
 import pytest
 from rich.cells import cell_len
 
-from kvchat.terminal.wrap import break_offsets
+from kvchat.terminal.wrap import break_offsets, one_row
 
 
 def _rows(line: str, width: int) -> list[str]:
@@ -61,3 +61,8 @@ def test_what_should_stay_together_and_cannot_breaks_between_its_words(width: in
 
     assert all(len(row) <= width for row in rows)
     assert [word for row in rows for word in row.split("\u00a0")] == words
+
+
+def test_a_title_that_was_cut_before_gets_one_ellipsis() -> None:
+    """Rows of the picker ended in "……"."""
+    assert one_row("a title that was cut… · the first message", 22) == "a title that was cut…"
