@@ -13,6 +13,7 @@ from kvchat_kernels.cpu.maths import stored_as
 from kvchat_kernels.cpu.parts import Parts
 from kvchat_kernels.cpu.program import Operation, Program, run_units
 from kvchat_kernels.cpu.step import MAX_ROWS, NUM_HEADERS, Header
+from kvchat_kernels.linear.cpu import FloatProduct
 from kvchat_kernels.paged_attention import AttentionSpan, PagedSequences
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -90,6 +91,17 @@ def test_gates_are_right_from_the_smallest_to_the_largest(activation: gates.Acti
     run_units(Operation(gates.gate_kernel(activation), task(places), header(2), None), 2, 1)
 
     assert torch.allclose(out, GATES[activation](gate), rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_of_a_product_is_the_same_beside_others_to_the_bit(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(MAX_ROWS, 96)
+    for num_out in (67, 3):
+        product = FloatProduct(torch.randn(num_out, 96).to(dtype), None)
+        alone = torch.cat([product(row[None]) for row in x])
+        for num_rows in range(2, MAX_ROWS + 1):
+            assert torch.equal(product(x[:num_rows]), alone[:num_rows]), num_rows
 
 
 @pytest.mark.parametrize("has_bias", [False, True])

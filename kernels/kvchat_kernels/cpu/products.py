@@ -1,7 +1,7 @@
 """Products of few rows with a float matrix [out, in], which is read once for all rows.
 
 A unit is a chunk of the matrix' rows, read as four runs of memory side by side: one row of each run
-at a time is multiplied with up to three rows of activations, so that each loaded vector is used
+at a time is multiplied with up to five rows of activations, so that each loaded vector is used
 several times and the sums do not wait for each other. Every product of two rows has a sum of its
 own, so a row's result does not depend on the rows beside it.
 """
@@ -14,9 +14,11 @@ from kvchat_kernels.cpu.code import F32, LANES, Code, Kernel, Value
 from kvchat_kernels.cpu.maths import Stored, load_floats
 from kvchat_kernels.cpu.step import Header
 
-# Rows of weights and of activations that are multiplied together.
+# Rows of weights and of activations that are multiplied together. Of weights it is half as many
+# beside more than _FEW_X rows, so that all sums stay in 16 registers.
 WEIGHT_ROWS = 4
-_X_COUNTS = (3, 2, 1)
+_X_COUNTS = (5, 3, 2, 1)
+_FEW_X = 3
 # Bytes ahead that weights are asked for.
 _AHEAD = 1024
 # A unit's weights: long enough runs of memory for the processor to read ahead in.
@@ -78,8 +80,10 @@ def write_tiles(
         done = code.whole(0)
         for count in x_counts:
             tiled = done + (num_rows - done) // count * count
+            step = WEIGHT_ROWS if count <= _FEW_X else WEIGHT_ROWS // 2
             with code.loop(done, tiled, count) as first:
-                write_tile(rows, [first + i for i in range(count)])
+                for at in range(0, WEIGHT_ROWS, step):
+                    write_tile(rows[at : at + step], [first + i for i in range(count)])
             done = tiled
     with code.loop(start + quarter * WEIGHT_ROWS, end) as row, code.loop(0, num_rows) as x_row:
         write_tile([row], [x_row])
