@@ -17,6 +17,7 @@ from kvchat.core.events import LoadProgress
 from kvchat.model.checkpoint_files import read_json
 from kvchat.model.device import dtype_name, free_bytes
 from kvchat.model.model_class import class_and_config, on_meta
+from kvchat.model.packed_experts import expert_tensors
 from kvchat.model.packed_weights import PackedTensor, Packing, packing_of, unpacked
 from kvchat.model.source import ModelSource
 from kvchat_kernels.linear.blocks import BlockWeights
@@ -26,13 +27,14 @@ from kvchat_kernels.linear.blocks import BlockWeights
 class CheckpointTensors:
     """Tensors by name; the dtype to load them in, None for their own; and what to say meanwhile.
 
-    `blocks` are weights of linear layers that stay in their blocks; `tensors` has zeros for them.
+    `blocks` are weights of linear layers and experts that stay in their blocks, matrices by the
+    tensor's name as GgufTensors has them; `tensors` has zeros for them.
     """
 
     tensors: Mapping[str, torch.Tensor | PackedTensor]
     dtype: torch.dtype | None
     stage: str
-    blocks: Mapping[str, BlockWeights] = field(default_factory=dict)
+    blocks: dict[str, tuple[BlockWeights, ...]] = field(default_factory=dict)
 
 
 def read_tensors(
@@ -40,18 +42,19 @@ def read_tensors(
     hf_config: Any,
     dtype: torch.dtype | None,
     progress: Callable[[LoadProgress], None],
-    keeps_blocks: bool,
+    blocks_on: torch.device | None,
 ) -> CheckpointTensors:
     """Return a checkpoint's tensors; `dtype` is the one asked for, if any.
 
-    With `keeps_blocks` linear layers stay in blocks, where blocks hold exactly what is in the file.
+    What is to multiply on the device `blocks_on` stays in blocks, where these hold exactly what is
+    in the file: linear layers, and plain experts of GGUF files on a CPU. None unpacks all.
 
     Raises ModelError if packed weights are damaged, or take more memory than is free.
     """
     if source.gguf is not None:
         wanted = dtype or hf_config.dtype
-        return _read_gguf(source, source.gguf, hf_config, wanted, progress, keeps_blocks)
-    found = _read_safetensors(source, hf_config, dtype, keeps_blocks)
+        return _read_gguf(source, source.gguf, hf_config, wanted, progress, blocks_on)
+    found = _read_safetensors(source, hf_config, dtype, blocks_on is not None)
     progress(LoadProgress(found.stage, 0.0))
     return found
 
@@ -62,7 +65,7 @@ def _read_gguf(
     hf_config: Any,
     dtype: torch.dtype,
     progress: Any,
-    keeps_blocks: bool,
+    blocks_on: torch.device | None,
 ) -> CheckpointTensors:
     from kvchat.model.gguf_config import architecture_of
     from kvchat.model.gguf_tensors import read_gguf_tensors, stage_of
@@ -73,15 +76,19 @@ def _read_gguf(
     with on_meta():
         module = model_class(config)
     shapes = {name: tensor.shape for name, tensor in module.state_dict().items()}
-    kept = _linear_names(module) if keeps_blocks else frozenset()
-    stage, architecture = stage_of(gguf, dtype, keeps_blocks), architecture_of(gguf, source.name)
+    wanted: list[tuple[str, ...]] = []
+    if blocks_on is not None:
+        wanted += [(name,) for name in _linear_names(module)]
+        wanted += expert_tensors(module) if blocks_on.type == "cpu" else []
+    stage = stage_of(gguf, dtype, blocks_on is not None)
+    architecture = architecture_of(gguf, source.name)
     progress(LoadProgress(stage, 0.0))
 
     def tick(share: float) -> None:
         progress(LoadProgress(stage, share))
 
     head = _tied_head(module)
-    found = read_gguf_tensors(gguf, architecture, config, shapes, dtype, tick, kept, head)
+    found = read_gguf_tensors(gguf, architecture, config, shapes, dtype, tick, wanted, head)
     return CheckpointTensors(found.tensors, dtype, stage, found.blocks)
 
 
@@ -123,17 +130,17 @@ def _read_safetensors(
 
 def _in_blocks(
     tensors: Mapping[str, torch.Tensor | PackedTensor], hf_config: Any
-) -> dict[str, BlockWeights]:
+) -> dict[str, tuple[BlockWeights, ...]]:
     """Return the linear layers whose packed weights blocks hold exactly."""
     model_class, config = class_and_config(hf_config)
     with on_meta():
         names = _linear_names(model_class(config))
-    found = {}
+    found: dict[str, tuple[BlockWeights, ...]] = {}
     for name in sorted(names):
         tensor = tensors.get(name)
         blocks = tensor.blocks() if isinstance(tensor, PackedTensor) else None
         if blocks is not None:
-            found[name] = blocks
+            found[name] = (blocks,)
     return found
 
 

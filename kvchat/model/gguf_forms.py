@@ -29,6 +29,8 @@ class Form:
     `places`    returns, for each of the file's tensors, the view of the new tensor it fills
     `make`      returns the tensor from the file's in float32; the last argument is the match
     `is_turned` whether the file has the matrix transposed
+    `are_experts`  whether the file's tensors are matrices of all experts, each of their rows a run
+                of the new tensor's
     """
 
     pattern: re.Pattern[str]
@@ -37,6 +39,7 @@ class Form:
     places: Callable[[torch.Tensor, Any], Parts] | None = None
     make: Callable[[Parts, Any, re.Match[str]], torch.Tensor] | None = None
     is_turned: bool = False
+    are_experts: bool = False
 
     def names(self, name: str) -> tuple[str, ...]:
         """Return the file's names for a tensor of the model; () where the form is not for it."""
@@ -194,10 +197,13 @@ GENERAL = (
         "blk.{0}.ffn_gate_exps.weight",
         "blk.{0}.ffn_up_exps.weight",
         places=_chunks,
+        are_experts=True,
     ),
-    form(_LAYER + r".*\bexperts\.gate_up_proj", "blk.{0}.ffn_gate_up_exps.weight"),
+    form(
+        _LAYER + r".*\bexperts\.gate_up_proj", "blk.{0}.ffn_gate_up_exps.weight", are_experts=True
+    ),
     form(_LAYER + r".*\bexperts\.up_proj", "blk.{0}.ffn_up_exps.weight"),
-    form(_LAYER + r".*\bexperts\.down_proj", "blk.{0}.ffn_down_exps.weight"),
+    form(_LAYER + r".*\bexperts\.down_proj", "blk.{0}.ffn_down_exps.weight", are_experts=True),
     form(_LAYER + r".*(?:e_score_correction_bias|expert_bias)", "blk.{0}.exp_probs_b.bias"),
     form(_LAYER + r".*(?:e_score_correction_bias|expert_bias)", "blk.{0}.exp_probs_b"),
     form(_LAYER + r"self_attn\.sinks", "blk.{0}.attn_sinks.weight"),

@@ -1,14 +1,14 @@
 """The tensors of a GGUF file under transformers' names, unpacked to one dtype or in their blocks.
 
-A tensor whose file has the wanted dtype stays mapped. A linear layer's may stay in blocks, for the
-products of `kvchat_kernels.linear`. The others are unpacked a few rows at a time
-into the one copy that the model then uses, so that the memory needed is the model's own size and
-a little. Formats that have a layout in `kvchat_kernels.linear` are unpacked by its compiled code,
-the others in numpy by the package gguf; both give exactly the numbers that llama.cpp defines.
+A tensor whose file has the wanted dtype stays mapped. Those of linear layers and of experts may
+stay in blocks, for the products of `kvchat_kernels.linear`. The others are unpacked a few rows at a
+time into the one copy that the model then uses, so that the memory needed is the model's own size
+and a little. Formats that have a layout there are unpacked by its compiled code, the others in
+numpy by the package gguf; both give exactly the numbers that llama.cpp defines.
 """
 
 import re
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Collection, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
@@ -26,7 +26,7 @@ from kvchat.model.gguf_file import GgufModel, GgufTensor
 from kvchat.model.gguf_forms import GENERAL, Form, forms_of
 from kvchat_kernels.linear.blocks import BlockWeights, reordered
 from kvchat_kernels.linear.cpu import unpack
-from kvchat_kernels.linear.gguf_blocks import BLOCK_FORMATS, block_weights
+from kvchat_kernels.linear.gguf_blocks import BLOCK_FORMATS, block_weights, held_bytes
 
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # A chunk of this many elements is unpacked at once. numpy takes about 20 bytes for each.
@@ -89,11 +89,12 @@ def unpacked_bytes(gguf: GgufModel, dtype: torch.dtype) -> int:
 class GgufTensors:
     """A module's tensors by name, and those that stay in blocks.
 
-    A tensor that stays in blocks is in `tensors` too, as zeros that take no memory.
+    A tensor that stays in blocks is in `tensors` too, as zeros that take no memory. `blocks` are
+    the matrices of each: one, or those of experts, [experts * rows, in], gate before up.
     """
 
     tensors: dict[str, torch.Tensor]
-    blocks: dict[str, BlockWeights]
+    blocks: dict[str, tuple[BlockWeights, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,12 +108,18 @@ class _Source:
     form: Form | None = None
     number: float | None = None
 
-    @property
-    def can_stay_in_blocks(self) -> bool:
-        """Whether the file's rows are the matrix's own, in whichever order."""
-        form = self.form
+    def fits_blocks(self, shape: torch.Size) -> bool:
+        """Whether the file's rows are those of a tensor of this shape, in blocks we have."""
+        form, parts = self.form, self.parts
+        if self.number is not None or any(kind_name(p) not in BLOCK_FORMATS for p in parts):
+            return False
+        if form is not None and form.are_experts:
+            widths = sum(part.shape[1] for part in parts if len(part.shape) == 3)
+            sides = {(part.shape[0], part.shape[-1]) for part in parts}
+            return len(shape) == 3 and widths == shape[1] and sides == {(shape[0], shape[2])}
         is_plain = form is None or (form.places is None and form.make is None)
-        return is_plain and len(self.parts) == 1
+        own = tuple(reversed(shape)) if form is not None and form.is_turned else tuple(shape)
+        return is_plain and len(parts) == 1 and len(own) == 2 and parts[0].shape == own
 
 
 def read_gguf_tensors(
@@ -122,17 +129,19 @@ def read_gguf_tensors(
     shapes: Mapping[str, torch.Size],
     dtype: torch.dtype,
     tick: Callable[[float], None],
-    kept: Set[str] = frozenset(),
+    wanted: Collection[tuple[str, ...]] = (),
     tied_head: str | None = None,
 ) -> GgufTensors:
     """Return the tensors of a module whose state has these `shapes`, on the CPU, in `dtype`.
 
-    `kept` are the names of matrices that may stay in blocks. `tied_head` names the head whose
+    `wanted` are the names of tensors that may stay in blocks: those of a group all or none, as the
+    tensors of a layer's experts must. `tied_head` names the head whose
     weights are the table of embeddings: it multiplies with the table's blocks, and the table is
     unpacked for looking up. A tensor that the file lacks is left out. Raises ModelError if memory
     is too small, and ModelUnsupported for a block format that cannot be unpacked.
     """
     sources = _sources(gguf, architecture, shapes)
+    kept = _staying(sources, shapes, wanted)
     needed, free = _needed_bytes(sources, dtype, kept), free_bytes(torch.device("cpu"))
     if needed > free:
         raise ModelError(
@@ -152,9 +161,21 @@ def read_gguf_tensors(
             done += sum(part.num_bytes for part in source.parts)
             tick(done / total)
     table = gguf.tensors.get("token_embd.weight")
-    if tied_head is not None and table is not None and tied_head in kept - sources.keys():
-        reader.keep(tied_head, table)
+    if tied_head is None or (tied_head,) not in wanted or tied_head in sources or table is None:
+        return GgufTensors(state, reader.blocks)
+    if _Source([table]).fits_blocks(shapes[tied_head]):
+        reader.keep(tied_head, [table])
     return GgufTensors(state, reader.blocks)
+
+
+def _staying(
+    sources: Mapping[str, _Source],
+    shapes: Mapping[str, torch.Size],
+    wanted: Collection[tuple[str, ...]],
+) -> frozenset[str]:
+    """Return the names of the tensors that stay in blocks, of groups that can do so as a whole."""
+    fitting = {name for name, source in sources.items() if source.fits_blocks(shapes[name])}
+    return frozenset(name for group in wanted if fitting.issuperset(group) for name in group)
 
 
 def _needed_bytes(sources: Mapping[str, _Source], dtype: torch.dtype, kept: Set[str]) -> int:
@@ -162,9 +183,8 @@ def _needed_bytes(sources: Mapping[str, _Source], dtype: torch.dtype, kept: Set[
     needed = 0
     for name, source in sources.items():
         for part in source.parts:
-            is_kept = name in kept and source.can_stay_in_blocks
-            if is_kept and kind_name(part) in BLOCK_FORMATS:
-                needed += 2 * part.num_bytes  # blocks here have longer scales
+            if name in kept:
+                needed += held_bytes(part.num_bytes, kind_name(part))
             elif _PLAIN.get(kind_name(part)) != dtype:
                 needed += prod(part.shape) * dtype.itemsize
     return needed
@@ -218,7 +238,7 @@ class _Reader:
     def __init__(
         self, dtype: torch.dtype, kept: Set[str], norm_offset: float, config: Any, pool: Any
     ) -> None:
-        self.blocks: dict[str, BlockWeights] = {}
+        self.blocks: dict[str, tuple[BlockWeights, ...]] = {}
         self._dtype = dtype
         self._kept = kept
         self._norm_offset = norm_offset
@@ -230,11 +250,12 @@ class _Reader:
         """Return a tensor as the module has it; of the same size, if not of the same shape."""
         if source.number is not None:
             return torch.full(shape, source.number, dtype=self._dtype)
-        form, first = source.form, source.parts[0]
-        if name in self._kept and source.can_stay_in_blocks and self.keep(name, first, form):
+        form = source.form
+        if name in self._kept:
+            self.keep(name, source.parts, form)
             return torch.zeros((), dtype=self._dtype).expand(shape)
         if form is None:
-            return self._plain(first)
+            return self._plain(source.parts[0])
         if form.places is not None:
             return self._placed(form.places, source.parts, shape)
         if form.make is not None:
@@ -246,15 +267,13 @@ class _Reader:
             return rows[form.order(len(rows), self._config)]
         return parts[0].t().contiguous() if form.is_turned else parts[0]
 
-    def keep(self, name: str, tensor: GgufTensor, form: Form | None = None) -> bool:
-        """Keep a matrix in its blocks; return False for a format without a layout of ours."""
-        weights = self._in_blocks(tensor)
-        if weights is None:
-            return False
+    def keep(self, name: str, parts: list[GgufTensor], form: Form | None = None) -> None:
+        """Keep tensors in blocks that `fits_blocks` allows."""
+        matrices = tuple(self._in_blocks(part) for part in parts)
         if form is not None and form.order is not None:
-            weights = reordered(weights, form.order(weights.num_out, self._config))
-        self.blocks[name] = weights
-        return True
+            order = form.order(matrices[0].num_out, self._config)
+            matrices = (reordered(matrices[0], order),)
+        self.blocks[name] = matrices
 
     def _placed(self, places: Any, parts: list[GgufTensor], shape: torch.Size) -> torch.Tensor:
         """Return a tensor whose views hold the parts, without a further copy of it."""
@@ -272,12 +291,12 @@ class _Reader:
             return (whole - self._norm_offset).to(self._dtype)
         return self._unpacked(tensor, self._dtype)
 
-    def _in_blocks(self, tensor: GgufTensor) -> BlockWeights | None:
-        """Return a matrix in its blocks, None for a format without a layout of ours."""
-        if len(tensor.shape) != 2:
-            return None
-        rows = torch.from_numpy(self._stored(tensor)).view(tensor.shape[0], -1)
-        return block_weights(rows, kind_name(tensor))
+    def _in_blocks(self, tensor: GgufTensor) -> BlockWeights:
+        """Return a matrix, or the matrices of all experts as one."""
+        rows = torch.from_numpy(self._stored(tensor)).view(prod(tensor.shape[:-1]), -1)
+        weights = block_weights(rows, kind_name(tensor))
+        assert weights is not None, "the format has a layout"
+        return weights
 
     def _stored(self, tensor: GgufTensor) -> np.ndarray[Any, Any]:
         return self._map(tensor.path)[tensor.start : tensor.start + tensor.num_bytes]

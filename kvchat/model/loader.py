@@ -55,8 +55,7 @@ from kvchat.model.probe import (
 from kvchat.model.quantise import (
     is_packed,
     quantise,
-    use_packed,
-    use_packed_on_gpu,
+    use_blocks,
     weight_bytes,
 )
 from kvchat.model.source import ModelSource
@@ -360,16 +359,10 @@ def _read_weights(
     register_attention()
     register_probe()
     attention = _attention_name(hf_config, spec)
-    module, report, blocks = _built(
-        source, hf_config, dtype, attention, progress, blocks_on is not None
-    )
+    module, report, blocks = _built(source, hf_config, dtype, attention, progress, blocks_on)
     _refuse_gaps(source, report)
-    for name, weights in blocks.items():
-        layer = module.get_submodule(name.removesuffix(".weight"))
-        if blocks_on is None or blocks_on.type == "cpu":
-            use_packed(layer, weights)
-        else:
-            use_packed_on_gpu(layer, weights.to(blocks_on))
+    if blocks_on is not None:
+        use_blocks(module, blocks, blocks_on)
     return module.eval().requires_grad_(False), _leftovers(source, hf_config, report)
 
 
@@ -379,7 +372,7 @@ def read_plain_module(source: ModelSource, dtype: torch.dtype, attention: str) -
     `attention` is a name of transformers, such as `sdpa`. Raises what `load_model` raises.
     """
     config = without_towers(read_config(source))
-    module, report, _ = _built(source, config, dtype, attention, lambda event: None, False)
+    module, report, _ = _built(source, config, dtype, attention, lambda event: None, None)
     _refuse_gaps(source, report)
     return module.eval().requires_grad_(False)
 
@@ -390,13 +383,13 @@ def _built(
     dtype: torch.dtype | None,
     attention: str,
     progress: Progress,
-    keeps_blocks: bool,
-) -> tuple[Any, dict[str, Any], Mapping[str, BlockWeights]]:
+    blocks_on: torch.device | None,
+) -> tuple[Any, dict[str, Any], dict[str, tuple[BlockWeights, ...]]]:
     """Return the module with its weights, transformers' report, and weights kept in blocks."""
     try:
         # With tensors and no directory, transformers opens no files: no pickles that an index
         # names, no adapters and no other checkpoints beside the weights.
-        found = read_tensors(source, hf_config, dtype, progress, keeps_blocks)
+        found = read_tensors(source, hf_config, dtype, progress, blocks_on)
         model_class, class_config = class_and_config(hf_config)
         with operators_on_meta():  # where transformers builds it first
             module, report = model_class.from_pretrained(

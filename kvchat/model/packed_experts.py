@@ -15,6 +15,7 @@ from kvchat_kernels.linear.blocks import BlockWeights, fits, quantised_on
 from kvchat_kernels.linear.cpu import BlockProduct
 
 _PACKS = "_kvchat_expert_packs"
+_TENSORS = ("gate_up_proj", "down_proj")
 # Flags that transformers gives a class of experts, and what they are where experts are plain.
 _PLAIN = {
     "has_gate": True,
@@ -51,8 +52,7 @@ class ExpertPacks:
 
 def are_plain_experts(module: Any) -> bool:
     """Return whether a module is experts of the plain form, with their weights as parameters."""
-    names = ("gate_up_proj", "down_proj")
-    parameters = [getattr(module, name, None) for name in names]
+    parameters = [getattr(module, name, None) for name in _TENSORS]
     if not all(isinstance(part, nn.Parameter) and part.dim() == 3 for part in parameters):
         return False
     # Where transformers names it otherwise, no experts are plain, and all run as they are.
@@ -72,6 +72,15 @@ def has_packed_experts(module: nn.Module) -> bool:
     return any(expert_packs_of(part) is not None for part in module.modules())
 
 
+def expert_tensors(module: nn.Module) -> list[tuple[str, ...]]:
+    """Return the names of the tensors, gate and up before down, of each plain experts in a model.
+
+    `use_packed_experts` takes both or none.
+    """
+    owners = [name for name, part in module.named_modules() if are_plain_experts(part)]
+    return [tuple(f"{owner}.{name}" for name in _TENSORS) for owner in owners]
+
+
 def can_pack_experts(module: Any) -> bool:
     """Return whether a module is plain experts that are not packed and whose rows fit blocks."""
     if expert_packs_of(module) is not None or not are_plain_experts(module):
@@ -83,7 +92,7 @@ def can_pack_experts(module: Any) -> bool:
 def pack_experts(module: Any, bits: int) -> None:
     """Round the weights of `can_pack_experts` to blocks, and free them."""
     packs = []
-    for name in ("gate_up_proj", "down_proj"):
+    for name in _TENSORS:
         weight = getattr(module, name).detach().flatten(0, 1)
         packs.append(quantised_on(weight, bits, torch.device("cpu")))
     use_packed_experts(module, packs[:1], packs[1])
@@ -94,7 +103,7 @@ def use_packed_experts(module: Any, gate_up: Sequence[BlockWeights], down: Block
     packs = ExpertPacks(gate_up, down, module.gate_up_proj.shape[0])
     dtype, act = module.gate_up_proj.dtype, module.act_fn
     module.__dict__[_PACKS] = packs
-    for name in ("gate_up_proj", "down_proj"):
+    for name in _TENSORS:
         setattr(module, name, nn.Parameter(torch.empty(0, dtype=dtype), requires_grad=False))
 
     def forward(

@@ -15,7 +15,13 @@ from torch.nn.functional import pad
 from transformers.pytorch_utils import Conv1D
 
 from kvchat.core.errors import ModelError
-from kvchat.model.packed_experts import can_pack_experts, expert_packs_of, pack_experts
+from kvchat.model.packed_experts import (
+    can_pack_experts,
+    expert_packs_of,
+    expert_tensors,
+    pack_experts,
+    use_packed_experts,
+)
 from kvchat.model.spec import ModelSpec
 from kvchat_kernels.linear.block_linear import block_linear
 from kvchat_kernels.linear.blocks import COLUMNS, BlockWeights, joined, quantised, quantised_on
@@ -218,6 +224,27 @@ def _replace(layer: Any, bits: int, device: torch.device) -> None:
         use_packed(layer, quantised(padded, bits))
     else:
         use_packed_on_gpu(layer, quantised_on(padded, bits, device))
+
+
+def use_blocks(
+    module: Any, blocks: dict[str, tuple[BlockWeights, ...]], device: torch.device
+) -> None:
+    """Let the parts of a model on a CPU multiply with block weights on `device`.
+
+    `blocks` has matrices by the names of the module's tensors, as GgufTensors has them. They are
+    taken out one by one: what a part makes of them takes the place of these.
+    """
+    for gate_up, down in expert_tensors(module):
+        if gate_up in blocks:
+            experts = module.get_submodule(gate_up.rpartition(".")[0])
+            use_packed_experts(experts, blocks.pop(gate_up), blocks.pop(down)[0])
+    while blocks:
+        name, (weights,) = blocks.popitem()
+        layer = module.get_submodule(name.removesuffix(".weight"))
+        if device.type == "cpu":
+            use_packed(layer, weights)
+        else:
+            use_packed_on_gpu(layer, weights.to(device))
 
 
 def use_packed_on_gpu(layer: Any, weights: BlockWeights) -> None:

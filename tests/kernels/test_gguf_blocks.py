@@ -6,8 +6,9 @@ import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
+from kvchat_kernels.linear import gguf_blocks
 from kvchat_kernels.linear.blocks import dequantised
-from kvchat_kernels.linear.gguf_blocks import block_weights
+from kvchat_kernels.linear.gguf_blocks import block_weights, held_bytes
 
 FORMATS = ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"]
 
@@ -38,3 +39,21 @@ def test_blocks_are_the_numbers_that_the_file_means(name: str) -> None:
 
 def test_other_formats_have_no_layout() -> None:
     assert block_weights(torch.zeros(1, 256, dtype=torch.uint8), "IQ4_NL") is None
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_rows_that_are_read_tile_by_tile_are_the_same(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = torch.from_numpy(random_rows(name, 7, 512))
+    whole = block_weights(rows, name)
+    monkeypatch.setattr(gguf_blocks, "_BYTES_AT_ONCE", 3 * rows.shape[1])
+
+    tiled = block_weights(rows, name)
+
+    assert whole is not None
+    assert tiled is not None
+    assert tiled.layout == whole.layout
+    for key, part in whole.parts().items():
+        assert part.view(torch.uint8).equal(tiled.parts()[key].view(torch.uint8))
+    assert held_bytes(rows.numel(), name) == whole.num_bytes

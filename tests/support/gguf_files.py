@@ -152,7 +152,7 @@ def unpermuted(weight: torch.Tensor, heads: int) -> torch.Tensor:
 def write_gguf(
     path: Path,
     model: PreTrainedModel,
-    kind: str = "F32",
+    kind: str | Callable[[str], str] = "F32",
     metadata: dict[str, Any] | None = None,
     extra: dict[str, np.ndarray] | None = None,
     template: str | None = CHAT_TEMPLATE,
@@ -160,7 +160,8 @@ def write_gguf(
 ) -> Path:
     """Write a model, and put what its blocks hold into the model's own weights.
 
-    So the model is the file's exact twin afterwards. Matrices are in the block format `kind`.
+    So the model is the file's exact twin afterwards. Matrices are in the block format `kind`, or
+    each in what `kind` returns for its name in the file.
     `metadata` is added under the architecture's name, None leaves a key out; `ARCHITECTURE` names
     another architecture than that of the model's type. `extra` are further float32 tensors.
     `merges` are pairs of letters that one token has, such as "h e"; llama.cpp itself reads no
@@ -179,12 +180,13 @@ def write_gguf(
     for name, values in (extra or {}).items():
         writer.add_tensor(name, values)
     generator = np.random.default_rng(5)
+    kind_of = kind if callable(kind) else lambda stored: kind
     buffers = [(n, b) for n, b in model.named_buffers() if n in model.state_dict()]
     for name, parameter in (*model.named_parameters(), *buffers):
         for stored, part in _parts(name, parameter, names, config):
-            _write_tensor(writer, stored, part, config, kind, generator)
+            _write_tensor(writer, stored, part, config, kind_of(stored), generator)
     for stored, part in stacked_projections(model):
-        _write_tensor(writer, stored, part, config, kind, generator)
+        _write_tensor(writer, stored, part, config, kind_of(stored), generator)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

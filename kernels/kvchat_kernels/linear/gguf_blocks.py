@@ -11,6 +11,9 @@ import torch
 from kvchat_kernels.linear.blocks import BlockWeights
 
 _HALF_ROW = 16
+# Stored bytes that are read at once: of the experts of a layer, what is made on the way would take
+# gigabytes.
+_BYTES_AT_ONCE = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +29,34 @@ class _Parts:
 def block_weights(data: torch.Tensor, name: str) -> BlockWeights | None:
     """Return the weights of stored rows, None for a format that has no layout here.
 
-    `data` is uint8 [out, bytes of a row], `name` the format, such as Q4_K.
+    `data` is uint8 [out, bytes of a row], `name` the format, such as Q4_K. Beside the weights it
+    takes little memory.
     """
-    known = _FORMATS.get(name)
-    if known is None:
+    if name not in _FORMATS:
         return None
-    bits, block, num_bytes, read = known
+    step = max(1, _BYTES_AT_ONCE // data.shape[1])
+    if len(data) <= step:
+        return _read(data, name)
+    whole: BlockWeights | None = None
+    for start in range(0, len(data), step):
+        tile = _read(data[start : start + step], name)
+        if whole is None:
+            whole = tile.changed(lambda part: part.new_empty(len(data), *part.shape[1:]))
+        parts = tile.parts()
+        for key, part in whole.parts().items():
+            part[start : start + step] = parts[key]
+    return whole
+
+
+def held_bytes(num_bytes: int, name: str) -> int:
+    """Return the bytes of memory of weights that take `num_bytes` in a file; `name` is known."""
+    block_bytes = _FORMATS[name][2]
+    held = _read(torch.zeros(1, block_bytes, dtype=torch.uint8), name).num_bytes
+    return num_bytes // block_bytes * held
+
+
+def _read(data: torch.Tensor, name: str) -> BlockWeights:
+    bits, block, num_bytes, read = _FORMATS[name]
     num_out = len(data)
     parts = read(data.reshape(-1, num_bytes))
 
