@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvchat.cache.block_manager import BlockTable, CacheManager
-from kvchat.engine.request import Request, State
+from kvchat.engine.request import Request
 from kvchat.engine.runner import Drawn, QueuedTokens, Runner, draws_of, piece_of, tokens_of
 from kvchat.engine.scheduler import ScheduledRequest
 from kvchat.model.batch import SequencePiece
@@ -34,8 +34,7 @@ class _Row(NamedTuple):
         """Whether the request went on, as one whose only uncomputed token is that of this row."""
         request = self.request
         return (
-            request.state is State.RUNNING
-            and request.table is self.table
+            request.table is self.table  # None once it ended or waits again
             and request.num_computed == self.num_computed
             and request.is_decoding
         )
