@@ -1,11 +1,11 @@
-"""Launches Triton kernels, decides on which devices they can run, and sends numbers to a device.
+"""Launches Triton kernels, decides which devices run them, sends numbers to a device and back.
 
 Every kernel's launcher returns a Launch, so that tests without a GPU compile exactly what a GPU
 would run. Importing this module does not import Triton, because a machine without a GPU never needs
 it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -108,6 +108,26 @@ def on_device(numbers: Sequence[Any], dtype: torch.dtype, device: torch.device) 
         return torch.tensor(numbers, dtype=dtype, device=device)
     # torch's pinned-memory allocator does not reuse the memory before the copy has finished.
     return torch.tensor(numbers, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
+
+
+def begin_reading(tensor: torch.Tensor) -> Callable[[], list[int]]:
+    """Begin to copy a vector of integers to the host; return what waits for it and returns it.
+
+    On a CUDA device the copy is queued on the current stream. The wait is for the copy alone:
+    `tensor.tolist()` would wait for everything queued since. The caller may drop the tensor.
+    """
+    if tensor.device.type != "cuda":
+        return tensor.clone().tolist
+    memory = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    memory.copy_(tensor, non_blocking=True)
+    mark = torch.cuda.Event()
+    mark.record(torch.cuda.current_stream(tensor.device))
+
+    def read() -> list[int]:
+        mark.synchronize()
+        return memory.tolist()
+
+    return read
 
 
 def each_on_device(

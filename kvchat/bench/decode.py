@@ -1,10 +1,11 @@
 """Scenario `decode`: tokens a second of one request, by context length.
 
 Beside transformers' `generate` in the same run, and llama.cpp where it is installed and given the
-model as GGUF; the bytes a token moves, the weights and its KV once, beside what memory allows. A
-token's time is also fitted as a + b * context: a is the weights, b the KV. No figure where ours and
-transformers do not generate the same; with fewer bits, which change what is generated, where the
-two passes over the very same weights do not agree.
+model as GGUF; the bytes a token moves, the weights and its KV once, beside what memory allows. One
+row is sampled, with top-k and top-p, beside greedy: all others are greedy. A token's time is also
+fitted as a + b * context: a is the weights, b the KV. No figure where ours and transformers do not
+generate the same; with fewer bits, which change what is generated, where the two passes over the
+very same weights do not agree.
 """
 
 import importlib.util
@@ -14,19 +15,29 @@ from functools import partial
 
 import torch
 
-from kvchat.bench.engines import complete, free_memory, new_engine, random_ids
+from kvchat.bench.engines import (
+    GREEDY,
+    complete,
+    complete_requests,
+    free_memory,
+    new_engine,
+    random_ids,
+)
 from kvchat.bench.measure import Bandwidth, alternated, measure_bandwidth
 from kvchat.bench.peers import LlamaCpp, Transformers
 from kvchat.bench.report import Figure, Result
 from kvchat.bench.setup import BenchSetup
-from kvchat.core.types import rate
+from kvchat.core.types import SamplingParams, rate
 from kvchat.engine.assembly import AssembledEngine
 from kvchat.engine.engine import Engine
+from kvchat.engine.request import RequestSpec
 from kvchat.model.quantise import pack_of
 from kvchat.model.self_test import compare_with_own
 
 _CONTEXTS = {"cpu": (128, 1024, 4096), "cuda": (1024, 8192, 32768)}
 _NUM_TOKENS = 64
+# What models recommend. The seed is fixed, so that all runs say the same.
+_SAMPLED = SamplingParams(temperature=0.7, top_k=20, top_p=0.95, seed=1)
 _MIN_COSINE = 0.98
 
 
@@ -59,6 +70,8 @@ def run(setup: BenchSetup) -> Result:
             figures += [beside_peer, *moved]
             rates[length + _NUM_TOKENS // 2] = beside_peer.value
     lengths = [middle - _NUM_TOKENS // 2 for middle in rates]
+    if lengths:
+        figures.append(_sampled(setup, assembled, lengths[0]))
     del peer  # free its weights
     llama, note = _beside_llama_cpp(setup, assembled, lengths)
     notes = (str(bandwidth), note)
@@ -128,9 +141,32 @@ def _measure(
     ]
 
 
-def _decode_rate(engine: Engine, prompt: Sequence[int]) -> float:
+def _sampled(setup: BenchSetup, assembled: AssembledEngine, length: int) -> Figure:
+    """Return the rate of drawing by top-k and top-p beside that of taking the likeliest token."""
+    engine = assembled.engine
+    prompt = random_ids(length, assembled.loaded.spec.vocab_size, seed=2)
+    sampled, greedy = alternated(
+        partial(_decode_rate, engine, prompt, _SAMPLED),
+        partial(_decode_rate, engine, prompt),
+        setup.repeats,
+    )
+    return Figure(
+        f"context {length:,}, sampled with top-k {_SAMPLED.top_k} and top-p {_SAMPLED.top_p}",
+        sampled.median,
+        "tokens/s",
+        greedy.median,
+        "greedy",
+        sampled.median / greedy.median,
+        "of greedy",
+        spread=sampled.spread,
+    )
+
+
+def _decode_rate(engine: Engine, prompt: Sequence[int], sampling: SamplingParams = GREEDY) -> float:
     """Return tokens a second after the first."""
-    timing = complete(engine, prompt, _NUM_TOKENS).finished.timing
+    spec = RequestSpec(tuple(prompt), sampling, max_tokens=_NUM_TOKENS)
+    [completion] = complete_requests(engine, [spec])
+    timing = completion.finished.timing
     return rate(_NUM_TOKENS - 1, timing.decode_s)
 
 

@@ -16,8 +16,9 @@ import torch
 _MAX_KEPT = 4
 # Bytes of a pack and of a slot of a ring, if a block's image is not larger.
 PACK_BYTES = 4 << 20
-# Slots for images that wait to be written, and for images on their way to the device.
-_DOWN_SLOTS, _UP_SLOTS = 17, 4
+# Slots for images that wait to be written, and for images on their way to the device. Larger slots
+# are fewer, for no program may page out what is pinned; but one copies while another is written.
+_DOWN_SLOTS, _UP_SLOTS, _FEWEST_SLOTS = 17, 4, 2
 
 
 class Mark(Protocol):
@@ -191,13 +192,19 @@ class ImageCopies:
     def __init__(self, downwards: CopyStream, upwards: CopyStream, image_bytes: int) -> None:
         self.slot_blocks = max(1, PACK_BYTES // image_bytes)
         slot_bytes = self.slot_blocks * image_bytes
-        self.downwards = PinnedRing(downwards, slot_bytes, _DOWN_SLOTS)
-        self.upwards = PinnedRing(upwards, slot_bytes, _UP_SLOTS)
+        self._num_down = _slots(_DOWN_SLOTS, slot_bytes)
+        self.downwards = PinnedRing(downwards, slot_bytes, self._num_down)
+        self.upwards = PinnedRing(upwards, slot_bytes, _slots(_UP_SLOTS, slot_bytes))
 
     @property
     def waiting_bytes(self) -> int:
         """What may wait to be written: all slots but the one that is being written."""
-        return (_DOWN_SLOTS - 1) * self.downwards.slot_bytes
+        return (self._num_down - 1) * self.downwards.slot_bytes
+
+
+def _slots(most: int, slot_bytes: int) -> int:
+    """Return how many slots take no more memory than `most` of a pack each, or the fewest."""
+    return max(_FEWEST_SLOTS, min(most, most * PACK_BYTES // slot_bytes))
 
 
 class HostCopies:

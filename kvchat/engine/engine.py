@@ -23,6 +23,7 @@ from kvchat.core.stats import EngineStatus
 from kvchat.core.types import CachedTokens, FinishReason, MissReason
 from kvchat.engine.fetch import Fetcher
 from kvchat.engine.kv_verifier import KvVerifier
+from kvchat.engine.next_step import NextStep
 from kvchat.engine.output_processor import OutputProcessor
 from kvchat.engine.request import Request, RequestSpec, State
 from kvchat.engine.runner import MOST_ROWS, Drawn, Runner, draw, draws_of, tokens_of
@@ -52,7 +53,8 @@ class Engine:
     `max_context` is the longest context of any request, prompt and completion together; prompts
     hold ids below `vocab_size`. `clock` returns seconds. With `connector`, prompts are looked up on
     the disk tier too, and finished contexts are kept there. With `offload`, KV is promoted from
-    host memory. `speculation` adds drafts. The engine closes all three.
+    host memory. `speculation` adds drafts. The engine closes all three. `queues_next` lets a runner
+    with graphs queue a decode step before the tokens of the step before are read.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class Engine:
         offload: "HostOffload | None" = None,
         prefill_rate: PrefillRate | None = None,
         max_prefill_tokens: int = 0,
+        queues_next: bool = True,
     ) -> None:
         self.cache = cache
         self._kv_verifier = KvVerifier(cache, connector, runner.dtype)  # reserves a block
@@ -82,6 +85,9 @@ class Engine:
             cache, max_step_tokens, max_running, promote, max_prefill_tokens
         )
         self._max_step_tokens = max_step_tokens
+        self._next_step: NextStep | None = None
+        if queues_next and runner.has_graphs:
+            self._next_step = NextStep(runner, cache, self.max_context)
         self._clock = clock
         self._connector = connector
         self._offload = offload
@@ -361,6 +367,8 @@ class Engine:
         is_fetching = self._fetcher.settle(requests)
         if requests and all(request.is_decoding for request in requests):
             self.prepare()  # no request waits for its first token, so this delays none
+        if queued := self._queued_plan():
+            return self._compute(queued)  # a request that has come since waits for this step anyway
         self._begin_checks(requests)
         try:
             plan = self._plan()
@@ -379,6 +387,12 @@ class Engine:
         is_fetching |= any(request.is_fetching for request in self._scheduler.requests())
         is_fetching |= self._fetcher.is_copying
         return [] if is_fetching else self._output.end_stuck()
+
+    def _queued_plan(self) -> list[ScheduledRequest]:
+        """Return the plan of the step that is queued already; empty if there is none."""
+        if self._next_step is None or self.speculation.is_on:
+            return []
+        return self._next_step.plan()
 
     def _begin_checks(self, requests: Sequence[Request]) -> None:
         """Add rows to the next step that verify restored KV and fingerprint contexts to keep."""
@@ -464,9 +478,15 @@ class Engine:
         """Compute the plan and draw in one graph; None if no graph fits or it cannot draw."""
         if not self._runner.has_graphs or self._kv_verifier.pieces:
             return None
+        if self._next_step is not None and not self.speculation.is_on:
+            return self._next_step.draw(plan, self._goes_on_alike(plan))
         draws = draws_of(plan)
         drawn = self._runner.draw(plan, draws) if draws is not None else None
-        return tokens_of(plan, drawn) if drawn is not None else None
+        return tokens_of(plan, drawn.tolist()) if drawn is not None else None
+
+    def _goes_on_alike(self, plan: Sequence[ScheduledRequest]) -> bool:
+        """Whether the next step is one for the same requests, as far as is known before it."""
+        return not self._kv_verifier.has_work and len(plan) == len(self._scheduler.requests())
 
     def _advance(self, plan: Sequence[ScheduledRequest], drawn: Drawn) -> list[RequestEvent]:
         events = self._output.advance(plan, drawn)

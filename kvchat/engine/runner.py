@@ -22,17 +22,17 @@ from kvchat.engine.request import Request
 from kvchat.engine.sampler import (
     DeviceTokenIds,
     SamplingRow,
-    as_tokens,
     logprobs_of,
     row_draw,
     sample,
     sample_seed,
+    valid_tokens,
 )
 from kvchat.engine.scheduler import ScheduledRequest
 from kvchat.model.batch import SequencePiece, build_batch
 from kvchat.model.graphs import GraphRunner
 from kvchat.model.paged_model import PagedModel
-from kvchat_kernels.launch import on_device
+from kvchat_kernels.launch import begin_reading, on_device
 from kvchat_kernels.sampler import RowDraw
 
 T = TypeVar("T")
@@ -173,6 +173,19 @@ class _Race:
         self._steps_left = self._pause
 
 
+@dataclass(frozen=True, slots=True)
+class QueuedTokens:
+    """What a queued step draws.
+
+    tokens   [num_rows] int64 on the device, -1 where a logit is NaN; only work queued after the
+             step sees them
+    read     waits for the step, not for later ones, and returns them
+    """
+
+    tokens: torch.Tensor
+    read: Callable[[], list[int]]
+
+
 class Runner:
     """Runs steps on one model whose pools have blocks of `block_size` tokens.
 
@@ -217,7 +230,7 @@ class Runner:
         `is_unwanted` at every layer, and raises StepAbandoned once that is true; the plan can be
         run again.
         """
-        pieces = [*(_piece(scheduled) for scheduled in plan), *checks]
+        pieces = [*(piece_of(scheduled) for scheduled in plan), *checks]
         with self.stopping(is_unwanted):
             return self.run_pieces(pieces)
 
@@ -246,7 +259,7 @@ class Runner:
         `draws` says how each scheduled request draws. Returns one token for each row that `run`
         would return, [num_rows] int64, -1 if a logit is NaN. Returns None if nothing was computed.
         """
-        return self.draw_pieces([_piece(scheduled) for scheduled in plan], draws)
+        return self.draw_pieces([piece_of(scheduled) for scheduled in plan], draws)
 
     def draw_pieces(
         self, pieces: Sequence[SequencePiece], draws: Sequence[RowDraw | None]
@@ -256,6 +269,28 @@ class Runner:
         if tokens is not None and not len(tokens):
             self.wait()
         return tokens
+
+    def queue(
+        self,
+        pieces: Sequence[SequencePiece],
+        draws: Sequence[RowDraw | None],
+        earlier: QueuedTokens | None = None,
+        rows: Sequence[int] = (),
+    ) -> QueuedTokens | None:
+        """Queue a step in one graph, if there is one, as `draw_pieces`; wait for nothing.
+
+        With `earlier`, every piece has one token, of whatever id: the step takes the token of row
+        `rows[i]` of the earlier one, which the host need not know.
+        """
+        if self._graphs is None:
+            return None
+        fed = None
+        if earlier is not None:
+            fed = earlier.tokens
+            if list(rows) != list(range(len(fed))):
+                fed = fed[on_device(rows, torch.int64, fed.device)]
+        tokens = self._graphs.draw(pieces, draws, fed)
+        return QueuedTokens(tokens, begin_reading(tokens)) if tokens is not None else None
 
     def _run_eagerly(self, pieces: Sequence[SequencePiece]) -> torch.Tensor:
         batch = build_batch(pieces, self._block_size, self._device)
@@ -284,7 +319,8 @@ class Runner:
         return (threads.num_threads(), threads.most) if threads is not None else None
 
 
-def _piece(scheduled: ScheduledRequest) -> SequencePiece:
+def piece_of(scheduled: ScheduledRequest) -> SequencePiece:
+    """Return the part of a forward pass that a scheduled request wants."""
     request = scheduled.request
     assert request.table is not None
     start = request.num_computed
@@ -390,14 +426,14 @@ def draws_of(plan: Sequence[ScheduledRequest]) -> list[RowDraw | None] | None:
     return draws
 
 
-def tokens_of(plan: Sequence[ScheduledRequest], drawn: torch.Tensor) -> Drawn:
+def tokens_of(plan: Sequence[ScheduledRequest], drawn: list[int]) -> Drawn:
     """Return the tokens of each completing request, as `draw` does; none wants logprobs.
 
-    drawn   [num_rows] int64, one token for each row
+    drawn   one token for each row
 
     Raises ValueError if a logit was NaN.
     """
-    tokens = iter(as_tokens(drawn))
+    tokens = iter(valid_tokens(drawn))
     return Drawn(
         {w: [next(tokens) for _ in range(1 + len(w.drafts))] for w in plan if w.completes}, {}
     )

@@ -178,7 +178,11 @@ def row_draw(row: SamplingRow) -> RowDraw | None:
 
 def as_tokens(drawn: torch.Tensor) -> list[int]:
     """Read drawn tokens from the device. Raises ValueError if one is -1: a logit was NaN."""
-    tokens = [int(token) for token in drawn.tolist()]
+    return valid_tokens([int(token) for token in drawn.tolist()])
+
+
+def valid_tokens(tokens: list[int]) -> list[int]:
+    """Return drawn tokens as they are. Raises ValueError if one is -1: a logit was NaN."""
     if tokens and min(tokens) < 0:
         raise ValueError(_NOT_NUMBERS)
     return tokens

@@ -127,19 +127,24 @@ class GraphRunner:
         return self._replay(captured, pieces, (), lambda output: output.logits)
 
     def draw(
-        self, pieces: Sequence[SequencePiece], draws: Sequence[RowDraw | None]
+        self,
+        pieces: Sequence[SequencePiece],
+        draws: Sequence[RowDraw | None],
+        fed: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
         """Run a step as `run` does, and draw a token from each row of logits in the same graph.
 
-        `draws` has one entry per piece, None for a piece without logits. Returns [num_rows] int64,
-        as `sample_tokens` does, owned by the caller. Returns None if there is no graph, and does
-        not count that; the caller then calls `run`, which counts the missing shape.
+        `draws` has one entry per piece, None for a piece without logits. `fed`, [num_pieces] int64
+        on the device, has the token ids of pieces of one token each, where the host does not know
+        them yet. Returns [num_rows] int64, as `sample_tokens` does, owned by the caller. Returns
+        None if there is no graph, and does not count that; the caller then calls `run`, which
+        counts the missing shape.
         """
         best, captured = self._shapes_for(pieces)
         if captured is None:
             return None
         self._note(best, captured)
-        return self._replay(captured, pieces, draws, lambda output: output.tokens)
+        return self._replay(captured, pieces, draws, lambda output: output.tokens, fed)
 
     @torch.inference_mode()
     def _replay(
@@ -148,9 +153,10 @@ class GraphRunner:
         pieces: Sequence[SequencePiece],
         draws: Sequence[RowDraw | None],
         take: Callable[[StepOutput], torch.Tensor],
+        fed: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
         try:
-            self._buffers.fill(pieces, shape, draws)
+            self._buffers.fill(pieces, shape, draws, fed)
             rows = _wanted_rows(take(self._replays[shape]()), pieces)
         except Exception as error:  # the eager pass may still succeed, or raises the real error
             self._give_up(f"a replay failed: {_line(error)}")

@@ -129,16 +129,24 @@ class StepBuffers:
         pieces: Sequence[SequencePiece],
         shape: StepShape,
         draws: Sequence[RowDraw | None] = (),
+        fed: torch.Tensor | None = None,
     ) -> None:
         """Fill the buffers with the pieces and pad them to `shape`, which must hold them.
 
-        `draws` has one entry per piece; empty if the caller does not use the drawn tokens.
+        `draws` has one entry per piece; empty if the caller does not use the drawn tokens. `fed`,
+        [num_pieces] int64 on the device, is what an earlier step draws: the token ids of pieces of
+        one token each, in place of their own.
         """
         padding = list(self._padding(pieces, shape))
         slots = [slot for piece in pieces for slot in piece.slots(self.block_size)]
         for piece in padding:
             slots += self._scratch_slots(len(piece.token_ids))
         self._fill([*pieces, *padding], slots, shape)
+        if fed is not None:
+            assert all(len(piece.token_ids) == 1 for piece in pieces)
+            # -1 says that a logit was NaN. The step is in vain then, but -1 has no embedding, and
+            # reading beyond a tensor is an error that a CUDA process does not survive.
+            torch.clamp(fed, min=0, out=self._tokens[0, : len(pieces)])
         ways = draws or [None] * len(pieces)
         rows = [way for way, piece in zip(ways, pieces, strict=True) for _ in piece.token_ids]
         self._fill_draws([way or _LIKELIEST for way in rows], shape)

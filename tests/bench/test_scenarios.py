@@ -180,6 +180,9 @@ def test_a_tokens_time_is_fitted_by_its_context(report_of: Reports) -> None:
     assert "a token, without its context" in names
     assert "a thousand tokens of context" in names
     assert any("llama.cpp: not run" in note for note in result.notes)
+    [sampled] = [figure for figure in result.figures if "sampled" in figure.name]
+    assert sampled.beside_name == "greedy"
+    assert sampled.ratio == pytest.approx(sampled.value / (sampled.beside or 0.0))
 
 
 def test_what_is_moved_is_read_against_every_ceiling(checkpoint: Path, report_of: Reports) -> None:

@@ -13,7 +13,13 @@ import torch
 
 from kvchat.cache.block_manager import CacheManager
 from kvchat.cache.connector import KvConnector
-from kvchat.cache.device_copies import CopyStream, HostCopies, ImageCopies, PinnedRing
+from kvchat.cache.device_copies import (
+    PACK_BYTES,
+    CopyStream,
+    HostCopies,
+    ImageCopies,
+    PinnedRing,
+)
 from kvchat.cache.kv_pool import KvGeometry, KvPool, LayerGeometry
 from support.cached_contexts import CPU, compute, images_of
 from support.memory_tier import MemoryTier
@@ -168,6 +174,17 @@ def test_a_slot_released_unread_is_not_used_before_its_copy_is_over() -> None:
 
 def copies_by(downwards: CopyStream, upwards: CopyStream) -> ImageCopies:
     return ImageCopies(downwards, upwards, GEOMETRY.block_bytes)
+
+
+@pytest.mark.parametrize("image_bytes", [64 << 10, 4 << 20, 5 << 20, 8 << 20, 80 << 20])
+def test_large_blocks_pin_no_more_memory_than_small_ones(image_bytes: int) -> None:
+    """A block above a pack's 4 MiB once got as many slots: 17 of 80 MiB are 1.3 GiB pinned."""
+    copies = ImageCopies(FakeStream(), FakeStream(), image_bytes)
+
+    slot_bytes = copies.downwards.slot_bytes
+    assert slot_bytes >= image_bytes
+    assert copies.waiting_bytes >= slot_bytes, "one image waits while another is written"
+    assert copies.waiting_bytes + slot_bytes <= max(17 * PACK_BYTES, 2 * slot_bytes)
 
 
 @pytest.mark.parametrize("num_blocks", [1, 5, 40])

@@ -10,12 +10,12 @@ import torch
 
 from kvchat.cache.kv_pool import KvGeometry, KvPool, LayerGeometry
 from kvchat.core.types import SamplingParams
-from kvchat.engine.runner import Runner
+from kvchat.engine.runner import QueuedTokens, Runner
 from kvchat.engine.sampler import SamplingRow, parameters_of
 from kvchat.model.batch import build_batch
 from kvchat.model.cuda_graph import CudaGraphs
 from kvchat_kernels.block_copy import PoolTensors, copy_blocks
-from kvchat_kernels.sampler import sample_tokens
+from kvchat_kernels.sampler import RowDraw, sample_tokens
 from support.paged_scene import Scene, load_tiny
 
 pytestmark = [
@@ -118,3 +118,35 @@ def test_blocks_leave_and_come_back_behind_the_host_and_before_they_are_overwrit
     assert images is not None
     assert bytes(images.read()) == expected
     images.release()
+
+
+def test_a_step_that_takes_tokens_of_the_step_before_is_queued_without_reading_them(
+    tmp_path: Path,
+) -> None:
+    loaded = load_tiny("llama", tmp_path, "cuda")
+    scene = Scene(loaded, CudaGraphs(loaded.device), 16, 200)
+    pieces = [scene.read(20 + row, [row + 3]) for row in range(3)]
+    scene.capture_for(pieces)
+    runner = Runner(scene.model, 16, scene.graphs)
+    draws = [RowDraw(0.7, 20, 0.9, 0.0, seed) for seed in range(3)]
+
+    def both() -> tuple[QueuedTokens, QueuedTokens]:
+        first = runner.queue(pieces, draws)
+        assert first is not None
+        after = [replace(piece, token_ids=[0], start=piece.start + 1) for piece in pieces]
+        second = runner.queue(after, draws, first, (2, 0, 1))
+        assert second is not None
+        return first, second
+
+    both()  # allocates
+    with waiting_refused():
+        first, second = both()
+    tokens = first.read()
+    known = [
+        replace(piece, token_ids=[tokens[row]], start=piece.start + 1)
+        for piece, row in zip(pieces, (2, 0, 1), strict=True)
+    ]
+    expected = scene.graphs.draw(known, draws)
+
+    assert expected is not None
+    assert second.read() == expected.tolist()

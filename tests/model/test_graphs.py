@@ -224,6 +224,20 @@ def test_logits_that_are_not_numbers_are_no_token(load: Load) -> None:
     assert drawn[1] == -1
 
 
+def test_token_ids_can_come_from_the_device_where_the_host_does_not_know_them(load: Load) -> None:
+    """-1 stands for a logit that was NaN: it has no embedding, and id 0 is read in its place."""
+    scene = Scene(load("llama"), Recorder())
+    known = [scene.read(9 * row + 5, [token]) for row, token in enumerate((11, 0, 40))]
+    unknown = [replace(piece, token_ids=[3]) for piece in known]
+    scene.capture_for(known)
+    draws = [RowDraw(1.0, 30, 0.9, 0.0, seed) for seed in range(3)]
+
+    drawn = scene.graphs.draw(unknown, draws, torch.tensor([11, -1, 40]))
+
+    assert drawn is not None
+    assert drawn.tolist() == drawn_eagerly(scene, known, draws)
+
+
 def test_asking_for_tokens_in_vain_is_not_counted_twice(load: Load) -> None:
     scene = Scene(load("llama"), Recorder())
     piece = scene.read(20, [1])
