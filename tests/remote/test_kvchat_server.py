@@ -27,7 +27,13 @@ from kvchat.server.app import new_app
 from kvchat.server.guard import Limits
 from kvchat.server.metrics import Metrics
 from kvchat.server.service import Service
-from support.scripted_engine import Script, scripted_build, text_model, write_text_checkpoint
+from support.scripted_engine import (
+    Author,
+    Script,
+    scripted_build,
+    text_model,
+    write_text_checkpoint,
+)
 
 OPTIONS = AskOptions(sampling=SamplingParams(temperature=0.0))
 PATIENCE_S = 20.0
@@ -43,7 +49,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ChatModel:
 
 
 @contextmanager
-def served(model: ChatModel) -> Iterator[str]:
+def served(model: ChatModel, author: Author = author) -> Iterator[str]:
     """Yield the address of a real server above a scripted engine."""
     host = ChatHost(model, scripted_build(model, author), None)
     host.wait_until_ready()
