@@ -28,7 +28,7 @@ GPU_PYTHON = $(BIN)/python
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help chat test test-gpu gpu-wheels soak model-table llama-server bench check fmt demo-model test-demo-model clean
+.PHONY: help chat test test-gpu gpu-wheels soak model-table llama-server test-clients bench check fmt demo-model test-demo-model clean
 
 help:  ## list the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -67,6 +67,13 @@ model-table: $(DEV_STAMP)  ## try every model type of transformers (15 minutes),
 llama-server: $(DEV_STAMP)  ## build llama.cpp's server (20 minutes, needs cmake and a C++ compiler), for a test with it
 	.ci/build-llama-server $(BIN)/python .llama-server
 
+# Their packages and kvchat's do not suit each other.
+test-clients: $(DEV_STAMP)  ## install llm and aider beside kvchat, and let them use its server
+	for name in llm aider-chat; do test -x .clients/$$name/bin/pip || $(PYTHON) -m venv .clients/$$name; \
+		.clients/$$name/bin/pip install --quiet --disable-pip-version-check $$name || exit 1; done
+	PATH="$(CURDIR)/.clients/llm/bin:$(CURDIR)/.clients/aider-chat/bin:$$PATH" \
+		"$(CURDIR)/$(BIN)/python" -m pytest tests/clients
+
 bench: $(STAMP)  ## measure this machine, beside its peers and ceilings
 	$(BIN)/kvchat bench
 
@@ -88,7 +95,7 @@ test-demo-model: $(DEV_STAMP)  ## test the recipe that trains them
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not soak" demo_recipe/tests
 
 clean:  ## remove everything the other targets made
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .demo-build .llama-server
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .demo-build .llama-server .clients
 
 $(VENV)/bin/python:
 	@test -n "$(PYTHON)" || \

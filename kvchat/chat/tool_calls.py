@@ -147,7 +147,7 @@ class CallSplitter:
     def _read(self, region: TextBesideCalls) -> list[Part]:
         self._is_in_calls = False
         calls = self._format.read(region.text, self._tools)
-        if not calls:
+        if not calls or not all(map(_is_writable, calls)):
             return self._released(region)
         room = len(calls) if self._most is None else max(0, self._most - self._num_calls)
         self._num_calls += len(calls)
@@ -175,6 +175,15 @@ def _call(value: Any) -> ToolCall | None:
     if not isinstance(name, str) or not name or not isinstance(arguments, dict):
         return None
     return ToolCall(name, arguments)
+
+
+def _is_writable(call: ToolCall) -> bool:
+    """Whether a call can be written as JSON in UTF-8: NaN and halves of characters cannot."""
+    try:
+        json.dumps([call.name, call.arguments], ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def _json(text: str) -> Any:

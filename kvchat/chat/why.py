@@ -244,6 +244,8 @@ def cause(reuse: Reuse) -> str:
 def explain(reuse: Reuse, decode: Callable[[list[int]], str]) -> list[str]:
     """Return the lines of `/cache why`; `decode` turns ids into text."""
     total = len(reuse.ids)
+    if reuse.miss_reason is MissReason.NOT_TOLD:
+        return [f"{total:,} tokens were sent. The server does not tell how many it had cached."]
     lines = [f"{reuse.cached.total:,} of {total:,} tokens were there{_places(reuse.cached)}."]
     num_read = total - reuse.cached.total
     were = "was" if num_read == 1 else "were"

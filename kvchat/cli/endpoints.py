@@ -115,7 +115,7 @@ def open_remote_host(
     if model is None:
         from kvchat.chat.message_model import message_model
 
-        model = message_model(server.model, server.max_context)
+        model = message_model(server.model or server.kind, server.max_context)
     return ChatHost(model, _build(server, spell), store, on_load)
 
 
@@ -165,7 +165,7 @@ def _build(
 
         form = "token ids" if spell is not None else "messages"
         ready = ModelReady(
-            name=server.model,
+            name=server.model or server.kind,
             identity=f"{server.kind} at {address.shown}",
             device=f"{server.kind} at {address.shown}",
             dtype=f"in {form}",

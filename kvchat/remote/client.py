@@ -17,6 +17,8 @@ from kvchat.remote.wire import Sent, error_sentence
 
 # A server that reads a long prompt may say nothing for minutes.
 _SILENCE_S = 1800.0
+# The whole of a short question, however slowly its answer comes; a slot's file may be gigabytes.
+_ASK_S = 120.0
 _TRIES = 3
 _PAUSE_S = 0.2
 _MOST_LINE_BYTES = 16 << 20
@@ -84,14 +86,15 @@ class Client:
     async def _connected(self, request: httpx2.Request) -> httpx2.Response:
         for number in range(_TRIES):
             try:
-                return await self._client.send(request, stream=True)
+                async with asyncio.timeout(_SILENCE_S):  # for headers that come byte by byte, too
+                    return await self._client.send(request, stream=True)
             except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
                 if number + 1 == _TRIES:
                     raise ServerLost(
                         f"No server answers at {self._address.shown}: {reason_of(error)}.",
                         "Start it and /retry, or go on with /model NAME.",
                     ) from error
-            except httpx2.HTTPError as error:
+            except (httpx2.HTTPError, TimeoutError) as error:
                 raise ServerLost(
                     f"The server at {self._address.shown} gave no answer: {reason_of(error)}.",
                     "/retry asks again.",
@@ -103,11 +106,14 @@ class Client:
         """Return the JSON that a short request is answered with; None if it is refused."""
         try:
             method = "GET" if sent.body is None else "POST"
-            async with self._client.stream(method, sent.path, json=sent.body) as response:
+            async with (
+                asyncio.timeout(_ASK_S),
+                self._client.stream(method, sent.path, json=sent.body) as response,
+            ):
                 if response.status_code != 200:
                     return None
                 return json.loads(await _limited(response, _MOST_LINE_BYTES))
-        except (httpx2.HTTPError, ValueError, RecursionError, GenerationError):
+        except (httpx2.HTTPError, TimeoutError, ValueError, RecursionError, GenerationError):
             return None
 
 

@@ -151,6 +151,9 @@ class Messages:
 def _read_call(text: str) -> tuple[str, Any] | None:
     try:
         call = json.loads(text)
+        json.dumps(
+            call, ensure_ascii=False, allow_nan=False
+        ).encode()  # what cannot be sent is text
         return str(call["name"]), call["arguments"]
     except (ValueError, TypeError, KeyError, RecursionError):
         return None

@@ -4,11 +4,12 @@ Kinds differ in which paths they have, whether they take token ids, and which sa
 A server that is none of the known kinds gets the plain form of OpenAI's chat interface.
 """
 
+import asyncio
 import ipaddress
 import json
 import re
-import time
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -36,6 +37,7 @@ class Kind(StrEnum):
     VLLM = "vLLM"
     SGLANG = "SGLang"
     OLLAMA = "ollama"
+    TRANSFORMERS = "transformers"
     OTHER = "OpenAI-compatible"
 
 
@@ -46,6 +48,7 @@ _OWNERS = {
     "sglang": Kind.SGLANG,
     "library": Kind.OLLAMA,
 }
+_TRANSFORMERS_PATHS = frozenset({"/load_model", "/reset", "/v1/chat/completions"})
 _ID_KINDS = frozenset({Kind.KVCHAT, Kind.LLAMA_CPP, Kind.VLLM, Kind.SGLANG})
 
 
@@ -104,7 +107,7 @@ def address_of(url: str, key: str = "", model: str = "") -> Address:
 class Server:
     """A server that answered, and its model.
 
-    model          the name that requests give the model
+    model          the name that requests give the model, "" if they give none
     files          where the server says that its model's files are; "" if it does not say
     tokenizer      the digest of its tokenizer, where it is kvchat's
     variant        tells models of one name apart
@@ -129,11 +132,16 @@ class Server:
 
 
 class Asker:
-    """Asks a server short questions, each answered by one JSON object. A context manager."""
+    """Asks a server short questions, each answered by one JSON object. A context manager.
+
+    A question takes ten seconds at most, however slowly the server sends.
+    """
 
     def __init__(self, address: Address) -> None:
         self._address = address
-        self._client = httpx2.Client(
+        self._loop = asyncio.new_event_loop()
+        self._thread = ThreadPoolExecutor(1)  # the caller's may have a running event loop
+        self._client = httpx2.AsyncClient(
             base_url=address.url,
             headers=address.headers,
             timeout=httpx2.Timeout(_ASK_S, connect=CONNECT_S),
@@ -144,7 +152,9 @@ class Asker:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._client.close()
+        self._wait(self._client.aclose())
+        self._thread.shutdown()
+        self._loop.close()
 
     def ask(self, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
         """Return what the server says to a GET, or to a POST with a body; None if it says nothing.
@@ -152,22 +162,9 @@ class Asker:
         Raises ModelError if it cannot be reached, takes too long, wants another key or sends
         elsewhere: a key is for one address, so that no redirect is followed.
         """
-        until_s = time.monotonic() + _ASK_S
         try:
-            method = "GET" if body is None else "POST"
-            with self._client.stream(method, path, json=body) as response:
-                self._require_welcome(response)
-                if response.status_code != 200:
-                    return None
-                text = bytearray()
-                for piece in response.iter_bytes():
-                    text += piece
-                    if len(text) > _MOST_BYTES:
-                        return None
-                    if time.monotonic() > until_s:
-                        raise httpx2.ReadTimeout("the answer is slow")
-                found = json.loads(text)
-        except (httpx2.TransportError, httpx2.InvalidURL) as error:
+            found = self._wait(self._asked(path, body))
+        except (httpx2.TransportError, httpx2.InvalidURL, TimeoutError) as error:
             raise ModelError(
                 f"No server answers at {self._address.shown}: {reason_of(error)}.",
                 "Start it, or check --endpoint.",
@@ -175,6 +172,35 @@ class Asker:
         except (ValueError, RecursionError, httpx2.HTTPError):
             return None
         return found if isinstance(found, dict) else None
+
+    def ask_further(self, path: str) -> dict[str, Any] | None:
+        """Return what a server that has answered says to another GET, None for anything else.
+
+        A gateway may refuse, or send elsewhere, a path that it does not know.
+        """
+        try:
+            return self.ask(path)
+        except ModelError:
+            return None
+
+    def _wait(self, question: Coroutine[Any, Any, Any]) -> Any:
+        return self._thread.submit(self._loop.run_until_complete, question).result()
+
+    async def _asked(self, path: str, body: Mapping[str, Any] | None) -> Any:
+        method = "GET" if body is None else "POST"
+        async with (
+            asyncio.timeout(_ASK_S),
+            self._client.stream(method, path, json=body) as response,
+        ):
+            self._require_welcome(response)
+            if response.status_code != 200:
+                return None
+            text = bytearray()
+            async for piece in response.aiter_bytes():
+                text += piece
+                if len(text) > _MOST_BYTES:
+                    return None
+        return json.loads(text)
 
     def _require_welcome(self, response: httpx2.Response) -> None:
         """Raise ModelError if the server wants another key, or a request to another address."""
@@ -202,7 +228,7 @@ class Asker:
 
 def reason_of(error: Exception) -> str:
     """Return an HTTP library's error in a few words."""
-    if isinstance(error, httpx2.TimeoutException):
+    if isinstance(error, httpx2.TimeoutException | TimeoutError):
         return "it took too long"
     words = _ERROR_NUMBER.sub("", one_line(str(error), 120)).rstrip(".")
     return words[:1].lower() + words[1:] or type(error).__name__
@@ -222,16 +248,30 @@ def find_server(address: Address) -> Server:
     with Asker(address) as asker:
         listed = asker.ask("/v1/models")
         models = _models(listed)
-        if not models and asker.ask("/health") is None and listed is None:
+        if not models and asker.ask_further("/health") is None and listed is None:
             raise ModelError(
                 f"The server at {address.shown} has no model interface of a known form.",
                 "kvchat needs /v1/models and /v1/chat/completions.",
             )
-        chosen = _chosen(address, models)
-        kind = _OWNERS.get(str(chosen.get("owned_by", "")).lower(), Kind.OTHER)
-        if kind in (Kind.OTHER, Kind.OLLAMA) and asker.ask("/api/version") is not None:
-            kind = Kind.OLLAMA
-        return _described(asker, address, kind, chosen)
+        kind = _kind(asker, models)
+        if kind is Kind.TRANSFORMERS:
+            return Server(address, kind, address.model)
+        return _described(asker, address, kind, _chosen(address, models))
+
+
+def _kind(asker: Asker, models: list[dict[str, Any]]) -> Kind:
+    """Return the kind of a server that lists these models."""
+    owners = {str(model.get("owned_by", "")).lower() for model in models}
+    kinds = {_OWNERS.get(owner, Kind.OTHER) for owner in owners}
+    kind = kinds.pop() if len(kinds) == 1 else Kind.OTHER
+    if kind not in (Kind.OTHER, Kind.OLLAMA):
+        return kind
+    if asker.ask_further("/api/version") is not None:
+        return Kind.OLLAMA
+    # `transformers serve` lists what the Hugging Face cache has, which may not be what it runs.
+    paths = (asker.ask_further("/openapi.json") or {}).get("paths")
+    is_transformers = isinstance(paths, dict) and paths.keys() >= _TRANSFORMERS_PATHS
+    return Kind.TRANSFORMERS if is_transformers else Kind.OTHER
 
 
 def _models(listed: dict[str, Any] | None) -> list[dict[str, Any]]:
@@ -277,7 +317,7 @@ def _described(asker: Asker, address: Address, kind: Kind, chosen: dict[str, Any
     elif kind is Kind.SGLANG:
         files = (asker.ask("/get_model_info") or {}).get("model_path", files)
     elif kind is Kind.OLLAMA:
-        limit = _ollama_context(asker.ask("/api/show", {"model": chosen["id"]}))
+        limit = _ollama_context(asker, chosen["id"])
     return Server(
         address,
         kind,
@@ -289,8 +329,17 @@ def _described(asker: Asker, address: Address, kind: Kind, chosen: dict[str, Any
     )
 
 
-def _ollama_context(shown: dict[str, Any] | None) -> int | None:
-    """Return the context that ollama gives a model: what its file asks for, if it does."""
+def _ollama_context(asker: Asker, model: str) -> int | None:
+    """Return the context that ollama gives a model: that of the loaded one, else its file's wish.
+
+    It cuts off what is longer without a word.
+    """
+    loaded = (asker.ask_further("/api/ps") or {}).get("models")
+    for entry in loaded if isinstance(loaded, list) else ():
+        if isinstance(entry, dict) and model in (entry.get("name"), entry.get("model")):
+            limit = entry.get("context_length")
+            return limit if type(limit) is int else None
+    shown = asker.ask("/api/show", {"model": model})
     for line in str((shown or {}).get("parameters", "")).splitlines():
         name, _, value = line.partition(" ")
         if name == "num_ctx" and value.strip().isdigit():

@@ -3,9 +3,11 @@
 `request` and `read` are pure functions of JSON: the connection is `client.py`.
 """
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from kvchat.core.errors import GenerationError
@@ -17,9 +19,10 @@ from kvchat.remote.servers import Kind, Server
 
 _MOST_ERROR_CHARS = 300
 _MOST_TOKENS = 1 << 40  # of one request; a server that tells more is wrong
+_GIVEN_UP = frozenset({"abort", "error"})  # vLLM's and SGLang's reasons beside OpenAI's
 _EFFORTS = {Mark.THINK_LOW: "low", Mark.THINK_MEDIUM: "medium", Mark.THINK_HIGH: "high"}
 # Kinds that pass variables on to the model's chat template.
-_TEMPLATE_KINDS = frozenset({Kind.LLAMA_CPP, Kind.VLLM, Kind.SGLANG})
+_TEMPLATE_KINDS = frozenset({Kind.LLAMA_CPP, Kind.VLLM, Kind.SGLANG, Kind.TRANSFORMERS})
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,17 +91,32 @@ def request(
     if server.kind is Kind.LLAMA_CPP:
         return Sent("/completion", _llama(spec, sample, limit, slot))
     if server.kind is Kind.SGLANG:
-        return Sent("/generate", _sglang(spec, sample, limit))
+        return Sent("/generate", _sglang(spec, sample, limit) | _session(server, spec))
     body = {
-        "model": server.model,
+        **_model(server),
         "prompt": list(spec.prompt_ids),
         "return_token_ids": True,
         **({"return_progress": True} if server.kind is Kind.KVCHAT else {}),
         "stop_token_ids": sorted(spec.stop_token_ids),
         **_streamed(),
         **_sampling(server.kind, spec.sampling, sample),
+        **_session(server, spec),
     }
     return Sent("/v1/completions", body | ({"max_tokens": limit} if limit is not None else {}))
+
+
+def _model(server: Server) -> dict[str, Any]:
+    return {"model": server.model} if server.model else {}
+
+
+def _session(server: Server, spec: RequestSpec) -> dict[str, Any]:
+    """Return what lets a router send a conversation to the worker that has its KV.
+
+    The conversation's own name stays here. An incognito conversation has none.
+    """
+    if server.kind not in (Kind.VLLM, Kind.SGLANG) or not spec.session_id:
+        return {}
+    return {"session_id": hashlib.sha256(f"kvchat {spec.session_id}".encode()).hexdigest()[:32]}
 
 
 def _streamed() -> dict[str, Any]:
@@ -108,11 +126,12 @@ def _streamed() -> dict[str, Any]:
 def _messages(server: Server, spec: RequestSpec, sample: int) -> dict[str, Any]:
     context = Messages(spec.prompt_ids)
     body = {
-        "model": server.model,
+        **_model(server),
         "messages": context.messages,
         **_streamed(),
         **_sampling(server.kind, spec.sampling, sample),
         **_thinking(server.kind, context.think),
+        **_session(server, spec),
     }
     if context.tools:
         body["tools"] = context.tools
@@ -145,7 +164,7 @@ def _sampling(kind: Kind, sampling: SamplingParams, sample: int) -> dict[str, An
         "top_p": sampling.top_p,
         "seed": _seed(sampling, sample),
     }
-    if kind in (Kind.OTHER, Kind.OLLAMA):
+    if kind in (Kind.OTHER, Kind.OLLAMA, Kind.TRANSFORMERS):
         return fields
     fields |= {"min_p": sampling.min_p, "top_k": sampling.top_k}
     if kind in (Kind.VLLM, Kind.SGLANG):
@@ -226,23 +245,29 @@ class Reader:
             ids = ids[self._num_read :]
         self._num_read += len(ids)
         prompt, generated = about.get("prompt_tokens"), about.get("completion_tokens")
-        counts = Counts(_number(prompt), _cached(about.get("cached_tokens")), _number(generated))
+        counts = Counts(_number(prompt), _sglang_cached(about), _number(generated))
         finish = about.get("finish_reason")
-        word = finish.get("type") if isinstance(finish, Mapping) else finish
-        return Piece(token_ids=ids, counts=counts, finish=_finish(word))
+        if isinstance(finish, Mapping):
+            return Piece(ids, counts=counts, finish=_finish(finish.get("type"), finish))
+        return Piece(ids, counts=counts, finish=_finish(finish))
 
 
 def error_sentence(document: Mapping[str, Any]) -> str:
-    """Return a sentence on an error object of a server."""
-    error = document.get("error", document)
-    words = error.get("message", error) if isinstance(error, Mapping) else error
+    """Return a sentence on a server's error object, in OpenAI's form, FastAPI's or another."""
+    words: Any = document
+    for name in ("error", "detail", "message"):
+        words = words.get(name, words) if isinstance(words, Mapping) else words
     text = words if isinstance(words, str) else json.dumps(words)
     return f"The server says: {one_line(text, _MOST_ERROR_CHARS).rstrip('.')}."
 
 
-def _finish(word: object) -> FinishReason | None:
+def _finish(word: object, about: Mapping[str, Any] = MappingProxyType({})) -> FinishReason | None:
+    """Return why an answer ended; raises GenerationError if the server gave it up."""
     if word is None:
         return None
+    if word in _GIVEN_UP:
+        said = error_sentence(about) if about.get("message") else "The server gave up the answer."
+        raise GenerationError(said, "/continue goes on from there.")
     return FinishReason.LENGTH if word in ("length", "limit") else FinishReason.STOP
 
 
@@ -316,6 +341,15 @@ def _tiers(usage: Mapping[str, Any]) -> CachedTokens | None:
     if told is None:
         return None
     return CachedTokens(_number(told["device"]), _number(told["host"]), _number(told["disk"]))
+
+
+def _sglang_cached(about: Mapping[str, Any]) -> CachedTokens | None:
+    """Return the cached tokens of SGLang, by tier where it tells them."""
+    told = about.get("cached_tokens_details")
+    if not told:
+        return _cached(about.get("cached_tokens"))
+    places = (_number(told.get(place)) for place in ("device", "host", "storage"))
+    return CachedTokens(*places)
 
 
 def _cached(count: object) -> CachedTokens | None:

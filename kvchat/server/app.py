@@ -40,6 +40,7 @@ def new_app(service: Service, api_key: str | None, limits: Limits) -> App:
         "/v1/chat/completions": openai.chat,
         "/v1/completions": openai.completions,
         "/v1/responses": responses.respond,
+        "/v1/responses/compact": responses.compact,
         "/v1/messages": anthropic.messages,
         "/v1/messages/count_tokens": anthropic.count_tokens,
         "/kvchat/locate": chat.locate,

@@ -42,6 +42,8 @@ class RequestChat:
         """Add an answer, with calls by the ids that the client gave them."""
         if self._results:
             self._end_calls()
+        if not self._messages:  # templates want a message of the user before it: an empty one
+            self.ask("")
         named = dict(calls)
         self._open_calls |= named
         self._messages.append(Message(Role.ASSISTANT, text, tuple(named.values())))

@@ -1,5 +1,10 @@
-"""OpenAI's Responses interface: /v1/responses."""
+"""OpenAI's Responses interface: /v1/responses, and /v1/responses/compact.
 
+A compacted conversation is one item: the model's summary, in base64 and not encrypted. The item
+stands for the messages that it was made of wherever a client sends it as input.
+"""
+
+import base64
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -10,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from kvchat.chat.answer_settings import AskOptions
+from kvchat.chat.compaction import OPENING, REPLY, max_summary_tokens, request_text
 from kvchat.chat.events import AnswerCall, AnswerEnded, AnswerText
 from kvchat.chat.resent_chat import ResentChat
 from kvchat.chat.shown_logprobs import ShownToken
@@ -40,6 +46,7 @@ _TRUNCATIONS = ("auto", "disabled")
 # What a request says of itself; the response says it again.
 _DESCRIPTIONS = ("user", "safety_identifier", "prompt_cache_key")
 _MOST_METADATA = 16
+_COMPACTED = b"kvchat summary\n"  # begins what a compaction item holds
 
 
 class ResponsesApi:
@@ -67,6 +74,29 @@ class ResponsesApi:
             return stream_response(answer, _ResponseEvents(answer, response))
         [ended] = await until_gone(request, whole_answers(answer, 1))
         return JSONResponse(response.complete(ended, answer))
+
+    async def compact(self, request: Request) -> Response:
+        """Answer with one item that takes the place of a conversation."""
+        fields = read_body(await request.body())
+        self._service.require_model(fields)
+        given = _request_chat(fields, await self.stored.earlier_items(fields))
+        given.ask(request_text(""))
+        ready = self._service.host.ready
+        limit = ready.context_limit if ready is not None else self._service.host.model.max_context
+        options = replace(self._service.options, max_tokens=max_summary_tokens(limit))
+        answer = await self._service.answering.chat(given.chat(), options)
+        [ended] = await until_gone(request, whole_answers(answer, 1))
+        if ended.reason is not FinishReason.STOP or not ended.text.strip():
+            sentence = "The model wrote no complete summary; nothing is compacted."
+            raise ApiError(400, sentence, "input", "not_compacted")
+        compaction = {
+            "id": f"resp_{secrets.token_hex(12)}",
+            "object": "response.compaction",
+            "created_at": int(time.time()),
+            "output": [_compacted(ended.text.strip())],
+            "usage": _usage(ended, answer),
+        }
+        return JSONResponse(compaction)
 
     def _options(self, fields: Fields, chat: ResentChat) -> AskOptions:
         options = sampling_options(fields, self._service.options)
@@ -105,6 +135,11 @@ def _check_others(fields: Fields) -> None:
 
 def _chat(fields: Fields, earlier: Sequence[Fields]) -> ResentChat:
     """Return the conversation of a request, whose first items are those of earlier responses."""
+    tools = read_tools(map(_tool, fields.objects_if_any("tools")))
+    return _request_chat(fields, earlier).chat(tools)
+
+
+def _request_chat(fields: Fields, earlier: Sequence[Fields]) -> RequestChat:
     chat = RequestChat()
     chat.instruct(fields.text("instructions") or "")
     given = fields.raw("input")
@@ -115,7 +150,7 @@ def _chat(fields: Fields, earlier: Sequence[Fields]) -> ResentChat:
     else:
         for item in fields.objects("input"):
             _add_item(chat, item)
-    return chat.chat(read_tools(map(_tool, fields.objects_if_any("tools"))))
+    return chat
 
 
 def _add_item(chat: RequestChat, item: Fields) -> None:
@@ -126,8 +161,29 @@ def _add_item(chat: RequestChat, item: Fields) -> None:
         chat.answer("", [(item.text("call_id") or "", given_call(item))])
     elif kind == "function_call_output":
         chat.add_result(item, "call_id", message_text(item, "output"))
+    elif kind == "compaction":
+        chat.ask(OPENING + _summary(item))
+        chat.answer(REPLY)
     elif kind != "reasoning":  # its ids are known with the answer's
-        raise item.fault("type", "must be message, reasoning or a function's call or output")
+        allowed = "must be message, reasoning, compaction or a function's call or output"
+        raise item.fault("type", allowed)
+
+
+def _compacted(summary: str) -> dict[str, Any]:
+    """Return the item that stands for a conversation."""
+    held = base64.b64encode(_COMPACTED + summary.encode()).decode()
+    return {"id": f"cmp_{secrets.token_hex(12)}", "type": "compaction", "encrypted_content": held}
+
+
+def _summary(item: Fields) -> str:
+    """Return the summary in a compaction item; raises ApiError for one of another server."""
+    try:
+        held = base64.b64decode(item.text("encrypted_content") or "", validate=True)
+        if held.startswith(_COMPACTED):
+            return held.removeprefix(_COMPACTED).decode()
+    except ValueError:  # no base64, or no UTF-8
+        pass
+    raise item.fault("encrypted_content", "is not what kvchat's /v1/responses/compact gave")
 
 
 def _add_message(chat: RequestChat, item: Fields) -> None:

@@ -14,6 +14,8 @@ from kvchat.chat.tools import ToolCall, ToolResult, ToolSet
 from kvchat.core.text import one_line, sanitize
 
 MOST_RESULT_CHARS = 16_000
+# A definition stands in every context; longer ones leave no room for a conversation.
+_MOST_NAME_CHARS, _MOST_DEFINITION_BYTES = 128, 64_000
 _log = logging.getLogger(__name__)
 
 
@@ -118,9 +120,26 @@ class Toolbox:
         """Wait for the late tools, and offer them too. Idempotent."""
         if self._late is None or self.is_complete:
             return
-        tools, self.problems = self._late.wait()
-        self._by_name.update((tool.name, tool) for tool in tools)
+        tools, problems = self._late.wait()
+        self.problems = (*problems, *filter(None, map(self._add, tools)))
         self.is_complete = True
+
+    def _add(self, tool: Tool) -> str:
+        """Offer a tool, or return a sentence on why not.
+
+        A permission is given to a name, so that no second tool may take a name that there is.
+        """
+        if tool.name in self._by_name:
+            return f"There are two tools {one_line(tool.name, 80)}; the first is offered."
+        about = [tool.name, tool.description, tool.parameters]
+        try:
+            written = json.dumps(about, ensure_ascii=False, allow_nan=False).encode()
+        except (TypeError, ValueError, RecursionError):  # NaN, or half of a character
+            return f"The tool {one_line(tool.name, 80)} is not offered: its definition is not JSON."
+        if len(tool.name) > _MOST_NAME_CHARS or len(written) > _MOST_DEFINITION_BYTES:
+            return f"The tool {one_line(tool.name, 80)} is not offered: its definition is too long."
+        self._by_name[tool.name] = tool
+        return ""
 
     def close(self) -> None:
         if self._late is not None:

@@ -135,6 +135,12 @@ UNREADABLE = (
     "<tool_call>two words <arg_key>a</arg_key></tool_call>",
     '<tool_call>{"name": "find", "argum',
     "<tool_call>" + '{"a":' * 5000 + "</tool_call>",
+    # Calls that no response and no file could be written with: they were a status 500.
+    r'<tool_call>{"name": "find", "arguments": {"q": "\ud83d"}}</tool_call>',
+    r'<tool_call>{"name": "find\ud83d", "arguments": {}}</tool_call>',
+    '<tool_call>{"name": "find", "arguments": {"q": NaN}}</tool_call>',
+    '<tool_call>{"name": "find", "arguments": {"q": -Infinity}}</tool_call>',
+    '<tool_call>{"name": "find", "arguments": {"q": ' + "9" * 5000 + "}}</tool_call>",
     "a < b and <tool",
 )
 

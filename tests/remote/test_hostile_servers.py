@@ -3,6 +3,7 @@
 The servers are real ones on this machine; what they send is garbage, endless, slow or too large.
 """
 
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from itertools import repeat
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 from kvchat.chat.events import AnswerEnded, AnswerFailed, ChatEvent
 from kvchat.core.errors import GenerationError, ModelError
 from kvchat.core.types import CachedTokens
-from kvchat.remote import servers
+from kvchat.remote import client, servers
 from kvchat.remote.servers import Address, Kind, Server, address_of, find_server
 from kvchat.remote.wire import Reader
 from remote.test_remote_chat import answer_options, chat_with, ended, failed, host_of
@@ -129,6 +130,33 @@ def test_a_server_that_sends_slow_bytes_is_given_up(monkeypatch: pytest.MonkeyPa
 
     with raw_server(without_end) as url, pytest.raises(ModelError, match="took too long"):
         find_server(address_of(url))
+
+
+def slow_header() -> Iterator[bytes]:
+    """Yield a header that comes byte by byte and has no end."""
+    yield OK + b"X-Slow: "
+    never = threading.Event()
+    while not never.wait(0.01):
+        yield b"x"
+
+
+def test_headers_that_come_slowly_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit was on the time between two bytes: one every nine seconds was waited for."""
+    monkeypatch.setattr(servers, "_ASK_S", 0.3)
+
+    with raw_server(slow_header) as url, pytest.raises(ModelError, match="took too long"):
+        find_server(address_of(url))
+
+
+def test_an_answers_headers_that_come_slowly_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "_SILENCE_S", 0.3)
+
+    with raw_server(slow_header) as url:
+        server = Server(Address(url), Kind.OTHER, "m")
+        with host_of(url, server=server) as host:
+            told = failed(host.unsaved_session().ask("Hi", answer_options())).error
+
+    assert "gave no answer: it took too long" in told.message
 
 
 def test_plain_http_where_https_is_meant_is_one_sentence() -> None:

@@ -29,6 +29,7 @@ from kvchat.server.guard import Limits
 from kvchat.server.metrics import Metrics
 from kvchat.server.service import Service
 from support.scripted_engine import (
+    Author,
     Script,
     ScriptedEngine,
     scripted_build,
@@ -50,7 +51,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ChatModel:
 
 
 @contextmanager
-def served(model: ChatModel) -> Iterator[str]:
+def served(model: ChatModel, author: Author = author) -> Iterator[str]:
     """Yield the address of a real server above a scripted engine."""
     host = ChatHost(model, scripted_build(model, author), None)
     host.wait_until_ready()

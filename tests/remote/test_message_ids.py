@@ -4,6 +4,8 @@ import json
 import random
 from datetime import datetime
 
+import pytest
+
 from kvchat.chat.message_model import message_model
 from kvchat.chat.thinking import Think
 from kvchat.chat.tools import ToolCall, ToolResult, ToolSet, ToolUse
@@ -109,3 +111,15 @@ def test_the_last_message_says_how_much_to_think() -> None:
         Mark.THINK_OFF
     )
     assert Messages(ids + form.following("More", Mark.END, CLOCK)).think is None
+
+
+@pytest.mark.parametrize("value", ["NaN", r'"\ud83d"'])
+def test_a_call_that_cannot_be_sent_stays_text(value: str) -> None:
+    """It made every further message of its conversation fail."""
+    said = f'<tool_call>\n{{"name": "add", "arguments": {{"a": {value}}}}}\n</tool_call>'
+    ids = [*MODEL.format.opening(None, "Add.", CLOCK, tools=TOOLS), *text_ids(said), Mark.END]
+
+    messages = Messages([*ids, *MODEL.format.following("Again", Mark.END, CLOCK)]).messages
+
+    assert messages[1] == {"role": "assistant", "content": said}
+    json.dumps(messages, ensure_ascii=False, allow_nan=False).encode()

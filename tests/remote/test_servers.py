@@ -97,6 +97,54 @@ def test_ollama_gives_a_model_the_context_of_its_file() -> None:
         assert find_server(address_of(fake.url)).max_context == 8192
 
 
+def test_a_model_that_ollama_has_loaded_has_the_context_that_it_got() -> None:
+    """What its file asks for is not what it gets: OLLAMA_CONTEXT_LENGTH and memory decide, too."""
+    loaded = {"name": "m", "model": "m", "digest": "5f", "size_vram": 1, "context_length": 4096}
+    gets = {
+        "/v1/models": models("m", "library"),
+        "/api/version": {"version": "0.12.3"},
+        "/api/ps": {"models": [{**loaded, "name": "o", "model": "o"}, loaded]},
+    }
+    with fake_server(nothing, gets) as fake:
+        assert find_server(address_of(fake.url)).max_context == 4096
+
+
+def test_ollamas_models_of_several_owners_are_ollamas() -> None:
+    """It calls the namespace of a model's name its owner, "library" where the name has none."""
+    entries = [{"id": "m", "owned_by": "library"}, {"id": "ada/m", "owned_by": "ada"}]
+    gets = {"/v1/models": {"data": entries}, "/api/version": {"version": "0.12.3"}}
+    with fake_server(nothing, gets) as fake:
+        assert find_server(address_of(fake.url, model="ada/m")).kind is Kind.OLLAMA
+
+
+@pytest.mark.parametrize("listed", [Refusal(500, "Internal Server Error"), models("x", "org")])
+def test_transformers_serve_does_not_list_what_it_runs(listed: object) -> None:
+    """It lists the Hugging Face cache, or fails where there is none."""
+    paths = ("/v1/chat/completions", "/v1/models", "/load_model", "/reset", "/health")
+    gets: dict[str, object] = {
+        "/v1/models": listed,
+        "/health": {"status": "ok"},
+        "/openapi.json": {"openapi": "3.1.0", "paths": {path: {} for path in paths}},
+    }
+    with fake_server(nothing, gets) as fake:
+        found = [find_server(address_of(fake.url, model=name)) for name in ("", "a/model")]
+
+    assert [server.kind for server in found] == [Kind.TRANSFORMERS] * 2
+    assert [server.model for server in found] == ["", "a/model"]
+
+
+@pytest.mark.parametrize("refusal", [Refusal(401, ""), Refusal(302, "", (("Location", "/in"),))])
+def test_a_gateway_may_refuse_what_is_asked_beyond_the_models(refusal: Refusal) -> None:
+    """A key that was good for /v1/models "was refused", as it is for any unknown path there."""
+    gets: dict[str, object] = {
+        "/v1/models": models("m", "someone"),
+        "/api/version": refusal,
+        "/openapi.json": refusal,
+    }
+    with fake_server(nothing, gets) as fake:
+        assert find_server(address_of(fake.url, SECRET)).kind is Kind.OTHER
+
+
 def test_the_model_is_the_only_one_or_the_named_one() -> None:
     entries = [{"id": name, "owned_by": "x"} for name in ("one", "two")]
     with fake_server(nothing, {"/v1/models": {"data": entries}}) as fake:

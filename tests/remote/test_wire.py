@@ -1,5 +1,7 @@
 """What servers are sent, and how what they stream is read, in the forms of their projects."""
 
+from dataclasses import replace
+
 import pytest
 
 from kvchat.core.errors import GenerationError
@@ -7,7 +9,7 @@ from kvchat.core.types import CachedTokens, FinishReason, SamplingParams
 from kvchat.engine.request import RequestSpec
 from kvchat.remote.message_ids import Mark, text_ids
 from kvchat.remote.servers import Address, Kind, Server
-from kvchat.remote.wire import CallPiece, Counts, Piece, Reader, request
+from kvchat.remote.wire import CallPiece, Counts, Piece, Reader, error_sentence, request
 
 SAMPLING = SamplingParams(
     0.5, top_k=7, top_p=0.9, min_p=0.1, repetition_penalty=1.2, seed=2**40 + 3
@@ -168,3 +170,85 @@ def test_an_error_of_the_server_is_told_and_cannot_act_on_a_terminal(error: obje
         Reader(Kind.OTHER, takes_ids=False).read({"error": error})
 
     assert "\x1b" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", [Kind.VLLM, Kind.SGLANG])
+@pytest.mark.parametrize("takes_ids", [True, False])
+def test_a_router_learns_which_conversation_it_is_and_not_its_name(
+    kind: Kind, takes_ids: bool
+) -> None:
+    """vLLM and SGLang have a stable `session_id`, by which their routers keep a worker."""
+    base = IDS if takes_ids else TALK
+    named = [
+        request(server(kind), replace(base, session_id=name), 0, takes_ids).body or {}
+        for name in ("one", "one", "two", "")
+    ]
+
+    sessions = [body.get("session_id") for body in named]
+    assert sessions[0] == sessions[1] != sessions[2]
+    assert sessions[3] is None
+    assert "one" not in str(sessions[0])
+
+
+def test_other_kinds_get_no_session() -> None:
+    named = replace(TALK, session_id="one")
+
+    for kind in (Kind.OTHER, Kind.OLLAMA, Kind.TRANSFORMERS, Kind.LLAMA_CPP):
+        assert "session_id" not in (request(server(kind), named, 0, False).body or {})
+
+
+def test_sglang_tells_where_the_cached_tokens_were() -> None:
+    about = {
+        "id": "5f",
+        "prompt_tokens": 90,
+        "completion_tokens": 1,
+        "cached_tokens": 70,
+        "cached_tokens_details": {"device": 40, "host": 20, "storage": 10},
+        "finish_reason": {"type": "stop", "matched": 9},
+    }
+
+    piece = Reader(Kind.SGLANG, takes_ids=True).read({"output_ids": [5], "meta_info": about})
+
+    assert piece.counts == Counts(90, CachedTokens(40, 20, 10), 1)
+    assert piece.finish is FinishReason.STOP
+
+
+def test_an_answer_that_sglang_aborts_is_no_answer() -> None:
+    """It was shown as complete: SGLang ends the stream in order, and tells the reason in it."""
+    finish = {"type": "abort", "message": "Request is too long.", "status_code": 400}
+    about = {"prompt_tokens": 9, "completion_tokens": 0, "finish_reason": finish}
+
+    with pytest.raises(GenerationError, match=r"Request is too long\."):
+        Reader(Kind.SGLANG, takes_ids=True).read({"output_ids": [], "meta_info": about})
+
+
+@pytest.mark.parametrize("reason", ["abort", "error"])
+def test_an_answer_that_vllm_gives_up_is_no_answer(reason: str) -> None:
+    choice = {"index": 0, "text": "", "token_ids": [], "finish_reason": reason}
+
+    with pytest.raises(GenerationError, match="gave up"):
+        Reader(Kind.VLLM, takes_ids=True).read({"choices": [choice]})
+
+
+@pytest.mark.parametrize(
+    ("document", "words"),
+    [
+        ({"error": {"message": "No.", "type": "BadRequestError", "code": 400}}, "No"),  # vLLM
+        ({"object": "error", "message": "No.", "type": "BadRequest", "code": 400}, "No"),  # SGLang
+        ({"error": "no model"}, "no model"),  # ollama's own interface
+        ({"detail": "Server is pinned."}, "Server is pinned"),  # transformers serve
+        ({"detail": [{"loc": ["body"], "msg": "bad"}]}, '[{"loc": ["body"], "msg": "bad"}]'),
+    ],
+)
+def test_each_projects_error_object_is_read(document: dict[str, object], words: str) -> None:
+    assert error_sentence(document) == f"The server says: {words}."
+
+
+def test_the_only_model_of_a_server_needs_no_name() -> None:
+    """`transformers serve MODEL` refuses any other name, and does not tell its own."""
+    asked = Server(Address("http://localhost:1"), Kind.TRANSFORMERS, "")
+    body = request(asked, TALK, 0, takes_ids=False).body or {}
+
+    assert "model" not in body
+    assert body["chat_template_kwargs"] == {"enable_thinking": False}
+    assert not {"top_k", "min_p", "reasoning_effort"} & body.keys()  # it refuses unknown fields

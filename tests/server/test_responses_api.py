@@ -114,3 +114,80 @@ def test_what_would_change_the_response_or_is_no_such_field_is_refused(
 
     assert got.status == 400
     assert got.json["error"]["param"].startswith(name)
+
+
+def test_a_history_may_begin_with_the_assistant(serve: Serve) -> None:
+    items = [
+        {"role": "assistant", "content": "The number"},
+        {"role": "assistant", "content": "is four."},
+        {"role": "user", "content": "Which?"},
+    ]
+
+    response = post(serve(), PATH, asked(items)).json
+
+    assert response["output"][0]["content"][0]["text"] == "Which? 0"
+
+
+def compacted(app: Any) -> dict[str, Any]:
+    items = [
+        {"role": "user", "content": "We launch on Tuesday."},
+        {"role": "assistant", "content": "Understood."},
+    ]
+    answer = post(app, f"{PATH}/compact", asked(items, prompt_cache_key="k"))
+    assert answer.status == 200, answer.json
+    return answer.json
+
+
+def test_a_conversation_is_compacted_to_one_item(serve: Serve) -> None:
+    app = serve(lambda question, sample: Script("The launch is on Tuesday."))
+
+    compaction = compacted(app)
+
+    [item] = compaction["output"]
+    assert compaction["object"] == "response.compaction"
+    assert item["type"] == "compaction"
+    assert compaction["usage"]["output_tokens"] > 0
+    assert "input_tokens_details" in compaction["usage"]
+
+
+def test_a_compaction_item_stands_for_the_conversation(serve: Serve) -> None:
+    heard: list[str] = []
+
+    def author(question: str, sample: int) -> Script:
+        heard.append(question)
+        return Script("The launch is on Tuesday.")
+
+    app = serve(author)
+    [item] = compacted(app)["output"]
+    follow_up = post(app, PATH, asked([item, {"role": "user", "content": "When?"}])).json
+    again = post(app, PATH, asked([item])).json
+
+    assert heard[0].startswith("Summarise")
+    assert heard[1] == "When?"
+    assert follow_up["usage"]["input_tokens"] > len("The launch is on Tuesday. When?")
+    assert again["status"] == "completed"
+
+
+@pytest.mark.parametrize("held", ["", "no base64!", "aGVsbG8=", None])
+def test_a_compaction_item_of_another_server_is_refused(serve: Serve, held: str | None) -> None:
+    item = {"type": "compaction", "encrypted_content": held}
+    refused = post(serve(), PATH, asked([item, {"role": "user", "content": "x"}]))
+
+    assert refused.status == 400
+    assert "encrypted_content" in refused.json["error"]["param"]
+
+
+@pytest.mark.parametrize("text", ["", "   ", "x" * 9000])
+def test_what_is_no_summary_compacts_nothing(serve: Serve, text: str) -> None:
+    app = serve(lambda question, sample: Script(text))
+    refused = post(app, f"{PATH}/compact", asked("A long story."))
+
+    assert refused.status == 400
+    assert refused.json["error"]["code"] == "not_compacted"
+
+
+@pytest.mark.parametrize(
+    "body", [{"input": "x"}, {"model": "scripted"}, {"model": "scripted", "input": []}]
+)
+def test_a_bad_request_to_compact_is_refused(serve: Serve, body: dict[str, Any]) -> None:
+    assert post(serve(), f"{PATH}/compact", body).status == 400

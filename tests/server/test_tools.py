@@ -68,6 +68,39 @@ def test_a_stream_has_the_call_after_the_text(app: App) -> None:
     assert choices[-1]["finish_reason"] == "tool_calls"
 
 
+HOSTILE = {
+    "half a character": r'{"name": "find", "arguments": {"q": "\ud83d"}}',
+    "half a character in the name": r'{"name": "\ud83d", "arguments": {}}',
+    "no number": '{"name": "find", "arguments": {"q": NaN}}',
+    "a long number": '{"name": "find", "arguments": {"q": ' + "9" * 5000 + "}}",
+    "control characters": r'{"name": "find\n\u001b[2J", "arguments": {"q": "\u001b]0;x\u0007"}}',
+    "deep": '{"name": "find", "arguments": ' + '{"a":' * 500 + "1" + "}" * 501,
+    "a name that is none": '{"name": ["find"], "arguments": {}}',
+    "two names": '{"name": "find", "arguments": {"q": 1, "q": 2}, "name": "remove"}',
+}
+
+
+@pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("name", HOSTILE)
+def test_whatever_a_model_calls_is_a_call_or_text(
+    serve: Serve, tool_model: ChatModel, name: str, is_streamed: bool
+) -> None:
+    """NaN and half a character were a status 500, and ended a stream without its end."""
+    written = f"<tool_call>\n{HOSTILE[name]}\n</tool_call>"
+    app = serve(lambda question, sample: Script(written), served=tool_model)
+    settings = {"stream": is_streamed}
+    for path, body in (
+        (CHAT, chat_body(ASKED, max_tokens=9000, **settings)),
+        (RESPONSES, response_body("find", max_output_tokens=9000, **settings)),
+        (MESSAGES, message_body(ASKED, max_tokens=9000, **settings)),
+    ):
+        got = post(app, path, body)
+        assert got.status == 200
+        ending = (b"[DONE]", b"response.completed", b"message_stop")
+        assert not is_streamed or any(mark in got.body for mark in ending)
+        assert b"\x1b" not in got.body
+
+
 def answered(app: App, *results: str) -> Got:
     """Send a call back with its results, under the ids that the server gave."""
     message = post(app, CHAT, chat_body(ASKED)).json["choices"][0]["message"]

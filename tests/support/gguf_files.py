@@ -157,6 +157,7 @@ def write_gguf(
     extra: dict[str, np.ndarray] | None = None,
     template: str | None = CHAT_TEMPLATE,
     merges: tuple[str, ...] = (),
+    write_tokenizer: Callable[[Any], None] | None = None,
 ) -> Path:
     """Write a model, and put what its blocks hold into the model's own weights.
 
@@ -165,14 +166,17 @@ def write_gguf(
     `metadata` is added under the architecture's name, None leaves a key out; `ARCHITECTURE` names
     another architecture than that of the model's type. `extra` are further float32 tensors.
     `merges` are pairs of letters that one token has, such as "h e"; llama.cpp itself reads no
-    file without.
+    file without. `write_tokenizer` writes another tokenizer than the tiny models' to the writer.
     """
     config = model.config
     metadata = dict(metadata or {})
     architecture = metadata.pop(ARCHITECTURE, ARCHITECTURES[config.model_type])
     writer = gguf.GGUFWriter(path, architecture)
     _write_metadata(writer, architecture, config, metadata | listed_numbers(model))
-    write_vocabulary(writer, config.vocab_size, template, merges)
+    if write_tokenizer is not None:
+        write_tokenizer(writer)
+    else:
+        write_vocabulary(writer, config.vocab_size, template, merges)
     names = gguf.get_tensor_name_map(
         {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}[architecture],
         config.num_hidden_layers,
