@@ -4,6 +4,7 @@ Builds a conversation whose ids are those that were fed and generated before, so
 new is read. Sessions made here have no file: the client keeps the conversation.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ from kvchat.core.errors import ContextTooLong, UsageError
 from kvchat.core.types import FinishReason
 
 _KEPT_FINISHES = (FinishReason.STOP, FinishReason.LENGTH)
+# A client that counts has to know how much is too much, but not of any number of messages.
+_CONTEXTS_COUNTED = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +64,7 @@ class ResentChats:
         """Begin to answer; errors as `ChatSession.ask`."""
         if self._stabiliser is not None:
             chat = self._stabiliser.stabilised(chat)
-        ready = self._host.ready
-        limit = ready.context_limit if ready is not None else None
-        session = self._opened(chat, options.think, limit)
+        session = self._opened(chat, options.think, num_contexts=1)
         difference = self._seen.note(chat.system, chat.messages, chat.tools)
         last = chat.messages[-1]
         if chat.is_continuation:
@@ -112,10 +113,13 @@ class ResentChats:
         return Asked(session, session.continue_text(prompt, options, notify))
 
     def count(self, chat: ResentChat, think: Think = Think.AUTO) -> int:
-        """Return the number of tokens of the context that `ask` would feed."""
+        """Return the number of tokens of the context that `ask` would feed.
+
+        Raises ContextTooLong for more than `_CONTEXTS_COUNTED` full contexts.
+        """
         if self._stabiliser is not None:
             chat = self._stabiliser.stabilised(chat, is_kept=False)
-        session = self._opened(chat, think)
+        session = self._opened(chat, think, _CONTEXTS_COUNTED)
         if not chat.is_continuation:
             last = chat.messages[-1]
             session.add_user_turn(last.text, think=think, results=last.results)
@@ -151,16 +155,18 @@ class ResentChats:
     def _digest(self) -> ContextDigest:
         return ContextDigest(self._host.model.tokenizer.digest)
 
-    def _opened(self, chat: ResentChat, think: Think, max_tokens: int | None = None) -> ChatSession:
+    def _opened(self, chat: ResentChat, think: Think, num_contexts: int) -> ChatSession:
         """Return a session with all messages but a last one of the user.
 
         `think` is how the last message is asked, and earlier ones that were not answered here.
-        Raises ContextTooLong as soon as there are `max_tokens`: what follows is not encoded, which
-        would keep the requests of other clients waiting.
+        Raises ContextTooLong as soon as there are the tokens of `num_contexts` full contexts: what
+        follows is not encoded, which would keep the requests of other clients waiting.
         """
         model = self._host.model
         if chat.needs_tools and model.format.tools is None:
             raise UsageError(f"The chat template of {model.name} has no place for tools.")
+        ready = self._host.ready
+        limit = ready.context_limit if ready is not None else math.inf
         session = self._host.unsaved_session(chat.system, self._began_s(chat), chat.tools)
         digest = self._digest()
         num_tokens = 0
@@ -188,10 +194,10 @@ class ResentChats:
                     digest.extend(session.conversation.context_ids(asked.turn_id))
             digest.extend(turn.token_ids)
             num_tokens += len(turn.token_ids)
-            if max_tokens is not None and num_tokens >= max_tokens:
+            if num_tokens >= num_contexts * limit:
                 raise ContextTooLong(
                     f"The first {number} of {len(chat.messages)} messages have {num_tokens:,} "
-                    f"tokens, and the context holds {max_tokens:,}.",
+                    f"tokens, and the context holds {limit:,}.",
                     "Shorten it or start a new conversation.",
                 )
         return session

@@ -5,9 +5,9 @@ that follows. SeenChats finds that message, and the server says which it was.
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import groupby, takewhile
 
 from kvchat.chat.conversation import Role
 from kvchat.chat.tools import ToolCall, ToolResult, ToolSet
@@ -30,17 +30,19 @@ class Message:
     calls: tuple[ToolCall, ...] = ()
     results: tuple[ToolResult, ...] = ()
 
-    def joined(self, later: "Message") -> "Message":
-        """Return this message and a later one of the same role as one."""
-        text = "\n\n".join(text for text in (self.text, later.text) if text)
-        calls, results = (*self.calls, *later.calls), (*self.results, *later.results)
-        return Message(self.role, text, calls, results)
-
     @property
     def whole(self) -> str:
         """All that the model reads of the message, to compare it."""
         parts = (*(result.text for result in self.results), self.text)
         return "\n".join((*parts, *(call.key for call in self.calls)))
+
+
+def joined(messages: Sequence[Message]) -> Message:
+    """Return messages of one role, at least one, as one. Each text is copied once."""
+    text = "\n\n".join(message.text for message in messages if message.text)
+    calls = tuple(call for message in messages for call in message.calls)
+    results = tuple(result for message in messages for result in message.results)
+    return Message(messages[0].role, text, calls, results)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,26 +88,22 @@ def resent_chat(
 
     Results have to follow an answer with as many calls.
     """
-    joined: list[Message] = []
-    for message in messages:
-        if joined and joined[-1].role is message.role:
-            joined[-1] = joined[-1].joined(message)
-        else:
-            joined.append(message)
-    if not joined:
+    groups = [list(group) for _, group in groupby(messages, lambda message: message.role)]
+    merged = [joined(group) for group in groups]
+    if not merged:
         raise UsageError("There is no message to answer.")
-    if joined[0].role is not Role.USER:
+    if merged[0].role is not Role.USER:
         raise UsageError("The first message has to be the user's.")
-    last = joined[-1]
+    last = merged[-1]
     if not last.text.strip() and not last.results:
         raise UsageError("The last message is empty.")
     if last.calls:
         raise UsageError("The last message calls a tool, but there is no result.")
-    for number, message in enumerate(joined):
-        num_calls = len(joined[number - 1].calls) if number else 0
+    for number, message in enumerate(merged):
+        num_calls = len(merged[number - 1].calls) if number else 0
         if len(message.results) > num_calls:
             raise UsageError("There is a result of a tool without a call before it.")
-    return ResentChat(system or None, tuple(joined), tools)
+    return ResentChat(system or None, tuple(merged), tools)
 
 
 @dataclass(frozen=True, slots=True)

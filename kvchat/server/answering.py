@@ -85,7 +85,9 @@ class Answer:
         self._first: list[ChatEvent] = []
         self._heard_s = self._loop.time()
         self._is_silent = False
+        self._is_left = False
         self._silence: asyncio.TimerHandle | None = None
+        self.is_complete = False  # all samples have ended, and `events` has told of it
 
     async def start(self) -> None:
         """Submit the request; raises ApiError if it cannot be answered."""
@@ -118,28 +120,36 @@ class Answer:
     async def events(self) -> AsyncIterator[list[Told]]:
         """Yield all progress, texts, calls and ends of answers that have come since the last time.
 
-        An empty list means that there was nothing for a while. Raises ApiError if the request
-        fails.
+        An empty list means that there was nothing for a while. Ends early after `leave`. Raises
+        ApiError if the request fails.
         """
         reply, events = self._require_asked().reply, self._first
         self._listen_for_silence()
         while True:
             told = [event for event in events if isinstance(event, Told)]
+            failed = next((event for event in events if isinstance(event, AnswerFailed)), None)
+            self.is_complete = reply.is_finished and failed is None
             if told:
                 self._note_ends(told)
                 yield told
-            for event in events:
-                if isinstance(event, AnswerFailed):
-                    raise as_api_error(event.error)
+            if failed is not None:
+                raise as_api_error(failed.error)
             if reply.is_finished:
                 return
             await self._has_news.wait()
+            if self._is_left:
+                return
             self._has_news.clear()  # before the poll: what comes after it sets it again
             if self._is_silent:
                 self._is_silent = False
                 yield []
             events = reply.poll()
             self._heard_s = self._loop.time()
+
+    def leave(self) -> None:
+        """End `events`: the client has gone."""
+        self._is_left = True
+        self._has_news.set()
 
     def _listen_for_silence(self) -> None:
         """Count it as news that there was none: one timer for the answer, not one for each wait."""

@@ -5,11 +5,10 @@ Each interface reads its own fields and adds what it finds here. The result is a
 
 from collections.abc import Iterable
 from dataclasses import replace
-from functools import reduce
 from itertools import groupby
 
 from kvchat.chat.conversation import Role
-from kvchat.chat.resent_chat import KeptPart, Message, ResentChat, resent_chat
+from kvchat.chat.resent_chat import KeptPart, Message, ResentChat, joined, resent_chat
 from kvchat.chat.tools import ToolCall, ToolResult, ToolSet
 from kvchat.core.errors import KvchatError
 from kvchat.server.api_errors import ApiError, as_api_error
@@ -79,7 +78,7 @@ class RequestChat:
         if text is None:
             return KeptPart(len(groups), ttl_s)
         before = groups[-1][:-1]
-        cut = reduce(Message.joined, [*before, replace(groups[-1][-1], text=text)])
+        cut = joined([*before, replace(groups[-1][-1], text=text)])
         return KeptPart(len(groups), ttl_s, cut.text)
 
     def _end_calls(self) -> None:

@@ -22,6 +22,8 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 # Health is asked by supervisors that hold no key.
 _OPEN_PATHS = ("/health",)
+# A body of more than so many times the limit is not even read.
+_MOST_DISCARDED = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +84,8 @@ class Guard:
     async def _body(self, headers: dict[bytes, bytes], receive: Receive) -> bytes:
         limit = self._limits.body_bytes
         announced = headers.get(b"content-length", b"0")
-        if announced.isdigit() and int(announced[:20]) > limit:
-            raise ApiError(413, f"The body has more than {limit:,} bytes.")
+        if announced.isdigit() and int(announced[:20]) > _MOST_DISCARDED * limit:
+            raise _too_large(limit)
         try:
             async with asyncio.timeout(self._limits.body_s):
                 return await _read(receive, limit)
@@ -91,16 +93,29 @@ class Guard:
             raise ApiError(408, "The body did not arrive in time.") from None
 
 
+def _too_large(limit: int) -> ApiError:
+    return ApiError(413, f"The body has more than {limit:,} bytes.")
+
+
 async def _read(receive: Receive, limit: int) -> bytes:
-    body = bytearray()
+    """Return a body. One that is too large is read to its end, but not kept: to a client that still
+    sends, a connection that is closed looks broken, and the error is lost.
+    """
+    body, num_bytes = bytearray(), 0
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise ApiError(400, "The client has gone.")
-        body += message.get("body", b"")
-        if len(body) > limit:
-            raise ApiError(413, f"The body has more than {limit:,} bytes.")
-        if not message.get("more_body", False):
+        piece = message.get("body", b"")
+        num_bytes += len(piece)
+        if num_bytes > limit:
+            body.clear()
+        else:
+            body += piece
+        is_over = not message.get("more_body", False)
+        if num_bytes > (limit if is_over else _MOST_DISCARDED * limit):
+            raise _too_large(limit)
+        if is_over:
             return bytes(body)
 
 

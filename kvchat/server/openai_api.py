@@ -1,6 +1,7 @@
 """OpenAI's interface: /v1/models, /v1/chat/completions and /v1/completions."""
 
 import json
+import random
 import secrets
 import time
 from collections import Counter
@@ -54,6 +55,9 @@ class OpenAiApi:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._began_s = int(time.time())
+        # An id is no secret. Asking the system for each would let the engine's thread take the
+        # interpreter, and all other answers would wait for it.
+        self._ids = random.Random()
 
     async def models(self, request: Request) -> Response:
         names = self._service.names
@@ -86,7 +90,7 @@ class OpenAiApi:
         wanted = answer_format(fields, "response_format", _SCHEMA_PATH)
         choice = openai_choice(fields)
         options = await with_calls(self._service, choice, chat.tools, options, wanted)
-        head = _Head("chatcmpl", "chat.completion", self._service.name)
+        head = self._head("chatcmpl", "chat.completion")
         answer = await self._service.answering.chat(chat, options)
         if fields.flag("stream"):
             chunks = _ChatChunks(answer, head, _includes_usage(fields), options.num_samples)
@@ -113,7 +117,7 @@ class OpenAiApi:
         )
         wanted = answer_format(fields, "response_format", _SCHEMA_PATH)
         options = await with_format(self._service, wanted, options)
-        head = _Head("cmpl", "text_completion", self._service.name)
+        head = self._head("cmpl", "text_completion")
         echo = prompt if fields.flag("echo") and isinstance(prompt, str) else ""
         answer = await self._service.answering.complete(prompt, options)
         if fields.flag("stream"):
@@ -125,6 +129,9 @@ class OpenAiApi:
         return JSONResponse(
             {**head.as_dict(), "choices": choices, "usage": usage_of(answers, answer)}
         )
+
+    def _head(self, prefix: str, kind: str) -> "_Head":
+        return _Head(prefix, kind, self._service.name, f"{self._ids.getrandbits(96):024x}")
 
     def _think(self, fields: Fields) -> Think:
         switch, base = self._service.host.model.format.switch, self._service.options.think
@@ -253,7 +260,7 @@ class _Head:
     prefix: str
     kind: str
     model: str
-    token: str = field(default_factory=lambda: secrets.token_hex(12))
+    token: str
     created_s: int = field(default_factory=lambda: int(time.time()))
 
     def as_dict(self, kind: str | None = None) -> dict[str, Any]:

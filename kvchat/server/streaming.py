@@ -1,10 +1,13 @@
 """Server-sent events: writes an answer in one interface's events while it is generated."""
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
 from typing import Any, Protocol
 
 from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from kvchat.chat.events import AnswerCall, AnswerEnded, AnswerText, ReadingPrompt
 from kvchat.server.answering import Answer, Told
@@ -65,26 +68,53 @@ def stream_response(
 
     `progress` writes how much of the prompt is read; None if the client does not want to know.
     """
-    headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-    return StreamingResponse(
-        _written(answer, writer, progress), media_type="text/event-stream", headers=headers
-    )
+    return _EventStream(answer, _written(answer, writer, progress))
+
+
+class _EventStream(StreamingResponse):
+    """A response that closes its answer, whatever ends it.
+
+    Starlette would watch the client in a task group and cancel what writes. It is enough to tell
+    the answer, which costs half as much for each request.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, answer: Answer, content: AsyncIterator[str]) -> None:
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(content, headers=headers)
+        self._answer = answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        watching = asyncio.ensure_future(self._watch(receive))
+        try:
+            await self.stream_response(send)
+        finally:
+            watching.cancel()
+            self._answer.close()
+
+    async def _watch(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._answer.leave()
 
 
 async def _written(
     answer: Answer, writer: StreamWriter, progress: Progress | None
 ) -> AsyncIterator[str]:
+    """Yield what there is to write: all events that have come together go out together."""
     try:
-        yield writer.begin()
-        async for told in answer.events():
-            written = "".join([_event(event, writer, progress) for event in told])
-            if written or not told:
-                yield written or _PING
-        yield writer.finish()
+        if begun := writer.begin():
+            yield begun
+        async with aclosing(answer.events()) as events:  # type: ignore[type-var]
+            async for told in events:
+                written = "".join([_event(event, writer, progress) for event in told])
+                if answer.is_complete:
+                    written += writer.finish()
+                if written or not told:
+                    yield written or _PING
     except ApiError as error:
         yield writer.fail(error)
-    finally:
-        answer.close()
 
 
 def _event(event: Told, writer: StreamWriter, progress: Progress | None) -> str:

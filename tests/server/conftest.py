@@ -1,6 +1,7 @@
 """A served model: the whole server above a scripted engine, called in this process."""
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -47,7 +48,7 @@ def echo(question: str, sample: int) -> Script:
 @pytest.fixture
 def serve(model: ChatModel) -> Iterator[Serve]:
     """Return a function that serves an author's answers and returns the application."""
-    hosts: list[tuple[ChatHost, Answering, ResponseMemory]] = []
+    open_parts = ExitStack()
 
     def start(
         author: Author = echo,
@@ -58,17 +59,27 @@ def serve(model: ChatModel) -> Iterator[Serve]:
         served: ChatModel = model,
     ) -> App:
         host = ChatHost(served, scripted_build(served, author, max_context=max_context), None)
+        open_parts.callback(host.close)
         host.wait_until_ready()
-        metrics = Metrics()
-        answering = Answering(ResentChats(host, AnswerMemory(memory)), metrics)
-        responses = ResponseMemory(memory, served.tokenizer)
-        hosts.append((host, answering, responses))
-        names = ("scripted", "other")
-        service = Service(host, answering, metrics, answer_options(200), names, responses)
-        return new_app(service, api_key, limits or Limits())
+        return open_parts.enter_context(served_by(host, api_key, limits, memory))
 
-    yield start
-    for host, answering, responses in hosts:
-        answering.close()
-        responses.close()
-        host.close()
+    with open_parts:
+        yield start
+
+
+@contextmanager
+def served_by(
+    host: ChatHost,
+    api_key: str | None = None,
+    limits: Limits | None = None,
+    memory: Path | None = None,
+) -> Iterator[App]:
+    """Yield the application that serves a host."""
+    metrics = Metrics()
+    answering = Answering(ResentChats(host, AnswerMemory(memory)), metrics)
+    responses = ResponseMemory(memory, host.model.tokenizer)
+    names = ("scripted", "other")
+    service = Service(host, answering, metrics, answer_options(200), names, responses)
+    yield new_app(service, api_key, limits or Limits())
+    answering.close()
+    responses.close()

@@ -49,7 +49,33 @@ def test_a_body_that_is_too_large_is_refused_announced_or_not(serve: Serve) -> N
     app = serve(limits=Limits(body_bytes=100))
 
     assert post(app, CHAT, b"x" * 200).status == 413
-    assert post(app, CHAT, b"", **{"content-length": "200"}).status == 413
+    assert post(app, CHAT, b"", **{"content-length": "500"}).status == 413
+
+
+@pytest.mark.parametrize(("num_pieces", "num_read"), [(3, 3), (50, 5)])
+def test_a_body_that_is_too_large_is_read_to_its_end_but_not_one_without_end(
+    num_pieces: int, num_read: int
+) -> None:
+    """A connection closed while the client sent: it saw a broken connection instead of the 413."""
+    left, sent = num_pieces, []
+
+    async def receive() -> Message:
+        nonlocal left
+        left -= 1
+        return {"type": "http.request", "body": b"x" * 100, "more_body": left > 0}
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    async def never(*_: object) -> None:
+        raise AssertionError("the request reached the application")
+
+    guard = Guard(never, None, Limits(body_bytes=100))
+    scope = {"type": "http", "path": CHAT, "headers": [(b"host", b"localhost")], "method": "POST"}
+    asyncio.run(guard(scope, receive, send))
+
+    assert num_pieces - left == num_read
+    assert sent[0]["status"] == 413
 
 
 def test_a_body_that_does_not_end_is_given_up() -> None:

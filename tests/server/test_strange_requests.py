@@ -247,3 +247,27 @@ def test_a_conversation_is_encoded_no_further_than_the_context_reaches(serve: Se
     assert got.status == 400
     assert got.json["error"]["code"] == "context_length_exceeded"
     assert "of 999 messages" in got.json["error"]["message"]
+
+
+def test_tokens_are_counted_beyond_the_context_but_not_without_end(serve: Serve) -> None:
+    """Counting 200,000 messages took minutes in which no other request could begin."""
+    app = serve(max_context=100)
+    turns = [{"role": ("user", "assistant")[n % 2], "content": "x" * 40} for n in range(9)]
+
+    def count(num_messages: int) -> Got:
+        body = {"model": "scripted", "messages": turns[:num_messages]}
+        return post(app, "/v1/messages/count_tokens", body)
+
+    assert count(3).json["input_tokens"] > 100
+    assert count(9).status == 400
+    assert "messages have" in count(9).json["error"]["message"]
+
+
+def test_neighbouring_messages_are_joined(serve: Serve) -> None:
+    app = serve()
+    messages = [{"role": "user", "content": text} for text in ("one", "", "two", "three")]
+
+    body = {"model": "scripted", "messages": messages}
+    got = post(app, "/v1/chat/completions", body)
+
+    assert got.json["choices"][0]["message"]["content"].startswith("one\n\ntwo\n\nthree")
