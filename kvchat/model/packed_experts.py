@@ -5,14 +5,16 @@ transformers keeps the weights of a layer's experts as two tensors, [experts, 2 
 all experts one below another; a step multiplies with the rows of the chosen experts alone.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 from torch import nn
 
+from kvchat.model.device import can_change_threads
 from kvchat_kernels.linear.blocks import BlockWeights, fits, quantised_on
-from kvchat_kernels.linear.cpu import BlockProduct
+from kvchat_kernels.linear.cpu import FEW_ROWS, BlockProduct
 
 _PACKS = "_kvchat_expert_packs"
 _TENSORS = ("gate_up_proj", "down_proj")
@@ -112,10 +114,38 @@ def use_packed_experts(module: Any, gate_up: Sequence[BlockWeights], down: Block
         """Return the weighted sum of the experts [rows, hidden] that `top_k_index` names."""
         x, factors = hidden_states.float(), top_k_weights.float()
         out = torch.zeros_like(x)
-        for expert in top_k_index.unique().tolist():
-            rows, places = torch.where(top_k_index == expert)
-            outputs = packs.multiply(x[rows], expert, act)
+        experts = top_k_index.unique().tolist()
+        chosen = [torch.where(top_k_index == expert) for expert in experts]
+
+        @torch.inference_mode()
+        def computed(number: int) -> torch.Tensor:
+            return packs.multiply(x[chosen[number][0]], experts[number], act)
+
+        for (rows, places), outputs in zip(
+            chosen, _mapped(computed, len(chosen), len(x)), strict=True
+        ):
             out.index_add_(0, rows, outputs * factors[rows, places, None])
         return out.to(hidden_states.dtype)
 
     module.__dict__["forward"] = forward
+
+
+def _mapped(
+    computed: Callable[[int], torch.Tensor], count: int, num_rows: int
+) -> Iterator[torch.Tensor]:
+    """Yield what `computed` returns for each number below `count`, in order.
+
+    The experts of a step of many rows are shared out among threads, each of which computes alone.
+    If all threads took part in each product, each product would wait for the slowest of them, and
+    the products are small and many: beside a busy program that took many times as long.
+    """
+    most = torch.get_num_threads()
+    if min(most, count) == 1 or num_rows <= FEW_ROWS or not can_change_threads():
+        yield from map(computed, range(count))
+        return
+    alone = {"initializer": torch.set_num_threads, "initargs": (1,)}
+    try:
+        with ThreadPoolExecutor(min(most, count), **alone) as pool:
+            yield from pool.map(computed, range(count))
+    finally:
+        torch.set_num_threads(most)  # threads that begin later take the number that was set last

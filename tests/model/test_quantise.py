@@ -1,5 +1,6 @@
 """Quantised weights: exact except for the rounding, equal in every batch, or refused."""
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -115,6 +116,33 @@ def test_plain_experts_are_packed_and_compute_the_same(
     assert loaded.notes == ()
     assert sum(part.numel() for part in packed.parameters()) == 0
     assert compare_with_own(loaded) > 0.99
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_threads_share_out_the_experts_of_many_rows(weights: str, tmp_path: Path) -> None:
+    """All threads once took part in each small product, and waited for each other in each."""
+    settings = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
+    directory = save_checkpoint(tmp_path, tiny_model("qwen3_moe", **settings))
+    loaded = load_model(
+        find_model(str(directory)), ModelConfig(weights=weights), 128, lambda _: None
+    )
+    layer = loaded.module.model.layers[0].mlp
+    x = torch.randn(40, 64, generator=torch.Generator().manual_seed(0))
+    _, factors, chosen = layer.gate(x)
+
+    results = []
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            results.append(layer.experts(x, chosen, factors))
+            assert torch.get_num_threads() == threads
+            with ThreadPoolExecutor(1) as later:
+                assert later.submit(torch.get_num_threads).result() == threads
+    finally:
+        torch.set_num_threads(before)
+
+    assert torch.equal(*results)
 
 
 @pytest.mark.parametrize("bits", [8, 4])
