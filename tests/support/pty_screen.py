@@ -56,11 +56,13 @@ class PtyScreen:
     @property
     def lines(self) -> list[str]:
         """Everything from the top of the scrollback to the bottom of the screen."""
-        above = [
-            "".join(row[column].data for column in range(self.screen.columns)).rstrip()
-            for row in self.screen.history.top
+        # pyte's own `display` fails at half a wide character that another has overwritten.
+        rows = [
+            *self.screen.history.top,
+            *map(self.screen.buffer.__getitem__, range(self.screen.lines)),
         ]
-        lines = above + [line.rstrip() for line in self.screen.display]
+        columns = range(self.screen.columns)
+        lines = ["".join(row[column].data for column in columns).rstrip() for row in rows]
         return [line.replace("\N{NO-BREAK SPACE}", " ") for line in lines]
 
     @property
