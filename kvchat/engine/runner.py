@@ -227,8 +227,8 @@ class Runner:
         Each of those requests has one row, and one more for each of its drafts: the logits after
         that draft. `checks` are computed in the same batch; their rows come last. Returns
         [num_rows + num_check_rows, vocab_size] float32, in the order of the plan. On a CPU it asks
-        `is_unwanted` at every layer, and raises StepAbandoned once that is true; the plan can be
-        run again.
+        `is_unwanted` before every product, and raises StepAbandoned once that is true; the plan can
+        be run again.
         """
         pieces = [*(piece_of(scheduled) for scheduled in plan), *checks]
         with self.stopping(is_unwanted):

@@ -47,6 +47,8 @@ class Scheduler:
     """Owns the queues. `max_step_tokens` bounds a step, `max_running` the requests with blocks.
 
     A step in which no request decodes has up to `max_prefill_tokens`: it keeps no answer waiting.
+    Of a request with a long context it has fewer, so that its attention stays short too: tokens
+    times context are at most `max_pairs`, as long as that leaves `max_step_tokens`; 0: no limit.
     At most `max_step_tokens` requests run, and all that decode get their token in every step. If
     they leave less than half of a step for prompts, prompts get half of one on top: else those of
     new requests would be read a few tokens at a time. `promote` is called before a request starts.
@@ -60,8 +62,10 @@ class Scheduler:
         max_running: int,
         promote: Callable[[Request], bool] = lambda request: False,
         max_prefill_tokens: int = 0,
+        max_pairs: int = 0,
     ) -> None:
         self._cache = cache
+        self._max_pairs = max_pairs
         self._max_prefill_tokens = max(max_prefill_tokens, max_step_tokens)
         self._promote = promote
         self._max_step_tokens = max_step_tokens
@@ -153,7 +157,7 @@ class Scheduler:
             request = self._running[index]
             if request.restore is not None and request.is_to_join:
                 self._join(request)
-            num_tokens = min(request.num_due, 1 if request in decoding else prefill_budget)
+            num_tokens = self._num_within(request, 1 if request in decoding else prefill_budget)
             if num_tokens and not self._reserve_or_preempt(request, num_tokens):
                 continue  # this request was preempted; the next one now has its index
             if num_tokens:
@@ -161,6 +165,14 @@ class Scheduler:
                     prefill_budget -= num_tokens
                 yield ScheduledRequest(request, num_tokens)
             index += 1
+
+    def _num_within(self, request: Request, budget: int) -> int:
+        """Return how many of `budget` tokens a step computes of a request."""
+        if self._max_pairs and budget > self._max_step_tokens:
+            few = self._max_pairs // (request.num_computed + 1)
+            # A power of two: the processor's library compiles code for each number of rows.
+            budget = min(budget, max(self._max_step_tokens, 1 << max(0, few.bit_length() - 1)))
+        return min(request.num_due, budget)
 
     def _join(self, request: Request) -> None:
         """Give a request the KV restored after the front that it has computed."""
@@ -212,7 +224,7 @@ class Scheduler:
             request = self._next_waiting()
             if request is None or not self._start(request):
                 return
-            num_tokens = min(request.num_due, budget)
+            num_tokens = self._num_within(request, budget)
             if not num_tokens:
                 continue  # other requests have already computed its front
             if not self._reserve(request, num_tokens):
