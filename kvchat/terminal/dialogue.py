@@ -5,7 +5,7 @@ It receives all input from a view, and reaches the engine only through the contr
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 
 from kvchat.chat.answer_settings import AskOptions
@@ -285,8 +285,19 @@ class Dialogue(CommandContext):
     async def _leave(self) -> None:
         for task in self._tasks - {asyncio.current_task()}:  # commands that are still waiting
             task.cancel()
+        queued = self._queue.texts
         await self.settle()
+        if self.failure is not None:
+            self._show_unsent((*queued, self._view.prompt_text))
         self._view.leave()
+
+    def _show_unsent(self, texts: Sequence[str]) -> None:
+        """Show what was typed and no model will answer, so that it can be copied."""
+        if typed := [text for text in texts if text.strip()]:
+            self.say("Not sent:", Role.WARNING)
+            width = self._view.render_context.width
+            for text in typed:
+                self._view.write(self._view.painter.wrapped(text, width, Role.USER))
 
     async def settle(self) -> None:
         """Stop the answer in progress, and wait at most 2 s until its text is saved."""

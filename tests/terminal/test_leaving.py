@@ -128,6 +128,21 @@ def test_a_model_that_cannot_be_loaded_is_told_in_a_sentence(
     _check_restored(chat, before)
 
 
+def test_what_was_typed_is_shown_where_no_model_comes_to_answer_it(
+    start_chat: StartChat, tmp_path: Path
+) -> None:
+    """It was lost, also where a server had ended and the chat tried to go on without it."""
+    loaded = tmp_path / "loaded"
+    chat = start_chat("--fail", "--loading", str(loaded), is_saved=False)
+    chat.enter("a whole message").wait_for("a whole message")
+    chat.type("half a li").wait_for("half a li")
+    loaded.touch()
+
+    assert chat.finish() == 3
+    _, _, unsent = chat.text.partition("Not sent:\n")
+    assert [line.strip() for line in unsent.splitlines()[:2]] == ["a whole message", "half a li"]
+
+
 def test_leaving_while_the_model_loads_does_not_wait_for_it(
     start_chat: StartChat, tmp_path: Path
 ) -> None:
