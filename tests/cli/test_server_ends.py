@@ -64,6 +64,7 @@ def test_an_idle_chat_goes_on_and_the_line_that_was_being_typed_is_kept(
 def test_a_chat_joins_the_server_that_has_come_instead(
     home: Shell, endless: str, server: ServerProcess
 ) -> None:
+    """The second server used the first one's engine, and when that ended its own, for ever."""
     chat = chat_of(home, endless, "--max-tokens", "8")
     try:
         chat.enter("one two three").wait_for("first token")
