@@ -320,7 +320,7 @@ def _download_error(name: str, error: Exception) -> ModelError:
     if isinstance(error, (LocalEntryNotFoundError, ConnectionError)):
         return ModelError(
             f"{name} is not on this machine and the hub cannot be reached.",
-            "Check the connection, or give a local directory with --model.",
+            "Check the connection, or name a local directory.",
         )
     reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
     return ModelError(

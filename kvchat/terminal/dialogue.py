@@ -11,6 +11,7 @@ from contextlib import suppress
 from kvchat.chat.answer_settings import AskOptions
 from kvchat.chat.compaction import CompactionPlan
 from kvchat.chat.controller import ChatController
+from kvchat.chat.conversation import Turn
 from kvchat.chat.events import AnswerEnded
 from kvchat.chat.message_queue import MessageQueue
 from kvchat.chat.read_ahead import ReadAhead
@@ -52,6 +53,7 @@ class Dialogue(CommandContext):
         self.registry = registry
         self.exit_code = ExitCode.OK
         self.failure: KvchatError | None = None
+        self.num_unsent = 0  # messages that were waiting when the chat ended
         self.stats_level = stats_level
         self._queue = MessageQueue()
         self._asked: Callable[[], Awaitable[None]] | None = None
@@ -289,8 +291,11 @@ class Dialogue(CommandContext):
         self._view.leave()
 
     async def settle(self) -> None:
-        """Stop the answer in progress, and wait at most 2 s until its text is saved."""
-        self._queue.clear()
+        """Stop the answer in progress, and wait at most 2 s until its text is saved.
+
+        Waiting messages are not sent any more.
+        """
+        self.num_unsent += len(self._queue.clear())
         self._asked = None
         self.stop()
         try:
@@ -359,9 +364,9 @@ class Dialogue(CommandContext):
         self._asked = lambda: self._answering.continue_answer(self.stats_level)
         self._wake.set()
 
-    def send(self, text: str) -> None:
-        """Send a message, when no answer or command holds the lock."""
-        self._asked = lambda: self._answering.answer_message(text, self.stats_level)
+    def send_instead(self, turn: Turn, text: str) -> None:
+        """Send a message in place of an earlier one, when no answer or command holds the lock."""
+        self._asked = lambda: self._answering.answer_message(text, self.stats_level, turn)
         self._wake.set()
 
     def ask_aside(self, question: str) -> None:
@@ -478,7 +483,7 @@ class Dialogue(CommandContext):
             title=one_line(controller.label, 48),
             branch=controller.branch,
             context_tokens=self._num_context_tokens,
-            context_limit=ready.context_limit if ready is not None else None,
+            context_limit=ready.told_context_limit if ready is not None else None,
             warmth=self._warmth,
             answering=self._answering.words,
             loading=self._stage or self._waiting,

@@ -141,9 +141,12 @@ class View(Page, Protocol):
         """End `run` soon; `run` restores the terminal before it returns."""
 
 
-def tell(page: Page, text: str, role: Role = Role.NOTE, gap: bool = True) -> None:
-    """Show a sentence or a few lines permanently; with `gap`, an empty row follows."""
-    rows = page.painter.wrapped(text, page.render_context.width, role)
+def tell(page: Page, text: str, role: Role = Role.NOTE, gap: bool = True, hanging: int = 0) -> None:
+    """Show a sentence or a few lines permanently; with `gap`, an empty row follows.
+
+    What does not fit in a line's first row is indented by `hanging` cells.
+    """
+    rows = page.painter.wrapped(text, page.render_context.width, role, hanging)
     page.write([*rows, *([page.painter.text("")] if gap else [])])
 
 
