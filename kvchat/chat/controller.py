@@ -503,6 +503,7 @@ class ChatController:
                 self.session = _reopened(old, session)
                 raise
         self.host, self.options = host, options
+        self.last = None  # its figures are the other model's
         self.engine.change_host(host)
         return old
 

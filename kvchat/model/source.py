@@ -189,9 +189,9 @@ def _on_its_base(name: str, adapter: Adapter) -> ModelSource:
             return _checked(ModelSource(name, snapshot, adapter, notes))
     except (ModelError, OSError):
         pass
+    missing = f"for {base}, which is not on this machine" if base else "and does not name its base"
     raise ModelError(
-        f"{name} is an adapter for {base or 'a model that it does not name'}, which is not on this "
-        "machine.",
+        f"{name} is an adapter {missing}.",
         f"Give the base with --model, and --adapter {name}.",
     )
 

@@ -134,7 +134,7 @@ class Answering:
         if answer_view.failed is not None and isinstance(answer_view.failed.error, ContextTooLong):
             self._tell_if_too_long_alone(text, sent)
             self._controller.drop_refused()
-            self._give_back(text, attached, edited)
+            self._give_back(text, attached, edited, gives_way=True)
         await self._use_tools(answer_view, stats_level)
 
     async def _use_tools(self, answer_view: AnswerView, stats_level: StatsLevel) -> None:
@@ -240,15 +240,27 @@ class Answering:
         if ready is not None and num_tokens >= ready.context_limit:
             tell(self._view, f"Your message alone has {num_tokens:,} tokens: send a part of it.")
 
-    def _give_back(self, text: str, attached: tuple[Attached, ...], edited: Turn | None) -> None:
+    def _give_back(
+        self,
+        text: str,
+        attached: tuple[Attached, ...],
+        edited: Turn | None,
+        gives_way: bool = False,
+    ) -> None:
         """Put a message back into the prompt, unless the prompt has text, which is another message:
         then no message is being edited any more.
+
+        If it `gives_way`, it would be refused again as it is: a command is typed in its place.
         """
         self._controller.attached = attached
         has_room = not self._view.prompt_text
         self._controller.edited = edited if has_room else None
-        if has_room:
-            self._view.put_back(text)
+        if not has_room:
+            return
+        self._view.put_back(text, gives_way)
+        if gives_way and not self._view.painter.look.is_plain:
+            words = "Your message is in the prompt again. A command takes its place; Up returns it."
+            tell(self._view, words)
 
     def _write_gap(self) -> None:
         if not self._view.painter.look.is_spoken:

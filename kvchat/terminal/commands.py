@@ -196,7 +196,10 @@ class CommandContext(ABC):
         if cost is None or cost.is_low:
             return True
         self.say(f"{warmth.price(cost, action)}.")
-        return not cost.is_high or await self.confirm("Do it all the same?")
+        if not cost.is_high or await self.confirm("Do it all the same?"):
+            return True
+        self.say("Nothing is changed.")
+        return False
 
     # Requests for after the command
     @abstractmethod

@@ -88,7 +88,6 @@ async def change_model(context: "CommandContext", name: str) -> None:
         ready = await outcome
         if not await context.confirm_cost(await controller.cost_with(host), "/model"):
             await close_host(host)
-            context.say(f"Still with {one_line(controller.host.model.name)}.")
             return
         old = controller.change_host(host)
     except BaseException:
@@ -142,7 +141,7 @@ async def stats(context: "CommandContext", arguments: str) -> None:
         return
     if arguments not in ("", "last", "all"):
         raise UsageError(f"{one_line(arguments)} is unknown here.", "/stats [on|off|full]")
-    lines = _last_stats(context) or ["There is no answer yet."]
+    lines = _last_stats(context) or ["This model has not answered yet."]
     status = await context.controller.engine.status()
     if status is not None:
         reused = f"{status.num_cached:,} of {status.num_blocks:,} blocks hold KV for reuse"

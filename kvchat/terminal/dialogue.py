@@ -182,12 +182,19 @@ class Dialogue(CommandContext):
         elif isinstance(line, Unknown):
             self._refuse(text, str(line))
         elif not line.command.is_available_while_answering and self.is_busy:
-            self._refuse(text, f"/{line.command.name} waits for the answer. Esc stops it.")
+            self._refuse(text, f"/{line.command.name} waits for {self._what_keeps_it_busy}")
         else:
             self._queue.stop_editing()
             self._view.write_turn(text)
             self._begin(line)
         self.refresh()
+
+    @property
+    def _what_keeps_it_busy(self) -> str:
+        """What commands wait for, as the end of a sentence."""
+        if not self._loaded.is_set() and not self.is_answering:
+            return "the model, which is loading, and for your message before it."
+        return "the answer. Esc stops it."
 
     def _accept_message(self, text: str) -> None:
         if self._queue.edited_index is None and not text.strip():

@@ -128,8 +128,11 @@ class View(Page, Protocol):
     def write(self, rows: Sequence[Row], state: LiveState | None = None) -> None:
         """Show rows permanently above the prompt, and with them a new state below, if given."""
 
-    def put_back(self, text: str) -> None:
-        """Put refused text back into the prompt, with the cursor at its end."""
+    def put_back(self, text: str, gives_way: bool = False) -> None:
+        """Put refused text back into the prompt, with the cursor at its end.
+
+        A command that is typed there takes its place if it is one too, or if it `gives_way`.
+        """
 
     def show(self, state: LiveState) -> None:
         """Show another state below the finished rows soon."""
