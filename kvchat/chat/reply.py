@@ -373,16 +373,22 @@ class KeptConversation(Protocol):
 class Ledger:
     """Stores the answers to one user turn in its conversation; an AnswerLedger.
 
-    `before` is the tip before a retry: if no answer begins, the tip moves back to it. None for a
-    new question.
+    before       the tip before a retry: if no answer begins, the tip moves back to it. None for a
+                 new question
+    refused_to   the tip to move back to if the context is too long; None for the turn before
     """
 
     def __init__(
-        self, session: KeptConversation, user_turn: Turn, before: int | None = None
+        self,
+        session: KeptConversation,
+        user_turn: Turn,
+        before: int | None = None,
+        refused_to: int | None = None,
     ) -> None:
         self._session = session
         self._user_turn = user_turn
         self._before = before if before != user_turn.turn_id else None
+        self._refused_to = user_turn.parent_id if refused_to is None else refused_to
         self._turn_ids: dict[int, int] = {}
 
     def begin_answer(self, sample: int) -> str | None:
@@ -439,7 +445,7 @@ class Ledger:
         return turn_id, self._session.saving_problem()
 
     def abandon(self, failed: RequestFailed) -> str | None:
-        """End the begun answers. If the context was too long, move the tip before the user turn."""
+        """End the begun answers. If the context was too long, move the tip to where it was."""
         for turn_id in self._turn_ids.values():
             line = session_file.end_line(turn_id, FinishReason.CANCELLED, {})
             turn = self._session.conversation.turn(turn_id)
@@ -450,7 +456,7 @@ class Ledger:
         if self._before is not None:
             self._step_back()
         elif isinstance(failed.error, ContextTooLong):
-            self._session.move_tip(self._user_turn.parent_id)
+            self._session.move_tip(self._refused_to)
         return self._session.saving_problem()
 
     def _step_back(self) -> None:

@@ -66,6 +66,8 @@ class ResentChats:
             chat = self._stabiliser.stabilised(chat)
         session = self._opened(chat, options.think, num_contexts=1)
         difference = self._seen.note(chat.system, chat.messages, chat.tools)
+        if difference is not None:
+            difference = difference.counted_without(chat.num_added)
         last = chat.messages[-1]
         if chat.is_continuation:
             reply = session.continue_answer(options, notify)

@@ -18,7 +18,8 @@ class LoadProgress:
 class ModelReady:
     """The model is loaded; holds the values for the status line and the JSON output.
 
-    `draft` is the name of the draft model, None where there is none.
+    draft                   the name of the draft model, None where there is none
+    is_context_limit_told   false for a server that does not tell: `context_limit` is a large number
     """
 
     name: str
@@ -29,6 +30,12 @@ class ModelReady:
     load_s: float
     notes: tuple[str, ...] = ()
     draft: str | None = None
+    is_context_limit_told: bool = True
+
+    @property
+    def told_context_limit(self) -> int | None:
+        """The most tokens of a context, for the user; None if that is not known."""
+        return self.context_limit if self.is_context_limit_told else None
 
 
 @dataclass(frozen=True, slots=True)

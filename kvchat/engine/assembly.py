@@ -43,6 +43,7 @@ from kvchat.core.config import (
 )
 from kvchat.core.errors import KvchatError, ModelError, StoreError
 from kvchat.core.events import LoadProgress, ModelReady
+from kvchat.core.paths import private_directory
 from kvchat.engine.draft_model import ModelDrafter
 from kvchat.engine.drafters import Drafter
 from kvchat.engine.engine import Engine
@@ -394,6 +395,7 @@ def _disk_opener(config: CacheConfig, block_bytes: int, is_draft: bool) -> TierO
         least = least_bytes(block_bytes)
         if limit < least:
             if config.disk_bytes is None or config.disk_bytes.num_bytes is None:
+                private_directory(directory)  # where nothing can be written, that is the reason
                 # The user set no byte limit, so the disk is full for now: keep what is stored.
                 raise StoreError(why_nothing, "Free some, or choose another with --cache-dir.")
             StoreAdmin(directory).clear()  # the limit applies to stored KV too

@@ -175,3 +175,30 @@ def test_what_was_typed_is_remembered_privately_across_starts(
     again = start_chat("--history", str(path))
     again.type("\x12").type("needle").wait_for("a needle in it").type("\r").type("\r")
     again.wait_for("You said 'a needle in it' (0).")
+
+
+def test_messages_that_were_waiting_are_told_of_and_kept(
+    start_chat: StartChat, tmp_path: Path
+) -> None:
+    """What was queued while the model loaded was gone at /exit, without a word."""
+    history, never = tmp_path / "history", tmp_path / "never"
+    chat = start_chat("--history", str(history), "--loading", str(never))
+    chat.wait_for("reading weights")
+    chat.enter("a question").wait_for("1 queued").enter("and another").wait_for("2 queued")
+    chat.enter("/exit")
+
+    assert chat.finish() == 0
+    assert "2 messages were not sent. In the next chat, Up brings them back." in chat.text
+
+    again = start_chat("--history", str(history))
+    again.type("\x1b[A\x1b[A").wait_for_shown("❯ and another")
+    again.type("\x1b[A").wait_for_shown("❯ a question")
+
+
+def test_a_message_that_waits_behind_an_answer_is_told_of(start_chat: StartChat) -> None:
+    chat = start_chat(is_saved=False)
+    chat.enter("slow 3000").wait_for("line-0004")
+    chat.enter("next").wait_for("queued").enter("/exit")
+
+    assert chat.finish() == 0
+    assert chat.text.rstrip().endswith("kvchat: 1 message was not sent.")
