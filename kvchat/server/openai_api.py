@@ -78,7 +78,8 @@ class OpenAiApi:
         fields = read_body(await request.body())
         self._service.require_model(fields)
         fields.refuse(*_UNSUPPORTED)
-        chat = _chat(fields)
+        self._service.require_room(fields, "messages")
+        chat = await fields.read(_chat)
         limits = ("max_completion_tokens", "max_tokens")
         options = replace(
             self._options(fields, limits, chat),
@@ -106,7 +107,7 @@ class OpenAiApi:
         fields = read_body(await request.body())
         self._service.require_model(fields)
         fields.refuse(*_UNSUPPORTED, "suffix", "best_of")
-        prompt = _prompt(fields)
+        prompt = await fields.read(_prompt)
         options = self._options(fields, ("max_tokens",))
         tells_ids = fields.flag("return_token_ids")
         options = replace(
