@@ -395,7 +395,8 @@ class ChatSession:
             )
             for _ in range(options.num_samples)
         ]
-        reply = Reply(ledger, answers, notify)
+        scored_context = context if options.scores_prompt else ()
+        reply = Reply(ledger, answers, notify, scored_context=scored_context)
         spec = RequestSpec(
             prompt_ids=context,
             sampling=options.resolved_sampling(),
@@ -411,6 +412,7 @@ class ChatSession:
                 else None
             ),
             num_top_logprobs=options.num_top_logprobs,
+            scores_prompt=options.scores_prompt,
             session_id=self.session_id if self._log is not None and is_kept else "",
         )
         ticket = self._engine.submit(spec, reply.listen)

@@ -278,7 +278,8 @@ class Answering:
         answer = Answer(begin, remember, self._metrics, self.on_encoder, self._wakeups)
         try:
             await answer.start()
-        except Exception as error:
+        except BaseException as error:
+            answer.close()  # also where what waits for it is cancelled
             raise _told(error) from error
         return answer
 
@@ -300,7 +301,7 @@ class Answering:
             _log.warning("a request was still encoded when the server ended")
 
 
-def _told(error: Exception) -> Exception:
+def _told(error: BaseException) -> BaseException:
     """Return the API's error for one of ours, and any other as it is."""
     return as_api_error(error) if isinstance(error, KvchatError) else error
 

@@ -53,6 +53,7 @@ TEXT = {
     "prompt": [1, 2],
     "echo": True,
     "logprobs": 2,
+    "prompt_logprobs": 2,
     "max_tokens": 5,
     "n": 2,
     "stop": "x",
