@@ -380,6 +380,10 @@ class KeptConversation(Protocol):
     def conversation(self) -> Conversation:
         """The conversation that receives the turns."""
 
+    @property
+    def is_saved(self) -> bool:
+        """Whether it has a file."""
+
     def save(self, line: str, durable: bool = False) -> None:
         """Append a line to the file."""
 
@@ -418,7 +422,8 @@ class Ledger:
         )
         conversation.add(turn)
         self._turn_ids[sample] = turn.turn_id
-        self._session.save(session_file.turn_line(turn))
+        if self._session.is_saved:
+            self._session.save(session_file.turn_line(turn))
         if sample > 0 and 0 in self._turn_ids:
             self._session.move_tip(self._turn_ids[0])  # the first sample stays the tip
         return self._session.saving_problem()
@@ -431,7 +436,8 @@ class Ledger:
         turn = self._session.conversation.turn(turn_id)
         grown = replace(turn, text=turn.text + text, token_ids=(*turn.token_ids, *token_ids))
         self._session.conversation.replace(grown)
-        self._session.save(self._line(grown, text, token_ids))
+        if self._session.is_saved:
+            self._session.save(self._line(grown, text, token_ids))
 
     def _line(self, grown: Turn, text: str, token_ids: tuple[int, ...]) -> str:
         return session_file.more_line(grown.turn_id, text, token_ids)
@@ -450,12 +456,13 @@ class Ledger:
             self._grow(turn_id, "", closing)
         turn = self._session.conversation.turn(turn_id)
         self._session.conversation.replace(replace(turn, finish=event.reason))
-        facts: dict[str, object] = {
-            "usage": event.usage.as_dict(),
-            "timing": event.timing.as_dict(event.usage),
-        }
-        line = session_file.end_line(turn_id, event.reason, facts, turn.calls, turn.text)
-        self._session.save(line, durable=True)
+        if self._session.is_saved:
+            facts: dict[str, object] = {
+                "usage": event.usage.as_dict(),
+                "timing": event.timing.as_dict(event.usage),
+            }
+            line = session_file.end_line(turn_id, event.reason, facts, turn.calls, turn.text)
+            self._session.save(line, durable=True)
         return turn_id, self._session.saving_problem()
 
     def abandon(self, failed: RequestFailed) -> str | None:

@@ -543,6 +543,11 @@ class ChatSession:
         """Close the session file; return None or a sentence on what was not saved. Idempotent."""
         return self._log.close() if self._log is not None else None
 
+    @property
+    def is_saved(self) -> bool:
+        """Whether the conversation has a file."""
+        return self._log is not None
+
     def save(self, line: str, durable: bool = False) -> None:
         """Append a line to the session file; `saving_problem` returns a failure.
 
