@@ -399,7 +399,8 @@ class ChatSession:
             )
             for _ in range(options.num_samples)
         ]
-        reply = Reply(ledger, answers, notify)
+        scored_context = context if options.scores_prompt else ()
+        reply = Reply(ledger, answers, notify, scored_context=scored_context)
         spec = RequestSpec(
             prompt_ids=context,
             sampling=options.resolved_sampling(),
@@ -415,6 +416,7 @@ class ChatSession:
                 else None
             ),
             num_top_logprobs=options.num_top_logprobs,
+            scores_prompt=options.scores_prompt,
             session_id=self.session_id if self._log is not None and is_kept else "",
         )
         ticket = self._engine.submit(spec, reply.listen)
@@ -549,6 +551,11 @@ class ChatSession:
         """Close the session and delete its file: for a conversation in which nothing was said."""
         if self._log is not None:
             self._log.discard()
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether the conversation has a file."""
+        return self._log is not None
 
     def save(self, line: str, durable: bool = False) -> None:
         """Append a line to the session file; `saving_problem` returns a failure.

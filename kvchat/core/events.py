@@ -65,6 +65,17 @@ class PrefillProgress:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptScored:
+    """The logprobs of the next tokens of a prompt, in order, the second token's first.
+
+    Nothing stands before the first token, so it has none. All come before the answer's tokens.
+    """
+
+    request_id: int
+    logprobs: tuple[TokenLogprobs, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class TokensGenerated:
     """Token ids appended to sample `sample` of a request, in order.
 
@@ -79,7 +90,8 @@ class TokensGenerated:
 
 @dataclass(frozen=True, slots=True)
 class SampleFinished:
-    """One sample is complete. `stop_token` is the stop token that ended it, if one did.
+    """One sample is complete. `stop_token` is the stop token that ended it, if one did, and
+    `stop_logprobs` has its logprobs if the request wants any.
 
     `miss_reason` says why a slower tier did not have more of the prompt, None if it was not asked.
     """
@@ -91,6 +103,7 @@ class SampleFinished:
     timing: Timing
     stop_token: int | None = None
     miss_reason: MissReason | None = None
+    stop_logprobs: TokenLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,4 +115,4 @@ class RequestFailed:
 
 
 LoadEvent = LoadProgress | ModelReady | LoadFailed | EngineLost
-RequestEvent = PrefillProgress | TokensGenerated | SampleFinished | RequestFailed
+RequestEvent = PrefillProgress | PromptScored | TokensGenerated | SampleFinished | RequestFailed

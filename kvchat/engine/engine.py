@@ -175,6 +175,9 @@ class Engine:
         request_id = next(self._request_ids)
         now_s = self._clock() if submitted_s is None else submitted_s
         request = Request.from_spec(request_id, spec, now_s)
+        if spec.scores_prompt:
+            self._scheduler.add(request)
+            return request_id
         self._fetcher.begin(request)
         if request.miss_reason is None and request.restore is None:
             request.told_miss_reason = self._why_without_disk(request)
