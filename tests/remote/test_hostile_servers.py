@@ -3,6 +3,9 @@
 The servers are real ones on this machine; what they send is garbage, endless, slow or too large.
 """
 
+import os
+import queue
+import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from itertools import repeat
@@ -146,6 +149,26 @@ def test_headers_that_come_slowly_are_given_up(monkeypatch: pytest.MonkeyPatch) 
 
     with raw_server(slow_header) as url, pytest.raises(ModelError, match="took too long"):
         find_server(address_of(url))
+
+
+def test_ctrl_c_ends_the_wait_for_a_server_that_says_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It took the ten seconds of a question: the thread that asked was waited for."""
+    monkeypatch.setattr(servers, "_ASK_S", 3600.0)
+    is_over = threading.Event()
+    heard: queue.SimpleQueue[bool] = queue.SimpleQueue()
+
+    def nothing_at_all() -> Iterator[bytes]:
+        os.kill(os.getpid(), signal.SIGINT)
+        heard.put(is_over.wait(30.0))
+        yield b""
+
+    with raw_server(nothing_at_all) as url:
+        with pytest.raises(KeyboardInterrupt):
+            find_server(address_of(url))
+        is_over.set()
+        assert heard.get(), "the wait went on until the server hung up"
 
 
 def test_an_answers_headers_that_come_slowly_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
