@@ -143,9 +143,9 @@ def _mapped(
     if min(most, count) == 1 or num_rows <= FEW_ROWS or not can_change_threads():
         yield from map(computed, range(count))
         return
-    alone = {"initializer": torch.set_num_threads, "initargs": (1,)}
+    workers = min(most, count)
     try:
-        with ThreadPoolExecutor(min(most, count), **alone) as pool:
+        with ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
             yield from pool.map(computed, range(count))
     finally:
         torch.set_num_threads(most)  # threads that begin later take the number that was set last
