@@ -233,6 +233,16 @@ def test_an_answer_that_is_not_streamed_is_read_all_the_same() -> None:
     assert last.text == "Hello."
 
 
+@pytest.mark.parametrize("reason", [b"[]", b'{"type": ["abort"]}', b"0"])
+def test_a_reason_that_is_no_word_ends_an_answer(reason: bytes) -> None:
+    """A list was looked up among the words for a failure: "unhashable type: 'list'"."""
+    choice = b'{"delta": {"content": "Hello."}, "finish_reason": ' + reason + b"}"
+    last = answer_of(b'\r\ndata: {"choices": [' + choice + b"]}\n\ndata: [DONE]\n\n")
+
+    assert isinstance(last, AnswerEnded)
+    assert last.text == "Hello."
+
+
 def test_an_error_with_status_200_is_told() -> None:
     last = answer_of(b'Content-Type: application/json\r\n\r\n{"error": {"message": "no room"}}')
 
