@@ -21,11 +21,10 @@ if TYPE_CHECKING:
 
 _NAME = "server.json"
 _VERSION = 1
-# What decides which answers an engine gives, and which KV it keeps.
+# What decides which answers an engine gives, and which KV it keeps; _PLACES may be paths.
+_PLACES = ("model", "adapter", "draft", "cache_dir")
 _SAME = (
-    "adapter",
     "spec",
-    "draft",
     "device",
     "dtype",
     "weights",
@@ -35,7 +34,6 @@ _SAME = (
     "device_cache",
     "host_cache",
     "disk_cache",
-    "cache_dir",
     "max_context",
     "cache",
     "graphs",
@@ -92,10 +90,14 @@ def running_server(settings: Settings, state: Path) -> RunningServer | None:
 
 def _runs(settings: Settings) -> str:
     """Return what must be equal, as text."""
-    name = settings["model"]
-    path = Path(name)
-    model = str(path.absolute()) if "\0" not in name and path.exists() else name
-    return json.dumps([model, *(settings[setting] for setting in _SAME)])
+    places = [_from_anywhere(settings[setting]) for setting in _PLACES]
+    return json.dumps([*places, *(settings[setting] for setting in _SAME)])
+
+
+def _from_anywhere(name: str | None) -> str | None:
+    """Return a name, where it is a path the one that is the same in every working directory."""
+    # os.path.exists is False for a name that no file can have; Path.exists raises.
+    return str(Path(name).absolute()) if name is not None and os.path.exists(name) else name
 
 
 def _is_alive(pid: int) -> bool:

@@ -8,8 +8,8 @@ import asyncio
 import ipaddress
 import json
 import re
+import threading
 from collections.abc import Coroutine, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -139,8 +139,10 @@ class Asker:
 
     def __init__(self, address: Address) -> None:
         self._address = address
+        # On a thread of its own: the caller's may have a running event loop.
         self._loop = asyncio.new_event_loop()
-        self._thread = ThreadPoolExecutor(1)  # the caller's may have a running event loop
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
         self._client = httpx2.AsyncClient(
             base_url=address.url,
             headers=address.headers,
@@ -153,7 +155,8 @@ class Asker:
 
     def __exit__(self, *error: object) -> None:
         self._wait(self._client.aclose())
-        self._thread.shutdown()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
         self._loop.close()
 
     def ask(self, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
@@ -184,7 +187,12 @@ class Asker:
             return None
 
     def _wait(self, question: Coroutine[Any, Any, Any]) -> Any:
-        return self._thread.submit(self._loop.run_until_complete, question).result()
+        future = asyncio.run_coroutine_threadsafe(question, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()  # after Ctrl-C the question is still asked
+            raise
 
     async def _asked(self, path: str, body: Mapping[str, Any] | None) -> Any:
         method = "GET" if body is None else "POST"

@@ -265,7 +265,7 @@ def _finish(word: object, about: Mapping[str, Any] = MappingProxyType({})) -> Fi
     """Return why an answer ended; raises GenerationError if the server gave it up."""
     if word is None:
         return None
-    if word in _GIVEN_UP:
+    if isinstance(word, str) and word in _GIVEN_UP:
         said = error_sentence(about) if about.get("message") else "The server gave up the answer."
         raise GenerationError(said, "/continue goes on from there.")
     return FinishReason.LENGTH if word in ("length", "limit") else FinishReason.STOP

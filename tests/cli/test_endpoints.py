@@ -111,6 +111,23 @@ def test_a_chat_finds_a_server_with_its_settings_only(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("name", ["model", "adapter", "draft", "cache_dir"])
+def test_a_relative_path_names_what_is_in_its_own_directory(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A chat with `--adapter lora` in one project was answered with the `lora` of another one."""
+    for project in ("one", "other"):
+        (tmp_path / project / "lora").mkdir(parents=True)
+    state, named = tmp_path / "state", settings(**{name: "lora"})
+    monkeypatch.chdir(tmp_path / "one")
+    with announced(named, state, "http://127.0.0.1:5", None):
+        assert running_server(named, state) is not None
+        assert running_server(settings(**{name: str(tmp_path / "one/lora")}), state) is not None
+        assert running_server(settings(**{name: "l" * 5000}), state) is None
+        monkeypatch.chdir(tmp_path / "other")
+        assert running_server(named, state) is None
+
+
 def test_a_server_that_was_started_later_keeps_its_file(tmp_path: Path) -> None:
     with announced(settings(), tmp_path, "http://127.0.0.1:5", None):
         with announced(settings(), tmp_path, "http://127.0.0.1:6", None):

@@ -3,6 +3,9 @@
 The servers are real ones on this machine; what they send is garbage, endless, slow or too large.
 """
 
+import os
+import queue
+import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from itertools import repeat
@@ -148,6 +151,26 @@ def test_headers_that_come_slowly_are_given_up(monkeypatch: pytest.MonkeyPatch) 
         find_server(address_of(url))
 
 
+def test_ctrl_c_ends_the_wait_for_a_server_that_says_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It took the ten seconds of a question: the thread that asked was waited for."""
+    monkeypatch.setattr(servers, "_ASK_S", 3600.0)
+    is_over = threading.Event()
+    heard: queue.SimpleQueue[bool] = queue.SimpleQueue()
+
+    def nothing_at_all() -> Iterator[bytes]:
+        os.kill(os.getpid(), signal.SIGINT)
+        heard.put(is_over.wait(30.0))
+        yield b""
+
+    with raw_server(nothing_at_all) as url:
+        with pytest.raises(KeyboardInterrupt):
+            find_server(address_of(url))
+        is_over.set()
+        assert heard.get(), "the wait went on until the server hung up"
+
+
 def test_an_answers_headers_that_come_slowly_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "_SILENCE_S", 0.3)
 
@@ -205,6 +228,16 @@ def test_an_answer_that_is_not_streamed_is_read_all_the_same() -> None:
     """Some servers and proxies do not stream. The answer was "broken off"."""
     whole = b'{"choices": [{"message": {"content": "Hello."}, "finish_reason": "stop"}]}'
     last = answer_of(b"Content-Type: application/json\r\n\r\n" + whole)
+
+    assert isinstance(last, AnswerEnded)
+    assert last.text == "Hello."
+
+
+@pytest.mark.parametrize("reason", [b"[]", b'{"type": ["abort"]}', b"0"])
+def test_a_reason_that_is_no_word_ends_an_answer(reason: bytes) -> None:
+    """A list was looked up among the words for a failure: "unhashable type: 'list'"."""
+    choice = b'{"delta": {"content": "Hello."}, "finish_reason": ' + reason + b"}"
+    last = answer_of(b'\r\ndata: {"choices": [' + choice + b"]}\n\ndata: [DONE]\n\n")
 
     assert isinstance(last, AnswerEnded)
     assert last.text == "Hello."
